@@ -49,7 +49,9 @@ holds() {
     echo "holds: $*"
 }
 
-run() { "$docker" run --rm --label "$NAME" "$@"; }
+# Tensors are small here: a second thread gains nothing, and on a busy machine the first one waits for it.
+readonly ONE_THREAD=(--env OMP_NUM_THREADS=1)
+run() { "$docker" run --rm --label "$NAME" "${ONE_THREAD[@]}" "$@"; }
 
 # in_python OPTION... -- IMAGE SCRIPT: a script of docker/stand_in in an image, past its command.
 in_python() {
@@ -257,7 +259,7 @@ echo "== stopping"
 stops() {
     local name=$NAME-$1 code
     shift
-    "$docker" run --detach --label "$NAME" --name "$name" --volume "$work/models:/models:ro" "$@" >/dev/null
+    "$docker" run --detach --label "$NAME" --name "$name" "${ONE_THREAD[@]}" --volume "$work/models:/models:ro" "$@" >/dev/null
     # Until the program itself says something.
     timeout 300 bash -c "until '$docker' logs '$name' 2>&1 | grep -q .; do sleep 0.2; done"
     "$docker" stop --time 120 "$name" >/dev/null
@@ -318,7 +320,7 @@ assert 'rocm_attn_running 2' in u.urlopen('http://127.0.0.1:8000/metrics').read(
     [ "$code" = 0 ] || fail "a server that has drained ended with $code"
 }
 server=$NAME-server
-"$docker" run --detach --label "$NAME" --name "$server" --init "${hard[@]}" --network none --env ROCM_ATTN_API_KEYS=of-this-check \
+"$docker" run --detach --label "$NAME" --name "$server" "${ONE_THREAD[@]}" --init "${hard[@]}" --network none --env ROCM_ATTN_API_KEYS=of-this-check \
     --volume "$work/models:/models:ro" rocm-attn-check:serve serve --model /models/smollm2.gguf \
     --served-model-name smollm2 --max-kv-len 512 --host 0.0.0.0 --drain-seconds 300 >/dev/null
 ready "$server"

@@ -5,6 +5,7 @@ Building them takes a Docker daemon: docker/check_images.sh.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import runpy
@@ -100,6 +101,20 @@ def test_a_base_whose_torch_is_of_another_kind_or_is_not_pinned_is_refused() -> 
         assert "is not among the constraints" in unpinned
     (unknown,) = faults("hip", "rocm", "2.10.0+rocm7.2.4", pinned)
     assert "it may be rocm, cuda, cpu" in unknown
+
+
+def test_torch_is_pinned_to_what_pip_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's torch 2.13.0 says of itself that it is 2.13.0+cu130."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    torch_release = script("verify.py")["torch_release"]
+    assert torch_release("2.13.0+cu130") == "2.13.0+cu130", "no distribution"
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()
+    (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n"
+    )
+    importlib.invalidate_caches()
+    assert torch_release("2.13.0+cu130") == "2.13.0"
+    assert list(script("pins.py")["constraints"]()) == ["torch==2.13.0"]
 
 
 WHOLE: Mapping[str, Any] = {

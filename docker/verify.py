@@ -24,7 +24,7 @@ def built_for(hip: str | None, cuda: str | None) -> str:
 
 
 def torch_release(said: str) -> str:
-    """Returns the release of torch as pip names it, which has no +cu130 where PyPI's wheel is. said: torch.__version__"""
+    """Returns torch's release as pip has it: PyPI's lacks the +cu130 of torch.__version__, which is given as said."""
     return next((found.version for found in importlib.metadata.distributions(name="torch")), said)
 
 

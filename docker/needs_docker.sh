@@ -8,3 +8,10 @@ needs_docker() {
         "buildx, set DOCKER to a command that reaches one, or run the tests without an image: bash scripts/test.sh" >&2
     exit 2
 }
+
+# needs_plugin COMMAND PLUGIN: ends the script, in a sentence, where Docker's command lacks buildx or compose.
+needs_plugin() {
+    "$1" "$2" version >/dev/null 2>&1 && return
+    echo "'$1 $2' is missing; install it: docker-$2-plugin of Docker, or docker-$2 of Debian 13 or later" >&2
+    exit 2
+}

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Builds the image for tests and runs a stage of them in it:
-#   bash docker/run_tests.sh host      what needs no GPU
-#   bash docker/run_tests.sh device    kernels, graphs and the runtime on this machine's GPU, AMD or NVIDIA
-#   bash docker/run_tests.sh rocm      the same and more, with a report to send: reports/*.json
-#   bash docker/run_tests.sh build     only builds it
+#   bash docker/run_tests.sh host       what needs no GPU
+#   bash docker/run_tests.sh device     kernels, graphs and the runtime on this machine's GPU, AMD or NVIDIA
+#   bash docker/run_tests.sh rocm       the same and more, with a report to send: reports/*.json
+#   bash docker/run_tests.sh rehearsal  the small steps of rocm on a simulated MI300X, with their report; needs no GPU
+#   bash docker/run_tests.sh build      only builds it
 #
 #   PLATFORM       rocm or cuda (rocm where there is /dev/kfd, else cuda if there is a GPU, else rocm)
 #   IMAGE          an image to use instead of building one
@@ -19,12 +20,15 @@ cd "$(dirname "$0")/.."
 
 stage=${1:-}
 case $stage in
-host | device | rocm | build) ;;
+host | device | rocm | rehearsal | build) ;;
 *)
-    sed -n '2,18s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,19s/^# \{0,1\}//p' "$0" >&2
     exit 2
     ;;
 esac
+
+needs_gpu() { [ "$stage" = device ] || [ "$stage" = rocm ]; }
+writes_report() { [ "$stage" = rocm ] || [ "$stage" = rehearsal ]; }
 
 docker=${DOCKER:-docker}
 source docker/needs_docker.sh
@@ -58,10 +62,7 @@ aiter_key() {
 
 image=${IMAGE:-rocm-attn:$PLATFORM-ci}
 if [ -z "${IMAGE:-}" ]; then
-    "$docker" buildx version >/dev/null 2>&1 || {
-        echo "'$docker buildx' is missing: install it (docker-buildx-plugin, or Debian's docker-buildx)" >&2
-        exit 1
-    }
+    needs_plugin "$docker" buildx
     options=()
     if [ -n "${AITER_IMAGE:-}" ]; then
         aiter=$AITER_IMAGE:$(aiter_key)
@@ -81,7 +82,7 @@ group_options() {
 
 container=${CONTAINER:-rocm-attn-tests-$$}
 options=(--rm --init --ipc=host --name "$container" --label rocm-attn.tests)
-if [ "$stage" != host ]; then
+if needs_gpu; then
     options+=(--ulimit memlock=-1)
     if [ "$PLATFORM" = cuda ]; then
         options+=(--gpus all)
@@ -106,7 +107,7 @@ trap end EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-if [ "$stage" = rocm ]; then
+if writes_report; then
     mkdir -p reports
     # The image's user writes there.
     chmod a+rwx reports
@@ -123,9 +124,9 @@ status=0
 # shellcheck disable=SC2086 # options are words
 "$docker" run "${options[@]}" ${RUN_OPTIONS:-} "$image" "$stage" &
 wait $! || status=$?
-if [ "$stage" = rocm ]; then
+if writes_report; then
     # Of a run that failed too: that is when it is wanted most.
     report=$(find reports -name '*.json' -newer "$started")
-    echo "${report:+the report to send: }${report:-no report was written}"
+    echo "${report:+the report: }${report:-no report was written}"
 fi
 exit "$status"

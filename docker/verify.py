@@ -23,6 +23,11 @@ def built_for(hip: str | None, cuda: str | None) -> str:
     return "rocm" if hip else "cuda" if cuda else "cpu"
 
 
+def torch_release(said: str) -> str:
+    """Returns torch's release as pip has it: PyPI's lacks the +cu130 of torch.__version__, which is given as said."""
+    return next((found.version for found in importlib.metadata.distributions(name="torch")), said)
+
+
 def faults_of_base(wanted: str, found: str, torch_version: str, constraints: str) -> Iterator[str]:
     """Yields the faults of a base. constraints: text of the file that pins its torch."""
     if wanted not in _KINDS:
@@ -90,7 +95,7 @@ def _main(arguments: list[str]) -> None:
     found = built_for(torch.version.hip, torch.version.cuda)
     constraints = (FOLDER / "constraints.txt").read_text()
     if arguments[0] == "base":
-        faults = list(faults_of_base(arguments[1], found, str(torch.__version__), constraints))
+        faults = list(faults_of_base(arguments[1], found, torch_release(str(torch.__version__)), constraints))
         # A base may have its own complaints; only new ones are the image's fault.
         (FOLDER / "base.json").write_text(json.dumps({"torch_for": found, "complaints": pip_complaints()}))
     else:

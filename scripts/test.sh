@@ -38,6 +38,7 @@
 #   engines-long     what that leaves out; makes the environments first (not part of the default)
 #   device           kernels, graphs and the runtime on this machine's GPU (part of the default where there is one)
 #   rocm             the same and more on an MI300 or MI350, with a report to send in reports/ (not part of the default)
+#   rehearsal        the small steps of rocm with the simulator as the GPU, with their report (not part of the default)
 #   images           hadolint and shellcheck over the images and scripts
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -69,10 +70,17 @@ run_pytest() {
     }
 }
 
-# report_from_gpu FOLDER...: tests on this machine's GPU, with a file that says everything about the run. On a GPU that
-# is not AMD's the tests that ask for one are left out.
+# with_report ARGUMENT...: tests, with a file that says everything about the run.
+with_report() {
+    local report
+    report=reports/$stage-${REPORT_HOST:-$(uname -n)}-$(date -u +%Y%m%d-%H%M%S).json
+    run_pytest -p tests.amd.rocm.report --gpu-report "$report" "$@"
+}
+
+# report_from_gpu FOLDER...: tests on this machine's GPU. On a GPU that is not AMD's the tests that ask for one are left
+# out.
 report_from_gpu() {
-    local report options=()
+    local options=()
     if ! python -c 'import torch; raise SystemExit(not torch.cuda.is_available())'; then
         echo "torch sees no GPU; rocm-attn doctor may say why" >&2
         return 1
@@ -80,8 +88,7 @@ report_from_gpu() {
     if python -c 'import torch; raise SystemExit(torch.version.hip is not None)'; then
         options=(-m "not rocm")
     fi
-    report=reports/rocm-${REPORT_HOST:-$(uname -n)}-$(date -u +%Y%m%d-%H%M%S).json
-    run_pytest -p tests.amd.rocm.report --gpu-report "$report" "${options[@]}" "$@"
+    with_report "${options[@]}" "$@"
 }
 
 # run_aiters_kernels: those of the checkout of ROCm/aiter that AITER_SOURCE names.
@@ -129,6 +136,8 @@ spread() {
 readonly HOST=(tests/amd/{host,hip_graphs,runtime,external,integrations,guards,graphs})
 readonly RUNNER=(tests/amd/{runner,system,aiter,aiter_source})
 readonly SERVER=(tests/amd/{server,bench,doctor}) HOUSE=(tests/amd/{docs,house})
+# Those for the owner of an AMD GPU.
+readonly ROCM=(tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor})
 
 # run_on_host ARGUMENT...: tests of these folders.
 run_on_host() {
@@ -226,7 +235,9 @@ run_stage() {
     aiter-source) run_aiters_kernels ;;
     other-kernels) : "${OTHER_KERNELS:?names clones and folders of packages}" && run_pytest tests/amd/simulator/test_other_kernels.py ;;
     device) run_on_gpu -m "not nightly" ;;
-    rocm) report_from_gpu tests/amd/{rocm,kernels,hip_graphs,runtime,external,integrations,guards,graphs,system,text,doctor} ;;
+    rocm) report_from_gpu "${ROCM[@]}" ;;
+    # All are collected: what they import must be there.
+    rehearsal) with_report -p tests.amd.rocm.stand_in_gpu -k test_simulated "${ROCM[@]}" ;;
     images)
         hadolint docker/{,stand_in/}Dockerfile docker/Dockerfile.engine
         shellcheck -x docker/*.sh docker/{ci,gateway}/*.sh docker/stand_in/rocm/bin/* scripts/*.sh rocm_lab/benchmarks/*.sh .ci/*

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton._C.libtriton import llvm
 from triton.backends.amd.compiler import HIPBackend
 
 from rocm_attn.errors import RocmAttnError
@@ -96,6 +97,7 @@ def _word(evidence: StepEvidence, out: Tensor) -> str:
 def _code(launch: RecordedLaunch, objdumps: Sequence[str]) -> tuple[Code, Assembly]:
     """The recorded code: its assembly, if that makes the very code object, else the disassembly of the object."""
     assembly = parse_assembly(launch.assembly)
+    llvm.init_targets()  # Triton before 3.9 assembles nothing in a process that has compiled nothing
     if HIPBackend.make_hsaco(launch.assembly, {}, SimpleNamespace(arch=launch.arch)) != launch.code:
         with tempfile.NamedTemporaryFile(suffix=".hsaco") as file:
             file.write(launch.code)

@@ -1,14 +1,47 @@
-"""Fixtures: the stand-in in one release or in each of three, and a separate folder for the probe's verdicts."""
+"""Fixtures: the stand-in in one release or in each of three, and a separate folder for the probe's verdicts.
+
+An AITER that is installed, as in the image for CI, is hidden: tests take the stand-in, or none.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import DistributionFinder, PathDistribution
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from rocm_attn.selection import probe as kernel_probe
 from tests.amd.aiter.signatures import E4048607, RELEASES, Release
 from tests.amd.aiter.stand_in import StandIn, install
+
+INSTALLED = importlib.util.find_spec("aiter")
+
+
+class WithoutAiter(PathFinder):
+    """Finds modules and distributions in sys.path, except for the installed AITER."""
+
+    @classmethod
+    def find_spec(
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        found = super().find_spec(fullname, path, target)
+        return None if INSTALLED and found and found.origin == INSTALLED.origin else found
+
+    @classmethod
+    def find_distributions(cls, context: DistributionFinder.Context | None = None) -> Iterable[PathDistribution]:
+        asked = context or DistributionFinder.Context()
+        return () if asked.name == "amd-aiter" else super().find_distributions(asked)
+
+
+@pytest.fixture(autouse=True)
+def without_aiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the installed AITER. A package of that name in another folder is found."""
+    monkeypatch.setattr(sys, "meta_path", [WithoutAiter if each is PathFinder else each for each in sys.meta_path])
 
 
 @pytest.fixture(autouse=True)

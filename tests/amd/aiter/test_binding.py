@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import E4048607, V0_1_9, V0_1_10, Release
 from tests.amd.aiter.stand_in import StandIn, install
+from tests.amd.house.source_tree import ROOT
 from tests.amd.vectorised import linear_keys
 
 
@@ -47,6 +50,39 @@ def test_without_aiter_every_kernel_says_that_it_is_not_installed() -> None:
     missing = library.unavailable()
     assert set(missing) == set(library.ENTRY_POINTS)
     assert all("install the distribution amd-aiter" in reason for reason in missing.values())
+
+
+def test_the_tests_do_not_see_an_aiter_that_is_installed(tmp_path: Path) -> None:
+    """In the image for CI there is one. The tests on both sides of this one are run next to another one."""
+    (tmp_path / "aiter" / "ops").mkdir(parents=True)
+    (tmp_path / "aiter" / "__init__.py").touch()
+    (tmp_path / "amd_aiter-9.0.dist-info").mkdir()
+    (tmp_path / "amd_aiter-9.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: amd-aiter\nVersion: 9.0\n"
+    )
+    names = "without_aiter_every or another_package_of_that or cannot_be_imported or is_gone"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-p",
+        "no:schemathesis",
+    ]
+    done = subprocess.run(
+        [*command, "-k", names, str(Path(__file__))],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "SHARD": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
 
 
 def test_another_package_of_that_name_is_reported_apart_from_amds(monkeypatch: pytest.MonkeyPatch) -> None:

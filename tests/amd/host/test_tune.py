@@ -236,7 +236,7 @@ def test_a_file_that_is_no_tuning_file_is_not_overwritten(tmp_path: Path) -> Non
 
 def test_a_dry_run_lists_the_candidates_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "32x8x128", "--dry-run", "--arch", "gfx950", "--shapes", "64x4k,1x2k+512"]) == 0
-    text = capsys.readouterr().out
+    text = f"\n{capsys.readouterr().out}"  # decode is first where Triton has no Gluon for CDNA
     assert "\ndecode of 32 over 8 heads of 128, bfloat16, pages of 16, at 64x4096+1\n  in use: " in text
     assert "extend of 32 over 8 heads of 128" in text
     assert main(["tune", "32x8x128", "--dry-run", "--json", "--shapes", "64x4k"]) == 0

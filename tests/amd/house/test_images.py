@@ -5,6 +5,7 @@ Building them takes a Docker daemon: docker/check_images.sh.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import runpy
@@ -100,6 +101,20 @@ def test_a_base_whose_torch_is_of_another_kind_or_is_not_pinned_is_refused() -> 
         assert "is not among the constraints" in unpinned
     (unknown,) = faults("hip", "rocm", "2.10.0+rocm7.2.4", pinned)
     assert "it may be rocm, cuda, cpu" in unknown
+
+
+def test_torch_is_pinned_to_what_pip_calls_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's torch 2.13.0 says of itself that it is 2.13.0+cu130."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    torch_release = script("verify.py")["torch_release"]
+    assert torch_release("2.13.0+cu130") == "2.13.0+cu130", "no distribution"
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()
+    (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n"
+    )
+    importlib.invalidate_caches()
+    assert torch_release("2.13.0+cu130") == "2.13.0"
+    assert list(script("pins.py")["constraints"]()) == ["torch==2.13.0"]
 
 
 WHOLE: Mapping[str, Any] = {
@@ -226,7 +241,7 @@ def test_a_stage_that_does_not_exist_is_refused_with_the_list() -> None:
         ["bash", "docker/run_tests.sh", "everything"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    for stage in ("host", "device", "rocm"):
+    for stage in ("host", "device", "rocm", "rehearsal"):
         assert f"run_tests.sh {stage}" in done.stderr
 
 
@@ -257,6 +272,29 @@ def test_without_an_engine_one_sentence_says_what_to_do(command: str, tmp_path: 
             f"'{docker} version' fails, so no Docker engine answers on this machine; install or start"
         )
         assert line.endswith("run the tests without an image: bash scripts/test.sh")
+
+
+@pytest.mark.parametrize(
+    ("command", "plugin"),
+    [("run_tests.sh host", "buildx"), ("check_images.sh", "buildx"), ("check_images.sh", "compose")],
+)
+def test_a_plugin_of_docker_that_is_missing_is_named_before_anything_is_built(
+    command: str, plugin: str, tmp_path: Path
+) -> None:
+    docker = fake_docker(tmp_path, f'[ "$1" != {plugin} ]')
+    done = subprocess.run(
+        ["bash", *f"docker/{command}".split()],
+        cwd=ROOT,
+        env={**os.environ, "DOCKER": str(docker)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"'{docker} {plugin}' is missing; install it: docker-{plugin}-plugin of Docker, or docker-{plugin} of "
+        "Debian 13 or later\n"
+    )
 
 
 def fake_docker(folder: Path, body: str) -> Path:
@@ -295,6 +333,38 @@ def test_a_run_of_tests_that_is_ended_takes_its_container_with_it(tmp_path: Path
     assert removed == "rm --force --volumes a-name"
 
 
+def test_the_rehearsal_needs_no_gpu_and_says_where_its_report_is(tmp_path: Path) -> None:
+    name = f"rehearsal-{tmp_path.name}.json"
+    written = ROOT / "reports" / name
+    docker = fake_docker(tmp_path, f'[ "$1" != run ] || touch "{written}"')
+    environment = {"DOCKER": str(docker), "IMAGE": "an-image", "PLATFORM": "rocm", "REPORT_HOST": "a-host"}
+    try:
+        done = subprocess.run(
+            ["bash", "docker/run_tests.sh", "rehearsal"],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        written.unlink(missing_ok=True)
+    assert f"the report: reports/{name}\n" in done.stdout
+    run = calls(tmp_path)[0]
+    assert run.endswith(" an-image rehearsal")
+    assert "--device" not in run
+    assert f"--volume {ROOT}/reports:/src/reports --env REPORT_HOST=a-host" in run
+
+
+def test_files_that_git_ignores_are_in_no_image() -> None:
+    ignored = (ROOT / ".gitignore").read_text().split()
+    kept_out = (ROOT / "docker" / "Dockerfile.dockerignore").read_text().split()
+    # Git looks for a name in every folder, Docker only at the root of the checkout.
+    wanted = {name.strip("/") if name.startswith("/") else f"**/{name.strip('/')}" for name in ignored}
+    assert wanted - set(kept_out) == set()
+    assert (ROOT / "docker" / "Dockerfile.engine.dockerignore").read_text().split() == kept_out
+
+
 def test_aiter_is_compiled_once_and_taken_from_its_image_ever_after(tmp_path: Path) -> None:
     there = tmp_path / "there"
     docker = fake_docker(tmp_path, f'case "$*" in "image inspect"*) [ -e "{there}" ] ;; esac')
@@ -314,6 +384,38 @@ def test_aiter_is_compiled_once_and_taken_from_its_image_ever_after(tmp_path: Pa
         keys.append(key)
         there.touch()
     assert keys[0] == keys[1] != keys[2], "other archs are another AITER"
+
+
+def test_a_second_check_of_the_images_gives_docker_the_same_files(tmp_path: Path) -> None:
+    """Docker then finds the layers of the first one. AITER is a repository with an empty file at each path."""
+    aiter, copy = tmp_path / "aiter", tmp_path / "copy"
+    shutil.copytree(ROOT / "docker", copy / "docker")
+    check = (copy / "docker" / "check_images.sh").read_text()
+    (taken,) = re.findall(r'archive "\$commit" \\\n(.+?)\|', check, re.S)
+    for path in taken.replace("\\\n", " ").split():
+        file = aiter / path if "." in path else aiter / path / "a_file"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    git = ["git", "-C", str(aiter), "-c", "user.name=a", "-c", "user.email=a@invalid"]
+    for command in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "all"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    dockerfile = copy / "docker" / "Dockerfile"
+    dockerfile.write_text(dockerfile.read_text().replace(argument("AITER_COMMIT"), commit))
+    # The last argument of a build is its folder.
+    sums = 'for folder; do :; done; cd "$folder" && find . -type f | sort | xargs sha256sum'
+    docker = fake_docker(tmp_path, f'[ "$1" != build ] || {{ ({sums}) >> "{tmp_path}/sums"; exit 1; }}')
+    given = []
+    for _ in range(2):
+        environment = {**os.environ, "DOCKER": str(docker), "AITER_SOURCE": str(aiter)}
+        done = subprocess.run(
+            ["bash", "docker/check_images.sh"], cwd=copy, env=environment, capture_output=True, text=True, check=False
+        )
+        assert "FAILED: the stand-in does not build" in done.stderr
+        given.append((tmp_path / "sums").read_text().splitlines())
+        (tmp_path / "sums").unlink()
+    assert any(".pack" in line for line in given[0])
+    assert given[0] == given[1]
 
 
 @pytest.mark.parametrize(("mib", "code"), [(300, 0), (40_000, 1), (None, 1)])

@@ -163,9 +163,8 @@ def page_with_rows(text: str, rows: list[Row], device_type: str) -> str:
     before, _, rest = text.partition(begin)
     table, _, after = rest.partition(end)
     for row in rows:
-        table, count = re.subn(
-            rf"^\| `{row.guard}` \|.*$", lambda _, row=row: row.line(device_type), table, flags=re.MULTILINE
-        )
+        line = row.line(device_type).replace("\\", "\\\\")
+        table, count = re.subn(rf"^\| `{row.guard}` \|.*$", line, table, flags=re.MULTILINE)
         if count != 1:
             raise ValueError(f"{PAGE.name} must have one row of {row.guard} between {begin} and {end}")
     return f"{before}{begin}{table}{end}{after}"

@@ -63,10 +63,11 @@ SPILLED = {
     # Spilled by the warps that gather, which also draw rows.
     ((96, 96), "float16"): 24,
     ((96, 96), "gathered"): 24,
-    ((128, 128), "codes_by_token"): 24,
     ((128, 128), "window"): 24,
     ((192, 128), "window"): 24,
     **{((192, 192), layer): 32 if layer in ("window", "capped") else 24 for layer in LAYERS},
+    # Values of the program in the group that decodes.
+    **{(dims, layer): 40 for dims in DIMS for layer in ("codes", "codes_by_token")},
     # The next row's queries, which arrive while results are written.
     **{((256, 256), layer): 256 for layer in LAYERS},
 }
@@ -117,8 +118,8 @@ def test_it_fits_and_its_products_are_not_waited_for_one_by_one(dims: tuple[int,
     kernel = kernels["_hopper_extend_kernel"]
     # The search takes the description's word for it, and compiles nothing that does not fit.
     said = shared_bytes(tiles, Problem(8, 2, dims[0], torch.bfloat16, case.page_size, v_head_dim=dims[1], scale=1.0))
-    # Scales of tokens take up to 2.5 KiB, and none where only heads have scales.
-    assert 0 <= said - kernel.metadata.shared < 3072
+    # Scales of tokens take up to 4 KiB, and none where only heads have scales.
+    assert 0 <= said - kernel.metadata.shared < 4608
     assert not wrong_in_code(kernel)
     assert_fast(kernels, SPILLED.get((dims, layer), 0), parameters_to_scale=asks)
 

@@ -65,6 +65,7 @@ SPILLED = {
     ((96, 96), "gathered"): 24,
     ((128, 128), "window"): 24,
     ((192, 128), "window"): 24,
+    ((192, 128), "gathered"): 16,
     **{((192, 192), layer): 32 if layer in ("window", "capped") else 24 for layer in LAYERS},
     # Values of the program in the group that decodes.
     **{(dims, layer): 40 for dims in DIMS for layer in ("codes", "codes_by_token")},

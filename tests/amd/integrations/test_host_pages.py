@@ -166,6 +166,8 @@ def test_lmcache_4463_rows_of_another_width_are_refused(device: torch.device) ->
     pool, where it was stored and where it has arrived, not of the bytes in between.
     """
     story, runtime, memory, tier, wanted = wrong_pages(HalfRows, device)
+    if device.type == "cuda":  # the copies are on their way
+        torch.cuda.synchronize(device)
     sent = [memory.at(key)[8 * HEAD_WORDS :].clone() for key in KEYS[:NUM_PAGES]]
     row, right = come_back(runtime, tier, KEYS[:NUM_PAGES])
     assert (right, tier._metrics.host_kv_refusals) == (0, {CHANGED: 1})

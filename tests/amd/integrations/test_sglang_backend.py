@@ -84,6 +84,8 @@ class Server:
             "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": lambda: False},
             "sglang.srt.layers.attention.verify_mask": {"VerifyMask": VerifyMask},
             "sglang.srt.layers.radix_attention": {"RadixAttention": RadixAttention},
+            "sglang.srt.mem_cache": {},
+            "sglang.srt.mem_cache.common": {"evict_from_tree_cache": lambda tree, num_tokens: None},
             "sglang.srt.speculative": {},
             "sglang.srt.speculative.eagle_utils": {"TreeMaskMode": TreeMaskMode},
             "sglang.srt.runtime_context": {
@@ -124,7 +126,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 def backend(server: Server) -> Iterator[Any]:
     """Yields our module over SGLang's, hidden from other tests."""
     yield importlib.import_module(BACKEND)
-    del sys.modules[BACKEND]
+    for name in (BACKEND, f"{BACKEND.rpartition('.')[0]}.idle_rows"):
+        del sys.modules[name]
 
 
 @pytest.fixture
@@ -152,7 +155,7 @@ def test_a_backend_is_one_of_sglangs_and_says_until_when_it_reads_its_table(back
 
 
 def test_a_model_with_an_encoder_has_a_backend_that_crosses(server: Server, backend: Any) -> None:
-    with_encoder = Engine("torch", torch.device("cpu"), windows=(-1, -1), serve=False)
+    with_encoder = Engine("torch", torch.device("cpu"), page_size=1, windows=(-1, -1), serve=False)
     with_encoder.layers[1].is_cross_attention = True
     of_text = runner_of(with_encoder)
     of_text.model_config.is_encoder_decoder = True

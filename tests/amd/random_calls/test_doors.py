@@ -44,7 +44,7 @@ NOT_DRIVEN: dict[str, str] = {
     "AdoptedPages.index": _SELECTS,
     **dict.fromkeys(("StepLayers.fold", "CompiledLayers.fold", "WrappedLayers.fold", "AdoptedPages.state"), _FOLDS),
     **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
-    **dict.fromkeys(("guards_from_settings", "pick_tokens", "merge_states"), _VALUES),
+    **dict.fromkeys(("guards_from_settings", "pick_tokens", "merge_states", "arithmetic_id"), _VALUES),
     **dict.fromkeys(("HostPages", "HostMemory"), _HOST),
     "load_model": _SERVER,
     "compile_forward": "torch compiles for seconds; what it calls is driven: CompiledLayers",

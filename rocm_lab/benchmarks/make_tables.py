@@ -104,9 +104,8 @@ def _serving(result: Result) -> dict[str, Any]:
     loads, gaps = (
         [row for row, gap in zip(result["rows"], is_gap, strict=True) if gap == kind] for kind in (False, True)
     )
-    started = "; ".join(
-        line.removeprefix("started: ") for line in result["start"] if "started" in line or "after" in line
-    )
+    lines = result.get("start", ())
+    started = "; ".join(line.removeprefix("started: ") for line in lines if "started" in line or "after" in line)
     return {"loads": loads, "gaps": gaps, "started": started}
 
 
@@ -152,6 +151,7 @@ def _mixed_load(result: Result) -> dict[str, Any]:
 DERIVED: Mapping[str, Callable[[Result], Mapping[str, Any]]] = {
     "step_profile_h200": _steps,
     "serving_h200": _serving,
+    "servers_h200": _serving,
     "round_time_h200": _rounds,
     "kv_transfer_h200": _transfers,
     "sparse_decode_h200": _sparse,

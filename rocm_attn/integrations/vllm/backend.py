@@ -2,7 +2,7 @@
 
 It supports both of vLLM's ways to ask for a KV cache: get_kv_cache_shape and get_kv_cache_stride_order up to 0.28, and
 supported_kv_cache_layouts from 0.29 on. vLLM packs K and V into one row, so pages have strides, and kernels that need
-dense pages are not chosen.
+contiguous pages are not chosen.
 """
 
 from __future__ import annotations

@@ -53,6 +53,9 @@ class LayerPages:
     coding:           the format's
     is_near:          whether a token of a page and the next one, and a head and the next one, are less than 2^20
                       elements apart
+    page_slots:       slots from a page to the next one in memory, if has_even_slots(k, v): more than page_size if
+                      others lie between; else 0
+    num_slots:        slots from the first one to the last one, with those that lie between pages; else 0
     record:           the parts of each token's record; None if rows are no records
     k and v have another shape in a vectorised pool (page_rows.py); pages come first in any. A row of k that is a record
     has its bytes (records.py), at addresses that are multiples of 4; a page's footer follows its rows, outside of k.
@@ -71,6 +74,8 @@ class LayerPages:
     values: PageRows = field(init=False, repr=False, compare=False)
     coding: Coding = field(init=False, repr=False, compare=False)
     is_near: bool = field(init=False, repr=False, compare=False)
+    page_slots: int = field(init=False, repr=False, compare=False)
+    num_slots: int = field(init=False, repr=False, compare=False)
     record: RecordParts | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +86,9 @@ class LayerPages:
         made = {"raw_k": raw_k, "raw_v": raw_v, "keys": key_rows(raw_k), "values": value_rows(raw_v)}
         near = max(*raw_k.stride()[1:], *raw_v.stride()[1:]) < NEAR
         record = None if self.format.record is None else RecordParts.of_pages(raw_k, self.format)
+        page_slots = raw_k.stride(0) // raw_k.stride(1) if has_even_slots(raw_k, raw_v) else 0
+        num_slots = (len(raw_k) - 1) * page_slots + self.format.page_size * (page_slots > 0)
+        made |= {"page_slots": page_slots, "num_slots": num_slots}
         for name, value in {**made, "coding": self.format.coding, "is_near": near, "record": record}.items():
             object.__setattr__(self, name, value)
 
@@ -88,21 +96,6 @@ class LayerPages:
     def has_aligned_sides(self) -> bool:
         """True if K and V begin at multiples of 16 bytes: TMA, and copies of 16 bytes, read no others."""
         return self.raw_k.data_ptr() % 16 == 0 == self.raw_v.data_ptr() % 16
-
-    @property
-    def page_slots(self) -> int:
-        """Slots from a page to the next one in memory, if slots are even: more than page_size if others lie between."""
-        return self.raw_k.stride(0) // self.raw_k.stride(1)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots from the first one to the last one, with those that lie between pages, if slots are even."""
-        return (len(self.raw_k) - 1) * self.page_slots + self.format.page_size
-
-    @property
-    def has_even_slots(self) -> bool:
-        """True if has_even_slots(k, v)."""
-        return has_even_slots(self.raw_k, self.raw_v)
 
     @property
     def has_aligned_rows(self) -> bool:

@@ -347,7 +347,7 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     """
     args.check("extend on Hopper")
     assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
-    assert args.pages.has_even_slots, "the limits refuse slots at other distances"
+    assert args.pages.page_slots, "the limits refuse slots at other distances"
     _check_cut(args, scores, cut, tiles)
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)

@@ -282,7 +282,7 @@ class AdoptedPages:
                     f"the pages of layer {layer} have strides {side.stride()}, and kernels were chosen for "
                     "contiguous pages; build with page_strides=True"
                 )
-        if self._even_slots and not pages.has_even_slots:
+        if self._even_slots and not pages.page_slots:
             raise BadTensor(
                 f"layer {layer}: k and v have strides {k.stride()} and {v.stride()}, and kernels were chosen for slots "
                 "at equal distances that begin at multiples of 16 bytes; build with even_slots=False"

@@ -135,7 +135,7 @@ class PoolTerms:
     """Requirements of a pool's owner on the kernels that read it.
 
     page_strides: True if pages may have any strides but the last, as when K and V are packed into one tensor
-    even_slots:   True if such pages have slots at equal distances (LayerPages.has_even_slots)
+    even_slots:   True if such pages have slots at equal distances (layer_pages.has_even_slots)
     keeps_tails:  True if the slots of a page after a sequence's last token must not change: drafts may be there
     short_kv:     True if a sequence of a layer that is not causal may have fewer tokens in its KV than new ones
     unaligned_rows: True if K and V, and their rows, may begin anywhere (LayerPages.has_aligned_sides, has_aligned_rows)

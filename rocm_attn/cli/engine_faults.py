@@ -37,7 +37,7 @@ def pool_of(options: argparse.Namespace, pool: PoolSize) -> PoolSize:
     engine = None if options.engine is None else named_engine(options.engine)[0]
     for plugin in PLUGINS:
         if plugin.name == engine:
-            external = ExternalOptions(page_strides=plugin.packs_rows)
+            external = ExternalOptions(page_strides=plugin.packs_rows, even_slots=plugin.packs_rows)
             return external.pool_size(Bounds(num_seqs=1, kv_len=1, num_pages=pool.num_pages))
     return pool
 

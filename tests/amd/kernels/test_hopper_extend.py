@@ -14,14 +14,13 @@ from triton import JITFunction
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, SHARE_WORDS, ExtendCut, RowSharing
+from rocm_attn.kernels.attention.cuts import SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import (
     DIMS,
     HEAD_DIMS,
-    HopperTiles,
     hopper_segment_tiles,
     hopper_tiles,
 )
@@ -29,7 +28,7 @@ from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.select import select
-from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM
+from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM
 from rocm_attn.providers.triton_later import hopper_launches
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
@@ -47,6 +46,7 @@ from tests.amd.kernels.attention_cases import (
     run_extend_twin,
 )
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
+from tests.amd.kernels.hopper_cases import FORMS, NONE_SHARED, RAGGED, assert_right, run_hopper
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.runtime.token_stories import Story, Teller
 from tests.amd.tolerances import assert_attention_close
@@ -54,29 +54,7 @@ from tests.amd.worlds.problems import small_problem
 
 pytestmark = OF_HOPPERS_KERNELS
 
-# A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
-RAGGED = Case(
-    kv_len=[260, 0, 40, 333, 1, 130, 12, 400],
-    q_len=[41, 0, 40, 2, 1, 1, 0, 33],
-    tail=3,
-    heads=(8, 2),
-    dims=(128, 128),
-    dtype=torch.bfloat16,
-)
-# No row is shared: the cost is too high.
-NONE_SHARED = ALL_SHARED._replace(split_keys=NEVER_SPLIT)
-
 of_dims = pytest.mark.parametrize("dims", DIMS, ids=str)
-CODED_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (64, 128), (256, 256), (80, 48), (16, 16)]
-coded_dims = pytest.mark.parametrize("dims", CODED_DIMS, ids=str)
-# Every page size, each with a number of heads and a dtype.
-FORMS = [
-    (8, (6, 2), torch.float16),
-    (16, (8, 2), torch.bfloat16),
-    (32, (2, 2), torch.bfloat16),
-    (64, (16, 1), torch.float16),
-    (128, (5, 1), torch.bfloat16),
-]
 
 
 # Pages without boxes of eight keys, and a size that does not divide a tile.
@@ -94,47 +72,6 @@ PADDED_DIMS = [
     (256, 144),
     (128, 40),
 ]
-
-
-def run_hopper(
-    tensors: Tensors, sharing: RowSharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None, launches: int = 1
-) -> ExtendCut:
-    """Runs schedule, extend and merge, with scratch memory that is NaN or garbage before.
-
-    min_q_len: 2 as in mixed steps; with 1, extend and merge are launched early
-    launches:  over one schedule
-    """
-    tiles = tiles or hopper_tiles(*tensors.case.dims, tensors.case.page_size, coded=tensors.case.kv is not None)
-    tiles = replace(tiles, extend=replace(tiles.extend, early=min_q_len == 1))
-    if tiles.segment_len:
-        sharing = sharing._replace(most_keys=tiles.most_keys)
-    cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
-    device = tensors.q.device
-    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
-    words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=tensors.case.dims[1])
-    if tiles.segment_len:
-        words = tiles.segment_words(programs=sharing.programs, v_head_dim=tensors.case.dims[1])
-    partials = torch.full((words,), float("nan"), device=device)
-    launch_extend_schedule(tensors.queries, schedule, cut)
-    args = tensors.args(schedule, partials)
-    for _ in range(launches):
-        if launches > 1:
-            tensors.out.fill_(UNTOUCHED)
-        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
-    return cut
-
-
-def assert_right(case: Case, device: torch.device) -> None:
-    """Checks the case with every row shared, and with none."""
-    for sharing in (ALL_SHARED, NONE_SHARED):
-        tensors = build(case, device)
-        run_hopper(tensors, sharing)
-        assert_served(tensors)
-
-
-def test_every_page_size_of_codes_has_a_form() -> None:
-    assert tuple(page_size for page_size, *_ in FORMS) == LIMITS.coded_page_sizes
-    assert {dtype for *_, dtype in FORMS} == set(LIMITS.dtypes)
 
 
 @of_dims
@@ -282,96 +219,6 @@ def test_scores_at_both_ends_of_a_cap_are_right(cap: float, dims: tuple[int, int
         seen = torch.arange(292, 301, device=device).log().repeat(2)[:, None]
         ends = torch.tensor([-cap, cap], device=device).repeat_interleave(9)[:, None]
         torch.testing.assert_close(lse, (seen + ends).expand_as(lse), rtol=1e-4, atol=1e-3)
-
-
-codings = pytest.mark.parametrize(
-    ("kv", "scales"),
-    [
-        (Encoding.E4M3FN, Scales.LAYER),
-        (Encoding.E4M3FN, Scales.HEAD),
-        (Encoding.E4M3FN, Scales.TOKEN),
-        (Encoding.E5M2, Scales.HEAD),
-        (Encoding.E5M2, Scales.TOKEN),
-    ],
-    ids=str,
-)
-
-
-@coded_dims
-@codings
-@pytest.mark.parametrize(("page_size", "heads", "dtype"), FORMS)
-def test_extend_of_eight_bit_pages_equals_the_reference(
-    page_size: int,
-    heads: tuple[int, int],
-    dtype: torch.dtype,
-    kv: Encoding,
-    scales: Scales,
-    dims: tuple[int, int],
-    device: torch.device,
-) -> None:
-    """This includes the padded tail, and NaN in codes and scales that no token sees."""
-    case = replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=dims, kv=kv, scales=scales)
-    assert_right(case, device)
-
-
-def packed(k: torch.Tensor, v: torch.Tensor, between: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns pages in which K and V of a head lie next to each other, as vLLM packs them, with NaN around them.
-
-    between: pages between a page and the next one, as of other layers
-    """
-    shape = (len(k), 1 + between, *k.shape[1:3], k.shape[3] + v.shape[3])
-    memory = torch.full(shape, float("nan"), device=k.device, dtype=k.dtype)
-    memory[:, 0] = torch.cat([k, v], 3)
-    return memory[:, 0, ..., : k.shape[3]], memory[:, 0, ..., k.shape[3] :]
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("page_size", [2, 16, 48])
-@pytest.mark.parametrize("layout", ["packed", "packed, between other layers", "heads before tokens"])
-@pytest.mark.parametrize("in_segments", [False, True])
-def test_pages_whose_slots_lie_at_equal_distances_are_read_where_they_are(
-    in_segments: bool, layout: str, page_size: int, dims: tuple[int, int], device: torch.device
-) -> None:
-    if in_segments and dims[0] != dims[1]:
-        return
-    tensors = build(replace(RAGGED, dims=dims, page_size=page_size), device)
-    k, v = packed(tensors.k_pages, tensors.v_pages, 2 if "between" in layout else 0)
-    if "heads" in layout:
-        k, v = (side.transpose(1, 2).contiguous().transpose(1, 2) for side in (k, v))
-    assert not k.is_contiguous()
-    tiles = hopper_segment_tiles(dims[0], page_size) if in_segments else None
-    run_hopper(replace(tensors, k_pages=k, v_pages=v), NONE_SHARED if in_segments else ALL_SHARED, tiles=tiles)
-    assert_served(tensors)
-
-
-@coded_dims
-@codings
-@pytest.mark.parametrize(
-    "scores",
-    [{"window_left": 100}, {"sinks": True, "window_left": 63, "page_size": 128}, {"window_right": UNLIMITED_WINDOW}],
-    ids=str,
-)
-def test_windows_sinks_and_attention_to_all_keys_are_right_over_eight_bit_pages(
-    scores: dict[str, Any], kv: Encoding, scales: Scales, dims: tuple[int, int], device: torch.device
-) -> None:
-    assert_right(replace(RAGGED, dims=dims, kv=kv, scales=scales, **scores), device)
-
-
-@coded_dims
-@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
-def test_rows_of_zeros_see_all_keys_alike_however_small_the_scale_of_k_is(
-    scales: Scales, dims: tuple[int, int], device: torch.device
-) -> None:
-    """Rows are converted to float16 with a scale, and the product of both scales and -inf must not be NaN."""
-    case = replace(RAGGED, dims=dims, kv=Encoding.E5M2, scales=scales, tail=0)
-    tensors = build(case, device)
-    assert tensors.k_scale is not None
-    tensors.q.zero_()
-    tensors.k_scale.fill_(2.0**-40)
-    run_hopper(tensors, NONE_SHARED)
-    seen = [key + 1 for length, new in zip(case.kv_len, case.q_len, strict=True) for key in range(length - new, length)]
-    lse = torch.tensor(seen, device=device).float().log()[:, None].expand_as(tensors.lse)
-    torch.testing.assert_close(tensors.lse, lse)
 
 
 @of_dims

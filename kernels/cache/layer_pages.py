@@ -55,7 +55,6 @@ class LayerPages:
                       elements apart
     page_slots:       slots from a page to the next one in memory, if has_even_slots(k, v): more than page_size if
                       others lie between; else 0
-    num_slots:        slots from the first one to the last one, with those that lie between pages; else 0
     record:           the parts of each token's record; None if rows are no records
     k and v have another shape in a vectorised pool (page_rows.py); pages come first in any. A row of k that is a record
     has its bytes (records.py), at addresses that are multiples of 4; a page's footer follows its rows, outside of k.
@@ -75,7 +74,6 @@ class LayerPages:
     coding: Coding = field(init=False, repr=False, compare=False)
     is_near: bool = field(init=False, repr=False, compare=False)
     page_slots: int = field(init=False, repr=False, compare=False)
-    num_slots: int = field(init=False, repr=False, compare=False)
     record: RecordParts | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -86,10 +84,9 @@ class LayerPages:
         made = {"raw_k": raw_k, "raw_v": raw_v, "keys": key_rows(raw_k), "values": value_rows(raw_v)}
         near = max(*raw_k.stride()[1:], *raw_v.stride()[1:]) < NEAR
         record = None if self.format.record is None else RecordParts.of_pages(raw_k, self.format)
-        page_slots = raw_k.stride(0) // raw_k.stride(1) if has_even_slots(raw_k, raw_v) else 0
-        num_slots = (len(raw_k) - 1) * page_slots + self.format.page_size * (page_slots > 0)
-        made |= {"page_slots": page_slots, "num_slots": num_slots}
-        for name, value in {**made, "coding": self.format.coding, "is_near": near, "record": record}.items():
+        made |= {"coding": self.format.coding, "is_near": near, "record": record}
+        made["page_slots"] = raw_k.stride(0) // raw_k.stride(1) if has_even_slots(raw_k, raw_v) else 0
+        for name, value in made.items():
             object.__setattr__(self, name, value)
 
     @property

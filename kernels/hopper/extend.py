@@ -352,8 +352,11 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     queries, pages, table = args.queries, args.pages, args.table
     geometry = _geometry(args, scores, cut, tiles)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
-    num_slots, draws = pages.num_slots, tiles.drawn_blocks > 0
-    k, v = _as_loaded(pages.raw_k, geometry.K, geometry), _as_loaded(pages.raw_v, geometry.V, geometry)
+    # From the first slot of a page to the last one, with those that lie between pages.
+    num_slots = (len(pages.raw_k) - 1) * geometry.PAGE_SLOTS + geometry.PAGE_SIZE
+    draws = tiles.drawn_blocks > 0
+    k = _as_loaded(pages.raw_k, num_slots, geometry.K, geometry)
+    v = _as_loaded(pages.raw_v, num_slots, geometry.V, geometry)
     strides = args.strides_in(geometry.STRIDE_UNIT)
     q_strides, written_strides = strides[:2], strides[len(args.read_strides) :]
     try:
@@ -496,18 +499,20 @@ def _columns(pages: torch.Tensor, dim_block: int) -> RowColumns:
     )
 
 
-def _as_loaded(pages: torch.Tensor, columns: RowColumns, geometry: HopperGeometry) -> TensorDescriptor | torch.Tensor:
+def _as_loaded(
+    pages: torch.Tensor, num_slots: int, columns: RowColumns, geometry: HopperGeometry
+) -> TensorDescriptor | torch.Tensor:
     """Returns pages as rows of slots, of which TMA loads boxes; or unchanged, if keys are gathered."""
-    num_pages, page_size, num_heads, dim = pages.shape
+    num_heads, dim = pages.shape[2:]
     bits = 8 * pages.element_size()
     if geometry.GATHERED:
         return pages
     slot, head = columns.SLOT_STRIDE, columns.HEAD_STRIDE
-    slots, box = (num_pages - 1) * geometry.PAGE_SLOTS + page_size, [geometry.BOX, BOX_COLUMNS.value]
+    box = [geometry.BOX, BOX_COLUMNS.value]
     # With boxes of three dimensions llama8b 1 x 2048 + 6144 takes 425 us instead of 384 (H200).
-    shape, strides = [slots, (num_heads - 1) * head + dim], [slot, 1]
+    shape, strides = [num_slots, (num_heads - 1) * head + dim], [slot, 1]
     if columns.ZEROED:
-        shape, strides, box = [num_heads, slots, dim], [head, slot, 1], [1, *box]
+        shape, strides, box = [num_heads, num_slots, dim], [head, slot, 1], [1, *box]
     layout = gl.NVMMASharedLayout(BOX_COLUMNS.value * bits // 8, bits, rank=len(shape))
     return TensorDescriptor(pages, shape, strides, box, layout)
 

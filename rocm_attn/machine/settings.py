@@ -73,8 +73,8 @@ VARIABLES = (
         "plug-ins",
         "a number of steps",
         "`0`: only before the first step",
-        "Before every so many steps of an engine, needles go through its layers in a row and in pages that no request "
-        "has ([needles](vllm.md#needles)).",
+        "At intervals of this number of an engine's steps, needles go through its layers in a row and in pages that no "
+        "request has ([needles](vllm.md#needles)).",
     ),
     Variable(
         TAKE_BACKENDS,

@@ -118,7 +118,7 @@ class Simd:
 
     slots:      an iteration
     programs:   program of each wave; waves of one program share its barriers
-    staggered:  true if the second half of a program's waves is one barrier behind
+    staggered:  true if the second half of a program's waves runs one barrier later
     latency:    clocks of a load from memory
     """
 

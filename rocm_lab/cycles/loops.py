@@ -55,7 +55,7 @@ def innermost_loops(assembly: Assembly) -> list[Loop]:
 def is_staggered(assembly: Assembly) -> bool:
     """True if some waves pass one barrier more than the others before the loop: a block of a barrier that others skip.
 
-    So Triton's warp pipelining puts half of a program's waves one stage behind (ConvertWarpPipeline, cond_barrier).
+    So Triton's warp pipelining runs half of a program's waves one stage later (ConvertWarpPipeline, cond_barrier).
     """
     graph = blocks_of(assembly)
     for block in graph.values():

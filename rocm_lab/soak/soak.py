@@ -144,7 +144,7 @@ class SoakReport:
 
 
 class _CAllocations(ctypes.Structure):
-    """What mallinfo2() of glibc 2.33 and later returns, for all arenas; see man 3 mallinfo."""
+    """The result of mallinfo2() of glibc 2.33 and later, for all arenas; see man 3 mallinfo."""
 
     uordblks: int  # bytes that are allocated
     hblkhd: int  # those of them that were mapped one by one, which are not in uordblks

@@ -89,7 +89,7 @@ class AttentionHooks:
     needs_cpu_seq_lens = False
     # A warmup step of SGLang's own has at most as many sequences as its pool has rows.
     extend_dummy_seqs_capped_by_req_pool = True
-    # Whether sequences may have fewer tokens in their KV than new ones.
+    # True if sequences may have fewer tokens in their KV than new ones.
     SHORT_KV: ClassVar[bool] = False
 
     def __init__(

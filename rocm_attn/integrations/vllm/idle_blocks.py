@@ -37,7 +37,7 @@ _CARRIED = "rocm_attn_idle_blocks"
 
 
 class _Lending:
-    """What a scheduler has lent. held: turn -> vLLM's blocks"""
+    """The blocks that a scheduler has lent. held: turn -> vLLM's blocks"""
 
     def __init__(self, every: int) -> None:
         self.steps, self.turns = DueSteps(every), 0
@@ -68,7 +68,7 @@ def lent_blocks() -> IdleBlocks:
 
 
 def lend_blocks(every: int) -> None:
-    """Makes vLLM's schedulers lend blocks before every so many steps, and its workers take them."""
+    """Makes vLLM's schedulers lend blocks at intervals of this many steps, and its workers take them."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 

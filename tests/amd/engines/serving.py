@@ -23,7 +23,7 @@ MOST_STEPS_LATER = 2
 
 NO_SETTINGS: Mapping[str, str] = {}
 
-# Of rocm-lab: what safeguards are replaced by where one is switched off.
+# rocm-lab's stand-ins for safeguards that are switched off.
 _LABORATORY = """[rocm_attn.wrong_twins]
 lab = rocm_lab.faults.wrong_twins:WRONG_TWINS
 """
@@ -56,7 +56,7 @@ def assert_equal_tokens(ours: Sequence[Rounds], stock: Rounds) -> None:
 
 
 def with_needles(every: int, *off: str) -> Mapping[str, str]:
-    """Returns settings: needles run before every so many steps. off: ids of safeguards that are switched off"""
+    """Returns settings: needles run at intervals of this many steps. off: ids of safeguards that are switched off"""
     without = {"ROCM_ATTN_DEBUG": "1", "ROCM_ATTN_DISABLE_GUARDS": ",".join(off), "ROCM_ATTN_ON_FAULT": "log"}
     return {"ROCM_ATTN_NEEDLES_EVERY": str(every), **(without if off else {})}
 

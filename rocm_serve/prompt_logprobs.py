@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.split_forward import Forward
+from rocm_attn.machine.sending import coming, sent
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.outputs import PerToken
@@ -25,7 +26,6 @@ from rocm_attn.step.step import Part
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Sequence
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
-from rocm_serve.sampling.sending import coming, sent
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.last_rows import GivesRows, LastRows
 

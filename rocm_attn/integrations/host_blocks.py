@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.sending import sent
 from rocm_attn.paging.host_memory import HostRecords
 from rocm_attn.paging.host_record import HostGuards, checksums
 
@@ -144,7 +146,8 @@ class HostBlocks:
             for each in moved:
                 for here in self._in_turn(len(each.slots)):
                     blocks, slots = each.blocks[here], each.slots[here]
-                    found = move(self._groups[each.group], self._uploaded(blocks), self._uploaded(slots), slots)
+                    block, slot = (sent(np.array(numbers, np.int64), self._device) for numbers in (blocks, slots))
+                    found = move(self._groups[each.group], block, slot, slots)
                     is_right += [] if found is None else [found]
             transfer.end(is_right)
         return transfer
@@ -168,11 +171,6 @@ class HostBlocks:
         for cache, place in _places(group):
             records[:, place : place + cache.shape[1]] = cache[blocks]
         return records
-
-    def _uploaded(self, values: Sequence[int]) -> Tensor:
-        """int64 on the device, without a wait."""
-        on_host = torch.tensor(values, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        return on_host.to(self._device, non_blocking=True)
 
 
 def _places(group: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:

@@ -27,6 +27,7 @@ from rocm_attn.integrations.owners import idle
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import word_dtype
 from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.sending import sent
 from rocm_attn.paging.host_memory import HostMemory
 from rocm_attn.paging.host_record import CHECKSUM, HEAD_WORDS, NAME_WORDS, checksums
 from rocm_attn.paging.index_spaces import Space
@@ -105,7 +106,7 @@ class HostPages:
         with on_device(self.device), torch.inference_mode():
             for some, page, records in self._in_turn(keys, pages):
                 head = records[:, :_HEAD_BYTES].view(torch.int64)
-                head[:, :CHECKSUM] = self._upload(_words([key + identity for key in some]))
+                head[:, :CHECKSUM] = sent(_words([key + identity for key in some]), self.device)
                 head[:, CHECKSUM] = self._checksums(page)
                 self._gather(page, records)
                 for key, record in zip(some, records, strict=True):
@@ -153,13 +154,13 @@ class HostPages:
         """The keys, the pages on the device, and memory for their records, as many at a time as there is memory for."""
         for first in range(0, len(keys), len(self._staged)):
             some = keys[first : first + len(self._staged)]
-            page = self._upload(pages[first : first + len(some)].astype(np.int64))
+            page = sent(pages[first : first + len(some)].astype(np.int64), self.device)
             yield some, page, self._staged[: len(some)]
 
     def _check(self, keys: Sequence[bytes], identity: bytes, records: Tensor, page: Tensor) -> Tensor:
         """bool [n, 2]: whether each record is the wanted one, and the page that has arrived the one that left."""
         guards, head = self._runtime.guards.host, records[:, :_HEAD_BYTES].view(torch.int64)
-        wanted = self._upload(_words([key + identity for key in keys]))
+        wanted = sent(_words([key + identity for key in keys]), self.device)
         is_wanted = guards.is_wanted(head[:, :CHECKSUM], wanted)
         return torch.stack([is_wanted, guards.is_unchanged(self._checksums(page), head[:, CHECKSUM])], 1)
 
@@ -202,11 +203,6 @@ class HostPages:
     def _pages_of_layers(self) -> list[LayerPages]:
         pool = self._runtime.pool
         return [pool.layer(layer) for layer in range(len(self._runtime.kinds.problems))]
-
-    def _upload(self, words: npt.NDArray[np.int64]) -> Tensor:
-        """Starts copying words to the device, from pinned memory so that the host does not wait."""
-        on_host = torch.from_numpy(words)
-        return (on_host.pin_memory() if self.device.type == "cuda" else on_host).to(self.device, non_blocking=True)
 
 
 def _words(names: Sequence[bytes]) -> npt.NDArray[np.int64]:

@@ -39,6 +39,7 @@ from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_wor
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.sending import sent
 from rocm_attn.paging.convert import KEEPING_BITS, code_tables
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.request_table import RequestTable
@@ -218,13 +219,9 @@ class _Mover:
                 places = [by_part[part].place // word for part in alike.parts]
                 rows = buffer.view(alike.pages.sides[0].dtype)
                 until = len(listed) * page_rows + first // page_rows * page_rows if clears else end
-                moved = MovedTokens(self._words(listed + places), rows, first, some.first, end, until, len(listed))
+                words = sent(np.array(listed + places, np.int64), self.device)
+                moved = MovedTokens(words, rows, first, some.first, end, until, len(listed))
                 launch(alike.pages, moved)
-
-    def _words(self, values: list[int]) -> Tensor:
-        """Starts copying int64 values to the device, from pinned memory so that the host does not wait."""
-        on_gpu = self.device.type == "cuda"
-        return torch.tensor(values, dtype=torch.int64, pin_memory=on_gpu).to(self.device, non_blocking=True)
 
 
 class KVExporter(_Mover):

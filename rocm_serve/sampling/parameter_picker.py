@@ -20,11 +20,11 @@ from torch import Tensor
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling import parameter_columns as columns
+from rocm_attn.machine.sending import coming, sent
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
 from rocm_serve.sampling.sampling import GREEDY, NOTHING_LEFT, Draw, PickedRows, PickedTokens, TokenPicker, terms_of
-from rocm_serve.sampling.sending import coming, sent
 from rocm_serve.sampling.token_counts import CountedText, TokenCounts
 
 Biases = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]

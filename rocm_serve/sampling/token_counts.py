@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.sampling.parameter_columns import IN_PROMPT
-from rocm_serve.sampling.sending import sent
+from rocm_attn.machine.sending import sent
 
 
 class CountedText(NamedTuple):

@@ -24,6 +24,7 @@ from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.speculative.arguments import SpeculativeStep
+from rocm_attn.machine.sending import sent
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.gate import RanStep
 from rocm_attn.step.host_ring import Fence, NoFence
@@ -32,7 +33,6 @@ from rocm_serve.appended import Picks
 from rocm_serve.options import EngineOptions
 from rocm_serve.recent_steps import NO_ROUND
 from rocm_serve.sampling.sampling import PickedRows, PickedTokens, TokenPicker
-from rocm_serve.sampling.sending import sent
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.scheduler import Scheduler
 from rocm_serve.speculation.device_launches import (

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Probabilities, Verified
+from rocm_attn.machine.sending import coming, sent
 from rocm_attn.step.accepting import accept_sampled
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_serve.request import Sequence
-from rocm_serve.sampling.sending import coming, sent
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.beams import Level
 from rocm_serve.speculation.drafts import NO_DRAFTS, NOT_DRAWN

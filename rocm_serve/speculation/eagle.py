@@ -21,11 +21,11 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import FitsLater
+from rocm_attn.machine.sending import sent
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.paging.request_table import RequestTable
 from rocm_serve.appended import AppendedTokens
 from rocm_serve.request import Sequence
-from rocm_serve.sampling.sending import sent
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.draft_runners import DraftRunners
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree

@@ -22,6 +22,7 @@ from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Sight
 from rocm_attn.integrations.flashinfer.page_lists import PageLists
 from rocm_attn.integrations.flashinfer.requests import Geometry, alibi_slopes
 from rocm_attn.machine.devices import with_index
+from rocm_attn.machine.sending import sent
 from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, Boundaries, ExternalStep, NoCells
@@ -110,7 +111,7 @@ class PlannedAttention:
         self._lists.write(batch.pages, batch.num_entries)
         self._plan += 1
         lengths = batch.lengths
-        self._on_device = _sent(
+        self._on_device = sent(
             np.concatenate([lengths.kv_len, lengths.q_indptr, lengths.first_page]).astype(np.int32), self.device
         )
         if self._fixed is not None or lengths.num_tokens:
@@ -171,7 +172,7 @@ class PlannedAttention:
             )
         rise = np.repeat(lengths.kv_len - lengths.q_len, lengths.q_len).astype(np.float32)
         slopes = alibi_slopes(geometry.num_q_heads).to(self.device)
-        lse.add_(_sent(rise, self.device)[:, None] * slopes)
+        lse.add_(sent(rise, self.device)[:, None] * slopes)
 
     def _begin(self, batch: PlannedBatch, geometry: Geometry) -> ExternalAttention:
         """Returns the attention of a geometry, after a step of the batch has begun in it."""
@@ -225,7 +226,7 @@ class PlannedAttention:
             seen = seen_cells(
                 lengths, batch.mask, causal=geometry.causal, window_left=geometry.window_left, device=self.device
             )
-            cells = BoolCells(seen, _sent(token_positions(lengths).astype(np.int32), self.device))
+            cells = BoolCells(seen, sent(token_positions(lengths).astype(np.int32), self.device))
         return ExternalStep(
             num_seqs,
             num_seqs,
@@ -309,9 +310,3 @@ def _head_weights(geometry: Geometry, sinks: Tensor | None) -> HeadWeights:
     if geometry.sinks and sinks is None:
         sinks = torch.full((geometry.num_q_heads,), float("-inf"), dtype=torch.float32)
     return HeadWeights(sinks, slopes)
-
-
-def _sent(values: np.ndarray[tuple[int], np.dtype[np.int32 | np.float32]], device: torch.device) -> Tensor:
-    """Returns the values on the device, without waiting."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

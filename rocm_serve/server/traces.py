@@ -97,12 +97,14 @@ def _parts_of(record: RequestRecord) -> dict[str, tuple[float, float]]:
     end = record.began + record.seconds
     if not record.streams:
         return {}
-    first_step, first_token = record.given + record.queue_seconds, record.first_token
-    if not record.queue_seconds:  # it has had no step, or its client left before it was known
-        first_step = first_token or end
+    first_token = record.first_token
+    first_step = first_token or end
+    if record.queue_seconds:  # 0: it has had no step, or its client left before it was known
+        # `given` is noted just after the engine had the requests, so the sum can be later than a first token.
+        first_step = min(first_step, record.given + record.queue_seconds)
     parts = {"waiting": (record.began, first_step)}
     if first_token:
-        parts["prefill"] = (min(first_step, first_token), first_token)
+        parts["prefill"] = (first_step, first_token)
         parts["decode"] = (first_token, end)
     elif first_step < end:
         parts["prefill"] = (first_step, end)

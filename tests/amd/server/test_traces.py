@@ -10,6 +10,7 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT
 from rocm_serve.models.loading import LoadedModel
+from rocm_serve.server.record import RequestRecord
 from tests.amd.forked import run_forked
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
@@ -30,16 +31,24 @@ def loaded() -> LoadedModel:
 
 
 @contextmanager
-def traced(loaded: LoadedModel) -> Iterator[tuple[Running, Any]]:
-    """A server, and the exporter that has its spans once the server has ended."""
+def traced(loaded: LoadedModel, noted_late: float = 0.0) -> Iterator[tuple[Running, Any]]:
+    """A server, and the exporter that has its spans once the server has ended.
+
+    noted_late: seconds by which a thread that had to wait notes late that the engine got a request
+    """
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     exports = pytest.importorskip("opentelemetry.sdk.trace.export")
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
     from rocm_serve.server.traces import OtelTraces
 
+    class Traces(OtelTraces):
+        def send(self, record: RequestRecord) -> None:
+            record.given += noted_late
+            super().send(record)
+
     provider = sdk.TracerProvider()
     provider.add_span_processor(exports.SimpleSpanProcessor(memory))
-    with running(engine(loaded), traces=[OtelTraces(provider, NAME)], keys=["team-a sk-aaaaaaaaaaaa"]) as server:
+    with running(engine(loaded), traces=[Traces(provider, NAME)], keys=["team-a sk-aaaaaaaaaaaa"]) as server:
         yield server, memory
 
 
@@ -51,9 +60,12 @@ def by_name(memory: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_request_is_a_span_of_the_callers_trace_with_one_for_each_part_of_its_time(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("noted_late", [0.0, 60.0])
+def test_a_request_is_a_span_of_the_callers_trace_with_one_for_each_part_of_its_time(
+    loaded: LoadedModel, noted_late: float
+) -> None:
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-    with traced(loaded) as (server, memory):
+    with traced(loaded, noted_late) as (server, memory):
         body = requested(prompt="w9 w12 w33", max_tokens=5, temperature=0.5, top_p=0.9, seed=3, n=2)
         headers = {"Authorization": "Bearer sk-aaaaaaaaaaaa", "Traceparent": f"00-{trace}-{parent}-01"}
         post(server, body, X_Request_Id="mine", **headers)
@@ -117,7 +129,6 @@ def test_traces_are_sent_over_http_where_the_variable_says(monkeypatch: pytest.M
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
-    from rocm_serve.server.record import RequestRecord
     from rocm_serve.server.traces import otlp_traces
 
     came: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()

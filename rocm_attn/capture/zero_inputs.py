@@ -41,6 +41,10 @@ class ZeroInputs:
         q = self._zeros("index q", (num_tokens, indexer.num_heads, indexer.head_dim), dtype)
         return k, q, self._zeros("weights", (num_tokens, indexer.num_heads), torch.float32)
 
+    def of_choice(self, indexer: Indexer, num_tokens: int) -> Tensor:
+        """The positions of keys that an indexer elsewhere chooses, int32 [num_tokens, top]."""
+        return self._zeros("positions", (num_tokens, indexer.indexing.top), torch.int32)
+
     def of_fold(self, state: PageFormat, columns: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The values, or gates, and the rows that Layers.fold() takes for a layer with that state."""
         of_tokens = self._zeros("fold", (num_tokens, state.head_dim), state.encoding.dtype)

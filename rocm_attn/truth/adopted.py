@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.external import ExternalAttention
-from rocm_attn.paging.adopted import CsrSource, Source, TableUnit
 from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.paging.named_pages import name_pages
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
@@ -205,32 +205,7 @@ def _use_tables(attention: ExternalAttention, held: int) -> Tensor:
 
     Page 0 belongs to no row, and the pages of the row are in no order. held: the row's pages
     """
-    tables, device = attention.tables, attention.device
     generator = torch.Generator().manual_seed(0)
-
-    def shuffled() -> Tensor:
-        return 1 + torch.randperm(held, generator=generator).to(device)
-
-    def slots_of(pages: Tensor) -> Tensor:
-        return (pages[:, None] * tables.page_size + torch.arange(tables.page_size, device=device)).flatten()
-
-    def source_of(old: Source) -> Source:
-        if isinstance(old, CsrSource):
-            ends = torch.tensor([0, len(pages)], dtype=old.indptr.dtype, device=device)
-            return replace(old, indptr=ends, indices=pages.to(old.indices.dtype))
-        row = slots if old.unit is TableUnit.SLOT else pages
-        room = tables.max_kv_len if old.unit is TableUnit.SLOT else tables.width
-        entries = torch.zeros(1, max(room, len(row)), dtype=torch.int32, device=device)
-        entries[0, : len(row)] = row
-        if old.slot_map is None:
-            return replace(old, entries=entries)
-        # The space's own pages are others than those of the table.
-        slot_map = torch.zeros(1 + int(slots.max()), dtype=old.slot_map.dtype, device=device)
-        slot_map[slots] = slots_of(shuffled())
-        return replace(old, entries=entries, slot_map=slot_map)
-
-    pages = shuffled()
-    slots = slots_of(pages)
-    for table in tables.spaces:
-        tables.use(source_of(table.source), table.space)
-    return slots
+    # A space's own pages are others than those of the table.
+    pages, own_pages = (1 + torch.randperm(held, generator=generator).to(attention.device) for _ in range(2))
+    return name_pages(attention.tables, pages, own_pages)

@@ -22,6 +22,7 @@ from sglang.srt.runtime_context import (
 )
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
+from rocm_attn.capture.engine_kernels import log_run_ahead
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import SGLANG
@@ -107,6 +108,7 @@ def serving_of(runner: Any) -> Serving:
         tried=partial(log_truth, SGLANG.log),
         lent=lent_row,
         tried_again=partial(log_idle_truth, SGLANG.log),
+        ran_ahead=partial(log_run_ahead, SGLANG.log),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.engine_kernels import run_nothing
 from rocm_attn.errors import BadBatch, Unsupported
 from rocm_attn.integrations.encoder_rows import store_at_slots
 from rocm_attn.integrations.sglang.geometry import ModelLayer, layers_with_pages, of_text
@@ -70,7 +71,7 @@ class EncodedHooks(AttentionHooks):
             )
         self._text_rows = TextRows(runner.req_to_token_pool.req_to_token)
         super().__init__(runner, serving)
-        self._crossing = CrossHooks(runner, replace(serving, tried=try_nothing))
+        self._crossing = CrossHooks(runner, replace(serving, tried=try_nothing, ran_ahead=run_nothing))
 
     @property
     def crossing(self) -> CrossHooks:

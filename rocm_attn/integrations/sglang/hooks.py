@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.engine_kernels import StepsAhead, run_nothing
 from rocm_attn.errors import BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, FaultPolicy, raise_fault
 from rocm_attn.guards.registry import Guards
@@ -60,6 +61,7 @@ class Serving:
                    zeros to its layers, as many as it is given
     lent:          the row that SGLang lends for the step that is run
     tried_again:   called once with each such row, before the step
+    ran_ahead:     called before SGLang's first step with the attention over SGLang's own pages, and with its steps
     """
 
     layer_type: type
@@ -75,6 +77,7 @@ class Serving:
     tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing
     lent: Callable[[], EngineRow] = no_row
     tried_again: Callable[[ExternalAttention, EngineRow], None] = try_no_row
+    ran_ahead: Callable[[ExternalAttention, StepsAhead], None] = run_nothing
 
 
 class AttentionHooks:
@@ -168,10 +171,11 @@ class AttentionHooks:
         images = ImageSpans(self._device) if self._layers.see_images else CausalImages()
         self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device, images)
         serving.tried(attention, lambda count: self._bind(attention, self._layers.lent(self.token_to_kv_pool, count)))
-        for space, source in self._sources().items():
-            attention.tables.use(source, space)
         self._pool_seen = self.token_to_kv_pool
         self._bind(attention, self._pool_seen)
+        serving.ran_ahead(attention, StepsAhead(self._steps.ahead))
+        for space, source in self._sources().items():
+            attention.tables.use(source, space)
         return attention
 
     def _report(self, fault: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,6 +96,25 @@ class StepMaker:
         kv_len = self._kv_len.of(batch, more=number + 1, copies=branches, hides_pads=True)
         count, rows = kv_len.shape[0], batch.req_pool_indices[: batch.batch_size] if branches == 1 else None
         return ExternalStep(count, count, count, kv_len, ONE_EACH, rows, 1, 1, self.max_kv_len, captured)
+
+    def ahead(self, q_len: Sequence[int], padded_seqs: int) -> ExternalStep:
+        """Returns a step without a request, in the form of eager(). Sequence i has row i.
+
+        q_len: new tokens of each sequence, which has no others
+        """
+        decodes, device = max(q_len) == 1, self.device
+        pads = [0] * (padded_seqs - len(q_len))
+        return ExternalStep(
+            num_seqs=len(q_len),
+            padded_seqs=padded_seqs,
+            padded_tokens=padded_seqs if decodes else sum(q_len),
+            kv_len=torch.tensor([*q_len, *pads], dtype=torch.int64, device=device),
+            q=ONE_EACH if decodes else NewLengths(torch.tensor([*q_len, *pads], dtype=torch.int32, device=device)),
+            rows=torch.arange(padded_seqs, device=device),
+            min_q_len=min(q_len),
+            max_q_len=max(q_len),
+            max_kv_len=max(q_len),
+        )
 
     def _decode(
         self, batch: ForwardBatchView, num_seqs: int, *, captured: bool, hides_pads: bool = False

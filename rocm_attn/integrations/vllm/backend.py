@@ -30,6 +30,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
+from rocm_attn.capture.engine_kernels import StepsAhead, log_run_ahead
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
@@ -61,6 +62,7 @@ except ImportError:  # before 0.29
 
 
 LOG_TRUTH, LOG_IDLE_TRUTH = partial(log_truth, VLLM.log), partial(log_idle_truth, VLLM.log)
+LOG_RUN_AHEAD = partial(log_run_ahead, VLLM.log)
 # The builder that vLLM derives from a backend's for layers with local chunks (layers/attention/
 # chunked_local_attention.py), and attributes of layers: the keys of a chunk, and whether they may see images.
 _CHUNKED_BUILDER, _CHUNK, _HAS_IMAGES = "ChunkedLocalAttentionBuilder", "attention_chunk_size", "use_mm_prefix"
@@ -357,15 +359,17 @@ def new_group(
     shards: int = 1,
     tried: Callable[[ExternalAttention, Lend], None] = LOG_TRUTH,
     tried_again: Callable[[ExternalAttention, EngineRow], None] = LOG_IDLE_TRUTH,
+    ran_ahead: Callable[[ExternalAttention, StepsAhead], None] = LOG_RUN_AHEAD,
 ) -> KVGroup:
     """Makes the group of a builder's layers, with options from the environment.
 
     shards: ranks that share sequences
-    tried, tried_again: see GroupOptions; not called if ranks share sequences, because needles need whole ones
+    tried, tried_again, ran_ahead: see GroupOptions; not called if ranks share sequences, because needles need whole
+            ones, and steps have other lengths on each rank
     """
     options = _options(vllm_config, shards)
     if shards == 1:
-        options = replace(options, tried=tried, lent=lent_blocks, tried_again=tried_again)
+        options = replace(options, tried=tried, lent=lent_blocks, tried_again=tried_again, ran_ahead=ran_ahead)
     return KVGroup(layers, _sizes(vllm_config), device, options)
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.engine_kernels import StepsAhead, run_nothing
 from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource, RecordedFill
 from rocm_attn.integrations.encoder_rows import store_at_slots
@@ -21,13 +24,13 @@ from rocm_attn.integrations.vllm.idle_blocks import IdleBlocks, no_blocks
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.spans import GroupSpans
-from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, external_step
+from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, external_step, step_ahead
 from rocm_attn.kernels.cache.layer_pages import has_even_slots
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.adopted_pages import EnginePages
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.external_step import NO_CELLS, DeviceSpans, NoCells
@@ -92,6 +95,7 @@ class GroupOptions:
                its layers, as many as it is given
     lent:      the blocks that vLLM lends for the step that is run
     tried_again: called once with a row of each such lending, before the group's step
+    ran_ahead: called before vLLM's first step with the attention over vLLM's own blocks, and with its steps
     is_cross:  whether the cache holds K and V of an encoder, which a step's tokens see whole. A sequence without a
                first block has none
     """
@@ -104,6 +108,7 @@ class GroupOptions:
     tried: Callable[[ExternalAttention, Lend], None] = try_nothing
     lent: Callable[[], IdleBlocks] = no_blocks
     tried_again: Callable[[ExternalAttention, EngineRow], None] = try_no_row
+    ran_ahead: Callable[[ExternalAttention, StepsAhead], None] = run_nothing
     is_cross: bool = False
 
 
@@ -358,8 +363,9 @@ class KVGroup:
                 return lent
 
             self._options.tried(attention, lend)
-            attention.tables.use(_all_rows(block_table, sizes.num_seqs))
             self._use_all(attention, caches)
+            self._options.ran_ahead(attention, StepsAhead(partial(step_ahead, self._device)))
+            attention.tables.use(_all_rows(block_table, sizes.num_seqs))
         self._options.said(attention.kernels().selections)
         return attention
 
@@ -437,6 +443,12 @@ def give_chosen(layers: LayerCalls, number: int, chosen: Tensor, is_pad: Tensor 
     is_none = places < 0
     units = places.masked_fill(is_none, torch.iinfo(torch.int32).max).sort(dim=1).values
     layers.give_selection(number, units.unsqueeze(1), (~is_none).sum(dim=1, dtype=torch.int32).unsqueeze(1))
+
+
+def give_none(layers: LayerCalls, layer: int, problem: Problem, inputs: ZeroInputs, num_tokens: int) -> None:
+    """Gives a layer no key for each of a step's tokens, in the form of attend_chosen(): StepsAhead.choose."""
+    assert isinstance(problem.indexer, Indexer)
+    give_chosen(layers, layer, inputs.of_choice(problem.indexer, num_tokens) - 1)
 
 
 def _require_kernels(

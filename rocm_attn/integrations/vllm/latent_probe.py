@@ -1,15 +1,18 @@
-"""LatentProbe: needles through MLA layers, whose latent rows are stored by vLLM's own code. Imports no vLLM."""
+"""LatentProbe: steps before vLLM's own through MLA layers, whose latent rows vLLM's code stores. Imports no vLLM."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from rocm_attn.capture.engine_kernels import StepsAhead, log_run_ahead
+from rocm_attn.capture.prewarm import MOST_TOKENS
 from rocm_attn.external import ExternalAttention
-from rocm_attn.integrations.vllm.group import CachedLayer, Lend
+from rocm_attn.integrations.vllm.group import CachedLayer, Lend, give_none
 from rocm_attn.step.protocols import LayerCalls, WrappedLayers
 from rocm_attn.truth.adopted import EngineRow, log_idle_truth, log_truth
 from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
@@ -28,12 +31,20 @@ class LatentLayer(CachedLayer, Protocol):
 class LatentProbe:
     """Sends needles through MLA layers and logs the finding: GroupOptions.tried, and its again() is tried_again.
 
+    Its ahead() is ran_ahead.
     layers:   of the group, in order
+    most_new: new tokens of a sequence in steps of the group, at most
     choosers: of the layers with an indexer
     """
 
-    def __init__(self, layers: Sequence[LatentLayer], log: logging.Logger, choosers: Choosers = BY_INDEXERS) -> None:
-        self._layers, self._log, self._choosers = layers, log, choosers
+    def __init__(
+        self,
+        layers: Sequence[LatentLayer],
+        log: logging.Logger,
+        most_new: int = MOST_TOKENS,
+        choosers: Choosers = BY_INDEXERS,
+    ) -> None:
+        self._layers, self._log, self._most_new, self._choosers = layers, log, most_new, choosers
 
     def __call__(self, attention: ExternalAttention, lend: Lend) -> None:
         lent: list[Tensor] = []
@@ -53,6 +64,11 @@ class LatentProbe:
             return StoredByEngine(layers, self._layers, [layer.kv_cache for layer in self._layers], slots)
 
         log_idle_truth(self._log, attention, row, self._choosers, stored_by_vllm)
+
+    def ahead(self, attention: ExternalAttention, ahead: StepsAhead) -> None:
+        """Runs the kernels of attention ahead. vLLM stores, and its indexer chooses keys."""
+        by_vllm = replace(ahead, most_new=self._most_new, stores=False, choose=give_none)
+        log_run_ahead(self._log, attention, by_vllm)
 
 
 class StoredByEngine(WrappedLayers):

@@ -26,6 +26,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
+from rocm_attn.capture.prewarm import MOST_TOKENS
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import MLA_NAME
@@ -97,7 +98,7 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         layers = layers_of(vllm_config, layer_names)
         if torch.device(device).type == "cpu":
             require_plain(layers.values())
-        probe = LatentProbe([*layers.values()], VLLM.log)
+        probe = LatentProbe([*layers.values()], VLLM.log, min(self.reorder_batch_threshold, MOST_TOKENS))
         self.group = new_group(
             {
                 name: GroupLayer(layer, layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank))
@@ -108,6 +109,7 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
             shards,
             probe,
             probe.again,
+            probe.ahead,
         )
         self._captures = False
 

@@ -120,7 +120,7 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
         self.topk = int(config.index_topk)
         # The heads and the scale are those of vLLM's indexer, which selects before our attention is called.
         indexer = Indexer(int(config.index_n_heads), int(config.index_head_dim), Indexing(scale=1.0, top=self.topk))
-        probe = LatentProbe([*layers.values()], VLLM.log, ByEngines(give_chosen))
+        probe = LatentProbe([*layers.values()], VLLM.log, choosers=ByEngines(give_chosen))
         self.group = new_group(
             {
                 name: GroupLayer(
@@ -132,6 +132,7 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
             device,
             tried=probe,
             tried_again=probe.again,
+            ran_ahead=probe.ahead,
         )
 
     def build(

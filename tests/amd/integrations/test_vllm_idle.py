@@ -167,7 +167,7 @@ def test_rows_that_vllm_stores_in_its_own_pages_are_found(top: int, is_wrong: bo
     log.addHandler(lines)
 
     def again(attention: ExternalAttention, row: EngineRow) -> None:
-        LatentProbe([rank.layer], log, ByEngines(give_chosen) if top else BY_INDEXERS).again(attention, row)
+        LatentProbe([rank.layer], log, choosers=ByEngines(give_chosen) if top else BY_INDEXERS).again(attention, row)
 
     rank = Rank(0, 1, CPU, "torch", top, lent=lambda: now[0], tried_again=again)
     (rows,) = rows_of([5])

@@ -110,9 +110,11 @@ def latent_of(top: int = 0, store: Callable[..., None] = store_rows) -> str:
     log, lines = logging.Logger("vllm.rocm_attn"), Lines()
     log.addHandler(lines)
     choosers = ByEngines(give_chosen) if top else BY_INDEXERS
-    rank = Rank(
-        0, 1, CPU, "torch", top, tried=lambda attention, lend: LatentProbe([rank.layer], log, choosers)(attention, lend)
-    )
+
+    def tried(attention: ExternalAttention, lend: Lend) -> None:
+        LatentProbe([rank.layer], log, choosers=choosers)(attention, lend)
+
+    rank = Rank(0, 1, CPU, "torch", top, tried=tried)
     rank.layer.impl.do_kv_cache_update = store
     (rows,) = rows_of([5])
     rank.slots[0] = rank.store(0, rows)[-1]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.capture.engine_kernels import StepsAhead, run_nothing
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend
@@ -82,6 +83,7 @@ class Runner:
         tried: Callable[[ExternalAttention, Lend], None] = try_nothing,
         lent: Callable[[], IdleBlocks] = no_blocks,
         tried_again: Callable[[ExternalAttention, EngineRow], None] = try_no_row,
+        ran_ahead: Callable[[ExternalAttention, StepsAhead], None] = run_nothing,
     ) -> None:
         self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
         self.random, self.pad, self.mask = np.random.default_rng(0), NAN, mask
@@ -110,6 +112,7 @@ class Runner:
             tried=tried,
             lent=lent,
             tried_again=tried_again,
+            ran_ahead=ran_ahead,
         )
         self.groups = [
             KVGroup(self._group_layers(group), GroupSizes(MAX_SEQS, MAX_TOKENS, MAX_LEN), device, options)

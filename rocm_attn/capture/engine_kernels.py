@@ -1,0 +1,169 @@
+"""Runs every kernel of an engine's steps before its first request, so that no request waits for a compile.
+
+The steps read the engine's own pages, because kernels have variants by where pages lie. They write to none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy
+from rocm_attn.capture.prewarm import MOST_TOKENS, eager_steps
+from rocm_attn.capture.zero_inputs import ZeroInputs
+from rocm_attn.errors import DeviceFault
+from rocm_attn.external import Bounds, ExternalAttention
+from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.paging.index_spaces import num_pages
+from rocm_attn.paging.named_pages import name_pages
+from rocm_attn.problem import AllKeys, Indexer, Problem
+from rocm_attn.step.external_step import DeviceSpans, ExternalStep
+from rocm_attn.step.protocols import LayerCalls
+
+# Chooses the keys of a step's tokens in a layer that has an indexer: the calls, the layer, its problem, the tokens.
+Choose = Callable[[LayerCalls, int, Problem, ZeroInputs, int], None]
+
+
+def by_own_indexer(layers: LayerCalls, layer: int, problem: Problem, inputs: ZeroInputs, num_tokens: int) -> None:
+    """Stores index keys and selects by them."""
+    assert isinstance(problem.indexer, Indexer)
+    k, q, weights = inputs.of_index(problem.indexer, problem.dtype, num_tokens)
+    layers.store_index(layer, k)
+    layers.select(layer, q, weights)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepsAhead:
+    """The steps that an engine makes.
+
+    step:     new tokens of each sequence, and padded sequences -> a step in the engine's form. Sequence i has row i,
+              and no tokens in its KV but the new ones
+    most_new: new tokens of a sequence, at most
+    stores:   whether the layers store K and V by our kernels
+    choose:   how they choose keys
+    """
+
+    step: Callable[[Sequence[int], int], ExternalStep]
+    most_new: int = MOST_TOKENS
+    stores: bool = True
+    choose: Choose = by_own_indexer
+
+
+@torch.inference_mode(False)  # engines build their layers in either mode
+def run_ahead(attention: ExternalAttention, ahead: StepsAhead) -> int:
+    """Runs steps that together need every kernel of the engine's steps; returns their number.
+
+    Bind the engine's pages before, and its own tables again afterwards. One layer of each kind runs, over zeros.
+    """
+    bounds, tables = attention.bounds, attention.tables
+    pages = torch.ones(num_pages(bounds.kv_len, tables.page_size), dtype=torch.int64, device=attention.device)
+    name_pages(tables, pages, pages, bounds.num_seqs)
+    inputs, done = ZeroInputs(attention.device), 0
+    nowhere = torch.full((_most_tokens(bounds),), -1, dtype=torch.int64, device=attention.device)
+    for shape, q_len in _steps(bounds, ahead.most_new):
+        for step in _each_form(attention, ahead.step(q_len, shape.num_seqs)):
+            attention.begin(step)
+            num_tokens = step.shape.num_tokens
+            attention.fill(nowhere[:num_tokens])
+            _attend(attention, step, ahead, inputs)
+            done += 1
+    attention.check_device()
+    return done
+
+
+def log_run_ahead(log: logging.Logger, attention: ExternalAttention, ahead: StepsAhead) -> None:
+    """Logs the time that run_ahead takes, and how many kernels Triton compiles in it.
+
+    It does nothing if the layers do not run on a GPU. Without memory for it, kernels are compiled by the first steps.
+    """
+    if not attention.kernels().selections[0].target.is_gpu:
+        return
+    started, compiled = time.perf_counter(), list[str]()
+    try:
+        with _noting_compiles(compiled):
+            done = run_ahead(attention, ahead)
+    except torch.OutOfMemoryError as error:  # an engine may leave little
+        log.warning("the kernels of later steps were not run ahead: %s", error)
+    except DeviceFault as error:
+        log.error("running the kernels of later steps ahead met a fault of the device: %s", error)
+    else:
+        seconds = time.perf_counter() - started
+        log.info("ran %d steps ahead: %d kernels compiled, %.1f s", done, len(compiled), seconds)
+
+
+def run_nothing(attention: ExternalAttention, ahead: StepsAhead) -> None:
+    """Runs no step ahead: in the place of log_run_ahead."""
+
+
+@contextmanager
+def _noting_compiles(names: list[str]) -> Iterator[None]:
+    from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
+
+    def note(event: CompileEvent) -> None:
+        if not event.was_cached:
+            names.append(event.name)
+
+    with observe_compiles(note):
+        yield
+
+
+def _steps(bounds: Bounds, most_new: int) -> Iterator[tuple[PaddedShape, list[int]]]:
+    """Shapes, and new tokens of sequences."""
+    most_tokens = _most_tokens(bounds)
+    steps = eager_steps(
+        PaddingPolicy(SizeLadder(tuple(_num_seqs(bounds.num_seqs))), SizeLadder((1,))),
+        max_seqs=bounds.num_seqs,
+        max_kv_len=min(bounds.kv_len, most_new),
+        most_tokens=most_tokens,
+    )
+    # Two new tokens in each of many sequences are more than the engine runs.
+    return ((shape, q_len) for shape, q_len in steps if shape.num_tokens <= most_tokens)
+
+
+def _most_tokens(bounds: Bounds) -> int:
+    return max(bounds.num_seqs, min(bounds.num_tokens, MOST_TOKENS))
+
+
+def _num_seqs(most: int) -> Iterator[int]:
+    """Numbers of sequences, at most an eighth apart, and the most.
+
+    How the parts of a row are summed changes where its programs are a power of two, so at any number of sequences.
+    """
+    number = 1
+    while number < most:
+        yield number
+        number += max(1, number // 8)
+    yield most
+
+
+def _each_form(attention: ExternalAttention, step: ExternalStep) -> Iterator[ExternalStep]:
+    """A step in each causality that there is, and with a mask if the layers take one."""
+    for causality in attention.options.causalities:
+        yield replace(step, causality=causality)
+    problems = attention.kernels(attention.options.causalities[0]).problems
+    if not step.shape.kind.decodes and any(problem.custom_mask for problem in problems):
+        none = torch.empty(0, 3, dtype=torch.int32, device=attention.device)
+        yield replace(step, mask=DeviceSpans(none))
+
+
+def _attend(attention: ExternalAttention, step: ExternalStep, ahead: StepsAhead, inputs: ZeroInputs) -> None:
+    """Runs the layers of a step, one of each kind."""
+    kinds, layers, num_tokens = attention.kernels(step.causality), attention.layers, step.shape.num_tokens
+    for kind, selection in enumerate(kinds.selections):
+        layer, problem = kinds.of_layer.index(kind), selection.problem
+        q, k, v, out = inputs.of(problem, num_tokens)
+        if ahead.stores:
+            layers.store(layer, k, v)
+        attend = layers.attend
+        if not isinstance(problem.indexer, AllKeys):
+            attend = layers.attend_selected
+            if isinstance(problem.indexer, Indexer):
+                ahead.choose(layers, layer, problem, inputs, num_tokens)
+        attend(layer, q, out)
+        if problem.wants_lse:
+            attend(layer, q, out, inputs.of_lse(problem, num_tokens))

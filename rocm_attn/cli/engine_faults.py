@@ -29,15 +29,17 @@ def named_engine(text: str) -> tuple[str, Release]:
     return engine, release
 
 
-def pool_of(options: argparse.Namespace, pool: PoolSize) -> PoolSize:
+def pool_of(options: argparse.Namespace, pool: PoolSize, *, is_latent: bool) -> PoolSize:
     """The pool of options.engine if it has a plug-in, whose options say what its pages require; else the given one.
 
+    is_latent: whether pages hold latent rows, which lie one after the other in every engine
     Raises BadSetting.
     """
     engine = None if options.engine is None else named_engine(options.engine)[0]
     for plugin in PLUGINS:
         if plugin.name == engine:
-            external = ExternalOptions(page_strides=plugin.packs_rows, even_slots=plugin.packs_rows)
+            packs_rows = plugin.packs_rows and not is_latent
+            external = ExternalOptions(page_strides=packs_rows, even_slots=packs_rows)
             return external.pool_size(Bounds(num_seqs=1, kv_len=1, num_pages=pool.num_pages))
     return pool
 

@@ -105,8 +105,8 @@ def explained(options: argparse.Namespace) -> Explained:
     """Chooses kernels for options.config on options.arch. Raises BadModel, BadSetting, Unsupported."""
     target, about_choices = _with_measured_choices(requested_target(options), options.tuning)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
-    pool = pool_of(options, pool)
     whole = described_model(options.config).geometry
+    pool = pool_of(options, pool, is_latent=all(layer.latent_dim for layer in whole.layers))
     geometry = whole.on_one_of(options.tp)
 
     dtype, kv = getattr(torch, options.dtype), KVFormat.named(options.kv_dtype, options.kv_scales, target)

@@ -318,5 +318,8 @@ def test_pages_are_those_with_the_best_kernels_unless_an_engine_is_named(
     assert "pages of 64: triton serves 244 of 244 kinds of step over 61 layers" in with_all
     _, of_engine, _ = run(capsys, *latent, "--engine", "vllm@0.33")
     assert "pages of 16, latent pages\n" in of_engine
+    assert "contiguous pages" not in of_engine  # latent rows lie one after the other; K and V of heads do not
+    _, of_heads, _ = run(capsys, "llama-3-8b", "--arch", "gfx942", "--engine", "vllm@0.33")
+    assert "contiguous pages" in of_heads
     _, printed, _ = run(capsys, "llama-3-8b", "--arch", "gfx942")
     assert "were chosen" not in printed

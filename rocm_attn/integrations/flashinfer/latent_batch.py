@@ -61,7 +61,7 @@ class MLAPlanMetadata:
         return cls(*lists, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
 
 
-def given(tensor: Tensor | None) -> Tensor:
+def needed(tensor: Tensor | None) -> Tensor:
     """Returns a tensor that a plan needs. Raises BadBatch if it is None."""
     if tensor is None:
         raise BadBatch(
@@ -75,9 +75,9 @@ def batch_of(metadata: MLAPlanMetadata, page_size: int) -> PlannedBatch:
     """Returns the batch of a plan. Raises BadBatch, BadTensor."""
     lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
     if any(each is not None for each in lists):
-        return _batch_of_lists(page_size, *map(given, lists))
-    table = given(metadata.block_tables)
-    q_indptr, kv_len = on_host(given(metadata.cum_seq_lens_q), given(metadata.seq_lens))
+        return _batch_of_lists(page_size, *map(needed, lists))
+    table = needed(metadata.block_tables)
+    q_indptr, kv_len = on_host(needed(metadata.cum_seq_lens_q), needed(metadata.seq_lens))
     if table.dim() != 2 or len(table) != len(kv_len):
         raise BadTensor(
             f"block_tables are {list(table.shape)}; they must have a row for each of {len(kv_len)} sequences"

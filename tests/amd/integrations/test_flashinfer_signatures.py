@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from rocm_attn.integrations import flashinfer
-from tests.amd.integrations.signatures import LEFT_OUT, NAMES, of_flashinfer, recorded
+from rocm_attn.integrations.flashinfer.signatures import recorded
+from tests.amd.integrations.signatures import LEFT_OUT, NAMES, of_flashinfer
 
 pytestmark = pytest.mark.fast(interpreted=0)
 
@@ -20,17 +21,15 @@ FOLDER = os.environ.get("FLASHINFER_PACKAGE", "")
 THEIRS = of_flashinfer(Path(FOLDER)) if FOLDER else recorded()
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
-    """Returns a function's parameters as the record has them. forward() may be told to return the LSE here."""
-    found: list[str] = []
-    for name, of in inspect.signature(function).parameters.items():
-        if of.kind is of.KEYWORD_ONLY and name == "return_lse" and function.__name__ != "run":
-            continue
-        if of.kind is of.KEYWORD_ONLY and not any(each.startswith("*") for each in found):
-            found.append("*")
-        stars = "*" if of.kind is of.VAR_POSITIONAL else "**" if of.kind is of.VAR_KEYWORD else ""
-        found.append(stars + name + ("" if of.default is of.empty else f"={of.default!r}"))
-    return found
+def parameters(function: Callable[..., Any]) -> str:
+    """Returns a function's parameters as the record has them."""
+    signature = inspect.signature(function)
+    return str(
+        signature.replace(
+            parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
+            return_annotation=signature.empty,
+        )
+    )[1:-1]
 
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name.rpartition(".")[2] not in LEFT_OUT])

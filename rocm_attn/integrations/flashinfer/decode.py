@@ -24,31 +24,15 @@ _BY_NAME_ONLY = ("window_right", "is_causal")
 _BUFFERS = "paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"
 
 
-def single_decode_with_kv_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_tensor_cores: bool = False,
-    q_scale: float | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    sm_scale: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    return_lse: bool = False,
-) -> Result:
+@as_in_flashinfer
+def single_decode_with_kv_cache(q: Tensor, given: Given) -> Result:
     """Returns the attention of one new token: [q_heads, v_head_dim], and its LSE [q_heads] if asked for.
 
     q: [q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
     Raises Unsupported, BadTensor.
     """
-    call = RunArguments(return_lse=return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    scores = ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale)
-    result = attend_alone(q.unsqueeze(0), as_nhd(k, v, kv_layout), scores, call, causal=True)
+    kv, call = as_nhd(given.k, given.v, given.kv_layout), RunArguments.of(given)
+    result = attend_alone(q.unsqueeze(0), kv, ScoreRules.of(given), call, causal=True)
     return result.squeeze(0) if isinstance(result, Tensor) else (result[0].squeeze(0), result[1].squeeze(0))
 
 

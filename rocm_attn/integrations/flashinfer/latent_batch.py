@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.integrations.flashinfer.batch import PlannedBatch, listed_batch
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Int64Array, on_host
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 
 
 @dataclass(frozen=True)
@@ -32,33 +33,22 @@ class MLAPlanMetadata:
     max_q_len: int | None = None
 
     @classmethod
-    def csr(cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor) -> MLAPlanMetadata:
+    @as_in_flashinfer
+    def csr(cls, given: Given) -> MLAPlanMetadata:
         """Makes a batch from lists of pages."""
-        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        return MLAPlanMetadata(**vars(given))
 
     @classmethod
-    def dense(
-        cls, cum_seq_lens_q: Tensor, block_tables: Tensor, seq_lens: Tensor, max_q_len: int | None = None
-    ) -> MLAPlanMetadata:
+    @as_in_flashinfer
+    def dense(cls, given: Given) -> MLAPlanMetadata:
         """Makes a batch from a table of pages."""
-        return cls(cum_seq_lens_q=cum_seq_lens_q, block_tables=block_tables, seq_lens=seq_lens, max_q_len=max_q_len)
+        return MLAPlanMetadata(**vars(given))
 
     @classmethod
-    def dual(
-        cls,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        kv_len_arr: Tensor,
-        *,
-        cum_seq_lens_q: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        max_q_len: int | None = None,
-    ) -> MLAPlanMetadata:
+    @as_in_flashinfer
+    def dual(cls, given: Given) -> MLAPlanMetadata:
         """Makes a batch from both."""
-        lists = qo_indptr, kv_indptr, kv_indices, kv_len_arr
-        return cls(*lists, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
+        return MLAPlanMetadata(**vars(given))
 
 
 def needed(tensor: Tensor | None) -> Tensor:

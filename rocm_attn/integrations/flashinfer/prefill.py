@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
 from rocm_attn.integrations.flashinfer.batch import PagedKVLists
@@ -12,7 +11,7 @@ from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, pages_
 from rocm_attn.integrations.flashinfer.cells import Masks
 from rocm_attn.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.requests import ScoreRules, as_dtype, geometry_of
-from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer, refuse
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, deprecated
 
@@ -24,47 +23,23 @@ __all__ = [
 ]
 
 
-def single_prefill_with_kv_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale_q: Tensor | None = None,
-    scale_k: Tensor | None = None,
-    scale_v: Tensor | None = None,
-    o_dtype: torch.dtype | None = None,
-    custom_mask: Tensor | None = None,
-    packed_custom_mask: Tensor | None = None,
-    causal: bool = False,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_fp16_qk_reduction: bool = False,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    backend: str = "auto",
-    return_lse: bool = False,
-    kv_cache_sf: tuple[Tensor, Tensor] | None = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-) -> Result:
+@as_in_flashinfer
+def single_prefill_with_kv_cache(q: Tensor, given: Given) -> Result:
     """Returns the attention of a sequence's last tokens: [tokens, q_heads, v_head_dim]; LSE [tokens, q_heads], base 2.
 
     q: [tokens, q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
     custom_mask: [tokens, kv_len], not 0 where a key is seen; in place of causality
     Raises Unsupported, BadTensor.
     """
-    refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
     return attend_alone(
         q,
-        as_nhd(k, v, kv_layout),
-        ScoreRules(pos_encoding_mode, window_left, logits_soft_cap, sm_scale),
-        RunArguments(return_lse=return_lse, k_scale=k_scale, v_scale=v_scale),
-        causal=causal,
-        masks=Masks(custom_mask, packed_custom_mask),
-        out_dtype="as q" if o_dtype is None else o_dtype,
-        backend=backend,
+        as_nhd(given.k, given.v, given.kv_layout),
+        ScoreRules.of(given),
+        RunArguments.of(given),
+        causal=given.causal,
+        masks=Masks(given.custom_mask, given.packed_custom_mask),
+        out_dtype=given.o_dtype or "as q",
+        backend=given.backend,
     )
 
 

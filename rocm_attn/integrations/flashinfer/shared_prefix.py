@@ -30,7 +30,9 @@ class _SharedPrefixWrapper(Wrapper):
     def _over_both(self, given: Given, unique: Any, sm_scale: float | None = None) -> Tensor:
         """Returns the attention over the keys of the prefix and those of the pages."""
         shared = given.q, given.k_shared, given.v_shared
-        prefix: Any = single_prefill_with_kv_cache(*shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True)
+        prefix: Any = single_prefill_with_kv_cache(
+            *shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True
+        )
         (out_a, lse_a), (out_b, lse_b) = prefix, unique
         return merge_state(out_a, lse_a, out_b, lse_b)[0]
 
@@ -77,4 +79,4 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         """
         scores = {"causal": given.causal, "sm_scale": given.sm_scale}
         unique = self._unique.forward_return_lse(given.q, given.unique_kv_cache, **scores)
-        return self._over_both(given, unique)
+        return self._over_both(given, unique, given.sm_scale)

@@ -30,7 +30,7 @@ _NO_MASK_OF_ONE = "a decode token sees all of its keys; FlashInfer ignores a mas
 _BLOCKS = "use VariableBlockSparseAttentionWrapper"
 
 # Arguments that FlashInfer takes and no kernel here supports -> the reason.
-_REFUSED = {
+ALWAYS_REFUSED = {
     "jit_args": _CUDA_SOURCE,
     "jit_kwargs": _CUDA_SOURCE,
     "variant_owns_mask": "it concerns CUDA source for FlashInfer's own kernels",
@@ -76,7 +76,7 @@ def refuse(**given: object) -> None:
     """Raises Unsupported with the reason for the first argument that is neither None, False nor empty."""
     for name, value in given.items():
         if value is not None and value is not False and (isinstance(value, Tensor) or value not in ((), {})):
-            raise Unsupported(f"{name} is not served: {(_REFUSED | _REFUSED_BY_SOME)[name]}")
+            raise Unsupported(f"{name} is not served: {(ALWAYS_REFUSED | _REFUSED_BY_SOME)[name]}")
 
 
 @functools.cache
@@ -99,7 +99,9 @@ def as_in_flashinfer(function: Callable[[Any, Given], Result]) -> Callable[..., 
     bind.__qualname__ = function.__qualname__  # in the errors of calls
     signature = inspect.signature(bind)
     first, *others = signature.parameters.values()
-    refused = {of.name: () if of.kind is of.VAR_POSITIONAL else of.default for of in others if of.name in _REFUSED}
+    refused = {
+        of.name: () if of.kind is of.VAR_POSITIONAL else of.default for of in others if of.name in ALWAYS_REFUSED
+    }
 
     @functools.wraps(function)
     def bound(*args: Any, **named: Any) -> Result:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from rocm_attn.external import raise_fault
 from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
 from rocm_attn.machine.agreement import alone
-from tests.amd.external.oracle import Array, attention
+from tests.amd.external.oracle import attention
+from tests.amd.integrations.oracle import Array
 
 Q_HEADS, KV_HEADS, DIM, LATENT, ROTATED = 4, 2, 16, 16, 8
 ROOM, NUM_ROWS = 96, 9

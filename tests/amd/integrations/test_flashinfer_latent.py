@@ -15,12 +15,7 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer.latent_batch import needed
-from tests.amd.integrations.batches import (
-    check,
-    indptr,
-    ints,
-    workspace,
-)
+from tests.amd.integrations.batches import check, indptr, ints, workspace
 from tests.amd.integrations.oracle import Array, Scores, attention
 
 # Left out under the interpreter by day; test_flashinfer_program.py is in its short form.

@@ -17,7 +17,8 @@ from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.drafts import BranchTable, DraftSteps
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
-from tests.amd.external.oracle import Array, attention
+from tests.amd.external.oracle import attention
+from tests.amd.integrations.oracle import Array
 from tests.amd.integrations.sglang_stand_in import (
     DIM,
     LATENT,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,21 +126,22 @@ def of_flashinfer(folder: Path) -> dict[str, str]:
 
 
 def names_of_flashinfer(folder: Path) -> dict[str, str]:
-    """Returns the public names at FlashInfer's top, each with the module it is from; "." for a module."""
-    found: dict[str, str] = {}
+    """Returns the public names at FlashInfer's top by the module that they are from; "." for modules themselves."""
+    found: dict[str, set[str]] = defaultdict(set)
     for node in ast.walk(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
-            found |= {each.asname or each.name: node.module or "." for each in node.names}
+            found[node.module or "."] |= {each.asname or each.name for each in node.names}
         # Names of fused_moe that its __getattr__ imports are in a set.
         if isinstance(node, ast.Set):
-            found |= {str(ast.literal_eval(each)): "fused_moe" for each in node.elts}
-    return {name: found[name] for name in sorted(found) if not name.startswith("_")}
+            found["fused_moe"] |= {str(ast.literal_eval(each)) for each in node.elts}
+    public = {module: sorted(name for name in names if not name.startswith("_")) for module, names in found.items()}
+    return {module: " ".join(names) for module, names in sorted(public.items()) if names}
 
 
 def recorded_names() -> dict[str, str]:
     """Returns the names of the release that was read last, each with its module."""
-    found: dict[str, str] = json.loads(NAMES_DATA.read_text(encoding="utf-8"))
-    return found
+    by_module: dict[str, str] = json.loads(NAMES_DATA.read_text(encoding="utf-8"))
+    return {name: module for module, names in by_module.items() for name in names.split()}
 
 
 if __name__ == "__main__":

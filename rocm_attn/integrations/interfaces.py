@@ -145,6 +145,12 @@ def data(engine: str) -> Path:
     return _HERE / f"{engine}{_DATA}"
 
 
+def written(version: str, interfaces: Interfaces) -> str:
+    """Returns the text of a record: a line for each interface, so that a diff of two releases shows what changed."""
+    lines = (f"  {json.dumps(path)}: {json.dumps(each)}" for path, each in interfaces.items())
+    return f'{{\n "release": {json.dumps(version)},\n "interfaces": {{\n' + ",\n".join(lines) + "\n }\n}\n"
+
+
 def recorded(engine: str) -> Interfaces:
     """Returns the interfaces of the newest tested release of an engine."""
     interfaces: Interfaces = json.loads(data(engine).read_text())["interfaces"]
@@ -199,8 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     interfaces = record(uses, Tree(folder))
     if missing := sorted(uses.paths - {*interfaces}):
         parser.error(f"{engine} {versions[0]} does not have {', '.join(missing)}")
-    written = {"release": versions[0].partition("+")[0], "interfaces": interfaces}
-    data(engine).write_text(json.dumps(written, indent=1) + "\n")
+    data(engine).write_text(written(versions[0].partition("+")[0], interfaces))
     return 0
 
 

@@ -15,25 +15,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor, WrongState
-from rocm_attn.integrations.kv_passport import (
-    ALIGNMENT,
-    KVExtent,
-    KVPassport,
-    LayerPassport,
-    Role,
-    Stretch,
-    stretches,
-)
-from rocm_attn.integrations.owners import (
-    Owner,
-    clears_tails,
-    given_back,
-    idle,
-    ops_of,
-    pool_of,
-    spaces_of,
-    states_of,
-)
+from rocm_attn.integrations.kv_passport import ALIGNMENT, KVExtent, KVPassport, LayerPassport, Role, Stretch, stretches
+from rocm_attn.integrations.owners import Owner, clears_tails, given_back, idle, ops_of, pool_of, spaces_of, states_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales

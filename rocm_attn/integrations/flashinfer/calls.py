@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.integrations.flashinfer.planned import LOG2_E, Inputs, PlannedAttention
 from rocm_attn.integrations.flashinfer.requests import Geometry, check_rows
+from rocm_attn.integrations.flashinfer.signatures import Given
 from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE
 
 Scale = float | Tensor | None
@@ -32,6 +34,12 @@ class RunArguments:
     k_scale: Scale = None
     v_scale: Scale = None
     sinks: Tensor | None = None
+
+    @classmethod
+    def of(cls, given: Given, **instead: Any) -> RunArguments:
+        """Returns those of a call's arguments; instead: in place of them."""
+        own = {name: value for name, value in vars(given).items() if name in cls.__slots__}
+        return cls(**(own | instead))
 
     def __post_init__(self) -> None:
         if self.lse_base not in ("log2", "ln"):

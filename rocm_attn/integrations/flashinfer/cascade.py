@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch
@@ -13,7 +12,11 @@ from rocm_attn.integrations.flashinfer.shared_prefix import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
 )
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 from rocm_attn.integrations.flashinfer.wrapped import Wrapper
+
+_BUFFERS = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
+_LISTS = "qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len"
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -34,24 +37,16 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     use_cuda_graph Raises BadBatch, BadSetting, BadTensor.
     """
 
-    def __init__(
-        self,
-        num_levels: int,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf_arr: list[Tensor] | None = None,
-        paged_kv_indptr_buf_arr: list[Tensor] | None = None,
-        paged_kv_indices_buf_arr: list[Tensor] | None = None,
-        paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
-    ) -> None:
-        super().__init__(float_workspace_buffer)
-        given = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
-        buffers = [each if use_cuda_graph and each is not None else [None] * num_levels for each in given]
+    @as_in_flashinfer
+    def __init__(self, given: Given) -> None:
+        workspace, use_cuda_graph, num_levels = given.float_workspace_buffer, given.use_cuda_graph, given.num_levels
+        super().__init__(workspace)
+        arrays = [getattr(given, f"{name}_arr") for name in _BUFFERS]
+        buffers = [each if use_cuda_graph and each is not None else [None] * num_levels for each in arrays]
         _check_levels(num_levels, *buffers)
-        self._use_cuda_graph = use_cuda_graph
+        self._use_cuda_graph: bool = use_cuda_graph
         self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *of_level)
+            BatchPrefillWithPagedKVCacheWrapper(workspace, given.kv_layout, use_cuda_graph, *of_level)
             for of_level in zip(*buffers, strict=True)
         ]
 
@@ -65,50 +60,21 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     ) -> None:
         """Does nothing: no workspace of the caller's is used."""
 
-    def plan(
-        self,
-        qo_indptr_arr: list[Tensor],
-        paged_kv_indptr_arr: list[Tensor],
-        paged_kv_indices_arr: list[Tensor],
-        paged_kv_last_page_len: list[Tensor],
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-    ) -> None:
+    @as_in_flashinfer
+    def plan(self, given: Given) -> None:
         """Plans batches for later calls of run(), one per level; all have the same new tokens.
 
         causal: for the last level; tokens see all of the levels before it
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch,
         BadTensor, NeverFits.
         """
-        lists = qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len
+        values = vars(given)
+        lists = [values.pop(name) for name in _LISTS]
         _check_levels(len(self._levels), *lists)
+        head_dim, causal = values.pop("head_dim"), values.pop("causal")
         for level, of_level in enumerate(zip(*lists, strict=True)):
-            self._levels[level].plan(
-                *of_level,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                causal=causal and level == len(self._levels) - 1,
-                pos_encoding_mode=pos_encoding_mode,
-                sm_scale=sm_scale,
-                window_left=window_left,
-                logits_soft_cap=logits_soft_cap,
-                q_data_type=q_data_type,
-                kv_data_type=kv_data_type,
-            )
+            is_last = level == len(self._levels) - 1
+            self._levels[level].plan(*of_level, head_dim_qk=head_dim, causal=causal and is_last, **values)
 
     begin_forward = plan
 

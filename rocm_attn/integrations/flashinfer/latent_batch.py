@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.integrations.flashinfer.batch import PlannedBatch, listed_batch
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Int64Array, on_host
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 
 
 @dataclass(frozen=True)
@@ -32,36 +33,25 @@ class MLAPlanMetadata:
     max_q_len: int | None = None
 
     @classmethod
-    def csr(cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor) -> MLAPlanMetadata:
+    @as_in_flashinfer
+    def csr(cls, given: Given) -> MLAPlanMetadata:
         """Makes a batch from lists of pages."""
-        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        return MLAPlanMetadata(**vars(given))
 
     @classmethod
-    def dense(
-        cls, cum_seq_lens_q: Tensor, block_tables: Tensor, seq_lens: Tensor, max_q_len: int | None = None
-    ) -> MLAPlanMetadata:
+    @as_in_flashinfer
+    def dense(cls, given: Given) -> MLAPlanMetadata:
         """Makes a batch from a table of pages."""
-        return cls(cum_seq_lens_q=cum_seq_lens_q, block_tables=block_tables, seq_lens=seq_lens, max_q_len=max_q_len)
+        return MLAPlanMetadata(**vars(given))
 
     @classmethod
-    def dual(
-        cls,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        kv_len_arr: Tensor,
-        *,
-        cum_seq_lens_q: Tensor,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        max_q_len: int | None = None,
-    ) -> MLAPlanMetadata:
+    @as_in_flashinfer
+    def dual(cls, given: Given) -> MLAPlanMetadata:
         """Makes a batch from both."""
-        lists = qo_indptr, kv_indptr, kv_indices, kv_len_arr
-        return cls(*lists, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
+        return MLAPlanMetadata(**vars(given))
 
 
-def given(tensor: Tensor | None) -> Tensor:
+def needed(tensor: Tensor | None) -> Tensor:
     """Returns a tensor that a plan needs. Raises BadBatch if it is None."""
     if tensor is None:
         raise BadBatch(
@@ -75,9 +65,9 @@ def batch_of(metadata: MLAPlanMetadata, page_size: int) -> PlannedBatch:
     """Returns the batch of a plan. Raises BadBatch, BadTensor."""
     lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
     if any(each is not None for each in lists):
-        return _batch_of_lists(page_size, *map(given, lists))
-    table = given(metadata.block_tables)
-    q_indptr, kv_len = on_host(given(metadata.cum_seq_lens_q), given(metadata.seq_lens))
+        return _batch_of_lists(page_size, *map(needed, lists))
+    table = needed(metadata.block_tables)
+    q_indptr, kv_len = on_host(needed(metadata.cum_seq_lens_q), needed(metadata.seq_lens))
     if table.dim() != 2 or len(table) != len(kv_len):
         raise BadTensor(
             f"block_tables are {list(table.shape)}; they must have a row for each of {len(kv_len)} sequences"

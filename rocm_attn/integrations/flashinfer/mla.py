@@ -6,7 +6,8 @@ with both parts. If the parts are in two tensors that are not views of one, run(
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported, WrongState
 from rocm_attn.integrations.flashinfer.batch import PlannedBatch
 from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
-from rocm_attn.integrations.flashinfer.latent_batch import MLAPlanMetadata, batch_of, given
+from rocm_attn.integrations.flashinfer.latent_batch import MLAPlanMetadata, batch_of, needed
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
-from rocm_attn.integrations.flashinfer.requests import Geometry, as_dtype, check_rows, refuse
+from rocm_attn.integrations.flashinfer.requests import Geometry, as_dtype, check_rows
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer, refuse
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
 from rocm_attn.problem import PoolKind
 
@@ -24,8 +26,9 @@ __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
 
 # A tensor whose last dimension is both parts, or the two parts.
 Parts = Tensor | tuple[Tensor, Tensor]
-LseMode = Literal["none", "base2", "basee"]
-ScaleMode = Literal["default", "kv-per-tensor", "bmm-scalar", "bmm-tensor"]
+_LISTS = "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"
+_SIZES = "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size"
+_NEEDED = (*_SIZES, "causal", "sm_scale", "q_data_type", "kv_data_type")
 
 
 class BatchMLAPagedAttentionWrapper(PlannedWrapper):
@@ -37,87 +40,38 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
     Raises BadTensor.
     """
 
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        use_cuda_graph: bool = False,
-        qo_indptr: Tensor | None = None,
-        kv_indptr: Tensor | None = None,
-        kv_indices: Tensor | None = None,
-        kv_len_arr: Tensor | None = None,
-        backend: str = "auto",
-    ) -> None:
-        buffers = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
-        super().__init__(float_workspace_buffer, "NHD", backend, buffers, use_cuda_graph=use_cuda_graph)
+    @as_in_flashinfer
+    def __init__(self, given: Given) -> None:
+        buffers = {name: getattr(given, name) for name in _LISTS}
+        super().__init__(
+            given.float_workspace_buffer, "NHD", given.backend, buffers, use_cuda_graph=given.use_cuda_graph
+        )
         # For caches in two tensors, whose pages are copied to one.
         self._over_copies: PlannedAttention | None = None
         self._batch: PlannedBatch | None = None
 
-    def plan(
-        self,
-        qo_indptr: Tensor | None = None,
-        kv_indptr: Tensor | None = None,
-        kv_indices: Tensor | None = None,
-        kv_len_arr: Tensor | None = None,
-        num_heads: int | None = None,
-        head_dim_ckv: int | None = None,
-        head_dim_kpe: int | None = None,
-        page_size: int | None = None,
-        causal: bool | None = None,
-        sm_scale: float | None = None,
-        q_data_type: torch.dtype | None = None,
-        kv_data_type: torch.dtype | None = None,
-        use_profiler: bool = False,
-        *,
-        metadata: MLAPlanMetadata | None = None,
-        cum_seq_lens_q: Tensor | None = None,
-        block_tables: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        max_q_len: int | None = None,
-        query_layout: Literal["packed", "split"] | None = None,
-        kv_cache_layout: Literal["packed", "split"] | None = None,
-        lse_mode: LseMode = "none",
-        output_dtype: torch.dtype | None = None,
-        output_scale: Literal["none", "per-tensor"] = "none",
-        scale_mode: ScaleMode = "default",
-        skip_softmax: bool = False,
-        enable_pdl: bool | None = None,
-        use_sinks: bool = False,
-    ) -> None:
+    @as_in_flashinfer
+    def plan(self, given: Given) -> None:
         """Plans a batch for later calls of run(), given by metadata or by its tensors alone.
 
         Arguments about layouts are ignored: run() takes either. Raises Unsupported, BadBatch, BadTensor, NeverFits.
         """
-        refuse(
-            skip_softmax=skip_softmax,
-            output_scale=output_scale != "none",
-            scale_mode=scale_mode.startswith("bmm"),
-        )
-        flat = qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
-        if metadata is not None and any(each is not None for each in flat):
+        refuse(scale_mode=given.scale_mode.startswith("bmm"))
+        tensors = {field.name: getattr(given, field.name) for field in fields(MLAPlanMetadata)}
+        if given.metadata is not None and any(each is not None for each in tensors.values()):
             raise BadBatch("plan() was given both metadata and tensors; give one of them")
-        geometry = _geometry(
-            num_heads=num_heads,
-            head_dim_ckv=head_dim_ckv,
-            head_dim_kpe=head_dim_kpe,
-            page_size=page_size,
-            causal=causal,
-            sm_scale=sm_scale,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-        )
-        metadata = metadata or MLAPlanMetadata(*flat)
+        metadata = given.metadata or MLAPlanMetadata(**tensors)
+        geometry = _geometry(given)
         self._batch = None
         batch = batch_of(metadata, geometry.page_size)
         if self._buffers and metadata.kv_indptr is None:
             raise Unsupported("tables of pages are not served if run() is captured; give lists of pages")
-        out_dtype = as_dtype(output_dtype or geometry.dtype)
+        out_dtype = as_dtype(given.output_dtype or geometry.dtype)
         self._plan(batch, geometry, out_dtype, each_one=bool((batch.lengths.q_len == 1).all()))
         if self._over_copies is not None:
             self._over_copies.plan(self._of_copies(batch), geometry)
         if self._buffers:
-            lists = metadata.qo_indptr, metadata.kv_indptr, metadata.kv_indices, metadata.kv_len_arr
-            q_indptr, starts, indices, lens = map(given, lists)
+            q_indptr, starts, indices, lens = (needed(getattr(metadata, name)) for name in _LISTS)
             self._keep([q_indptr, starts[: batch.lengths.num_seqs + 1], indices[: batch.num_entries], lens])
         self._batch = batch
 
@@ -126,31 +80,8 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         pages = torch.arange(max(batch.num_entries, 1), dtype=torch.int32, device=self.device)
         return PlannedBatch(batch.lengths, pages, batch.num_entries, (0, batch.num_entries - 1))
 
-    def run(
-        self,
-        q_nope: Tensor | None = None,
-        q_pe: Tensor | None = None,
-        ckv_cache: Tensor | None = None,
-        kpe_cache: Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        profiler_buffer: Tensor | None = None,
-        kv_len: Tensor | None = None,
-        page_table: Tensor | None = None,
-        return_lse_base_on_e: bool = False,
-        o_scale: float | None = None,
-        *,
-        query: Any = None,
-        kv_cache: Any = None,
-        ckv_scale: float | None = None,
-        ckv_scale_arr: Tensor | None = None,
-        kpe_scale: float | None = None,
-        sinks: Tensor | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        bmm1_scale: float | Tensor | None = None,
-        bmm2_scale: float | Tensor | None = None,
-    ) -> Result:
+    @as_in_flashinfer
+    def run(self, given: Given) -> Result:
         """Returns the planned batch's attention over a layer's latent pages: [tokens, heads, head_dim_ckv], and LSE.
 
         query:    [tokens, heads, head_dim_ckv + head_dim_kpe], or its two parts; also as q_nope and q_pe
@@ -158,23 +89,14 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         kv_len, page_table: for batches that were not planned; refused
         Raises Unsupported, BadTensor, WrongState.
         """
-        refuse(
-            profiler_buffer=profiler_buffer,
-            o_scale=o_scale,
-            ckv_scale=ckv_scale,
-            ckv_scale_arr=ckv_scale_arr,
-            kpe_scale=kpe_scale,
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-            bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-        )
+        refuse(o_scale=given.o_scale)
         planned, geometry = self._ready()
         if self._batch is None:
             raise WrongState("nothing is planned; call plan() before run()")
-        call = RunArguments(out, lse, return_lse, "ln" if return_lse_base_on_e else "log2", sinks=sinks)
-        query = _one_of("query", query, (q_nope, q_pe))
+        call = RunArguments.of(given, lse_base="ln" if given.return_lse_base_on_e else "log2")
+        query = _one_of("query", given.query, (given.q_nope, given.q_pe))
         q = query if isinstance(query, Tensor) else torch.cat(query, -1)
-        parts = _one_of("kv_cache", kv_cache, (ckv_cache, kpe_cache))
+        parts = _one_of("kv_cache", given.kv_cache, (given.ckv_cache, given.kpe_cache))
         rows = _whole(parts, geometry)
         if rows is None:
             assert isinstance(parts, tuple)
@@ -201,16 +123,15 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         return torch.cat([part.index_select(0, pages) for part in parts], -1)
 
 
-def _geometry(**given: Any) -> Geometry:
+def _geometry(given: Given) -> Geometry:
     """Returns the geometry of plan()'s arguments. Raises BadBatch for those that are None, and Unsupported."""
-    if missing := [name for name, value in given.items() if value is None]:
+    if missing := [name for name in _NEEDED if getattr(given, name) is None]:
         raise BadBatch(f"plan() needs {', '.join(missing)}")
-    q_dtype, kv_dtype = as_dtype(given["q_data_type"]), as_dtype(given["kv_data_type"])
+    q_dtype, kv_dtype = as_dtype(given.q_data_type), as_dtype(given.kv_data_type)
     if kv_dtype != q_dtype:
         raise Unsupported(f"latent pages in {kv_dtype} with queries in {q_dtype} are not served; give both one dtype")
-    v_head_dim = given["head_dim_ckv"]
-    sizes = given["num_heads"], 1, v_head_dim + given["head_dim_kpe"], v_head_dim, given["page_size"]
-    return Geometry(*sizes, q_dtype, kv_dtype, scale=given["sm_scale"], causal=given["causal"], pool=PoolKind.LATENT)
+    sizes = given.num_heads, 1, given.head_dim_ckv + given.head_dim_kpe, given.head_dim_ckv, given.page_size
+    return Geometry(*sizes, q_dtype, kv_dtype, scale=given.sm_scale, causal=given.causal, pool=PoolKind.LATENT)
 
 
 def _one_of(name: str, whole: Any, parts: tuple[Tensor | None, Tensor | None]) -> Parts:

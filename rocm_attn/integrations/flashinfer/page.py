@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, Unsupported
-from rocm_attn.integrations.flashinfer.calls import PagedKV, pages_of
+from rocm_attn.integrations.flashinfer.calls import pages_of
 from rocm_attn.integrations.flashinfer.requests import check_layout, check_rows, provider_of
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.problem import DTYPES
@@ -70,17 +71,8 @@ def get_batch_indices_positions(
     return batch_indices, positions
 
 
-def append_paged_kv_cache(
-    append_key: Tensor,
-    append_value: Tensor,
-    batch_indices: Tensor,
-    positions: Tensor,
-    paged_kv_cache: PagedKV,
-    kv_indices: Tensor,
-    kv_indptr: Tensor,
-    kv_last_page_len: Tensor,
-    kv_layout: str = "NHD",
-) -> None:
+@as_in_flashinfer
+def append_paged_kv_cache(append_key: Tensor, given: Given) -> None:
     """Writes K and V of new tokens to their places: page kv_indices[kv_indptr[seq] + place // page_size].
 
     append_key, append_value: [nnz, kv_heads, head_dim]
@@ -88,47 +80,30 @@ def append_paged_kv_cache(
     paged_kv_cache:           as in BatchDecodeWithPagedKVCacheWrapper.run, written in place
     Raises BadTensor, Unsupported.
     """
-    k_pages, v_pages = pages_of(paged_kv_cache, check_layout(kv_layout))
-    _append(
-        (append_key, append_value),
-        (k_pages, v_pages),
-        _slots(batch_indices, positions, kv_indices, kv_indptr, k_pages.shape[0], k_pages.shape[1]),
-    )
+    pages = pages_of(given.paged_kv_cache, check_layout(given.kv_layout))
+    _append((append_key, given.append_value), pages, given)
 
 
-def append_paged_mla_kv_cache(
-    append_ckv: Tensor,
-    append_kpe: Tensor,
-    batch_indices: Tensor,
-    positions: Tensor,
-    ckv_cache: Tensor | None,
-    kpe_cache: Tensor | None,
-    kv_indices: Tensor,
-    kv_indptr: Tensor,
-    kv_last_page_len: Tensor,
-) -> None:
+@as_in_flashinfer
+def append_paged_mla_kv_cache(append_ckv: Tensor, given: Given) -> None:
     """Like append_paged_kv_cache, but for latent rows and rotated parts of keys.
 
     append_ckv, append_kpe: [nnz, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written in place
     Raises BadTensor, Unsupported.
     """
-    if ckv_cache is None or kpe_cache is None:
+    if given.ckv_cache is None or given.kpe_cache is None:
         raise BadTensor("ckv_cache and kpe_cache are None; give both")
-    _append(
-        (append_ckv.unsqueeze(1), append_kpe.unsqueeze(1)),
-        (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)),
-        _slots(batch_indices, positions, kv_indices, kv_indptr, ckv_cache.shape[0], ckv_cache.shape[1]),
-    )
+    rows = append_ckv.unsqueeze(1), given.append_kpe.unsqueeze(1)
+    _append(rows, (given.ckv_cache.unsqueeze(2), given.kpe_cache.unsqueeze(2)), given)
 
 
-def _slots(
-    batch_indices: Tensor, positions: Tensor, indices: Tensor, indptr: Tensor, num_pages: int, page_size: int
-) -> Tensor:
+def _slots(given: Given, num_pages: int, page_size: int) -> Tensor:
     """Returns int32 [nnz]: page * page_size + offset of each token, or -1 if it has no place."""
+    indices, indptr = given.kv_indices, given.kv_indptr
     num_seqs = indptr.shape[0] - 1
     if num_seqs < 1 or not len(indices):
-        return torch.full_like(batch_indices, -1, dtype=torch.int32)
-    seq, place, bounds = batch_indices.long(), positions.long(), indptr.long()
+        return torch.full_like(given.batch_indices, -1, dtype=torch.int32)
+    seq, place, bounds = given.batch_indices.long(), given.positions.long(), indptr.long()
     is_seq = (seq >= 0) & (seq < num_seqs)
     seq = torch.where(is_seq, seq, 0)
     page_no = torch.div(place, page_size, rounding_mode="floor")
@@ -139,9 +114,9 @@ def _slots(
     return torch.where(is_place, page * page_size + place - page_no * page_size, -1).to(torch.int32)
 
 
-def _append(rows: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], slots: Tensor) -> None:
-    """Writes rows [nnz, heads, dim] to slots of pages [pages, page_size, heads, dim]. Raises BadTensor, Unsupported."""
-    device = pages[0].device
+def _append(rows: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], given: Given) -> None:
+    """Writes rows [nnz, heads, dim] to pages [pages, page_size, heads, dim]. Raises BadTensor, Unsupported."""
+    device, slots = pages[0].device, _slots(given, *pages[0].shape[:2])
     if pages[0].shape[:3] != pages[1].shape[:3]:
         raise BadTensor(f"the sides of the KV cache are {list(pages[0].shape)} and {list(pages[1].shape)}")
     if pages[0].shape[0] * pages[0].shape[1] > torch.iinfo(torch.int32).max:

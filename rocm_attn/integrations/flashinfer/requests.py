@@ -1,64 +1,30 @@
-"""Requests of FlashInfer's callers: layouts, dtypes, a geometry. Also the arguments that are not served, and why."""
+"""Requests of FlashInfer's callers: layouts, dtypes, a geometry."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, Unsupported
+from rocm_attn.integrations.flashinfer.signatures import NVFP4, Given
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 
 LAYOUTS = ("NHD", "HND")
 NO_POSITIONS, ROPE, ALIBI = "NONE", "ROPE_LLAMA", "ALIBI"
-_EIGHT_BITS = {torch.float8_e4m3fn: KVEncoding.E4M3FN, torch.float8_e5m2: KVEncoding.E5M2}
-
-# Arguments that FlashInfer takes and no kernel here supports -> the reason.
-_REFUSED = {
-    "jit_args": "it is CUDA source for FlashInfer's own kernels",
-    "jit_kwargs": "it is CUDA source for FlashInfer's own kernels",
-    "variant_owns_mask": "it concerns CUDA source for FlashInfer's own kernels",
-    "args": "these are arguments of CUDA source for FlashInfer's own kernels",
-    "kv_cache_sf": "no kernel here reads NVFP4 pages; keep K and V in 16 bits or in FP8",
-    "skip_softmax_threshold_scale_factor": "every key counts here; leave it None",
-    "uses_spcompress": "no kernel here has a compressed softmax; leave it None",
-    "prefix_len_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
-    "token_pos_in_items_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
-    "max_item_len_ptr": "there is no multi-item scoring; pass its mask as custom_mask",
-    "v_indptr": "K and V of a token lie at the same place of their tensors; leave it None",
-    "o_indptr": "a token's output lies where its query lies; leave it None",
-    **dict.fromkeys(("q_scale", "k_scale", "v_scale"), "scales of blocks belong to eight-bit queries"),
-    "scale_q": "no kernel here reads eight-bit queries; pass them in 16 bits",
-    "scale_k": "per-head scales belong to eight-bit queries, which no kernel here reads",
-    "scale_v": "per-head scales belong to eight-bit queries, which no kernel here reads",
-    "o_scale": "no kernel here writes eight-bit outputs; scale the output",
-    "skip_softmax": "every key counts here; leave it False",
-    "ckv_scale": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
-    "ckv_scale_arr": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
-    "kpe_scale": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
-    "output_scale": "no kernel here writes eight-bit outputs; scale the output",
-    "scale_mode": "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits",
-    "bmm1_scale": "the scale is fixed by the plan; give sm_scale to plan()",
-    "bmm2_scale": "scale the output",
-    "custom_mask_d": "a decode token sees all of its keys; FlashInfer ignores a mask here",
-    "packed_custom_mask_d": "a decode token sees all of its keys; FlashInfer ignores a mask here",
-    "custom_mask_p": "the step of both is planned without masks; use BatchPrefillWithPagedKVCacheWrapper",
-    "packed_custom_mask_p": "the step of both is planned without masks; use BatchPrefillWithPagedKVCacheWrapper",
-    **dict.fromkeys(("block_mask", "q2k_indices", "q2k_num"), "use VariableBlockSparseAttentionWrapper"),
-    "kv_block_lens": "blocks have one size here; use VariableBlockSparseAttentionWrapper",
-    "use_profiler": "only FlashInfer's kernels are profiled so, and they do not run here; use torch.profiler",
-    "profiler_buffer": "only FlashInfer's kernels write it, and they do not run here",
+# The values of arguments that a plan of FlashInfer's does not have.
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("head_dim_vo", "logits_soft_cap", "sm_scale", "kv_data_type", "data_type", "fixed_split_size")),
+    **dict.fromkeys(("causal", "disable_split_kv"), False),
+    "page_size": 1,
+    "pos_encoding_mode": NO_POSITIONS,
+    "window_left": UNLIMITED_WINDOW,
 }
-
-
-def refuse(**given: object) -> None:
-    """Raises Unsupported with the reason for the first argument that is neither None nor False."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise Unsupported(f"{name} is not served: {_REFUSED[name]}")
+_EIGHT_BITS = {torch.float8_e4m3fn: KVEncoding.E4M3FN, torch.float8_e5m2: KVEncoding.E5M2}
 
 
 def is_deterministic(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
@@ -144,7 +110,7 @@ class Geometry:
         if self.dtype.itemsize == 1:
             raise Unsupported(f"queries in {self.dtype} are not served; pass them in 16 bits")
         if self.kv_dtype == torch.uint8:
-            raise Unsupported(f"K and V in torch.uint8 are not served: {_REFUSED['kv_cache_sf']}")
+            raise Unsupported(f"K and V in torch.uint8 are not served: {NVFP4}")
         if self.kv_dtype != self.dtype and self.kv_dtype not in _EIGHT_BITS:
             raise Unsupported(
                 f"K and V in {self.kv_dtype} with queries in {self.dtype} are not served; give both one dtype, or K "
@@ -165,10 +131,6 @@ class Geometry:
     def scaled(self, scale_value: float) -> Geometry:
         """Returns the same geometry with its scale multiplied by factor."""
         return self if scale_value == 1.0 else replace(self, scale=self.scale * scale_value)
-
-    def seen(self, causal: bool, scores: ScoreRules) -> Geometry:
-        """Returns the same geometry with the given causality and scores."""
-        return scores.over(replace(self, causal=causal))
 
     def problem(self, *, causal: bool, masked: bool) -> Problem:
         """Returns the problem that kernels are chosen for. masked: steps bring a mask of cells in place of the rest"""
@@ -202,6 +164,12 @@ class ScoreRules:
     logits_soft_cap: float | None
     sm_scale: float | None
 
+    @classmethod
+    def of(cls, given: Given) -> ScoreRules:
+        """Returns those of a call's arguments."""
+        values: dict[str, Any] = _DEFAULTS | vars(given)
+        return cls(*(values[name] for name in cls.__slots__))
+
     def over(self, geometry: Geometry) -> Geometry:
         """Returns the geometry with these scores."""
         return replace(
@@ -211,6 +179,28 @@ class ScoreRules:
             soft_cap=self.logits_soft_cap or 0.0,
             scale=self.sm_scale if self.sm_scale is not None else 1.0 / math.sqrt(geometry.head_dim),
         )
+
+
+def geometry_of(given: Given, **fields: Any) -> Geometry:
+    """Returns the geometry of a plan's arguments. fields: of Geometry, in place of those. Raises BadSetting too.
+
+    fixed_split_size and disable_split_kv ask for results that are the same in any batch.
+    """
+    values: dict[str, Any] = _DEFAULTS | vars(given)
+    head_dim = values["head_dim"] if "head_dim" in values else values["head_dim_qk"]
+    q_dtype = as_dtype(values["q_data_type"] or values["data_type"] or "float16")
+    geometry = Geometry(
+        values["num_qo_heads"],
+        values["num_kv_heads"],
+        head_dim,
+        values["head_dim_vo"] or head_dim,
+        values["page_size"],
+        q_dtype,
+        as_dtype(values["kv_data_type"] or values["data_type"] or q_dtype),
+        causal=values["causal"],
+        deterministic=is_deterministic(values["fixed_split_size"], values["disable_split_kv"]),
+    )
+    return ScoreRules.of(given).over(replace(geometry, **fields))
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

@@ -15,24 +15,17 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.integrations.flashinfer.page import get_batch_indices_positions, step_ops
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.problem import DTYPES
-
-P = ParamSpec("P")
-
-
-class Turned(Protocol[P]):
-    """A function that returns turned copies of q and k."""
-
-    def __call__(self, q: Tensor, k: Tensor, *args: P.args, **kwargs: P.kwargs) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +83,30 @@ def _turn(q: Tensor, k: Tensor, lines: Tensor, cos_sin: Tensor, *, interleave: b
                 step_ops(device).rope_queries(x, x, at, work)
 
 
-def _turn_by(q: Tensor, k: Tensor, pos_ids: Tensor, rotary_dim: int | None, by: _Frequencies, interleave: bool) -> None:
-    rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
-    _check(pos_ids, rotary_dim)
-    lines = torch.arange(len(pos_ids), device=pos_ids.device)
-    _turn(q, k, lines, by.table(pos_ids, rotary_dim), interleave=interleave)
+def _turn_by(q: Tensor, given: Given, by: _Frequencies) -> None:
+    rotary_dim = q.shape[-1] if given.rotary_dim is None else given.rotary_dim
+    _check(given.pos_ids, rotary_dim)
+    lines = torch.arange(len(given.pos_ids), device=given.pos_ids.device)
+    _turn(q, given.k, lines, by.table(given.pos_ids, rotary_dim), interleave=given.interleave)
 
 
-def _positions(q: Tensor, indptr: Tensor, offsets: Tensor) -> Tensor:
-    """Returns the position of each token; 0, which turns by nothing, for tokens of no sequence. Raises BadTensor."""
+def _at_positions(q: Tensor, given: Given) -> dict[str, Any]:
+    """Returns the arguments with the position of each token in place of indptr and offsets. Raises BadTensor.
+
+    Tokens of no sequence are at 0, which turns by nothing.
+    """
+    values = vars(given)
+    indptr, offsets = values.pop("indptr"), values.pop("offsets")
     if indptr.dim() != 1 or offsets.shape != (len(indptr) - 1,):
         raise BadTensor(f"indptr is {list(indptr.shape)} and offsets {list(offsets.shape)}; give [S + 1] and [S]")
-    return get_batch_indices_positions(indptr, offsets + indptr.diff(), len(q))[1]
+    return values | {"pos_ids": get_batch_indices_positions(indptr, offsets + indptr.diff(), len(q))[1]}
 
 
-def _copying(in_place: Callable[Concatenate[Tensor, Tensor, P], None]) -> Turned[P]:
+def _copying(in_place: Callable[..., None]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns a function with the same arguments that turns copies of q and k, and returns them."""
 
     @functools.wraps(in_place)
-    def copying(q: Tensor, k: Tensor, *args: P.args, **kwargs: P.kwargs) -> tuple[Tensor, Tensor]:
+    def copying(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         q, k = q.clone(), k.clone()
         in_place(q, k, *args, **kwargs)
         return q, k
@@ -116,67 +114,29 @@ def _copying(in_place: Callable[Concatenate[Tensor, Tensor, P], None]) -> Turned
     return copying
 
 
-def apply_rope_pos_ids_inplace(
-    q: Tensor,
-    k: Tensor,
-    pos_ids: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 1,
-    rope_theta: float = 1e4,
-) -> None:
+@as_in_flashinfer
+def apply_rope_pos_ids_inplace(q: Tensor, given: Given) -> None:
     """Turns q and k in place by their positions divided by rope_scale. Raises BadTensor."""
-    _turn_by(q, k, pos_ids, rotary_dim, _Frequencies(rope_scale, rope_theta), interleave)
+    _turn_by(q, given, _Frequencies(given.rope_scale, given.rope_theta))
 
 
-def apply_rope_inplace(
-    q: Tensor,
-    k: Tensor,
-    indptr: Tensor,
-    offsets: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 1,
-    rope_theta: float = 1e4,
-) -> None:
+@as_in_flashinfer
+def apply_rope_inplace(q: Tensor, given: Given) -> None:
     """Turns q and k of sequences in place, each from its offset on. Raises BadTensor."""
-    at = _positions(q, indptr, offsets)
-    apply_rope_pos_ids_inplace(q, k, at, rotary_dim, interleave, rope_scale, rope_theta)
+    apply_rope_pos_ids_inplace(q, **_at_positions(q, given))
 
 
-def apply_llama31_rope_pos_ids_inplace(
-    q: Tensor,
-    k: Tensor,
-    pos_ids: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 8,
-    rope_theta: float = 5e5,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
-    old_context_len: int = 8192,
-) -> None:
+@as_in_flashinfer
+def apply_llama31_rope_pos_ids_inplace(q: Tensor, given: Given) -> None:
     """Turns q and k in place by their positions, with the frequencies of Llama 3.1. Raises BadTensor."""
-    by = _Frequencies.llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    _turn_by(q, k, pos_ids, rotary_dim, by, interleave)
+    factors = given.low_freq_factor, given.high_freq_factor, given.old_context_len
+    _turn_by(q, given, _Frequencies.llama31(given.rope_scale, given.rope_theta, *factors))
 
 
-def apply_llama31_rope_inplace(
-    q: Tensor,
-    k: Tensor,
-    indptr: Tensor,
-    offsets: Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 8,
-    rope_theta: float = 5e5,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
-    old_context_len: int = 8192,
-) -> None:
+@as_in_flashinfer
+def apply_llama31_rope_inplace(q: Tensor, given: Given) -> None:
     """Turns q and k of sequences in place, with the frequencies of Llama 3.1. Raises BadTensor."""
-    scales, at = (rope_scale, rope_theta, low_freq_factor, high_freq_factor), _positions(q, indptr, offsets)
-    apply_llama31_rope_pos_ids_inplace(q, k, at, rotary_dim, interleave, *scales, old_context_len)
+    apply_llama31_rope_pos_ids_inplace(q, **_at_positions(q, given))
 
 
 def apply_rope_with_cos_sin_cache_inplace(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.integrations.flashinfer.philox import uniforms
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 
 Limit = Tensor | float
 Seed = Tensor | int | None
@@ -117,12 +118,13 @@ def _drawn(weights: Tensor, row: Tensor, uniform: Tensor) -> tuple[Tensor, Tenso
     return torch.minimum(token, last).where(valid, 0), valid
 
 
-def _sampled(weights: Tensor, indices: Tensor | None, draws: _Draws, *, return_valid: bool = False) -> Samples:
-    """Returns a sample for each row of weights, or for the rows of indices."""
+def _sampled(weights: Tensor, given: Given) -> Samples:
+    """Returns a sample for each row of weights, or for the rows of given.indices."""
+    indices, draws = given.indices, _Draws(given.generator, given.seed, given.offset)
     row = torch.arange(len(weights), device=weights.device) if indices is None else indices.long()
     token, valid = _drawn(weights, row, draws.of(len(row), 1, weights.device)[:, 0])
     token = token.to(torch.int32 if indices is None else indices.dtype)
-    return (token, valid) if return_valid else token
+    return (token, valid) if getattr(given, "return_valid", False) else token
 
 
 def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pdl: bool | None = None) -> Tensor:
@@ -137,133 +139,64 @@ def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pd
     return torch.softmax((rows - rows.amax(-1, keepdim=True)) / divisor, -1)
 
 
-def sampling_from_logits(
-    logits: Tensor,
-    indices: Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
-    check_nan: bool = False,
-    seed: Seed = None,
-    offset: Seed = None,
-) -> Samples:
+@as_in_flashinfer
+def sampling_from_logits(logits: Tensor, given: Given) -> Samples:
     """Returns samples of softmax(logits). Raises BadTensor, BadSetting."""
-    probs = torch.softmax(_rows("logits", logits, check_nan=check_nan), -1)
-    return _sampled(probs, indices, _Draws(generator, seed, offset))
+    return _sampled(torch.softmax(_rows("logits", logits, check_nan=given.check_nan), -1), given)
 
 
-def sampling_from_probs(
-    probs: Tensor,
-    indices: Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
-    check_nan: bool = False,
-    seed: Seed = None,
-    offset: Seed = None,
-    return_valid: bool = False,
-) -> Samples:
+@as_in_flashinfer
+def sampling_from_probs(probs: Tensor, given: Given) -> Samples:
     """Returns samples. Raises BadTensor, BadSetting."""
-    rows = _rows("probs", probs, check_nan=check_nan)
-    return _sampled(rows, indices, _Draws(generator, seed, offset), return_valid=return_valid)
+    return _sampled(_rows("probs", probs, check_nan=given.check_nan), given)
 
 
-def top_p_sampling_from_probs(
-    probs: Tensor,
-    top_p: Limit,
-    indices: Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
-    check_nan: bool = False,
-    seed: Seed = None,
-    offset: Seed = None,
-    return_valid: bool = False,
-) -> Samples:
+@as_in_flashinfer
+def top_p_sampling_from_probs(probs: Tensor, given: Given) -> Samples:
     """Returns samples of the likeliest tokens whose sum reaches top_p, a number or [rows]. Raises BadTensor."""
-    rows = _rows("probs", probs, check_nan=check_nan)
-    kept = rows.where(_in_top_p(rows, top_p), 0)
-    return _sampled(kept, indices, _Draws(generator, seed, offset), return_valid=return_valid)
+    rows = _rows("probs", probs, check_nan=given.check_nan)
+    return _sampled(rows.where(_in_top_p(rows, given.top_p), 0), given)
 
 
-def top_k_sampling_from_probs(
-    probs: Tensor,
-    top_k: Limit,
-    indices: Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
-    check_nan: bool = False,
-    seed: Seed = None,
-    offset: Seed = None,
-    return_valid: bool = False,
-) -> Samples:
+@as_in_flashinfer
+def top_k_sampling_from_probs(probs: Tensor, given: Given) -> Samples:
     """Returns samples of the top_k likeliest tokens, a number or one for each sample. Raises BadTensor, BadSetting."""
-    rows = _rows("probs", probs, check_nan=check_nan)
-    if indices is not None and isinstance(top_k, Tensor):
+    rows, indices = _rows("probs", probs, check_nan=given.check_nan), given.indices
+    if indices is not None and isinstance(given.top_k, Tensor):
         # Limits of samples: each gets a row of its own.
-        rows, indices = (
-            rows[indices.long().clamp(0, len(rows) - 1)],
-            torch.arange(len(indices), dtype=indices.dtype, device=rows.device),
-        )
-    kept = rows.where(_in_top_k(rows, top_k), 0)
-    return _sampled(kept, indices, _Draws(generator, seed, offset), return_valid=return_valid)
+        rows = rows[indices.long().clamp(0, len(rows) - 1)]
+        given.indices = torch.arange(len(indices), dtype=indices.dtype, device=rows.device)
+    return _sampled(rows.where(_in_top_k(rows, given.top_k), 0), given)
 
 
-def min_p_sampling_from_probs(
-    probs: Tensor,
-    min_p: Limit,
-    indices: Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
-    check_nan: bool = False,
-    seed: Seed = None,
-    offset: Seed = None,
-    return_valid: bool = False,
-) -> Samples:
+@as_in_flashinfer
+def min_p_sampling_from_probs(probs: Tensor, given: Given) -> Samples:
     """Returns samples of tokens with at least min_p of the largest one, a number or [rows]. Raises BadTensor."""
-    rows = _rows("probs", probs, check_nan=check_nan)
-    least = rows.amax(-1, keepdim=True) * _limits("min_p", min_p, len(rows), 0)
-    return _sampled(rows.where(rows >= least, 0), indices, _Draws(generator, seed, offset), return_valid=return_valid)
+    rows = _rows("probs", probs, check_nan=given.check_nan)
+    least = rows.amax(-1, keepdim=True) * _limits("min_p", given.min_p, len(rows), 0)
+    return _sampled(rows.where(rows >= least, 0), given)
 
 
-def top_k_top_p_sampling_from_logits(
-    logits: Tensor,
-    top_k: Limit,
-    top_p: Limit,
-    indices: Tensor | None = None,
-    filter_apply_order: str = "top_k_first",
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
-    check_nan: bool = False,
-    seed: Seed = None,
-    offset: Seed = None,
-) -> Samples:
+@as_in_flashinfer
+def top_k_top_p_sampling_from_logits(logits: Tensor, given: Given) -> Samples:
     """Returns top_k_top_p_sampling_from_probs of softmax(logits). Raises BadTensor, BadSetting."""
-    probs, draws = torch.softmax(_rows("logits", logits, check_nan=check_nan), -1), (generator, False, seed, offset)
-    return top_k_top_p_sampling_from_probs(probs, top_k, top_p, indices, filter_apply_order, True, *draws)
+    probs = torch.softmax(_rows("logits", logits, check_nan=given.check_nan), -1)
+    return top_k_top_p_sampling_from_probs(probs, **vars(given) | {"check_nan": False})
 
 
-def top_k_top_p_sampling_from_probs(
-    probs: Tensor,
-    top_k: Limit,
-    top_p: Limit,
-    indices: Tensor | None = None,
-    filter_apply_order: str = "top_k_first",
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
-    check_nan: bool = False,
-    seed: Seed = None,
-    offset: Seed = None,
-    return_valid: bool = False,
-) -> Samples:
+@as_in_flashinfer
+def top_k_top_p_sampling_from_probs(probs: Tensor, given: Given) -> Samples:
     """Returns samples of tokens that both filters leave; limits are numbers or [rows]. Raises BadTensor, BadSetting.
 
     filter_apply_order: top_k_first: top_p is of the sum of the top_k tokens; joint: of the whole
     """
-    if filter_apply_order not in ("top_k_first", "joint"):
-        raise BadSetting(f"filter_apply_order is {filter_apply_order!r}; it must be top_k_first or joint")
-    rows = _rows("probs", probs, check_nan=check_nan)
-    in_top_k = _in_top_k(rows, top_k)
-    over = rows if filter_apply_order == "joint" else _renormed(rows, in_top_k)
-    kept = rows.where(in_top_k & _in_top_p(over, top_p), 0)
-    return _sampled(kept, indices, _Draws(generator, seed, offset), return_valid=return_valid)
+    order = given.filter_apply_order
+    if order not in ("top_k_first", "joint"):
+        raise BadSetting(f"filter_apply_order is {order!r}; it must be top_k_first or joint")
+    rows = _rows("probs", probs, check_nan=given.check_nan)
+    in_top_k = _in_top_k(rows, given.top_k)
+    over = rows if order == "joint" else _renormed(rows, in_top_k)
+    return _sampled(rows.where(in_top_k & _in_top_p(over, given.top_p), 0), given)
 
 
 def top_p_renorm_probs(probs: Tensor, top_p: Limit, is_deterministic: bool = False) -> Tensor:
@@ -283,17 +216,8 @@ def top_k_mask_logits(logits: Tensor, top_k: Limit) -> Tensor:
     return logits.where(_in_top_k(_rows("logits", logits), top_k), float("-inf"))
 
 
-def chain_speculative_sampling(
-    draft_probs: Tensor,
-    draft_token_ids: Tensor,
-    target_probs: Tensor,
-    maybe_output_accepted_token_num: Tensor | None = None,
-    maybe_output_emitted_draft_token_num: Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
-    seed: Seed = None,
-    offset: Seed = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@as_in_flashinfer
+def chain_speculative_sampling(draft_probs: Tensor, given: Given) -> tuple[Tensor, Tensor, Tensor]:
     """Verifies chains of n drafts by rejection sampling. Returns int32 [B, n + 1], -1 after the last, and two counts.
 
     draft_probs: [B, n, vocab]; draft_token_ids: int [B, n]; target_probs: [B, n + 1, vocab]
@@ -302,6 +226,7 @@ def chain_speculative_sampling(
     Source: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", 2023.
     Raises BadTensor, BadSetting.
     """
+    draft_token_ids, target_probs = given.draft_token_ids, given.target_probs
     if draft_probs.dim() != 3 or draft_token_ids.shape != draft_probs.shape[:2]:
         raise BadTensor(f"draft_probs are {list(draft_probs.shape)} for draft_token_ids {list(draft_token_ids.shape)}")
     rows, drafts, vocab = draft_probs.shape
@@ -309,12 +234,12 @@ def chain_speculative_sampling(
         raise BadTensor(f"target_probs are {list(target_probs.shape)}; they must be {[rows, drafts + 1, vocab]}")
     target, draft, device = target_probs.float(), draft_probs.float(), draft_probs.device
     # A rejected draft's numbers are followed by those of a second try, and the last one draws the next token.
-    uniform = _Draws(generator, seed, offset).of(rows, drafts + 2, device)
+    uniform = _Draws(given.generator, given.seed, given.offset).of(rows, drafts + 2, device)
     token = draft_token_ids.long()
     is_token = (token >= 0) & (token < vocab)
     at = token.clamp(0, vocab - 1)[..., None]
-    wanted, given = (side.gather(2, at)[..., 0] for side in (target[:, :drafts], draft))
-    first, again = (is_token & (uniform[:, begin : begin + drafts] * given < wanted) for begin in (0, 1))
+    wanted, drafted = (side.gather(2, at)[..., 0] for side in (target[:, :drafts], draft))
+    first, again = (is_token & (uniform[:, begin : begin + drafts] * drafted < wanted) for begin in (0, 1))
     emitted = first.int().cumprod(1).sum(1)
     place = torch.arange(drafts, device=device)
     accepted = emitted + (again & (place >= emitted[:, None])).sum(1)
@@ -328,6 +253,7 @@ def chain_speculative_sampling(
     step = torch.arange(drafts + 1, device=device)
     tokens = torch.cat((token, drawn[:, None]), 1).where(step < emitted[:, None], -1)
     tokens = tokens.where(step != emitted[:, None], drawn[:, None]).to(torch.int32)
-    counts = (maybe_output_accepted_token_num, accepted), (maybe_output_emitted_draft_token_num, emitted)
-    totals = [count.to(torch.int32) if given_to is None else given_to.add_(count) for given_to, count in counts]
+    names = "maybe_output_accepted_token_num", "maybe_output_emitted_draft_token_num"
+    counters = zip((getattr(given, name) for name in names), (accepted, emitted), strict=True)
+    totals = [count.to(torch.int32) if counter is None else counter.add_(count) for counter, count in counters]
     return tokens, totals[0], totals[1]

@@ -5,100 +5,78 @@ Names and arguments are FlashInfer's. There, MultiLevelCascadeAttentionWrapper r
 
 from __future__ import annotations
 
-import torch
+from typing import Any, ClassVar
+
 from torch import Tensor
 
-from rocm_attn.integrations.flashinfer.calls import PagedKV, Result
 from rocm_attn.integrations.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.merging import merge_state
 from rocm_attn.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 from rocm_attn.integrations.flashinfer.requests import check_layout
-from rocm_attn.integrations.flashinfer.wrapped import Wrapper
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, Wrapper
 
 
-def _over_both(prefix: Result, unique: Result) -> Tensor:
-    """Returns the attention over the keys of both."""
-    (out_a, lse_a), (out_b, lse_b) = prefix, unique
-    return merge_state(out_a, lse_a, out_b, lse_b)[0]
+class _SharedPrefixWrapper(Wrapper):
+    """The common part. PAGED: the wrapper of each request's own KV"""
 
-
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(Wrapper):
-    """Decode over a shared prefix and lists of pages."""
+    PAGED: ClassVar[type[PlannedWrapper]]
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
-        self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._unique: Any = self.PAGED(float_workspace_buffer, kv_layout)
 
-    def begin_forward(
-        self,
-        unique_kv_indptr: Tensor,
-        unique_kv_indices: Tensor,
-        unique_kv_last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        data_type: str | torch.dtype = "float16",
-    ) -> None:
+    def _over_both(self, given: Given, unique: Any, sm_scale: float | None = None) -> Tensor:
+        """Returns the attention over the keys of the prefix and those of the pages."""
+        shared = given.q, given.k_shared, given.v_shared
+        prefix: Any = single_prefill_with_kv_cache(
+            *shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True
+        )
+        (out_a, lse_a), (out_b, lse_b) = prefix, unique
+        return merge_state(out_a, lse_a, out_b, lse_b)[0]
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
+    """Decode over a shared prefix and lists of pages."""
+
+    PAGED = BatchDecodeWithPagedKVCacheWrapper
+
+    @as_in_flashinfer
+    def begin_forward(self, given: Given) -> None:
         """Plans a batch for later calls of forward(). Raises the same as BatchDecodeWithPagedKVCacheWrapper.plan."""
-        lists = unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len
-        sizes = num_qo_heads, num_kv_heads, head_dim, page_size
-        self._unique.plan(*lists, *sizes, q_data_type=data_type, kv_data_type=data_type)
+        lists = given.unique_kv_indptr, given.unique_kv_indices, given.unique_kv_last_page_len
+        sizes = given.num_qo_heads, given.num_kv_heads, given.head_dim, given.page_size
+        self._unique.plan(*lists, *sizes, q_data_type=given.data_type, kv_data_type=given.data_type)
 
-    def forward(self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: PagedKV) -> Tensor:
+    @as_in_flashinfer
+    def forward(self, given: Given) -> Tensor:
         """Returns the attention over both: [requests, q_heads, head_dim].
 
         k_shared, v_shared: [tokens, kv_heads, head_dim] in NHD, [kv_heads, tokens, head_dim] in HND
         Raises BadTensor, WrongState.
         """
-        layout = self._kv_layout
-        prefix = single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=layout, return_lse=True)
-        return _over_both(prefix, self._unique.run(q, unique_kv_cache, return_lse=True))
+        return self._over_both(given, self._unique.run(given.q, given.unique_kv_cache, return_lse=True))
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(Wrapper):
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     """Prefill over a shared prefix and lists of pages."""
 
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
-        super().__init__(float_workspace_buffer)
-        self._kv_layout = check_layout(kv_layout)
-        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+    PAGED = BatchPrefillWithPagedKVCacheWrapper
 
-    def begin_forward(
-        self,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-    ) -> None:
+    @as_in_flashinfer
+    def begin_forward(self, given: Given) -> None:
         """Plans a float16 batch for later forward(). Raises the same as BatchPrefillWithPagedKVCacheWrapper.plan."""
-        lists = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
-        self._unique.plan(*lists, num_qo_heads, num_kv_heads, head_dim, page_size)
+        values = vars(given)
+        self._unique.plan(head_dim_qk=values.pop("head_dim"), **values)
 
-    def forward(
-        self,
-        q: Tensor,
-        k_shared: Tensor,
-        v_shared: Tensor,
-        unique_kv_cache: PagedKV,
-        causal: bool = False,
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Tensor:
+    @as_in_flashinfer
+    def forward(self, given: Given) -> Tensor:
         """Returns the attention over both: [tokens, q_heads, head_dim]; causal only in the pages.
 
         k_shared, v_shared: as in BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward
         Raises BadTensor, WrongState.
         """
-        prefix = single_prefill_with_kv_cache(
-            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True
-        )
-        unique = self._unique.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale)
-        return _over_both(prefix, unique)
+        scores = {"causal": given.causal, "sm_scale": given.sm_scale}
+        unique = self._unique.forward_return_lse(given.q, given.unique_kv_cache, **scores)
+        return self._over_both(given, unique, given.sm_scale)

@@ -6,20 +6,18 @@ A row of blocks is a sequence whose pages are the blocks that it chooses, so no 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
 from rocm_attn.integrations.flashinfer.batch import listed_batch
 from rocm_attn.integrations.flashinfer.calls import Result, RunArguments
 from rocm_attn.integrations.flashinfer.cells import Masks
-from rocm_attn.integrations.flashinfer.decode import Dtype
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, on_host
-from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_dtype, refuse
-from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
+from rocm_attn.integrations.flashinfer.requests import as_dtype, geometry_of
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer, refuse
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, deprecated
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
@@ -37,70 +35,39 @@ def _refuse_causal(causal: bool) -> None:
 class BlockSparseAttentionWrapper(PlannedWrapper):
     """Blocks of one size, chosen for all heads alike by a block-sparse matrix in rows (BSR)."""
 
-    def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
-        super().__init__(float_workspace_buffer, backend=backend)
+    @as_in_flashinfer
+    def __init__(self, given: Given) -> None:
+        super().__init__(given.float_workspace_buffer, backend=given.backend)
         self._num_keys = 0
 
-    def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor,
-        M: int,
-        N: int,
-        R: int,
-        C: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        mask: Tensor | None = None,
-        packed_mask: Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: Dtype = "float16",
-        kv_data_type: Dtype = None,
-        o_data_type: Dtype = "float16",
-        non_blocking: bool = True,
-        block_mask: Tensor | None = None,
-        kv_block_lens: Tensor | None = None,
-        q2k_indices: Tensor | None = None,
-        q2k_num: Tensor | None = None,
-        kv_splits: int | str | None = None,
-        use_clc: bool | None = None,
-        q_scale: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> None:
+    @as_in_flashinfer
+    def plan(self, given: Given) -> None:
         """Plans M queries in rows of R and N keys in columns of C for later calls of run(). The last row may be short.
 
         indptr, indices: int [rows + 1] and [nnz], the columns that each row sees
         mask:            [nnz, R, C], not 0 where a key is seen; packed_mask: each row's [R, keys] as bits, see Masks
         Raises Unsupported, BadBatch, BadTensor. Then nothing is planned.
         """
-        refuse(block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num)
-        refuse(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        _refuse_causal(causal)
+        refuse(q_scale=given.q_scale, k_scale=given.k_scale, v_scale=given.v_scale)
+        _refuse_causal(given.causal)
+        M, N, R, C = given.M, given.N, given.R, given.C
+        indices = given.indices
         if min(M, R, C) < 1 or N % C:
             raise BadBatch(f"{M} queries and {N} keys in blocks of {R} x {C}; sizes must be at least 1 and C divide N")
-        (blocks,) = on_host(indptr)
+        (blocks,) = on_host(given.indptr)
         num_rows = -(-M // R)
         if len(blocks) != num_rows + 1 or blocks[0] != 0 or (np.diff(blocks) < 0).any() or blocks[-1] > len(indices):
             raise BadBatch(
                 f"indptr is {blocks[:9].tolist()}...; it must begin at 0, never fall, have {num_rows + 1} entries, and "
                 f"end within the {len(indices)} indices"
             )
-        q_dtype = as_dtype(q_data_type or "float16")
         page_size = math.gcd(C, _MOST_PER_PAGE)
         per_block = C // page_size
         part = torch.arange(per_block, dtype=torch.int32, device=indices.device)
         pages = (indices[: blocks[-1], None].to(torch.int32) * per_block + part).flatten()
         lengths = BatchLengths(np.minimum(np.arange(num_rows + 1) * R, M), blocks[:-1] * per_block, np.diff(blocks) * C)
-        masks = Masks(packed=packed_mask)
-        if packed_mask is None and mask is not None:
+        masks, mask = Masks(packed=given.packed_mask), given.mask
+        if given.packed_mask is None and mask is not None:
             if mask.shape != (blocks[-1], R, C):
                 raise BadTensor(f"mask is {list(mask.shape)}; it must be {[int(blocks[-1]), R, C]}")
             of_rows = torch.split(mask, np.diff(blocks).tolist())
@@ -112,85 +79,38 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
         batch = listed_batch(lengths, pages, blocks * per_block, masks)
         if batch.num_entries and not 0 <= batch.page_ids[0] <= batch.page_ids[1] < N // page_size:
             raise BadBatch(f"indices name blocks outside of 0 to {N // C - 1}")
-        sizes = num_qo_heads, num_kv_heads, head_dim, head_dim, page_size
-        geometry = Geometry(*sizes, q_dtype, as_dtype(kv_data_type or q_dtype))
-        scores = ScoreRules(pos_encoding_mode, -1, logits_soft_cap, sm_scale)
-        self._plan(batch, scores.over(geometry), as_dtype(o_data_type or q_dtype))
+        geometry = geometry_of(given, page_size=page_size)
+        self._plan(batch, geometry, as_dtype(given.o_data_type or geometry.dtype))
         self._num_keys = N
 
     begin_forward = plan
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale_q: Tensor | None = None,
-        scale_k: Tensor | None = None,
-        scale_v: Tensor | None = None,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-    ) -> Result:
+    @as_in_flashinfer
+    def run(self, given: Given) -> Result:
         """Returns the attention of q [M, q_heads, head_dim] to k and v [N, kv_heads, head_dim], and LSE, base 2.
 
         Raises Unsupported, BadTensor, WrongState.
         """
-        refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
         page_size = self._ready()[1].page_size
-        for name, x in {"k": k, "v": v}.items():
+        for name, x in {"k": given.k, "v": given.v}.items():
             if x.dim() != 3 or len(x) != self._num_keys:
                 raise BadTensor(f"{name} is {list(x.shape)}; it must be [{self._num_keys}, kv_heads, head_dim]")
-        pages = torch.unflatten(k, 0, (-1, page_size)), torch.unflatten(v, 0, (-1, page_size))
-        return self._attend(q, pages, RunArguments(out, lse, return_lse))
+        pages = torch.unflatten(given.k, 0, (-1, page_size)), torch.unflatten(given.v, 0, (-1, page_size))
+        return self._attend(given.q, pages, RunArguments.of(given))
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale_q: Tensor | None = None,
-        scale_k: Tensor | None = None,
-        scale_v: Tensor | None = None,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Result:
-        """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
-        self._rescore(ScoreRules(pos_encoding_mode, -1, logits_soft_cap, sm_scale))
-        return self.run(q, k, v, scale_q, scale_k, scale_v)
+    forward = deprecated("BlockSparseAttentionWrapper.forward")
 
 
 class VariableBlockSparseAttentionWrapper(PlannedWrapper):
     """Blocks of any sizes, chosen for each KV head."""
 
-    def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
-        super().__init__(float_workspace_buffer, backend=backend)
+    @as_in_flashinfer
+    def __init__(self, given: Given) -> None:
+        super().__init__(given.float_workspace_buffer, backend=given.backend)
         self._num_kv_heads = 0
 
-    def plan(
-        self,
-        block_mask_map: Tensor,
-        block_row_sz: Tensor,
-        block_col_sz: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        q_data_type: Dtype = "float16",
-        kv_data_type: Dtype = None,
-    ) -> None:
+    @as_in_flashinfer
+    def plan(self, given: Given) -> None:
         """Plans blocks for later calls of run().
 
         block_mask_map: [kv_heads, rows, columns], not 0 where a row of blocks sees a column
@@ -198,7 +118,9 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
                                     all heads are equal
         Raises Unsupported, BadBatch, BadTensor. Then nothing is planned.
         """
-        _refuse_causal(causal)
+        _refuse_causal(given.causal)
+        num_qo_heads, num_kv_heads = given.num_qo_heads, given.num_kv_heads
+        block_mask_map, block_row_sz, block_col_sz = given.block_mask_map, given.block_row_sz, given.block_col_sz
         shape = num_kv_heads, block_row_sz.shape[-1], block_col_sz.shape[-1]
         if block_mask_map.shape != shape or block_row_sz.shape != shape[:2] or block_col_sz.shape != shape[::2]:
             raise BadTensor(
@@ -227,26 +149,14 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
         ends = np.concatenate([[0], kv_len.cumsum()])
         lengths = BatchLengths(np.concatenate([[0], q_len.cumsum()]), ends[:-1], kv_len)
         batch = listed_batch(lengths, pages.to(torch.int32), ends)
-        q_dtype = as_dtype(q_data_type or "float16")
-        geometry = Geometry(
-            num_qo_heads // num_kv_heads, 1, head_dim, head_dim, 1, q_dtype, as_dtype(kv_data_type or q_dtype)
-        )
-        scores = ScoreRules(pos_encoding_mode, -1, logits_soft_cap, sm_scale)
-        self._plan(batch, scores.over(geometry), q_dtype)
+        geometry = geometry_of(given, num_q_heads=num_qo_heads // num_kv_heads, num_kv_heads=1)
+        self._plan(batch, geometry, geometry.dtype)
         self._num_kv_heads = num_kv_heads
 
     begin_forward = plan
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-    ) -> Result:
+    @as_in_flashinfer
+    def run(self, given: Given) -> Result:
         """Returns the attention of q [q_heads, queries, head_dim] to k and v [kv_heads, keys, head_dim]; LSE, base 2.
 
         out, lse: memory of [kv_heads * queries, q_heads / kv_heads(, head_dim)], as FlashInfer's kernel writes it; the
@@ -254,31 +164,17 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
         Raises Unsupported, BadTensor, WrongState.
         """
         heads, geometry = self._num_kv_heads, self._ready()[1]
+        q, k, v = given.q, given.k, given.v
         for name, x, count in (("q", q, heads * geometry.num_q_heads), ("k", k, heads), ("v", v, heads)):
             if x.dim() != 3 or len(x) != count:
                 raise BadTensor(f"{name} is {list(x.shape)}; it must be [{count}, tokens, head_dim]")
         rows = torch.unflatten(q, 0, (heads, -1)).transpose(1, 2).flatten(0, 1)
         pages = k.flatten(0, 1)[:, None, None], v.flatten(0, 1)[:, None, None]
-        call = RunArguments(out, lse, return_lse)
-        found: Any = self._attend(rows, pages, call)
+        found = self._attend(rows, pages, RunArguments.of(given))
         by_head = [
             torch.unflatten(rows, 0, (heads, -1)).transpose(1, 2).flatten(0, 1)
-            for rows in (found if return_lse else [found])
+            for rows in (found if isinstance(found, tuple) else [found])
         ]
-        return (by_head[0], by_head[1]) if return_lse else by_head[0]
+        return (by_head[0], by_head[1]) if given.return_lse else by_head[0]
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> Result:
-        """Deprecated in FlashInfer: run(), with scores that may differ from those of plan()."""
-        self._rescore(ScoreRules(pos_encoding_mode, -1, logits_soft_cap, sm_scale))
-        return self.run(q, k, v)
+    forward = deprecated("VariableBlockSparseAttentionWrapper.forward")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
 from rocm_attn.integrations.flashinfer.names import REFUSED_ATTRIBUTES, NotServed, reason_in
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, check_layout, provider_of
+from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 
 
 class Wrapper:
@@ -43,6 +46,19 @@ class Wrapper:
 
     def end_forward(self) -> None:
         """Does nothing, as in the releases of FlashInfer that have it."""
+
+
+def deprecated(name: str) -> Callable[..., Result]:
+    """Returns FlashInfer's deprecated form of run(), with scores that may differ from those of plan().
+
+    name: Class.forward, or Class.forward_return_lse
+    """
+
+    def forward(wrapper: PlannedWrapper, given: Given) -> Result:
+        return wrapper._forward(given, return_lse=name.endswith("_return_lse"))
+
+    forward.__qualname__ = name
+    return as_in_flashinfer(forward)
 
 
 class PlannedWrapper(Wrapper):
@@ -79,6 +95,8 @@ class PlannedWrapper(Wrapper):
         self._planned: PlannedAttention | None = None
         self._geometry: Geometry | None = None
         self._out_dtype = torch.float16
+
+    run: Callable[..., Any]  # of each class
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -119,10 +137,16 @@ class PlannedWrapper(Wrapper):
             raise WrongState("nothing is planned; call plan() before run()")
         return self._planned, self._geometry
 
-    def _rescore(self, scores: ScoreRules, *, causal: bool | None = None) -> None:
-        """Replaces the scores of the plan, and its causality if given. Raises WrongState, Unsupported, BadSetting."""
-        geometry = self._ready()[1]
-        self._geometry = geometry.seen(geometry.causal if causal is None else causal, scores)
+    def _forward(self, given: Given, *, return_lse: bool) -> Result:
+        """Does the work of deprecated()."""
+        if hasattr(given, "pos_encoding_mode"):
+            geometry = self._ready()[1]
+            causal = getattr(given, "causal", geometry.causal)
+            self._geometry = ScoreRules.of(given).over(replace(geometry, causal=causal))
+        of_run = inspect.signature(self.run).parameters.keys() - {*ScoreRules.__slots__}
+        values = {name: value for name, value in vars(given).items() if name in of_run}
+        found: Result = self.run(**values, return_lse=return_lse)
+        return found
 
     def _check_window(self, window_left: int | None) -> None:
         planned = self._ready()[1].window_left

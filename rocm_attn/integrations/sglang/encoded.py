@@ -112,22 +112,10 @@ class EncodedHooks(AttentionHooks):
         super().init_forward_metadata_in_graph(forward_batch)
         self._crossing.init_forward_metadata_in_graph(forward_batch)
 
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: RadixAttentionView,
-        forward_batch: ForwardBatchView,
-        save_kv_cache: bool = True,
-        **more: Any,
-    ) -> Tensor:
-        """Returns a layer's attention in a step of any kind: [T, q_heads * v_head_dim]."""
+    def _run(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttentionView, *call: Any) -> Tensor:
         if layer.is_cross_attention:
-            return self._crossing.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
-        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
-
-    forward_decode = forward_mixed = forward_extend
+            return self._crossing._run(q, k, v, layer, *call)
+        return super()._run(q, k, v, layer, *call)
 
     def _find_texts(self, batch: ForwardBatchView) -> None:
         rows = batch.req_pool_indices[: batch.batch_size]
@@ -157,26 +145,23 @@ class CrossHooks(AttentionHooks):
         """Fills a step; captured in its graph before its layers."""
         self.fill(None)
 
-    def forward_extend(
+    def _run(
         self,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
         layer: RadixAttentionView,
-        forward_batch: ForwardBatchView,
-        save_kv_cache: bool = True,
-        **more: Any,
+        batch: ForwardBatchView,
+        saves: bool,
+        more: dict[str, Any],
     ) -> Tensor:
         """Stores K and V of encoders that are new in the step, and returns the attention of its tokens."""
-        slots = forward_batch.encoder_out_cache_loc
-        if save_kv_cache and k is not None and v is not None and slots is not None:
+        slots = batch.encoder_out_cache_loc
+        if saves and k is not None and v is not None and slots is not None and len(slots):
             heads, place = layer.tp_k_head_num, self._place(layer)
             k, v = k.view(-1, heads, layer.qk_head_dim), v.view(-1, heads, layer.v_head_dim)
-            if len(slots):
-                store_at_slots(self.attention, place, k, v, slots)
-        return self._run(q, None, None, layer, False, more)
-
-    forward_decode = forward_mixed = forward_extend
+            store_at_slots(self.attention, place, k, v, slots)
+        return super()._run(q, None, None, layer, batch, False, more)
 
 
 class _OverEncoders:

@@ -351,7 +351,7 @@ class AttentionHooks:
         **more: Any,
     ) -> Tensor:
         """Returns a layer's attention in a step of any kind: [T, q_heads * v_head_dim]."""
-        return self._run(q, k, v, layer, save_kv_cache, more)
+        return self._run(q, k, v, layer, forward_batch, save_kv_cache, more)
 
     forward_decode = forward_mixed = forward_extend
 
@@ -387,9 +387,11 @@ class AttentionHooks:
         k: Tensor | None,
         v: Tensor | None,
         layer: RadixAttentionView,
+        batch: ForwardBatchView,
         saves: bool,
         more: dict[str, Any],
     ) -> Tensor:
+        """Stores a layer's K and V if `saves`, and returns its attention. more: other arguments of forward_extend"""
         place = self._place(layer)
         q, k, v = _joined(q, k, v, layer, more)
         self._check_sinks(place, more.pop("sinks", None))

@@ -68,11 +68,28 @@ LOG_RUN_AHEAD = partial(log_run_ahead, VLLM.log)
 _CHUNKED_BUILDER, _CHUNK, _HAS_IMAGES = "ChunkedLocalAttentionBuilder", "attention_chunk_size", "use_mm_prefix"
 
 
-class RocmAttnBackend(AttentionBackend):
-    """GQA layers: the answers to vLLM's questions before it builds a model."""
+class Answers(AttentionBackend):
+    """The answers to vLLM's questions before it builds a model that are the same for layers of any kind."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        return [16, 32, 64, 128]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        return block_size is None or block_size % 16 == 0
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+class RocmAttnBackend(Answers):
+    """GQA layers."""
 
     forward_includes_kv_cache_update: bool = True
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
 
     @staticmethod
@@ -88,10 +105,6 @@ class RocmAttnBackend(AttentionBackend):
     def get_builder_cls() -> type[RocmAttnBuilder]:
         return RocmAttnBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
-        return [16, 32, 64, 128]
-
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         return KVCacheLayout.LBNHC, KVCacheLayout.LBHNC
@@ -106,10 +119,6 @@ class RocmAttnBackend(AttentionBackend):
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         """Returns the order that puts tokens before heads."""
         return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
-
-    @classmethod
-    def supports_block_size(cls, block_size: int | None) -> bool:
-        return block_size is None or block_size % 16 == 0
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -133,10 +142,6 @@ class RocmAttnBackend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
         return True
 
 

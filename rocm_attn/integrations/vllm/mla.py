@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,23 +24,23 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from rocm_attn.capture.prewarm import MOST_TOKENS
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import MLA_NAME
-from rocm_attn.integrations.vllm.backend import has_name, is_batch_invariant, layers_of, new_group
+from rocm_attn.integrations.vllm.backend import Answers, has_name, is_batch_invariant, layers_of, new_group
 from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, forget_empty_parts
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.integrations.vllm.layer_terms import KV_CACHE_DTYPES, PLAIN_DTYPES, CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
+from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
 
 
-class RocmAttnMLABackend(MLACommonBackend):
-    """MLA layers: the answers to vLLM's questions before it builds a model."""
+class RocmAttnMLABackend(Answers, MLACommonBackend):
+    """MLA layers."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
 
     @staticmethod
@@ -57,21 +57,9 @@ class RocmAttnMLABackend(MLACommonBackend):
         return RocmAttnInvariantMLABuilder if is_batch_invariant() else RocmAttnMLABuilder
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
-        return [16, 32, 64, 128]
-
-    @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Returns [], which allows any size: kernels are chosen when the layers are known."""
         return []
-
-    @classmethod
-    def supports_block_size(cls, block_size: int | None) -> bool:
-        return block_size is None or block_size % 16 == 0
 
 
 @dataclass
@@ -91,26 +79,8 @@ class RocmAttnMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
-        shards = vllm_config.parallel_config.decode_context_parallel_size
-        cache = CacheTerms(
-            kv_cache_spec.block_size, 0, vllm_config.model_config.dtype, current_platform.fp8_dtype(), shards
-        )
-        layers = layers_of(vllm_config, layer_names)
-        if torch.device(device).type == "cpu":
-            require_plain(layers.values())
-        probe = LatentProbe([*layers.values()], VLLM.log, min(self.reorder_batch_threshold, MOST_TOKENS))
-        self.group = new_group(
-            {
-                name: GroupLayer(layer, layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank))
-                for name, layer in layers.items()
-            },
-            vllm_config,
-            device,
-            shards,
-            probe,
-            probe.again,
-            probe.ahead,
-        )
+        most_new = min(self.reorder_batch_threshold, MOST_TOKENS)
+        self.group = latent_group(kv_cache_spec, layer_names, vllm_config, device, most_new)
         self._captures = False
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
@@ -162,6 +132,36 @@ class RocmAttnInvariantMLABuilder(RocmAttnMLABuilder):
                 "the parts of prompts itself; set decode_context_parallel_size to 1"
             )
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+
+def latent_group(
+    kv_cache_spec: Any,
+    layer_names: Sequence[str],
+    vllm_config: VllmConfig,
+    device: Any,
+    most_new: int,
+    choosers: Choosers = BY_INDEXERS,
+    **of_problem: Any,
+) -> KVGroup:
+    """Returns the group of a builder's MLA layers.
+
+    most_new:   new tokens of a sequence in steps of the group, at most
+    choosers:   of the layers with an indexer
+    of_problem: fields of each layer's problem
+    Raises Unsupported.
+    """
+    shards = vllm_config.parallel_config.decode_context_parallel_size
+    dtypes = vllm_config.model_config.dtype, current_platform.fp8_dtype()
+    cache = CacheTerms(kv_cache_spec.block_size, 0, *dtypes, shards)
+    layers = layers_of(vllm_config, layer_names)
+    if torch.device(device).type == "cpu":
+        require_plain(layers.values())
+    of_group = {
+        name: GroupLayer(layer, replace(layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank), **of_problem))
+        for name, layer in layers.items()
+    }
+    probe = LatentProbe([*layers.values()], VLLM.log, most_new, choosers)
+    return new_group(of_group, vllm_config, device, shards, probe, probe.again, probe.ahead)
 
 
 def require_plain(layers: Iterable[Any]) -> None:

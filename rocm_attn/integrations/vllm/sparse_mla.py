@@ -8,31 +8,23 @@ may be records (fp8_ds_mla).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
+from rocm_attn.capture.prewarm import MOST_TOKENS
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import SPARSE_MLA_NAME
-from rocm_attn.integrations.vllm.backend import (
-    DECODES_SHARED,
-    PROMPTS_SHARED,
-    has_name,
-    layers_of,
-    new_group,
-    require_parallel,
-)
-from rocm_attn.integrations.vllm.group import GroupLayer, KVGroup, StepOfGroup, give_chosen
-from rocm_attn.integrations.vllm.latent_probe import LatentProbe
-from rocm_attn.integrations.vllm.layer_terms import LATENT_CACHE_DTYPES, RECORDS, CacheTerms
-from rocm_attn.integrations.vllm.mla import RocmAttnMLABackend, StoresLatentRows, require_plain, terms_of
+from rocm_attn.integrations.vllm.backend import DECODES_SHARED, PROMPTS_SHARED, has_name, require_parallel
+from rocm_attn.integrations.vllm.group import KVGroup, StepOfGroup, give_chosen
+from rocm_attn.integrations.vllm.layer_terms import LATENT_CACHE_DTYPES, RECORDS
+from rocm_attn.integrations.vllm.mla import RocmAttnMLABackend, StoresLatentRows, latent_group, terms_of
 from rocm_attn.integrations.vllm.steps import MLA_GRAPHS, CommonMetadata
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.problem import Indexer
@@ -43,7 +35,7 @@ _RECORD_BYTES = 656
 
 
 class RocmAttnSparseMLABackend(RocmAttnMLABackend):
-    """Sparse MLA layers: the answers to vLLM's questions before it builds a model."""
+    """Sparse MLA layers."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(LATENT_CACHE_DTYPES)
 
@@ -113,27 +105,11 @@ class RocmAttnSparseMLABuilder(AttentionMetadataBuilder[RocmAttnSparseMetadata])
         VLLM.require_served()
         require_parallel(vllm_config, DECODES_SHARED, PROMPTS_SHARED)
         config = vllm_config.model_config.hf_text_config
-        layers = layers_of(vllm_config, layer_names)
-        if torch.device(device).type == "cpu":
-            require_plain(layers.values())
-        cache = CacheTerms(kv_cache_spec.block_size, 0, vllm_config.model_config.dtype, current_platform.fp8_dtype())
         self.topk = int(config.index_topk)
         # The heads and the scale are those of vLLM's indexer, which selects before our attention is called.
         indexer = Indexer(int(config.index_n_heads), int(config.index_head_dim), Indexing(scale=1.0, top=self.topk))
-        probe = LatentProbe([*layers.values()], VLLM.log, choosers=ByEngines(give_chosen))
-        self.group = new_group(
-            {
-                name: GroupLayer(
-                    layer, replace(layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank), indexer=indexer)
-                )
-                for name, layer in layers.items()
-            },
-            vllm_config,
-            device,
-            tried=probe,
-            tried_again=probe.again,
-            ran_ahead=probe.ahead,
-        )
+        chosen = ByEngines(give_chosen)
+        self.group = latent_group(kv_cache_spec, layer_names, vllm_config, device, MOST_TOKENS, chosen, indexer=indexer)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonMetadata, fast_build: bool = False

@@ -24,7 +24,8 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, NewLengths, OneEach
 from rocm_attn.step.protocols import LayerCalls
-from tests.amd.external.oracle import Array, attention
+from tests.amd.external.oracle import attention
+from tests.amd.integrations.oracle import Array
 
 Q_HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 16, 24
 NUM_REQUESTS, ROOM = 6, 96

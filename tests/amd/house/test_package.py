@@ -43,6 +43,7 @@ DATA = {
         "__init__.pyi",
         "guards/guards.json",
         "integrations/flashinfer/__init__.pyi",
+        "integrations/flashinfer_signatures.json",
         "integrations/sglang_interfaces.json",
         "integrations/vllm_interfaces.json",
         "machine/aiter_releases.json",

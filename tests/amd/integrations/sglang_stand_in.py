@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rocm_attn.external import raise_fault
 from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
 from rocm_attn.machine.agreement import alone
-from tests.amd.external.oracle import Array, attention
+from tests.amd.integrations.oracle import Array, Scores, attention
 
 Q_HEADS, KV_HEADS, DIM, LATENT, ROTATED = 4, 2, 16, 16, 8
 ROOM, NUM_ROWS = 96, 9
@@ -330,12 +330,25 @@ class Engine:
 
     def run(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], **more: Any) -> Step:
         """Runs an eager step, and compares it with the reference."""
-        step = self.step_of(self.batch(mode, requests, new, **more), new)
-        self.hooks.init_forward_metadata(step.batch)
-        self.forward(step)
-        self.keep(requests, step)
-        self.compare(requests, step)
+        step = self.begun(mode, requests, new, **more)
+        self.finish(requests, step)
         return step
+
+    def begun(
+        self, mode: Mode, requests: Sequence[Request], new: Sequence[int], padded: int | None = None, **more: Any
+    ) -> Step:
+        """Returns an eager step that has begun."""
+        step = self.step_of(self.batch(mode, requests, new, **more), new, padded)
+        self.hooks.init_forward_metadata(step.batch)
+        return step
+
+    def finish(
+        self, requests: Sequence[Request], step: Step, shown: Callable[[int], Array] | None = None, **more: Any
+    ) -> None:
+        """Runs the layers in a step that has begun, and compares them with the reference. more: of forward()"""
+        self.forward(step, **more)
+        self.keep(requests, step)
+        self.compare(requests, step, shown)
 
     def decoded(self, values: Tensor, scale: float | None) -> Array:
         """Returns rows as the pool gives them back after they were stored."""
@@ -367,35 +380,21 @@ class Engine:
             out = step.outs[place].view(-1, Q_HEADS, layer.v_head_dim)
             for number, (request, count) in enumerate(zip(requests, step.new, strict=True)):
                 q = step.q[place][first : first + count].double().cpu().numpy()
-                cells = None if shown is None else shown(number)
-                if place in self.chunked:
-                    assert cells is None
-                    cells = cells_of_chunks(request.kv_len, count)
-                want, lse = attention(
-                    q,
-                    *self.stored[place, request.row],
-                    scale=layer.scaling,
-                    window_left=window,
-                    window_right=window,
-                    causal=self.causal,
-                    shown=cells,
-                )
                 block: Any = self.model.get_submodule(f"block{layer.layer_id}")
-                if hasattr(block, "sinks"):
-                    sinks = block.sinks.detach().double().cpu().numpy()
-                    want = want * (1 / (1 + np.exp(sinks[None] - lse)))[..., None]
+                scores = Scores(
+                    layer.scaling,
+                    self.causal,
+                    window,
+                    window,
+                    sinks=block.sinks.detach().double().cpu().numpy() if hasattr(block, "sinks") else None,
+                    shown=None if shown is None else shown(number),
+                    chunk=CHUNK if place in self.chunked else 0,
+                )
+                want, _ = attention(q, *self.stored[place, request.row], scores)
                 found = out[first : first + count].double().cpu().numpy()
                 assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"layer {place}, row {request.row}"
                 first += count
             assert (out[first:] == 0).all(), f"padded rows of layer {place} are not 0"
-
-
-def cells_of_chunks(kv_len: int, new: int) -> Array:
-    """Returns [new, kv_len]: 1 where a token sees a key: of its own chunk, and no later one."""
-    places = np.arange(kv_len - new, kv_len)[:, None]
-    keys = np.arange(kv_len)[None]
-    seen: Array = ((keys <= places) & (keys // CHUNK == places // CHUNK)).astype(np.float64)
-    return seen
 
 
 class Graph:

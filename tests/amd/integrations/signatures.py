@@ -2,7 +2,8 @@
 
     python -m tests.amd.integrations.signatures FOLDER
 
-writes them to flashinfer_signatures.json. FOLDER: its package, as in its wheel. None of its code runs.
+writes the names to flashinfer_names.json, and the signatures to the file that our functions take theirs from. FOLDER:
+its package, as in its wheel. None of its code runs.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-DATA = Path(__file__).with_name("flashinfer_signatures.json")
+from rocm_attn.integrations.flashinfer.signatures import DATA
+
+NAMES_DATA = Path(__file__).with_name("flashinfer_names.json")
 RELEASE = "0.7.2.post1"
 
 # Module -> names, as in FlashInfer; a folder of several files has the module's name.
@@ -83,22 +86,13 @@ NAMES = {
 # Methods of FlashInfer that mean nothing here, because they concern its own memory and kernels.
 LEFT_OUT = {"workspace_size", "prewarm_paged_kv_stride_variant", "resolved_backend"}
 
-# function or Class.method -> parameters as "name", "name=default", "*args", and "*" before keyword-only ones
-Signatures = dict[str, list[str]]
 
-
-def _parameters(node: ast.FunctionDef) -> list[str]:
-    of = node.args
-    defaults: list[ast.expr | None] = [None] * (len(of.args) - len(of.defaults)) + list(of.defaults)
-    found = [_said(argument, default) for argument, default in zip(of.args, defaults, strict=True)]
-    if of.vararg is not None or of.kwonlyargs:
-        found.append("*" if of.vararg is None else f"*{of.vararg.arg}")
-    found += [_said(argument, default) for argument, default in zip(of.kwonlyargs, of.kw_defaults, strict=True)]
-    return found + ([] if of.kwarg is None else [f"**{of.kwarg.arg}"])
-
-
-def _said(argument: ast.arg, default: ast.expr | None) -> str:
-    return argument.arg if default is None else f"{argument.arg}={ast.unparse(default)}"
+def _parameters(of: ast.arguments) -> str:
+    """Returns parameters as they are written, without types."""
+    for each in (*of.args, *of.kwonlyargs, of.vararg, of.kwarg):
+        if each is not None:
+            each.annotation = None
+    return ast.unparse(of)
 
 
 def _functions(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -120,47 +114,38 @@ def _is_public(name: str) -> bool:
     return not name.startswith("_") or name in ("__init__", "_plan_impl")
 
 
-def of_flashinfer(folder: Path) -> Signatures:
-    """Returns the signatures of a package, in which a module may be a file or a folder."""
-    found: Signatures = {}
+def of_flashinfer(folder: Path) -> dict[str, str]:
+    """Returns the parameters of each function or Class.method of a package, in which a module may be a folder."""
+    found: dict[str, str] = {}
     for module, names in NAMES.items():
         for path in [folder / f"{module}.py", *sorted((folder / module).rglob("*.py"))]:
             if path.is_file():
                 tree = ast.parse(path.read_text(encoding="utf-8"))
-                found |= {name: _parameters(node) for name, node in _functions(tree, names)}
+                found |= {name: _parameters(node.args) for name, node in _functions(tree, names)}
     return found
 
 
 def names_of_flashinfer(folder: Path) -> dict[str, str]:
-    """Returns the public names at FlashInfer's top, each with the module it is from; "." for a module."""
-    found: dict[str, str] = {}
+    """Returns the public names at FlashInfer's top by the module that they are from; "." for modules themselves."""
+    found: dict[str, set[str]] = defaultdict(set)
     for node in ast.walk(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
-            found |= {each.asname or each.name: node.module or "." for each in node.names}
+            found[node.module or "."] |= {each.asname or each.name for each in node.names}
         # Names of fused_moe that its __getattr__ imports are in a set.
         if isinstance(node, ast.Set):
-            found |= {str(ast.literal_eval(each)): "fused_moe" for each in node.elts}
-    return {name: found[name] for name in sorted(found) if not name.startswith("_")}
-
-
-def _record() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
-    return found
-
-
-def recorded() -> Signatures:
-    """Returns the signatures of the release that was read last."""
-    found: Signatures = _record()["signatures"]
-    return found
+            found["fused_moe"] |= {str(ast.literal_eval(each)) for each in node.elts}
+    public = {module: sorted(name for name in names if not name.startswith("_")) for module, names in found.items()}
+    return {module: " ".join(names) for module, names in sorted(public.items()) if names}
 
 
 def recorded_names() -> dict[str, str]:
     """Returns the names of the release that was read last, each with its module."""
-    found: dict[str, str] = _record()["names"]
-    return found
+    by_module: dict[str, str] = json.loads(NAMES_DATA.read_text(encoding="utf-8"))
+    return {name: module for module, names in by_module.items() for name in names.split()}
 
 
 if __name__ == "__main__":
     package = Path(sys.argv[1])
-    kept = {"release": RELEASE, "names": names_of_flashinfer(package), "signatures": of_flashinfer(package)}
-    DATA.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    kept = {"release": RELEASE, "signatures": of_flashinfer(package)}
+    for file, content in ((DATA, kept), (NAMES_DATA, names_of_flashinfer(package))):
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -12,17 +12,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
-from tests.amd.integrations.batches import (
-    DIM,
-    SIZES,
-    SLOPES,
-    check,
-    ints,
-    new_batch,
-    queries,
-    wanted,
-    workspace,
-)
+from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, ints, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Scores
 
 # Left out under the interpreter by day; test_flashinfer_program.py is in its short form.

@@ -211,4 +211,4 @@ def test_a_fast_plan_is_equal_to_a_plan(device: torch.device) -> None:
     check(wrapper.run(q, batch.cache, return_lse=True), expected)
     prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     with pytest.raises(BadBatch, match="got a BatchPrefillWithPagedKVCacheWrapper; give it a BatchDecode"):
-        flashinfer.fast_decode_plan(prefill, *batch.lists, *SIZES, PAGE_SIZE)  # type: ignore[arg-type]
+        flashinfer.fast_decode_plan(prefill, *batch.lists, *SIZES, PAGE_SIZE)

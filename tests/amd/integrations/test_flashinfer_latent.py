@@ -14,13 +14,8 @@ from torch import Tensor
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
-from rocm_attn.integrations.flashinfer.latent_batch import given
-from tests.amd.integrations.batches import (
-    check,
-    indptr,
-    ints,
-    workspace,
-)
+from rocm_attn.integrations.flashinfer.latent_batch import needed
+from tests.amd.integrations.batches import check, indptr, ints, workspace
 from tests.amd.integrations.oracle import Array, Scores, attention
 
 # Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
@@ -149,7 +144,7 @@ def test_one_recording_serves_every_plan_that_fits(is_apart: bool, device: torch
 def test_boundaries_after_the_last_sequence_are_not_looked_at(device: torch.device) -> None:
     latents = Latents((3, 17), (1, 2), device)
     wrapper, of = new_wrapper(device), latents.metadata
-    longer = torch.cat([given(of.kv_indptr), ints([999, 1], device)])
+    longer = torch.cat([needed(of.kv_indptr), ints([999, 1], device)])
     wrapper.plan(of.qo_indptr, longer, of.kv_indices, of.kv_len_arr, causal=True, **SIZES)
     check(wrapper.run(query=latents.q, kv_cache=latents.cache, return_lse=True), latents.wanted(True))
 

@@ -11,17 +11,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.integrations import flashinfer
-from tests.amd.integrations.batches import (
-    DIM,
-    SIZES,
-    SLOPES,
-    check,
-    indptr,
-    new_batch,
-    queries,
-    wanted,
-    workspace,
-)
+from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, indptr, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Array, Scores
 
 # Left out under the interpreter by day; test_flashinfer_program.py is in its short form.

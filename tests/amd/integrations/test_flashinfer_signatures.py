@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rocm_attn.errors import BadBatch, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
-from tests.amd.integrations.signatures import LEFT_OUT, NAMES, of_flashinfer, recorded
+from rocm_attn.integrations.flashinfer.signatures import ALWAYS_REFUSED, recorded
+from tests.amd.integrations.signatures import LEFT_OUT, NAMES, of_flashinfer
 
 pytestmark = pytest.mark.fast(interpreted=0)
 
@@ -20,17 +23,15 @@ FOLDER = os.environ.get("FLASHINFER_PACKAGE", "")
 THEIRS = of_flashinfer(Path(FOLDER)) if FOLDER else recorded()
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
-    """Returns a function's parameters as the record has them. forward() may be told to return the LSE here."""
-    found: list[str] = []
-    for name, of in inspect.signature(function).parameters.items():
-        if of.kind is of.KEYWORD_ONLY and name == "return_lse" and function.__name__ != "run":
-            continue
-        if of.kind is of.KEYWORD_ONLY and not any(each.startswith("*") for each in found):
-            found.append("*")
-        stars = "*" if of.kind is of.VAR_POSITIONAL else "**" if of.kind is of.VAR_KEYWORD else ""
-        found.append(stars + name + ("" if of.default is of.empty else f"={of.default!r}"))
-    return found
+def parameters(function: Callable[..., Any]) -> str:
+    """Returns a function's parameters as the record has them."""
+    signature = inspect.signature(function)
+    return str(
+        signature.replace(
+            parameters=[each.replace(annotation=each.empty) for each in signature.parameters.values()],
+            return_annotation=signature.empty,
+        )
+    )[1:-1]
 
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name.rpartition(".")[2] not in LEFT_OUT])
@@ -43,6 +44,48 @@ def test_every_parameter_is_where_flashinfer_has_it(name: str) -> None:
         found = getattr(getattr(flashinfer, owner), method)
         found = getattr(found, "__func__", found)
     assert parameters(found) == THEIRS[name]
+
+
+REFUSED = [
+    (name, argument)
+    for name, text in THEIRS.items()
+    for argument in sorted(ALWAYS_REFUSED.keys() & {each.split("=")[0].strip("* ") for each in text.split(",")})
+    if name.rpartition(".")[2] not in LEFT_OUT
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), REFUSED)
+def test_an_argument_that_is_not_served_is_refused_before_anything_else(name: str, argument: str) -> None:
+    owner, _, method = name.partition(".")
+    function = getattr(getattr(flashinfer, owner), method) if method else getattr(flashinfer, owner)
+    plain = [
+        each for each in inspect.signature(function).parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    given = [None if each.default is each.empty else each.default for each in plain if each.name != argument]
+    named = {} if argument == "args" else {argument: torch.ones(2)}
+    at = next((place for place, each in enumerate(plain) if each.name == argument), len(plain))
+    with pytest.raises(Unsupported, match=f"^{argument} is not served: .+"):
+        function(*given[:at], *([1.0] if argument == "args" else []), **named)
+
+
+def test_values_that_ask_for_nothing_are_taken_and_others_refused() -> None:
+    taken: list[dict[str, Any]] = [{"jit_kwargs": {}}, {"jit_args": None, "variant_owns_mask": False}]
+    for values in taken:
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1), **values)
+    mla, ragged = (
+        getattr(flashinfer, name)(torch.empty(1))
+        for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper")
+    )
+    with pytest.raises(BadBatch, match=r"plan.. needs num_heads"):
+        mla.plan(output_scale="".join(["no", "ne"]), scale_mode="kv-per-tensor", use_profiler=False)
+    with pytest.raises(Unsupported, match="scale_mode is not served"):
+        mla.plan(scale_mode="bmm-scalar")
+    with pytest.raises(Unsupported, match="o_scale is not served"):
+        mla.run(o_scale=1.0)
+    rows = torch.ones(1, 1, 1)
+    for o_scale, error in ((1.0, WrongState), (2.0, Unsupported)):
+        with pytest.raises(error):
+            ragged.run(rows, rows, rows, o_scale=o_scale)
 
 
 def test_each_name_is_in_the_module_of_flashinfers_and_in_the_package() -> None:

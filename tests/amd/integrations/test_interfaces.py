@@ -285,3 +285,5 @@ def test_the_script_records_a_release_that_has_all_that_our_source_imports(
     assert main(["record", "vllm", str(imported.parent)]) == 0
     assert recorded("vllm") == json.loads(before)["interfaces"]
     assert release("vllm") == "99.0.0"
+    lines = interfaces.data("vllm").read_text().splitlines()
+    assert '  "vllm.calls.layers": ["function", "config", "kind=None"],' in lines, "an interface is a line"

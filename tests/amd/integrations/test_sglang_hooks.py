@@ -17,7 +17,7 @@ from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.drafts import BranchTable, DraftSteps
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
-from tests.amd.external.oracle import Array, attention
+from tests.amd.integrations.oracle import Array, Scores, attention
 from tests.amd.integrations.sglang_stand_in import (
     DIM,
     LATENT,
@@ -121,9 +121,7 @@ def test_a_tree_of_drafts_is_verified_by_its_mask_eagerly_and_in_a_graph(provide
     for request in requests:
         request.kv_len -= 3
     engine.hooks.init_forward_metadata(batch)
-    engine.forward(step)
-    engine.keep(requests, step)
-    engine.compare(requests, step, shown)
+    engine.finish(requests, step, shown)
     engine.hooks.init_cuda_graph_state(3, 9)
     graph = Graph(engine, 3, width=3, mode=Mode.TARGET_VERIFY, topk=2)
     for batch_of in (requests[:2], requests):
@@ -271,7 +269,7 @@ class Drafts:
                     for old, fresh in zip(before, (step.k, step.v), strict=True)
                 )
                 seen[number, branch] = k, v
-                want, _ = attention(step.q[0][at : at + 1].double().cpu().numpy(), k, v, scale=0.3)
+                want, _ = attention(step.q[0][at : at + 1].double().cpu().numpy(), k, v, Scores(0.3))
                 assert np.allclose(out[at : at + 1].double().cpu().numpy(), want, atol=TOLERANCE, rtol=TOLERANCE), (at,)
 
 
@@ -304,20 +302,14 @@ def test_the_two_halves_of_an_overlapped_batch_have_backends_of_their_own(provid
     for hooks, step, _ in both:  # both are begun before either attends
         hooks.init_forward_metadata(step.batch)
     for hooks, step, request in both:
-        engine.forward(step, hooks)
-        engine.keep([request], step)
-        engine.compare([request], step)
+        engine.finish([request], step, hooks=hooks)
 
 
 def test_tokens_past_those_of_a_step_are_zero(provider: str, device: torch.device) -> None:
     """A rank in step with others calls layers with more tokens than it has."""
     engine = Engine(provider, device)
     one, two = engine.admit(), engine.admit()
-    step = engine.step_of(engine.batch(Mode.EXTEND, [one, two], [3, 2]), [3, 2], padded=8)
-    engine.hooks.init_forward_metadata(step.batch)
-    engine.forward(step)
-    engine.keep([one, two], step)
-    engine.compare([one, two], step)
+    engine.finish([one, two], engine.begun(Mode.EXTEND, [one, two], [3, 2], padded=8))
 
 
 def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.device) -> None:
@@ -330,9 +322,7 @@ def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.d
     batch.seq_lens_cpu = batch.seq_lens.cpu()
     batch.out_cache_loc = engine.ints([*batch.out_cache_loc.tolist(), 0, 0])
     engine.hooks.init_forward_metadata(batch)
-    engine.forward(step)
-    engine.keep([one], step)
-    engine.compare([one], step)
+    engine.finish([one], step)
     engine.hooks.attention.check_device()
 
 
@@ -455,18 +445,9 @@ def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: t
         engine.run(Mode.DECODE, [one], [1])
 
 
-def test_a_pool_that_no_kernel_reads_is_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, serve=False)
-    engine.pool.is_quantized_kv_cache = True
-    with pytest.raises(Unsupported, match="keeps K and V in four bits, which no kernel here reads"):
-        AttentionHooks(engine.runner, engine.serving)
-
-
 def test_what_a_call_asks_for_beyond_that_is_refused_by_name(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
-    engine.hooks.init_forward_metadata(step.batch)
+    engine, one = Engine(provider, device), Request(1, [])
+    step = engine.begun(Mode.EXTEND, [one], [3])
     engine.forward(step, return_lse=False, topk_indices=None)  # reports nothing
     with pytest.raises(Unsupported, match="layer 0 was called with topk_indices, and had no indexer"):
         engine.forward(step, topk_indices=torch.zeros(3, 8))
@@ -475,10 +456,8 @@ def test_what_a_call_asks_for_beyond_that_is_refused_by_name(provider: str, devi
 
 
 def test_metadata_of_another_batch_is_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
-    engine.hooks.init_forward_metadata(step.batch)
+    engine, one = Engine(provider, device), Request(1, [])
+    step = engine.begun(Mode.EXTEND, [one], [3])
     step.q[0] = step.q[0][:2]
     with pytest.raises(BadTensor, match="called with 2 tokens in a step of 3"):
         engine.forward(step)
@@ -502,8 +481,7 @@ def test_new_weights_of_sinks_are_read_when_asked(provider: str, device: torch.d
 def test_the_rotated_part_of_latent_rows_may_come_beside_them(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device, is_latent=True)
     one = engine.admit()
-    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [5]), [5])
-    engine.hooks.init_forward_metadata(step.batch)
+    step = engine.begun(Mode.EXTEND, [one], [5])
     (q,), (k,), (layer,) = step.q, step.k, engine.layers
     latent: Any = layer
     out = engine.hooks.forward_extend(
@@ -521,10 +499,8 @@ def test_the_rotated_part_of_latent_rows_may_come_beside_them(provider: str, dev
 
 
 def test_what_the_engine_stored_itself_is_not_stored_again(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device)
-    one = engine.admit()
-    step = engine.step_of(engine.batch(Mode.EXTEND, [one], [3]), [3])
-    engine.hooks.init_forward_metadata(step.batch)
+    engine, one = Engine(provider, device), Request(1, [])
+    step = engine.begun(Mode.EXTEND, [one], [3])
     engine.pool.k[0][step.batch.out_cache_loc] = step.k[0]
     engine.pool.v[0][step.batch.out_cache_loc] = step.v[0]
     engine.keep([one], step)
@@ -565,8 +541,7 @@ def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, de
     batch._original_batch_size = 0
     step = engine.step_of(batch, [], padded=4)
     engine.hooks.init_forward_metadata(batch)
-    engine.forward(step)
-    engine.compare([], step)
+    engine.finish([], step)
     engine.hooks.attention.check_device()
 
 
@@ -628,20 +603,38 @@ def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, 
     engine.hooks.attention.check_device()
 
 
-def test_an_encoder_whose_prompts_come_in_parts_is_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, is_encoder=True, serve=False)
-    with pytest.raises(Unsupported, match="a prompt may come in parts; use --chunked-prefill-size -1 and"):
-        AttentionHooks(engine.runner, replace(engine.serving, whole_prompts=False))
+def four_bits(engine: Engine) -> None:
+    engine.pool.is_quantized_kv_cache = True
+
+
+def prompts_in_parts(engine: Engine) -> None:
+    engine.serving = replace(engine.serving, whole_prompts=False)
+
+
+def text_after_a_prefix(engine: Engine) -> None:
     engine.layers[0].attn_type = SimpleNamespace(value="decoder_bidirectional")
     engine.runner.is_generation = True
-    with pytest.raises(Unsupported, match="layer 0: text after prompts that are not causal is not served"):
-        AttentionHooks(engine.runner, engine.serving)
 
 
-def test_a_model_whose_geometry_is_not_known_before_it_serves_is_refused(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, serve=False)
+def no_layers(engine: Engine) -> None:
     engine.runner.model = torch.nn.Module()
-    with pytest.raises(Unsupported, match="no attention layer that can be found before it serves"):
+
+
+@pytest.mark.parametrize(
+    ("fields", "change", "said"),
+    [
+        ({}, four_bits, "keeps K and V in four bits, which no kernel here reads"),
+        ({"is_encoder": True}, prompts_in_parts, "a prompt may come in parts; use --chunked-prefill-size -1 and"),
+        ({"is_encoder": True}, text_after_a_prefix, "layer 0: text after prompts that are not causal is not served"),
+        ({}, no_layers, "no attention layer that can be found before it serves"),
+    ],
+)
+def test_a_model_or_a_pool_that_no_kernel_serves_is_refused(
+    fields: dict[str, Any], change: Callable[[Engine], None], said: str, provider: str, device: torch.device
+) -> None:
+    engine = Engine(provider, device, serve=False, **fields)
+    change(engine)
+    with pytest.raises(Unsupported, match=said):
         AttentionHooks(engine.runner, engine.serving)
 
 

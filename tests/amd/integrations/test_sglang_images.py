@@ -13,7 +13,7 @@ import torch
 
 from rocm_attn.errors import BadBatch
 from rocm_attn.integrations.sglang import images
-from tests.amd.external.oracle import Array
+from tests.amd.integrations.oracle import Array
 from tests.amd.integrations.sglang_stand_in import Engine, Graph, Mode, Request
 
 GEMMA3, GEMMA4 = "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"

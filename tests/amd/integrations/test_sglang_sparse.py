@@ -17,7 +17,7 @@ from rocm_attn.errors import BadTensor, Unsupported, WrongState
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from rocm_attn.integrations.sglang.indexers import project
 from rocm_attn.kernels.cache.page_format import Encoding
-from tests.amd.external.oracle import Array
+from tests.amd.integrations.oracle import Array
 from tests.amd.integrations.sglang_stand_in import Engine, Graph, LatentPool, Mode, Request, Step
 from tests.amd.kernels.record_cases import POISON, RecordPages
 

@@ -18,7 +18,7 @@ from rocm_attn.errors import NeverFits
 from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.sglang.drafts import DraftSteps
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
-from tests.amd.external.oracle import Array
+from tests.amd.integrations.oracle import Array
 from tests.amd.integrations.sglang_stand_in import Engine, Graph, Mode, Request
 
 DRAFTS = 3

@@ -93,8 +93,8 @@ class _Watched:
         attention = attending.attention
         self._attending, self._recurrent = attending, recurrent
         after_drafts = getattr(cache, "intermediate_ssm", None)
-        sizes = (0, 0) if after_drafts is None else after_drafts.shape[1:3]
-        self._states = StateHeaders(cache.temporal.shape[1], *sizes, attention.device)
+        rows, drafts = (0, 0) if after_drafts is None else after_drafts.shape[1:3]
+        self._states = StateHeaders(cache.temporal.shape[1], rows, drafts, attention.device)
         pool.mamba_pool.register_slot_state(self._states)
         self._page_size = attention.tables.page_size
         self._watch = StateWatch(attention.bounds.num_pages * self._page_size, attention.device)
@@ -104,17 +104,15 @@ class _Watched:
         if batch.forward_mode.is_idle() or batch.batch_size == 0:
             return
         step = self._attending.attention.gate.begun().step.spaces[0]
-        with torch.inference_mode():
-            tokens = self._watch.begin(step, self._page_size, batch.input_ids)
-            slots = slots_of(self._recurrent.forward_metadata, batch, len(tokens.live), self._states.of_drafts)
-            self._watch.check(tokens, self._states.headers, slots)
+        tokens = self._watch.begin(step, self._page_size, batch.input_ids)
+        slots = slots_of(self._recurrent.forward_metadata, batch, len(tokens.live), self._states.of_drafts)
+        self._watch.check(tokens, self._states.headers, slots)
 
     def keep_accepted(self, last: Tensor, tracked: Tensor | None, tracked_at: Tensor | None) -> None:
         """Notes the states that SGLang keeps of a step's drafts: in the sequences' slots, and for the radix cache."""
-        with torch.inference_mode():
-            self._states.keep_accepted(self._recurrent.forward_metadata.mamba_cache_indices[: len(last)], last)
-            if tracked is not None and tracked_at is not None:
-                self._states.keep_accepted(tracked, tracked_at)
+        self._states.keep_accepted(self._recurrent.forward_metadata.mamba_cache_indices[: len(last)], last)
+        if tracked is not None and tracked_at is not None:
+            self._states.keep_accepted(tracked, tracked_at)
 
 
 _watched: WeakKeyDictionary[Any, _Watched] = WeakKeyDictionary()

@@ -61,6 +61,7 @@ class GDNAttnBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.slots, self.tracked = device, list[int](), list[int]()
+        self.forward_metadata: Any = None
         self.static = torch.full((MOST_GRAPHED,), -1, dtype=torch.int32, device=device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -74,7 +75,7 @@ class GDNAttnBackend:
         def ints(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-        self.forward_metadata: Any = SimpleNamespace(
+        self.forward_metadata = SimpleNamespace(
             mamba_cache_indices=ints(self.slots),
             mamba_track_indices=ints(self.tracked).long() if self.tracked else None,
         )
@@ -182,7 +183,7 @@ class Hybrid:
     def capture(self, width: int, mode: Mode) -> Callable[[Sequence[Request], list[int]], None]:
         """Returns a function that runs steps of a graph: of requests, with these slots."""
         self.engine.hooks.init_cuda_graph_state(MOST_GRAPHED, MOST_GRAPHED * DRAFTS)
-        batch = {"input_ids": self.ids, "mamba_track_mask": None}
+        batch: dict[str, Any] = {"input_ids": self.ids, "mamba_track_mask": None}
         graph = Graph(self.engine, MOST_GRAPHED, width=width, mode=mode, backend=self.backend, **batch)
 
         def run(requests: Sequence[Request], slots: list[int]) -> None:

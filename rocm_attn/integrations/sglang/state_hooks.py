@@ -44,7 +44,6 @@ class StateHeaders:
         source = self.of_drafts[row, last.long().clamp(min=0)]
         target = torch.where((last >= 0) & (slots > 0), slots.long(), 0)
         self.headers[target] = self.headers[source]
-        self.headers[0] = 0
 
     def reset_slots(self, indices: Tensor) -> None:
         """Notes that slots are cleared."""

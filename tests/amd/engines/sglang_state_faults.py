@@ -18,7 +18,7 @@ _FIRST_STEP = 3
 UNCLEARED = "uncleared_slot"
 STALE_HIT, LOST_TOKEN = "stale_hit", "lost_token"
 SWAPPED, SHARED = "swapped_slots", "shared_slot"
-# Of drafts: sequences get each other's accepted counts (vllm#53919); no state is kept in a round (sglang#26351).
+# Of drafts: sequences get each other's accepted counts (vllm#53919); no state is kept (sglang#26351).
 SWAPPED_COUNTS, LOST_DRAFTS = "swapped_counts", "lost_drafts"
 STATE_FAULTS = (UNCLEARED, SWAPPED, SHARED, LOST_TOKEN, STALE_HIT, SWAPPED_COUNTS, LOST_DRAFTS)
 
@@ -32,7 +32,7 @@ class StatePlanter:
 
     def __init__(self, requested: Path, write: Callable[..., None]) -> None:
         self._requested, self._write = requested, write
-        self._pending, self._loses = "", False
+        self._pending = self._lasting = ""
         self._used = set[int]()
         self._decodes = self._number = 0
         self._behind: tuple[Tensor, Any] | None = None
@@ -75,20 +75,23 @@ class StatePlanter:
 
         accepted, keep = spec_utils._verify_commit_step_indices, eagle_worker_common.commit_mamba_states_after_verify
 
+        def lasts(fault: str) -> bool:
+            """True from the step on that a fault is planted in, until its round ends."""
+            if self._decodes >= _FIRST_STEP and self._takes(fault):
+                self._write(planted=fault, step=self._number + 1)  # which goes on from what this one leaves
+                self._lasting = fault
+            return self._lasting == fault
+
         def counts(**given: Any) -> Any:
             """SWAPPED_COUNTS: two sequences get each other's accepted drafts."""
             last, tracked = accepted(**given)
-            if self._decodes >= _FIRST_STEP and len(last) > 1 and last[0] != last[1] and self._takes(SWAPPED_COUNTS):
-                self._write(planted=SWAPPED_COUNTS, step=self._number + 1)  # which goes on from them
+            if len(last) > 1 and last[0] != last[1] and lasts(SWAPPED_COUNTS):
                 last = last[[1, 0, *range(2, len(last))]]
             return last, tracked
 
         def kept(*given: Any, **named: Any) -> None:
-            """LOST_DRAFTS: states stay those before the drafts, until a round ends."""
-            if self._decodes >= _FIRST_STEP and self._takes(LOST_DRAFTS):
-                self._write(planted=LOST_DRAFTS, step=self._number + 1)
-                self._loses = True
-            if not self._loses:
+            """LOST_DRAFTS: states stay those before the drafts."""
+            if not lasts(LOST_DRAFTS):
                 keep(*given, **named)
 
         def with_faults(begin: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +103,7 @@ class StatePlanter:
                     begin(hooks, batch, **more)
                     return
                 self._decodes = self._decodes + 1 if mode.is_decode() or mode.is_target_verify() else 0
-                self._loses = self._loses and self._decodes > 0
+                self._lasting = self._lasting if self._decodes else ""
                 pool = hooks.req_to_token_pool
                 if self._behind is not None:
                     slot, data = self._behind

@@ -39,8 +39,13 @@ _OF_STRATEGY: Mapping[str, Mapping[str, Any]] = {
     "no_buffer": {"page_size": 1, "disable_overlap_schedule": True},
 }
 each_model = pytest.mark.parametrize("name", [*_FAULTS])
-each_strategy = pytest.mark.parametrize(
-    "strategy", ["extra_buffer", pytest.param("no_buffer", marks=pytest.mark.nightly)]
+# graphed: whether steps that decode or verify drafts are replayed
+each_way = pytest.mark.parametrize(
+    ("strategy", "graphed"),
+    [
+        ("extra_buffer", False),
+        *(pytest.param(*way, marks=pytest.mark.nightly) for way in (("extra_buffer", True), ("no_buffer", False))),
+    ],
 )
 
 
@@ -107,9 +112,7 @@ def assert_reported(faults: Sequence[str], answer: Answer) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("strategy", "graphed"), [("no_buffer", False), ("extra_buffer", False), ("extra_buffer", True)]
-)
+@each_way
 def test_drafts_change_no_token_of_a_model_with_recurrent_layers_and_their_faults_are_reported(
     strategy: str, graphed: bool, sglang: SglangVenv, tmp_path: Path
 ) -> None:
@@ -140,15 +143,15 @@ def test_drafts_change_no_token_of_a_model_with_recurrent_layers_and_their_fault
 
 
 @each_model
-@each_strategy
+@each_way
 def test_hybrid_models_give_sglangs_own_tokens_and_faults_of_states_are_reported(
-    strategy: str, name: str, sglang: SglangVenv, tmp_path: Path
+    strategy: str, graphed: bool, name: str, sglang: SglangVenv, tmp_path: Path
 ) -> None:
     (stock,) = sglang.stock([run(sglang, name, strategy)], tmp_path)
-    ours, faulty = sglang.ours(
-        [run(sglang, name, strategy), run(sglang, name, strategy, faults=True)], tmp_path, watches_states=True
-    )
+    requested = [run(sglang, name, strategy), run(sglang, name, strategy, faults=True)]
+    ours, faulty = sglang.ours(requested, tmp_path, watches_states=True, graphed=graphed)
     assert_equal_tokens([ours.tokens], stock.tokens)
+    assert ours.modes == sorted(["DECODE_GRAPH" if graphed else "DECODE", "EXTEND"])
     assert ours.cached == stock.cached
     assert all(cached > 0 for cached in ours.cached[1])
     assert_reported(_FAULTS[name], faulty)
@@ -156,27 +159,12 @@ def test_hybrid_models_give_sglangs_own_tokens_and_faults_of_states_are_reported
 
 @pytest.mark.nightly
 @each_model
-def test_steps_of_graphs_give_sglangs_own_tokens_and_faults_of_states_are_reported(
-    name: str, sglang: SglangVenv, tmp_path: Path
-) -> None:
-    (stock,) = sglang.stock([run(sglang, name, "extra_buffer")], tmp_path)
-    requested = [run(sglang, name, "extra_buffer"), run(sglang, name, "extra_buffer", faults=True)]
-    ours, faulty = sglang.ours(requested, tmp_path, watches_states=True, graphed=True)
-    (unseen,) = sglang.ours(requested[1:], tmp_path, graphed=True)
-    assert_equal_tokens([ours.tokens], stock.tokens)
-    assert ours.modes == ["DECODE_GRAPH", "EXTEND"]
-    assert_reported(_FAULTS[name], faulty)
-    assert_unseen(_FAULTS[name], unseen, stock)
-
-
-@pytest.mark.nightly
-@each_model
-@each_strategy
+@each_way
 def test_faults_of_states_go_unseen_without_the_check_and_text_is_wrong(
-    strategy: str, name: str, sglang: SglangVenv, tmp_path: Path
+    strategy: str, graphed: bool, name: str, sglang: SglangVenv, tmp_path: Path
 ) -> None:
     (stock,) = sglang.stock([run(sglang, name, strategy)], tmp_path)
-    (faulty,) = sglang.ours([run(sglang, name, strategy, faults=True)], tmp_path)
+    (faulty,) = sglang.ours([run(sglang, name, strategy, faults=True)], tmp_path, graphed=graphed)
     assert_unseen(_FAULTS[name], faulty, stock)
 
 

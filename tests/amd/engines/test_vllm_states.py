@@ -135,37 +135,31 @@ def test_verified_drafts_give_vllms_own_tokens_and_mixed_up_counts_are_reported(
 
 
 @pytest.mark.nightly
-def test_the_newest_release_gives_the_same_tokens_and_faults_are_reported(vllm: VllmVenv, tmp_path: Path) -> None:
-    requested = [run(vllm, "delta_net", two_rounds("delta_net"))]
-    fault = run(vllm, "delta_net", [prompts()[2:4], prompts()[4:6]], "swapped_states")
-    ours, reported = vllm.ours([*requested, fault], tmp_path, release="0.33.0", watches_states=True)
-    assert_equal([ours], vllm.stock(requested, tmp_path))
-    assert_reported("swapped_states", reported)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["delta_net", "parallel_mamba"])
-def test_the_oldest_release_gives_the_same_tokens_and_a_prompt_of_one_token_that_reads_a_state_is_reported(
-    name: str, vllm: VllmVenv, tmp_path: Path
+@pytest.mark.parametrize(
+    ("release", "name"), [("0.26.0", "delta_net"), ("0.26.0", "parallel_mamba"), ("0.33.0", "delta_net")]
+)
+def test_other_releases_give_the_same_tokens_and_a_prompt_of_one_token_that_reads_a_state_is_reported(
+    release: str, name: str, vllm: VllmVenv, tmp_path: Path
 ) -> None:
-    """Unless a longer one is before it, it counts as a decode, and its slot is read as it was (vllm#51562).
+    """Gated delta nets of 0.26: unless a longer one is before it, it counts as a decode (vllm#51562).
 
-    Of Mamba2 that release says that it is a prompt, and its text is right.
+    Its slot is read as it was.
     """
+    is_faulty = (release, name) == ("0.26.0", "delta_net")
     align: dict[str, Any] = {"enable_prefix_caching": True, "mamba_cache_mode": "align"}  # it would keep all states
     rounds = [[prompt for prompt in each if len(prompt) > 1] for each in two_rounds(name)]
     requested = run(vllm, name, rounds, **align)
     swapped = run(vllm, name, [prompts()[2:4], prompts()[4:6]], "swapped_states", **align)
     # The second round has one request, and this fault needs two, so that none is planted.
     of_one = run(vllm, name, [prompts()[2:8], [[7]]], "freed_state", **align)
-    faulty = [swapped, of_one] if name == "delta_net" else [swapped]
+    faulty = [swapped, of_one] if is_faulty else [swapped]
     right = vllm.stock([requested, *(replace(each, fault="") for each in (swapped, of_one))], tmp_path)
-    ours, reported, single = vllm.ours([requested, swapped, of_one], tmp_path, release="0.26.0", watches_states=True)
+    ours, reported, single = vllm.ours([requested, swapped, of_one], tmp_path, release=release, watches_states=True)
     assert_equal([ours], right[:1])
     assert_reported("swapped_states", reported)
     assert single.faulty_step == -1
-    assert (_WRONG_STATE in single.said) is (name == "delta_net")
+    assert (_WRONG_STATE in single.said) is is_faulty
     assert single.said or single.tokens == right[2].tokens
-    for answer, own in zip(vllm.ours(faulty, tmp_path, release="0.26.0"), right[1:], strict=False):
+    for answer, own in zip(vllm.ours(faulty, tmp_path, release=release), right[1:], strict=False):
         assert not answer.said
         assert answer.tokens != own.tokens

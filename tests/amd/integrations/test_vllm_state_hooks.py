@@ -28,10 +28,8 @@ class MambaBase:
     """Lays out the states of a layer as in vLLM 0.32, from pages [blocks, 1, 1, bytes]."""
 
     kv_cache: tuple[Any, ...]
-
-    def get_state_shape(self) -> Any: ...
-
-    def get_state_dtype(self) -> Any: ...
+    get_state_shape: Any
+    get_state_dtype: Any
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
         pages, states, first = kv_cache.squeeze(dim=(1, 2)), [], 0

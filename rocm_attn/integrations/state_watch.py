@@ -14,6 +14,7 @@ Nothing here waits for the device, and no size depends on a value there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +78,8 @@ class StateWatch:
     """The hashes of the tokens of one KV cache group. num_slots: tokens that its pages have room for"""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._hashes = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):
+            self._hashes = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     def begin(self, step: StepTensors, page_size: int, token_ids: Tensor) -> StepTokens:
         """Hashes a step's new tokens, and keeps the hashes at the slots of their KV.
@@ -149,6 +151,19 @@ def cleared_headers(num_slots: int, device: torch.device) -> Tensor:
 def refused(why: str) -> Unsupported:
     """Returns the refusal of what is not followed."""
     return Unsupported(f"{WATCH_STATES} is 1 and {why}; unset it, or run without that")
+
+
+def require_followed(engine: str, used: Mapping[str, bool]) -> None:
+    """Raises Unsupported if an engine uses an option whose states are not followed. used: by the option's words"""
+    for words, is_used in used.items():
+        if is_used:
+            raise refused(f"{engine} runs with {words}")
+
+
+def first_rows(rows: Tensor, num: int) -> Tensor:
+    """The first rows, and rows of zeros if there are fewer."""
+    missing = max(0, num - len(rows))
+    return torch.cat([rows[:num], rows.new_zeros(missing, *rows.shape[1:])])
 
 
 def _mixed(token_ids: Tensor, positions: Tensor) -> Tensor:

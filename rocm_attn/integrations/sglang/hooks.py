@@ -126,6 +126,11 @@ class AttentionHooks:
         """The object that computes attention."""
         return self._attention
 
+    @property
+    def verifies_trees(self) -> bool:
+        """True if drafts that are verified are trees, and no chains."""
+        return self._serving.with_trees
+
     def _served(self, runner: Runner) -> list[ModelLayer]:
         """Returns the layers of a model that this backend serves. Raises Unsupported."""
         found = layers_with_pages(runner, self._serving.layer_type)

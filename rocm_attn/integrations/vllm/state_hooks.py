@@ -6,9 +6,9 @@ whenever it copies a state to another block, in each of its runners. Nothing is 
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from rocm_attn.integrations.hooked import hook_once
-from rocm_attn.integrations.state_watch import HEADER_WORDS, StateWatch, refused
+from rocm_attn.integrations.state_watch import HEADER_WORDS, StateWatch, refused, require_followed
 from rocm_attn.integrations.vllm.group import KVGroup
 from rocm_attn.integrations.vllm.state_slots import has_states, slots_of
 
@@ -30,19 +31,52 @@ _watches: WeakKeyDictionary[KVGroup, StateWatch] = WeakKeyDictionary()
 
 
 def add_headers() -> None:
-    """Adds a header to the states of layers that are made from now on. Call it before vLLM plans its memory."""
+    """Adds a header to the states of layers that are made from now on. Call it before vLLM plans its memory.
+
+    Layers ask for the dtypes of their own two parts, and unpack these (MambaMixer2 in 0.26, gated delta nets on GPUs).
+    So only shapes have one more part, and who lays out memory by both is given its dtype.
+    """
+    header, copy = (HEADER_WORDS,), mamba_utils.get_temporal_copy_spec
     for kind in _KINDS:
-        for owner, name, part in (
-            (mamba_utils.MambaStateShapeCalculator, f"{kind}_state_shape", (HEADER_WORDS,)),
-            (mamba_utils.MambaStateDtypeCalculator, f"{kind}_state_dtype", torch.int32),
-            (mamba_utils.MambaStateCopyFuncCalculator, f"{kind}_state_copy_func", mamba_utils.get_temporal_copy_spec),
-        ):
-            hook_once(owner, name, functools.partial(_with_part, part))
+        hook_once(mamba_utils.MambaStateShapeCalculator, f"{kind}_state_shape", partial(_with_part, header))
+        hook_once(mamba_utils.MambaStateCopyFuncCalculator, f"{kind}_state_copy_func", partial(_with_part, copy))
+    hook_once(MambaSpec, "__init__", _with_dtype)
+    if hasattr(MambaBase, "bind_kv_cache"):  # before, vLLM lays out a state's parts by its MambaSpec
+        hook_once(MambaBase, "bind_kv_cache", _then_header)
 
 
 def _with_part(part: object, parts: Callable[..., tuple[object, ...]]) -> Any:
     """Returns a class method that adds a part to those that another one returns."""
     return classmethod(lambda _, *given, **named: (*parts(*given, **named), part))
+
+
+def _with_dtype(make: Callable[..., None]) -> Callable[..., None]:
+    """Gives a specification of memory the dtype of a header, if its shapes have one."""
+
+    def made(spec: Any, *given: Any, **named: Any) -> None:
+        make(spec, *given, **named)
+        if len(spec.dtypes) == _HEADER and tuple(spec.shapes[_HEADER:]) == ((HEADER_WORDS,),):
+            object.__setattr__(spec, "dtypes", (*spec.dtypes, torch.int32))
+
+    return made
+
+
+def _then_header(bind: Callable[..., None]) -> Callable[..., None]:
+    """Adds the header to the views of a layer's states. It lies after the other parts."""
+
+    def bound(layer: Any, pages: Tensor) -> None:
+        bind(layer, pages)
+        if has_header(layer):
+            first = sum(each.shape[1:].numel() * each.element_size() for each in layer.kv_cache)
+            words = pages.flatten(1)[:, first : first + HEADER_WORDS * torch.int32.itemsize].view(torch.int32)
+            layer.kv_cache = (*layer.kv_cache, words)
+
+    return bound
+
+
+def has_header(layer: Any) -> bool:
+    """True if a recurrent layer's states have a header, which is their third part."""
+    return tuple(layer.get_state_shape())[_HEADER:] == ((HEADER_WORDS,),)
 
 
 def watch(vllm_config: VllmConfig) -> None:
@@ -54,18 +88,17 @@ def watch(vllm_config: VllmConfig) -> None:
     if not layers:
         return
     for name, layer in layers.items():
-        if tuple(layer.get_state_shape())[_HEADER:] != ((HEADER_WORDS,),):
+        if not has_header(layer):
             raise refused(f"the states of {name} ({type(layer).__name__}) have no header")
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    for words, is_used in (
-        ("pipeline parallelism", parallel.pipeline_parallel_size > 1),
-        ("decode context parallelism", parallel.decode_context_parallel_size > 1),
-        ("micro-batches", getattr(parallel, "use_ubatching", False)),
-        ("KV transfer", vllm_config.kv_transfer_config is not None),
-        ("mamba_cache_mode 'all'", cache.mamba_cache_mode == "all"),
-    ):
-        if is_used:
-            raise refused(f"vLLM runs with {words}")
+    used = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "micro-batches": getattr(parallel, "use_ubatching", False),
+        "KV transfer": vllm_config.kv_transfer_config is not None,
+        "mamba_cache_mode 'all'": cache.mamba_cache_mode == "all",
+    }
+    require_followed("vLLM", used)
     runners = {
         "vllm.v1.worker.gpu_model_runner": ("GPUModelRunner", "_model_forward", _in_first_runner),
         "vllm.v1.worker.gpu.model_states.mamba_hybrid": ("MambaHybridModelState", "prepare_attn", _in_second_runner),

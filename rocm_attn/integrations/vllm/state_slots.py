@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_attn.integrations.state_watch import ALL_NEW, StateSlots
+from rocm_attn.integrations.state_watch import ALL_NEW, StateSlots, first_rows
 
 
 def has_states(metadata: Any) -> bool:
@@ -50,16 +50,16 @@ def _columns_of_mamba(metadata: Any, num_seqs: int) -> _Columns:
     decodes, prompts = metadata.state_indices_tensor_d, metadata.state_indices_tensor_p
     parts = [each.reshape(len(each), -1) for each in (decodes, prompts) if each is not None and len(each)]
     width = max(each.shape[1] for each in parts)
-    slots = _first(torch.cat([_widened(each, width) for each in parts]), num_seqs)
+    slots = first_rows(torch.cat([_widened(each, width) for each in parts]), num_seqs)
     is_decode = torch.arange(num_seqs, device=slots.device) < metadata.num_decodes
     is_read = is_decode
     if metadata.has_initial_states_p is not None:
         before = is_decode[: metadata.num_decodes]
-        is_read = _first(torch.cat([before, metadata.has_initial_states_p.bool()]), num_seqs)
+        is_read = first_rows(torch.cat([before, metadata.has_initial_states_p.bool()]), num_seqs)
     accepted = metadata.num_accepted_tokens
     if accepted is None:
         return _Columns(slots, is_read, torch.zeros_like(is_decode), torch.ones_like(slots[:, 0]))
-    return _Columns(slots, is_read, is_decode, _first(accepted, num_seqs))
+    return _Columns(slots, is_read, is_decode, first_rows(accepted, num_seqs))
 
 
 def _columns_of_delta_nets(metadata: Any, num_seqs: int) -> _Columns:
@@ -70,13 +70,13 @@ def _columns_of_delta_nets(metadata: Any, num_seqs: int) -> _Columns:
         metadata.has_initial_state,
     )
     if mask is None:
-        slots = _first(plain[:, None], num_seqs)
+        slots = first_rows(plain[:, None], num_seqs)
         is_read = torch.arange(num_seqs, device=slots.device) < metadata.num_decodes
         if has_state is not None:
-            is_read = is_read | _first(has_state.bool(), num_seqs)
+            is_read = is_read | first_rows(has_state.bool(), num_seqs)
         return _Columns(slots, is_read, torch.zeros_like(is_read), torch.ones_like(slots[:, 0]))
     drafts, of_drafts, accepted = (
-        _first(mask, num_seqs),
+        first_rows(mask, num_seqs),
         metadata.spec_state_indices_tensor,
         metadata.num_accepted_tokens,
     )
@@ -99,12 +99,6 @@ def _with_checkpoints(slots: StateSlots, within: Any) -> StateSlots:
     return StateSlots(
         slots.read, slots.is_read, torch.cat([slots.written, kept], 1), torch.cat([slots.folded, folded], 1)
     )
-
-
-def _first(rows: Tensor, num: int) -> Tensor:
-    """The first rows, and rows of zeros if there are fewer."""
-    missing = max(0, num - len(rows))
-    return torch.cat([rows[:num], rows.new_zeros(missing, *rows.shape[1:])])
 
 
 def _widened(rows: Tensor, width: int) -> Tensor:

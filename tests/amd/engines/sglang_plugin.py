@@ -11,6 +11,7 @@ ENGINE_DETERMINISTIC=1 lets SGLang take its deterministic flag on a CPU
 ENGINE_ROTATION=1      rotates q and k of Llama 4 in place, as SGLang does on GPUs; on a CPU it drops what it rotated
 ENGINE_IMAGES=1        gives prompts images without pixels, where the model's config says
 ENGINE_SPEECH=1        gives models of speech sound that follows from a prompt, and the prompt itself
+ENGINE_GRAPHS=1        runs steps that decode or verify drafts in SGLang's runner of graphs, which no CPU has
 ENGINE_RECURRENT=1     gives SGLang the operations of recurrent layers, which no CPU wheel has
 ENGINE_HALVES_LOG=FILE with ENGINE_OVERLAP, receives a line of JSON for each batch of two halves
 ENGINE_MODES_LOG=FILE  receives a line per process for each mode of the steps that our backend begins, and for MIXED
@@ -29,14 +30,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.amd.engines import sglang_cpu_deterministic, sglang_cpu_drafts, sglang_cpu_overlap, sglang_cpu_states
+from tests.amd.engines import (
+    sglang_cpu_deterministic,
+    sglang_cpu_drafts,
+    sglang_cpu_graphs,
+    sglang_cpu_overlap,
+    sglang_cpu_states,
+)
 from tests.amd.engines.models import IMAGE_PLACES
 from tests.amd.engines.sglang_state_faults import StatePlanter
 
 WINDOW_POOL, FAULTS_LOG, DRAFTS = "ENGINE_WINDOW_POOL", "ENGINE_FAULTS_LOG", "ENGINE_DRAFTS"
 SPARSE, OVERLAP, HALVES_LOG, MODES_LOG = "ENGINE_SPARSE", "ENGINE_OVERLAP", "ENGINE_HALVES_LOG", "ENGINE_MODES_LOG"
 ROTATION, IMAGES, BLOCKS = "ENGINE_ROTATION", "ENGINE_IMAGES", "ENGINE_BLOCKS"
-SPEECH = "ENGINE_SPEECH"
+SPEECH, GRAPHS = "ENGINE_SPEECH", "ENGINE_GRAPHS"
 DETERMINISTIC, RECURRENT, STATES_LOG = "ENGINE_DETERMINISTIC", "ENGINE_RECURRENT", "ENGINE_STATE_FAULTS_LOG"
 _STEPS_APART = 4
 
@@ -67,6 +74,8 @@ def register() -> None:
         hear_what_prompts_say()
     if os.environ.get(RECURRENT) == "1":
         sglang_cpu_states.replace_triton_kernels()
+    if os.environ.get(GRAPHS) == "1":
+        sglang_cpu_graphs.run_graphs_on_a_cpu()
     if MODES_LOG in os.environ:
         write_modes(Path(os.environ[MODES_LOG]))
     if FAULTS_LOG in os.environ:
@@ -177,6 +186,7 @@ def write_modes(log: Path) -> None:
     from rocm_attn.integrations.sglang.hooks import AttentionHooks
 
     begin, mix = AttentionHooks.init_forward_metadata, ScheduleBatch.mix_with_running
+    replay = AttentionHooks.init_forward_metadata_out_graph
     written: set[str] = set()
 
     def write(name: str) -> None:
@@ -189,6 +199,11 @@ def write_modes(log: Path) -> None:
         write(forward_batch.forward_mode.name)
         begin(hooks, forward_batch)
 
+    def replayed(hooks: Any, forward_batch: Any, in_capture: bool = False) -> None:
+        if not in_capture:
+            write(f"{forward_batch.forward_mode.name}_GRAPH")
+        replay(hooks, forward_batch, in_capture)
+
     def mixed(batch: Any, running: Any) -> None:
         write("MIXED")
         mix(batch, running)
@@ -196,6 +211,7 @@ def write_modes(log: Path) -> None:
     # SGLang labels a batch of prompts and decodes as one of prompts before a backend sees it.
     ScheduleBatch.mix_with_running = mixed
     AttentionHooks.init_forward_metadata = noted  # type: ignore[method-assign,assignment]  # for this process
+    AttentionHooks.init_forward_metadata_out_graph = replayed  # type: ignore[method-assign,assignment]  # the same
 
 
 def wrong_slot(hooks: Any, batch: Any) -> Undo:

@@ -19,6 +19,7 @@ from tests.amd.engines.sglang_plugin import (
     DETERMINISTIC,
     DRAFTS,
     FAULTS_LOG,
+    GRAPHS,
     HALVES_LOG,
     IMAGES,
     MODES_LOG,
@@ -55,14 +56,17 @@ engine_test = tests.amd.engines.sglang_plugin:register
         release: str = SGLANG,
         asks: bool = True,
         watches_states: bool = False,
+        graphed: bool = False,
         more: Mapping[str, str] = NO_SETTINGS,
     ) -> list[Answer]:
         """Returns the answers of our backend, under its own name or one that it takes.
 
         asks:    true if the server's arguments name a backend; else SGLang chooses one itself
+        graphed: whether steps that decode or verify drafts are captured and replayed
         more:    other settings of the environment
         """
-        settings = {WINDOW_POOL: str(int(window_pool)), WATCH_STATES: str(int(watches_states)), **more}
+        switches = {WINDOW_POOL: window_pool, WATCH_STATES: watches_states, GRAPHS: graphed}
+        settings = {**{setting: str(int(is_on)) for setting, is_on in switches.items()}, **more}
         if name != "rocm_attn":
             settings["ROCM_ATTN_TAKE_BACKENDS"] = name
         if release != SGLANG:

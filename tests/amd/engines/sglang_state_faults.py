@@ -18,7 +18,9 @@ _FIRST_STEP = 3
 UNCLEARED = "uncleared_slot"
 STALE_HIT, LOST_TOKEN = "stale_hit", "lost_token"
 SWAPPED, SHARED = "swapped_slots", "shared_slot"
-STATE_FAULTS = (UNCLEARED, SWAPPED, SHARED, LOST_TOKEN, STALE_HIT)
+# Of drafts: sequences get each other's accepted counts (vllm#53919); no state is kept (sglang#26351).
+SWAPPED_COUNTS, LOST_DRAFTS = "swapped_counts", "lost_drafts"
+STATE_FAULTS = (UNCLEARED, SWAPPED, SHARED, LOST_TOKEN, STALE_HIT, SWAPPED_COUNTS, LOST_DRAFTS)
 
 
 class StatePlanter:
@@ -30,7 +32,7 @@ class StatePlanter:
 
     def __init__(self, requested: Path, write: Callable[..., None]) -> None:
         self._requested, self._write = requested, write
-        self._pending = ""
+        self._pending = self._lasting = ""
         self._used = set[int]()
         self._decodes = self._number = 0
         self._behind: tuple[Tensor, Any] | None = None
@@ -38,11 +40,11 @@ class StatePlanter:
     def plant(self) -> None:
         """Hooks SGLang's pools, and our begin of a step."""
         from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+        from sglang.srt.speculative import eagle_worker_common, spec_utils
 
         from rocm_attn.integrations.sglang.hooks import AttentionHooks
 
-        clear, copy, begin = MambaPool.clear_slots, MambaPool.copy_from, AttentionHooks.init_forward_metadata
-        named = HybridReqToTokenPool.get_mamba_indices
+        clear, copy, named = MambaPool.clear_slots, MambaPool.copy_from, HybridReqToTokenPool.get_mamba_indices
 
         def cleared(pool: Any, indices: Tensor) -> None:
             """UNCLEARED: a slot is handed to a request with the state of one before."""
@@ -71,27 +73,59 @@ class StatePlanter:
                         return slots[[*first, *range(2, len(slots))]]
             return slots
 
-        def begun(hooks: Any, batch: Any) -> None:
-            """LOST_TOKEN: after a step, a sequence's state is again the one before it."""
-            hooks.on_fault = lambda fault: self._write(reported=str(fault), begun=hooks.attention.step_number)
-            self._decodes = self._decodes + 1 if batch.forward_mode.is_decode() else 0
-            pool = hooks.req_to_token_pool
-            if self._behind is not None:
-                slot, data = self._behind
-                pool.mamba_pool.load_cpu_copy(data, slot)
-                self._behind, self._pending = None, LOST_TOKEN
-            elif self._decodes >= _FIRST_STEP and self._takes(LOST_TOKEN):
-                slot = named(pool, batch.req_pool_indices)[:1].long()
-                self._behind = slot, pool.mamba_pool.get_cpu_copy(slot)
-            begin(hooks, batch)
-            self._number = hooks.attention.step_number
-            if self._pending:
-                self._write(planted=self._pending, step=self._number)
-                self._pending = ""
+        accepted, keep = spec_utils._verify_commit_step_indices, eagle_worker_common.commit_mamba_states_after_verify
 
+        def lasts(fault: str) -> bool:
+            """True from the step on that a fault is planted in, until its round ends."""
+            if self._decodes >= _FIRST_STEP and self._takes(fault):
+                self._write(planted=fault, step=self._number + 1)  # which goes on from what this one leaves
+                self._lasting = fault
+            return self._lasting == fault
+
+        def counts(**given: Any) -> Any:
+            """SWAPPED_COUNTS: two sequences get each other's accepted drafts."""
+            last, tracked = accepted(**given)
+            if len(last) > 1 and last[0] != last[1] and lasts(SWAPPED_COUNTS):
+                last = last[[1, 0, *range(2, len(last))]]
+            return last, tracked
+
+        def kept(*given: Any, **named: Any) -> None:
+            """LOST_DRAFTS: states stay those before the drafts."""
+            if not lasts(LOST_DRAFTS):
+                keep(*given, **named)
+
+        def with_faults(begin: Callable[..., None]) -> Callable[..., None]:
+            def begun(hooks: Any, batch: Any, in_capture: bool = False) -> None:
+                """LOST_TOKEN: after a step, a sequence's state is again the one before it."""
+                more, mode = {"in_capture": True} if in_capture else {}, batch.forward_mode
+                hooks.on_fault = lambda fault: self._write(reported=str(fault), begun=hooks.attention.step_number)
+                if in_capture or mode.is_draft_extend_v2():
+                    begin(hooks, batch, **more)
+                    return
+                self._decodes = self._decodes + 1 if mode.is_decode() or mode.is_target_verify() else 0
+                self._lasting = self._lasting if self._decodes else ""
+                pool = hooks.req_to_token_pool
+                if self._behind is not None:
+                    slot, data = self._behind
+                    pool.mamba_pool.load_cpu_copy(data, slot)
+                    self._behind, self._pending = None, LOST_TOKEN
+                elif self._decodes >= _FIRST_STEP and self._takes(LOST_TOKEN):
+                    slot = named(pool, batch.req_pool_indices)[:1].long()
+                    self._behind = slot, pool.mamba_pool.get_cpu_copy(slot)
+                begin(hooks, batch)
+                self._number = hooks.attention.step_number
+                if self._pending:
+                    self._write(planted=self._pending, step=self._number)
+                    self._pending = ""
+
+            return begun
+
+        for name in ("init_forward_metadata", "init_forward_metadata_out_graph"):
+            setattr(AttentionHooks, name, with_faults(getattr(AttentionHooks, name)))
+        spec_utils._verify_commit_step_indices = counts
+        eagle_worker_common.commit_mamba_states_after_verify = kept
         MambaPool.clear_slots, MambaPool.copy_from = cleared, copied
         HybridReqToTokenPool.get_mamba_indices = indices
-        AttentionHooks.init_forward_metadata = begun  # type: ignore[method-assign,assignment]  # for this process
 
     def _takes(self, fault: str) -> bool:
         """True if this fault is to be planted, once."""

@@ -70,7 +70,7 @@ class Answer:
     cached:   number of its prompt's tokens from the radix cache
     verified: number of steps that have verified its drafts
     faults:   as planted and reported
-    modes:    of the steps that our backend has begun, each once; MIXED: of prompts and decodes
+    modes:    of the steps that our backend has begun, each once; MIXED: of prompts and decodes; _GRAPH: replayed
     halves:   of each batch that was run in two: its mode, its sequences, and those of each half
     """
 

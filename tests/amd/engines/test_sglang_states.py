@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,15 @@ from tests.amd.engines.models import VOCABULARY
 from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_models import drafted_model, drafting_model, hybrid_model
 from tests.amd.engines.sglang_runs import SglangVenv
-from tests.amd.engines.sglang_state_faults import LOST_TOKEN, SHARED, STALE_HIT, SWAPPED, UNCLEARED
+from tests.amd.engines.sglang_state_faults import (
+    LOST_DRAFTS,
+    LOST_TOKEN,
+    SHARED,
+    STALE_HIT,
+    SWAPPED,
+    SWAPPED_COUNTS,
+    UNCLEARED,
+)
 from tests.amd.engines.sglang_text import Answer, Run
 
 _WRONG_STATE = "a slot that the engine names for a sequence's recurrent state does not hold"
@@ -31,8 +39,13 @@ _OF_STRATEGY: Mapping[str, Mapping[str, Any]] = {
     "no_buffer": {"page_size": 1, "disable_overlap_schedule": True},
 }
 each_model = pytest.mark.parametrize("name", [*_FAULTS])
-each_strategy = pytest.mark.parametrize(
-    "strategy", ["extra_buffer", pytest.param("no_buffer", marks=pytest.mark.nightly)]
+# graphed: whether steps that decode or verify drafts are replayed
+each_way = pytest.mark.parametrize(
+    ("strategy", "graphed"),
+    [
+        ("extra_buffer", False),
+        *(pytest.param(*way, marks=pytest.mark.nightly) for way in (("extra_buffer", True), ("no_buffer", False))),
+    ],
 )
 
 
@@ -71,15 +84,43 @@ def run(sglang: SglangVenv, name: str, strategy: str, *, faults: bool = False) -
     return Run(arguments, rounds, 12, state_faults=[*planted] * faults)
 
 
+def assert_planted(faults: Sequence[str], answer: Answer) -> dict[str, int]:
+    """Checks that each fault was planted. Returns the numbers of their steps."""
+    planted = {line["planted"]: line["step"] for line in answer.faults if "planted" in line}
+    assert [*planted] == [*faults]
+    return planted
+
+
+def assert_unseen(faults: Sequence[str], faulty: Answer, stock: Answer) -> None:
+    """Checks that each of the last rounds has a fault and wrong text, and that nothing was reported."""
+    assert faulty.tokens[: -len(faults)] == stock.tokens[: -len(faults)]
+    assert_planted(faults, faulty)
+    assert not [line for line in faulty.faults if "reported" in line]
+    for fault, ours, own in zip(reversed(faults), reversed(faulty.tokens), reversed(stock.tokens), strict=False):
+        assert ours != own, fault
+
+
+def assert_reported(faults: Sequence[str], answer: Answer) -> None:
+    """Checks that each fault was reported before more than two further steps had begun, and no step before it was."""
+    for fault, step in assert_planted(faults, answer).items():
+        reports = [line for line in answer.faults if f"step {step}: {_WRONG_STATE}" in line.get("reported", "")]
+        assert reports, f"{fault} in step {step} was not reported: {answer.faults}"
+        assert reports[0]["begun"] - step <= MOST_STEPS_LATER, fault
+        if fault in (SWAPPED, SHARED, LOST_TOKEN, SWAPPED_COUNTS, LOST_DRAFTS):  # in the middle of their rounds
+            assert not [line for line in answer.faults if f"step {step - 1}: " in line.get("reported", "")], fault
+    assert "planted" in answer.faults[0], answer.faults[0]
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", [*_OF_STRATEGY])
-def test_drafts_change_no_token_of_a_model_with_recurrent_layers(
-    strategy: str, sglang: SglangVenv, tmp_path: Path
+@each_way
+def test_drafts_change_no_token_of_a_model_with_recurrent_layers_and_their_faults_are_reported(
+    strategy: str, graphed: bool, sglang: SglangVenv, tmp_path: Path
 ) -> None:
     """A small Llama drafts for gated delta nets, and states go back to the last draft that was accepted."""
     plain = run(sglang, "delta_net", strategy)
+    faults = [SWAPPED_COUNTS, LOST_DRAFTS]
     plain.engine["model_path"] = str(drafted_model(sglang.folder))
-    plain.rounds = plain.rounds[:2]
+    plain.rounds, plain.new_tokens = [*plain.rounds[:2], fresh(20), fresh(21)], 24
     (stock,) = sglang.stock([plain], tmp_path)
     drafts: dict[str, Any] = {
         "speculative_algorithm": "STANDALONE",
@@ -88,60 +129,43 @@ def test_drafts_change_no_token_of_a_model_with_recurrent_layers(
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 4,
     }
-    (ours,) = sglang.ours([replace(plain, engine={**plain.engine, **drafts})], tmp_path)
+    drafting = replace(plain, engine={**plain.engine, **drafts})
+    faulty = replace(drafting, state_faults=faults)
+    ours, found = sglang.ours([drafting, faulty], tmp_path, watches_states=True, graphed=graphed)
+    (unseen,) = sglang.ours([faulty], tmp_path, graphed=graphed)
     assert_equal_tokens([ours.tokens], stock.tokens)
-    assert "TARGET_VERIFY" in ours.modes
+    assert ("TARGET_VERIFY_GRAPH" if graphed else "TARGET_VERIFY") in ours.modes
     steps = sum(map(sum, ours.verified))
     tokens = sum(len(each) for of_round in ours.tokens for each in of_round)
     assert tokens / 3.5 < steps < tokens / 1.2, "some drafts were to be accepted, and not all"
-
-
-def assert_planted(name: str, answer: Answer) -> dict[str, int]:
-    """Checks that each fault was planted. Returns the numbers of their steps."""
-    planted = {line["planted"]: line["step"] for line in answer.faults if "planted" in line}
-    assert [*planted] == [*_FAULTS[name]]
-    return planted
-
-
-def assert_reported(name: str, answer: Answer) -> None:
-    """Checks that each fault was reported before more than two further steps had begun, and no step before it was."""
-    for fault, step in assert_planted(name, answer).items():
-        reports = [line for line in answer.faults if f"step {step}: {_WRONG_STATE}" in line.get("reported", "")]
-        assert reports, f"{fault} in step {step} was not reported: {answer.faults}"
-        assert reports[0]["begun"] - step <= MOST_STEPS_LATER, fault
-        if fault in (SWAPPED, SHARED, LOST_TOKEN):  # in the middle of their rounds
-            assert not [line for line in answer.faults if f"step {step - 1}: " in line.get("reported", "")], fault
-    assert "planted" in answer.faults[0], answer.faults[0]
+    assert_reported(faults, found)
+    assert_unseen(faults, unseen, stock)
 
 
 @each_model
-@each_strategy
+@each_way
 def test_hybrid_models_give_sglangs_own_tokens_and_faults_of_states_are_reported(
-    strategy: str, name: str, sglang: SglangVenv, tmp_path: Path
+    strategy: str, graphed: bool, name: str, sglang: SglangVenv, tmp_path: Path
 ) -> None:
     (stock,) = sglang.stock([run(sglang, name, strategy)], tmp_path)
-    ours, faulty = sglang.ours(
-        [run(sglang, name, strategy), run(sglang, name, strategy, faults=True)], tmp_path, watches_states=True
-    )
+    requested = [run(sglang, name, strategy), run(sglang, name, strategy, faults=True)]
+    ours, faulty = sglang.ours(requested, tmp_path, watches_states=True, graphed=graphed)
     assert_equal_tokens([ours.tokens], stock.tokens)
+    assert ours.modes == sorted(["DECODE_GRAPH" if graphed else "DECODE", "EXTEND"])
     assert ours.cached == stock.cached
     assert all(cached > 0 for cached in ours.cached[1])
-    assert_reported(name, faulty)
+    assert_reported(_FAULTS[name], faulty)
 
 
 @pytest.mark.nightly
 @each_model
-@each_strategy
+@each_way
 def test_faults_of_states_go_unseen_without_the_check_and_text_is_wrong(
-    strategy: str, name: str, sglang: SglangVenv, tmp_path: Path
+    strategy: str, graphed: bool, name: str, sglang: SglangVenv, tmp_path: Path
 ) -> None:
     (stock,) = sglang.stock([run(sglang, name, strategy)], tmp_path)
-    (faulty,) = sglang.ours([run(sglang, name, strategy, faults=True)], tmp_path)
-    assert faulty.tokens[:2] == stock.tokens[:2]
-    assert_planted(name, faulty)
-    assert not [line for line in faulty.faults if "reported" in line]
-    for fault, ours, own in zip(_FAULTS[name], faulty.tokens[2:], stock.tokens[2:], strict=True):
-        assert ours != own, fault
+    (faulty,) = sglang.ours([run(sglang, name, strategy, faults=True)], tmp_path, graphed=graphed)
+    assert_unseen(_FAULTS[name], faulty, stock)
 
 
 @pytest.mark.nightly
@@ -154,4 +178,4 @@ def test_the_oldest_release_that_is_served_gives_the_newest_ones_tokens_and_repo
     requested = [run(sglang, "delta_net", "no_buffer"), run(sglang, "delta_net", "no_buffer", faults=True)]
     ours, faulty = sglang.ours(requested, tmp_path, watches_states=True, release=oldest)
     assert_equal_tokens([ours.tokens], stock.tokens)
-    assert_reported("delta_net", faulty)
+    assert_reported(_FAULTS["delta_net"], faulty)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.amd.engines.sglang_cpu_states import convolve, convolve_one, scan, scan_one
+
 ZERO = "_zero_block_ids"
 _DELTA_NET, _SCAN, _STORE = "cpu_gdn_attention_core", "_mamba_chunk_scan_combined_fwd", "store_prefill_checkpoint"
 _NORM_EPSILON = 1e-6
@@ -31,16 +33,37 @@ def register() -> None:
     # Torch reads the operation's signature from these.
     delta_net.__annotations__["layer_name"] = LayerNameType
     setattr(gdn_attention, _DELTA_NET, delta_net)
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
     try:
         from vllm.model_executor.layers.mamba.ops import ssd_checkpoint, ssd_combined
-    except ImportError:  # 0.26 keeps no states from within chunks
+    except ImportError:  # 0.26 keeps no states from within chunks, and has its mixer of Mamba2 for GPUs alone
+        for name, operation in (
+            ("causal_conv1d_fn", convolve),
+            ("causal_conv1d_update", _of_first_slots(convolve_one, "conv_state_indices")),
+            ("mamba_chunk_scan_combined_varlen", scan_prompts),
+            ("selective_state_update", _of_first_slots(scan_one, "state_batch_indices")),
+        ):
+            setattr(mamba_mixer2, name, operation)
         return
     setattr(ssd_combined, _SCAN, _with_states_of_chunks(getattr(ssd_combined, _SCAN)))
-    from vllm.model_executor.layers.mamba import mamba_mixer2
 
     # The layer's module has the name of its own, if it was imported before.
     for module in (ssd_checkpoint, mamba_mixer2):
         setattr(module, _STORE, store_checkpoint)
+
+
+def scan_prompts(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, out: Tensor, initial_states: Tensor | None, **named: Any
+) -> Tensor:
+    """Writes out [T, heads, dim], and returns the states after each prompt: 0.26's mamba_chunk_scan_combined_varlen."""
+    more = {"track_seq_idx": None, "track_end_locs": None, "initial_states": initial_states, "out": out[None], **named}
+    return scan(x[None], dt[None], A, B[None], C[None], **more)[1]
+
+
+def _of_first_slots(operation: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns an operation on one token of each sequence, which uses the first of its slots; others are for drafts."""
+    return lambda *given, **named: operation(*given, **{**named, name: named[name][:, 0]})
 
 
 @cache

@@ -310,6 +310,28 @@ def write_mamba(folder: Path) -> None:
     write_random(folder, lambda: GraniteMoeHybridForCausalLM(config))
 
 
+def write_parallel_mamba(folder: Path) -> None:
+    """Writes a small Falcon-H1: three layers with Mamba2 and attention next to each other, scaled by multipliers."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    config = FalconH1Config(
+        **_LLAMA,
+        num_hidden_layers=3,
+        mamba_d_ssm=256,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=8,
+        mamba_n_groups=2,
+        mamba_chunk_size=16,
+        mamba_rms_norm=True,
+        ssm_in_multiplier=0.5,
+        ssm_multipliers=[0.7, 1.1, 0.9, 1.3, 0.8],
+        attention_out_multiplier=0.6,
+        architectures=["FalconH1ForCausalLM"],
+    )
+    write_random(folder, lambda: FalconH1ForCausalLM(config))
+
+
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """Returns a folder's tensors by name."""
     found: dict[str, Tensor] = load_file(folder / "model.safetensors")
@@ -330,6 +352,7 @@ _MODELS: Mapping[str, Callable[[Path], None]] = {
     "delta_net": write_delta_net,
     "delta_net_repeats": write_repeating_delta_net,
     "mamba": write_mamba,
+    "parallel_mamba": write_parallel_mamba,
     "sparse": write_sparse,
     "sparse_plain": write_sparse_plain,
 }

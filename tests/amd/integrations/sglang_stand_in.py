@@ -401,11 +401,24 @@ class Graph:
     """A decode graph runner: static tensors at a bucket, captured by hooks and replayed.
 
     width: new tokens of each sequence; mode: DECODE, or a mode of drafts
+    backend: the hooks, or what forwards to them
+    more:  fields of the batch
     """
 
-    def __init__(self, engine: Engine, bucket: int, *, width: int = 1, mode: Mode = Mode.DECODE, topk: int = 1) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        bucket: int,
+        *,
+        width: int = 1,
+        mode: Mode = Mode.DECODE,
+        topk: int = 1,
+        backend: Any = None,
+        **more: Any,
+    ) -> None:
         from rocm_attn.capture.graphs import recorder_for
 
+        self.backend = engine.hooks if backend is None else backend
         self.engine, self.bucket, self.width, self.topk = engine, bucket, width, topk
         tokens = bucket * width
         fill = engine.hooks.get_cuda_graph_seq_len_fill_value()
@@ -418,13 +431,14 @@ class Graph:
             out_cache_loc=engine.ints([0] * tokens),
             positions=engine.ints([0] * tokens),
             spec_info=SimpleNamespace(draft_token_num=width, num_tokens_per_req=width, topk=topk, custom_mask=None),
+            **more,
         )
         self.fill = fill
         self.step = engine.step_of(self.batch, [0] * bucket, padded=tokens)
-        engine.hooks.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
 
         def body() -> None:
-            engine.hooks.init_forward_metadata_in_graph(self.batch)
+            self.backend.init_forward_metadata_in_graph(self.batch)
             engine.forward(self.step)
 
         self.recording, _ = recorder_for(engine.device).record(body)
@@ -472,7 +486,7 @@ class Graph:
         if says_padding:
             view.num_padding = self.bucket - count
         self.view = view
-        engine.hooks.init_forward_metadata_out_graph(view)
+        self.backend.init_forward_metadata_out_graph(view)
         self.recording.replay()
         done = replace(fresh, outs=list(self.step.outs))
         engine.keep(requests, done)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,7 +24,31 @@ NUM_SLOTS = 8
 REPORT = "a slot that the engine names for a sequence's recurrent state"
 
 
-class Layer:
+class MambaBase:
+    """Lays out the states of a layer as in vLLM 0.32, from pages [blocks, 1, 1, bytes]."""
+
+    kv_cache: tuple[Any, ...]
+    get_state_shape: Any
+    get_state_dtype: Any
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        pages, states, first = kv_cache.squeeze(dim=(1, 2)), [], 0
+        for shape, dtype in zip(self.get_state_shape(), self.get_state_dtype(), strict=False):
+            size = math.prod(shape) * dtype.itemsize
+            states.append(pages[:, first : first + size].view(dtype).view(-1, *shape))
+            first += size
+        self.kv_cache = tuple(states)
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """The sizes of a state, of which blocks are made."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+class Layer(MambaBase):
     """A recurrent layer. kind: its names in vLLM's calculators"""
 
     def __init__(self, vllm: Any, kind: str = "mamba2") -> None:
@@ -31,6 +57,9 @@ class Layer:
 
     def get_state_shape(self) -> Any:
         return getattr(self._utils.MambaStateShapeCalculator, f"{self._kind}_state_shape")()
+
+    def get_state_dtype(self) -> Any:
+        return torch.bfloat16, torch.float32
 
 
 def calculator(what: str, parts: tuple[Any, ...]) -> type:
@@ -69,12 +98,15 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     context = SimpleNamespace(attn_metadata=None)
     utils = SimpleNamespace(
         MambaStateShapeCalculator=calculator("state_shape", ((3, 8), (2, 4))),
-        MambaStateDtypeCalculator=calculator("state_dtype", (torch.float32, torch.float32)),
         MambaStateCopyFuncCalculator=calculator("state_copy_func", ("conv", "temporal")),
         get_temporal_copy_spec="temporal",
     )
     first = type("GPUModelRunner", (FirstRunner,), {"_model_forward": FirstRunner._model_forward})
     second = type("MambaHybridModelState", (SecondRunner,), {"prepare_attn": SecondRunner.prepare_attn})
+    # What is hooked belongs to this test alone.
+    base, spec = MambaBase, MambaSpec
+    monkeypatch.setattr(base, "bind_kv_cache", base.bind_kv_cache)
+    monkeypatch.setattr(spec, "__init__", spec.__init__)
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.config": {
@@ -85,7 +117,9 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "vllm.model_executor": {},
         "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.mamba": {"mamba_utils": utils},
-        "vllm.model_executor.layers.mamba.abstract": {"MambaBase": Layer},
+        "vllm.model_executor.layers.mamba.abstract": {"MambaBase": base},
+        "vllm.v1": {},
+        "vllm.v1.kv_cache_interface": {"MambaSpec": spec},
         "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": first},
         "vllm.v1.worker.gpu.model_states.mamba_hybrid": {"MambaHybridModelState": second},
     }
@@ -120,15 +154,24 @@ def config(layers: dict[str, Layer], **changed: Any) -> Any:
 
 
 def test_states_of_two_kinds_get_one_header_that_is_copied_like_the_state(vllm: Any) -> None:
+    """Layers unpack two dtypes, so they are told of no third one."""
     for _ in range(2):
         vllm.hooks.add_headers()
     for kind, more in (("gated_delta_net", 1), ("mamba2", 1), ("mamba1", 0)):
-        shape = getattr(vllm.utils.MambaStateShapeCalculator, f"{kind}_state_shape")()
-        dtypes = getattr(vllm.utils.MambaStateDtypeCalculator, f"{kind}_state_dtype")()
+        layer = Layer(vllm, kind)
+        shapes, dtypes = layer.get_state_shape(), layer.get_state_dtype()
         copies = getattr(vllm.utils.MambaStateCopyFuncCalculator, f"{kind}_state_copy_func")()
-        assert shape == ((3, 8), (2, 4), *[(HEADER_WORDS,)] * more)
-        assert dtypes == (torch.float32, torch.float32, *[torch.int32] * more)
+        assert shapes == ((3, 8), (2, 4), *[(HEADER_WORDS,)] * more)
         assert copies == ("conv", "temporal", *["temporal"] * more)
+        conv, recurrent = dtypes
+        planned = MambaSpec(shapes, dtypes)
+        assert planned.dtypes == (conv, recurrent, *[torch.int32] * more)
+        assert replace(planned).dtypes == planned.dtypes
+        pages = torch.arange(NUM_SLOTS * 108).to(torch.int8).view(NUM_SLOTS, 1, 1, 108)
+        layer.bind_kv_cache(pages)
+        assert len(layer.kv_cache) == 2 + more
+        if more:
+            assert torch.equal(layer.kv_cache[2].view(torch.int8), pages[:, 0, 0, 80:92])
 
 
 @pytest.mark.parametrize("value", ["", "0", "1"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rocm_attn.models.config import HeadProjections, LatentProjections
@@ -238,7 +237,9 @@ def _before_rows(
     if projections.has_bias:
         biases = [piece("q_a_proj.bias", (rank,))] if rank else []
         bias = reader.join(*biases, piece("kv_a_proj_with_mqa.bias", (row_dim,)))
-        bias = torch.cat((bias.new_zeros(len(first) - len(bias)), bias))
+        of_rows = bias
+        bias = bias.new_zeros(len(first))
+        bias[-len(of_rows) :] = of_rows
     if projections.interleaved:
         _put_in_halves(of_heads.view(heads.size, q_dim, -1)[:, projections.nope_dim :].transpose(0, 1))
         _put_in_halves(first[-rope_dim:])
@@ -249,4 +250,4 @@ def _before_rows(
 
 def _put_in_halves(rows: Tensor) -> None:
     """Reorders rows of adjacent pairs in place: the first of each pair, then the second of each."""
-    rows.copy_(torch.cat((rows[0::2], rows[1::2])))
+    rows.copy_(rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))

@@ -215,7 +215,8 @@ class _OfMlp:
     def router_beside_dense(self, num_experts: int) -> _Router:
         """A router whose input has a scale for each element, and one for all of them."""
         matrix = self.in_float32("router.proj.weight", (num_experts, self.hidden))
-        scaled = matrix * self.in_float32("router.scale", (self.hidden,)) * self.hidden**-0.5
+        scale = self.in_float32("router.scale", (self.hidden,))
+        scaled = self.reader.computed(lambda read: read * scale * self.hidden**-0.5, matrix)
         return _Router(scaled.to(self.reader.dtype), None, self.in_float32("router.per_expert_scale", (num_experts,)))
 
     def _experts(self, mlp: ExpertMlp, router: _Router, gate_up: Tensor, down: Tensor) -> ExpertWeights:

@@ -133,7 +133,7 @@ def _read_mamba(part: _Part, projections: RecurrentProjections) -> StateSpaceWei
         first_bias=first_bias,
         convolution=convolution.squeeze(1),
         convolution_bias=reader.join(*part.of_mamba("conv1d.bias", (channels,))) if has_bias else None,
-        decay_factor=-part.in_float32("A_log", of_heads, heads).exp(),
+        decay_factor=part.decay_factor(of_heads, heads),
         step_bias=part.in_float32("dt_bias", of_heads, heads),
         skip=part.in_float32("D", of_heads, heads)[:, None],
         num_normed=layer.num_value_heads // layer.num_key_heads * layer.value_dim,
@@ -149,13 +149,13 @@ def _read_kimi(part: _Part) -> KimiDeltaWeights:
     projected = [part.piece(f"{name}_proj.weight", (part.num_values, part.hidden), rows) for name in "qkv"]
     inputs = [part.piece(f"{name}_a_proj.weight", (dim, part.hidden)) for name in "fg"]
     beta = part.piece("b_proj.weight", (num_heads, part.hidden), heads)
-    factor = part.in_float32("A_log", (1, 1, num_heads, 1), one, one, heads)
+    factor = part.decay_factor((1, 1, num_heads, 1), one, one, heads)
     first = reader.join(*projected, *inputs, beta)
     convolved = (part.piece(f"{name}_conv1d.weight", (part.num_values, 1, width), rows) for name in "qkv")
     return KimiDeltaWeights(
         first=first,
         convolution=reader.join(*convolved).squeeze(1),
-        decay_factor=-factor.view(-1, 1).exp(),
+        decay_factor=factor.view(-1, 1),
         decay=reader.join(part.piece("f_b_proj.weight", (part.num_values, dim), rows)),
         decay_bias=part.in_float32("dt_bias", (part.num_values,), rows),
         gate=reader.join(part.piece("g_b_proj.weight", (part.num_values, dim), rows)),
@@ -172,7 +172,7 @@ def _read_delta(part: _Part, tensors: RecurrentTensors) -> DeltaNetWeights:
     return DeltaNetWeights(
         first=first,
         convolution=reader.join(*channels).squeeze(1),
-        decay_factor=-part.in_float32("A_log", of_heads, part.heads.q).exp(),
+        decay_factor=part.decay_factor(of_heads, part.heads.q),
         decay_bias=part.in_float32("dt_bias", of_heads, part.heads.q),
         norm=part.in_float32("norm.weight", (layer.value_dim,)),
         out=part.out("out_proj.weight"),
@@ -206,6 +206,10 @@ class _Part:
     def in_float32(self, name: str, whole: Shape, *cut: ShardRange) -> Tensor:
         """Reads piece() in float32."""
         return self.reader.in_float32(self.piece(name, whole, *cut))
+
+    def decay_factor(self, whole: Shape, *cut: ShardRange) -> Tensor:
+        """Minus the exponential of the tensor A_log."""
+        return self.reader.computed(lambda log: -log.exp(), self.in_float32("A_log", whole, *cut))
 
     def out(self, name: str) -> Tensor:
         """The output's matrix, with columns of the rank's value heads."""

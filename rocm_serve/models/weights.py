@@ -307,4 +307,6 @@ def _mixer(
 
 def _norm(reader: TensorReader, config: ModelConfig, name: str, dim: int) -> Tensor:
     weight = TensorPart(f"{name}.weight", (dim,))
-    return reader.in_float32(weight) + config.norm_offset if config.norm_offset else reader.join(weight)
+    if not config.norm_offset:
+        return reader.join(weight)
+    return reader.computed(lambda read: read + config.norm_offset, reader.in_float32(weight))

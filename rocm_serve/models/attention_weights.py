@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rocm_attn.models.config import HeadProjections, LatentProjections
 from rocm_attn.models.geometry import AttentionLayer
-from rocm_attn.models.shards import GroupedRows, Shard, ShardRange
-from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
+from rocm_attn.models.shards import GroupedRows, ShardRange
 from rocm_attn.problem import Indexer
+from rocm_serve.models.layer_tensors import LayerTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,32 +104,15 @@ ReadNorm = Callable[[str, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OfAttention:
-    """The tensors around one layer's attention that a rank holds.
+class OfAttention(LayerTensors):
+    """The tensors around one layer's attention that a rank holds. width: elements of its input for a token"""
 
-    prefix: the start of their names
-    hidden: elements of the output for a token
-    width:  of the input
-    """
-
-    reader: TensorReader
-    prefix: str
-    shard: Shard
-    hidden: int
     width: int
 
-    def piece(self, name: str, whole: Shape, *cut: ShardRange) -> TensorPart:
-        """A tensor under its name within the layer's attention, or a part of it."""
-        return TensorPart(self.prefix + name, whole, cut)
-
-    def join(self, name: str, whole: Shape, *cut: ShardRange) -> Tensor:
-        """Reads piece()."""
-        return self.reader.join(self.piece(name, whole, *cut))
-
-    def out(self, size: int, span: ShardRange, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-        """The output's matrix of `size` columns, of which a span is read, and its bias."""
+    def output(self, size: int, span: ShardRange, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Reads out(), and its bias."""
         bias = self.join("o_proj.bias", (self.hidden,)) if has_bias else None
-        return self.join("o_proj.weight", (self.hidden, size), ShardRange.whole(self.hidden), span), bias
+        return self.out("o_proj.weight", size, span), bias
 
 
 def read_heads(
@@ -147,7 +130,7 @@ def read_heads(
         rows = [*queries, *rows, *gates]
     else:
         rows = [("q_proj", q_size, q), *rows]
-    out, out_bias = tensors.out(q_size, q, has_bias=projections.out_bias)
+    out, out_bias = tensors.output(q_size, q, has_bias=projections.out_bias)
     weights = [piece(f"{name}.weight", (size, tensors.width), span) for name, size, span in rows]
     biases = [piece(f"{name}.bias", (size,), span) for name, size, span in rows if projections.qkv_bias]
     return KVHeadWeights(
@@ -155,7 +138,7 @@ def read_heads(
         qkv_bias=reader.join(*biases) if biases else None,
         q_norm=norm("q_norm", dim) if projections.qk_norm else None,
         k_norm=norm("k_norm", dim) if projections.qk_norm and keeps_kv else None,
-        sinks=reader.in_float32(piece("sinks", (attention.num_q_heads,), heads.q)) if attention.has_sinks else None,
+        sinks=tensors.in_float32("sinks", (attention.num_q_heads,), heads.q) if attention.has_sinks else None,
         out=out,
         out_bias=out_bias,
         index=_read_block_index(tensors, attention, heads.kv, norm) if projections.indexer else None,
@@ -187,7 +170,7 @@ def read_latent(tensors: OfAttention, attention: AttentionLayer, projections: La
     kv = tensors.join("kv_b_proj.weight", (num_heads * kv_dim, latent_dim), heads.of_elements(kv_dim))
     kv = kv.view(heads.size, kv_dim, -1)
     size, span = num_heads * projections.v_dim, heads.of_elements(projections.v_dim)
-    out, out_bias = tensors.out(size, span, has_bias=projections.has_bias)
+    out, out_bias = tensors.output(size, span, has_bias=projections.has_bias)
     return LatentWeights(
         first=first,
         first_bias=first_bias,

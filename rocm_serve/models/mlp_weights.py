@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, ExpertTensors, Mlp, NoMlp
 from rocm_attn.models.shards import Shard, ShardRange
-from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
+from rocm_attn.models.tensors import TensorReader
+from rocm_serve.models.layer_tensors import LayerTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,30 +114,8 @@ class _Router(NamedTuple):
     share_scale: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _OfMlp:
-    """The tensors of an MLP that a rank holds.
-
-    prefix: the start of their names
-    hidden: elements of a token
-    """
-
-    reader: TensorReader
-    prefix: str
-    shard: Shard
-    hidden: int
-
-    def piece(self, name: str, whole: Shape, *cut: ShardRange) -> TensorPart:
-        """A tensor under its name within the MLP, or a part of it."""
-        return TensorPart(self.prefix + name, whole, cut)
-
-    def join(self, name: str, whole: Shape, *cut: ShardRange) -> Tensor:
-        """Reads piece()."""
-        return self.reader.join(self.piece(name, whole, *cut))
-
-    def in_float32(self, name: str, whole: Shape) -> Tensor:
-        """Reads a tensor in float32."""
-        return self.reader.in_float32(self.piece(name, whole))
+class _OfMlp(LayerTensors):
+    """The tensors of an MLP that a rank holds."""
 
     def dense(self, mlp: DenseMlp) -> DenseWeights:
         """A dense MLP."""
@@ -150,7 +129,7 @@ class _OfMlp:
         return DenseWeights(
             gate_up=self.reader.join(*weights),
             gate_up_bias=self.reader.join(*biases) if biases else None,
-            down=self.join("down_proj.weight", (hidden, size), ShardRange.whole(hidden), inner),
+            down=self.out("down_proj.weight", size, inner),
             down_bias=self.join("down_proj.bias", (hidden,)) if mlp.has_bias else None,
         )
 

@@ -11,6 +11,7 @@ from rocm_attn.models.config import GatedNorm, RecurrentProjections, RecurrentTe
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.shards import GroupedRows, HeadSpans, Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
+from rocm_serve.models.layer_tensors import LayerTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,12 +112,11 @@ def read_recurrent(
     prefix: the start of the layer's names
     hidden: elements of a token
     """
-    heads = shard.heads(layer.num_value_heads, layer.num_key_heads)
     if projections.tensors is RecurrentTensors.MAMBA:
-        return _read_mamba(_Part(reader, layer, f"{prefix}mamba.", heads, hidden), projections)
+        return _read_mamba(_Part(reader, f"{prefix}mamba.", shard, hidden, layer), projections)
     if projections.tensors is RecurrentTensors.KIMI:
-        return _read_kimi(_Part(reader, layer, f"{prefix}self_attn.", heads, hidden))
-    return _read_delta(_Part(reader, layer, f"{prefix}linear_attn.", heads, hidden), projections.tensors)
+        return _read_kimi(_Part(reader, f"{prefix}self_attn.", shard, hidden, layer))
+    return _read_delta(_Part(reader, f"{prefix}linear_attn.", shard, hidden, layer), projections.tensors)
 
 
 def _read_mamba(part: _Part, projections: RecurrentProjections) -> StateSpaceWeights:
@@ -127,7 +127,7 @@ def _read_mamba(part: _Part, projections: RecurrentProjections) -> StateSpaceWei
     first_bias = reader.join(*part.of_mamba("in_proj.bias", (of_first,))) if projections.in_bias else None
     convolution = reader.join(*part.of_mamba("conv1d.weight", (channels, 1, layer.conv_width)))
     has_bias = projections.convolved_bias
-    norm = part.piece("norm.weight", (part.num_values,), heads.of_elements(layer.value_dim))
+    of_norm = (part.num_values,), heads.of_elements(layer.value_dim)
     return StateSpaceWeights(
         first=first,
         first_bias=first_bias,
@@ -137,9 +137,9 @@ def _read_mamba(part: _Part, projections: RecurrentProjections) -> StateSpaceWei
         step_bias=part.in_float32("dt_bias", of_heads, heads),
         skip=part.in_float32("D", of_heads, heads)[:, None],
         num_normed=layer.num_value_heads // layer.num_key_heads * layer.value_dim,
-        norm=reader.in_float32(norm) if projections.norm is not GatedNorm.NONE else None,
-        out=part.out("out_proj.weight"),
-        out_bias=reader.join(part.piece("out_proj.bias", (part.hidden,))) if projections.out_bias else None,
+        norm=part.in_float32("norm.weight", *of_norm) if projections.norm is not GatedNorm.NONE else None,
+        out=part.output("out_proj.weight"),
+        out_bias=part.join("out_proj.bias", (part.hidden,)) if projections.out_bias else None,
     )
 
 
@@ -156,11 +156,11 @@ def _read_kimi(part: _Part) -> KimiDeltaWeights:
         first=first,
         convolution=reader.join(*convolved).squeeze(1),
         decay_factor=factor.view(-1, 1),
-        decay=reader.join(part.piece("f_b_proj.weight", (part.num_values, dim), rows)),
+        decay=part.join("f_b_proj.weight", (part.num_values, dim), rows),
         decay_bias=part.in_float32("dt_bias", (part.num_values,), rows),
-        gate=reader.join(part.piece("g_b_proj.weight", (part.num_values, dim), rows)),
+        gate=part.join("g_b_proj.weight", (part.num_values, dim), rows),
         norm=part.in_float32("o_norm.weight", (dim,)),
-        out=part.out("o_proj.weight"),
+        out=part.output("o_proj.weight"),
     )
 
 
@@ -175,48 +175,33 @@ def _read_delta(part: _Part, tensors: RecurrentTensors) -> DeltaNetWeights:
         decay_factor=part.decay_factor(of_heads, part.heads.q),
         decay_bias=part.in_float32("dt_bias", of_heads, part.heads.q),
         norm=part.in_float32("norm.weight", (layer.value_dim,)),
-        out=part.out("out_proj.weight"),
+        out=part.output("out_proj.weight"),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The tensors around a layer's recurrence that a rank holds.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part(LayerTensors):
+    """The tensors around a layer's recurrence that a rank holds. layer: of the whole model"""
 
-    prefix: the start of their names
-    heads:  its value heads (q) and their key heads
-    hidden: elements of a token
-    """
-
-    reader: TensorReader
     layer: RecurrentLayer
-    prefix: str
-    heads: HeadSpans
-    hidden: int
+
+    @property
+    def heads(self) -> HeadSpans:
+        """The rank's value heads (q) and their key heads."""
+        return self.shard.heads(self.layer.num_value_heads, self.layer.num_key_heads)
 
     @property
     def num_values(self) -> int:
         """Elements of v for a token, on all ranks."""
         return self.layer.num_value_heads * self.layer.value_dim
 
-    def piece(self, name: str, whole: Shape, *cut: ShardRange) -> TensorPart:
-        """A tensor under its name within the recurrence, or a part of it."""
-        return TensorPart(self.prefix + name, whole, cut)
-
-    def in_float32(self, name: str, whole: Shape, *cut: ShardRange) -> Tensor:
-        """Reads piece() in float32."""
-        return self.reader.in_float32(self.piece(name, whole, *cut))
-
     def decay_factor(self, whole: Shape, *cut: ShardRange) -> Tensor:
         """Minus the exponential of the tensor A_log."""
         return self.reader.computed(lambda log: -log.exp(), self.in_float32("A_log", whole, *cut))
 
-    def out(self, name: str) -> Tensor:
+    def output(self, name: str) -> Tensor:
         """The output's matrix, with columns of the rank's value heads."""
-        columns = self.heads.q.of_elements(self.layer.value_dim)
-        return self.reader.join(
-            self.piece(name, (self.hidden, self.num_values), ShardRange.whole(self.hidden), columns)
-        )
+        return self.out(name, self.num_values, self.heads.q.of_elements(self.layer.value_dim))
 
     def of_mamba(self, name: str, whole: Shape) -> Iterator[TensorPart]:
         """The rows of StateSpaceWeights.first or .convolution; files have those of the gate first, and then x, B, C."""

@@ -115,39 +115,34 @@ def test_a_client_that_takes_nothing_counts_as_gone(loaded: LoadedModel) -> None
         assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
 
 
-def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> None:
+async def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> None:
     """All of it was computed, and an ASGI server silently accepts data after the connection is lost."""
-    counts = HttpMetrics()
+    received, writable = asyncio.Event(), asyncio.Event()
+    messages: list[Message] = [{"type": "http.request"}]
 
-    async def main() -> None:
-        received, writable = asyncio.Event(), asyncio.Event()
-        messages: list[Message] = [{"type": "http.request"}]
+    def lose_connection() -> None:
+        for event in (received, writable):  # in uvicorn's order
+            event.set()
 
-        def lose_connection() -> None:
-            for event in (received, writable):  # in uvicorn's order
-                event.set()
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        for more_body in (True, False):
+            await send({"type": "http.response.body", "more_body": more_body})
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await send({"type": "http.response.start", "status": 200})
-            for more_body in (True, False):
-                await send({"type": "http.response.body", "more_body": more_body})
+    async def receive() -> Message:
+        if not messages:
+            await received.wait()
+        return messages.pop() if messages else {"type": "http.disconnect"}
 
-        async def receive() -> Message:
-            if not messages:
-                await received.wait()
-            return messages.pop() if messages else {"type": "http.disconnect"}
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            asyncio.get_running_loop().call_soon(lose_connection)
+            await writable.wait()
 
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                asyncio.get_running_loop().call_soon(lose_connection)
-                await writable.wait()
-
-        front = SimpleNamespace(check=lambda: None, num_requests=0)
-        generations: Any = SimpleNamespace(counts=counts, jobs=Jobs(), front=front)
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
-        await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
-
-    asyncio.run(main())
+    counts, front = HttpMetrics(), SimpleNamespace(check=lambda: None, num_requests=0)
+    generations: Any = SimpleNamespace(counts=counts, jobs=Jobs(), front=front)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
+    await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
     assert counts.disconnects == 1
 
 
@@ -242,7 +237,7 @@ def test_a_deadline_that_is_none_is_refused(timeout: str, loaded: LoadedModel) -
         assert (reply.status, "at least 0.01" in reply.error["message"]) == (400, True)
 
 
-def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -> None:
+async def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -> None:
     """One of several choices has failed, and the others continue while the error waits for its reader."""
     counts, bounds, sent = HttpMetrics(), list[Callable[[], None]](), list[bytes]()
 
@@ -260,7 +255,7 @@ def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -
     generation: Any = SimpleNamespace(streams=[stream], pieces=pieces, job=SimpleNamespace(end=lambda why: None))
     generations: Any = SimpleNamespace(counts=counts, max_unread_tokens=4)
     replies = CompletionReplies(NAME, EmittedTokens(None))
-    asyncio.run(EventStream(generations, generation, replies, num_choices=2, usage=False)({}, no_message, send))
+    await EventStream(generations, generation, replies, num_choices=2, usage=False)({}, no_message, send)
     assert (counts.late_readers, b"has failed" in sent[-1]) == (1, True)
 
 

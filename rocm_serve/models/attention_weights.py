@@ -233,4 +233,4 @@ def _before_rows(
 
 def _put_in_halves(rows: Tensor) -> None:
     """Reorders rows of adjacent pairs in place: the first of each pair, then the second of each."""
-    rows.copy_(rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
+    rows.copy_(rows.reshape(-1, 2, *rows.shape[1:]).transpose(0, 1).flatten(0, 1))

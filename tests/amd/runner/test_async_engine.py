@@ -12,11 +12,10 @@ import random
 import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from rocm_attn.errors import BadRequest, BadSetting, DeviceFault, WrongState
+from rocm_attn.errors import BadRequest, BadSetting, WrongState
 from rocm_serve.async_engine import AsyncEngine, EngineEnded, TooManyRequests
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -209,32 +208,6 @@ async def test_a_request_that_fails_does_so_alone(prompt: tuple[int, ...], poiso
         assert why.value.completion.finish_reason == "error"
         found = await others
     assert found == engine(poisoned).generate(requests)
-    assert is_empty(served)
-
-
-async def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_later_ones_are_served(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, requests = engine(loaded), some_requests(4)
-    gated = Gated(served)
-    async with AsyncEngine(served) as front:
-        concerned = [front.stream(LONG) for _ in range(2)]
-        gated.let(2)
-        for _ in range(3):
-            await gated.begun()
-        run_step = served._steps.run
-
-        def faulty(*_: object) -> Any:
-            monkeypatch.setattr(served._steps, "run", run_step)
-            raise DeviceFault("step 2: a page was not there", served.runtime.faults.step_number)
-
-        monkeypatch.setattr(served._steps, "run", faulty)  # of the third step, which waits to begin
-        gated.let(1000)
-        for stream in concerned:
-            with pytest.raises(RequestFailed, match="step 2: a page was not there"):
-                await stream.completion()
-        found = await asyncio.gather(*map(front.complete, requests))
-    assert found == engine(loaded).generate(requests)
     assert is_empty(served)
 
 

@@ -324,7 +324,9 @@ def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_is_counted(
     with gated_server(loaded) as (server, gated):
         served = server.engine
         run_step = served._steps.run
-        streamed = Client(server, requested(stream=True, **LONG))
+        concerned = [Client(server, requested(stream=True, **LONG)) for _ in range(2)]
+        while server.between_loops(lambda: server.front.num_requests) < 2:
+            pass
         gated.let(2)
         for _ in range(3):
             begun(gated)
@@ -336,9 +338,10 @@ def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_is_counted(
 
         monkeypatch.setattr(served._steps, "run", faulty)  # of the third step, which waits to begin
         gated.let(MANY_STEPS)
-        error = events(streamed.read_until(b"error"))[-1]["error"]
-        assert "step 2: a page was not there" in error["message"]
-        streamed.leave()
+        for streamed in concerned:
+            error = events(streamed.read_until(b"error"))[-1]["error"]
+            assert "step 2: a page was not there" in error["message"]
+            streamed.leave()
         assert post(server, requested()).status == 200
         assert b"rocm_attn_faults_total 1" in send(server, "GET", "/metrics").body
         assert send(server, "GET", "/health").status == 200

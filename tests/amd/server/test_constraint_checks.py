@@ -75,8 +75,7 @@ def test_a_constraint_that_finds_too_many_waiting_may_come_again(
         asking = [pool.submit(ask, server, {"enum": [f"a{number}"]}) for number in range(3)]
         for _ in range(2):
             begun.acquire()
-        while not server.between_loops(lambda: server.generations._checks._num_waiting):
-            pass
+        server.wait_until(lambda: server.generations._checks._num_waiting)
         refused = ask(server, {"enum": ["b"]})
         assert (refused.status, refused.error["code"]) == (429, "too_many_requests")
         assert int(refused.headers["retry-after"]) >= 1

@@ -127,8 +127,7 @@ def test_a_server_accepts_once_before_it_does_something_else(loaded: LoadedModel
     with running(engine(loaded)) as server:
         assert server.server.config.backlog == 1
         clients = [socket.create_connection(server.address) for _ in range(50)]
-        while server.between_loops(lambda: len(server.server.server_state.connections)) < 50:
-            pass
+        server.wait_until(lambda: len(server.server.server_state.connections) >= 50)
         for client in clients:
             client.close()
 

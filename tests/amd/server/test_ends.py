@@ -98,8 +98,7 @@ def test_a_client_that_leaves_in_its_body_is_forgotten(loaded: LoadedModel) -> N
     with gated_server(loaded) as (server, _):
         with socket.create_connection(server.address) as client:
             client.sendall(head_of_a_post("Content-Length: 99") + b"{")
-            while not server.between_loops(lambda: len(server.jobs)):
-                pass
+            server.wait_until(lambda: len(server.jobs))
         server.jobs_are_done()
         assert send(server, "GET", "/health").status == 200
 
@@ -109,8 +108,7 @@ def test_a_client_that_takes_nothing_counts_as_gone(loaded: LoadedModel) -> None
     served = engine(loaded)
     with running(served, write_seconds=0.2) as server:
         with slow_reader(server):
-            while not server.between_loops(lambda: server.generations.counts.disconnects):
-                pass
+            server.wait_until(lambda: server.generations.counts.disconnects)
             assert server.holds_nothing(), "the job has ended although nothing was read"
         assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
 
@@ -158,8 +156,7 @@ def slow_reader(server: Running, num_choices: int = 16) -> socket.socket:
 
 def test_a_client_that_does_not_read_loses_its_request_and_not_only_its_connection(loaded: LoadedModel) -> None:
     with running(engine(loaded), max_unread_tokens=10) as server, slow_reader(server):
-        while not server.between_loops(lambda: server.generations.counts.disconnects):
-            pass
+        server.wait_until(lambda: server.generations.counts.disconnects)
         assert server.holds_nothing()
         assert server.between_loops(lambda: server.generations.counts.late_readers) == 1
         assert ended(server).get("cancelled", 0) > 0, "the engine has not computed all that nobody reads"
@@ -169,11 +166,9 @@ def test_a_client_that_does_not_read_loses_its_request_and_not_only_its_connecti
 def test_a_computed_answer_that_waits_to_be_read_takes_no_place(loaded: LoadedModel) -> None:
     with running(engine(loaded), max_requests=16) as server:
         with slow_reader(server, num_choices=3):
-            while not server.between_loops(lambda: [job.is_computed for job in server.jobs] == [True]):
-                pass
+            server.wait_until(lambda: [job.is_computed for job in server.jobs] == [True])
             assert post(server, requested(n=16)).status == 200
-            while server.between_loops(lambda: len(server.jobs)) > 1:
-                pass  # its last byte was read, and its job ends
+            server.wait_until(lambda: len(server.jobs) <= 1)  # its last byte was read, and its job ends
             assert len(server.jobs) == 1, "the slow one is still there"
         server.jobs_are_done()
 
@@ -185,8 +180,7 @@ def test_whom_no_place_is_free_for_is_reported_when_to_come_again(loaded: Loaded
         # One place is free, and two are requested: neither is taken.
         refused = [post(server, requested(n=2))]
         second = Client(server, requested(stream=True))
-        while server.between_loops(lambda: server.front.num_requests) < 2:
-            pass
+        server.wait_until(lambda: server.front.num_requests >= 2)
         refused.append(post(server, requested()))
         for reply in refused:
             assert (reply.status, reply.error["code"], reply.error["type"]) == (
@@ -288,8 +282,7 @@ def test_a_server_that_drains_finishes_what_it_has_taken(loaded: LoadedModel) ->
 def test_what_a_drain_has_no_time_for_ends_with_an_error(loaded: LoadedModel) -> None:
     with gated_server(loaded, drain_seconds=0.05) as (server, gated):
         streamed, whole = Client(server, requested(stream=True, **LONG)), Client(server, requested(**LONG))
-        while server.between_loops(lambda: server.front.num_requests) < 2:
-            pass
+        server.wait_until(lambda: server.front.num_requests >= 2)
         gated.let(2)
         streamed.read_until(b"data: ")
         server.drain()
@@ -325,8 +318,7 @@ def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_is_counted(
         served = server.engine
         run_step = served._steps.run
         concerned = [Client(server, requested(stream=True, **LONG)) for _ in range(2)]
-        while server.between_loops(lambda: server.front.num_requests) < 2:
-            pass
+        server.wait_until(lambda: server.front.num_requests >= 2)
         gated.let(2)
         for _ in range(3):
             begun(gated)
@@ -353,8 +345,7 @@ def test_the_engines_end_is_reported_to_everybody_and_ends_the_server(
 ) -> None:
     with gated_server(loaded) as (server, gated):
         streamed, whole = Client(server, requested(stream=True, **LONG)), Client(server, requested(**LONG))
-        while server.between_loops(lambda: server.front.num_requests) < 2:
-            pass
+        server.wait_until(lambda: server.front.num_requests >= 2)
         gated.let(2)
         streamed.read_until(b"data: ")
 

@@ -92,10 +92,7 @@ def others_are_served(server: Served) -> Iterator[None]:
     """After each test the server answers as before, has made no error, and holds nothing."""
     yield
     assert statuses(answers(server.port, post(CHAT, chat()))) == [200]
-    while (counts := server.counts())["requests_total"] != counts["requests_ended_total"]:
-        pass  # a client that left is noticed soon, which ends the wait
-    counts.assert_empty()
-    assert counts["http_requests_total:status=500"] == 0
+    server.assert_served_all()
     assert not [line for line in server.log if "Traceback" in line], server.log
 
 

@@ -72,10 +72,7 @@ async def test_poison_under_one_key_changes_no_answer_under_another(server: Serv
     assert got == expected * 3
     assert set(poisoned) <= {200, 400}
     assert poisoned.count(200) > len(poisoned) / 4, "most of the poison was refused, and shows nothing"
-    while (counts := server.counts())["requests_total"] != counts["requests_ended_total"]:
-        pass
-    counts.assert_empty()
-    assert counts["http_requests_total:status=500"] == 0
+    server.assert_served_all()
 
 
 async def test_prompts_of_one_key_are_not_found_by_another(server: Served) -> None:

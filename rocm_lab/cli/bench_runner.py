@@ -12,8 +12,8 @@ from rocm_attn.cli.streams import say
 from rocm_lab.bench.energy import meter_of
 from rocm_lab.bench.runner_load import run_on_engine
 from rocm_lab.cli.bench_serving import load_options, show, trace_of
-from rocm_serve.cli.generate import dtype_of
 from rocm_serve.cli.options import ON_GENERATE
+from rocm_serve.cli.ready_engine import dtype_of
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import load_model
 from rocm_serve.models.places import find_model

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -20,18 +19,12 @@ from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
-from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
+from rocm_serve.cli.engine_start import EngineStart
 from rocm_serve.cli.options import ON_GENERATE
+from rocm_serve.cli.ready_engine import loaded_engine
 from rocm_serve.cli.request_options import request_of
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import (
-    LoadedModel,
-    ModelFiles,
-    default_dtype,
-    load_model,
-    model_kind,
-    open_model,
-)
+from rocm_serve.models.loading import ModelFiles, open_model
 from rocm_serve.models.places import find_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
@@ -165,41 +158,22 @@ def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     requested = request_of(options)
     # Wrong words are refused before weights are read, which takes a minute.
     require_drafter(EngineOptions(**{name: getattr(options, name) for name in ON_GENERATE}).speculative)
-    device = device_named(options.device)
     model = str(find_model(options.model))
-    dtype = dtype_of(options.dtype, model, device)
-    on = f"{device}" if options.tp == 1 else f"{options.tp} ranks of {device.type}"
-    say(f"loading {options.model} on {on} in {str(dtype).removeprefix('torch.')}")
-    if options.tp == 1:
-        loaded = load_model(model, dtype=dtype, device=device)
-        requests = [_request(options, requested, loaded, prompt) for prompt in prompts]
-        engine = Engine(loaded, _engine_options(options, loaded, requests))
-        if isinstance(engine.flight, FlightRecorder):
-            dump_on_signal(engine.flight)
-        _serve(options, engine, prompts, requests, device)
-        return
-    if device.index is not None:
-        raise BadSetting(f"--device is {device} and --tp {options.tp}; ranks use the first GPUs, so give --device cuda")
     files = open_model(model)
     requests = [_request(options, requested, files, prompt) for prompt in prompts]
-    with RankedEngine(
-        partial(load_model, model, dtype=dtype),
-        _engine_options(options, files, requests),
-        num_ranks=options.tp,
-        device_type=device.type,
-    ) as ranked:
-        _serve(options, ranked, prompts, requests, device)
+    engine_options = _engine_options(options, files, requests)
+    start = EngineStart(options.model, model, engine_options, options.device, options.dtype, options.tp)
+    with loaded_engine(start) as engine:
+        _serve(options, engine, prompts, requests)
 
 
 def _serve(
-    options: argparse.Namespace,
-    engine: Engine | RankedEngine,
-    prompts: list[str],
-    requests: list[Request],
-    device: torch.device,
+    options: argparse.Namespace, engine: Engine | RankedEngine, prompts: list[str], requests: list[Request]
 ) -> None:
     """Serves the requests and prints the completions. Raises PromptsFailed."""
-    if device.type == "cuda":  # on a CPU a graph saves little, and is made once enough steps have paid for it
+    if (
+        device_named(options.device).type == "cuda"
+    ):  # on a CPU a graph saves little, and is made once enough steps have paid for it
         engine.capture_all(ProgressBar(sys.stderr))
         engine.compile_all(ProgressBar(sys.stderr, "compiling"))
     show = _progress(len(prompts)) if options.json else _texts(prompts)
@@ -224,15 +198,7 @@ def _what_failed(completions: Sequence[Completion]) -> str:
     return f"{len(failed)} of {len(completions)} prompts failed; prompt {failed[0][0]}: {failed[0][1]}"
 
 
-def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
-    """The dtype of --dtype; if not given, default_dtype. Raises BadModel if there is no model."""
-    if name is not None:
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-    return default_dtype(model_kind(model), device.type)
-
-
-def _request(options: argparse.Namespace, requested: Request, model: LoadedModel | ModelFiles, prompt: str) -> Request:
+def _request(options: argparse.Namespace, requested: Request, model: ModelFiles, prompt: str) -> Request:
     if model.tokenizer is None:
         raise BadModel(f"{options.model} has no tokenizer.json, which prompts need")
     if not prompt.strip():
@@ -241,9 +207,7 @@ def _request(options: argparse.Namespace, requested: Request, model: LoadedModel
     return replace(requested, prompt_token_ids=tuple(token_ids))
 
 
-def _engine_options(
-    options: argparse.Namespace, model: LoadedModel | ModelFiles, requests: Sequence[Request]
-) -> EngineOptions:
+def _engine_options(options: argparse.Namespace, model: ModelFiles, requests: Sequence[Request]) -> EngineOptions:
     """Options of an engine with room for these requests, so that a short prompt does not take all of the memory."""
     longest = max(len(request.prompt_token_ids) for request in requests) + options.max_new_tokens
     given = {name: getattr(options, name) for name in ON_GENERATE}

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
+import torch
+
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadRequest, BadSetting
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_serve.cli.engine_start import EngineStart
-from rocm_serve.cli.generate import dtype_of
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import load_model
+from rocm_serve.models.loading import default_dtype, load_model, model_kind
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import ONE_RANK
 
@@ -23,6 +24,14 @@ from rocm_serve.ranks import ONE_RANK
 @contextmanager
 def ready_engine(start: EngineStart) -> Iterator[Engine | RankedEngine]:
     """Yields an engine that has its graphs. Raises RocmAttnError."""
+    with loaded_engine(start) as engine:
+        _make_ready(engine, device_named(start.device).type)
+        yield engine
+
+
+@contextmanager
+def loaded_engine(start: EngineStart) -> Iterator[Engine | RankedEngine]:
+    """Yields an engine whose weights were read, and says on stderr that they are. Raises RocmAttnError."""
     device = device_named(start.device)
     if start.num_ranks > 1 and device.index is not None:
         raise BadSetting(
@@ -36,12 +45,18 @@ def ready_engine(start: EngineStart) -> Iterator[Engine | RankedEngine]:
         engine = Engine(load(device=device, ranks=ONE_RANK), start.options)
         if isinstance(engine.flight, FlightRecorder):
             dump_on_signal(engine.flight)
-        _make_ready(engine, device.type)
         yield engine
         return
     with RankedEngine(load, start.options, num_ranks=start.num_ranks, device_type=device.type) as ranked:
-        _make_ready(ranked, device.type)
         yield ranked
+
+
+def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
+    """The dtype of --dtype; if not given, default_dtype. Raises BadModel if there is no model."""
+    if name is not None:
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    return default_dtype(model_kind(model), device.type)
 
 
 def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from rocm_attn.models.config import GatedNorm, RecurrentProjections, RecurrentTensors
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.shards import GroupedRows, HeadSpans, Shard, ShardRange
-from rocm_attn.models.tensors import TensorPart, TensorReader
-from rocm_serve.models.mlp_weights import Named, with_bias
+from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
+from rocm_serve.models.layer_tensors import LayerTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,185 +98,151 @@ class KimiDeltaWeights:
 RecurrentWeights = DeltaNetWeights | StateSpaceWeights | KimiDeltaWeights
 
 
-def recurrent_shapes(layer: RecurrentLayer, projections: RecurrentProjections, hidden: int) -> Named:
-    """Yields the name within a layer and the shape of every tensor around its recurrence, including its norm."""
-    if projections.tensors is RecurrentTensors.MAMBA:
-        yield from _mamba_shapes(layer, projections, hidden)
-    elif projections.tensors is RecurrentTensors.KIMI:
-        yield from _kimi_shapes(layer, hidden)
-    else:
-        yield from _delta_shapes(layer, projections.tensors, hidden)
-
-
-def _mamba_shapes(layer: RecurrentLayer, projections: RecurrentProjections, hidden: int) -> Named:
-    values, heads = layer.num_value_heads * layer.value_dim, layer.num_value_heads
-    yield from with_bias("mamba.in_proj", (layer.conv_channels + values + heads, hidden), projections.in_bias)
-    yield from with_bias("mamba.conv1d", (layer.conv_channels, 1, layer.conv_width), projections.convolved_bias)
-    for name in ("A_log", "dt_bias", "D"):
-        yield f"mamba.{name}", (heads,)
-    if projections.norm is not GatedNorm.NONE:
-        yield "mamba.norm.weight", (values,)
-    yield from with_bias("mamba.out_proj", (hidden, values), projections.out_bias)
-
-
-def _kimi_shapes(layer: RecurrentLayer, hidden: int) -> Named:
-    heads, dim = layer.num_value_heads, layer.value_dim
-    for name in "qkv":
-        yield f"self_attn.{name}_proj.weight", (heads * dim, hidden)
-        yield f"self_attn.{name}_conv1d.weight", (heads * dim, 1, layer.conv_width)
-    for name in "fg":
-        yield f"self_attn.{name}_a_proj.weight", (dim, hidden)
-        yield f"self_attn.{name}_b_proj.weight", (heads * dim, dim)
-    yield "self_attn.b_proj.weight", (heads, hidden)
-    yield "self_attn.A_log", (1, 1, heads, 1)
-    yield "self_attn.dt_bias", (heads * dim,)
-    yield "self_attn.o_norm.weight", (dim,)
-    yield "self_attn.o_proj.weight", (hidden, heads * dim)
-
-
-def _delta_shapes(layer: RecurrentLayer, tensors: RecurrentTensors, hidden: int) -> Named:
-    values = layer.num_value_heads * layer.value_dim
-    if tensors is RecurrentTensors.BY_KEY_HEAD:
-        yield "linear_attn.in_proj_qkvz.weight", (layer.conv_channels + values, hidden)
-        yield "linear_attn.in_proj_ba.weight", (2 * layer.num_value_heads, hidden)
-    else:
-        yield "linear_attn.in_proj_qkv.weight", (layer.conv_channels, hidden)
-        yield "linear_attn.in_proj_z.weight", (values, hidden)
-        for name in "ba":
-            yield f"linear_attn.in_proj_{name}.weight", (layer.num_value_heads, hidden)
-    yield "linear_attn.conv1d.weight", (layer.conv_channels, 1, layer.conv_width)
-    for name in ("A_log", "dt_bias"):
-        yield f"linear_attn.{name}", (layer.num_value_heads,)
-    yield "linear_attn.norm.weight", (layer.value_dim,)
-    yield "linear_attn.out_proj.weight", (hidden, values)
-
-
 def read_recurrent(
-    reader: TensorReader, layer: RecurrentLayer, projections: RecurrentProjections, prefix: str, shard: Shard
+    reader: TensorReader,
+    layer: RecurrentLayer,
+    projections: RecurrentProjections,
+    prefix: str,
+    shard: Shard,
+    hidden: int,
 ) -> RecurrentWeights:
     """Reads a rank's part of the weights around a recurrence. Raises BadModel.
 
     layer:  of the whole model
     prefix: the start of the layer's names
+    hidden: elements of a token
     """
-    heads = shard.heads(layer.num_value_heads, layer.num_key_heads)
     if projections.tensors is RecurrentTensors.MAMBA:
-        return _read_mamba(reader, _Part(layer, f"{prefix}mamba.", heads), projections)
+        return _read_mamba(_Part(reader, f"{prefix}mamba.", shard, hidden, layer), projections)
     if projections.tensors is RecurrentTensors.KIMI:
-        return _read_kimi(reader, _Part(layer, f"{prefix}self_attn.", heads))
-    return _read_delta(reader, _Part(layer, f"{prefix}linear_attn.", heads), projections.tensors)
+        return _read_kimi(_Part(reader, f"{prefix}self_attn.", shard, hidden, layer))
+    return _read_delta(_Part(reader, f"{prefix}linear_attn.", shard, hidden, layer), projections.tensors)
 
 
-def _read_mamba(reader: TensorReader, part: _Part, projections: RecurrentProjections) -> StateSpaceWeights:
-    first, first_bias, convolution, convolution_bias = (
-        list(part.of_mamba(name)) if wanted else []
-        for name, wanted in (
-            ("in_proj.weight", True),
-            ("in_proj.bias", projections.in_bias),
-            ("conv1d.weight", True),
-            ("conv1d.bias", projections.convolved_bias),
-        )
-    )
-    heads = part.heads.q
-    norm = part.piece("norm.weight", heads.of_elements(part.layer.value_dim))
+def _read_mamba(part: _Part, projections: RecurrentProjections) -> StateSpaceWeights:
+    layer, reader, heads = part.layer, part.reader, part.heads.q
+    channels, of_heads = layer.conv_channels, (layer.num_value_heads,)
+    of_first = channels + part.num_values + layer.num_value_heads
+    first = reader.join(*part.of_mamba("in_proj.weight", (of_first, part.hidden)))
+    first_bias = reader.join(*part.of_mamba("in_proj.bias", (of_first,))) if projections.in_bias else None
+    convolution = reader.join(*part.of_mamba("conv1d.weight", (channels, 1, layer.conv_width)))
+    has_bias = projections.convolved_bias
+    of_norm = (part.num_values,), heads.of_elements(layer.value_dim)
     return StateSpaceWeights(
-        first=reader.join(*first),
-        first_bias=reader.join(*first_bias) if first_bias else None,
-        convolution=reader.join(*convolution).squeeze(1),
-        convolution_bias=reader.join(*convolution_bias) if convolution_bias else None,
-        decay_factor=-reader.in_float32(part.piece("A_log", heads)).exp(),
-        step_bias=reader.in_float32(part.piece("dt_bias", heads)),
-        skip=reader.in_float32(part.piece("D", heads))[:, None],
-        num_normed=part.layer.num_value_heads // part.layer.num_key_heads * part.layer.value_dim,
-        norm=reader.in_float32(norm) if projections.norm is not GatedNorm.NONE else None,
-        out=reader.join(part.out(reader, "out_proj.weight")),
-        out_bias=reader.join(part.piece("out_proj.bias")) if projections.out_bias else None,
+        first=first,
+        first_bias=first_bias,
+        convolution=convolution.squeeze(1),
+        convolution_bias=reader.join(*part.of_mamba("conv1d.bias", (channels,))) if has_bias else None,
+        decay_factor=part.decay_factor(of_heads, heads),
+        step_bias=part.in_float32("dt_bias", of_heads, heads),
+        skip=part.in_float32("D", of_heads, heads)[:, None],
+        num_normed=layer.num_value_heads // layer.num_key_heads * layer.value_dim,
+        norm=part.in_float32("norm.weight", *of_norm) if projections.norm is not GatedNorm.NONE else None,
+        out=part.output("out_proj.weight"),
+        out_bias=part.join("out_proj.bias", (part.hidden,)) if projections.out_bias else None,
     )
 
 
-def _read_kimi(reader: TensorReader, part: _Part) -> KimiDeltaWeights:
-    heads, one = part.heads.q, ShardRange.whole(1)
-    rows = heads.of_elements(part.layer.value_dim)
-    projected = [part.piece(f"{name}_proj.weight", rows) for name in "qkv"]
-    inputs = [part.piece(f"{name}_a_proj.weight") for name in "fg"]
-    factor = reader.in_float32(part.piece("A_log", one, one, heads))
+def _read_kimi(part: _Part) -> KimiDeltaWeights:
+    reader, heads, dim, width = part.reader, part.heads.q, part.layer.value_dim, part.layer.conv_width
+    num_heads, rows, one = part.layer.num_value_heads, heads.of_elements(dim), ShardRange.whole(1)
+    projected = [part.piece(f"{name}_proj.weight", (part.num_values, part.hidden), rows) for name in "qkv"]
+    inputs = [part.piece(f"{name}_a_proj.weight", (dim, part.hidden)) for name in "fg"]
+    beta = part.piece("b_proj.weight", (num_heads, part.hidden), heads)
+    factor = part.decay_factor((1, 1, num_heads, 1), one, one, heads)
+    first = reader.join(*projected, *inputs, beta)
+    convolved = (part.piece(f"{name}_conv1d.weight", (part.num_values, 1, width), rows) for name in "qkv")
     return KimiDeltaWeights(
-        first=reader.join(*projected, *inputs, part.piece("b_proj.weight", heads)),
-        convolution=reader.join(*(part.piece(f"{name}_conv1d.weight", rows) for name in "qkv")).squeeze(1),
-        decay_factor=-factor.view(-1, 1).exp(),
-        decay=reader.join(part.piece("f_b_proj.weight", rows)),
-        decay_bias=reader.in_float32(part.piece("dt_bias", rows)),
-        gate=reader.join(part.piece("g_b_proj.weight", rows)),
-        norm=reader.in_float32(part.piece("o_norm.weight")),
-        out=reader.join(part.out(reader, "o_proj.weight")),
+        first=first,
+        convolution=reader.join(*convolved).squeeze(1),
+        decay_factor=factor.view(-1, 1),
+        decay=part.join("f_b_proj.weight", (part.num_values, dim), rows),
+        decay_bias=part.in_float32("dt_bias", (part.num_values,), rows),
+        gate=part.join("g_b_proj.weight", (part.num_values, dim), rows),
+        norm=part.in_float32("o_norm.weight", (dim,)),
+        out=part.output("o_proj.weight"),
     )
 
 
-def _read_delta(reader: TensorReader, part: _Part, tensors: RecurrentTensors) -> DeltaNetWeights:
+def _read_delta(part: _Part, tensors: RecurrentTensors) -> DeltaNetWeights:
+    layer, reader, of_heads = part.layer, part.reader, (part.layer.num_value_heads,)
     rows = part.by_key_head() if tensors is RecurrentTensors.BY_KEY_HEAD else part.by_kind()
+    first = reader.join(*rows)
+    channels = part.channels("conv1d.weight", (layer.conv_channels, 1, layer.conv_width))
     return DeltaNetWeights(
-        first=reader.join(*rows),
-        convolution=reader.join(*part.channels("conv1d.weight")).squeeze(1),
-        decay_factor=-reader.in_float32(part.piece("A_log", part.heads.q)).exp(),
-        decay_bias=reader.in_float32(part.piece("dt_bias", part.heads.q)),
-        norm=reader.in_float32(part.piece("norm.weight")),
-        out=reader.join(part.out(reader, "out_proj.weight")),
+        first=first,
+        convolution=reader.join(*channels).squeeze(1),
+        decay_factor=part.decay_factor(of_heads, part.heads.q),
+        decay_bias=part.in_float32("dt_bias", of_heads, part.heads.q),
+        norm=part.in_float32("norm.weight", (layer.value_dim,)),
+        out=part.output("out_proj.weight"),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The tensors around a layer's recurrence that a rank holds. heads: its value heads (q) and their key heads"""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part(LayerTensors):
+    """The tensors around a layer's recurrence that a rank holds. layer: of the whole model"""
 
     layer: RecurrentLayer
-    prefix: str
-    heads: HeadSpans
 
-    def piece(self, name: str, *cut: ShardRange) -> TensorPart:
-        """A tensor under its name within the recurrence, or a part of it."""
-        return TensorPart(self.prefix + name, cut)
+    @property
+    def heads(self) -> HeadSpans:
+        """The rank's value heads (q) and their key heads."""
+        return self.shard.heads(self.layer.num_value_heads, self.layer.num_key_heads)
 
-    def out(self, reader: TensorReader, name: str) -> TensorPart:
+    @property
+    def num_values(self) -> int:
+        """Elements of v for a token, on all ranks."""
+        return self.layer.num_value_heads * self.layer.value_dim
+
+    def decay_factor(self, whole: Shape, *cut: ShardRange) -> Tensor:
+        """Minus the exponential of the tensor A_log."""
+        return self.reader.computed(lambda log: -log.exp(), self.in_float32("A_log", whole, *cut))
+
+    def output(self, name: str) -> Tensor:
         """The output's matrix, with columns of the rank's value heads."""
-        hidden = ShardRange.whole(reader.shapes[self.prefix + name][0])
-        return self.piece(name, hidden, self.heads.q.of_elements(self.layer.value_dim))
+        return self.out(name, self.num_values, self.heads.q.of_elements(self.layer.value_dim))
 
-    def of_mamba(self, name: str) -> Iterator[TensorPart]:
+    def of_mamba(self, name: str, whole: Shape) -> Iterator[TensorPart]:
         """The rows of StateSpaceWeights.first or .convolution; files have those of the gate first, and then x, B, C."""
         layer = self.layer
         values, keys = self.heads.q.of_elements(layer.value_dim), self.heads.kv.of_elements(layer.key_dim)
-        of_values, of_keys = layer.num_value_heads * layer.value_dim, layer.num_key_heads * layer.key_dim
+        of_values, of_keys = self.num_values, layer.num_key_heads * layer.key_dim
         is_first = name.startswith("in_proj")
         x = of_values * is_first
         for begin, span in ((x + of_values + of_keys, keys), (x + of_values, keys), (x, values)):
-            yield self.piece(name, span.after(begin))
+            yield self.piece(name, whole, span.after(begin))
         if is_first:
-            yield self.piece(name, values)
-            yield self.piece(name, self.heads.q.after(x + layer.conv_channels))
+            yield self.piece(name, whole, values)
+            yield self.piece(name, whole, self.heads.q.after(x + layer.conv_channels))
 
-    def channels(self, name: str) -> Iterator[TensorPart]:
+    def channels(self, name: str, whole: Shape) -> Iterator[TensorPart]:
         """Rows of q, of k and of v, of a tensor that holds those of all heads in this order."""
         keys, values = self.heads.kv.of_elements(self.layer.key_dim), self.heads.q.of_elements(self.layer.value_dim)
         of_all = self.layer.num_key_heads * self.layer.key_dim
         for begin, span in ((0, keys), (of_all, keys), (2 * of_all, values)):
-            yield self.piece(name, span.after(begin))
+            yield self.piece(name, whole, span.after(begin))
 
     def by_kind(self) -> Iterator[TensorPart]:
         """The rows of DeltaNetWeights.first, of tensors that are BY_KIND."""
-        yield from self.channels("in_proj_qkv.weight")
-        yield self.piece("in_proj_z.weight", self.heads.q.of_elements(self.layer.value_dim))
+        yield from self.channels("in_proj_qkv.weight", (self.layer.conv_channels, self.hidden))
+        values = self.heads.q.of_elements(self.layer.value_dim)
+        yield self.piece("in_proj_z.weight", (self.num_values, self.hidden), values)
         for name in "ba":
-            yield self.piece(f"in_proj_{name}.weight", self.heads.q)
+            yield self.piece(f"in_proj_{name}.weight", (self.layer.num_value_heads, self.hidden), self.heads.q)
 
     def by_key_head(self) -> Iterator[TensorPart]:
         """The rows of DeltaNetWeights.first, of tensors that are BY_KEY_HEAD."""
-        key_dim, value_dim = self.layer.key_dim, self.layer.value_dim
+        key_dim, value_dim, (values, keys) = self.layer.key_dim, self.layer.value_dim, (self.heads.q, self.heads.kv)
         group = self.layer.num_value_heads // self.layer.num_key_heads
-        qkvz, ba, (values, keys) = "in_proj_qkvz.weight", "in_proj_ba.weight", (self.heads.q, self.heads.kv)
         of_values, rows = group * value_dim, 2 * (key_dim + group * value_dim)
-        for begin in (0, key_dim):
-            yield from (self.piece(qkvz, span) for span in keys.of_each(GroupedRows(1, rows, begin, key_dim)))
-        for begin in (2 * key_dim, 2 * key_dim + of_values):
-            yield from (self.piece(qkvz, span) for span in values.of_each(GroupedRows(group, rows, begin, value_dim)))
+        of_key = [(keys, GroupedRows(1, rows, begin, key_dim)) for begin in (0, key_dim)]
+        begins = (2 * key_dim, 2 * key_dim + of_values)
+        of_value = [(values, GroupedRows(group, rows, begin, value_dim)) for begin in begins]
+        for heads, grouped in (*of_key, *of_value):
+            for span in heads.of_each(grouped):
+                whole = (self.layer.conv_channels + self.num_values, self.hidden)
+                yield self.piece("in_proj_qkvz.weight", whole, span)
         for begin in (0, group):
-            yield from (self.piece(ba, span) for span in values.of_each(GroupedRows(group, 2 * group, begin, 1)))
+            for span in values.of_each(GroupedRows(group, 2 * group, begin, 1)):
+                yield self.piece("in_proj_ba.weight", (2 * self.layer.num_value_heads, self.hidden), span)

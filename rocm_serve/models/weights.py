@@ -19,19 +19,11 @@ from rocm_attn.errors import BadModel
 from rocm_attn.models.config import LatentProjections, LayerConfig, MixerConfig, ModelConfig, RecurrentConfig
 from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors, Mlp, NoMlp
 from rocm_attn.models.shards import WHOLE, Shard, ShardRange
-from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
-from rocm_serve.models.attention_weights import (
-    AttentionWeights,
-    OfAttention,
-    head_norms,
-    head_shapes,
-    latent_shapes,
-    read_heads,
-    read_latent,
-)
+from rocm_attn.models.tensors import Shape, ShapesOfReads, TensorPart, TensorReader, TensorSource
+from rocm_serve.models.attention_weights import AttentionWeights, OfAttention, read_heads, read_latent
 from rocm_serve.models.kv_scales import KV_SCALES, kv_scale_values
-from rocm_serve.models.mlp_weights import MlpWeights, mlp_shapes, read_mlp
-from rocm_serve.models.recurrent_weights import RecurrentWeights, read_recurrent, recurrent_shapes
+from rocm_serve.models.mlp_weights import MlpWeights, read_mlp
+from rocm_serve.models.recurrent_weights import RecurrentWeights, read_recurrent
 
 # Six times the tensors of 61 layers with 256 experts; their names alone take a hundred megabytes.
 _MOST_TENSORS = 300_000
@@ -142,47 +134,16 @@ def _tensors(weights: object) -> Iterator[Tensor]:
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Hugging Face's name -> shape of every tensor that the model needs. Raises BadModel for too many."""
-    shapes: dict[str, Shape] = {
-        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "model.norm.weight": (config.hidden_size,),
-    }
-    own = config.own_inputs
-    if own.dim:
-        of_all_layers = config.num_layers * own.dim
-        shapes["model.embed_tokens_per_layer.weight"] = (own.vocab_size, of_all_layers)
-        shapes["model.per_layer_model_projection.weight"] = (of_all_layers, config.hidden_size)
-        shapes["model.per_layer_projection_norm.weight"] = (own.dim,)
-    if not config.tied_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    for number in range(config.num_layers):
-        for name, shape in layer_shapes(config, number):
-            shapes[f"model.layers.{number}.{name}"] = shape
-            if len(shapes) > _MOST_TENSORS:
-                raise BadModel(
-                    f"the model's config asks for more than {_MOST_TENSORS} tensors; check its layers and experts"
-                )
-    return shapes
+    reader = ShapesOfReads(_MOST_TENSORS)
+    _read_model(reader, config, WHOLE)
+    return reader.shapes
 
 
-def layer_shapes(config: ModelConfig, number: int) -> Iterator[tuple[str, Shape]]:
-    """Yields the name within a layer and the shape of every tensor of it."""
-    layer, hidden = config.layers[number], config.hidden_size
-    for mixer in layer.mixers:
-        if isinstance(mixer, RecurrentConfig):
-            yield from recurrent_shapes(mixer.recurrent, mixer.projections, hidden)
-        elif isinstance(mixer.projections, LatentProjections):
-            yield from latent_shapes(mixer.attention, mixer.projections, hidden)
-        else:
-            yield from head_shapes(mixer.attention, mixer.projections, hidden, keeps_kv=config.keeps_kv(number))
-    for name in _norm_names(config, layer).values():
-        yield f"{name}.weight", (hidden,)
-    yield from mlp_shapes(layer.mlp, hidden)
-    if config.own_inputs.dim:
-        yield "per_layer_input_gate.weight", (config.own_inputs.dim, hidden)
-        yield "per_layer_projection.weight", (hidden, config.own_inputs.dim)
-        yield "post_per_layer_input_norm.weight", (hidden,)
-    if config.has_layer_factors:
-        yield "layer_scalar", (1,)
+def layer_shapes(config: ModelConfig, number: int, width: int) -> dict[str, Shape]:
+    """Likewise, of the tensors of one layer. width: see read_layer"""
+    reader = ShapesOfReads(_MOST_TENSORS)
+    read_layer(reader, config, number, WHOLE, width)
+    return reader.shapes
 
 
 def _norm_names(config: ModelConfig, layer: LayerConfig) -> dict[str, str]:
@@ -214,21 +175,25 @@ def load_weights(
     """
     config = _as_stored(source, config)
     _check_shapes(source, config)
-    reader = TensorReader(source, expected_shapes(config), dtype, device)
-    rows, vocab = shard.span(config.vocab_size), config.vocab_size
+    return _read_model(TensorReader(source, dtype, device), config, shard)
+
+
+def _read_model(reader: TensorReader, config: ModelConfig, shard: Shard) -> ModelWeights:
+    vocab, hidden = config.vocab_size, config.hidden_size
+    rows, shape = shard.span(vocab), (vocab, hidden)
     held = ShardRange(0, vocab, rows.size * shard.num_ranks if config.tied_embeddings else vocab)
     # If it is the head too, it lies as matrices do: the head takes far longer than the look-ups.
     embedding = (reader.join if config.tied_embeddings else reader.table)(
-        TensorPart("model.embed_tokens.weight", (held,))
+        TensorPart("model.embed_tokens.weight", shape, (held,))
     )
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(read_layer(reader, config, number, shard) for number in range(config.num_layers)),
-        final_norm=_norm(reader, config, "model.norm"),
+        layers=tuple(read_layer(reader, config, number, shard, hidden) for number in range(config.num_layers)),
+        final_norm=_norm(reader, config, "model.norm", hidden),
         head=torch.split(embedding, rows.size)[shard.rank]
         if config.tied_embeddings
-        else reader.join(TensorPart("lm_head.weight", (rows,))),
-        own_inputs=_own_inputs(reader) if config.own_inputs.dim else None,
+        else reader.join(TensorPart("lm_head.weight", shape, (rows,))),
+        own_inputs=_own_inputs(reader, config) if config.own_inputs.dim else None,
     )
 
 
@@ -281,50 +246,67 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
-def read_layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard) -> LayerWeights:
-    """Reads a rank's part of layer `number`. config: of the whole model; reader: has the shapes of layer_shapes()"""
-    layer, prefix = config.layers[number], f"model.layers.{number}."
-    norms = {field: _norm(reader, config, prefix + name) for field, name in _norm_names(config, layer).items()}
+def read_layer(reader: TensorReader, config: ModelConfig, number: int, shard: Shard, width: int) -> LayerWeights:
+    """Reads a rank's part of layer `number`.
+
+    config: of the whole model
+    width:  elements of the mixers' input for a token
+    """
+    layer, prefix, hidden = config.layers[number], f"model.layers.{number}.", config.hidden_size
+    names = _norm_names(config, layer).items()
+    norms = {field: _norm(reader, config, prefix + name, hidden) for field, name in names}
+    scalar = TensorPart(f"{prefix}layer_scalar", (1,))
     return LayerWeights(
         attention_norm=norms.get("attention_norm"),
-        mixers=tuple(_mixer(reader, config, number, mixer, shard) for mixer in layer.mixers),
+        mixers=tuple(_mixer(reader, config, number, mixer, shard, width) for mixer in layer.mixers),
         attention_out_norm=norms.get("attention_out_norm"),
         mlp_norm=norms.get("mlp_norm"),
-        mlp=read_mlp(reader, layer.mlp, prefix, shard),
+        mlp=read_mlp(reader, layer.mlp, prefix, shard, hidden),
         mlp_out_norm=norms.get("mlp_out_norm"),
-        own_input=_own_input(reader, prefix) if config.own_inputs.dim else None,
-        factor=reader.join(TensorPart(f"{prefix}layer_scalar")) if config.has_layer_factors else None,
+        own_input=_own_input(reader, config, prefix) if config.own_inputs.dim else None,
+        factor=reader.join(scalar) if config.has_layer_factors else None,
         kv_scale_values=kv_scale_values(reader.source, f"{prefix}self_attn."),
     )
 
 
-def _own_input(reader: TensorReader, prefix: str) -> OwnInput:
+def _own_input(reader: TensorReader, config: ModelConfig, prefix: str) -> OwnInput:
+    dim, hidden = config.own_inputs.dim, config.hidden_size
     return OwnInput(
-        gate=reader.join(TensorPart(f"{prefix}per_layer_input_gate.weight")),
-        out=reader.join(TensorPart(f"{prefix}per_layer_projection.weight")),
-        out_norm=reader.join(TensorPart(f"{prefix}post_per_layer_input_norm.weight")),
+        gate=reader.join(TensorPart(f"{prefix}per_layer_input_gate.weight", (dim, hidden))),
+        out=reader.join(TensorPart(f"{prefix}per_layer_projection.weight", (hidden, dim))),
+        out_norm=reader.join(TensorPart(f"{prefix}post_per_layer_input_norm.weight", (hidden,))),
     )
 
 
-def _own_inputs(reader: TensorReader) -> OwnInputWeights:
+def _own_inputs(reader: TensorReader, config: ModelConfig) -> OwnInputWeights:
+    own, of_all_layers = config.own_inputs, config.num_layers * config.own_inputs.dim
+    embedding = TensorPart("model.embed_tokens_per_layer.weight", (own.vocab_size, of_all_layers))
+    projection = TensorPart("model.per_layer_model_projection.weight", (of_all_layers, config.hidden_size))
     return OwnInputWeights(
-        embedding=reader.table(TensorPart("model.embed_tokens_per_layer.weight")),
-        projection=reader.join(TensorPart("model.per_layer_model_projection.weight")),
-        norm=reader.join(TensorPart("model.per_layer_projection_norm.weight")),
+        embedding=reader.table(embedding),
+        projection=reader.join(projection),
+        norm=reader.join(TensorPart("model.per_layer_projection_norm.weight", (own.dim,))),
     )
 
 
-def _mixer(reader: TensorReader, config: ModelConfig, number: int, mixer: MixerConfig, shard: Shard) -> MixerWeights:
+def _mixer(
+    reader: TensorReader, config: ModelConfig, number: int, mixer: MixerConfig, shard: Shard, width: int
+) -> MixerWeights:
+    prefix, hidden = f"model.layers.{number}.", config.hidden_size
     if isinstance(mixer, RecurrentConfig):
-        return read_recurrent(reader, mixer.recurrent, mixer.projections, f"model.layers.{number}.", shard)
-    prefix, projections, keeps_kv = f"model.layers.{number}.self_attn.", mixer.projections, config.keeps_kv(number)
-    if isinstance(projections, LatentProjections):
-        return read_latent(OfAttention(reader, prefix, shard), mixer.attention, projections)
-    norms = {name: _norm(reader, config, prefix + name) for name in head_norms(projections, keeps_kv=keeps_kv)}
-    return read_heads(OfAttention(reader, prefix, shard), mixer.attention, projections, norms, keeps_kv=keeps_kv)
+        return read_recurrent(reader, mixer.recurrent, mixer.projections, prefix, shard, hidden)
+    tensors = OfAttention(reader, f"{prefix}self_attn.", shard, hidden, width)
+    if isinstance(mixer.projections, LatentProjections):
+        return read_latent(tensors, mixer.attention, mixer.projections)
+
+    def norm(name: str, dim: int) -> Tensor:
+        return _norm(reader, config, tensors.prefix + name, dim)
+
+    return read_heads(tensors, mixer.attention, mixer.projections, norm, keeps_kv=config.keeps_kv(number))
 
 
-def _norm(reader: TensorReader, config: ModelConfig, name: str) -> Tensor:
+def _norm(reader: TensorReader, config: ModelConfig, name: str, dim: int) -> Tensor:
+    weight = TensorPart(f"{name}.weight", (dim,))
     if not config.norm_offset:
-        return reader.join(TensorPart(f"{name}.weight"))
-    return reader.in_float32(TensorPart(f"{name}.weight")) + config.norm_offset
+        return reader.join(weight)
+    return reader.computed(lambda read: read + config.norm_offset, reader.in_float32(weight))

@@ -6,8 +6,9 @@ import os
 import resource
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from rocm_attn.step.metrics import Durations, heading, histogram, sample, text_of
 
@@ -17,34 +18,35 @@ _ALARMING = ("429", "500", "503")
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 
 
+def _value(name: str, help: str) -> Any:
+    """A field that is a metric without labels, and begins with 0. name: in Prometheus, after the prefix"""
+    return field(default=0, metadata={"name": name, "help": help})
+
+
 @dataclass(slots=True)
 class HttpMetrics:
     """Counts since the server was started, and some present values. The event loop's thread owns them.
 
-    open:        requests whose answer has not ended
-    draining:    whether no more requests are taken because the server ends
-    disconnects: requests whose client left before the end of the answer
-    late_readers: requests that were ended because their client did not read
-    waiting_bytes: of bodies that are being read, or wait until the engine has their requests
-    age_seconds: age of the engine's counts that are reported with these
-    refused:     requests that were refused before the engine saw them, by reason: a few fixed ones, such as "queue"
-    max_requests: most requests that run or wait
+    refused: requests that were refused before the engine saw them, by reason: a few fixed ones, such as "queue"
     constraint_seconds: time that requests have waited for their constraints to be tried
-    build:       label -> value: the versions that serve, and the model's name
-    failing:     1 while /health answers 503 and the engine serves
+    build:   label -> value: the versions that serve, and the model's name
     """
 
-    open: int = 0
-    draining: bool = False
-    disconnects: int = 0
-    late_readers: int = 0
-    waiting_bytes: int = 0
-    age_seconds: float = 0.0
+    open: int = _value("http_open_requests", "requests whose answer has not ended")
+    disconnects: int = _value(
+        "http_disconnects_total", "requests whose client disconnected before the end of the answer"
+    )
+    late_readers: int = _value("http_late_readers_total", "requests aborted because their client did not read")
+    waiting_bytes: int = _value("http_waiting_bytes", "bytes of bodies that are read, or wait for the engine")
+    max_requests: int = _value("http_max_requests", "most prompts that may run or wait; --max-requests")
+    failing: bool = _value("failing", "1 while /health tells that nothing should be sent to this server")
+    draining: bool = _value("draining", "1 while the server is shutting down and accepts no more requests")
+    age_seconds: float = _value(
+        "metrics_age_seconds", "age of the engine's counts, which are late while a step takes long"
+    )
     refused: Counter[str] = field(default_factory=Counter)
-    max_requests: int = 0
     constraint_seconds: Durations = field(default_factory=Durations)
     build: Mapping[str, str] = field(default_factory=dict)
-    failing: bool = False
     _answers: Counter[tuple[str, str]] = field(default_factory=Counter)
     _seconds: dict[str, Durations] = field(default_factory=dict)
     _requests_of_key: Counter[str] = field(default_factory=Counter)
@@ -77,28 +79,14 @@ class HttpMetrics:
         self._tokens_of_key[key, "cached"] += cached_tokens
         self._tokens_of_key[key, "completion"] += completion_tokens
 
-    def as_prometheus(self, prefix: str = "rocm_attn") -> str:
-        """Returns Prometheus' text format, to follow Metrics.as_prometheus(). prefix: of all names but the process's"""
+    def as_prometheus(self) -> str:
+        """Returns Prometheus' text format, to follow Metrics.as_prometheus()."""
+        prefix = "rocm_attn"
         lines = self._answers_as_lines(f"{prefix}_http")
-        for name, help, value in (
-            ("http_open_requests", "requests whose answer has not ended", self.open),
-            (
-                "http_disconnects_total",
-                "requests whose client disconnected before the end of the answer",
-                self.disconnects,
-            ),
-            ("http_late_readers_total", "requests aborted because their client did not read", self.late_readers),
-            ("http_waiting_bytes", "bytes of bodies that are read, or wait for the engine", self.waiting_bytes),
-            ("http_max_requests", "most prompts that may run or wait; --max-requests", self.max_requests),
-            ("failing", "1 while /health tells that nothing should be sent to this server", int(self.failing)),
-            ("draining", "1 while the server is shutting down and accepts no more requests", int(self.draining)),
-            (
-                "metrics_age_seconds",
-                "age of the engine's counts, which are late while a step takes long",
-                round(self.age_seconds, 3),
-            ),
-        ):
-            lines += _one(f"{prefix}_{name}", help, value)
+        for each in fields(self):
+            if each.metadata:
+                value = round(+getattr(self, each.name), 3)  # + makes a number of a bool
+                lines += _one(f"{prefix}_{each.metadata['name']}", each.metadata["help"], value)
         name = f"{prefix}_http_refused_total"
         lines += heading(name, "requests refused before they reached the engine, by reason", "counter")
         lines += [sample(name, count, reason=reason) for reason, count in sorted(self.refused.items())]

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from rocm_serve.request import Completion, FinishReason, Request
@@ -97,24 +97,47 @@ def without_new_tokens(completion: Completion) -> Completion:
     return replace(completion, token_ids=(), text="", logprobs=(), finish_reason="length")
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionReplies:
-    """Answers of /v1/completions.
+class _WithChoices:
+    """What answers with choices have in common.
 
-    emitted:     writes logprobs
-    echoed:      text before each choice's own; empty if the prompts are not asked for
-    prompts:     what is reported of each choice's prompt
-    _offsets: index of a choice -> characters of the tokens whose logprobs were sent
+    kind:    of the chunks
+    emitted: writes logprobs
+    prompts: what is reported of the prompts
     """
 
-    model: str
-    emitted: EmittedTokens
-    echoed: Sequence[str] = ()
-    prompts: PromptReport = NO_PROMPT_REPORT
-    done: bytes = DONE
-    _offsets: dict[int, int] = field(default_factory=dict)
-    reply_id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    done = DONE
+
+    def __init__(self, model: str, kind: str, reply_id: str, emitted: EmittedTokens, prompts: PromptReport) -> None:
+        self._head = {"id": f"{reply_id}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
+        self._head["model"] = model
+        self._emitted, self._prompts = emitted, prompts
+
+    def ending(self, usage: Usage, *, is_asked: bool) -> list[Json]:
+        """Returns the chunk with the usage, if that is asked for."""
+        return [{**self._head, "choices": [], "usage": usage.as_dict()}] if is_asked else []
+
+    def _of_prompt(self, logprobs: Sequence[TokenLogprobs]) -> Json:
+        """Returns the logprobs of a prompt under their name; nothing if they are not asked for."""
+        num = self._prompts.num_likeliest
+        return {} if num == NO_LOGPROBS else {"prompt_logprobs": self._emitted.of_prompt(logprobs, num)}
+
+
+class CompletionReplies(_WithChoices):
+    """Answers of /v1/completions.
+
+    echoed: text before each choice's own; empty if the prompts are not asked for
+    """
+
+    def __init__(
+        self,
+        model: str,
+        emitted: EmittedTokens,
+        echoed: Sequence[str] = (),
+        prompts: PromptReport = NO_PROMPT_REPORT,
+    ) -> None:
+        super().__init__(model, "text_completion", "cmpl", emitted, prompts)
+        self._echoed = echoed
+        self._offsets: dict[int, int] = {}  # index of a choice -> characters of the tokens whose logprobs were sent
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """Returns the whole answer."""
@@ -124,46 +147,37 @@ class CompletionReplies:
             choice = self._choice(index, done)
             choice["text"] = before["text"] + choice["text"]
             choice["logprobs"] = _joined(before["logprobs"], choice["logprobs"])
-            if self.prompts.num_likeliest != NO_LOGPROBS:
-                choice["prompt_logprobs"] = self.emitted.of_prompt(done.prompt_logprobs, self.prompts.num_likeliest)
-            choices.append(choice)
-        return {**self._head(), "choices": choices, "usage": usage.as_dict()}
+            choices.append(choice | self._of_prompt(done.prompt_logprobs))
+        return {**self._head, "choices": choices, "usage": usage.as_dict()}
 
     def opening(self, index: int) -> list[Json]:
         """Returns the chunk before a choice's first piece: its prompt, if that is asked for."""
-        return [self._text(index, self.echoed[index])] if self.echoed else []
+        return [self._text(index, self._echoed[index])] if self._echoed else []
 
     def chunk(self, index: int, piece: OutputChunk) -> list[Json | TextChunk]:
         """Returns the chunk of a choice's piece."""
         if not piece.logprobs and piece.finish_reason is None:
             return [TextChunk(index, piece.text, self._text)]
-        return [{**self._head(), "choices": [self._choice(index, piece)]}]
-
-    def ending(self, usage: Usage, *, is_asked: bool) -> list[Json]:
-        """Returns the chunk with the usage, if that is asked for."""
-        return [{**self._head(), "choices": [], "usage": usage.as_dict()}] if is_asked else []
+        return [{**self._head, "choices": [self._choice(index, piece)]}]
 
     def _text(self, index: int, text: str) -> Json:
-        return {**self._head(), "choices": [self._choice(index, OutputChunk((), text, None))]}
+        return {**self._head, "choices": [self._choice(index, OutputChunk((), text, None))]}
 
     def _echo(self, index: int, done: Completion) -> Json:
         """Returns the part of a choice that repeats its prompt."""
-        if not self.echoed:
+        if not self._echoed:
             return {"text": "", "logprobs": None}
-        logprobs, num = None, self.prompts.num_echoed
+        logprobs, num = None, self._prompts.num_echoed
         if num != NO_LOGPROBS:
-            emitted = self.emitted.of_echo(done.prompt_token_ids, done.prompt_logprobs, num)
+            emitted = self._emitted.of_echo(done.prompt_token_ids, done.prompt_logprobs, num)
             logprobs, self._offsets[index] = emitted
-        return {"text": self.echoed[index], "logprobs": logprobs}
+        return {"text": self._echoed[index], "logprobs": logprobs}
 
     def _choice(self, index: int, said: Completion | OutputChunk) -> Json:
         logprobs, offset = None, self._offsets.get(index, 0)
         if said.logprobs:
-            logprobs, self._offsets[index] = self.emitted.beside_text(said.logprobs, offset)
+            logprobs, self._offsets[index] = self._emitted.beside_text(said.logprobs, offset)
         return {"index": index, "text": said.text, "logprobs": logprobs, "finish_reason": said.finish_reason}
-
-    def _head(self) -> Json:
-        return {"id": self.reply_id, "object": "text_completion", "created": self.created, "model": self.model}
 
 
 def _joined(before: Json | None, after: Json | None) -> Json | None:
@@ -199,33 +213,25 @@ def _as_json(call: ToolCall) -> Json:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatReplies:
-    """Answers of /v1/chat/completions.
+class ChatReplies(_WithChoices):
+    """Answers of /v1/chat/completions. reader: makes the reader of a choice's text"""
 
-    emitted:     writes logprobs
-    reader:      makes the reader of a choice's text
-    prompts:     what is reported of the prompt
-    _readers: index of a choice -> the reader of its text, with the number of calls so far
-    """
-
-    model: str
-    emitted: EmittedTokens
-    reader: Callable[[], Reader]
-    prompts: PromptReport = NO_PROMPT_REPORT
-    done: bytes = DONE
-    _readers: dict[int, _Read] = field(default_factory=dict)
-    reply_id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(
+        self,
+        model: str,
+        emitted: EmittedTokens,
+        reader: Callable[[], Reader],
+        prompts: PromptReport = NO_PROMPT_REPORT,
+    ) -> None:
+        super().__init__(model, "chat.completion.chunk", "chatcmpl", emitted, prompts)
+        self._reader = reader
+        self._readers: dict[int, _Read] = {}  # by the index of a choice
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
         """Returns the whole answer."""
         choices = [self._choice(index, each) for index, each in enumerate(completions)]
-        whole = {**self._head("chat.completion"), "choices": choices, "usage": usage.as_dict()}
-        if self.prompts.num_likeliest != NO_LOGPROBS:
-            of_prompt = completions[0].prompt_logprobs  # all choices have the same
-            whole["prompt_logprobs"] = self.emitted.of_prompt(of_prompt, self.prompts.num_likeliest)
-        return whole
+        whole = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage.as_dict()}
+        return whole | self._of_prompt(completions[0].prompt_logprobs)  # all choices have the same
 
     def opening(self, index: int) -> list[Json]:
         """Returns the chunk before a choice's first piece, which has the role."""
@@ -235,7 +241,7 @@ class ChatReplies:
         """Returns the chunk of a choice's piece, or nothing if all of it may become a function call."""
         read = self._readers.get(index)
         if read is None:
-            read = self._readers[index] = _Read(self.reader())
+            read = self._readers[index] = _Read(self._reader())
         first = read.num_calls
         thought, text, calls = read.take(piece)
         if text and not (thought or calls or piece.logprobs or piece.finish_reason):
@@ -248,25 +254,17 @@ class ChatReplies:
             return []
         return [self._chunk(index, delta, read.reason(piece.finish_reason), piece.logprobs)]
 
-    def ending(self, usage: Usage, *, is_asked: bool) -> list[Json]:
-        """Returns the chunk with the usage, if that is asked for."""
-        return [{**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_dict()}] if is_asked else []
-
     def _choice(self, index: int, done: Completion) -> Json:
-        read = _Read(self.reader())
+        read = _Read(self._reader())
         thought, text, calls = read.take(done)
         message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if thought:
             message["reasoning_content"] = thought
         if calls:
             message["tool_calls"] = list(map(_as_json, calls))
-        emitted = self.emitted.in_messages(done.logprobs)
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": emitted,
-            "finish_reason": read.reason(done.finish_reason),
-        }
+        reason = read.reason(done.finish_reason)
+        logprobs = self._emitted.in_messages(done.logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _text(self, index: int, text: str) -> Json:
         return self._chunk(index, {"content": text}, None, ())
@@ -274,12 +272,9 @@ class ChatReplies:
     def _chunk(
         self, index: int, delta: Mapping[str, object], reason: str | None, logprobs: Sequence[TokenLogprobs]
     ) -> Json:
-        emitted = self.emitted.in_messages(logprobs)
+        emitted = self._emitted.in_messages(logprobs)
         choice = {"index": index, "delta": delta, "logprobs": emitted, "finish_reason": reason}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
-
-    def _head(self, kind: str) -> Json:
-        return {"id": self.reply_id, "object": kind, "created": self.created, "model": self.model}
+        return {**self._head, "choices": [choice]}
 
 
 def as_event(content: Mapping[str, object]) -> bytes:

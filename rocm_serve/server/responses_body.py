@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.schema import FEW_MESSAGES, MOST_MESSAGES, ChatBody
-from rocm_serve.server.tools import MOST_TOOLS, FunctionName, ToolPart
+from rocm_serve.server.tools import MOST_TOOLS, Function, FunctionName, NamedFunction, ToolPart
 from rocm_serve.server.unserved import OF_RESPONSES, refuse_unserved
 
 
@@ -53,20 +53,16 @@ class ReasoningItem(ToolPart):
     content: _Texts | None = None
 
 
-class FunctionTool(ToolPart):
+class FunctionTool(Function):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
 
 
-class NamedFunctionTool(ToolPart):
+class NamedFunctionTool(NamedFunction):
     """A function that must be called."""
 
     type: Literal["function"]
-    name: FunctionName
 
 
 class TextFormat(ToolPart):

@@ -187,10 +187,7 @@ def _shapes(config: ModelConfig, large_hidden: int, num_known: int, *, own_embed
     """Name -> shape of every tensor of a head except d2t."""
     hidden = config.hidden_size
     shapes: dict[str, Shape] = {FC: (hidden, _NUM_ROWS * large_hidden), "norm.weight": (hidden,)}
-    shapes |= {f"{LAYER}{name}": shape for name, shape in layer_shapes(config, 0)}
-    for name in "qkv":
-        matrix = f"{LAYER}self_attn.{name}_proj.weight"
-        shapes[matrix] = (shapes[matrix][0], 2 * hidden)
+    shapes |= layer_shapes(config, 0, 2 * hidden)
     shapes[f"{LAYER}hidden_norm.weight"] = (hidden,)
     shapes["lm_head.weight"] = (num_known, hidden)
     if own_embedding:
@@ -213,18 +210,22 @@ def _weights(
     shapes = _shapes(config, large.config.hidden_size, num_known, own_embedding=own_embedding)
     require_shapes(source, shapes, "EAGLE-3")
     token_of = _tokens_known(differences, num_known, config.vocab_size, source.name)
-    reader = TensorReader(source, shapes, of_large.dtype, of_large.device)
+    reader = TensorReader(source, of_large.dtype, of_large.device)
+
+    def whole(name: str) -> Tensor:
+        return reader.join(TensorPart(name, shapes[name]))
+
     weights = ModelWeights(
-        embedding=reader.join(TensorPart("embed_tokens.weight")) if own_embedding else of_large.embedding,
-        layers=(read_layer(reader, config, 0, WHOLE),),
-        final_norm=reader.join(TensorPart("norm.weight")),
-        head=reader.join(TensorPart("lm_head.weight")),
+        embedding=whole("embed_tokens.weight") if own_embedding else of_large.embedding,
+        layers=(read_layer(reader, config, 0, WHOLE, 2 * config.hidden_size),),
+        final_norm=whole("norm.weight"),
+        head=whole("lm_head.weight"),
     )
     return Eagle3Weights(
         LoadedModel(config, weights, None, ONE_RANK),
-        reader.join(TensorPart(FC)),
+        whole(FC),
         layers,
-        reader.join(TensorPart(f"{LAYER}hidden_norm.weight")),
+        whole(f"{LAYER}hidden_norm.weight"),
         token_of.to(torch.int32).to(of_large.device),
     )
 

@@ -21,7 +21,7 @@ from rocm_attn.errors import BadModel
 from rocm_attn.models.config import LayerConfig, ModelConfig, OwnInputs, RecurrentConfig
 from rocm_attn.models.mlp_config import NoMlp
 from rocm_attn.models.shards import WHOLE
-from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
+from rocm_attn.models.tensors import TensorPart, TensorReader, TensorSource
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
@@ -65,7 +65,7 @@ def load_head(path: str, large: LoadedModel) -> EagleWeights:
     Raises BadModel for a head that is not made for this model.
     """
     config, weights = _config_like(large.config), large.weights
-    shapes: dict[str, Shape] = {f"{LAYER}{name}": shape for name, shape in layer_shapes(config, 0)}
+    shapes = layer_shapes(config, 0, config.hidden_size)
     shapes[FC] = (config.hidden_size, 2 * config.hidden_size)
     norm = f"{LAYER}input_layernorm.weight"  # which the first layer of a head does not have
     source: TensorSource = SeededHead(shapes) if path == SEEDED else HeadFiles(Path(path), {norm: shapes[norm]})
@@ -73,10 +73,10 @@ def load_head(path: str, large: LoadedModel) -> EagleWeights:
     unknown = [name for name in source.shapes() if name not in _OF_LARGE and name not in shapes]
     if any(not may_be_ignored(config, name) for name in unknown):
         raise BadModel(f"{source.name} has {min(unknown)}, which an EAGLE-1 head of this model does not use")
-    reader = TensorReader(source, shapes, weights.dtype, weights.device)
-    layer = read_layer(reader, config, 0, WHOLE)
+    reader = TensorReader(source, weights.dtype, weights.device)
+    layer = read_layer(reader, config, 0, WHOLE, config.hidden_size)
     model = LoadedModel(config, replace(weights, layers=(layer,), own_inputs=None), None, ONE_RANK)
-    return EagleWeights(model, reader.join(TensorPart(FC)), ())
+    return EagleWeights(model, reader.join(TensorPart(FC, shapes[FC])), ())
 
 
 class EagleHead(DraftingModel):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.tensors import Shape, TensorSource
+from rocm_serve.models.renamed_tensors import RenamedTensors
 from rocm_serve.models.safetensors_file import SafetensorsFiles
 
 FC = "fc.weight"
@@ -20,8 +21,8 @@ _LAYERS_OF_FILES = ("midlayer.", "layers.0.")
 _STD = 0.02
 
 
-class HeadFiles:
-    """A TensorSource over a head's files. Names may begin with `model.` there.
+class HeadFiles(RenamedTensors):
+    """A head's files. Names may begin with `model.` there.
 
     ones: name -> shape of tensors that files may lack: they are ones then
     Raises BadModel.
@@ -30,24 +31,20 @@ class HeadFiles:
     def __init__(self, directory: Path, ones: Mapping[str, Shape]) -> None:
         if not directory.is_dir():
             raise BadModel(f"{directory} is not a directory; give an EAGLE head's directory with model.safetensors")
-        self._files, self.name = SafetensorsFiles(directory), str(directory)
-        theirs = self._files.shapes()
-        self._theirs = {_ours(name): name for name in theirs}
-        self._shapes = {**ones, **{name: theirs[their] for name, their in self._theirs.items()}}
+        self._files, self._ones = SafetensorsFiles(directory), ones
+        super().__init__(self._files, _ours)
 
     def shapes(self) -> Mapping[str, Shape]:
         """Like TensorSource.shapes."""
-        return self._shapes
+        return {**self._ones, **super().shapes()}
 
     def read(self, name: str, *where: slice) -> Tensor:
         """Like TensorSource.read."""
-        if name not in self._theirs:
-            return torch.ones(self._shapes[name])[where]
-        return self._files.read(self._theirs[name], *where)
+        return super().read(name, *where) if name in self._names else torch.ones(self._ones[name])[where]
 
     def read_integers(self, name: str) -> Tensor:
         """A whole tensor of integers, as int64. Raises BadModel."""
-        return self._files.read_integers(self._theirs[name])
+        return self._files.read_integers(self._names[name])
 
 
 class SeededHead:

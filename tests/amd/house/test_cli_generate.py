@@ -15,12 +15,22 @@ import torch
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.cli.parser import build_parser
+from rocm_attn.models.config import ModelConfig
 from rocm_attn.watch.flight_recorder import read_dump
-from rocm_serve.cli.generate import dtype_of
-from rocm_serve.models.loading import LoadedModel, ModelKind
+from rocm_serve.cli.ready_engine import dtype_of
+from rocm_serve.models.loading import LoadedModel, ModelFiles, ModelKind
+from rocm_serve.ranks import Ranks
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
-from tests.amd.runner.tiny_model import CONFIG, WORDS, tiny_model, with_nan_token, with_windows, word_tokenizer
+from tests.amd.runner.tiny_model import (
+    CONFIG,
+    WORDS,
+    RandomTensors,
+    tiny_model,
+    with_nan_token,
+    with_windows,
+    word_tokenizer,
+)
 
 RESULT_KEYS = [
     "prompt",
@@ -46,14 +56,20 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves a tiny model of words under any name. "windowed" has a window; token w7 gives NaN to "poisoned"."""
     tokenizer = word_tokenizer()
 
-    def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-        base = with_windows(CONFIG, 9, -1) if path == "windowed" else CONFIG
-        loaded = tiny_model(base=base, dtype=dtype, device=device, tokenizer=tokenizer)
+    def config_of(path: str) -> ModelConfig:
+        return with_windows(CONFIG, 9, -1) if path == "windowed" else CONFIG
+
+    def open_tiny(path: str) -> ModelFiles:
+        return ModelFiles(config_of(path), RandomTensors(config_of(path), 0), tokenizer)
+
+    def load_tiny(path: str, *, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> LoadedModel:
+        loaded = tiny_model(base=config_of(path), dtype=dtype, device=device, tokenizer=tokenizer, ranks=ranks)
         return with_nan_token(loaded) if path == "poisoned" else loaded
 
     monkeypatch.setattr("rocm_serve.cli.generate.find_model", Path)
-    monkeypatch.setattr("rocm_serve.cli.generate.load_model", load_tiny)
-    monkeypatch.setattr("rocm_serve.cli.generate.model_kind", lambda path: ModelKind.SAFETENSORS)
+    monkeypatch.setattr("rocm_serve.cli.generate.open_model", open_tiny)
+    monkeypatch.setattr("rocm_serve.cli.ready_engine.load_model", load_tiny)
+    monkeypatch.setattr("rocm_serve.cli.ready_engine.model_kind", lambda path: ModelKind.SAFETENSORS)
     monkeypatch.setattr(sys, "stdin", Terminal())
 
 
@@ -309,17 +325,17 @@ def test_an_empty_file_of_prompts_is_bad_input(tmp_path: Path, capsys: pytest.Ca
 def test_what_dtype_says_goes_before_the_default(
     name: str | None, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rocm_serve.cli.generate.model_kind", lambda path: ModelKind.GGUF)
+    monkeypatch.setattr("rocm_serve.cli.ready_engine.model_kind", lambda path: ModelKind.GGUF)
     assert dtype_of(name, "m.gguf", torch.device(device)) is dtype
 
 
 def test_a_memory_that_is_full_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def load_too_much(path: str, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def load_too_much(path: str, **_: object) -> torch.Tensor:
         return torch.empty(1 << 50, dtype=torch.uint8)
 
-    monkeypatch.setattr("rocm_serve.cli.generate.load_model", load_too_much)
+    monkeypatch.setattr("rocm_serve.cli.ready_engine.load_model", load_too_much)
     assert main(["generate", "--device", "cpu", "w5"]) == FAILED
     sentence = capsys.readouterr().err.splitlines()[-1]
     assert sentence.startswith("rocm-attn: out of memory (")
@@ -327,9 +343,9 @@ def test_a_memory_that_is_full_is_a_sentence(
 
 
 def test_another_error_of_torch_is_not_called_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: str, *, dtype: torch.dtype, device: torch.device) -> None:
+    def fail(path: str, **_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr("rocm_serve.cli.generate.load_model", fail)
+    monkeypatch.setattr("rocm_serve.cli.ready_engine.load_model", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         main(["generate", "--device", "cpu", "w5"])

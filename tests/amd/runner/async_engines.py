@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 from rocm_serve.engine import Engine
 from rocm_serve.request import Completion, Event, Request
@@ -14,8 +12,6 @@ from rocm_serve.request_stream import RequestStream
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.serving import all_pages_are_free, engine
 from tests.amd.runner.tiny_model import CONFIG, NAN_TOKEN
-
-T = TypeVar("T")
 
 __all__ = ["engine"]
 LONG = Request((5, 6, 8), 60)
@@ -31,17 +27,6 @@ def some_requests(num: int, seed: int = 3) -> list[Request]:
         )
         for _ in range(num)
     ]
-
-
-def run(main: Callable[[], Awaitable[T]]) -> T:
-    """Runs a test's tasks; afterwards no thread of an engine is left."""
-
-    async def awaited() -> T:
-        return await main()
-
-    result = asyncio.run(awaited())
-    assert [thread.name for thread in threading.enumerate() if "engine" in thread.name] == []
-    return result
 
 
 def is_empty(served: Engine) -> bool:

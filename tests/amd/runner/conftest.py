@@ -9,10 +9,11 @@ import pytest
 
 from rocm_serve.models.loading import LoadedModel
 from tests.amd import forked
+from tests.amd.coroutines import pytest_pyfunc_call
 from tests.amd.one_thread import one_thread
 from tests.amd.runner.tiny_model import tiny_model, with_nan_token
 
-__all__ = ["loaded", "one_thread", "poisoned", "torch_is_imported"]
+__all__ = ["loaded", "one_thread", "poisoned", "pytest_pyfunc_call", "torch_is_imported"]
 
 
 @pytest.fixture(scope="session")

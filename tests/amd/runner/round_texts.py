@@ -12,26 +12,15 @@ from torch import Tensor
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weights import load_weights
-from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import ONE_RANK, Ranks
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.device_steps import DeviceSpeculation
+from tests.amd.runner.serving import BASE
 from tests.amd.runner.tiny_model import CONFIG, RandomTensors, with_windows
 
 CIRCLE = 8  # tokens
-OPTIONS = EngineOptions(
-    provider="auto",
-    page_size=4,
-    max_batch_size=4,
-    chunk=64,
-    graphs=False,
-    max_kv_len=300,
-    capture_after=0,
-    speculative="ngram",
-    draft_tokens=3,
-    steps_ahead=1,
-)
+OPTIONS = replace(BASE, max_batch_size=4, chunk=64, max_kv_len=300, speculative="ngram", draft_tokens=3, steps_ahead=1)
 # The part of its layers' outputs that is kept: at 0 the next token depends only on the last one.
 _LEFT = 0.02
 

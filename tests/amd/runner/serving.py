@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rocm_attn.errors import DeviceFault
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
@@ -52,6 +53,17 @@ def until_done(served: Engine) -> list[Event]:
     while served.has_work:
         events += served.step()
     return events
+
+
+def faults_until_done(served: Engine) -> list[DeviceFault]:
+    """Serves all requests that are left; returns the faults that were raised on the way."""
+    faults: list[DeviceFault] = []
+    while served.has_work:
+        try:
+            served.step()
+        except DeviceFault as fault:
+            faults.append(fault)
+    return faults
 
 
 def served_to_the_end(served: Engine, numbers: Sequence[int]) -> list[Completion]:

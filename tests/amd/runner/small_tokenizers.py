@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import tokenizers
@@ -33,6 +34,17 @@ def sentencepiece_fields(**changes: Any) -> Fields:
 
 def sentencepiece() -> Tokenizer:
     return from_gguf(sentencepiece_fields())
+
+
+def of_characters(characters: Iterable[str]) -> tokenizers.Tokenizer:
+    """A token for each of these characters, in their order, and one that ends a text."""
+    written = {" ": "\u0120", "\n": "\u010a"}  # as byte-level tokenizers write them
+    vocabulary = {written.get(character, character): token for token, character in enumerate(characters)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return backend
 
 
 def half_characters() -> Tokenizer:

@@ -9,9 +9,9 @@ import pytest
 from rocm_serve.async_engine import AsyncEngine, EngineEnded
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.request import Completion, Event
+from rocm_serve.request import Event
 from rocm_serve.request_stream import RequestStream
-from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, run, some_requests
+from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, some_requests
 from tests.amd.runner.small_tokenizers import sentencepiece
 from tests.amd.runner.tiny_model import tiny_model
 
@@ -33,97 +33,84 @@ def breaks_in_step(served: Engine, number: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_an_exception_that_ends_the_engine_reaches_all_and_later_calls_are_refused(
+async def test_an_exception_that_ends_the_engine_reaches_all_and_later_calls_are_refused(
     steps: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = engine(loaded, max_batch_size=2)
     breaks_in_step(served, steps, monkeypatch)
-
-    async def main() -> None:
-        async with AsyncEngine(served) as front:
-            streams = [front.stream(LONG) for _ in range(5)]
-            waiting = [*map(read, streams), *(front.complete(LONG) for _ in range(5))]
-            ends = await asyncio.gather(*waiting, return_exceptions=True)
-            assert {type(end) for end in ends} == {EngineEnded}
-            assert {str(end) for end in ends} == {"the engine accepts no more requests: Broken: the bus has fallen off"}
-            assert len({id(end) for end in ends}) == len(ends), "each has its own traceback"
-            assert all(isinstance(end, EngineEnded) and isinstance(end.__cause__, Broken) for end in ends)
-            with pytest.raises(EngineEnded, match="has fallen off"):
-                front.check()
-            with pytest.raises(EngineEnded, match="has fallen off"):
-                front.stream(LONG)
-            with pytest.raises(EngineEnded, match="has fallen off"):
-                await front.between_steps(lambda: None)
-            with pytest.raises(EngineEnded, match="has fallen off"):
-                await front.abort(streams[0].number)
-            assert (await front.metrics()).steps == steps
-
-    run(main)
+    async with AsyncEngine(served) as front:
+        streams = [front.stream(LONG) for _ in range(5)]
+        waiting = [*map(read, streams), *(front.complete(LONG) for _ in range(5))]
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(end) for end in ends} == {EngineEnded}
+        assert {str(end) for end in ends} == {"the engine accepts no more requests: Broken: the bus has fallen off"}
+        assert len({id(end) for end in ends}) == len(ends), "each has its own traceback"
+        assert all(isinstance(end, EngineEnded) and isinstance(end.__cause__, Broken) for end in ends)
+        with pytest.raises(EngineEnded, match="has fallen off"):
+            front.check()
+        with pytest.raises(EngineEnded, match="has fallen off"):
+            front.stream(LONG)
+        with pytest.raises(EngineEnded, match="has fallen off"):
+            await front.between_steps(lambda: None)
+        with pytest.raises(EngineEnded, match="has fallen off"):
+            await front.abort(streams[0].number)
+        assert (await front.metrics()).steps == steps
     assert is_empty(served), "it may serve again"
 
 
-def test_tokens_that_came_before_the_end_are_read_first(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_that_came_before_the_end_are_read_first(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = engine(loaded)
     breaks_in_step(served, 3, monkeypatch)
-
-    async def main() -> tuple[int, ...]:
-        async with AsyncEngine(served) as front:
-            stream, waits_too = front.stream(LONG), asyncio.ensure_future(front.complete(LONG))
-            await asyncio.wait([waits_too])
-            piece = await anext(stream)
-            with pytest.raises(EngineEnded, match="fallen off"):
-                await anext(stream)
-            assert isinstance(waits_too.exception(), EngineEnded)
-        return piece.token_ids
-
-    assert run(main) == engine(loaded).generate([LONG])[0].token_ids[:3]
+    async with AsyncEngine(served) as front:
+        stream, waits_too = front.stream(LONG), asyncio.ensure_future(front.complete(LONG))
+        await asyncio.wait([waits_too])
+        piece = await anext(stream)
+        with pytest.raises(EngineEnded, match="fallen off"):
+            await anext(stream)
+        assert isinstance(waits_too.exception(), EngineEnded)
+    assert piece.token_ids == engine(loaded).generate([LONG])[0].token_ids[:3]
 
 
-def test_leaving_waits_for_those_that_are_served(loaded: LoadedModel) -> None:
-    async def main() -> list[Completion]:
-        async with AsyncEngine(engine(loaded)) as front:
-            streams = [front.stream(request) for request in some_requests(9)]
-        with pytest.raises(EngineEnded, match="it was stopped"):
-            front.stream(LONG)
-        return [await stream.completion() for stream in streams]
-
-    assert run(main) == engine(loaded).generate(some_requests(9))
+async def test_leaving_waits_for_those_that_are_served(loaded: LoadedModel) -> None:
+    async with AsyncEngine(engine(loaded)) as front:
+        streams = [front.stream(request) for request in some_requests(9)]
+    with pytest.raises(EngineEnded, match="it was stopped"):
+        front.stream(LONG)
+    found = [await stream.completion() for stream in streams]
+    assert found == engine(loaded).generate(some_requests(9))
 
 
-def test_leaving_by_an_exception_gives_up_those_that_are_served(loaded: LoadedModel) -> None:
+async def test_leaving_by_an_exception_gives_up_those_that_are_served(loaded: LoadedModel) -> None:
     served = engine(loaded)
     streams: list[RequestStream] = []
 
-    async def main() -> None:
+    async def leave() -> None:
         async with AsyncEngine(served) as front:
             streams.extend(front.stream(LONG) for _ in range(9))
             await anext(streams[0])
             raise Broken("mine")
 
-    async def caught() -> None:
-        with pytest.raises(Broken, match="mine"):
-            await main()
-        for stream in streams:
-            with pytest.raises(EngineEnded, match="it was stopped"):
-                await stream.completion()
-
-    run(caught)
+    with pytest.raises(Broken, match="mine"):
+        await leave()
+    for stream in streams:
+        with pytest.raises(EngineEnded, match="it was stopped"):
+            await stream.completion()
     assert is_empty(served)
 
 
-def test_draining_takes_no_more_requests_and_ends_those_that_there_are(loaded: LoadedModel) -> None:
-    async def main() -> tuple[Completion, ...]:
-        async with AsyncEngine(engine(loaded)) as front:
-            stream = front.stream(LONG)
-            drained = asyncio.ensure_future(front.drain())
-            await asyncio.sleep(0)
-            with pytest.raises(EngineEnded, match=r"drain\(\) was called"):
-                front.stream(LONG)
-            await drained
-            front.check()
-            return (await stream.completion(),)
-
-    assert run(main) == tuple(engine(loaded).generate([LONG]))
+async def test_draining_takes_no_more_requests_and_ends_those_that_there_are(loaded: LoadedModel) -> None:
+    async with AsyncEngine(engine(loaded)) as front:
+        stream = front.stream(LONG)
+        drained = asyncio.ensure_future(front.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineEnded, match=r"drain\(\) was called"):
+            front.stream(LONG)
+        await drained
+        front.check()
+        found = await stream.completion()
+    assert [found] == engine(loaded).generate([LONG])
 
 
 @pytest.mark.fast

@@ -12,18 +12,17 @@ import random
 import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from rocm_attn.errors import BadRequest, BadSetting, DeviceFault, WrongState
+from rocm_attn.errors import BadRequest, BadSetting, WrongState
 from rocm_serve.async_engine import AsyncEngine, EngineEnded, TooManyRequests
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.request import Completion, Request
+from rocm_serve.request import Request
 from rocm_serve.request_stream import OutputChunk, RequestFailed, RequestStream
 from rocm_serve.text.tokenizer import TextStream
-from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, run, some_requests
+from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, some_requests
 from tests.amd.runner.small_tokenizers import sentencepiece
 from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model
 
@@ -33,55 +32,44 @@ def loaded() -> LoadedModel:
     return tiny_model(tokenizer=sentencepiece())
 
 
-def test_a_stream_that_nothing_refers_to_is_ended(loaded: LoadedModel) -> None:
+async def test_a_stream_that_nothing_refers_to_is_ended(loaded: LoadedModel) -> None:
     served = engine(loaded)
+    async with AsyncEngine(served) as front:
+        front.stream(LONG)  # dropped at once
+        stream = front.stream(LONG)
+        await anext(stream)
+        circle: list[object] = [stream]
+        circle.append(circle)
+        del stream, circle
+        gc.collect()
+        assert await front.between_steps(lambda: is_empty(served))
 
-    async def main() -> None:
-        async with AsyncEngine(served) as front:
-            front.stream(LONG)  # dropped at once
+
+async def test_an_abort_before_the_first_step_computes_nothing(loaded: LoadedModel) -> None:
+    served = engine(loaded)
+    async with AsyncEngine(served) as front:
+        async with front.paused():
             stream = front.stream(LONG)
-            await anext(stream)
-            circle: list[object] = [stream]
-            circle.append(circle)
-            del stream, circle
-            gc.collect()
-            assert await front.between_steps(lambda: is_empty(served))
-
-    run(main)
-
-
-def test_an_abort_before_the_first_step_computes_nothing(loaded: LoadedModel) -> None:
-    served = engine(loaded)
-
-    async def main() -> None:
-        async with AsyncEngine(served) as front:
-            async with front.paused():
-                stream = front.stream(LONG)
-                await front.abort(stream.number)
-            assert [piece async for piece in stream] == [OutputChunk((), "", "abort")]
-            assert (await stream.completion()).token_ids == ()
-            await front.abort(stream.number)  # it has ended
-            await front.abort(12345)  # there is no such request
-
-    run(main)
+            await front.abort(stream.number)
+        assert [piece async for piece in stream] == [OutputChunk((), "", "abort")]
+        assert (await stream.completion()).token_ids == ()
+        await front.abort(stream.number)  # it has ended
+        await front.abort(12345)  # there is no such request
     assert served.report().metrics.steps == 0
 
 
-def test_a_late_reader_finds_all_tokens_in_one_piece_and_holds_up_no_other(loaded: LoadedModel) -> None:
+async def test_a_late_reader_finds_all_tokens_in_one_piece_and_holds_up_no_other(loaded: LoadedModel) -> None:
     request = replace(LONG, max_new_tokens=12)
-
-    async def main() -> tuple[list[OutputChunk], Completion]:
-        async with AsyncEngine(engine(loaded)) as front:
-            late = front.stream(request)
-            other = await front.complete(request)
-            await front.between_steps(lambda: None)
-            return [piece async for piece in late], other
-
-    (piece,), other = run(main)
+    async with AsyncEngine(engine(loaded)) as front:
+        late = front.stream(request)
+        other = await front.complete(request)
+        await front.between_steps(lambda: None)
+        found = [piece async for piece in late], other
+    (piece,), other = found
     assert (piece.token_ids, piece.text, piece.finish_reason) == (other.token_ids, other.text, "length")
 
 
-def test_the_event_loop_goes_on_while_a_step_runs(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_event_loop_goes_on_while_a_step_runs(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come and go, and are refused, while a step hangs; and no text is made in the engine's thread."""
     served, threads = engine(loaded), set[int]()
     push, gated = TextStream.push, Gated(served)
@@ -91,25 +79,22 @@ def test_the_event_loop_goes_on_while_a_step_runs(loaded: LoadedModel, monkeypat
         return push(self, token_id)
 
     monkeypatch.setattr(TextStream, "push", noted)
-
-    async def main() -> Completion:
-        async with AsyncEngine(served, max_requests=2) as front:
-            first = front.stream(LONG)
-            await gated.begun()
-            second = asyncio.ensure_future(front.complete(LONG))
-            await asyncio.sleep(0)
-            with pytest.raises(TooManyRequests):
-                front.stream(LONG)
-            with pytest.raises(BadRequest):
-                front.stream(Request((1,) * 97))
-            front.check()
-            metrics = await front.metrics()
-            assert (metrics.steps, metrics.running) == (0, 0)
-            first.close()
-            gated.let(200)
-            return await second
-
-    served_beside = run(main)
+    async with AsyncEngine(served, max_requests=2) as front:
+        first = front.stream(LONG)
+        await gated.begun()
+        second = asyncio.ensure_future(front.complete(LONG))
+        await asyncio.sleep(0)
+        with pytest.raises(TooManyRequests):
+            front.stream(LONG)
+        with pytest.raises(BadRequest):
+            front.stream(Request((1,) * 97))
+        front.check()
+        metrics = await front.metrics()
+        assert (metrics.steps, metrics.running) == (0, 0)
+        first.close()
+        gated.let(200)
+        found = await second
+    served_beside = found
     assert threads == {threading.get_ident()}
     assert served_beside == engine(loaded).generate([LONG])[0]
 
@@ -136,54 +121,49 @@ WAYS = ("with", "break", "close", "cancel")
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("seed", range(4))
-def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed: int, loaded: LoadedModel) -> None:
+async def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed: int, loaded: LoadedModel) -> None:
     """Submissions, steps, readers that come late or leave in some way, aborts, pauses and calls, in a drawn order."""
     chooser, served = random.Random(seed), engine(loaded, num_pages=(None, 18)[seed % 2], max_batch_size=4)
     requests, gated = some_requests(40, seed), Gated(served)
     gone, aborted = dict[int, tuple[str, asyncio.Task[None]]](), set[int]()
-
-    async def main() -> list[Completion | None]:
-        async with AsyncEngine(served) as front, AsyncExitStack() as pauses:
-            streams: list[RequestStream] = []
-            calls: list[asyncio.Future[None]] = []
-            while len(streams) < len(requests):
-                match chooser.choice(("submit", "submit", "let", "let", "leave", "abort", "call", "pause", "resume")):
-                    case "submit":
-                        streams.append(front.stream(requests[len(streams)]))
-                    case "let":
-                        gated.let(chooser.randrange(1, 6))
-                    case "leave" if stay := [number for number in range(len(streams)) if number not in gone]:
-                        number, way = chooser.choice(stay), chooser.choice(WAYS)
-                        task = asyncio.create_task(leave(streams[number], way, chooser.randrange(4)))
-                        gone[number] = way, task
-                    case "abort" if streams:
-                        aborted.add(ends := chooser.randrange(len(streams)))
-                        calls.append(asyncio.ensure_future(front.abort(streams[ends].number)))
-                    case "call":
-                        calls.append(asyncio.ensure_future(front.between_steps(lambda: None)))
-                    case "pause":
-                        calls.append(asyncio.ensure_future(pauses.enter_async_context(front.paused())))
-                    case "resume":
-                        gated.let(1000)
-                        await asyncio.gather(*calls)
-                        await pauses.aclose()
-                await asyncio.sleep(0)
-            gated.let(10_000)
-            await asyncio.gather(*calls)
-            await pauses.aclose()
-            results = [
-                None if number in gone else await (stream.completion() if number % 2 else read(stream))
-                for number, stream in enumerate(streams)
-            ]
-            for way, task in gone.values():
-                (end,) = await asyncio.gather(task, return_exceptions=True)
-                assert isinstance(end, asyncio.CancelledError) if way == "cancel" else end is None
-            assert await front.between_steps(lambda: is_empty(served)), (
-                "the request that left has taken its pages along"
-            )
-            return results
-
-    for number, (got, wanted) in enumerate(zip(run(main), engine(loaded).generate(requests), strict=True)):
+    async with AsyncEngine(served) as front, AsyncExitStack() as pauses:
+        streams: list[RequestStream] = []
+        calls: list[asyncio.Future[None]] = []
+        while len(streams) < len(requests):
+            match chooser.choice(("submit", "submit", "let", "let", "leave", "abort", "call", "pause", "resume")):
+                case "submit":
+                    streams.append(front.stream(requests[len(streams)]))
+                case "let":
+                    gated.let(chooser.randrange(1, 6))
+                case "leave" if stay := [number for number in range(len(streams)) if number not in gone]:
+                    number, way = chooser.choice(stay), chooser.choice(WAYS)
+                    task = asyncio.create_task(leave(streams[number], way, chooser.randrange(4)))
+                    gone[number] = way, task
+                case "abort" if streams:
+                    aborted.add(ends := chooser.randrange(len(streams)))
+                    calls.append(asyncio.ensure_future(front.abort(streams[ends].number)))
+                case "call":
+                    calls.append(asyncio.ensure_future(front.between_steps(lambda: None)))
+                case "pause":
+                    calls.append(asyncio.ensure_future(pauses.enter_async_context(front.paused())))
+                case "resume":
+                    gated.let(1000)
+                    await asyncio.gather(*calls)
+                    await pauses.aclose()
+            await asyncio.sleep(0)
+        gated.let(10_000)
+        await asyncio.gather(*calls)
+        await pauses.aclose()
+        results = [
+            None if number in gone else await (stream.completion() if number % 2 else read(stream))
+            for number, stream in enumerate(streams)
+        ]
+        for way, task in gone.values():
+            (end,) = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(end, asyncio.CancelledError) if way == "cancel" else end is None
+        assert await front.between_steps(lambda: is_empty(served)), "the request that left has taken its pages along"
+        found = results
+    for number, (got, wanted) in enumerate(zip(found, engine(loaded).generate(requests), strict=True)):
         if number in gone:
             continue
         assert got is not None
@@ -194,7 +174,7 @@ def test_any_order_of_calls_leaves_every_other_request_as_it_would_be(seed: int,
     assert is_empty(served)
 
 
-def test_a_request_that_the_engine_refuses_when_it_is_queued_fails_alone(
+async def test_a_request_that_the_engine_refuses_when_it_is_queued_fails_alone(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, requests = engine(loaded), some_requests(3)
@@ -206,98 +186,58 @@ def test_a_request_that_the_engine_refuses_when_it_is_queued_fails_alone(
         return submit(request)
 
     monkeypatch.setattr(served, "submit", checked)
-
-    async def main() -> list[Completion]:
-        async with AsyncEngine(served) as front:
-            others = asyncio.gather(*map(front.complete, requests))
-            with pytest.raises(BadRequest, match="97 tokens"):
-                await front.complete(Request((1,) * 97))
-            return await others
-
-    assert run(main) == engine(loaded).generate(requests)
+    async with AsyncEngine(served) as front:
+        others = asyncio.gather(*map(front.complete, requests))
+        with pytest.raises(BadRequest, match="97 tokens"):
+            await front.complete(Request((1,) * 97))
+        found = await others
+    assert found == engine(loaded).generate(requests)
 
 
 @pytest.mark.parametrize("prompt", [(3, 4, NAN_TOKEN), (3, NAN_TOKEN, 4)], ids=["logits", "K and V"])
-def test_a_request_that_fails_does_so_alone(prompt: tuple[int, ...], poisoned: LoadedModel) -> None:
+async def test_a_request_that_fails_does_so_alone(prompt: tuple[int, ...], poisoned: LoadedModel) -> None:
     requests, served = [replace(request, max_new_tokens=1) for request in some_requests(6)], engine(poisoned)
-
-    async def main() -> list[Completion]:
-        async with AsyncEngine(served) as front:
-            bad = front.stream(Request(prompt, 6))
-            others = asyncio.gather(*map(front.complete, requests))
-            with pytest.raises(RequestFailed, match=r"nan|infinite") as why:
-                await read(bad)
-            with pytest.raises(RequestFailed):
-                await bad.completion()
-            assert [piece async for piece in bad] == [], "it is over"
-            assert why.value.completion.finish_reason == "error"
-            return await others
-
-    assert run(main) == engine(poisoned).generate(requests)
+    async with AsyncEngine(served) as front:
+        bad = front.stream(Request(prompt, 6))
+        others = asyncio.gather(*map(front.complete, requests))
+        with pytest.raises(RequestFailed, match=r"nan|infinite") as why:
+            await read(bad)
+        with pytest.raises(RequestFailed):
+            await bad.completion()
+        assert [piece async for piece in bad] == [], "it is over"
+        assert why.value.completion.finish_reason == "error"
+        found = await others
+    assert found == engine(poisoned).generate(requests)
     assert is_empty(served)
 
 
-def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_later_ones_are_served(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, requests = engine(loaded), some_requests(4)
-    gated = Gated(served)
-
-    async def main() -> list[Completion]:
-        async with AsyncEngine(served) as front:
-            concerned = [front.stream(LONG) for _ in range(2)]
-            gated.let(2)
-            for _ in range(3):
-                await gated.begun()
-            run_step = served._steps.run
-
-            def faulty(*_: object) -> Any:
-                monkeypatch.setattr(served._steps, "run", run_step)
-                raise DeviceFault("step 2: a page was not there", served.runtime.faults.step_number)
-
-            monkeypatch.setattr(served._steps, "run", faulty)  # of the third step, which waits to begin
-            gated.let(1000)
-            for stream in concerned:
-                with pytest.raises(RequestFailed, match="step 2: a page was not there"):
-                    await stream.completion()
-            return await asyncio.gather(*map(front.complete, requests))
-
-    assert run(main) == engine(loaded).generate(requests)
-    assert is_empty(served)
-
-
-def test_what_a_call_raises_is_its_callers_and_the_engine_goes_on(loaded: LoadedModel) -> None:
+async def test_what_a_call_raises_is_its_callers_and_the_engine_goes_on(loaded: LoadedModel) -> None:
     def fails() -> None:
         raise Broken("only mine")
 
-    async def main() -> Completion:
-        async with AsyncEngine(engine(loaded)) as front:
-            done = asyncio.ensure_future(front.complete(LONG))
-            with pytest.raises(Broken, match="only mine"):
-                await front.between_steps(fails)
-            assert await front.between_steps(threading.get_ident) != threading.get_ident()
-            return await done
-
-    assert run(main) == engine(loaded).generate([LONG])[0]
+    async with AsyncEngine(engine(loaded)) as front:
+        done = asyncio.ensure_future(front.complete(LONG))
+        with pytest.raises(Broken, match="only mine"):
+            await front.between_steps(fails)
+        assert await front.between_steps(threading.get_ident) != threading.get_ident()
+        found = await done
+    assert found == engine(loaded).generate([LONG])[0]
 
 
-def test_more_requests_than_are_allowed_are_refused_until_one_is_done(loaded: LoadedModel) -> None:
-    async def main() -> None:
-        async with AsyncEngine(engine(loaded), max_requests=3) as front:
-            async with front.paused():
-                streams = [front.stream(LONG) for _ in range(3)]
-                with pytest.raises(TooManyRequests, match="3 requests run or wait, and max_requests"):
-                    await front.complete(LONG)
-                closed = streams.pop()  # a reference stays
-                closed.close()
-                await front.between_steps(lambda: None)
-                streams.append(front.stream(LONG))
-                with pytest.raises(TooManyRequests):
-                    front.stream(LONG)
-                assert ((await front.metrics()).refusals, (await front.report()).metrics.refusals) == (2, 0)
-            await asyncio.gather(*(stream.completion() for stream in streams))
-
-    run(main)
+async def test_more_requests_than_are_allowed_are_refused_until_one_is_done(loaded: LoadedModel) -> None:
+    async with AsyncEngine(engine(loaded), max_requests=3) as front:
+        async with front.paused():
+            streams = [front.stream(LONG) for _ in range(3)]
+            with pytest.raises(TooManyRequests, match="3 requests run or wait, and max_requests"):
+                await front.complete(LONG)
+            closed = streams.pop()  # a reference stays
+            closed.close()
+            await front.between_steps(lambda: None)
+            streams.append(front.stream(LONG))
+            with pytest.raises(TooManyRequests):
+                front.stream(LONG)
+            assert ((await front.metrics()).refusals, (await front.report()).metrics.refusals) == (2, 0)
+        await asyncio.gather(*(stream.completion() for stream in streams))
 
 
 def test_a_front_for_no_requests_is_refused(loaded: LoadedModel) -> None:
@@ -305,58 +245,48 @@ def test_a_front_for_no_requests_is_refused(loaded: LoadedModel) -> None:
         AsyncEngine(engine(loaded), max_requests=0)
 
 
-def test_no_step_runs_while_it_is_paused(loaded: LoadedModel) -> None:
+async def test_no_step_runs_while_it_is_paused(loaded: LoadedModel) -> None:
     served = engine(loaded)
+    async with AsyncEngine(served) as front:
+        stream = front.stream(LONG)
+        await anext(stream)
+        async with front.paused(), front.paused():
+            steps = (await front.metrics()).steps
+            await front.between_steps(lambda: None)
+            waits = front.stream(LONG)
+            await front.between_steps(lambda: None)
+            assert (await front.metrics()).steps == steps
+        assert await stream.completion() == await waits.completion()
 
-    async def main() -> None:
-        async with AsyncEngine(served) as front:
-            stream = front.stream(LONG)
+
+async def test_it_is_used_in_one_loop_and_started_once(loaded: LoadedModel) -> None:
+    front = AsyncEngine(engine(loaded))
+    with pytest.raises(EngineEnded, match="it was not started"):
+        front.stream(LONG)
+    with pytest.raises(EngineEnded, match="it was not started"):
+        await front.drain()
+    with pytest.raises(EngineEnded, match="it was not started"):
+        await front.stop()
+    async with front:
+        with pytest.raises(WrongState, match="started only once"):
+            await front.__aenter__()
+
+        def elsewhere() -> None:
+            async def other() -> None:
+                front.stream(LONG)
+
+            with pytest.raises(WrongState, match="this is another one"):
+                asyncio.run(other())
+
+        await asyncio.to_thread(elsewhere)
+
+
+async def test_one_task_at_a_time_waits_for_a_request(loaded: LoadedModel) -> None:
+    async with AsyncEngine(engine(loaded)) as front, front.paused():
+        stream = front.stream(LONG)
+        first = asyncio.ensure_future(stream.completion())
+        await asyncio.sleep(0)
+        with pytest.raises(WrongState, match="another task waits"):
             await anext(stream)
-            async with front.paused(), front.paused():
-                steps = (await front.metrics()).steps
-                await front.between_steps(lambda: None)
-                waits = front.stream(LONG)
-                await front.between_steps(lambda: None)
-                assert (await front.metrics()).steps == steps
-            assert await stream.completion() == await waits.completion()
-
-    run(main)
-
-
-def test_it_is_used_in_one_loop_and_started_once(loaded: LoadedModel) -> None:
-    async def main() -> None:
-        front = AsyncEngine(engine(loaded))
-        with pytest.raises(EngineEnded, match="it was not started"):
-            front.stream(LONG)
-        with pytest.raises(EngineEnded, match="it was not started"):
-            await front.drain()
-        with pytest.raises(EngineEnded, match="it was not started"):
-            await front.stop()
-        async with front:
-            with pytest.raises(WrongState, match="started only once"):
-                await front.__aenter__()
-
-            def elsewhere() -> None:
-                async def other() -> None:
-                    front.stream(LONG)
-
-                with pytest.raises(WrongState, match="this is another one"):
-                    asyncio.run(other())
-
-            await asyncio.to_thread(elsewhere)
-
-    run(main)
-
-
-def test_one_task_at_a_time_waits_for_a_request(loaded: LoadedModel) -> None:
-    async def main() -> None:
-        async with AsyncEngine(engine(loaded)) as front, front.paused():
-            stream = front.stream(LONG)
-            first = asyncio.ensure_future(stream.completion())
-            await asyncio.sleep(0)
-            with pytest.raises(WrongState, match="another task waits"):
-                await anext(stream)
-            stream.close()
-            first.cancel()
-
-    run(main)
+        stream.close()
+        first.cancel()

@@ -24,7 +24,7 @@ from rocm_serve.request import Request
 from rocm_serve.text import matching
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.matching import Matching
-from tests.amd.runner.async_engines import is_empty, run
+from tests.amd.runner.async_engines import is_empty
 from tests.amd.runner.with_parameters import BASE, CONSTRAINED, PLAIN, PROMPT, character_model
 
 
@@ -51,53 +51,44 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
     held.may_end.set()
 
 
-def test_others_are_served_while_a_constraint_is_compiled(held_up: HeldUp) -> None:
+async def test_others_are_served_while_a_constraint_is_compiled(held_up: HeldUp) -> None:
     loaded = character_model()
     served, expected = Engine(loaded, BASE), Engine(loaded, BASE).generate([PLAIN])[0]
-
-    async def main() -> str:
-        async with AsyncEngine(served) as front:
-            waiting = asyncio.ensure_future(front.complete(CONSTRAINED[2]))
-            await asyncio.to_thread(held_up.begun.acquire)
-            assert await front.complete(PLAIN) == expected
-            assert not waiting.done()
-            held_up.may_end.set()
-            return (await waiting).text
-
-    assert run(main) in ("yes", "no")
+    async with AsyncEngine(served) as front:
+        waiting = asyncio.ensure_future(front.complete(CONSTRAINED[2]))
+        await asyncio.to_thread(held_up.begun.acquire)
+        assert await front.complete(PLAIN) == expected
+        assert not waiting.done()
+        held_up.may_end.set()
+        found = (await waiting).text
+    assert found in ("yes", "no")
     assert is_empty(served)
 
 
-def test_a_request_may_leave_or_be_aborted_while_its_constraint_is_compiled(held_up: HeldUp) -> None:
+async def test_a_request_may_leave_or_be_aborted_while_its_constraint_is_compiled(held_up: HeldUp) -> None:
     served = Engine(character_model(), BASE)
-
-    async def main() -> str:
-        async with AsyncEngine(served) as front:
-            left, aborted = front.stream(CONSTRAINED[0]), front.stream(CONSTRAINED[1])
-            await asyncio.to_thread(held_up.begun.acquire)
-            left.close()
-            await front.abort(aborted.number)
-            done = await aborted.completion()
-            assert (done.token_ids, front.num_requests) == ((), 0)
-            return done.finish_reason
-
-    assert run(main) == "abort"
+    async with AsyncEngine(served) as front:
+        left, aborted = front.stream(CONSTRAINED[0]), front.stream(CONSTRAINED[1])
+        await asyncio.to_thread(held_up.begun.acquire)
+        left.close()
+        await front.abort(aborted.number)
+        done = await aborted.completion()
+        assert (done.token_ids, front.num_requests) == ((), 0)
+        found = done.finish_reason
+    assert found == "abort"
     assert is_empty(served)
 
 
-def test_a_constraint_that_takes_too_long_ends_its_request_alone(
+async def test_a_constraint_that_takes_too_long_ends_its_request_alone(
     held_up: HeldUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_thread, "MOST_PREPARING_SECONDS", 0.0)
     served = Engine(character_model(), BASE)
-
-    async def main() -> int:
-        async with AsyncEngine(served) as front:
-            with pytest.raises(BadRequest, match="the constraint was not compiled within 0 seconds"):
-                await front.complete(CONSTRAINED[0])
-            return len((await front.complete(PLAIN)).token_ids)
-
-    assert run(main) == PLAIN.max_new_tokens
+    async with AsyncEngine(served) as front:
+        with pytest.raises(BadRequest, match="the constraint was not compiled within 0 seconds"):
+            await front.complete(CONSTRAINED[0])
+        found = len((await front.complete(PLAIN)).token_ids)
+    assert found == PLAIN.max_new_tokens
     assert is_empty(served)
 
 
@@ -115,45 +106,39 @@ def test_two_are_compiled_at_a_time_and_no_other_thread_waits(held_up: HeldUp) -
     assert all(of_engine.is_ready(each, ()) for each in constraints)
 
 
-def test_no_more_constraints_wait_than_may_those_included_whose_clients_have_left(
+async def test_no_more_constraints_wait_than_may_those_included_whose_clients_have_left(
     held_up: HeldUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matching, "MOST_COMPILING", 3)
     monkeypatch.setattr(engine_thread, "MOST_COMPILING", 3)
     served = Engine(character_model(), BASE)
     requests = [replace(CONSTRAINED[2], constraint=Constraint.choice([f"a{num}"])) for num in range(5)]
-
-    async def main() -> float:
-        async with AsyncEngine(served) as front:
-            left, *waiting = (front.stream(each) for each in requests[:3])
-            await asyncio.to_thread(held_up.begun.acquire)
-            left.close()
-            with pytest.raises(FitsLater, match="3 constraints are being compiled or wait for it"):
-                await front.complete(requests[3])
-            assert len((await front.complete(PLAIN)).token_ids) == PLAIN.max_new_tokens
-            held_up.may_end.set()
-            assert [(await each.completion()).text for each in waiting] == ["a1", "a2"]
-            assert (await front.complete(requests[4])).text == "a4", "nothing is left of those that have left"
-            return (await front.metrics()).refusals
-
-    assert run(main) == 1
+    async with AsyncEngine(served) as front:
+        left, *waiting = (front.stream(each) for each in requests[:3])
+        await asyncio.to_thread(held_up.begun.acquire)
+        left.close()
+        with pytest.raises(FitsLater, match="3 constraints are being compiled or wait for it"):
+            await front.complete(requests[3])
+        assert len((await front.complete(PLAIN)).token_ids) == PLAIN.max_new_tokens
+        held_up.may_end.set()
+        assert [(await each.completion()).text for each in waiting] == ["a1", "a2"]
+        assert (await front.complete(requests[4])).text == "a4", "nothing is left of those that have left"
+        found = (await front.metrics()).refusals
+    assert found == 1
     assert is_empty(served)
 
 
-def test_a_constraint_that_many_ask_for_counts_once(held_up: HeldUp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_constraint_that_many_ask_for_counts_once(held_up: HeldUp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "MOST_COMPILING", 1)
     served = Engine(character_model(), BASE)
-
-    async def main() -> list[str]:
-        async with AsyncEngine(served) as front:
-            waiting = [front.stream(CONSTRAINED[2]) for _ in range(4)]
-            await asyncio.to_thread(held_up.begun.acquire)
-            with pytest.raises(FitsLater, match="constraints are being compiled or wait for it"):
-                await front.complete(CONSTRAINED[0])
-            held_up.may_end.set()
-            return [(await each.completion()).text for each in waiting]
-
-    assert set(run(main)) <= {"yes", "no"}
+    async with AsyncEngine(served) as front:
+        waiting = [front.stream(CONSTRAINED[2]) for _ in range(4)]
+        await asyncio.to_thread(held_up.begun.acquire)
+        with pytest.raises(FitsLater, match="constraints are being compiled or wait for it"):
+            await front.complete(CONSTRAINED[0])
+        held_up.may_end.set()
+        found = [(await each.completion()).text for each in waiting]
+    assert set(found) <= {"yes", "no"}
     assert is_empty(served)
 
 

@@ -29,7 +29,7 @@ from rocm_serve.speculation.device_steps import (
     why_no_speculative_steps,
 )
 from tests.amd.runner.round_texts import CIRCLE, OPTIONS, launched, round_model
-from tests.amd.runner.serving import served_to_the_end, until_done
+from tests.amd.runner.serving import faults_until_done, served_to_the_end, until_done
 from tests.amd.runner.tiny_model import CONFIG
 from tests.amd.runner.with_parameters import character_model
 
@@ -324,18 +324,13 @@ def test_k_and_v_that_are_no_numbers_in_a_round_end_their_request_alone() -> Non
     while rounds._series is None or rounds._series.num_launched < 4:
         engine.step()
     loaded.weights.embedding[CIRCLE + 2] = float("nan")
-    emitted = 0
-    while engine.has_work:
-        try:
-            engine.step()
-        except DeviceFault:
-            emitted += 1
+    faults = faults_until_done(engine)
     done = [engine.completion(number) for number in numbers]
     assert [done[0], done[2]] == [wanted[0], wanted[2]]
     assert done[1].error
     assert done[1].token_ids == wanted[1].token_ids[: len(done[1].token_ids)]
     assert engine.report().metrics.faults or "largest logit" in done[1].error
-    assert emitted <= 1
+    assert len(faults) <= 1
 
 
 @pytest.mark.parametrize("draft_tokens", [3, pytest.param(5, marks=pytest.mark.nightly)])
@@ -420,14 +415,9 @@ def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(has_ende
     while num_launched() < (30 if has_ended else 15) or len(engine._pending) < 3:
         engine.step()
     with_an_error_word(engine)  # as if the round that is launched next had set it
-    num_faults = 0
-    while engine.has_work:
-        try:
-            engine.step()
-        except DeviceFault:
-            num_faults += 1
+    faults = faults_until_done(engine)
     done = [engine.completion(number) for number in numbers]
-    assert num_faults == 1
+    assert len(faults) == 1
     assert done[1].error
     assert (done[0] == wanted[0]) if has_ended else done[0].error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp_weights import DenseWeights
+from rocm_serve.request import Request, Sequence
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.eagle3 import Eagle3Head, is_eagle3, load_head3, seeded_head3
 from rocm_serve.speculation.eagle_head import load_head
@@ -33,6 +35,21 @@ def drafter_of(engine: Engine) -> EagleDrafter:
     drafter = engine._speculation._drafter
     assert isinstance(drafter, EagleDrafter)
     return drafter
+
+
+def num_checked(engine: Engine, requests: list[Request], check: Callable[[Sequence, tuple[int, ...]], bool]) -> int:
+    """Serves requests, whose tokens must be those without drafts; returns for how many drafts a check was True."""
+    drafter, counted = drafter_of(engine), list[bool]()
+    draft = drafter.draft
+
+    def checked(decoding: Any, alive: Any) -> Any:
+        found = draft(decoding, alive)
+        counted.extend(check(each, found[each.number].token_ids) for each, _ in decoding)
+        return found
+
+    drafter.draft = checked  # type: ignore[method-assign]
+    assert engine.generate(requests) == Engine(engine._loaded, BASE).generate(requests)
+    return sum(counted)
 
 
 def layer_of_zeros(prefix: str, num_inputs: int) -> dict[str, Tensor]:
@@ -69,26 +86,17 @@ def test_the_head_gets_each_last_tokens_own_row_and_the_token_after_it(
     options = replace(
         SEEDED, speculative=handing_on(loaded, tmp_path, feature=feature), chunk=9, steps_ahead=steps_ahead, page_size=2
     )
-    engine, seen = Engine(loaded, options), 0
-    drafter = drafter_of(engine)
-    draft = drafter.draft
 
-    def checked(decoding: Any, alive: Any) -> Any:
-        nonlocal seen
-        found = draft(decoding, alive)
-        for sequence, _ in decoding:
-            last, first = sequence.token_ids[-1], found[sequence.number].token_ids[0]
-            of_embedding = loaded.weights.head @ loaded.weights.embedding[last]
-            # The last token of a prompt, if its chunks leave it alone, was not picked.
-            if not feature or len(sequence.token_ids) > len(sequence.request.prompt_token_ids):
-                assert first == (last if feature else int(of_embedding.argmax()))
-                seen += 1
-        return found
+    def check(sequence: Sequence, drafts: tuple[int, ...]) -> bool:
+        last = sequence.token_ids[-1]
+        of_embedding = loaded.weights.head @ loaded.weights.embedding[last]
+        # The last token of a prompt, if its chunks leave it alone, was not picked.
+        if feature and not sequence.num_read:
+            return False
+        assert drafts[0] == (last if feature else int(of_embedding.argmax()))
+        return True
 
-    drafter.draft = checked  # type: ignore[method-assign]
-    requests = some_requests(4, new_tokens=12)
-    assert engine.generate(requests) == Engine(loaded, BASE).generate(requests)
-    assert seen > 20
+    assert num_checked(Engine(loaded, options), some_requests(4, new_tokens=12), check) > 20
 
 
 def test_a_model_without_a_layer_like_a_heads_has_no_head_of_eagle_1(loaded: LoadedModel) -> None:
@@ -168,26 +176,17 @@ def test_a_head_of_eagle_3_gets_the_rows_of_its_layers_and_drafts_tokens_that_it
     row: int, embedding: bool, prefix: str, loaded: LoadedModel, tmp_path: Path
 ) -> None:
     eagle3_files(loaded, tmp_path, row=row, embedding=embedding, prefix=prefix)
-    engine, again = Engine(loaded, replace(SEEDED, speculative=f"eagle:{tmp_path}", chunk=9)), 0
-    drafter = drafter_of(engine)
-    draft = drafter.draft
 
-    def checked(decoding: Any, alive: Any) -> Any:
-        nonlocal again
-        found = draft(decoding, alive)
-        for sequence, _ in decoding:
-            drafts, last = found[sequence.number].token_ids, sequence.token_ids[-1]
-            assert set(drafts) <= set(KNOWN)
-            # The last token of a prompt was not picked.
-            if last in KNOWN and len(sequence.token_ids) > len(sequence.request.prompt_token_ids):
-                assert drafts == (last,) * len(drafts)
-                again += 1
-        return found
+    def check(sequence: Sequence, drafts: tuple[int, ...]) -> bool:
+        last = sequence.token_ids[-1]
+        assert set(drafts) <= set(KNOWN)
+        if last not in KNOWN or not sequence.num_read:  # the last token of a prompt was not picked
+            return False
+        assert drafts == (last,) * len(drafts)
+        return True
 
-    drafter.draft = checked  # type: ignore[method-assign]
-    requests = some_requests(6, new_tokens=14)
-    assert engine.generate(requests) == Engine(loaded, BASE).generate(requests)
-    assert again > 10
+    engine = Engine(loaded, replace(SEEDED, speculative=f"eagle:{tmp_path}", chunk=9))
+    assert num_checked(engine, some_requests(6, new_tokens=14), check) > 10
 
 
 def test_the_layer_of_a_seeded_head_of_eagle_3_is_what_its_formula_says(loaded: LoadedModel) -> None:

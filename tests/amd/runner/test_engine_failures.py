@@ -29,21 +29,11 @@ from rocm_serve.request import (
 )
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.serving import BASE as EIGHT
-from tests.amd.runner.serving import all_pages_are_free, alone, short_requests, until_done
+from tests.amd.runner.serving import all_pages_are_free, alone, faults_until_done, short_requests, until_done
 from tests.amd.runner.small_tokenizers import half_characters, sentencepiece
 from tests.amd.runner.tiny_model import NAN_TOKEN
 
 BASE = replace(EIGHT, max_batch_size=4)
-
-
-def until_a_fault(engine: Engine) -> DeviceFault:
-    """The fault that the engine reports in one of its next steps."""
-    while engine.has_work:
-        try:
-            engine.step()
-        except DeviceFault as fault:
-            return fault
-    raise AssertionError("no fault was reported")
 
 
 # Both ways of sampling, with graphs and without.
@@ -159,9 +149,9 @@ def test_a_fault_ends_a_request_that_was_done_but_not_handed_over(
     short, handed_over, late = (engine.submit(Request((3, 4 + n), 1 + 4 * (n == 2))) for n in range(3))
     engine.step()
     right = engine.completion(handed_over)
-    assert until_a_fault(engine).step == 1
+    (fault,) = faults_until_done(engine)
+    assert fault.step == 1
     assert right.finish_reason == "length", "what was handed over is the caller's; the exception names its step"
-    until_done(engine)
     assert engine.completion(short).finish_reason == "error"
     assert engine.completion(late) == alone(loaded, Request((3, 6), 5))
 

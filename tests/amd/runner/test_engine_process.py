@@ -101,26 +101,18 @@ def facts(done: Completion) -> Completion:
     return replace(done, token_ids=done.token_ids + tokens, logprobs=(), prompt_logprobs=())
 
 
-def test_texts_stops_and_counts_are_those_of_the_engine_itself(requests: list[Request]) -> None:
+async def test_texts_stops_and_counts_are_those_of_the_engine_itself(requests: list[Request]) -> None:
     alone = engine(tiny_model(tokenizer=word_tokenizer()))
     expected = alone.generate(requests)
     assert [done.finish_reason for done in expected] == ["length", *["stop"] * 4]
-
-    async def main(process: EngineProcess) -> tuple[list[Completion], dict[str, int]]:
+    with EngineProcess(served) as process:
         async with EngineClient(process) as client:
             streams = client.streams(requests)
             pieces = await asyncio.gather(*map(read, streams))
             completions = [await stream.completion() for stream in streams]
-            for said, done in zip(pieces, completions, strict=True):
-                assert (said.token_ids, said.text, said.finish_reason) == (
-                    done.token_ids,
-                    done.text,
-                    done.finish_reason,
-                )
-            return completions, (await client.metrics()).requests_ended
-
-    with EngineProcess(served) as process:
-        completions, ended = asyncio.run(main(process))
+            ended = (await client.metrics()).requests_ended
+    for said, done in zip(pieces, completions, strict=True):
+        assert (said.token_ids, said.text, said.finish_reason) == (done.token_ids, done.text, done.finish_reason)
     assert list(map(facts, completions)) == list(map(facts, expected))
     assert ended == alone.report().metrics.requests_ended
 
@@ -159,17 +151,14 @@ def test_a_late_event_loop_takes_the_messages_of_several_steps_in_a_row() -> Non
     assert taken == sent
 
 
-def test_no_step_waits_for_a_collection_of_all_that_was_made_before(requests: list[Request]) -> None:
-    async def main(process: EngineProcess) -> None:
+async def test_no_step_waits_for_a_collection_of_all_that_was_made_before(requests: list[Request]) -> None:
+    with EngineProcess(without_old_garbage) as process:
         async with EngineClient(process) as client:
             await client.streams(requests[:1])[0].completion()
 
-    with EngineProcess(without_old_garbage) as process:
-        asyncio.run(main(process))
 
-
-def test_a_reader_that_leaves_ends_its_request_in_the_other_process() -> None:
-    async def main(process: EngineProcess) -> None:
+async def test_a_reader_that_leaves_ends_its_request_in_the_other_process() -> None:
+    with EngineProcess(held) as process:
         async with EngineClient(process) as client:
             async with client.stream(LONG) as left:
                 await anext(left)
@@ -179,12 +168,9 @@ def test_a_reader_that_leaves_ends_its_request_in_the_other_process() -> None:
             assert metrics.requests_ended == {"cancelled": 1, "length": 1}
             assert (await client.truth(0)).word != "wrong"
 
+
+async def test_a_killed_process_ends_all_streams_with_one_error_and_all_questions() -> None:
     with EngineProcess(held) as process:
-        asyncio.run(main(process))
-
-
-def test_a_killed_process_ends_all_streams_with_one_error_and_all_questions() -> None:
-    async def main(process: EngineProcess) -> set[str]:
         async with EngineClient(process) as client:
             streams = client.streams([LONG] * 8)
             await anext(streams[0])
@@ -202,10 +188,7 @@ def test_a_killed_process_ends_all_streams_with_one_error_and_all_questions() ->
                 client.check()
             with pytest.raises(EngineEnded):
                 await client.report()
-            return said
-
-    with EngineProcess(held) as process:
-        (sentence,) = asyncio.run(main(process))
+    (sentence,) = said
     assert "the engine's process was killed by SIGKILL" in sentence
 
 

@@ -41,6 +41,13 @@ def requests(num: int = 24, seed: int = 3) -> list[Request]:
     ]
 
 
+def mix_up(served: Engine) -> None:
+    """Puts each record at the place of another one."""
+    slots = host(served)._memory._slots
+    for key, slot in zip(list(slots), [*list(slots.values())[1:], *list(slots.values())[:1]], strict=True):
+        slots[key] = slot
+
+
 def one_by_one(served: Engine, asked: Sequence[Request]) -> list[Completion]:
     done = []
     for request in asked:
@@ -123,14 +130,11 @@ def test_flipped_bits_in_host_memory_are_misses_that_are_counted_and_texts_stay_
 
 
 def test_records_of_other_tokens_are_misses_that_are_counted_and_texts_stay_right(loaded: LoadedModel) -> None:
-    """All records are at the place of another one."""
     served = small_engine(loaded, **FEW)
     for request in requests():
         (done,) = served.generate([request])
         assert_greedy(loaded, done)
-        slots = host(served)._memory._slots
-        for key, slot in zip(list(slots), [*list(slots.values())[1:], *list(slots.values())[:1]], strict=True):
-            slots[key] = slot
+        mix_up(served)
     metrics = served.report().metrics
     assert (metrics.host_kv_hits, metrics.host_kv_refusals[OTHER] > 10) == (0, True)
 
@@ -149,14 +153,12 @@ def test_without_either_safeguard_texts_are_wrong(
             assert_greedy(loaded, done)
         except AssertionError:
             wrong += 1
-        memory = host(served)._memory
-        if guard == "host_bytes":
+        if guard == "host_lineage":
+            mix_up(served)
+        else:
+            memory = host(served)._memory
             for key in memory._slots:
                 memory.at(key)[8 * HEAD_WORDS + 3 :: 4] ^= 0x80  # signs
-        else:
-            slots = memory._slots
-            for key, slot in zip(list(slots), [*list(slots.values())[1:], *list(slots.values())[:1]], strict=True):
-                slots[key] = slot
     assert wrong > 3
 
 

@@ -70,6 +70,16 @@ class Case:
 
 # Spans that a window cuts, that begin and end at any place, and that are shorter than a window.
 _SPANS = ((2, 15), (17, 20), (21, 28))
+
+
+def _gemma4(**of_text: str) -> Case:
+    types = {"sliding_window": 5, "layer_types": [*_TYPES[1:], "full_attention"], **of_text}
+    own = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 8}
+    vision = {**_OF_IMAGES, "head_dim": 8, "num_key_value_heads": 2}
+    settings = {"text_config": {**_SMALL, **types, **own}, "vision_config": vision}
+    return Case("Gemma4ForConditionalGeneration", "Gemma4Config", settings, _SPANS, ("mm_token_type_ids", 1, 0))
+
+
 CASES = {
     "Llama 4": Case("Llama4ForCausalLM", "Llama4TextConfig", {**_SMALL, "attention_chunk_size": 6}),
     "Llama 4, layers named": Case(
@@ -89,41 +99,8 @@ CASES = {
         {"text_config": {**_SMALL, "sliding_window": 5, "layer_types": _TYPES}, "vision_config": _VISION},
         _SPANS,
     ),
-    "Gemma 4": Case(
-        "Gemma4ForConditionalGeneration",
-        "Gemma4Config",
-        {
-            "text_config": {
-                **_SMALL,
-                "sliding_window": 5,
-                "layer_types": [*_TYPES[1:], "full_attention"],
-                "use_bidirectional_attention": "vision",
-                "num_kv_shared_layers": 0,
-                "hidden_size_per_layer_input": 0,
-                "global_head_dim": 8,
-            },
-            "vision_config": {**_OF_IMAGES, "head_dim": 8, "num_key_value_heads": 2},
-        },
-        _SPANS,
-        ("mm_token_type_ids", 1, 0),
-    ),
-    "Gemma 4 with causal images": Case(
-        "Gemma4ForConditionalGeneration",
-        "Gemma4Config",
-        {
-            "text_config": {
-                **_SMALL,
-                "sliding_window": 5,
-                "layer_types": [*_TYPES[1:], "full_attention"],
-                "num_kv_shared_layers": 0,
-                "hidden_size_per_layer_input": 0,
-                "global_head_dim": 8,
-            },
-            "vision_config": {**_OF_IMAGES, "head_dim": 8, "num_key_value_heads": 2},
-        },
-        _SPANS,
-        ("mm_token_type_ids", 1, 0),
-    ),
+    "Gemma 4": _gemma4(use_bidirectional_attention="vision"),
+    "Gemma 4 with causal images": _gemma4(),
     "PaliGemma": Case(
         "PaliGemmaForConditionalGeneration",
         "PaliGemmaConfig",

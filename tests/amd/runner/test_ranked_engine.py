@@ -101,14 +101,10 @@ def test_the_truth_probe_of_ranks_changes_no_text(ranked: RankedEngine, alone: l
     assert tokens_of(ranked.generate(REQUESTS)) == tokens_of(alone)
 
 
-def test_tasks_of_an_event_loop_share_ranks(ranked: RankedEngine, alone: list[Completion]) -> None:
-    async def serve() -> list[Completion]:
-        async with AsyncEngine(ranked) as front:
-            completions = await asyncio.gather(*(front.complete(request) for request in REQUESTS))
-            assert (await front.report()).ranks == 2
-            return completions
-
-    assert asyncio.run(serve()) == alone
+async def test_tasks_of_an_event_loop_share_ranks(ranked: RankedEngine, alone: list[Completion]) -> None:
+    async with AsyncEngine(ranked) as front:
+        assert await asyncio.gather(*(front.complete(request) for request in REQUESTS)) == alone
+        assert (await front.report()).ranks == 2
 
 
 def test_what_cannot_be_served_is_refused_and_the_ranks_go_on(ranked: RankedEngine, alone: list[Completion]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from array import array
 from collections.abc import Sequence
@@ -217,7 +216,7 @@ def test_a_count_that_is_off_is_noticed(
     assert [each.token_ids for each in done] != [each.token_ids for each in alone[: len(done)]]
 
 
-def test_logprobs_come_with_the_tokens_to_events_pieces_and_completions(loaded: LoadedModel) -> None:
+async def test_logprobs_come_with_the_tokens_to_events_pieces_and_completions(loaded: LoadedModel) -> None:
     request = replace(ASKING[0], stop=("8",))
     events: list[Any] = []
     done = Engine(loaded, replace(BASE, steps_ahead=1)).generate([request, PLAIN], events.append)
@@ -226,12 +225,9 @@ def test_logprobs_come_with_the_tokens_to_events_pieces_and_completions(loaded: 
     assert tuple(event.logprobs for event in events if event.request == 0) == done[0].logprobs
     assert done[1].logprobs == ()
     assert all(event.logprobs is None for event in events if event.request == 1)
-
-    async def read() -> list[Any]:
-        async with AsyncEngine(Engine(loaded, BASE)) as front:
-            return [emitted async for piece in front.stream(request) for emitted in piece.logprobs]
-
-    assert tuple(asyncio.run(read())) == done[0].logprobs
+    async with AsyncEngine(Engine(loaded, BASE)) as front:
+        read = [emitted async for piece in front.stream(request) for emitted in piece.logprobs]
+    assert tuple(read) == done[0].logprobs
 
 
 def test_a_row_that_is_no_number_fails_its_request_alone_whatever_it_asks_for() -> None:

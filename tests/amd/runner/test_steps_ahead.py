@@ -143,22 +143,17 @@ def test_nothing_runs_once_the_last_request_was_cancelled(loaded: LoadedModel) -
     assert all_pages_are_free(engine)
 
 
-def test_no_step_runs_while_a_function_is_called_between_two(loaded: LoadedModel) -> None:
+async def test_no_step_runs_while_a_function_is_called_between_two(loaded: LoadedModel) -> None:
     """No step runs on the device either: so the function may change a step's inputs."""
     engine = Engine(loaded, BASE)
-
-    async def main() -> tuple[list[int], Completion]:
-        async with AsyncEngine(engine) as front:
-            served = asyncio.create_task(front.complete(Request((9, 10, 11), 30)))
-            pending = []
-            while not served.done():
-                pending.append(await front.between_steps(lambda: len(engine._pending)))
-            return pending, await served
-
-    pending, done = asyncio.run(main())
+    async with AsyncEngine(engine) as front:
+        served = asyncio.create_task(front.complete(Request((9, 10, 11), 30)))
+        pending = []
+        while not served.done():
+            pending.append(await front.between_steps(lambda: len(engine._pending)))
     assert len(pending) > 2
     assert set(pending) == {0}
-    assert done == alone(loaded, Request((9, 10, 11), 30))
+    assert served.result() == alone(loaded, Request((9, 10, 11), 30))
 
 
 def test_checked_and_replayed_steps_give_the_same_tokens(loaded: LoadedModel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -153,14 +152,11 @@ def test_a_stop_counts_where_it_ends_after_the_least_tokens(loaded: LoadedModel,
         assert done.text == text[: len(done.text)]
 
 
-def test_a_reader_gets_no_more_than_the_text(loaded: LoadedModel, text: str) -> None:
-    async def read() -> str:
-        async with AsyncEngine(Engine(loaded, replace(BASE, steps_ahead=1))) as front:
-            pieces = [piece async for piece in front.stream(replace(LONG, stop=(text[5:8],)))]
-        assert pieces[-1].finish_reason == "stop"
-        return "".join(piece.text for piece in pieces)
-
-    assert asyncio.run(read()) == text[: text.index(text[5:8])]
+async def test_a_reader_gets_no_more_than_the_text(loaded: LoadedModel, text: str) -> None:
+    async with AsyncEngine(Engine(loaded, replace(BASE, steps_ahead=1))) as front:
+        pieces = [piece async for piece in front.stream(replace(LONG, stop=(text[5:8],)))]
+    assert pieces[-1].finish_reason == "stop"
+    assert "".join(piece.text for piece in pieces) == text[: text.index(text[5:8])]
 
 
 def test_what_was_held_back_comes_with_an_abort(loaded: LoadedModel, text: str) -> None:

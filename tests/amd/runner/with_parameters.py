@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import tokenizers
-
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.options import EngineOptions
 from rocm_serve.ranks import ONE_RANK, Ranks
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.runner import serving
+from tests.amd.runner.small_tokenizers import of_characters
 from tests.amd.runner.tiny_model import tiny_model
 
 CHARACTERS = '{}[]":, 0123456789abcdefghijklmnopqrstuvwxyz.-'
@@ -24,27 +23,12 @@ SCHEMA = {
     "additionalProperties": False,
 }
 # Deterministic: a request's completion must not depend on the other requests in its steps.
-BASE = EngineOptions(
-    provider="torch",
-    page_size=4,
-    max_batch_size=8,
-    chunk=12,
-    graphs=False,
-    max_kv_len=80,
-    capture_after=0,
-    steps_ahead=0,
-    deterministic=True,
-)
+BASE = replace(serving.BASE, provider="torch", chunk=12, max_kv_len=80, steps_ahead=0, deterministic=True)
 
 
 def character_tokenizer() -> Tokenizer:
     """A token for each of CHARACTERS, in their order, and one that ends a text."""
-    vocabulary = {character.replace(" ", "\u0120"): number for number, character in enumerate(CHARACTERS)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
-    return Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
+    return Tokenizer(backend=of_characters(CHARACTERS), bos_token_id=None, chat_template=None)
 
 
 def character_model(ranks: Ranks = ONE_RANK) -> LoadedModel:

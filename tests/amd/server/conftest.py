@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from rocm_serve.models.loading import LoadedModel
+from tests.amd.coroutines import pytest_pyfunc_call
 from tests.amd.one_thread import one_thread
 from tests.amd.server.running import word_model
 
-__all__ = ["loaded", "one_thread"]
+__all__ = ["loaded", "one_thread", "pytest_pyfunc_call"]
 
 
 @pytest.fixture(scope="module")

@@ -88,8 +88,7 @@ class Running:
 
     def wait_until_draining(self) -> None:
         """Waits until the server reports that it drains."""
-        while not any(line.startswith("shutting down") for line in self.lines):
-            self.between_loops(lambda: None)
+        self.wait_until(lambda: any(line.startswith("shutting down") for line in self.lines))
 
     def between_loops(self, function: Callable[[], T]) -> T:
         """Calls a function in the server's event loop, and returns its result."""
@@ -98,6 +97,11 @@ class Running:
             return function()
 
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result()
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Waits until a condition holds in the server's event loop."""
+        while not self.between_loops(condition):
+            pass
 
     def waiting_bytes(self) -> int:
         """Returns the bytes of bodies that wait to be served."""

@@ -208,8 +208,7 @@ def test_a_request_of_lower_priority_is_answered_first(loaded: LoadedModel, monk
     with running(served) as server, ThreadPoolExecutor() as threads:
         bodies = [requested(prompt=[9 + place], priority=each) for place, each in enumerate(priorities)]
         replies = [threads.submit(post, server, body) for body in bodies]
-        while server.between_loops(lambda: server.front.num_requests) < len(bodies):
-            pass
+        server.wait_until(lambda: server.front.num_requests >= len(bodies))
         all_there.set()
         assert [each.result().status for each in replies] == [200] * 3
     assert ended == [11, 10, 9]

@@ -105,15 +105,13 @@ def test_a_connection_too_many_is_closed_and_the_others_are_served(loaded: Loade
     with running(engine(loaded), max_connections=2, client_share=1.0) as server:
         first, second = (socket.create_connection(server.address) for _ in range(2))
         with first, second:
-            while server.between_loops(lambda: len(server.server.server_state.connections)) < 2:
-                pass
+            server.wait_until(lambda: len(server.server.server_state.connections) >= 2)
             with socket.create_connection(server.address) as third:
                 assert all_of(third) == b""
             assert refused(server, "connections") == 1
             first.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")
             assert first.recv(4096).startswith(b"HTTP/1.1 200")
-        while server.between_loops(lambda: len(server.server.server_state.connections)):
-            pass
+        server.wait_until(lambda: not len(server.server.server_state.connections))
         assert post(server, requested()).status == 200
         assert b'rocm_attn_http_refused_total{reason="connections"} 1' in send(server, "GET", "/metrics").body
 
@@ -122,16 +120,14 @@ def test_one_address_has_only_its_share_of_the_connections(loaded: LoadedModel) 
     with running(engine(loaded), max_connections=4) as server:
         first, second = (socket.create_connection(server.address) for _ in range(2))
         with first, second:
-            while server.between_loops(lambda: len(server.server.server_state.connections)) < 2:
-                pass
+            server.wait_until(lambda: len(server.server.server_state.connections) >= 2)
             with socket.create_connection(server.address) as third:
                 assert all_of(third) == b""
             with socket.create_connection(server.address, source_address=("127.0.0.2", 0)) as other:
                 other.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")
                 assert other.recv(4096).startswith(b"HTTP/1.1 200")
             assert refused(server, "connections") == 1
-        while server.between_loops(lambda: len(server.server.server_state.connections)):
-            pass
+        server.wait_until(lambda: not len(server.server.server_state.connections))
         assert send(server, "GET", "/health").status == 200
 
 

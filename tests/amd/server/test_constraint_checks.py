@@ -75,8 +75,7 @@ def test_a_constraint_that_finds_too_many_waiting_may_come_again(
         asking = [pool.submit(ask, server, {"enum": [f"a{number}"]}) for number in range(3)]
         for _ in range(2):
             begun.acquire()
-        while not server.between_loops(lambda: server.generations._checks._num_waiting):
-            pass
+        server.wait_until(lambda: server.generations._checks._num_waiting)
         refused = ask(server, {"enum": ["b"]})
         assert (refused.status, refused.error["code"]) == (429, "too_many_requests")
         assert int(refused.headers["retry-after"]) >= 1
@@ -86,7 +85,7 @@ def test_a_constraint_that_finds_too_many_waiting_may_come_again(
     assert ask(server, {"enum": ["b"]}).status == 200
 
 
-def test_a_constraint_that_others_ask_for_is_tried_once_and_finds_room_however_many_wait(
+async def test_a_constraint_that_others_ask_for_is_tried_once_and_finds_room_however_many_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     good, bad, waiting, new = (Constraint.choice([text]) for text in ("good", "bad", "waiting", "new"))
@@ -98,7 +97,10 @@ def test_a_constraint_that_others_ask_for_is_tried_once_and_finds_room_however_m
         if constraint == bad:
             raise BadRequest("it is bad")
 
-    async def outcomes() -> list[BaseException | None]:
+    monkeypatch.setattr(TrialProcess, "check", held_up)
+    monkeypatch.setattr(constraint_checks, "MOST_WAITING", 1)
+    checks = constraint_checks.ConstraintChecks(lambda: TrialProcess(TOKENS, 1))
+    try:
         requested_for = (good, bad, waiting, new, good, bad, waiting, good, waiting)
         asking = [asyncio.ensure_future(checks.check(each)) for each in requested_for]
         await asyncio.sleep(0)  # each has come as far as it can
@@ -106,13 +108,7 @@ def test_a_constraint_that_others_ask_for_is_tried_once_and_finds_room_however_m
         asking.append(asyncio.ensure_future(checks.check(good)))
         await asyncio.sleep(0)
         may_end.set()
-        return await asyncio.gather(*asking, return_exceptions=True)
-
-    monkeypatch.setattr(TrialProcess, "check", held_up)
-    monkeypatch.setattr(constraint_checks, "MOST_WAITING", 1)
-    checks = constraint_checks.ConstraintChecks(lambda: TrialProcess(TOKENS, 1))
-    try:
-        found = asyncio.run(outcomes())
+        found = await asyncio.gather(*asking, return_exceptions=True)
     finally:
         checks.close()
     assert [type(each) for each in found if each is not None] == [
@@ -133,7 +129,7 @@ def test_a_constraint_that_is_known_to_be_fine_is_not_tried_again(
     assert ask(server, {"enum": ["x"]}).status == 200
 
 
-def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
+async def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
     began: list[TrialProcess] = []
 
     def begin() -> TrialProcess:
@@ -145,11 +141,11 @@ def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
 
     checks = constraint_checks.ConstraintChecks(begin)
     with pytest.raises(BadRequest, match="the server is shutting down, and checks no more constraints"):
-        asyncio.run(checks.check(Constraint.choice(["a"])))
+        await checks.check(Constraint.choice(["a"]))
     assert began[0].has_ended
 
 
-def test_a_server_that_ends_says_so_to_who_waits_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_ends_says_so_to_who_waits_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = TrialProcess(TOKENS, 1)
     checks = constraint_checks.ConstraintChecks(lambda: trial)
     send = TrialProcess._send
@@ -162,7 +158,7 @@ def test_a_server_that_ends_says_so_to_who_waits_for_a_process(monkeypatch: pyte
     with pytest.raises(
         BadRequest, match="the process that checked it was ended, which happens when the server ends; send it again"
     ):
-        asyncio.run(checks.check(Constraint.choice(["a"])))
+        await checks.check(Constraint.choice(["a"]))
 
 
 @pytest.mark.parametrize(

@@ -106,21 +106,17 @@ def lines() -> Iterator[Lines]:
         logger.removeHandler(kept)
 
 
-def test_connections_that_cannot_be_accepted_are_one_line(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
+async def test_connections_that_cannot_be_accepted_are_one_line(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
     monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.0)
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(QuietAtTheLimit())
-        with Exhausted() as listening:
-            listening.bind(("127.0.0.1", 0))
-            server = await loop.create_server(asyncio.Protocol, sock=listening, backlog=1)
-            with socket.create_connection(listening.getsockname()):
-                while listening.num_tries <= 50:
-                    await asyncio.sleep(0)
-            server.close()
-
-    asyncio.run(main())
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(QuietAtTheLimit())
+    with Exhausted() as listening:
+        listening.bind(("127.0.0.1", 0))
+        server = await loop.create_server(asyncio.Protocol, sock=listening, backlog=1)
+        with socket.create_connection(listening.getsockname()):
+            while listening.num_tries <= 50:
+                await asyncio.sleep(0)
+        server.close()
     (line,) = lines.records
     assert "no connection can be accepted at present (Too many open files)" in line.getMessage()
     assert line.exc_info is None
@@ -131,17 +127,13 @@ def test_a_server_accepts_once_before_it_does_something_else(loaded: LoadedModel
     with running(engine(loaded)) as server:
         assert server.server.config.backlog == 1
         clients = [socket.create_connection(server.address) for _ in range(50)]
-        while server.between_loops(lambda: len(server.server.server_state.connections)) < 50:
-            pass
+        server.wait_until(lambda: len(server.server.server_state.connections) >= 50)
         for client in clients:
             client.close()
 
 
-def test_other_errors_of_the_loop_are_logged_as_before(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        QuietAtTheLimit()(loop, {"message": "a mistake", "exception": ValueError("wrong")})
-        QuietAtTheLimit()(loop, {"message": "a pipe", "exception": OSError(errno.EMFILE, "no files")})
-
-    asyncio.run(main())
+async def test_other_errors_of_the_loop_are_logged_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.get_running_loop()
+    QuietAtTheLimit()(loop, {"message": "a mistake", "exception": ValueError("wrong")})
+    QuietAtTheLimit()(loop, {"message": "a pipe", "exception": OSError(errno.EMFILE, "no files")})
     assert [record.getMessage().splitlines()[0] for record in caplog.records] == ["a mistake", "a pipe"]

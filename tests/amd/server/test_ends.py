@@ -98,8 +98,7 @@ def test_a_client_that_leaves_in_its_body_is_forgotten(loaded: LoadedModel) -> N
     with gated_server(loaded) as (server, _):
         with socket.create_connection(server.address) as client:
             client.sendall(head_of_a_post("Content-Length: 99") + b"{")
-            while not server.between_loops(lambda: len(server.jobs)):
-                pass
+            server.wait_until(lambda: len(server.jobs))
         server.jobs_are_done()
         assert send(server, "GET", "/health").status == 200
 
@@ -109,45 +108,39 @@ def test_a_client_that_takes_nothing_counts_as_gone(loaded: LoadedModel) -> None
     served = engine(loaded)
     with running(served, write_seconds=0.2) as server:
         with slow_reader(server):
-            while not server.between_loops(lambda: server.generations.counts.disconnects):
-                pass
+            server.wait_until(lambda: server.generations.counts.disconnects)
             assert server.holds_nothing(), "the job has ended although nothing was read"
         assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
 
 
-def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> None:
+async def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole() -> None:
     """All of it was computed, and an ASGI server silently accepts data after the connection is lost."""
-    counts = HttpMetrics()
+    received, writable = asyncio.Event(), asyncio.Event()
+    messages: list[Message] = [{"type": "http.request"}]
 
-    async def main() -> None:
-        received, writable = asyncio.Event(), asyncio.Event()
-        messages: list[Message] = [{"type": "http.request"}]
+    def lose_connection() -> None:
+        for event in (received, writable):  # in uvicorn's order
+            event.set()
 
-        def lose_connection() -> None:
-            for event in (received, writable):  # in uvicorn's order
-                event.set()
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        for more_body in (True, False):
+            await send({"type": "http.response.body", "more_body": more_body})
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await send({"type": "http.response.start", "status": 200})
-            for more_body in (True, False):
-                await send({"type": "http.response.body", "more_body": more_body})
+    async def receive() -> Message:
+        if not messages:
+            await received.wait()
+        return messages.pop() if messages else {"type": "http.disconnect"}
 
-        async def receive() -> Message:
-            if not messages:
-                await received.wait()
-            return messages.pop() if messages else {"type": "http.disconnect"}
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            asyncio.get_running_loop().call_soon(lose_connection)
+            await writable.wait()
 
-        async def send(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                asyncio.get_running_loop().call_soon(lose_connection)
-                await writable.wait()
-
-        front = SimpleNamespace(check=lambda: None, num_requests=0)
-        generations: Any = SimpleNamespace(counts=counts, jobs=Jobs(), front=front)
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
-        await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
-
-    asyncio.run(main())
+    counts, front = HttpMetrics(), SimpleNamespace(check=lambda: None, num_requests=0)
+    generations: Any = SimpleNamespace(counts=counts, jobs=Jobs(), front=front)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
+    await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
     assert counts.disconnects == 1
 
 
@@ -163,8 +156,7 @@ def slow_reader(server: Running, num_choices: int = 16) -> socket.socket:
 
 def test_a_client_that_does_not_read_loses_its_request_and_not_only_its_connection(loaded: LoadedModel) -> None:
     with running(engine(loaded), max_unread_tokens=10) as server, slow_reader(server):
-        while not server.between_loops(lambda: server.generations.counts.disconnects):
-            pass
+        server.wait_until(lambda: server.generations.counts.disconnects)
         assert server.holds_nothing()
         assert server.between_loops(lambda: server.generations.counts.late_readers) == 1
         assert ended(server).get("cancelled", 0) > 0, "the engine has not computed all that nobody reads"
@@ -174,11 +166,9 @@ def test_a_client_that_does_not_read_loses_its_request_and_not_only_its_connecti
 def test_a_computed_answer_that_waits_to_be_read_takes_no_place(loaded: LoadedModel) -> None:
     with running(engine(loaded), max_requests=16) as server:
         with slow_reader(server, num_choices=3):
-            while not server.between_loops(lambda: [job.is_computed for job in server.jobs] == [True]):
-                pass
+            server.wait_until(lambda: [job.is_computed for job in server.jobs] == [True])
             assert post(server, requested(n=16)).status == 200
-            while server.between_loops(lambda: len(server.jobs)) > 1:
-                pass  # its last byte was read, and its job ends
+            server.wait_until(lambda: len(server.jobs) <= 1)  # its last byte was read, and its job ends
             assert len(server.jobs) == 1, "the slow one is still there"
         server.jobs_are_done()
 
@@ -190,8 +180,7 @@ def test_whom_no_place_is_free_for_is_reported_when_to_come_again(loaded: Loaded
         # One place is free, and two are requested: neither is taken.
         refused = [post(server, requested(n=2))]
         second = Client(server, requested(stream=True))
-        while server.between_loops(lambda: server.front.num_requests) < 2:
-            pass
+        server.wait_until(lambda: server.front.num_requests >= 2)
         refused.append(post(server, requested()))
         for reply in refused:
             assert (reply.status, reply.error["code"], reply.error["type"]) == (
@@ -242,7 +231,7 @@ def test_a_deadline_that_is_none_is_refused(timeout: str, loaded: LoadedModel) -
         assert (reply.status, "at least 0.01" in reply.error["message"]) == (400, True)
 
 
-def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -> None:
+async def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -> None:
     """One of several choices has failed, and the others continue while the error waits for its reader."""
     counts, bounds, sent = HttpMetrics(), list[Callable[[], None]](), list[bytes]()
 
@@ -260,7 +249,7 @@ def test_an_error_whose_reader_is_late_ends_the_answer_without_another_error() -
     generation: Any = SimpleNamespace(streams=[stream], pieces=pieces, job=SimpleNamespace(end=lambda why: None))
     generations: Any = SimpleNamespace(counts=counts, max_unread_tokens=4)
     replies = CompletionReplies(NAME, EmittedTokens(None))
-    asyncio.run(EventStream(generations, generation, replies, num_choices=2, usage=False)({}, no_message, send))
+    await EventStream(generations, generation, replies, num_choices=2, usage=False)({}, no_message, send)
     assert (counts.late_readers, b"has failed" in sent[-1]) == (1, True)
 
 
@@ -293,8 +282,7 @@ def test_a_server_that_drains_finishes_what_it_has_taken(loaded: LoadedModel) ->
 def test_what_a_drain_has_no_time_for_ends_with_an_error(loaded: LoadedModel) -> None:
     with gated_server(loaded, drain_seconds=0.05) as (server, gated):
         streamed, whole = Client(server, requested(stream=True, **LONG)), Client(server, requested(**LONG))
-        while server.between_loops(lambda: server.front.num_requests) < 2:
-            pass
+        server.wait_until(lambda: server.front.num_requests >= 2)
         gated.let(2)
         streamed.read_until(b"data: ")
         server.drain()
@@ -329,7 +317,8 @@ def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_is_counted(
     with gated_server(loaded) as (server, gated):
         served = server.engine
         run_step = served._steps.run
-        streamed = Client(server, requested(stream=True, **LONG))
+        concerned = [Client(server, requested(stream=True, **LONG)) for _ in range(2)]
+        server.wait_until(lambda: server.front.num_requests >= 2)
         gated.let(2)
         for _ in range(3):
             begun(gated)
@@ -341,9 +330,10 @@ def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_is_counted(
 
         monkeypatch.setattr(served._steps, "run", faulty)  # of the third step, which waits to begin
         gated.let(MANY_STEPS)
-        error = events(streamed.read_until(b"error"))[-1]["error"]
-        assert "step 2: a page was not there" in error["message"]
-        streamed.leave()
+        for streamed in concerned:
+            error = events(streamed.read_until(b"error"))[-1]["error"]
+            assert "step 2: a page was not there" in error["message"]
+            streamed.leave()
         assert post(server, requested()).status == 200
         assert b"rocm_attn_faults_total 1" in send(server, "GET", "/metrics").body
         assert send(server, "GET", "/health").status == 200
@@ -355,8 +345,7 @@ def test_the_engines_end_is_reported_to_everybody_and_ends_the_server(
 ) -> None:
     with gated_server(loaded) as (server, gated):
         streamed, whole = Client(server, requested(stream=True, **LONG)), Client(server, requested(**LONG))
-        while server.between_loops(lambda: server.front.num_requests) < 2:
-            pass
+        server.wait_until(lambda: server.front.num_requests >= 2)
         gated.let(2)
         streamed.read_until(b"data: ")
 

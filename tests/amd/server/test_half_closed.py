@@ -27,8 +27,7 @@ def test_a_client_that_has_said_all_gets_its_whole_answer(is_stream: bool, loade
     with running(served) as server, Client(server, requested(stream=is_stream)) as client:
         gated._begun.acquire()
         client.socket.shutdown(socket.SHUT_WR)
-        while not server.between_loops(lambda: waits_for_a_reset(server)):
-            pass
+        server.wait_until(lambda: waits_for_a_reset(server))
         gated.let(100)
         received = client.rest()
         assert received.startswith(INTERIM + b"HTTP/1.1 200 OK\r\n"), "all clients must skip the first (RFC 9110, 15.2)"
@@ -46,8 +45,7 @@ def test_a_client_that_ends_its_side_and_then_goes_is_noticed(
         client = Client(server, requested())
         gated._begun.acquire()
         client.socket.shutdown(socket.SHUT_WR)
-        while not server.between_loops(lambda: waits_for_a_reset(server)):
-            pass
+        server.wait_until(lambda: waits_for_a_reset(server))
         assert client.socket.recv(len(INTERIM)) == INTERIM
         client.leave()
         server.jobs_are_done()

@@ -78,28 +78,25 @@ def test_a_bodys_bytes_are_forgotten_before_its_request_runs(monkeypatch: pytest
     assert before == [1]
 
 
-def test_other_work_has_a_turn_between_two_passes_over_a_long_body() -> None:
+async def test_other_work_has_a_turn_between_two_passes_over_a_long_body() -> None:
     ids = [1] * LONG_BODY
     body = json.dumps({"prompt": ids}).encode()
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body}
 
-    async def main() -> None:
-        model = ServedModel("tiny", None, RequestLimits(2 * LONG_BODY, 2 * LONG_BODY, 64, None), ServerOptions())
-        for passing in (
-            ParsedRequest({"type": "http", "headers": []}, receive).json(),
-            model.completion_requests(CompletionBody(model="tiny", prompt=ids), ""),
-        ):
-            turns: list[int] = []
-            asyncio.get_running_loop().call_soon(turns.append, 1)
-            await passing
-            assert turns
-
-    asyncio.run(main())
+    model = ServedModel("tiny", None, RequestLimits(2 * LONG_BODY, 2 * LONG_BODY, 64, None), ServerOptions())
+    for passing in (
+        ParsedRequest({"type": "http", "headers": []}, receive).json(),
+        model.completion_requests(CompletionBody(model="tiny", prompt=ids), ""),
+    ):
+        turns: list[int] = []
+        asyncio.get_running_loop().call_soon(turns.append, 1)
+        await passing
+        assert turns
 
 
-def test_long_bodies_are_parsed_at_a_pace_that_leaves_others_most_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_bodies_are_parsed_at_a_pace_that_leaves_others_most_time(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     async def slept(seconds: float) -> None:
@@ -109,7 +106,7 @@ def test_long_bodies_are_parsed_at_a_pace_that_leaves_others_most_time(monkeypat
     monkeypatch.setattr(asyncio, "sleep", slept)
     turn = asyncio.Lock()
     for num_bytes in (LONG_BODY, 2 * LONG_BODY, 4 * 2**20):
-        asyncio.run(gate._Replay(b" " * num_bytes, asyncio.Event(), turn)())
+        await gate._Replay(b" " * num_bytes, asyncio.Event(), turn)()
     assert waits == [2 * LONG_BODY / gate._BYTES_A_SECOND, 4 * 2**20 / gate._BYTES_A_SECOND]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import socket
 from collections.abc import Iterator
@@ -291,7 +290,7 @@ def test_the_bound_of_a_body_holds_while_it_streams_in(server: Running) -> None:
             assert b'"code":"body_too_large"' in answer.read()
 
 
-def test_a_body_that_no_route_reads_is_not_kept() -> None:
+async def test_a_body_that_no_route_reads_is_not_kept() -> None:
     """There is no limit on how many of them come at a time, and they need no key."""
     read: list[Message] = []
 
@@ -307,7 +306,7 @@ def test_a_body_that_no_route_reads_is_not_kept() -> None:
 
     generations: Any = SimpleNamespace(counts=HttpMetrics())
     scope = {"type": "http", "method": "POST", "path": "/health", "headers": []}
-    asyncio.run(ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send))
+    await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
     assert read == [{"type": "http.request", "body": b"", "more_body": False}]
 
 

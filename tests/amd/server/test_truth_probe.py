@@ -132,7 +132,7 @@ def test_a_server_on_a_gpu_says_before_it_listens_that_its_layers_are_wrong(
     assert "wrong" not in capsys.readouterr().err
 
 
-def test_a_task_that_is_cancelled_does_not_end_the_run_of_the_others() -> None:
+async def test_a_task_that_is_cancelled_does_not_end_the_run_of_the_others() -> None:
     class Front:
         """The part of AsyncEngine that the probe uses; a run ends when the test says so."""
 
@@ -143,17 +143,14 @@ def test_a_task_that_is_cancelled_does_not_end_the_run_of_the_others() -> None:
             await self.may_end.wait()
             return RIGHT
 
-    async def main() -> TruthVerdict:
-        front = Front()
-        probe = TruthProbe(cast(AsyncEngine, front), Health(5), 3600.0)
-        leaving, staying = (asyncio.ensure_future(probe.verdict()) for _ in range(2))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        await asyncio.sleep(0)
-        front.may_end.set()
-        return (await staying)[0]
-
-    assert asyncio.run(main()) == RIGHT
+    front = Front()
+    probe = TruthProbe(cast(AsyncEngine, front), Health(5), 3600.0)
+    leaving, staying = (asyncio.ensure_future(probe.verdict()) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.sleep(0)
+    front.may_end.set()
+    assert (await staying)[0] == RIGHT
 
 
 def test_other_routes_answer_while_it_waits_for_a_step(loaded: LoadedModel) -> None:

@@ -30,8 +30,7 @@ def slow_bodies(server: Running, sizes: Sequence[int], *headers: str) -> Iterato
         clients = [stack.enter_context(socket.create_connection(server.address)) for _ in sizes]
         for client, size in zip(clients, sizes, strict=True):
             client.sendall(head_of_a_post(f"Content-Length: {size}", *headers) + b" " * (size - 1))
-        while server.waiting_bytes() < before + sum(sizes):
-            pass
+        server.wait_until(lambda: server.generations.counts.waiting_bytes >= before + sum(sizes))
         yield clients
 
 
@@ -53,8 +52,7 @@ def test_places_are_counted_again_when_a_body_has_come(loaded: LoadedModel) -> N
         slow = [stack.enter_context(socket.create_connection(server.address)) for _ in range(2)]
         for client in slow:
             client.sendall(whole[:-1])
-        while server.between_loops(lambda: len(server.jobs)) < 2:
-            pass
+        server.wait_until(lambda: len(server.jobs) >= 2)
         slow[0].sendall(whole[-1:])
         gated._begun.acquire()
         slow[1].sendall(whole[-1:])
@@ -75,8 +73,7 @@ def test_a_body_too_many_is_answered_429_and_read_when_others_have_gone(loaded: 
             assert post(server, padded(500)).status == 200, "it fits beside the others"
             assert server.waiting_bytes() == 28_000
             clients[0].close()
-            while server.waiting_bytes() != 14_000:
-                pass
+            server.wait_until(lambda: server.generations.counts.waiting_bytes == 14_000)
             assert post(server, padded(5000)).status == 200
         server.jobs_are_done()
         assert server.waiting_bytes() == 0
@@ -102,8 +99,7 @@ def test_a_body_waits_no_longer_when_the_engine_has_its_requests(loaded: LoadedM
     gated = Gated(served)
     with running(served) as server, Client(server, {**padded(9000), "stream": True}) as client:
         gated._begun.acquire()
-        while server.waiting_bytes():
-            pass
+        server.wait_until(lambda: not server.generations.counts.waiting_bytes)
         assert len(server.jobs) == 1
         gated.let(100)
         client.read_until(b"[DONE]")
@@ -113,10 +109,8 @@ def test_a_body_that_is_too_long_is_counted_no_longer(loaded: LoadedModel) -> No
     options: dict[str, Any] = {"max_body_bytes": 1000, "max_waiting_bytes": 2000}
     with running(engine(loaded), **options) as server, socket.create_connection(server.address) as client:
         client.sendall(head_of_a_post("Content-Length: 1900") + b" " * 1500)
-        while not server.between_loops(lambda: len(server.jobs)):
-            pass
-        while server.waiting_bytes():
-            pass
+        server.wait_until(lambda: len(server.jobs))
+        server.wait_until(lambda: not server.generations.counts.waiting_bytes)
         client.sendall(b" " * 400)
         assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 

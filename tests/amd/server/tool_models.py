@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import tokenizers
-
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.runner.small_tokenizers import of_characters
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
-CHARACTERS = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # blank and new line as byte-level tokenizers write them
+CHARACTERS = [*map(chr, range(33, 127)), " ", "\n"]
 END = len(CHARACTERS)
 # Tokens of several characters, which models also have; this model says them if it is made to.
 WORDS = {
@@ -68,11 +67,7 @@ CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "get-time"}}
 
 def tokenizer(template: str) -> Tokenizer:
     """A token for each of CHARACTERS, and one that ends a text. template: a key of TEMPLATES"""
-    vocabulary = {character: number for number, character in enumerate(CHARACTERS)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
+    backend = of_characters(CHARACTERS)
     backend.add_tokens(list(WORDS.values()))
     return Tokenizer(backend=backend, bos_token_id=None, chat_template=ChatTemplate(TEMPLATES[template]))
 

@@ -29,10 +29,11 @@ from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.providers.torch_ref import TorchExtend, TorchMasked
 from rocm_attn.runtime import AttentionRuntime
+from rocm_attn.step.gate import StepGate
 from rocm_attn.step.layers import StepLayers
 from rocm_lab.soak.alone import NoAloneCheck
 from rocm_lab.soak.scenario import LONG_KV_LEN, Action, Ladders, Scenario
-from rocm_lab.soak.soak import MAX_HOST_GROWTH_BYTES, Soak, SoakFailed, SoakReport, host_bytes_in_use
+from rocm_lab.soak.soak import MAX_HOST_GROWTH_BYTES, Soak, SoakFailed, host_bytes_in_use
 from rocm_lab.soak.world import HeldRequest, World
 
 # Few sizes: faults are found in few steps, so captures would take most of the time.
@@ -43,17 +44,15 @@ CPU = torch.device("cpu")
 STEPS = ("decode", "share", "verify", "draft", "tree", "extend", "mixed", "idle", "empty")
 
 
-def soak(
-    scenario: Scenario, steps: int, seed: int = 0, device: torch.device = CPU, provider: str = "torch"
-) -> SoakReport:
-    """Runs a soak in float32."""
-    return Soak(scenario, seed=seed, device=device, provider=provider, dtype=torch.float32).run(steps)
+def soak_of(scenario: Scenario, **options: Any) -> Soak:
+    """Returns a soak of seed 0 in float32 on the CPU, but for these options."""
+    return Soak(scenario, **{"seed": 0, "device": CPU, "provider": "torch", "dtype": torch.float32, **options})
 
 
 def found(scenario: Scenario = SMALL, steps: int = 200) -> SoakFailed:
     """Returns the failure that ends the soak of a runtime with a fault."""
     with pytest.raises(SoakFailed) as failed:
-        soak(scenario, steps)
+        soak_of(scenario).run(steps)
     return failed.value
 
 
@@ -86,7 +85,9 @@ class Fuse:
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device) -> None:
-    report = soak(replace(Scenario.of_seed(seed), reopen_every=100), 300, seed, device, "auto")
+    report = soak_of(replace(Scenario.of_seed(seed), reopen_every=100), seed=seed, device=device, provider="auto").run(
+        300
+    )
     assert report.steps == 300
     assert report.reopens == 3
     assert [action for action, count in report.actions.items() if count == 0] == ["draft"], report.actions
@@ -102,8 +103,7 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
 @pytest.mark.nightly
 def test_ten_thousand_rounds_that_draft_or_verify_show_nothing() -> None:
     scenario = Scenario.of_seed(0).speculative()
-    soak = Soak(scenario, seed=0, device=CPU, provider="torch", dtype=torch.float32)
-    report = soak.run_rounds(10_000)
+    report = soak_of(scenario).run_rounds(10_000)
     assert report.rounds == 10_000
     assert report.actions["draft"] > 3000
     assert report.ways["draft replayed"] > 1500
@@ -116,8 +116,7 @@ def test_ten_thousand_rounds_that_draft_or_verify_show_nothing() -> None:
 def test_rounds_are_steps_that_draft_or_verify_a_token() -> None:
     """A step without sequences, or of trees without tokens, is no round; the last step of a soak of rounds is one."""
     scenario = replace(ALMOST_ALL_EAGER, weights={Action.ADMIT: 1, Action.VERIFY: 1, Action.DECODE: 1, Action.ABORT: 3})
-    soak = Soak(scenario, seed=0, device=CPU, provider="torch", dtype=torch.float32)
-    report = soak.run_rounds(6)
+    report = soak_of(scenario).run_rounds(6)
     assert report.rounds == 6
     assert 6 < report.actions["verify"] < report.steps
     assert f"{report.steps} steps of seed 0 without a mismatch: 6 that drafted or verified" in str(report)
@@ -131,7 +130,7 @@ ROUNDS = replace(
 @pytest.mark.nightly
 def test_rounds_of_drafts_show_nothing(device: torch.device) -> None:
     """Chains and trees, in one graph and in halves, at every last-page length, while requests come and go."""
-    report = soak(ROUNDS, 30, 0, device, "auto")
+    report = soak_of(ROUNDS, device=device, provider="auto").run(30)
     assert report.actions["draft"] > 12
     assert all(report.ways[f"draft {way}"] > 0 for way in ("captured", "replayed")), report.ways
     assert report.split_steps > 2
@@ -155,7 +154,7 @@ def test_accepted_drafts_that_are_not_moved_to_the_places_of_their_tokens_are_fo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scenario = replace(SMALL, weights={Action.ADMIT: 3, Action.TREE: 6, Action.DECODE: 2}, tree_len=9)
-    report = soak(scenario, 40)
+    report = soak_of(scenario).run(40)
     assert report.moved_paths > 5
     assert f"({report.moved_paths} paths moved)" in str(report)
     monkeypatch.setattr(AttentionRuntime, "move_accepted", lambda *_: None)
@@ -164,7 +163,7 @@ def test_accepted_drafts_that_are_not_moved_to_the_places_of_their_tokens_are_fo
 
 @pytest.mark.nightly
 def test_recurrent_states_soak_without_a_finding(device: torch.device) -> None:
-    report = soak(Scenario.of_seed(0).with_states(), 300, 0, device, "auto")
+    report = soak_of(Scenario.of_seed(0).with_states(), device=device, provider="auto").run(300)
     assert report.actions["draft"] == report.actions["tree"] == 0
     assert report.actions["begin"] > 1, "each of them at a checkpoint"
     assert report.actions["reject"] > 5
@@ -182,7 +181,7 @@ def test_states_that_are_taken_as_they_come_are_found(monkeypatch: pytest.Monkey
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch.device) -> None:
-    report = Soak(SMALL, seed=2, device=device, provider="auto", dtype=dtype).run(60)
+    report = soak_of(SMALL, seed=2, device=device, provider="auto", dtype=dtype).run(60)
     assert 0.01 < report.worst_error <= 1
 
 
@@ -190,7 +189,7 @@ def test_narrow_types_stay_within_their_bounds(dtype: torch.dtype, device: torch
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed: int, device: torch.device) -> None:
     scenario = replace(Scenario.of_seed(seed, LONG_KV_LEN), alone_every=2)
-    report = Soak(scenario, seed=seed, device=device, provider="auto", dtype=torch.float32, deterministic=True).run(70)
+    report = soak_of(scenario, seed=seed, device=device, provider="auto", deterministic=True).run(70)
     assert report.deterministic
     assert report.served_alone > 20
     assert 0 < report.captures < report.replays
@@ -201,12 +200,11 @@ def test_a_sound_deterministic_runtime_gives_the_bits_of_each_request_alone(seed
 def test_cuts_that_follow_from_the_batch_show_in_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rocm_attn.selection.build.guards_from_settings", lambda: Guards().without("cut_points"))
     scenario = Scenario.of_seed(0, LONG_KV_LEN)
-    changed = Soak(scenario, seed=0, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
     with pytest.raises(SoakFailed, match="differs bitwise from the same request run alone, by up to"):
-        changed.run(25)
+        soak_of(scenario, deterministic=True).run(25)
     monkeypatch.setattr("rocm_lab.soak.soak.ServedAlone", lambda *_, **__: NoAloneCheck())
-    unseen = Soak(scenario, seed=0, device=CPU, provider="torch", dtype=torch.float32, deterministic=True)
-    assert unseen.run(25).worst_error < 1, "the oracle's bounds allow it"
+    unseen = soak_of(scenario, deterministic=True).run(25)
+    assert unseen.worst_error < 1, "the oracle's bounds allow it"
 
 
 def actions_of(seed: int) -> list[object]:
@@ -407,11 +405,11 @@ def test_pages_that_are_never_given_back_are_found(monkeypatch: pytest.MonkeyPat
 def test_memory_that_grows_with_every_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
 
-    def end_step(original: Callable[..., None], runtime: AttentionRuntime) -> None:
+    def end(original: Callable[..., None], gate: StepGate) -> None:
         kept.append(torch.zeros(1 << 18))
-        original(runtime)
+        original(gate)
 
-    wrap(monkeypatch, AttentionRuntime, "end_step", end_step)
+    wrap(monkeypatch, StepGate, "end", end)
     assert "memory grew by" in str(found(replace(SMALL, reopen_every=20)))
 
 
@@ -449,7 +447,7 @@ def test_scenarios_that_cannot_be_played_are_refused() -> None:
 
 
 def test_a_soak_runs_once() -> None:
-    soak = Soak(ALMOST_ALL_EAGER, seed=0, device=CPU, provider="torch", dtype=torch.float32)
+    soak = soak_of(ALMOST_ALL_EAGER)
     assert soak.run(2).steps == 2
     for again in (soak.run, soak.run_rounds):
         with pytest.raises(WrongState, match="has already run 2 steps"):
@@ -458,9 +456,8 @@ def test_a_soak_runs_once() -> None:
 
 def test_rounds_that_are_never_drawn_are_refused() -> None:
     without = SMALL.without(Action.VERIFY).without(Action.TREE).without(Action.DRAFT)
-    soak = Soak(without, seed=0, device=CPU, provider="torch", dtype=torch.float32)
     with pytest.raises(BadSetting, match="drafts or verifies, and 3 were requested"):
-        soak.run_rounds(3)
+        soak_of(without).run_rounds(3)
 
 
 def test_the_command_prints_a_line_or_an_object(capsys: pytest.CaptureFixture[str]) -> None:

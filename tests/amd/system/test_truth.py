@@ -91,6 +91,12 @@ def truth(
     return NeedleCheck(problems, plan, build).run()
 
 
+def assert_all_found(report: TruthReport, *, replayed: bool = True) -> None:
+    """Checks that no needle was missed. replayed: whether all steps were replays, or none"""
+    assert report.passed, "\n".join(map(str, report.misses))
+    assert report.replays == report.steps * replayed
+
+
 LAYERS = {
     "dense, and a window with sinks": [DENSE, WINDOW],
     "latents": [LATENT],
@@ -108,8 +114,7 @@ LAYERS = {
 def test_every_needle_is_found(kind: str, device: torch.device) -> None:
     """They are found in chunks and decode steps, all of them replays."""
     report = truth(LAYERS[kind], device)
-    assert report.passed, "\n".join(map(str, report.misses))
-    assert report.replays == report.steps
+    assert_all_found(report)
     assert all(tally.hidden > 0 for of_layer in report.tallies for tally in of_layer)
 
 
@@ -140,8 +145,7 @@ def test_rows_that_are_folded_of_other_tokens_are_missed(fault: OpsChange, devic
 @pytest.mark.parametrize("encoding", [kind for kind in KVEncoding if kind is not KVEncoding.LIKE_Q])
 def test_every_needle_is_found_in_every_encoding(encoding: KVEncoding, scales: Scales, device: torch.device) -> None:
     layers = [coded(problem, encoding, scales) for problem in (DENSE, *selecting(TOKENS))]
-    report = truth(layers, device, replace(SHORT, graphs=False))
-    assert report.passed, "\n".join(map(str, report.misses))
+    assert_all_found(truth(layers, device, replace(SHORT, graphs=False)), replayed=False)
 
 
 @pytest.mark.fast
@@ -153,9 +157,7 @@ def test_every_needle_is_found_in_records(
     latent = replace(LATENT, head_dim=dims[0], v_head_dim=dims[1], scale=dims[0] ** -0.5)
     layers = [coded(problem, encoding, scales) for problem in (latent, *selecting(TOKENS, latent))]
     is_captured = encoding is KVEncoding.E4M3FN
-    report = truth(layers, device, replace(SHORT, graphs=is_captured))
-    assert report.passed, "\n".join(map(str, report.misses))
-    assert report.replays == report.steps * is_captured
+    assert_all_found(truth(layers, device, replace(SHORT, graphs=is_captured)), replayed=is_captured)
 
 
 @pytest.mark.parametrize("provider", [name for name in providers() if name != "torch"])
@@ -172,8 +174,7 @@ def test_a_chunk_of_more_than_8192_tokens_loses_nothing(problem: Problem, device
     plan = TruthPlan(lengths=(2048, 6144, 10240), chunk=9240, decode_steps=2)
     report = truth([coded(few, KVEncoding.E4M3FNUZ, Scales.TOKEN)], device, plan)
     assert plan.most_tokens > 9000
-    assert report.passed, "\n".join(map(str, report.misses))
-    assert report.replays == report.steps
+    assert_all_found(report)
 
 
 def wide(problem: Problem, plan: TruthPlan = SHORT) -> TruthPlan:

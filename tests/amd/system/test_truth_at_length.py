@@ -19,7 +19,7 @@ from rocm_attn.providers.select import Selection, select
 from rocm_attn.truth.check import TruthPlan, TruthReport
 from rocm_attn.truth.wide_pages import wrapping_pages
 from tests.amd.faulty_kernels import faulty, with_launches
-from tests.amd.system.test_truth import coded, offsets_wrap_at, reading, select_once, truth, wide
+from tests.amd.system.test_truth import assert_all_found, coded, offsets_wrap_at, reading, select_once, truth, wide
 
 pytestmark = pytest.mark.gpu
 
@@ -58,16 +58,13 @@ def test_every_needle_is_found_at_every_length(kind: str, is_coded: bool, device
     report = found(problem, device)
     assert max(PLAN.lengths) > 84_000
     assert PLAN.most_tokens > 8192
-    assert report.passed, "\n".join(map(str, report.misses))
-    assert report.replays == report.steps
+    assert_all_found(report)
 
 
 @pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=lambda encoding: encoding.name)
 def test_every_needle_is_found_in_records_at_every_length(encoding: KVEncoding, device: torch.device) -> None:
     """The selections of DeepSeek-V3.2 over fp8_ds_mla."""
-    report = found(coded(LAYERS["tokens"], encoding, Scales.GROUP), device)
-    assert report.passed, "\n".join(map(str, report.misses))
-    assert report.replays == report.steps
+    assert_all_found(found(coded(LAYERS["tokens"], encoding, Scales.GROUP), device))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -82,8 +79,7 @@ def test_torch_finds_every_needle_at_every_length(kind: str, device: torch.devic
         problem = replace(problem, indexer=replace(problem.indexer, num_heads=2, head_dim=96))
     graphs = isinstance(problem.indexer, AllKeys)
     report = found(problem, device, replace(PLAN, provider="torch", graphs=graphs))
-    assert report.passed, "\n".join(map(str, report.misses))
-    assert report.replays == report.steps * graphs
+    assert_all_found(report, replayed=graphs)
     assert all(": torch." in kernel for kernel in report.kernels[0])
 
 

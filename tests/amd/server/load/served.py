@@ -79,6 +79,13 @@ class Served:
             text: str = answer.read().decode()
             return text
 
+    def assert_served_all(self) -> None:
+        """Checks that none was answered 500, and that nothing is left of any, once the server knows who has left."""
+        while (counts := self.counts())["requests_total"] != counts["requests_ended_total"]:
+            pass
+        counts.assert_empty()
+        assert counts["http_requests_total:status=500"] == 0
+
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from tests.amd.server.load.clients import conversations, request_all
@@ -13,14 +11,14 @@ from tests.amd.server.load.served import Served
 @pytest.mark.parametrize(
     ("num_distinct", "times"), [(10, 20), pytest.param(200, 1, marks=pytest.mark.nightly)], ids=["repeated", "distinct"]
 )
-def test_200_chats_at_a_concurrency_of_128_get_what_they_get_one_by_one(
+async def test_200_chats_at_a_concurrency_of_128_get_what_they_get_one_by_one(
     server: Served, num_distinct: int, times: int
 ) -> None:
     requested = conversations(num_distinct, seed=num_distinct)
     before = server.counts()
-    alone = asyncio.run(request_all(server.url, requested, at_a_time=1))
+    alone = await request_all(server.url, requested, at_a_time=1)
     assert len({answer.text for answer in alone}) > num_distinct / 2
-    together = asyncio.run(request_all(server.url, requested * times, at_a_time=128))
+    together = await request_all(server.url, requested * times, at_a_time=128)
     assert together == alone * times
     after = server.counts()
     after.assert_empty()

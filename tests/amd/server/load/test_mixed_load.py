@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from tests.amd.server.load.mixed import MOST_GROWTH, MixedLoad, Tally
-
-
-def tally_of(model: Path, *, num_requests: int, drains: int) -> Tally:
-    async def run() -> Tally:
-        load = MixedLoad(model, at_a_time=24, seed=num_requests)
-        async with load.running():
-            for drain in range(1, drains + 1):
-                await load.until(num_requests * drain // (drains + 1))
-                await load.drain()
-            await load.until(num_requests)
-        return load.tally
-
-    return asyncio.run(run())
+from tests.amd.server.load.mixed import MOST_GROWTH, MixedLoad
 
 
 @pytest.mark.parametrize(
     ("num_requests", "drains"), [(150, 1), pytest.param(6000, 2, marks=pytest.mark.nightly)], ids=["short", "long"]
 )
-def test_nothing_accepted_is_lost_while_clients_leave_err_and_servers_are_drained(
+async def test_nothing_accepted_is_lost_while_clients_leave_err_and_servers_are_drained(
     model: Path, num_requests: int, drains: int
 ) -> None:
-    tally = tally_of(model, num_requests=num_requests, drains=drains)
+    load = MixedLoad(model, at_a_time=24, seed=num_requests)
+    async with load.running():
+        for drain in range(1, drains + 1):
+            await load.until(num_requests * drain // (drains + 1))
+            await load.drain()
+        await load.until(num_requests)
+    tally = load.tally
     tally.assert_right()
     assert tally.kinds["drains"] == drains
     assert tally.kinds["open at a drain"] > 0

@@ -77,14 +77,10 @@ def test_the_page_of_cost_says_what_the_figures_say() -> None:
 
 def test_the_figures_are_of_the_rows_that_serve() -> None:
     """If a row has changed: python -m tests.amd.offline.cost_figures docs."""
-    figures, served = StaticFigures.read(), [(row, kind, chosen_tiles(row, kind)) for row, kind in layers()]
-    of_kind = {
-        kind: [(row.arch, row.dims[0], tiles) for row, each, tiles in served if each is kind]
-        for kind in (DecodeTiles, ExtendTiles)
-    }
-    paged = [each for each in figures.decodes if each.kernel == PAGED]
-    assert [(each.arch, each.head_dim, each.tiles) for each in paged] == of_kind[DecodeTiles]
-    assert [(each.arch, each.head_dim, each.tiles) for each in figures.extends] == of_kind[ExtendTiles]
+    rows = [row for row, kind in layers() if kind is DecodeTiles]
+    paged = [each for each in StaticFigures.read().decodes if each.kernel == PAGED]
+    served = [(row.arch, row.dims[0], chosen_tiles(row, DecodeTiles)) for row in rows]
+    assert [(each.arch, each.head_dim, each.tiles) for each in paged] == served
 
 
 def test_figures_of_a_loop_are_those_of_its_cost() -> None:

@@ -30,10 +30,11 @@ IMPOSSIBLE = Ceilings(copied_per_s=20e12, read_per_s=20e12, flops_per_s=5e15)
 NO_METER = EnergyMeter(lambda: math.nan, "", "not counted")
 
 
-# From a launch that does little to one that HBM bounds: the constants of the model are fitted to all of them.
+# Decodes from a launch that does little to one that HBM bounds: the constants of the model are fitted to all of them.
 MORE_SHAPES = (
     *(CostShape(*each) for each in ((1, 256), (1, 2048), (8, 1024), (16, 8192), (32, 2048), (128, 8192))),
-    *(CostShape(*each) for each in ((1, 512, 512), (4, 2048, 2048), (16, 1024, 256), (1, 8192, 8192))),
+    *(CostShape(*each) for each in ((1, 2048, 2048), (8, 4608, 512), (1, 512, 512), (4, 2048, 2048))),
+    *(CostShape(*each) for each in ((16, 1024, 256), (1, 8192, 8192))),
 )
 
 

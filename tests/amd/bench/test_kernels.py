@@ -273,7 +273,7 @@ def test_layers_come_from_a_config_and_flags(tmp_path: Path, capsys: Capture) ->
     ("arguments", "complaint"),
     [
         ([], "give --batch, as in --batch 64d4k, or --suite"),
-        (["--batch", "64d4q"], "character 5"),
+        (["--batch", "64d4q"], "character 1"),
         (["--batch", "@missing.json"], "missing.json cannot be read"),
         (["--suite", "host", "--suite", "decode"], "--suite host is measured alone"),
         (["--batch", "4d4", "--suite", "decode"], "--suite has its own layers"),

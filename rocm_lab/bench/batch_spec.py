@@ -79,7 +79,8 @@ class BatchSpec:
     @classmethod
     def parse(cls, text: str) -> BatchSpec:
         """Parses the text form of a batch. Raises BadSetting, which points at the first group that is none."""
-        at, groups = 0, []
+        at = 0
+        groups: list[Group] = []
         while at < len(text) or not groups:
             found = _GROUP.match(text, at)
             if found is None:

@@ -10,12 +10,6 @@ FOLDER = option("--folder", default="first_run", help="folder for what is writte
 SCRIPT = option("script", metavar="FILE.py", help="script that launches Triton kernels on tensors of the CPU")
 STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")
 STEPS = option("--steps", type=positive, default=2000, metavar="N", help="steps to run (2000)")
-ROUNDS = option(
-    "--rounds",
-    type=positive,
-    metavar="N",
-    help="run until this many steps have drafted or verified, in place of --steps; mostly for --speculative",
-)
 SHAPES = option(
     "--shapes",
     metavar="SEQSxCACHED+NEW,...",

@@ -54,8 +54,8 @@ class OwnProvider:
             )
         except Unsupported as refusal:
             raise NotServed("; ".join(refusal.reasons) or refusal.summary) from refusal
-        kernel, rows = selection.kernel(data.kind), (data.q, data.out)
-        return kernel.entry, PreparedLayer.of(kernel.bound, data.step, data.bounds, rows, data.pages, data.weights)
+        kernel = selection.kernel(data.kind)
+        return kernel.entry, data.layer(kernel.bound)
 
 
 def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contestant]:

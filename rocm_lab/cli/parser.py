@@ -21,7 +21,7 @@ _TUNE_EXAMPLES = """\
 examples:
   rocm-attn tune ./Llama-3.1-8B-Instruct --dry-run --arch gfx942        the candidates, without a GPU
   rocm-attn tune ./Llama-3.1-8B-Instruct --seconds 1800
-  rocm-attn tune config.json --tp 8 --shapes 64x4k,256x2k,1x8k+2048 --output tuning.json
+  rocm-attn tune config.json --tp 8 --shapes 64d4k,256d2k,1x2048+8k --output tuning.json
   rocm-attn tune 32x8x128 --page-size 64 --json > tuned.json            32 query heads over 8 KV heads of 128
 """
 

@@ -39,6 +39,7 @@ from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode
 from rocm_attn.providers.triton_cdna import CdnaDecode
+from rocm_lab.bench.batch_spec import BatchSpec, Group
 from rocm_lab.cost.static_figures import CDNA, LoopFigures, StaticFigures
 
 
@@ -95,24 +96,7 @@ _START_LATENCIES = 2
 _CLOCKS_PER_CYCLE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class CostShape:
-    """num_seqs sequences of kv_len tokens, q_len of them new."""
-
-    num_seqs: int
-    kv_len: int
-    q_len: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.num_seqs}x{self.kv_len - self.q_len}+{self.q_len}"
-
-
-SHAPES = (
-    CostShape(1, 8192),
-    CostShape(1, 65536),
-    CostShape(64, 4096),
-    CostShape(256, 2048),
-)
+SHAPES = BatchSpec.parse("1d8k+1d64k+64d4k+256d2k").groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +108,7 @@ class Prediction:
     speed:   bytes of K and V per second
     """
 
-    shape: CostShape
+    shape: Group
     kernel: str
     seconds: Range
     speed: Range
@@ -166,7 +150,7 @@ class DecodeWork:
         """The time of a layer. hbm: bytes per second; latency, launches: seconds"""
         return max(self.loaded / hbm, self.own + self.waits * latency, self.busy) + self.ends * latency + launches
 
-    def predicted(self, shape: CostShape, arch: str) -> Prediction:
+    def predicted(self, shape: Group, arch: str) -> Prediction:
         """The prediction with the constants that are published and assumed."""
         slow, fast = GPUS[arch].hbm
         least = self.seconds(fast, LATENCY[0], LAUNCHES[0])
@@ -182,7 +166,7 @@ def predictions(problem: Problem, target: Target, *, deterministic: bool = False
             yield found
 
 
-def predicted(problem: Problem, target: Target, shape: CostShape, *, deterministic: bool = False) -> Prediction | None:
+def predicted(problem: Problem, target: Target, shape: Group, *, deterministic: bool = False) -> Prediction | None:
     """Predicts the Triton kernel that would serve a layer, with the target's Triton.
 
     None if there are no static figures for it, as in deterministic mode and for tiles that were measured.
@@ -191,10 +175,10 @@ def predicted(problem: Problem, target: Target, shape: CostShape, *, determinist
     return None if work is None else work.predicted(shape, target.arch)
 
 
-def work_of(problem: Problem, target: Target, shape: CostShape, *, deterministic: bool = False) -> DecodeWork | None:
+def work_of(problem: Problem, target: Target, shape: Group, *, deterministic: bool = False) -> DecodeWork | None:
     """The work of the Triton kernel that would serve a decode; None if there are no static figures for it."""
     if (
-        shape.q_len > 1
+        shape.new > 1
         or target.arch not in GPUS
         or problem.head_dim != problem.v_head_dim
         or problem.dtype.itemsize != 2
@@ -209,7 +193,7 @@ def work_of(problem: Problem, target: Target, shape: CostShape, *, deterministic
 
 # The cost of clusters takes thousands of predictions.
 @lru_cache(maxsize=4096)
-def _serving(problem: Problem, target: Target, shape: CostShape, deterministic: bool) -> BoundKernel | None:
+def _serving(problem: Problem, target: Target, shape: Group, deterministic: bool) -> BoundKernel | None:
     """The kernel of a decode's layer; None if there is none."""
     try:
         selection = select(problem, target, "triton", deterministic=deterministic)
@@ -246,7 +230,7 @@ def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | 
     return Loop(found.kernel, found.tiles, found.figures, found.tiles.num_stages if found.kernel == CDNA else 1)
 
 
-def decode_work(problem: Problem, target: Target, shape: CostShape, loop: Loop) -> DecodeWork:
+def decode_work(problem: Problem, target: Target, shape: Group, loop: Loop) -> DecodeWork:
     """The work of a kernel whose programs share out all keys."""
     clock, units = GPUS[target.arch].clock, target.compute_units
     keys, tiles, figures = seen_keys(problem, shape.kv_len), loop.tiles, loop.figures

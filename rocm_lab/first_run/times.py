@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.tuning_file import plain_value
 from rocm_attn.providers.tiles import layer_of
-from rocm_lab.cost.cost import CostShape, DecodeWork, work_of
+from rocm_lab.bench.batch_spec import Group
+from rocm_lab.cost.cost import DecodeWork, work_of
 from rocm_lab.first_run.report import PASSED, GpuReport, problem_in, shape_in
 
 
@@ -17,7 +18,7 @@ class TimedLayer:
     """One layer. seconds: measured, replayed as a graph"""
 
     name: str
-    shape: CostShape
+    shape: Group
     work: DecodeWork
     seconds: float
 

@@ -20,7 +20,7 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.providers.select import select
-from rocm_lab.cost.cost import CostShape
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.first_run.constants import FittedConstants, fit_decode
 from rocm_lab.first_run.findings import Discrepancy, discrepancies
 from rocm_lab.first_run.report import GpuReport, problem_in
@@ -341,11 +341,9 @@ def test_a_test_that_fails_is_listed_with_its_kernels(read: Read) -> None:
 def test_times_outside_of_their_range_and_wrong_tiles_are_listed(read: Read) -> None:
     found = differences(read(Report(replace(AS_PREDICTED, launches=40e-6)).content))
     times = named(found, "time")
-    assert "triton.decode, 32 over 8 heads of 128, bfloat16, pages of 16, at 1x255+1" in [
-        each.subject for each in times
-    ]
+    assert "triton.decode, 32 over 8 heads of 128, bfloat16, pages of 16, at 1d256" in [each.subject for each in times]
     assert all("longer" in each.found for each in times)
-    assert not any("32 over 8 heads of 128, bfloat16, pages of 16, at 256x2047+1" in each.subject for each in times)
+    assert not any("32 over 8 heads of 128, bfloat16, pages of 16, at 256d2k" in each.subject for each in times)
     (wrong,) = named(found, "tiles")
     assert (wrong.subject, wrong.found[:14]) == ("decode with num_warps 2", "wrong: a seque")
 
@@ -388,7 +386,7 @@ def test_a_search_that_is_recorded_becomes_the_row_that_it_found(triton: str, tm
     """
     target = replace(known_target("gfx942"), releases=Releases(triton=Release.of(triton)))
     problem = problem_in(layer_fields(LAYERS[0]))
-    jobs, _ = jobs_of([problem], target, [CostShape(1, 16384), CostShape(64, 4096)])
+    jobs, _ = jobs_of([problem], target, [BatchSpec.parse("1d16k"), BatchSpec.parse("64d4k")])
 
     def cost(tiles: Tiles) -> float:
         first = jobs[0].tiles

@@ -90,7 +90,7 @@ def main() -> None:
     if args.random is not None:
         write_llama(args.random)
     with server_of(args) as (url, started):
-        model = args.served_model or first_model(url, "")
+        model = first_model(url, "")
         rows = printed(measured(args, url, model))
         write(
             args.out,
@@ -210,7 +210,6 @@ def parse_args() -> argparse.Namespace:
     served.add_argument("--model", help="as of rocm-attn serve")
     served.add_argument("--random", type=Path, metavar="FOLDER", help="for a Llama of random weights")
     served.add_argument("--url", help="of a server with OpenAI's API that runs already")
-    parser.add_argument("--served-model", default="", help="its name at the server (the first that it lists)")
     parser.add_argument(
         "--serve", action="append", default=[], metavar="=--FLAG", help="for rocm-attn serve; repeatable"
     )

@@ -8,18 +8,20 @@ import pytest
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_lab.cost.static_figures import PAGED, LoopFigures, StaticFigures
+from rocm_lab.cycles.loops import Loop
+from rocm_lab.simulator.assembly import parse_instruction
 from tests.amd.house.source_tree import ROOT
 from tests.amd.offline import tile_candidates
 from tests.amd.offline.candidate_kernels import plain_kernel
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.cost_page import rewritten
-from tests.amd.offline.hot_loop import HotLoop
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles
 from tests.amd.offline.tile_candidates import DECODE_LAYERS, KEPT, Estimate, chosen_tiles, layers, rank
 from tests.amd.offline.tile_cost import cost_of_loop, loop_figures, lower_bound_clocks
 
-LOOP = HotLoop(("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"))
+LINES = ("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen")
+LOOP = Loop("", tuple(map(parse_instruction, LINES)))
 CYCLES = LoopCycles(own=200, latencies=1, issue=150, matrix=100, vector=150)
 ROW = next(row for row in DECODE_LAYERS if row.arch == "gfx942" and row.dims == (128, 128))
 

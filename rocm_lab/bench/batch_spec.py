@@ -24,9 +24,12 @@ from rocm_attn.errors import BadSetting
 MOST_TOKENS = 2**31 - 1
 MOST_SEQS = 1 << 20
 
-_NUMBER = re.compile(r"\d+")
 _KILO = 1024
 _EXAMPLES = "as in 64d4k, 1x2048+6144 or 63d4k+1x2048"
+# A group, and the "+" before the next one. More digits than a length has are no number.
+_GROUP = re.compile(
+    r"([1-9]\d{0,9})(?:d([1-9]\d{0,9}k?)|x([1-9]\d{0,9}k?)(?:\+(\d{1,10}k?)(?![\ddx]))?)(?:\+(?=.)|$)", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +78,21 @@ class BatchSpec:
 
     @classmethod
     def parse(cls, text: str) -> BatchSpec:
-        """Parses the text form of a batch. Raises BadSetting, which points at the place."""
-        return _Reader(text).batch()
+        """Parses the text form of a batch. Raises BadSetting, which points at the first group that is none."""
+        at = 0
+        groups: list[Group] = []
+        while at < len(text) or not groups:
+            found = _GROUP.match(text, at)
+            if found is None:
+                raise BadSetting(
+                    f"batch {text!r}: {text[at:]!r}, from character {at + 1} on, does not begin with sequences, d or "
+                    f"x, and their tokens, at least 1 of each; write it {_EXAMPLES}\n  {text}\n  {' ' * at}^"
+                )
+            num_seqs, kv_len, new, stored = found.groups()
+            first = (1, _tokens(kv_len) - 1) if kv_len else (_tokens(new), _tokens(stored or "0"))
+            groups.append(Group(int(num_seqs), *first))
+            at = found.end()
+        return cls(tuple(groups))
 
     @classmethod
     def of_lengths(cls, lengths: Iterable[tuple[int, int]]) -> BatchSpec:
@@ -111,75 +127,5 @@ def _length(tokens: int) -> str:
     return f"{tokens // _KILO}k" if tokens and tokens % _KILO == 0 else str(tokens)
 
 
-class _Reader:
-    """Parses a text from left to right."""
-
-    def __init__(self, text: str) -> None:
-        self._text, self._at = text, 0
-
-    def batch(self) -> BatchSpec:
-        groups = [self._group()]
-        while self._at < len(self._text):
-            self._take("+", what="'+' or the end")
-            groups.append(self._group())
-        try:
-            return BatchSpec(tuple(groups))
-        except BadSetting as error:
-            raise BadSetting(f"batch {self._text!r}: {error}") from error
-
-    def _group(self) -> Group:
-        begin = self._at
-        num_seqs = self._number("the number of sequences")
-        if num_seqs == 0:
-            raise self._wrong("a number of sequences, at least 1", begin)
-        if self._peek() == "d":
-            self._at += 1
-            begin = self._at
-            kv_len = self._length("the number of tokens of a sequence")
-            if kv_len == 0:
-                raise self._wrong("the tokens of a sequence, at least 1", begin)
-            return Group(num_seqs, 1, kv_len - 1)
-        self._take("x", what="'d' (a decode over these tokens) or 'x' (new tokens)")
-        begin = self._at
-        new = self._length("the number of new tokens of a sequence")
-        if new == 0:
-            raise self._wrong("a number of new tokens, at least 1", begin)
-        return Group(num_seqs, new, self._stored())
-
-    def _stored(self) -> int:
-        """Returns the tokens after a "+", or 0 if there is none or a group begins there."""
-        if re.match(r"\+\d+(?![\ddx])", self._text[self._at :]) is None:
-            return 0
-        self._at += 1
-        return self._length("the number of stored tokens")
-
-    def _length(self, what: str) -> int:
-        number = self._number(what)
-        if self._peek() == "k":
-            self._at += 1
-            number *= _KILO
-        return number
-
-    def _number(self, what: str) -> int:
-        found = _NUMBER.match(self._text, self._at)
-        if found is None or not found[0].isascii():
-            raise self._wrong(what, self._at)
-        if len(found[0]) > len(str(MOST_TOKENS)):
-            raise self._wrong(f"a number of at most {MOST_TOKENS}", self._at)
-        self._at = found.end()
-        return int(found[0])
-
-    def _peek(self) -> str:
-        return self._text[self._at : self._at + 1]
-
-    def _take(self, letter: str, *, what: str) -> None:
-        if self._peek() != letter:
-            raise self._wrong(what, self._at)
-        self._at += 1
-
-    def _wrong(self, wanted: str, at: int) -> BadSetting:
-        found = repr(self._text[at]) if at < len(self._text) else "the end"
-        return BadSetting(
-            f"batch {self._text!r}: character {at + 1} is {found}, and {wanted} is expected; {_EXAMPLES}\n  "
-            f"{self._text}\n  {' ' * at}^"
-        )
+def _tokens(text: str) -> int:
+    return int(text.removesuffix("k")) * (_KILO if text.endswith("k") else 1)

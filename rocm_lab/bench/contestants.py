@@ -12,6 +12,10 @@ from rocm_attn.providers.contract import KernelEntry, PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
 from rocm_lab.bench.contestant import Contestant, LayerLaunch, NotServed
+from rocm_lab.bench.peers.flash_attention import FlashAttention3
+from rocm_lab.bench.peers.flashinfer import FlashInfer
+from rocm_lab.bench.peers.torch_sdpa import TorchSdpa
+from rocm_lab.bench.peers.vllm_triton import VllmTriton
 from rocm_lab.bench.prepared import PreparedLayer
 from rocm_lab.bench.step_data import StepData
 
@@ -54,8 +58,8 @@ class OwnProvider:
             )
         except Unsupported as refusal:
             raise NotServed("; ".join(refusal.reasons) or refusal.summary) from refusal
-        kernel, rows = selection.kernel(data.kind), (data.q, data.out)
-        return kernel.entry, PreparedLayer.of(kernel.bound, data.step, data.bounds, rows, data.pages, data.weights)
+        kernel = selection.kernel(data.kind)
+        return kernel.entry, data.layer(kernel.bound)
 
 
 def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contestant]:
@@ -76,34 +80,10 @@ def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contes
     return found
 
 
-def _sdpa(fa3_library: str) -> Contestant:
-    from rocm_lab.bench.peers.torch_sdpa import TorchSdpa
-
-    return TorchSdpa()
-
-
-def _fa3(fa3_library: str) -> Contestant:
-    from rocm_lab.bench.peers.flash_attention import FlashAttention3
-
-    return FlashAttention3(fa3_library)
-
-
-def _flashinfer(fa3_library: str) -> Contestant:
-    from rocm_lab.bench.peers.flashinfer import FlashInfer
-
-    return FlashInfer()
-
-
-def _vllm_triton(fa3_library: str) -> Contestant:
-    from rocm_lab.bench.peers.vllm_triton import VllmTriton
-
-    return VllmTriton()
-
-
 _PEERS: Mapping[str, Callable[[str], Contestant]] = {
-    "sdpa": _sdpa,
-    "fa3": _fa3,
-    "flashinfer": _flashinfer,
-    "vllm-triton": _vllm_triton,
+    "sdpa": lambda fa3_library: TorchSdpa(),
+    "fa3": FlashAttention3,
+    "flashinfer": lambda fa3_library: FlashInfer(),
+    "vllm-triton": lambda fa3_library: VllmTriton(),
 }
 PEERS = tuple(_PEERS)

@@ -18,6 +18,8 @@ from rocm_lab.bench.step_data import StepData
 
 # The most scores of a sequence: query heads times tokens times keys, in float64.
 MOST_SCORES = 1 << 24
+# The largest scale of codes in random pages, which scores grow with.
+_LARGEST_SCALE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,13 @@ class Sample:
 
     begin:  the first of them, among the step's
     wanted: float64 [tokens, q_heads, v_head_dim]
+    lse:    float64 [tokens, q_heads]
     """
 
     begin: int
     seq: int
     wanted: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +74,21 @@ class ExpectedOutput:
         return cls(data, tuple(_samples(data, q)))
 
     def judge(self, out: Tensor, *, rounds_products: bool = False) -> Comparison:
-        """Checks a kernel's output. rounds_products: whether it multiplies in eight bits"""
-        bound = bounds_of(self.data.problem.dtype, eight_bit_products=rounds_products).out
+        """Checks a kernel's output, and the step's LSE if there is one. rounds_products: whether it multiplies in eight
+        bits
+        """
+        bounds, lse = bounds_of(self.data.problem.dtype, eight_bit_products=rounds_products), self.data.lse
         if out.shape != self.data.out.shape:
             return _never(f"its output is {list(out.shape)} and must be {list(self.data.out.shape)}")
         part = squares = wanted_squares = largest = 0.0
         worst_seq = compared = 0
         for sample in self.samples:
             right = sample.wanted
-            mine = out[sample.begin : sample.begin + len(right)].double()
-            here = float(error_parts(mine, right, bound, size=self._size(right)).max())
+            tokens = slice(sample.begin, sample.begin + len(right))
+            mine = out[tokens].double()
+            here = float(error_parts(mine, right, bounds.out, size=self._size(right)).max())
+            if lse is not None:
+                here = max(here, float(error_parts(lse[tokens], sample.lse, bounds.lse, size=_LARGEST_SCALE).max()))
             if here > part:
                 part, worst_seq = here, sample.seq
             difference = (mine - right).abs()
@@ -121,8 +130,8 @@ def _samples(data: StepData, q: Tensor) -> Iterator[Sample]:
         k, v = (side.flatten(0, 1)[:kv_len] for side in data.pages.read(data.pages_of_seq[seq]))
         for begin, end in _blocks(q_len, max(1, MOST_SCORES // (problem.num_q_heads * kv_len))):
             keys = kv_len - q_len + end if problem.causal else kv_len
-            out, _ = attend_sequence(q[first + begin : first + end], k[:keys], v[:keys], problem, data.weights)
-            yield Sample(first + begin, seq, out)
+            out, lse = attend_sequence(q[first + begin : first + end], k[:keys], v[:keys], problem, data.weights)
+            yield Sample(first + begin, seq, out, lse)
         first += q_len
 
 

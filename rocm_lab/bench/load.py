@@ -1,4 +1,4 @@
-"""Sends a trace of requests to a target that serves them, and reports the results."""
+"""Sends a trace of requests, and reports the results."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rocm_attn.errors import BadSetting
-from rocm_lab.bench.energy import EnergyMeter
 from rocm_lab.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedRequest
 
 _PERCENTS = (50, 90, 99)
@@ -39,14 +38,6 @@ class RequestRecord:
 
 # Sends a request, and waits for its end. Failures are noted in the record, not raised.
 Sending = Callable[[RequestRecord], Awaitable[None]]
-
-
-class RequestServer(Protocol):
-    """A server of requests."""
-
-    def prepared(self, prompt: Sequence[int], output_tokens: int) -> Sending:
-        """Makes a request before the load begins: of a long prompt that takes the time of several tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +147,6 @@ class ServingResult:
         return lines
 
 
-async def put_load(
-    target: RequestServer, trace: RequestTrace, options: LoadOptions, meter: EnergyMeter
-) -> ServingResult:
-    """Sends each request when it arrives, and waits for all of them, at most options.max_seconds."""
-    sendings = sendings_of(target, trace, options)
-    joules, begin = meter.joules(), time.perf_counter()
-    outcomes = await send_all(trace.requests, sendings, options, begin)
-    return result_of(trace, outcomes, time.perf_counter() - begin, meter.joules() - joules)
-
-
 async def send_all(
     requests: Sequence[TracedRequest],
     sendings: Sequence[Sending],
@@ -225,12 +206,6 @@ def result_of(trace: RequestTrace, outcomes: Sequence[RequestRecord], seconds: f
         failures=dict(Counter(outcome.failure for outcome in outcomes if outcome.failure)),
         joules=joules,
     )
-
-
-def sendings_of(target: RequestServer, trace: RequestTrace, options: LoadOptions) -> list[Sending]:
-    """Makes all requests of a trace."""
-    prompts = prompts_of(trace, options)
-    return [target.prepared(prompt, each.output_tokens) for prompt, each in zip(prompts, trace.requests, strict=True)]
 
 
 def prompts_of(trace: RequestTrace, options: LoadOptions) -> list[list[int]]:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, RequestRecord, Sending, ServingResult, result_of, send_all, sendings_of
+from rocm_lab.bench.load import LoadOptions, RequestRecord, Sending, ServingResult, prompts_of, result_of, send_all
 from rocm_lab.bench.request_trace import RequestTrace
 
 _CONNECT_S = 30.0
@@ -40,7 +40,7 @@ class OpenAITarget:
     key: str = ""
 
     def prepared(self, prompt: Sequence[int], output_tokens: int) -> Sending:
-        """Does the same as RequestServer.prepared."""
+        """Makes a request before the load begins: of a long prompt that takes the time of several tokens."""
         place = urlsplit(self.url)
         body = json.dumps(
             {
@@ -62,6 +62,11 @@ class OpenAITarget:
             *([f"Authorization: Bearer {self.key}"] if self.key else []),
         ]
         return partial(self._send, "\r\n".join([*head, "", ""]).encode() + body)
+
+    def all_prepared(self, trace: RequestTrace, options: LoadOptions) -> list[Sending]:
+        """Makes all requests of a trace."""
+        pairs = zip(prompts_of(trace, options), trace.requests, strict=True)
+        return [self.prepared(prompt, each.output_tokens) for prompt, each in pairs]
 
     async def _send(self, request: bytes, outcome: RequestRecord) -> None:
         place = urlsplit(self.url)
@@ -165,7 +170,7 @@ async def run_load(
     Raises BadSetting if there is no such server.
     """
     target = OpenAITarget(url, model or await asyncio.to_thread(first_model, url, api_key), api_key)
-    sendings, num = sendings_of(target, trace, options), min(options.processes, len(trace.requests))
+    sendings, num = target.all_prepared(trace, options), min(options.processes, len(trace.requests))
     joules, begin = meter.joules(), time.perf_counter()
     if num == 1:
         outcomes = await send_all(trace.requests, sendings, options, begin)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import os
@@ -28,25 +26,6 @@ KERNELS, SERVING = "kernels", "serving"
 # Words of a command line that have a / and are not paths: heads as 32/8, and encodings as e4m3fn/token.
 _CODE = "[a-z0-9-]+(/(layer|head|token))?"
 _NO_PATH = re.compile(rf"\d+/\d+|{_CODE}(,{_CODE})*")
-
-_COLUMNS = (
-    "suite",
-    "case",
-    "batch",
-    "provider",
-    "status",
-    "us",
-    "lower_bound_us",
-    "share",
-    "mhz",
-    "lowest_mhz",
-    "joules_a_token",
-    "error",
-    "num_bytes",
-    "flops",
-    "kernel",
-    "reason",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +110,8 @@ def read_result(path: Path) -> ResultFile:
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
     """Writes a result as JSON. Raises BadSetting if the file cannot be written."""
-    _write(path, as_text(result) + "\n")
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a line per contestant and case, with medians. Raises BadSetting."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", restval="")
-    writer.writeheader()
-    writer.writerows(rows)
-    _write(path, text.getvalue())
-
-
-def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        path.write_text(as_text(result) + "\n")
     except OSError as error:
         raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another file") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,11 +13,12 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
 from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import StepBounds
+from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_lab.bench.batch_spec import BatchSpec
-from rocm_lab.bench.prepared import bounds_of_step, ints, step_of
+from rocm_lab.bench.prepared import PreparedLayer, bounds_of_step, ints, step_of
 
 # Entries after the last page of a list or a table row, for kernels that read ahead. They name page 0.
 _READ_AHEAD = 256
@@ -33,6 +34,7 @@ class StepData:
     pages:        of the layer; several steps may share them, each with pages of its own. Page 0 is zero
     weights:      of the query heads
     pages_of_seq: pages of each sequence, in order, int64 on the device
+    lse:          float32 [T, q_heads]; None if a kernel is not to give it
     """
 
     problem: Problem
@@ -44,6 +46,7 @@ class StepData:
     pages: LayerPages
     weights: HeadWeights
     pages_of_seq: tuple[Tensor, ...]
+    lse: Tensor | None = None
 
     @property
     def kind(self) -> StepKind:
@@ -54,6 +57,15 @@ class StepData:
     def device(self) -> torch.device:
         """The device of the data."""
         return self.q.device
+
+    def layer(self, kernel: BoundKernel) -> PreparedLayer:
+        """The layer by a kernel."""
+        rows = self.q, self.out
+        return PreparedLayer.of(kernel, self.step, self.bounds, rows, self.pages, self.weights, self.lse)
+
+    def with_lse(self) -> StepData:
+        """The same, with memory for the log-sum-exp."""
+        return replace(self, lse=self.q.new_full(self.out.shape[:2], float("nan"), dtype=torch.float32))
 
 
 def random_steps(problem: Problem, batch: BatchSpec, count: int, device: torch.device, seed: int) -> list[StepData]:
@@ -75,6 +87,17 @@ def random_steps(problem: Problem, batch: BatchSpec, count: int, device: torch.d
         )
         steps.append(_step_over(problem, batch, q, pages, weights, mine.split(num_pages)))
     return steps
+
+
+def empty_step(problem: Problem, batch: BatchSpec, count: int) -> StepData:
+    """Returns the first of random_steps() on the CPU, without data in its pages: to compile for."""
+    num_pages = [-(-kv_len // problem.page_size) for kv_len in batch.kv_len]
+    device = torch.device("cpu")
+    pool = KVPool([problem], num_pages=sum(num_pages) * count + 1, page_size=problem.page_size, device=device)
+    q = torch.empty(batch.num_tokens, problem.num_q_heads, problem.head_dim, dtype=problem.dtype)
+    weights = HeadWeights.random(problem, torch.Generator().manual_seed(0))
+    pages_of_seq = torch.split(torch.arange(1, sum(num_pages) + 1), num_pages)
+    return _step_over(problem, batch, q, pool.layers[0], weights, pages_of_seq)
 
 
 def _step_over(

@@ -230,7 +230,6 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=210.0, help="no candidate is begun after this many")
     parser.add_argument("--only", choices=(ROWS, RANDOM), help="rows of the tables, or random cases; else both")
-    parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="compilers")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise BadSetting("there is no GPU to measure on")
@@ -239,7 +238,7 @@ def main() -> None:
     Path(options.out).parent.mkdir(parents=True, exist_ok=True)
     with torch.cuda.device(device):
         layers = LayerBench(device, target, clock_of(device, _SAMPLE_US), steps)
-        ahead = CompiledAhead(layers, target, options.jobs, steps)
+        ahead = CompiledAhead(layers, target, max(1, len(os.sched_getaffinity(0)) - 1), steps)
         try:
             derive(options, target, torch.cuda.get_device_name(device), ahead, StuckWatch(_STUCK).moved)
         finally:

@@ -14,13 +14,17 @@ import asyncio
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rocm_attn.truth.verdict import TruthVerdict
+from rocm_lab.bench.energy import EnergyMeter
+from rocm_lab.bench.load import LoadOptions
+from rocm_lab.bench.openai_load import run_load
+from rocm_lab.bench.request_trace import RequestTrace, TracedRequest
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 from rocm_serve.engine_process import EngineProcess
 from rocm_serve.limits import RequestLimits
@@ -134,24 +138,13 @@ def server(pace: float, told: Connection) -> None:
         asyncio.run(serve(engine, model, ApiKeys(), bound, announce))
 
 
-async def stream(port: int, new_tokens: int) -> int:
-    """Reads one answer to its end, as fast as it comes. Returns the number of its events."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = b'{"model":"smollm2","messages":[{"role":"user","content":"Hi"}],"stream":true,"max_tokens":%d}' % new_tokens
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
-    num_events, last = 0, b""
-    while data := await reader.read(2**16):
-        num_events += data.count(b"data: ")
-        last = (last + data)[-64:]
-    writer.close()
-    assert b"[DONE]" in last, last
-    return num_events
-
-
-async def streams(port: int, new_tokens: int) -> int:
-    """Reads all answers at the same time. Returns the number of their events."""
-    return sum(await asyncio.gather(*(stream(port, new_tokens) for _ in range(NUM_STREAMS))))
+def num_pieces(port: int, new_tokens: int) -> int:
+    """Reads answers of all streams at the same time. Returns the number of their events with text."""
+    trace = RequestTrace((TracedRequest(0.0, 9, new_tokens),) * NUM_STREAMS)
+    url, how, meter = f"http://127.0.0.1:{port}", LoadOptions(NUM_STREAMS), EnergyMeter(lambda: 0.0, "")
+    result = asyncio.run(run_load(url, _MODEL, "", trace, how, meter))
+    assert not result.num_failed, result.failures
+    return result.first_token.count + result.token_gap.count
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:
@@ -172,7 +165,7 @@ def measured(pace: float) -> Row:
         assert process.pid is not None
         for new_tokens in (FEW_TOKENS, FEW_TOKENS, FEW_TOKENS + MORE_TOKENS):
             before, started = [*cpu_seconds(process.pid), sum(cpu_seconds(engine))], time.perf_counter()
-            num_events = asyncio.run(streams(port, new_tokens))
+            num_events = num_pieces(port, new_tokens)
             after = [time.perf_counter(), *cpu_seconds(process.pid), sum(cpu_seconds(engine)), num_events]
             found.append([now - then for now, then in zip(after, [started, *before, 0], strict=True)])
     finally:
@@ -190,11 +183,6 @@ def measured(pace: float) -> Row:
     }
 
 
-def rows(paces: Sequence[float]) -> Iterator[Row]:
-    """Measures at each pace."""
-    return map(measured, paces)
-
-
 if __name__ == "__main__":
     options = parser_of(__doc__).parse_args()
-    write(options.out, streams=NUM_STREAMS, new_tokens=MORE_TOKENS, rows=printed(rows(PACES)))
+    write(options.out, streams=NUM_STREAMS, new_tokens=MORE_TOKENS, rows=printed(map(measured, PACES)))

@@ -32,6 +32,6 @@ measure recurrent
 measure row_work
 measure tensor_parallel
 soak soak --steps 20000 --seed 11
-soak draft_soak --speculative --rounds 10000 --seed 16
+soak draft_soak --speculative --steps 13500 --seed 16
 python -m rocm_lab.benchmarks.make_tables
 exit $((failures > 0))

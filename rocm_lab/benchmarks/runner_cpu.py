@@ -27,6 +27,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 
 BATCHES, PROMPT_TOKENS, NEW_TOKENS = (1, 8), 64, 9
+ROUNDS, PROVIDERS = 5, ("torch", "cpu")
 TEXT = "The history of computing is long and full of surprises, and it began with people who counted. " * 8
 
 # Prompts, new tokens of each -> new token ids of each.
@@ -100,13 +101,13 @@ def calls(generate: Generate, prompts: list[list[int]], num: int) -> int:
     return counted[0]
 
 
-def measure(contestants: dict[str, Generate], prompts: list[list[int]], rounds: int) -> Iterator[Row]:
+def measure(contestants: dict[str, Generate], prompts: list[list[int]]) -> Iterator[Row]:
     """Yields figures of each contestant, the first of which is transformers."""
     expected = contestants["transformers"](prompts, NEW_TOKENS)
     assert all(each(prompts, NEW_TOKENS) == expected for each in contestants.values()), "the tokens differ"
     first: dict[str, list[float]] = {name: [] for name in contestants}
     step: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, generate in contestants.items():
             first[name].append(seconds(generate, prompts, 1))
             step[name].append((seconds(generate, prompts, NEW_TOKENS) - first[name][-1]) / (NEW_TOKENS - 1))
@@ -130,23 +131,20 @@ def _times(taken: dict[str, list[float]], name: str) -> float:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--providers", nargs="*", default=["torch", "cpu"])
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     torch.set_num_threads(1)
     loaded = load_model("smollm2", dtype=torch.float32, device=torch.device("cpu"))
     assert loaded.tokenizer is not None
     ids = list(loaded.tokenizer.encode(TEXT))
     contestants = {"transformers": of_transformers()}
-    contestants |= {f"engine, `{each}`": of_engine(loaded, each) for each in options.providers}
+    contestants |= {f"engine, `{each}`": of_engine(loaded, each) for each in PROVIDERS}
     cases = [[ids[at : at + PROMPT_TOKENS] for at in range(batch)] for batch in BATCHES]
-    rows = printed(row for prompts in cases for row in measure(contestants, prompts, options.rounds))
+    rows = printed(row for prompts in cases for row in measure(contestants, prompts))
     write(
         options.out,
         of_machine={"transformers": transformers.__version__},
         what=f"prompts of {PROMPT_TOKENS} tokens, {NEW_TOKENS} new tokens each, SmolLM2-135M, float32, greedy",
-        rounds=options.rounds,
+        rounds=ROUNDS,
         rows=rows,
     )
 

@@ -39,7 +39,7 @@ from safetensors.torch import save_file
 
 from rocm_attn.models.hf_config import config_from_json
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord, sendings_of
+from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord
 from rocm_lab.bench.openai_load import OpenAITarget, first_model, run_load
 from rocm_lab.bench.request_trace import RequestTrace, TracedRequest
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
@@ -90,7 +90,7 @@ def main() -> None:
     if args.random is not None:
         write_llama(args.random)
     with server_of(args) as (url, started):
-        model = args.served_model or first_model(url, "")
+        model = first_model(url, "")
         rows = printed(measured(args, url, model))
         write(
             args.out,
@@ -123,7 +123,7 @@ async def long_prompt(target: OpenAITarget, streams: int, args: argparse.Namespa
     new = args.long_new
     requests = (*(TracedRequest(0.0, args.prompt, new),) * streams, TracedRequest(0.0, args.long, 1))
     how = LoadOptions(vocabulary=args.vocabulary, seed=7000 + streams)
-    *short, long = sendings_of(target, RequestTrace(requests), how)
+    *short, long = target.all_prepared(RequestTrace(requests), how)
     outcomes = [RequestRecord(time.perf_counter()) for _ in short]
     tasks = [asyncio.ensure_future(sending(outcome)) for sending, outcome in zip(short, outcomes, strict=True)]
     while not all(len(each.pieces) > args.pieces_before or each.failure for each in outcomes):
@@ -210,7 +210,6 @@ def parse_args() -> argparse.Namespace:
     served.add_argument("--model", help="as of rocm-attn serve")
     served.add_argument("--random", type=Path, metavar="FOLDER", help="for a Llama of random weights")
     served.add_argument("--url", help="of a server with OpenAI's API that runs already")
-    parser.add_argument("--served-model", default="", help="its name at the server (the first that it lists)")
     parser.add_argument(
         "--serve", action="append", default=[], metavar="=--FLAG", help="for rocm-attn serve; repeatable"
     )

@@ -34,9 +34,10 @@ from typing import Any
 from rocm_lab.bench.machine import version_of
 from rocm_lab.benchmarks.script import parser_of, printed, write
 
-OURS = "CUSTOM"
+OURS, AGAINST = "CUSTOM", "TRITON_ATTN"
 MODES = ("eager", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _WARM_UP_TOKENS, _WARM_UP_PART = 8, 4
+_VOCABULARY, _KV_BYTES = 1000, 8 << 30
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,15 @@ def main() -> None:
     if args.run:
         generate(args)
         return
-    runs = [(backend, mode) for mode in args.modes for backend in (args.against, OURS)]
+    runs = [(backend, mode) for mode in args.modes for backend in (AGAINST, OURS)]
     found = {run: in_its_process(*run) for run in runs}
-    rows = printed(row for mode in args.modes for row in compared(found, mode, args.against))
+    rows = printed(row for mode in args.modes for row in compared(found, mode))
     write(
         args.out,
         of_machine={"vllm": version_of("vllm")},
         model=Path(args.model).name,
         dtype=args.dtype,
-        against=args.against,
+        against=AGAINST,
         compiled=not args.no_compile,
         turns=args.turns,
         rows=rows,
@@ -102,9 +103,9 @@ def in_its_process(backend: str, mode: str) -> dict[str, Any]:
     return found
 
 
-def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str, against: str) -> list[dict[str, Any]]:
+def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str) -> list[dict[str, Any]]:
     """Returns a row for each workload of a mode that both backends have generated."""
-    ours, theirs = found.get((OURS, mode)), found.get((against, mode))
+    ours, theirs = found.get((OURS, mode)), found.get((AGAINST, mode))
     if not ours or not theirs:
         return []
     rows = []
@@ -112,7 +113,7 @@ def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str, agai
         pairs = list(zip(ours[name]["tokens"], theirs[name]["tokens"], strict=True))
         row = {"mode": mode, "workload": name, "requests": len(pairs), "equal": sum(a == b for a, b in pairs)}
         for speed in ("tokens_per_s", "decode_tokens_per_s"):
-            row[f"ours_{speed}"], row[f"{against.lower()}_{speed}"] = ours[name][speed], theirs[name][speed]
+            row[f"ours_{speed}"], row[f"{AGAINST.lower()}_{speed}"] = ours[name][speed], theirs[name][speed]
             row[f"{speed}_ratio"] = round(ours[name][speed] / theirs[name][speed], 3)
             row[f"{speed}_of_turns"] = [ours[name][f"{speed}_of_turns"], theirs[name][f"{speed}_of_turns"]]
         rows.append(row)
@@ -138,7 +139,7 @@ def generate(args: argparse.Namespace) -> None:
         max_model_len=args.longest + args.new,
         max_num_seqs=args.requests,
         # vLLM would measure the device's free memory, which other processes may change.
-        kv_cache_memory_bytes=int(args.kv_gib * 2**30),
+        kv_cache_memory_bytes=_KV_BYTES,
         gpu_memory_utilization=0.02,
         enable_prefix_caching=False,
         disable_log_stats=True,
@@ -146,15 +147,15 @@ def generate(args: argparse.Namespace) -> None:
         **graphs,
     )
     asked = workloads(args.requests, args.longest, args.new)
-    turns = [one_turn(engine, asked, args.vocabulary) for _ in range(args.turns)]
+    turns = [one_turn(engine, asked) for _ in range(args.turns)]
     Path(args.answer).write_text(json.dumps({name: of_turns([turn[name] for turn in turns]) for name in turns[0]}))
 
 
-def one_turn(engine: Any, asked: Sequence[RequestLoad], vocabulary: int) -> dict[str, dict[str, Any]]:
+def one_turn(engine: Any, asked: Sequence[RequestLoad]) -> dict[str, dict[str, Any]]:
     """Returns the results of timed() for each workload."""
     found = {}
     for workload in asked:
-        prompts = prompts_of(workload, vocabulary)
+        prompts = prompts_of(workload)
         few = prompts[::_WARM_UP_PART]
         timed(engine, few, [_WARM_UP_TOKENS] * len(few))
         found[workload.name] = timed(engine, prompts, workload.new)
@@ -199,10 +200,10 @@ def timed(engine: Any, prompts: Sequence[dict[str, list[int]]], new: Sequence[in
     }
 
 
-def prompts_of(workload: RequestLoad, vocabulary: int) -> list[dict[str, list[int]]]:
+def prompts_of(workload: RequestLoad) -> list[dict[str, list[int]]]:
     """Returns random tokens, the same in every process."""
     draw = random.Random(0)
-    return [{"prompt_token_ids": [draw.randrange(3, vocabulary) for _ in range(n)]} for n in workload.prompts]
+    return [{"prompt_token_ids": [draw.randrange(3, _VOCABULARY) for _ in range(n)]} for n in workload.prompts]
 
 
 def parse_args() -> argparse.Namespace:
@@ -211,13 +212,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dummy", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--no-compile", action="store_true", help="full graphs of a model as it is, without Inductor")
-    parser.add_argument("--against", default="TRITON_ATTN")
     parser.add_argument("--modes", nargs="+", default=["eager", "FULL"], choices=MODES)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens that a request generates at most")
-    parser.add_argument("--vocabulary", type=int, default=1000)
-    parser.add_argument("--kv-gib", type=float, default=8, help="KV cache of each process")
     parser.add_argument("--turns", type=int, default=1, help="how often each workload is generated")
     parser.add_argument("--run", default="", help=argparse.SUPPRESS)
     parser.add_argument("--answer", default="", help=argparse.SUPPRESS)

@@ -27,7 +27,7 @@ from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions, Race, co
 from rocm_lab.bench.layers import NAMED, LayerSizes
 from rocm_lab.bench.random_cases import COUNT, random_cases
 from rocm_lab.bench.request_trace import read_step
-from rocm_lab.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_csv, write_json
+from rocm_lab.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_json
 from rocm_lab.bench.suites import SuiteCase, suite
 
 # A CPU takes milliseconds for work that takes a GPU microseconds.
@@ -78,8 +78,6 @@ def run(options: argparse.Namespace) -> None:
     result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
     if options.out:
         write_json(Path(options.out), result)
-    if options.csv:
-        write_csv(Path(options.csv), result["rows"])
     if options.json:
         print(as_text(result))
     if failure is not None:
@@ -107,8 +105,6 @@ def _run_host(options: argparse.Namespace, device: torch.device) -> None:
     result = {**head(KERNELS, device), "arch": target.arch, "options": asdict(host_options), "rows": rows}
     if options.out:
         write_json(Path(options.out), result)
-    if options.csv:
-        write_csv(Path(options.csv), rows)
     if options.json:
         print(as_text(result))
     bad = [f"{row['provider']}, {row['case']}: {row['reason']}" for row in rows if row["status"] != OK]

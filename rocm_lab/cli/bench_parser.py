@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from rocm_attn.cli import options as o
+from rocm_attn.cli.parser import add_options
 from rocm_lab.bench.choices import ALL_SUITES, HOST, LAYERS, RANDOM, SUITES
-from rocm_serve.cli import options as s
 
 _EPILOG = """\
 examples:
   rocm-attn bench kernels --batch 64d4k --batch 1x2048+6144 --layer llama-8b
   rocm-attn bench kernels --batch 63d4k+1x2048 --heads 32/8 --head-dim 128 --providers triton,fa3 --out run.json
-  rocm-attn bench kernels --suite all --out run.json --csv run.csv
+  rocm-attn bench kernels --suite all --out run.json
   rocm-attn bench compare before.json after.json
   rocm-attn bench plot run.json --folder pictures
   rocm-attn bench traffic --requests 200 --rate 8 > trace.jsonl
   rocm-attn bench serve --url http://127.0.0.1:8000 --trace trace.jsonl
-  rocm-attn bench runner --model ./Llama-3.1-8B-Instruct --trace trace.jsonl
 
 exit codes: 0 done, 1 a result was wrong or a comparison found something slower, 2 wrong usage or bad input
 """
@@ -40,110 +38,118 @@ def above_zero(text: str) -> float:
     return number
 
 
-BATCH = o.option(
-    "--batch",
-    action="append",
-    metavar="BATCH",
-    help="sequences of a step, repeatable: 64d4k, 1x2048+6144, 63d4k+1x2048, @FILE of a trace (docs/bench.md)",
+STEPS = (
+    o.option(
+        "--batch",
+        action="append",
+        metavar="BATCH",
+        help="sequences of a step, repeatable: 64d4k, 1x2048+6144, 63d4k+1x2048, @FILE of a trace (docs/bench.md)",
+    ),
+    o.option(
+        "--suite",
+        action="append",
+        choices=(*SUITES, ALL_SUITES, RANDOM, HOST),
+        help="named layers and steps, repeatable; random: 100 random ones, by --seed; host: the host time of a step, "
+        "which is measured alone",
+    ),
 )
-SUITE = o.option(
-    "--suite",
-    action="append",
-    choices=(*SUITES, ALL_SUITES, RANDOM, HOST),
-    help="named layers and steps, repeatable; random: 100 random ones, by --seed; host: the host time of a step, which "
-    "is measured alone",
-)
-LAYER = o.option("--layer", action="append", choices=LAYERS, help="layer of a well-known model, repeatable (llama-8b)")
-CONFIG = o.option("--config", metavar="CONFIG.json", help="every kind of layer of a model")
-HEADS = o.option("--heads", type=heads, metavar="Q/KV", help="query heads and KV heads of a layer, as in 32/8")
-HEAD_DIM = o.option("--head-dim", type=o.positive, default=128, metavar="N", help="with --heads (128)")
-V_HEAD_DIM = o.option(
-    "--v-head-dim", type=o.positive, metavar="N", help="head dim of V, with --heads (that of --head-dim)"
-)
-PAGE_SIZES = o.option(
-    "--page-sizes", type=o.sizes, default=(16,), metavar="N,N,...", help="tokens per page, several in turn (16)"
-)
-WINDOW = o.option("--window", type=o.positive, metavar="TOKENS", help="keys that a token sees, including its own (all)")
-SOFT_CAP = o.option("--soft-cap", type=o.not_negative, default=0.0, metavar="CAP", help="soft cap of logits (none)")
-SINKS = o.switch("--sinks", "layers with sinks")
-PROVIDERS = o.option(
-    "--providers",
-    type=o.names,
-    metavar="NAME,...",
-    help="providers to measure: triton, torch, aiter, auto, also with +deterministic; fa3, flashinfer, vllm-triton, "
-    "sdpa",
-)
-FA3 = o.option("--fa3", default="", metavar="LIBRARY", help="shared library of FlashAttention-3 (installed vLLM's)")
-ROUNDS = o.option("--rounds", type=o.positive, metavar="N", help="samples per provider, taken in turn (15)")
-ROUND_US = o.option(
-    "--round-us", type=o.not_negative, metavar="US", help="microseconds of work per sample (3000; CPU 20000)"
-)
-ENERGY = o.option(
-    "--energy-seconds",
-    type=o.not_negative,
-    default=0.0,
-    metavar="S",
-    help="seconds of work per provider for counting joules (none)",
-)
-PROCESSES = o.option("--processes", type=o.natural, metavar="N", help="processes that compile ahead (one per core)")
-LOAD_PROCESSES = o.option(
-    "--load-processes", type=o.positive, default=1, metavar="N", help="processes that send the requests (1)"
+LAYER_OPTIONS = (
+    o.option("--layer", action="append", choices=LAYERS, help="layer of a well-known model, repeatable (llama-8b)"),
+    o.option("--config", metavar="CONFIG.json", help="every kind of layer of a model"),
+    o.RANKS,
+    o.option("--heads", type=heads, metavar="Q/KV", help="query heads and KV heads of a layer, as in 32/8"),
+    o.option("--head-dim", type=o.positive, default=128, metavar="N", help="with --heads (128)"),
+    o.option("--v-head-dim", type=o.positive, metavar="N", help="head dim of V, with --heads (that of --head-dim)"),
+    o.DTYPE,
+    o.option(
+        "--page-sizes", type=o.sizes, default=(16,), metavar="N,N,...", help="tokens per page, several in turn (16)"
+    ),
+    o.KV_ENCODINGS,
+    o.option("--window", type=o.positive, metavar="TOKENS", help="keys that a token sees, including its own (all)"),
+    o.option("--soft-cap", type=o.not_negative, default=0.0, metavar="CAP", help="soft cap of logits (none)"),
+    o.switch("--sinks", "layers with sinks"),
 )
 OUT = o.option("--out", metavar="FILE", help="write everything as JSON, with each sample")
-PICTURE = o.option("--picture", metavar="FILE.png", help="draw throughput and times")
-CSV = o.option("--csv", metavar="FILE", help="write medians as CSV")
-
-BEFORE = o.option("before", metavar="BEFORE.json", help="file that `bench kernels --out` wrote")
-AFTER = o.option("after", metavar="AFTER.json", help="the same cases, measured again")
-SMALLEST = o.option(
-    "--smallest", type=o.not_negative, default=2.0, metavar="PERCENT", help="smallest difference that counts (2)"
+MAX_SECONDS = o.option("--max-seconds", type=above_zero, metavar="S")
+MEASURING = (
+    o.DEVICE,
+    o.option(
+        "--providers",
+        type=o.names,
+        metavar="NAME,...",
+        help="providers to measure: triton, torch, aiter, auto, also with +deterministic; fa3, flashinfer, "
+        "vllm-triton, sdpa",
+    ),
+    o.option("--fa3", default="", metavar="LIBRARY", help="shared library of FlashAttention-3 (installed vLLM's)"),
+    o.option("--rounds", type=o.positive, metavar="N", help="samples per provider, taken in turn (15)"),
+    o.option("--round-us", type=o.not_negative, metavar="US", help="microseconds of work per sample (3000; CPU 20000)"),
+    o.option(
+        "--energy-seconds",
+        type=o.not_negative,
+        default=0.0,
+        metavar="S",
+        help="seconds of work per provider for counting joules (none)",
+    ),
+    o.option("--processes", type=o.natural, metavar="N", help="processes that compile ahead (one per core)"),
+    MAX_SECONDS.but(default=86400.0, help="seconds after which no other case is begun (a day)"),
+    o.SEED,
 )
-OTHER_DEVICE = o.switch("--other-device", "allow runs of two devices")
-COMMON_CASES = o.switch("--common-cases", "ignore rows that only one run has")
-EVERY = o.switch("--every", "also print rows that stayed the same")
-RESULT = o.option("result", metavar="RUN.json", help="file that --out of `bench kernels`, `serve` or `runner` wrote")
-FOLDER = o.option("--folder", default=".", metavar="FOLDER", help="folder for pictures (.)")
-PREFIX = o.option("--prefix", default="bench", metavar="NAME", help="beginning of their names (bench)")
-
-TRACE = o.option("--trace", required=True, metavar="FILE", help="requests in our own, Mooncake's or Azure's format")
+COMPARED = (
+    o.option("before", metavar="BEFORE.json", help="file that `bench kernels --out` wrote"),
+    o.option("after", metavar="AFTER.json", help="the same cases, measured again"),
+    o.option(
+        "--smallest", type=o.not_negative, default=2.0, metavar="PERCENT", help="smallest difference that counts (2)"
+    ),
+    o.switch("--other-device", "allow runs of two devices"),
+    o.switch("--common-cases", "ignore rows that only one run has"),
+    o.switch("--every", "also print rows that stayed the same"),
+)
+PLOTTED = (
+    o.option("result", metavar="RUN.json", help="file that --out of `bench kernels` or `bench serve` wrote"),
+    o.option("--folder", default=".", metavar="FOLDER", help="folder for pictures (.)"),
+    o.option("--prefix", default="bench", metavar="NAME", help="beginning of their names (bench)"),
+)
 REQUESTS = o.option("--requests", type=o.positive, metavar="N", help="use the first N requests only (all)")
-SPEED = o.option(
-    "--speed", type=above_zero, default=1.0, metavar="TIMES", help="factor by which they arrive faster (1)"
+SERVING = (
+    o.option(
+        "--url",
+        required=True,
+        action="append",
+        metavar="[NAME=]URL",
+        help="URL of the server, as in http://127.0.0.1:8000; repeat it for servers that are measured one after the "
+        "other",
+    ),
+    o.option("--model", default="", metavar="NAME", help="model name at the server (the first that it lists)"),
+    o.option(
+        "--vocabulary", type=o.positive, default=1000, metavar="N", help="bound of the token ids of prompts (1000)"
+    ),
+    o.option("--trace", required=True, metavar="FILE", help="requests in our own, Mooncake's or Azure's format"),
+    REQUESTS,
+    o.option("--speed", type=above_zero, default=1.0, metavar="TIMES", help="factor by which they arrive faster (1)"),
+    o.switch("--at-once", "let all arrive at the beginning"),
+    o.option("--concurrency", type=o.positive, default=256, metavar="N", help="most open requests (256)"),
+    MAX_SECONDS.but(default=3600.0, help="seconds after which the remaining requests are aborted (3600)"),
+    o.SEED.but(help="of prompts (0)"),
+    o.option("--load-processes", type=o.positive, default=1, metavar="N", help="processes that send the requests (1)"),
+    OUT,
+    o.option("--picture", metavar="FILE.png", help="draw throughput and times"),
 )
-AT_ONCE = o.switch("--at-once", "let all arrive at the beginning")
-CONCURRENCY = o.option("--concurrency", type=o.positive, default=256, metavar="N", help="most open requests (256)")
-MAX_SECONDS = o.option(
-    "--max-seconds",
-    type=above_zero,
-    default=3600.0,
-    metavar="S",
-    help="seconds after which the remaining requests are aborted (3600)",
-)
-URL = o.option(
-    "--url",
-    required=True,
-    action="append",
-    metavar="[NAME=]URL",
-    help="URL of the server, as in http://127.0.0.1:8000; repeat it for servers that are measured one after the other",
-)
-SERVED_MODEL = o.option(
-    "--model", default="", metavar="NAME", help="model name at the server (the first that it lists)"
-)
-VOCABULARY = o.option(
-    "--vocabulary", type=o.positive, default=1000, metavar="N", help="bound of the token ids of prompts (1000)"
-)
-RATE = o.option("--rate", type=above_zero, default=4.0, metavar="R", help="requests per second, on average (4)")
-PROMPT = o.option("--prompt", type=o.positive, default=512, metavar="TOKENS", help="median tokens of prompts (512)")
-OUTPUT = o.option("--output", type=o.positive, default=128, metavar="TOKENS", help="median of new tokens (128)")
-SPREAD = o.option(
-    "--spread",
-    type=o.not_negative,
-    default=0.5,
-    metavar="S",
-    help="standard deviation of the logarithm of lengths (0.5)",
-)
-SHARED = o.option(
-    "--shared-prefix", type=o.natural, default=0, metavar="TOKENS", help="tokens that all prompts begin with (none)"
+TRAFFIC = (
+    REQUESTS.but(default=200, help="requests (200)"),
+    o.option("--rate", type=above_zero, default=4.0, metavar="R", help="requests per second, on average (4)"),
+    o.option("--prompt", type=o.positive, default=512, metavar="TOKENS", help="median tokens of prompts (512)"),
+    o.option("--output", type=o.positive, default=128, metavar="TOKENS", help="median of new tokens (128)"),
+    o.option(
+        "--spread",
+        type=o.not_negative,
+        default=0.5,
+        metavar="S",
+        help="standard deviation of the logarithm of lengths (0.5)",
+    ),
+    o.option(
+        "--shared-prefix", type=o.natural, default=0, metavar="TOKENS", help="tokens that all prompts begin with (none)"
+    ),
+    o.SEED,
 )
 
 
@@ -160,33 +166,14 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     bench.set_defaults(module="rocm_lab.cli.bench")
     what = bench.add_subparsers(dest="what", metavar="WHAT", required=True)
     kernels = what.add_parser("kernels", help="one layer of a step, by each provider")
-    layers = (LAYER, CONFIG, o.RANKS, HEADS, HEAD_DIM, V_HEAD_DIM, o.DTYPE, PAGE_SIZES, o.KV_ENCODINGS, WINDOW)
-    _add(kernels, (BATCH, SUITE))
-    _add(kernels.add_argument_group("layers"), (*layers, SOFT_CAP, SINKS))
-    no_more = MAX_SECONDS.but(default=86400.0, help="seconds after which no other case is begun (a day)")
-    measured = (o.DEVICE, PROVIDERS, FA3, ROUNDS, ROUND_US, ENERGY, PROCESSES, no_more, o.SEED)
-    _add(kernels.add_argument_group("measuring"), measured)
-    _add(kernels.add_argument_group("results"), (OUT, CSV, o.JSON))
+    add_options(kernels, STEPS)
+    add_options(kernels.add_argument_group("layers"), LAYER_OPTIONS)
+    add_options(kernels.add_argument_group("measuring"), MEASURING)
+    add_options(kernels.add_argument_group("results"), (OUT, o.JSON))
     compare = what.add_parser("compare", help="two runs of the same cases; exit code 1 if something is slower")
-    _add(compare, (BEFORE, AFTER, SMALLEST, OTHER_DEVICE, COMMON_CASES, EVERY, o.JSON))
-    plot = what.add_parser("plot", help="pictures of a run")
-    _add(plot, (RESULT, FOLDER, PREFIX))
-    _add_serving(what)
-
-
-def _add_serving(what: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the subcommands that send requests to a server or to an engine, and the one that makes traces."""
-    put = (TRACE, REQUESTS, SPEED, AT_ONCE, CONCURRENCY, MAX_SECONDS, o.SEED.but(help="of prompts (0)"))
+    add_options(compare, (*COMPARED, o.JSON))
+    add_options(what.add_parser("plot", help="pictures of a run"), PLOTTED)
     serve = what.add_parser("serve", help="send a trace of requests to servers with OpenAI's API")
-    _add(serve, (URL, SERVED_MODEL, VOCABULARY, *put, LOAD_PROCESSES, OUT, PICTURE, o.JSON))
-    runner = what.add_parser("runner", help="send a trace of requests to an engine in this process")
-    _add(runner.add_argument_group("model"), (s.MODEL, o.DEVICE, o.DTYPE.but(default=None)))
-    _add(runner.add_argument_group("serving"), [s.OF_ENGINE[name] for name in s.ON_GENERATE])
-    _add(runner.add_argument_group("load"), (*put, OUT, PICTURE, o.JSON))
+    add_options(serve, (*SERVING, o.JSON))
     traffic = what.add_parser("traffic", help="write a synthetic trace: Poisson arrivals, log-normal lengths")
-    _add(traffic, (REQUESTS.but(default=200, help="requests (200)"), RATE, PROMPT, OUTPUT, SPREAD, SHARED, o.SEED))
-
-
-def _add(parser: argparse._ActionsContainer, options: Sequence[o.Option]) -> None:
-    for option in options:
-        parser.add_argument(*option.names, **option.arguments)
+    add_options(traffic, TRAFFIC)

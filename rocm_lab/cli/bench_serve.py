@@ -5,15 +5,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_lab.bench.energy import EnergyMeter, meter_of
+from rocm_lab.bench.load import LoadOptions, ServingResult
 from rocm_lab.bench.openai_load import run_load
-from rocm_lab.cli.bench_serving import load_options, show, trace_of
+from rocm_lab.bench.plots import draw_serving
+from rocm_lab.bench.request_trace import read_trace
+from rocm_lab.bench.result_file import SERVING, as_text, head, shareable, write_json
 
 KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+class RequestsLost(RocmAttnError):
+    """Requests of a trace failed."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -21,7 +30,13 @@ def run(options: argparse.Namespace) -> None:
     servers = dict(map(_named, options.url))
     if len(servers) < len(options.url):
         raise BadSetting("two --url have one name; give each its own, as in vllm=http://127.0.0.1:8000")
-    trace, how = trace_of(options), load_options(options, options.vocabulary, options.load_processes)
+    trace = read_trace(Path(options.trace))
+    if options.requests is not None:
+        trace = trace.first(options.requests)
+    trace = trace.faster(float("inf") if options.at_once else options.speed)
+    how = LoadOptions(
+        options.concurrency, options.vocabulary, options.seed, options.max_seconds, options.load_processes
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     key, results, energy = os.environ.get(KEY_VARIABLE, ""), {}, {}
     for name, url in servers.items():
@@ -30,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         meter = meter_of(device) if local else EnergyMeter(lambda: float("nan"), "", "the server is on another machine")
         results[name] = asyncio.run(run_load(url, options.model, key, trace, how, meter))
         energy[name] = meter.why_not or meter.source
-    show(options, results, device, energy)
+    _show(options, results, device, energy)
 
 
 def _named(word: str) -> tuple[str, str]:
@@ -40,3 +55,32 @@ def _named(word: str) -> tuple[str, str]:
     if not url.startswith(("http://", "https://")):
         raise BadSetting(f"--url is {word!r}; give it in the form http://127.0.0.1:8000, or NAME=http://127.0.0.1:8000")
     return name or url, url
+
+
+def _show(
+    options: argparse.Namespace, results: Mapping[str, ServingResult], device: torch.device, energy: Mapping[str, str]
+) -> None:
+    """Prints, writes and draws the results. Raises RequestsLost, BadSetting.
+
+    energy: the counter at each target, or why there is none
+    """
+    rows = [
+        {"target": shareable(target), "energy": energy[target], **result.as_json()}
+        for target, result in results.items()
+    ]
+    found = {**head(SERVING, device), "trace": Path(options.trace).name, "rows": rows}
+    if options.out:
+        write_json(Path(options.out), found)
+    if options.picture:
+        draw_serving(rows, found["machine"], Path(options.picture))
+    if options.json:
+        print(as_text(found))
+    else:
+        for row, result in zip(rows, results.values(), strict=True):
+            print("\n".join([f"{row['target']}:", *(f"  {line}" for line in result.lines())]))
+    for target, result in results.items():
+        if result.num_failed:
+            reason = next(iter(result.failures))
+            raise RequestsLost(
+                f"{shareable(target)}: {result.num_failed} of {result.requests} requests failed; first reason: {reason}"
+            )

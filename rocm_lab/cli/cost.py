@@ -35,5 +35,5 @@ def _lines(kind: LayerKind, predicted: list[Prediction]) -> list[str]:
             "deterministic mode"
         )
         return lines
-    lines.append("  predicted of one layer in Triton (sequences x cached + new tokens), never measured:")
+    lines.append("  predicted of one layer in Triton, never measured:")
     return lines + [f"    {each.line()}" for each in predicted]

@@ -10,16 +10,11 @@ FOLDER = option("--folder", default="first_run", help="folder for what is writte
 SCRIPT = option("script", metavar="FILE.py", help="script that launches Triton kernels on tensors of the CPU")
 STEP = option("--step", type=int, metavar="N", help="number of the step (the last one)")
 STEPS = option("--steps", type=positive, default=2000, metavar="N", help="steps to run (2000)")
-ROUNDS = option(
-    "--rounds",
-    type=positive,
-    metavar="N",
-    help="run until this many steps have drafted or verified, in place of --steps; mostly for --speculative",
-)
 SHAPES = option(
     "--shapes",
-    metavar="SEQSxCACHED+NEW,...",
-    help="steps to tune for, with k for 1024, as in 64x4k,1x6144+2048 (decode, chunks of prompts, and drafts)",
+    metavar="BATCH,...",
+    help="steps to tune for, in the form of `bench kernels --batch`, as in 64d4k,1x2048+6144 (decode, chunks of "
+    "prompts, and drafts)",
 )
 SECONDS = option(
     "--seconds", type=positive, default=600, metavar="S", help="seconds after which no other candidate is begun (600)"

@@ -13,7 +13,7 @@ _SOAK_EXAMPLES = """\
 examples:
   rocm-attn soak --steps 2000
   rocm-attn soak --steps 20000 --seed 7 --device cuda --json > soak.json
-  rocm-attn soak --speculative --rounds 10000
+  rocm-attn soak --speculative --steps 13500
   rocm-attn soak --recurrent --steps 2000
 """
 
@@ -21,7 +21,7 @@ _TUNE_EXAMPLES = """\
 examples:
   rocm-attn tune ./Llama-3.1-8B-Instruct --dry-run --arch gfx942        the candidates, without a GPU
   rocm-attn tune ./Llama-3.1-8B-Instruct --seconds 1800
-  rocm-attn tune config.json --tp 8 --shapes 64x4k,256x2k,1x8k+2048 --output tuning.json
+  rocm-attn tune config.json --tp 8 --shapes 64d4k,256d2k,1x2048+8k --output tuning.json
   rocm-attn tune 32x8x128 --page-size 64 --json > tuned.json            32 query heads over 8 KV heads of 128
 """
 
@@ -153,8 +153,7 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
     json = a.JSON.but(help="print one JSON object with the steps, or with the difference found")
     speculative = a.switch("--speculative", "mostly draft and verify: rounds, chains, trees, and rejected drafts")
     recurrent = a.switch("--recurrent", "with recurrent layers: checkpoints of prefixes, drafts that are taken back")
-    add_options(parser.add_mutually_exclusive_group(), (o.STEPS, o.ROUNDS))
-    add_options(parser, (seed, a.DEVICE, a.PROVIDER, dtype, deterministic, speculative, recurrent, json))
+    add_options(parser, (o.STEPS, seed, a.DEVICE, a.PROVIDER, dtype, deterministic, speculative, recurrent, json))
 
 
 def _add_cycles(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -11,7 +11,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.tuning_file import TuningFile, as_json
 from rocm_lab.cost.cost import FIGURES
-from rocm_lab.first_run.constants import fit_decode, fit_extend
+from rocm_lab.first_run.constants import fit_decode
 from rocm_lab.first_run.findings import discrepancies
 from rocm_lab.first_run.report import GpuReport
 from rocm_lab.first_run.rows import rows_of
@@ -26,8 +26,7 @@ def run(options: argparse.Namespace) -> None:
     report = GpuReport.read(Path(options.report), options.arch)
     times = layer_times(report)
     rows = rows_of(report, options.triton_release or triton_version())
-    decode = fit_decode(times.decodes, options.arch)
-    constants = decode, fit_extend(times.extends, options.arch, decode)
+    constants = fit_decode(times.decodes, options.arch)
     differences = discrepancies(report, times, (options.objdump,) if options.objdump else OBJDUMPS)
     facts = {
         "device": report.device,
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     fitted = {
         **facts,
         "figures": f"of Triton {FIGURES.triton}",
-        "kinds": [asdict(each) for each in constants],
+        "decode": asdict(constants),
         "left_out": list(times.left_out),
     }
     listed = {**facts, "differences": [asdict(each) for each in differences]}
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
         f"{len(rows.rows)} rows of tiles{f' in {place}' if rows.rows else ''}",
         *(f"  {row.table.value}: {row.tiles}\n    {row.origin()}" for row in rows.rows),
         *(f"  no row: {each}" for each in rows.left_out),
-        *(line for each in constants for line in each.lines()),
+        *constants.lines(),
         *(f"  without figures: {each}" for each in times.left_out),
         f"{len(differences)} differences",
         *(f"  {each.line()}" for each in differences),

@@ -13,7 +13,7 @@ from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.machine import describe_machine
 from rocm_lab.soak.scenario import LONG_KV_LEN, SHORT_KV_LEN, Scenario
-from rocm_lab.soak.soak import Soak, SoakFailed, SoakFault, SoakReport
+from rocm_lab.soak.soak import Soak, SoakFailed, SoakFault
 
 
 def run(options: argparse.Namespace) -> None:
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     )
     machine = describe_machine()  # before the soak: the checkout may move while it runs
     try:
-        report = _play(soak, options)
+        report = soak.run(options.steps, lambda steps: say(f"{steps} steps"))
     except SoakFailed as failure:
         again = _command(options, failure.finding, device, dtype_name)
         if options.json:
@@ -43,15 +43,6 @@ def run(options: argparse.Namespace) -> None:
         say(f"run it again with: {again}")
         raise
     print(json.dumps({"machine": machine, "report": report.as_dict()}, indent=1) if options.json else report)
-
-
-def _play(soak: Soak, options: argparse.Namespace) -> SoakReport:
-    def say_steps(steps: int) -> None:
-        say(f"{steps} steps")
-
-    if options.rounds is not None:
-        return soak.run_rounds(options.rounds, say_steps)
-    return soak.run(options.steps, say_steps)
 
 
 def _command(options: argparse.Namespace, finding: SoakFault, device: torch.device, dtype_name: str) -> str:

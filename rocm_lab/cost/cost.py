@@ -1,7 +1,6 @@
-"""Predicts the time of one layer of attention on an MI300X or an MI355X: a range, and its middle.
+"""Predicts the time of one layer of decode on an MI300X or an MI355X: a range, and its middle.
 
-    decode   max(bytes / HBM, iterations * (own + latencies * L), units) + (2 + merge) L + launches
-    extend   (operations + those of half a tile's keys) / (peak * fraction) + tiles of a CU * start + launches
+    max(bytes / HBM, iterations * (own + latencies * L), units) + (2 + merge) L + launches
 
 own, latencies (in series, of an iteration of the hot loop) and units are static figures of the compiled kernel
 (static_figures.json): of the Triton kernel that would serve the layer, decode for CDNA or paged decode. merge counts
@@ -13,25 +12,11 @@ HBM        bandwidth of streams of reads. MI300X 3.9 TB/s (ROCm/rocm-systems#293
 L          a load's latency while HBM is busy: assumed, 1.0 to 2.5 us. AITER's decode in Triton has 2.2 TB/s of fp8 on
            an MI355X (ROCm/aiter#5190), which by its static figures is about 2 us.
 launches   3 to 8 us for the two kernels of a layer in a graph: assumed.
-fraction   of the matrix units' peak, from the cycles that the loop keeps both units busy:
-
-               none = matrix / (matrix + vector)       if products and the softmax never overlap
-               full = matrix / max(matrix, vector)     if they always do
-
-           AITER's kernels in assembly, whose code objects are read the same way, have none = 0.46 and 0.42, and reach
-           528 to 592 TFLOP/s on an MI300X and 1177 to 1438 on an MI355X (aiter, op_tests/cpp/mha/README.md, heads of
-           128, no mask, 4k tokens and more). So the range begins at what their slowest shape makes of `none`, times
-           what the slowest published kernel in Triton reaches of theirs, and ends at what their fastest one makes of
-           it, or at `full`. On an MI300X that is 1 / 1.62 (midiareshadi.github.io/blog/attn-dsl-bench), on gfx950 0.48:
-           AITER's unified attention has 490 TFLOP/s on an MI350 (ROCm/aiter#1336), of none = 0.37. Others in Triton
-           have 663 to 789 there (ROCm/aiter#4147) and 906 to 990 on an MI355X (HipKittens, analysis/attn/fwd).
-start      of a tile, until products keep the matrix units busy, and its end: 4 to 16 us of a CU. AITER's kernels in
-           assembly take so much longer for 1k and 2k tokens without a mask, 4 and 8 sequences, than their speeds at 4k
-           and more say (the same README, both GPUs). Programs that share a CU overlap theirs at best.
 
 published.py compares other published speeds of decode with these predictions for the same kernel.
 
-The model leaves out uneven work, clocks under load, and DRAM's pages, because nothing is known of them.
+The model leaves out uneven work, clocks under load, and DRAM's pages, because nothing is known of them. `rocm-attn
+cycles` counts the clocks of extend, whose time the matrix units bound.
 """
 
 from __future__ import annotations
@@ -46,15 +31,16 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.kernels.attention.cuts import merge_shape
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import select
-from rocm_attn.providers.triton import TritonDecode, TritonExtend
+from rocm_attn.providers.triton import TritonDecode
 from rocm_attn.providers.triton_cdna import CdnaDecode
-from rocm_lab.cost.static_figures import CDNA, Busy, LoopFigures, StaticFigures
+from rocm_lab.bench.batch_spec import BatchSpec, Group
+from rocm_lab.cost.static_figures import CDNA, LoopFigures, StaticFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,62 +74,29 @@ class Range:
 class Gpu:
     """A GPU's data sheet, and figures that are published for it.
 
-    clock:                 in Hz; matrix_ops: 16-bit operations per second
-    hbm:                   bytes per second of streams of reads, least and most
-    asm_flops:             operations per second of AITER's kernels in assembly, slowest and fastest shape
-    asm_busy:              cycles of their hot loop, counted in the disassembly, 46 commits after v0.1.20:
-                           hsa/gfx942/fmha_v3_fwd/MI300/fwd_hd128_bf16_rtne.co, hsa/gfx950/fmha_v3_fwd/fwd_hd128_bf16.co
-    triton_of_asm:         share of their speed that the slowest kernel in Triton reaches (its loop counted apart)
+    clock: in Hz
+    hbm:   bytes per second of streams of reads, least and most
     """
 
     name: str
     clock: float
-    matrix_ops: float
     hbm: tuple[float, float]
-    asm_flops: tuple[float, float]
-    asm_busy: Busy
-    triton_of_asm: float
 
 
 GPUS = {
-    "gfx942": Gpu("MI300X", 2.1e9, 1307e12, (3.9e12, 4.2e12), (528e12, 592e12), Busy(512, 594), 1 / 1.62),
-    "gfx950": Gpu("MI355X", 2.4e9, 2517e12, (5e12, 6e12), (1177e12, 1438e12), Busy(512, 698), 0.48),
+    "gfx942": Gpu("MI300X", 2.1e9, (3.9e12, 4.2e12)),
+    "gfx950": Gpu("MI355X", 2.4e9, (5e12, 6e12)),
 }
 FIGURES = StaticFigures.read()
 # Seconds; see above.
 LATENCY = (1.0e-6, 2.5e-6)
 LAUNCHES = (3e-6, 8e-6)
-TILE_START = (4e-6, 16e-6)
 # A row starts with a page number and then its first keys.
 _START_LATENCIES = 2
 _CLOCKS_PER_CYCLE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class CostShape:
-    """num_seqs sequences of kv_len tokens, q_len of them new."""
-
-    num_seqs: int
-    kv_len: int
-    q_len: int = 1
-
-    @property
-    def new_tokens(self) -> int:
-        """New tokens of all sequences."""
-        return self.num_seqs * self.q_len
-
-    def __str__(self) -> str:
-        return f"{self.num_seqs}x{self.kv_len - self.q_len}+{self.q_len}"
-
-
-SHAPES = (
-    CostShape(1, 8192),
-    CostShape(1, 65536),
-    CostShape(64, 4096),
-    CostShape(256, 2048),
-    CostShape(1, 2048, 2048),
-    CostShape(8, 4608, 512),
-)
+SHAPES = BatchSpec.parse("1d8k+1d64k+64d4k+256d2k").groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +105,21 @@ class Prediction:
 
     kernel:  the kernel that would serve it
     seconds: time of its kernels, replayed as a graph
-    speed:   decode: bytes of K and V per second; extend: operations of products with visible keys per second
+    speed:   bytes of K and V per second
     """
 
-    shape: CostShape
+    shape: Group
     kernel: str
     seconds: Range
     speed: Range
 
     def line(self) -> str:
         """The prediction as one line of text."""
-        what = self.speed.text(1e9) + " GB/s" if self.shape.q_len == 1 else self.speed.text(1e12) + " TFLOP/s"
-        return f"{self.shape}: {self.seconds.text(1e-6)} us, {what}, {self.kernel}"
+        return f"{self.shape}: {self.seconds.text(1e-6)} us, {self.speed.text(1e9)} GB/s, {self.kernel}"
 
     def as_json(self) -> dict[str, Any]:
         """The prediction for --json."""
-        unit = "bytes_per_s" if self.shape.q_len == 1 else "flop_per_s"
-        numbers = {"seconds": self.seconds, unit: self.speed}
+        numbers = {"seconds": self.seconds, "bytes_per_s": self.speed}
         return {
             "shape": str(self.shape),
             "kernel": self.kernel,
@@ -199,42 +150,12 @@ class DecodeWork:
         """The time of a layer. hbm: bytes per second; latency, launches: seconds"""
         return max(self.loaded / hbm, self.own + self.waits * latency, self.busy) + self.ends * latency + launches
 
-    def predicted(self, shape: CostShape, arch: str) -> Prediction:
+    def predicted(self, shape: Group, arch: str) -> Prediction:
         """The prediction with the constants that are published and assumed."""
         slow, fast = GPUS[arch].hbm
         least = self.seconds(fast, LATENCY[0], LAUNCHES[0])
         took = Range.between(least, self.seconds(slow, LATENCY[1], LAUNCHES[1]))
         return Prediction(shape, self.kernel, took, took.per(self.loaded))
-
-
-@dataclass(frozen=True, slots=True)
-class ExtendWork:
-    """The parts of an extend's time that follow from machine code and shape.
-
-    busy:         of the loop
-    visible:      operations of products with visible keys
-    computed:     operations that are computed
-    tiles_of_cu:  tiles that a CU computes
-    """
-
-    kernel: str
-    tiles: ExtendTiles
-    busy: Busy
-    visible: int
-    computed: float
-    tiles_of_cu: float
-
-    def seconds(self, arch: str, share: float, start: float, launches: float) -> float:
-        """The time of a layer. share: of the matrix units' peak; start: seconds of a tile; launches: seconds"""
-        return self.computed / (GPUS[arch].matrix_ops * share) + self.tiles_of_cu * start + launches
-
-    def predicted(self, shape: CostShape, arch: str) -> Prediction:
-        """The prediction with the constants that are published and assumed."""
-        share = fraction(arch, self.busy)
-        # Programs that share a CU overlap their starts at best.
-        least = self.seconds(arch, share.high, TILE_START[0] / max(1, self.tiles.programs_per_cu), LAUNCHES[0])
-        took = Range.between(least, self.seconds(arch, share.low, TILE_START[1], LAUNCHES[1]))
-        return Prediction(shape, self.kernel, took, took.per(self.visible))
 
 
 def predictions(problem: Problem, target: Target, *, deterministic: bool = False) -> Iterator[Prediction]:
@@ -245,7 +166,7 @@ def predictions(problem: Problem, target: Target, *, deterministic: bool = False
             yield found
 
 
-def predicted(problem: Problem, target: Target, shape: CostShape, *, deterministic: bool = False) -> Prediction | None:
+def predicted(problem: Problem, target: Target, shape: Group, *, deterministic: bool = False) -> Prediction | None:
     """Predicts the Triton kernel that would serve a layer, with the target's Triton.
 
     None if there are no static figures for it, as in deterministic mode and for tiles that were measured.
@@ -254,34 +175,33 @@ def predicted(problem: Problem, target: Target, shape: CostShape, *, determinist
     return None if work is None else work.predicted(shape, target.arch)
 
 
-def work_of(
-    problem: Problem, target: Target, shape: CostShape, *, deterministic: bool = False
-) -> DecodeWork | ExtendWork | None:
-    """The work of the Triton kernel that would serve a layer; None if there are no static figures for it."""
-    if target.arch not in GPUS or problem.head_dim != problem.v_head_dim or problem.dtype.itemsize != 2:
+def work_of(problem: Problem, target: Target, shape: Group, *, deterministic: bool = False) -> DecodeWork | None:
+    """The work of the Triton kernel that would serve a decode; None if there are no static figures for it."""
+    if (
+        shape.new > 1
+        or target.arch not in GPUS
+        or problem.head_dim != problem.v_head_dim
+        or problem.dtype.itemsize != 2
+    ):
         return None
     is_plain = problem.kv_encoding is KVEncoding.LIKE_Q and problem.pool is PoolKind.SPLIT
     if not is_plain or not isinstance(problem.indexer, AllKeys):
         return None
-    kind = StepKind.DECODE if shape.q_len == 1 else StepKind.EXTEND
-    kernel = _serving(problem, target, PaddedShape(kind, shape.num_seqs, shape.new_tokens), deterministic)
-    if isinstance(kernel, TritonExtend):
-        busy = _busy_of(kernel, problem, target.arch)
-        return None if busy is None else _extend_work(problem, target, shape, busy, kernel)
-    loop = _loop_of(kernel, problem, target.arch)
+    loop = _loop_of(_serving(problem, target, shape, deterministic), problem, target.arch)
     return None if loop is None else decode_work(problem, target, shape, loop)
 
 
 # The cost of clusters takes thousands of predictions.
 @lru_cache(maxsize=4096)
-def _serving(problem: Problem, target: Target, shape: PaddedShape, deterministic: bool) -> BoundKernel | None:
-    """The kernel of a step's layer; None if there is none."""
+def _serving(problem: Problem, target: Target, shape: Group, deterministic: bool) -> BoundKernel | None:
+    """The kernel of a decode's layer; None if there is none."""
     try:
         selection = select(problem, target, "triton", deterministic=deterministic)
     except Unsupported:
         return None
-    bound = selection.kernel(shape.kind).bound
-    return bound.of_shape(shape) if isinstance(bound, KernelByTokens) else bound
+    bound = selection.kernel(StepKind.DECODE).bound
+    padded = PaddedShape(StepKind.DECODE, shape.num_seqs, shape.num_seqs)
+    return bound.of_shape(padded) if isinstance(bound, KernelByTokens) else bound
 
 
 class Loop(NamedTuple):
@@ -310,13 +230,7 @@ def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | 
     return Loop(found.kernel, found.tiles, found.figures, found.tiles.num_stages if found.kernel == CDNA else 1)
 
 
-def _busy_of(kernel: TritonExtend, problem: Problem, arch: str) -> Busy | None:
-    """The busy cycles of the table's own choice; None for other tiles."""
-    wanted = (arch, problem.head_dim, kernel.tiles)
-    return next((each.busy for each in FIGURES.extends if (each.arch, each.head_dim, each.tiles) == wanted), None)
-
-
-def decode_work(problem: Problem, target: Target, shape: CostShape, loop: Loop) -> DecodeWork:
+def decode_work(problem: Problem, target: Target, shape: Group, loop: Loop) -> DecodeWork:
     """The work of a kernel whose programs share out all keys."""
     clock, units = GPUS[target.arch].clock, target.compute_units
     keys, tiles, figures = seen_keys(problem, shape.kv_len), loop.tiles, loop.figures
@@ -345,42 +259,6 @@ def _merge_latencies(problem: Problem, units: int, num_seqs: int, blocks: int, t
     parts = -(-blocks // share) + 1
     shape = merge_shape(rows, programs, tiles.q_rows(problem.gqa_ratio), problem.v_head_dim)
     return 1 + -(-parts // shape.parts)
-
-
-def _extend_work(problem: Problem, target: Target, shape: CostShape, busy: Busy, kernel: TritonExtend) -> ExtendWork:
-    """The work of a kernel that keeps all CUs busy. Each key that a tile's token sees is computed for all."""
-    ratio, cached = problem.gqa_ratio, shape.kv_len - shape.q_len
-    tokens, kv_heads = kernel.tiles.tokens_per_block(ratio), problem.num_kv_heads // kernel.tiles.heads_per_row
-    num = shape.num_seqs * -(-shape.q_len // tokens) * kv_heads * kernel.tiles.head_blocks(ratio)
-    seen = sum(seen_keys(problem, kv_len) for kv_len in range(cached + 1, shape.kv_len + 1))
-    of_a_pair = 4 * problem.head_dim * problem.num_q_heads * shape.num_seqs
-    return ExtendWork(
-        kernel="triton.extend",
-        tiles=kernel.tiles,
-        busy=busy,
-        visible=of_a_pair * seen,
-        computed=of_a_pair * (seen + shape.q_len * tokens / 2),
-        tiles_of_cu=num / target.compute_units,
-    )
-
-
-def fraction(arch: str, busy: Busy) -> Range:
-    """The share of the matrix units' peak that an extend kernel reaches; see above."""
-    none, full = none_of(busy), busy.matrix / max(busy.matrix, busy.vector)
-    low, high = share_of_none(arch)
-    return Range.between(none * low, min(full, none * high))
-
-
-def share_of_none(arch: str) -> tuple[float, float]:
-    """The parts of their `none` that published kernels reach: the slowest in Triton, and the fastest in assembly."""
-    gpu = GPUS[arch]
-    slow, fast = (flops / gpu.matrix_ops / none_of(gpu.asm_busy) for flops in gpu.asm_flops)
-    return slow * gpu.triton_of_asm, fast
-
-
-def none_of(busy: Busy) -> float:
-    """The share of the matrix units' peak that is left if products and the softmax never overlap."""
-    return busy.matrix / (busy.matrix + busy.vector)
 
 
 def seen_keys(problem: Problem, kv_len: int) -> int:

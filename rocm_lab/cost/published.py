@@ -20,7 +20,8 @@ import torch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
-from rocm_lab.cost.cost import GPUS, CostShape, Loop, Prediction, decode_work
+from rocm_lab.bench.batch_spec import Group
+from rocm_lab.cost.cost import GPUS, Loop, Prediction, decode_work
 from rocm_lab.cost.static_figures import LoopFigures
 
 _KEYS_OF_AN_ITERATION = 256
@@ -74,6 +75,6 @@ def published_decodes() -> Iterator[Published]:
         (GPUS[arch].name, "triton#2281", _EARLIER),
     ):
         for (num_seqs, kv_len), speed in speeds.items():
-            shape = CostShape(num_seqs, kv_len)
+            shape = Group(num_seqs, 1, kv_len - 1)
             found = decode_work(problem, known_target(arch), shape, loop).predicted(shape, arch)
             yield Published(gpu, source, problem, speed * 1e12, found)

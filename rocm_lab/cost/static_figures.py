@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
 
 FILE = Path(__file__).with_name("static_figures.json")
 PAGED, CDNA = "triton.decode", "triton.cdna_decode"
@@ -34,13 +34,6 @@ class LoopFigures:
     units: float
 
 
-class Busy(NamedTuple):
-    """Cycles of 4 clocks that an iteration of a wave keeps the matrix and the vector unit busy."""
-
-    matrix: float
-    vector: float
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
     """A decode kernel in the tiles that serve a layer of an arch.
@@ -59,16 +52,6 @@ class DecodeFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class ExtendFigures:
-    """The extend kernel in the tiles that serve a layer of an arch. head_dim: of K and of V"""
-
-    arch: str
-    head_dim: int
-    tiles: ExtendTiles
-    busy: Busy
-
-
-@dataclass(frozen=True, slots=True)
 class StaticFigures:
     """The whole file.
 
@@ -78,7 +61,6 @@ class StaticFigures:
     triton: str
     llvm: str
     decodes: tuple[DecodeFigures, ...]
-    extends: tuple[ExtendFigures, ...]
 
     @classmethod
     def read(cls) -> StaticFigures:
@@ -92,15 +74,7 @@ class StaticFigures:
             }
             for each in given.pop("decodes")
         )
-        extends = (
-            {**each, "tiles": ExtendTiles(**each["tiles"]), "busy": Busy(*each["busy"])}
-            for each in given.pop("extends")
-        )
-        return cls(
-            decodes=tuple(DecodeFigures(**each) for each in decodes),
-            extends=tuple(ExtendFigures(**each) for each in extends),
-            **given,
-        )
+        return cls(decodes=tuple(DecodeFigures(**each) for each in decodes), **given)
 
     def write(self) -> None:
         """Writes FILE, one kernel per line."""
@@ -119,5 +93,5 @@ def _shallow(data: Any) -> dict[str, Any]:
     return {field.name: getattr(data, field.name) for field in fields(data)}
 
 
-def _without_defaults(tiles: DecodeTiles | ExtendTiles) -> dict[str, Any]:
+def _without_defaults(tiles: DecodeTiles) -> dict[str, Any]:
     return {field.name: value for field in fields(tiles) if (value := getattr(tiles, field.name)) != field.default}

@@ -1,12 +1,11 @@
 """Constants of the cost model (rocm_lab/cost/cost.py), fitted to the times of a report by least squares.
 
-    decode   max(loaded / hbm, own + waits latency, busy) + ends latency + launches
-    extend   computed / (peak * none * of_none) + tiles start + launches
+    max(loaded / hbm, own + waits latency, busy) + ends latency + launches
 
-The terms loaded, own, waits, busy, ends, computed and tiles are known of each layer (DecodeWork, ExtendWork). With a
-decode's largest part known, its time is linear in 1 / hbm, latency and launches. So parts are guessed from the model's
-constants, and constants fitted to parts, in turns, until the parts are those that the constants make the largest.
-Extend takes the launches of decode. Errors are relative, as the times of layers differ by 100 times.
+The terms loaded, own, waits, busy and ends are known of each layer (DecodeWork). With a decode's largest part known,
+its time is linear in 1 / hbm, latency and launches. So parts are guessed from the model's constants, and constants
+fitted to parts, in turns, until the parts are those that the constants make the largest. Errors are relative, as the
+times of layers differ by 100 times.
 
 Constants are refused if the points are few, or if the formula leaves more than MOST_RESIDUAL of the times unexplained;
 a constant alone, if the points do not tell it from the others.
@@ -15,14 +14,13 @@ a constant alone, if the points do not tell it from the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rocm_lab.cost.cost import GPUS, LATENCY, LAUNCHES, TILE_START, DecodeWork, ExtendWork, none_of, share_of_none
+from rocm_lab.cost.cost import GPUS, LATENCY, LAUNCHES, DecodeWork
 from rocm_lab.first_run.times import TimedLayer
 
 LEAST_POINTS = 8
@@ -35,7 +33,6 @@ _MOST_TURNS = 50
 _ROUNDING = 1e-6
 
 Array = NDArray[np.float64]
-Work = TypeVar("Work", DecodeWork, ExtendWork)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class FittedConstants:
-    """The constants of a kind of step.
+    """The constants of decode.
 
     points:    layers whose times were used
     residual:  root mean square of (fitted - measured) / measured; worst: that of one layer, which is named
@@ -58,7 +55,6 @@ class FittedConstants:
     vague:     names of those that have too large an error
     """
 
-    kind: str
     points: int
     residual: float = 0.0
     worst: float = 0.0
@@ -70,9 +66,9 @@ class FittedConstants:
     def lines(self) -> list[str]:
         """Lines for people."""
         if self.refused:
-            return [f"constants of {self.kind}: none, as {self.refused}"]
+            return [f"constants of decode: none, as {self.refused}"]
         return [
-            f"constants of {self.kind}, from {self.points} layers; {self.residual:.1%} of their times are left, "
+            f"constants of decode, from {self.points} layers; {self.residual:.1%} of their times are left, "
             f"{self.worst:+.1%} at most ({self.worst_layer})",
             *(
                 f"  {each.name}: {each.value:.4g} +- {each.error:.2g}, and the model has {each.today[0]:.4g} to "
@@ -83,45 +79,31 @@ class FittedConstants:
         ]
 
 
-def fit_decode(layers: Sequence[TimedLayer[DecodeWork]], arch: str) -> FittedConstants:
+def fit_decode(layers: Sequence[TimedLayer], arch: str) -> FittedConstants:
     """Bandwidth of HBM (bytes per second), latency and launches (seconds)."""
     if len(layers) < LEAST_POINTS:
-        return _too_few("decode", len(layers))
+        few = f"there are {len(layers)} layers with a time, and {LEAST_POINTS} are needed"
+        return FittedConstants(len(layers), refused=few)
     hbm = GPUS[arch].hbm
     found = _fit_parts(layers, 1 / hbm[0], LATENCY[0])
     reads, wait, launch = found.values
     bound = _parts(layers, reads, wait).count(0)
     if bound < LEAST_BOUND:
         few = f"{bound} of {len(layers)} layers are bound by HBM, and {LEAST_BOUND} are needed"
-        return FittedConstants("decode", len(layers), refused=few)
+        return FittedConstants(len(layers), refused=few)
+    left = [each.work.seconds(1 / reads, wait, launch) / each.seconds - 1 for each in layers]
+    worst, residual = max(left, key=abs), math.sqrt(sum(each * each for each in left) / len(left))
+    fitted = FittedConstants(len(layers), residual, worst, layers[left.index(worst)].name)
+    if residual > MOST_RESIDUAL:
+        reason = f"the formula leaves {residual:.0%} of the times, and at most {MOST_RESIDUAL:.0%} is a fit"
+        return replace(fitted, refused=reason)
     constants = (
         Constant("hbm", 1 / reads, found.errors[0] / reads**2, hbm),
         Constant("latency", wait, found.errors[1], LATENCY),
         Constant("launches", launch, found.errors[2], LAUNCHES),
     )
-    return _judged("decode", layers, lambda work: work.seconds(1 / reads, wait, launch), constants)
-
-
-def fit_extend(layers: Sequence[TimedLayer[ExtendWork]], arch: str, decode: FittedConstants) -> FittedConstants:
-    """The share of `none` that is reached, and the seconds that a tile of a CU takes to start and to end."""
-    if len(layers) < LEAST_POINTS:
-        return _too_few("extend", len(layers))
-    launches = next((each.value for each in decode.constants if each.name == "launches"), None)
-    if launches is None:
-        unknown = "their launches are those of decode, which are not known"
-        return FittedConstants("extend", len(layers), refused=unknown)
-    seconds = np.array([each.seconds for each in layers])
-    busy = [each.work.computed / GPUS[arch].matrix_ops / none_of(each.work.busy) for each in layers]
-    rows = np.array([[known, each.work.tiles_of_cu] for known, each in zip(busy, layers, strict=True)])
-    found = _least_squares(rows, seconds - launches, seconds)
-    slower, start = found.values
-    constants = (
-        Constant("of_none", 1 / slower, found.errors[0] / slower**2, share_of_none(arch)),
-        Constant("start", start, found.errors[1], TILE_START),
-    )
-    return _judged(
-        "extend", layers, lambda work: work.seconds(arch, none_of(work.busy) / slower, start, launches), constants
-    )
+    clear = tuple(each for each in constants if each.error < MOST_ERROR * each.value)
+    return replace(fitted, constants=clear, vague=tuple(each.name for each in constants if each not in clear))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +114,7 @@ class _Fit:
     errors: tuple[float, ...]
 
 
-def _fit_parts(layers: Sequence[TimedLayer[DecodeWork]], reads: float, latency: float) -> _Fit:
+def _fit_parts(layers: Sequence[TimedLayer], reads: float, latency: float) -> _Fit:
     """The fit that a start leads to: with the parts that its own values make the largest, unless turns run out."""
     seconds = np.array([each.seconds for each in layers])
     parts = _parts(layers, reads, latency)
@@ -147,7 +129,7 @@ def _fit_parts(layers: Sequence[TimedLayer[DecodeWork]], reads: float, latency: 
     return found
 
 
-def _parts(layers: Sequence[TimedLayer[DecodeWork]], reads: float, latency: float) -> list[int]:
+def _parts(layers: Sequence[TimedLayer], reads: float, latency: float) -> list[int]:
     """The largest part of each time: bytes, waits, units."""
     works = (each.work for each in layers)
     each = ((work.loaded * reads, work.own + work.waits * latency, work.busy) for work in works)
@@ -172,25 +154,3 @@ def _least_squares(rows: Array, wanted: Array, seconds: Array) -> _Fit:
     errors = np.sqrt(variance * np.square(turned.T / np.maximum(singular, _ROUNDING * singular[0])).sum(1)) / sizes
     values /= sizes
     return _Fit(tuple(values.tolist()), tuple(errors.tolist()))
-
-
-def _too_few(kind: str, points: int) -> FittedConstants:
-    few = f"there are {points} layers with a time, and {LEAST_POINTS} are needed"
-    return FittedConstants(kind, points, refused=few)
-
-
-def _judged(
-    kind: str,
-    layers: Sequence[TimedLayer[Work]],
-    fitted: Callable[[Work], float],
-    constants: tuple[Constant, ...],
-) -> FittedConstants:
-    """Constants, unless they do not explain the times; those that the times tell from the others."""
-    left = [fitted(each.work) / each.seconds - 1 for each in layers]
-    worst, residual = max(left, key=abs), math.sqrt(sum(each * each for each in left) / len(left))
-    found = FittedConstants(kind, len(layers), residual, worst, layers[left.index(worst)].name)
-    if residual > MOST_RESIDUAL:
-        reason = f"the formula leaves {residual:.0%} of the times, and at most {MOST_RESIDUAL:.0%} is a fit"
-        return replace(found, refused=reason)
-    clear = tuple(each for each in constants if each.error < MOST_ERROR * each.value)
-    return replace(found, constants=clear, vague=tuple(each.name for each in constants if each not in clear))

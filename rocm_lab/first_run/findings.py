@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.watch.evidence import StepEvidence
 from rocm_lab.cost.cost import Range
 from rocm_lab.first_run.report import GpuReport, ReportedKernel, ReportedTest
-from rocm_lab.first_run.times import LayerTimes, TimedLayer
+from rocm_lab.first_run.times import LayerTimes
 from rocm_lab.simulator.evidence import judge, output_of
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 
@@ -137,8 +136,7 @@ def _of_driver(kernel: ReportedKernel) -> Iterator[Discrepancy]:
 
 
 def _of_times(report: GpuReport, times: LayerTimes) -> Iterator[Discrepancy]:
-    timed: list[TimedLayer[Any]] = [*times.decodes, *times.extends]
-    for each in timed:
+    for each in times.decodes:
         took = each.work.predicted(each.shape, report.target.arch).seconds
         factor = _outside(took, each.seconds)
         if factor > FACTOR:

@@ -19,7 +19,8 @@ from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.machine.tuning_file import plain_value
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
-from rocm_lab.cost.cost import GPUS, CostShape
+from rocm_lab.bench.batch_spec import Group
+from rocm_lab.cost.cost import GPUS
 from rocm_lab.simulator.code_figures import CodeFigures
 
 PASSED, FAILED = "passed", "failed"
@@ -178,7 +179,7 @@ def problem_in(given: object) -> Problem:
         raise BadSetting(f"a layer of the report is not one that this release knows ({error})") from error
 
 
-def shape_in(given: object) -> CostShape:
+def shape_in(given: object) -> Group:
     """A shape of a report: sequences, tokens of each, new ones among them. Raises BadSetting."""
     try:
         num_seqs, kv_len, q_len = plain_value(tuple[int, ...], given, "shape")
@@ -186,4 +187,4 @@ def shape_in(given: object) -> CostShape:
         raise BadSetting(f"a shape of the report is not three whole numbers ({error})") from error
     if not (num_seqs >= 1 and kv_len >= q_len >= 1):
         raise BadSetting(f"a shape of the report is {given}: sequences, tokens of each, and new ones among them")
-    return CostShape(num_seqs, kv_len, q_len)
+    return Group(num_seqs, q_len, kv_len - q_len)

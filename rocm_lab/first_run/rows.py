@@ -16,6 +16,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Tiles, TileTable
 from rocm_attn.machine.releases import UNKNOWN, Release
 from rocm_attn.machine.tuning_file import TuningFile, plain_value
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.first_run.report import PASSED, GpuReport, problem_in, shape_in
 from rocm_lab.tune.candidates import CandidateTiles
 from rocm_lab.tune.jobs import TuneJob, jobs_of
@@ -111,7 +112,7 @@ class _Candidate:
 
 def _job_of_today(report: GpuReport, trial: Mapping[str, Any]) -> TuneJob | None:
     """The search of today's tables with the same layer, steps and shapes; None if there is none."""
-    shapes = tuple(shape_in(each) for each in trial["shapes"])
+    shapes = tuple(BatchSpec((shape_in(each),)) for each in trial["shapes"])
     jobs, _ = jobs_of([problem_in(trial["layer"])], replace(report.target, measured=()), shapes)
     wanted = TileTable(trial["table"]), plain_value(int, trial["max_rows"], "max_rows"), shapes
     return next((each for each in jobs if (each.table, each.max_rows, each.shapes) == wanted), None)

@@ -1,43 +1,39 @@
-"""The times of layers in a report, each with the work of the kernel that ran, as the cost model counts it."""
+"""The times of decodes in a report, each with the work of the kernel that ran, as the cost model counts it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.tuning_file import plain_value
 from rocm_attn.providers.tiles import layer_of
-from rocm_lab.cost.cost import CostShape, DecodeWork, ExtendWork, work_of
+from rocm_lab.bench.batch_spec import Group
+from rocm_lab.cost.cost import DecodeWork, work_of
 from rocm_lab.first_run.report import PASSED, GpuReport, problem_in, shape_in
-
-Work = TypeVar("Work", DecodeWork, ExtendWork)
 
 
 @dataclass(frozen=True, slots=True)
-class TimedLayer(Generic[Work]):
+class TimedLayer:
     """One layer. seconds: measured, replayed as a graph"""
 
     name: str
-    shape: CostShape
-    work: Work
+    shape: Group
+    work: DecodeWork
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """The times of a report that the model has figures for, and a sentence for each other one."""
+    """The decodes of a report that the model has figures for, and a sentence for each other time."""
 
-    decodes: Sequence[TimedLayer[DecodeWork]]
-    extends: Sequence[TimedLayer[ExtendWork]]
+    decodes: Sequence[TimedLayer]
     left_out: Sequence[str]
 
 
 def layer_times(report: GpuReport) -> LayerTimes:
     """Reads the times of a report. Raises BadSetting for one that is damaged."""
-    decodes: list[TimedLayer[DecodeWork]] = []
-    extends: list[TimedLayer[ExtendWork]] = []
+    decodes: list[TimedLayer] = []
     left_out = []
     for test, given in report.measured("us"):
         if test.outcome != PASSED or "layer" not in test.measured:
@@ -54,8 +50,6 @@ def layer_times(report: GpuReport) -> LayerTimes:
             left_out.append(f"{name}: the model has no figures of its kernel")
         elif not kernel.startswith(f"{work.kernel}:") or str(work.tiles) not in kernel:
             left_out.append(f"{name}: {kernel} ran, and the model has figures of {work.kernel} with {work.tiles}")
-        elif isinstance(work, DecodeWork):
-            decodes.append(TimedLayer(name, shape, work, seconds))
         else:
-            extends.append(TimedLayer(name, shape, work, seconds))
-    return LayerTimes(decodes, extends, left_out)
+            decodes.append(TimedLayer(name, shape, work, seconds))
+    return LayerTimes(decodes, left_out)

@@ -35,7 +35,6 @@ class Action(enum.Enum):
 
 
 _STEPS = tuple(Action)[list(Action).index(Action.DECODE) :]
-ROUNDS = (Action.DRAFT, Action.VERIFY, Action.TREE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from rocm_attn.batch.prefixes import NO_PREFIXES
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting, RocmAttnError, WrongState
+from rocm_attn.errors import RocmAttnError, WrongState
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.paging.page_table import PageTable
@@ -40,7 +40,7 @@ from rocm_lab.soak.alone import NoAloneCheck, ServedAlone, SoloCheck
 from rocm_lab.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_lab.soak.recurrent import RecurrentReference, RecurrentTables, soak_recurrences
 from rocm_lab.soak.rounds import SoakRounds
-from rocm_lab.soak.scenario import ROUNDS, Action, Scenario
+from rocm_lab.soak.scenario import Action, Scenario
 from rocm_lab.soak.world import World
 
 # Allowed growth between two moments without graphs and held results. Buffers that grow to a power of two with the
@@ -82,8 +82,6 @@ class SoakFailed(RocmAttnError):
 class SoakReport:
     """The report of a soak that found no fault.
 
-    rounds:              steps that drafted or verified new tokens: rounds of drafts, chains and trees. Steps without
-                         any, mostly without sequences, count only among actions
     replays, captures:   steps that ran as a graph, graphs made
     split_steps:         steps that ran as two halves
     ways:                how often steps of each kind ran in each way, for instance "masked replayed"
@@ -101,7 +99,6 @@ class SoakReport:
 
     seed: int
     steps: int
-    rounds: int
     replays: int
     captures: int
     split_steps: int
@@ -125,8 +122,7 @@ class SoakReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.steps} steps of seed {self.seed} without a mismatch: {self.rounds} that drafted or verified, "
-            f"{self.replays} replays, "
+            f"{self.steps} steps of seed {self.seed} without a mismatch: {self.replays} replays, "
             f"{self.captures} captures, {self.split_steps} split steps; drawn were {self.actions['tree']} steps of "
             f"trees ({self.moved_paths} paths moved), {self.actions['draft']} rounds of drafts, "
             f"{self.actions['share']} shared steps, {self.reopens} reopens, {self.actions['preempt']} preemptions, "
@@ -283,8 +279,7 @@ class Soak:
         recorder = recorder_for(self._runtime.device)
         self._runner = StepRunner(self._runtime, self._model.forward, recorder, draft=self._rounds.forward)
         self._unchecked: list[PlayedStep] = []
-        self._steps = self._num_rounds = 0
-        self._reopens = self._page_copies = self._split_steps = self._moved_paths = 0
+        self._steps = self._reopens = self._page_copies = self._split_steps = self._moved_paths = 0
         self._ways: Counter[str] = Counter()
         self._memory: list[_MemoryUse] = []
 
@@ -293,31 +288,16 @@ class Soak:
 
         Raises SoakFailed at the first finding, and WrongState for a second run.
         """
-        return self._run(lambda: self._steps >= steps, on_reopen)
-
-    def run_rounds(self, rounds: int, on_reopen: Callable[[int], None] = _say_nothing) -> SoakReport:
-        """Plays until this many steps have drafted or verified (SoakReport.rounds).
-
-        Raises the same as run(), and BadSetting for a scenario that draws none.
-        """
-        if not any(self._scenario.weights.get(action, 0) > 0 for action in ROUNDS):
-            raise BadSetting(
-                f"no step of the scenario drafts or verifies, and {rounds} were requested; give DRAFT, VERIFY or "
-                "TREE a weight, or run a number of steps"
-            )
-        return self._run(lambda: self._num_rounds >= rounds, on_reopen)
-
-    def _run(self, is_over: Callable[[], bool], on_reopen: Callable[[int], None]) -> SoakReport:
         if self._steps:
             raise WrongState(f"this soak has already run {self._steps} steps; make another one")
         started = time.perf_counter()
         try:
-            while not is_over():
+            while self._steps < steps:
                 self._steps += 1
                 self._play(self._steps)
                 if self._steps % self._scenario.audit_every == 0:
                     self._audit(self._steps)
-                if self._steps % self._scenario.reopen_every == 0 and not is_over():
+                if self._steps % self._scenario.reopen_every == 0 and self._steps < steps:
                     self._reopen(self._steps)
                     on_reopen(self._steps)
             self._close(self._steps)
@@ -331,7 +311,6 @@ class Soak:
 
     def _play(self, number: int) -> None:
         drawn = self._world.draw_step(self._runtime.padding.seqs.sizes)
-        self._num_rounds += drawn.is_round
         batch = drawn.batch_on(self._runtime.device)
         shape = self._shape(number, batch, drawn.pad_to)
         self._page_copies += sum(len(table.pending.copies) for table in self._runtime.table.spaces)
@@ -475,7 +454,6 @@ class Soak:
         return SoakReport(
             seed=self._seed,
             steps=self._steps,
-            rounds=self._num_rounds,
             replays=counters.replays,
             captures=counters.captures,
             split_steps=self._split_steps,

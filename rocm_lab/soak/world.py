@@ -24,7 +24,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.request_table import RequestTable
 from rocm_lab.soak.model import SequenceTruth, chain
 from rocm_lab.soak.rounds import drafts_after
-from rocm_lab.soak.scenario import ROUNDS, Action, Scenario
+from rocm_lab.soak.scenario import Action, Scenario
 
 
 @dataclass(slots=True, eq=False)
@@ -117,11 +117,6 @@ class DrawnStep:
     batch: StepBatch
     pad_to: int | None
     turns: tuple[Turn, ...]
-
-    @property
-    def is_round(self) -> bool:
-        """True if it drafts or verifies new tokens."""
-        return self.action in ROUNDS and any(turn.q_len for turn in self.turns)
 
     def batch_on(self, device: torch.device) -> StepBatch:
         """Returns the batch, with the mask of its trees if it has any."""

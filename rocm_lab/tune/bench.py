@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -24,10 +25,12 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import select
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.clocks import Clock, Timed
+from rocm_lab.bench.judge import ExpectedOutput
 from rocm_lab.bench.machine import INFINITY_CACHE_BYTES
-from rocm_lab.tune.data import StepLengths, TuneData
-from rocm_lab.tune.jobs import TuneJob
+from rocm_lab.bench.step_data import StepData, empty_step, random_steps
+from rocm_lab.tune.jobs import TuneJob, kind_of
 from rocm_lab.tune.search import Judged, SearchEnded, Task, Times
 
 # Twice the largest cache that a GPU of today has apart from its memory.
@@ -47,18 +50,45 @@ class StepSizes:
     other:   True if it is of no kind that is timed, and so of other compiled kernels: then it has log-sum-exp
     """
 
-    lengths: StepLengths
+    batch: BatchSpec
     sets: int
     is_edge: bool
     other: bool
 
-    def random(self, problem: Problem, device: torch.device) -> TuneData:
-        """The step with random data."""
-        return TuneData.random(problem, self.lengths, sets=self.sets, device=device, lse=self.other)
+    def random(self, problem: Problem, device: torch.device) -> JudgedSteps:
+        """The step with random data; pages hold NaN after the end of their sequence."""
+        steps = random_steps(problem, self.batch, self.sets, device, 0)
+        for each in steps:
+            _end_in_nan(each)
+        return JudgedSteps([each.with_lse() if self.other else each for each in steps])
 
-    def empty(self, problem: Problem) -> TuneData:
+    def empty(self, problem: Problem) -> StepData:
         """The step without data, on the CPU."""
-        return TuneData.empty(problem, self.lengths, sets=self.sets, device=torch.device("cpu"), lse=self.other)
+        step = empty_step(problem, self.batch, self.sets)
+        return step.with_lse() if self.other else step
+
+
+@dataclass
+class JudgedSteps:
+    """A step over sets of pages. Candidates are compared on the first set, whose reference is computed once."""
+
+    steps: Sequence[StepData]
+
+    @cached_property
+    def truth(self) -> ExpectedOutput:
+        """The reference of the first set."""
+        return ExpectedOutput.of(self.steps[0])
+
+
+def _end_in_nan(data: StepData) -> None:
+    """Writes NaN after each sequence's last token, in its last page: a kernel must not let it through."""
+    pages, page_size = data.pages, data.problem.page_size
+    if pages.format.encoding.is_fp8:
+        return
+    for ids, kv_len in zip(data.pages_of_seq, data.batch.kv_len, strict=True):
+        if kv_len % page_size:
+            pages.k[ids[-1], kv_len % page_size :] = float("nan")
+            pages.v[ids[-1], kv_len % page_size :] = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +99,14 @@ class JobSteps:
     apart: bytes of K and V that lie between two uses of a page of a timed step
     """
 
-    edges: Callable[[TuneJob], list[StepLengths]]
+    edges: Callable[[TuneJob], list[BatchSpec]]
     apart: int = _PAST_CACHES
 
     def of(self, job: TuneJob) -> list[StepSizes]:
         """The timed steps, then the edges: first those of kinds that are timed."""
-        timed = [StepLengths.of(shape) for shape in job.shapes]
-        kinds = {each.kind for each in timed}
-        sizes = [StepSizes(each, sets_of(job, sum(each.kv_len), self.apart), False, False) for each in timed]
-        edges = [StepSizes(each, 1, True, each.kind not in kinds) for each in self.edges(job)]
+        kinds = set(map(kind_of, job.shapes))
+        sizes = [StepSizes(each, sets_of(job, sum(each.kv_len), self.apart), False, False) for each in job.shapes]
+        edges = [StepSizes(each, 1, True, kind_of(each) not in kinds) for each in self.edges(job)]
         return sizes + sorted(edges, key=lambda step: step.other)
 
 
@@ -87,9 +116,9 @@ class LayerBench:
     def __init__(self, device: torch.device, target: Target, clock: Clock, steps: JobSteps) -> None:
         self._device, self._target, self._clock, self._steps = device, target, clock, steps
         self._job: TuneJob | None = None
-        self._edges: list[TuneData] = []
-        self._others: list[TuneData] = []
-        self._timed: list[TuneData] = []
+        self._edges: list[JudgedSteps] = []
+        self._others: list[JudgedSteps] = []
+        self._timed: list[JudgedSteps] = []
         self._in_use: tuple[Tiles, list[Timed]] | None = None
 
     def expect(self, tasks: Sequence[Task]) -> None:
@@ -105,12 +134,10 @@ class LayerBench:
         self._take(job)
         return self._judged(job, tiles, self._others)
 
-    def _judged(self, job: TuneJob, tiles: Tiles, steps: Sequence[TuneData]) -> Judged:
+    def _judged(self, job: TuneJob, tiles: Tiles, steps: Sequence[JudgedSteps]) -> Judged:
         spilled = 0
-        for data in steps:
-            every = range(len(data.lengths.q_len))
-            # Timed steps have the most keys: their first and last sequences are compared.
-            wrong, spills = self._run(job, tiles, data, sorted({0, every[-1]} if data in self._timed else every))
+        for each in steps:
+            wrong, spills = self._run(job, tiles, each)
             spilled = max(spilled, spills)
             if wrong:
                 return Judged(wrong, spilled)
@@ -136,16 +163,19 @@ class LayerBench:
             of_kind = self._others if step.other else self._edges if step.is_edge else self._timed
             of_kind.append(step.random(job.problem, self._device))
 
-    def _run(self, job: TuneJob, tiles: Tiles, data: TuneData, seqs: Sequence[int]) -> tuple[str, int]:
+    def _run(self, job: TuneJob, tiles: Tiles, judged: JudgedSteps) -> tuple[str, int]:
         """Runs a candidate on a step. Returns what is wrong with it, and the number of registers that it spills."""
+        data = judged.steps[0]
         kernel = kernel_of(job, tiles, data, self._target)
         if not any(str(bound) in kernel.describe() for bound in _as_bound(tiles)):
             name = kernel.describe().partition("(")[0]
             return f"{name} serves these steps, and its tiles are not searched", 0
         try:
             with note_launches() as notes:
-                layer = data.runs(kernel)[0]
-                data.out.fill_(float("nan"))
+                layer = data.layer(kernel)
+                for rows in (data.out, data.lse):
+                    if rows is not None:
+                        rows.fill_(float("nan"))
                 layer.attend()
                 self._wait()
         except Exception as failure:
@@ -153,12 +183,13 @@ class LayerBench:
             text = (str(failure).strip() or type(failure).__name__).splitlines()[0]
             return f"does not compile or run: {text}", 0
         spilled = max((getattr(launch.compiled, "n_spills", 0) or 0 for launch in notes.launches), default=0)
-        return data.wrong(seqs), spilled
+        verdict = judged.truth.judge(data.out)
+        return "" if verdict.is_right else f"wrong: {verdict.wrong}", spilled
 
     def _samples(self, job: TuneJob, tiles: Tiles) -> Iterator[Timed]:
-        for data in self._timed:
-            runs = data.runs(kernel_of(job, tiles, data, self._target))
-            yield self._clock.timed([layer.attend for layer in runs])
+        for each in self._timed:
+            kernel = kernel_of(job, tiles, each.steps[0], self._target)
+            yield self._clock.timed([data.layer(kernel).attend for data in each.steps])
 
     def _wait(self) -> None:
         wait_for_device(self._device)
@@ -185,28 +216,30 @@ def _as_bound(tiles: Tiles) -> Iterator[Tiles]:
             yield replace(tiles, extend=replace(tiles.extend, early=early, fills=fills))
 
 
-def kernel_of(job: TuneJob, tiles: Tiles, data: TuneData, target: Target) -> BoundKernel:
+def kernel_of(job: TuneJob, tiles: Tiles, data: StepData, target: Target) -> BoundKernel:
     """The kernel that would serve a step of the layer if these tiles were measured."""
     problem = replace(job.problem, wants_lse=data.lse is not None)
     selection = select(problem, replace(target, measured=(job.choice(tiles, _ON_TRIAL),)), "triton")
-    bound = selection.kernel(data.lengths.kind).bound
+    bound = selection.kernel(data.kind).bound
     return bound.of_shape(data.bounds.shape) if isinstance(bound, KernelByTokens) else bound
 
 
-def edges_of(job: TuneJob) -> list[StepLengths]:
+def edges_of(job: TuneJob) -> list[BatchSpec]:
     """Steps whose sequences end around the edges of pages and key blocks, of every kind that the row serves."""
     page = job.problem.page_size
     kv_len = (1, 2, page, page + 1, 63, 64, 65, 129, 300, 777)
-    decode = StepLengths(kv_len, (1,) * len(kv_len))
+    decode = BatchSpec.of_lengths((1, each - 1) for each in kv_len)
     # Enough new tokens that no step is one of those with fewer, which have rows of their own.
     # Mixed steps count: a chunk in them is as long as any.
     most_short = _MOST_SHORT // job.problem.gqa_ratio + 1
-    least = 2 * min(most_short, *(max(StepLengths.of(shape).q_len) for shape in job.shapes))
+    least = 2 * min(most_short, *(max(shape.q_len) for shape in job.shapes))
     longest = max(48, least) if job.max_rows == ANY_ROWS else max(2, job.max_rows // job.problem.gqa_ratio)
     new = tuple(max(2, longest - seq % 3) if seq % 4 else 2 for seq in range(len(kv_len)))
-    extend = StepLengths(tuple(kv + n for kv, n in zip(kv_len, new, strict=True)), new)
-    only_new = StepLengths((longest, 2, longest), (longest, 2, longest))
-    mixed = StepLengths((*kv_len[2:6], *extend.kv_len[6:]), (*(1,) * 4, *new[6:]))
+    lengths = list(zip(new, kv_len, strict=True))
+    extend = BatchSpec.of_lengths(lengths)
+    # One cached token: a step without any is of a kind that may have a kernel of its own.
+    only_new = BatchSpec.of_lengths(((longest, 0), (2, 1), (longest, 0)))
+    mixed = BatchSpec.of_lengths([*((1, each - 1) for each in kv_len[2:6]), *lengths[6:]])
     return [decode, mixed] if job.kind is StepKind.DECODE else [extend, only_new, mixed]
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from rocm_attn.machine.tuning_file import TuningFile, as_json
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.machine import commit, version_of
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
@@ -194,7 +194,7 @@ def facts_of(target: Target, device: str) -> dict[str, str]:
     }
 
 
-def _shapes(options: argparse.Namespace) -> Sequence[Any]:
+def _shapes(options: argparse.Namespace) -> Sequence[BatchSpec]:
     return SHAPES if options.shapes is None else shapes_named(options.shapes)
 
 

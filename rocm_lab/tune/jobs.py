@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.latent.limits import MOST_SPLIT_TOKENS
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, Tiles, TileTable
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, NoTiles
@@ -28,18 +26,11 @@ from rocm_attn.providers.tiles import (
 from rocm_attn.providers.triton_cdna import CdnaDecode, CdnaExtend
 from rocm_attn.providers.triton_hopper import HopperExtend
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
-from rocm_lab.cost.cost import CostShape
-from rocm_lab.tune.data import StepLengths, TimedShape
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.prepared import step_kind
 
 # Default shapes: decode of one long and of many sequences, a chunk of a prompt, many chunks, and verified drafts.
-SHAPES = (
-    CostShape(1, 16384),
-    CostShape(64, 4096),
-    CostShape(1, 8192, 2048),
-    CostShape(8, 4608, 512),
-    CostShape(64, 2053, 5),
-)
-_SHAPE = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+))?")
+SHAPES = tuple(map(BatchSpec.parse, ("1d16k", "64d4k", "1x2k+6k", "8x512+4k", "64x5+2k")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +48,10 @@ class TuneJob:
     max_rows: int
     tiles: Tiles
     in_use: Tiles
-    shapes: tuple[TimedShape, ...]
+    shapes: tuple[BatchSpec, ...]
 
     @classmethod
-    def of(cls, table: TileTable, problem: Problem, tiles: Tiles, shapes: tuple[TimedShape, ...]) -> TuneJob:
+    def of(cls, table: TileTable, problem: Problem, tiles: Tiles, shapes: tuple[BatchSpec, ...]) -> TuneJob:
         """A job for a row that serves by itself, in all steps."""
         return cls(table, problem, ANY_ROWS, tiles, tiles, shapes)
 
@@ -79,25 +70,19 @@ class TuneJob:
         return f"{self.table.value} of {layer_of(self.problem)}{rows}, at {', '.join(map(str, self.shapes))}"
 
 
-def shapes_named(text: str) -> tuple[CostShape, ...]:
-    """Parses shapes as SEQUENCESxCACHED+NEW, with k for 1024, separated by commas; +NEW is 1 if left out.
+def shapes_named(text: str) -> tuple[BatchSpec, ...]:
+    """Parses the steps of --shapes, separated by commas. Raises BadSetting."""
+    return tuple(dict.fromkeys(BatchSpec.parse(word.strip()) for word in text.split(",")))
 
-    Raises BadSetting.
-    """
-    found = []
-    for word in text.split(","):
-        match = _SHAPE.fullmatch(word.strip())
-        if match is None:
-            raise BadSetting(f"shape {word!r} is not SEQUENCESxCACHED+NEW, as in 64x4k or 1x6144+2048")
-        cached, new = int(match[2]) * (1024 if match[3] else 1), int(match[4] or 1)
-        if not int(match[1]) or not new or max(int(match[1]) * new, cached + new) >= 1 << 24:
-            raise BadSetting(f"shape {word!r} has no sequences or no new tokens, or more than 16 M tokens")
-        found.append(CostShape(int(match[1]), cached + new, new))
-    return tuple(dict.fromkeys(found))
+
+def kind_of(batch: BatchSpec) -> StepKind:
+    """The kind of a step whose row is searched: those of prompts alone have that of EXTEND."""
+    found = step_kind(batch.q_len, batch.kv_len)
+    return StepKind.EXTEND if found is StepKind.PREFILL else found
 
 
 def jobs_of(
-    problems: Iterable[Problem], target: Target, shapes: Sequence[TimedShape]
+    problems: Iterable[Problem], target: Target, shapes: Sequence[BatchSpec]
 ) -> tuple[list[TuneJob], list[str]]:
     """The searches for layers on a target, and a sentence for each kind of layer, or shape, that has none."""
     jobs: list[TuneJob] = []
@@ -119,8 +104,8 @@ def jobs_of(
     return jobs, left_out
 
 
-def _jobs_of(problem: Problem, target: Target, shapes: Sequence[TimedShape]) -> Iterator[TuneJob]:
-    decodes = tuple(shape for shape in shapes if StepLengths.of(shape).kind.decodes)
+def _jobs_of(problem: Problem, target: Target, shapes: Sequence[BatchSpec]) -> Iterator[TuneJob]:
+    decodes = tuple(shape for shape in shapes if kind_of(shape).decodes)
     extends = tuple(shape for shape in shapes if shape not in decodes)
     static = replace(target, measured=())
     if problem.pool is PoolKind.LATENT:
@@ -131,13 +116,13 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[TimedShape]) -> 
             yield TuneJob.of(
                 TileTable.LATENT_DECODE, problem, latent_decode_tiles_of_table(problem, target, 1), decodes
             )
-        longer = tuple(shape for shape in extends if max(StepLengths.of(shape).q_len) > MOST_SPLIT_TOKENS)
+        longer = tuple(shape for shape in extends if max(shape.q_len) > MOST_SPLIT_TOKENS)
         # Hopper's kernel has no rows for several new tokens.
         if longer and not isinstance(chosen.kernel(StepKind.EXTEND).bound, HopperLatentDecode):
             yield TuneJob.of(TileTable.LATENT_EXTEND, problem, latent_extend_tiles_of_table(problem, target), longer)
         return
     selection = select(problem, static, "triton")
-    by_hopper: tuple[TimedShape, ...] = ()
+    by_hopper: tuple[BatchSpec, ...] = ()
     if decodes and isinstance(selection.kernel(StepKind.DECODE).bound, HopperExtend):
         by_hopper = decodes
     elif decodes:
@@ -154,7 +139,7 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[TimedShape]) -> 
         yield TuneJob.of(TileTable.HOPPER_EXTEND, problem, hopper_tiles_of(problem, static), by_hopper)
 
 
-def _decode_jobs(problem: Problem, static: Target, shapes: tuple[TimedShape, ...]) -> Iterator[TuneJob]:
+def _decode_jobs(problem: Problem, static: Target, shapes: tuple[BatchSpec, ...]) -> Iterator[TuneJob]:
     """Jobs for paged decode, after one for CDNA decode if that serves: both are compared with CDNA decode."""
     tiles = decode_tiles_of(problem, static)
     bound = select(problem, static, "triton").kernel(StepKind.DECODE).bound
@@ -165,17 +150,16 @@ def _decode_jobs(problem: Problem, static: Target, shapes: tuple[TimedShape, ...
     yield TuneJob(TileTable.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)
 
 
-def _extends_by_cdna(selection: Selection, shape: TimedShape) -> bool:
+def _extends_by_cdna(selection: Selection, shape: BatchSpec) -> bool:
     """True if extend for CDNA serves a step, whose tiles are not searched."""
     bound = selection.kernel(StepKind.EXTEND).bound
     return isinstance(bound, KernelByTokens) and isinstance(bound.of_shape(_padded(shape)), CdnaExtend)
 
 
-def _choices(problem: Problem, shape: TimedShape) -> int:
+def _choices(problem: Problem, shape: BatchSpec) -> int:
     """New tokens times query heads per KV head, computed by a kernel from a step's shape."""
     return likely_q_len(_padded(shape)) * problem.gqa_ratio
 
 
-def _padded(shape: TimedShape) -> PaddedShape:
-    lengths = StepLengths.of(shape)
-    return PaddedShape(lengths.kind, len(lengths.q_len), sum(lengths.q_len))
+def _padded(shape: BatchSpec) -> PaddedShape:
+    return PaddedShape(kind_of(shape), shape.num_seqs, shape.num_tokens)

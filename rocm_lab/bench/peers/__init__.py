@@ -1,1 +1,1 @@
-"""Kernels of other libraries for the same steps, each imported when it is asked for."""
+"""Kernels of other libraries for the same steps, each library imported when it is asked for."""

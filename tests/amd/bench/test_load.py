@@ -1,4 +1,4 @@
-"""Traces sent to a server and to an engine: every request is accounted for, the failed ones too."""
+"""Traces sent to a server: every request is accounted for, the failed ones too."""
 
 from __future__ import annotations
 
@@ -14,20 +14,14 @@ from pathlib import Path
 
 import pytest
 
-import rocm_lab.cli.bench_runner as runner_command
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.energy import EnergyMeter
-from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord, Sending, ServingResult, put_load
-from rocm_lab.bench.openai_load import _Answer, run_load
+from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord, Sending, ServingResult
+from rocm_lab.bench.openai_load import OpenAITarget, _Answer, run_load
 from rocm_lab.bench.request_trace import RequestTrace, TracedRequest
-from rocm_lab.bench.runner_load import run_on_engine
-from rocm_lab.bench.traffic import Traffic
-from rocm_serve.engine import Engine
-from rocm_serve.options import EngineOptions
 from tests.amd.bench.openai_stand_in import StandIn
 from tests.amd.house.source_tree import ROOT
-from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 NO_METER = EnergyMeter(lambda: math.nan, "", "none here")
 TRACE = RequestTrace(tuple(TracedRequest(0.0, 4 + number, 3) for number in range(6)))
@@ -95,19 +89,22 @@ def test_an_answer_is_read_however_its_bytes_are_cut(size: int) -> None:
     assert (len(outcome.pieces), outcome.tokens, outcome.failure) == (2, 2, "")
 
 
-def test_all_requests_are_made_before_the_first_is_sent() -> None:
+def test_all_requests_are_made_before_the_first_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
-    class Target:
-        def prepared(self, prompt: Sequence[int], output_tokens: int) -> Sending:
-            events.append("made")
-            return self._send
+    async def send(outcome: RequestRecord) -> None:
+        events.append("sent")
 
-        async def _send(self, outcome: RequestRecord) -> None:
-            events.append("sent")
+    def prepared(target: OpenAITarget, prompt: Sequence[int], output_tokens: int) -> Sending:
+        events.append("made")
+        return send
 
-    asyncio.run(put_load(Target(), TRACE, LoadOptions(), NO_METER))
+    monkeypatch.setattr(OpenAITarget, "prepared", prepared)
+    joules = iter([5.0, 23.0])
+    meter = EnergyMeter(lambda: next(joules), "test")
+    result = asyncio.run(run_load("http://here", "a model", "", TRACE, LoadOptions(), meter))
     assert events == ["made"] * 6 + ["sent"] * 6
+    assert result.joules == 18.0
 
 
 def test_no_more_requests_are_out_than_allowed() -> None:
@@ -203,39 +200,6 @@ def test_several_servers_get_the_same_load_one_after_the_other_and_are_drawn(
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "plot", str(out), "--folder", str(tmp_path)]) == DONE
     assert (tmp_path / "bench_serving.png").read_bytes() == picture.read_bytes()
-
-
-def tiny_engine(max_kv_len: int = 64) -> Engine:
-    """Returns an engine over the tiny model."""
-    return Engine(tiny_model(), EngineOptions(provider="torch", page_size=4, graphs=False, max_kv_len=max_kv_len))
-
-
-def test_an_engine_serves_a_trace_and_the_counter_is_read() -> None:
-    joules = iter([5.0, 23.0])
-    meter = EnergyMeter(lambda: next(joules), "test")
-    result = asyncio.run(run_on_engine(tiny_engine(), TRACE, LoadOptions(vocabulary=CONFIG.vocab_size), meter))
-    assert (result.requests, result.num_failed, result.output_tokens) == (6, 0, 18)
-    assert result.as_json()["joules_a_token"] == 1.0
-
-
-def test_what_an_engine_cannot_serve_is_a_failure() -> None:
-    engine = tiny_engine(max_kv_len=8)
-    result = asyncio.run(run_on_engine(engine, TRACE, LoadOptions(vocabulary=CONFIG.vocab_size), NO_METER))
-    assert 0 < result.num_failed < 6
-    assert result.first_token.count == 6 - result.num_failed
-
-
-def test_the_runner_command_serves_a_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(runner_command, "find_model", Path)
-    monkeypatch.setattr(runner_command, "load_model", lambda path, dtype, device: tiny_model(dtype=dtype))
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(Traffic(4, 100.0, 5, 3, spread=0.0).trace(seed=0).text())
-    arguments = ["--model", "tiny", "--device", "cpu", "--dtype", "float32", "--provider", "torch", "--no-graphs"]
-    assert main(["bench", "runner", *arguments, "--page-size", "4", "--trace", str(trace), "--json"]) == DONE
-    row = json.loads(capsys.readouterr().out)["rows"][0]
-    assert (row["requests"], row["output_tokens"], row["failures"]) == (4, 12, {})
 
 
 def test_quantiles_are_interpolated_and_of_nothing_are_nan() -> None:

@@ -14,11 +14,13 @@ from tests.amd.hip_graphs.recorders import Lab
 def test_a_broken_function_replays_the_stale_answer_and_its_sound_twin_the_right_one(
     lab: Lab, kind: type[Scenario], is_sound: bool
 ) -> None:
-    scenario = kind(lab.device, is_sound=is_sound)
+    scenario, sound = kind(lab.device, is_sound=is_sound), kind(lab.device, is_sound=True)
     recording, out = lab.recorder.record(scenario.step)
     recording.replay()
+    stale = scenario.stale(sound.step())
     scenario.change()
+    sound.change()
     recording.replay()
-    right, stale = scenario.wanted(), scenario.stale()
+    right = sound.step()
     assert not torch.equal(right, stale)  # only the change makes a difference
     assert torch.equal(out, right if is_sound else stale)

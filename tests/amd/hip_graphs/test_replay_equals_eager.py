@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -171,3 +173,21 @@ def test_each_operation_alone_replays_as_it_runs(fake: FakeRecorder, number: int
     eager.load(5)
     recording.replay()
     assert all(same_bits(value, want) for value, want in zip(values, eager(), strict=True))
+
+
+def test_a_recording_keeps_its_function_and_what_the_function_reads_alive(lab: Lab) -> None:
+    class Weights:
+        def __init__(self) -> None:
+            self.w = torch.full((3,), 4.0, device=lab.device)
+
+        def __call__(self) -> Tensor:
+            return self.w * 2
+
+    weights = Weights()
+    alive = weakref.ref(weights)
+    recording, out = lab.recorder.record(weights)
+    del weights
+    gc.collect()
+    assert alive() is not None
+    recording.replay()
+    assert out.tolist() == [8.0] * 3

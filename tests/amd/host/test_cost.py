@@ -12,7 +12,8 @@ from rocm_attn.kernels.tuning.measured import TileTable
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_lab.cost.cost import FIGURES, GPUS, SHAPES, CostShape, predicted, predictions
+from rocm_lab.bench.batch_spec import Group
+from rocm_lab.cost.cost import FIGURES, GPUS, SHAPES, predicted, predictions
 from rocm_lab.cost.published import published_decodes
 from rocm_lab.cost.static_figures import CDNA
 from tests.amd.host.test_measured_rows import row_of
@@ -44,7 +45,7 @@ def test_every_shape_has_a_range_around_its_middle(arch: str) -> None:
 
 @every_arch
 def test_no_decode_reads_faster_than_streams_do(arch: str) -> None:
-    for shape in (CostShape(1, 8192), CostShape(1024, 8192)):
+    for shape in (Group(1, 1, 8191), Group(1024, 1, 8191)):
         found = predicted(LLAMA, on(arch), shape)
         assert found is not None
         assert found.speed.high < GPUS[arch].hbm[1]
@@ -62,7 +63,7 @@ def test_a_row_is_merged_in_a_few_steps_where_all_are_alike(compute_units: int, 
 
 
 def test_windows_read_fewer_keys() -> None:
-    shape = CostShape(64, 4096)
+    shape = Group(64, 1, 4095)
     whole, window = (predicted(problem, on("gfx942"), shape) for problem in (LLAMA, replace(LLAMA, window_left=127)))
     assert whole is not None
     assert window is not None
@@ -88,27 +89,24 @@ def test_decode_is_predicted_with_the_kernel_that_would_serve(arch: str) -> None
     ours, paged = (
         {each.shape: each for each in predictions(LLAMA, on(arch, triton))} for triton in (WITH_CDNA, "3.8.0")
     )
-    decodes = [shape for shape in SHAPES if shape.q_len == 1]
-    assert {ours[shape].kernel for shape in decodes} == {"triton.cdna_decode"}
-    assert {paged[shape].kernel for shape in decodes} == {"triton.decode"}
-    for shape in SHAPES:
-        if shape not in decodes:
-            assert paged[shape].kernel == "triton.extend"
-            # Extend for CDNA 4, which serves large steps, has no static figures.
-            is_large = arch == "gfx950" and shape.new_tokens >= 4096
-            assert ours.get(shape) == (None if is_large else paged[shape])
+    assert {each.kernel for each in ours.values()} == {"triton.cdna_decode"}
+    assert {each.kernel for each in paged.values()} == {"triton.decode"}
     # Its break-even latency is above the assumed latency of a load; that of paged decode is not far above it.
-    long = CostShape(64, 4096)
+    long = Group(64, 1, 4095)
     assert ours[long].seconds.high <= paged[long].seconds.high
 
 
 @every_arch
 def test_measured_tiles_have_no_prediction(arch: str) -> None:
-    target, shape = on(arch, WITH_CDNA), CostShape(1, 256)
+    target, shape = on(arch, WITH_CDNA), Group(1, 1, 255)
     assert predicted(LLAMA, target, shape) is not None
     tiles = next(each.tiles for each in FIGURES.decodes if (each.kernel, each.arch) == (CDNA, arch))
     tuned = replace(target, measured=(row_of(LLAMA, TileTable.CDNA_DECODE, replace(tiles, programs_per_cu=6)),))
     assert predicted(LLAMA, tuned, shape) is None
+
+
+def test_prompts_have_no_prediction() -> None:
+    assert predicted(LLAMA, on("gfx942"), Group(1, 2048, 0)) is None
 
 
 def test_deterministic_steps_have_no_prediction() -> None:
@@ -120,4 +118,4 @@ def test_decode_is_checked_beside_published_speeds() -> None:
     found = list(published_decodes())
     assert len(found) >= 10
     missed = {(each.source, str(each.prediction.shape)) for each in found if not each.is_inside}
-    assert missed == {("triton#2778", "1x32767+1"), ("triton#2281", "1x8191+1")}
+    assert missed == {("triton#2778", "1d32k"), ("triton#2281", "1d8k")}

@@ -20,8 +20,8 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.providers.select import select
-from rocm_lab.cost.cost import CostShape
-from rocm_lab.first_run.constants import FittedConstants, fit_decode, fit_extend
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.first_run.constants import FittedConstants, fit_decode
 from rocm_lab.first_run.findings import Discrepancy, discrepancies
 from rocm_lab.first_run.report import GpuReport, problem_in
 from rocm_lab.first_run.rows import ReportedRows, rows_of
@@ -35,7 +35,7 @@ from tests.amd.rocm.tile_trials import RecordedBench
 
 Content = dict[str, Any]
 # A GPU in the middle of what the model assumes.
-AS_PREDICTED = Gpu(hbm=4.05e12, latency=1.6e-6, launches=5e-6, of_none=0.72, start=7e-6)
+AS_PREDICTED = Gpu(hbm=4.05e12, latency=1.6e-6, launches=5e-6)
 NOISY = replace(Gpu(), noise=0.01)
 
 
@@ -58,14 +58,12 @@ def rows(report: GpuReport) -> ReportedRows:
     return rows_of(report, TRITON)
 
 
-def fits(report: GpuReport) -> tuple[FittedConstants, FittedConstants]:
-    times = layer_times(report)
-    decode = fit_decode(times.decodes, "gfx942")
-    return decode, fit_extend(times.extends, "gfx942", decode)
+def fit(report: GpuReport) -> FittedConstants:
+    return fit_decode(layer_times(report).decodes, "gfx942")
 
 
-def values(*fitted: FittedConstants) -> dict[str, float]:
-    return {each.name: each.value for found in fitted for each in found.constants}
+def values(fitted: FittedConstants) -> dict[str, float]:
+    return {each.name: each.value for each in fitted.constants}
 
 
 def differences(report: GpuReport) -> list[Discrepancy]:
@@ -77,31 +75,30 @@ def named(found: list[Discrepancy], kind: str) -> list[Discrepancy]:
 
 
 def planted(gpu: Gpu) -> dict[str, float]:
-    return {name: getattr(gpu, name) for name in ("hbm", "latency", "launches", "of_none", "start")}
+    return {name: getattr(gpu, name) for name in ("hbm", "latency", "launches")}
 
 
 @pytest.mark.parametrize(
     "gpu",
     [
-        *(Gpu(), AS_PREDICTED, Gpu(hbm=5.2e12, latency=0.6e-6, launches=3e-6, of_none=0.55)),
+        *(Gpu(), AS_PREDICTED, Gpu(hbm=5.2e12, latency=0.6e-6, launches=3e-6)),
         *(Gpu(hbm=hbm, latency=latency) for hbm in (2.4e12, 4.4e12) for latency in (0.5e-6, 1.1e-6, 3.5e-6)),
     ],
 )
 def test_planted_constants_come_back(gpu: Gpu, read: Read) -> None:
-    decode, extend = fits(read(Report(gpu).content))
-    assert (decode.points, extend.points) == (40, 24)
-    assert values(decode, extend) == pytest.approx(planted(gpu), rel=1e-4)
-    assert max(decode.residual, extend.residual) < 1e-5
+    decode = fit(read(Report(gpu).content))
+    assert decode.points == 40
+    assert values(decode) == pytest.approx(planted(gpu), rel=1e-4)
+    assert decode.residual < 1e-5
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_planted_constants_come_back_from_noise_within_their_errors(seed: int, read: Read) -> None:
-    decode, extend = fits(read(Report(NOISY, seed).content))
+    decode = fit(read(Report(NOISY, seed).content))
     wanted = planted(NOISY)
-    for each in (*decode.constants, *extend.constants):
+    for each in decode.constants:
         assert each.value == pytest.approx(wanted[each.name], rel=0.25)
-        if each.name != "start":  # which also has the error of the launches that were taken from decode
-            assert abs(each.value - wanted[each.name]) < 4 * each.error
+        assert abs(each.value - wanted[each.name]) < 4 * each.error
     assert values(decode)["hbm"] == pytest.approx(NOISY.hbm, rel=0.01)
     assert 0.5 * NOISY.noise < decode.residual < 2 * NOISY.noise
 
@@ -109,19 +106,17 @@ def test_planted_constants_come_back_from_noise_within_their_errors(seed: int, r
 def test_few_layers_give_no_constants(read: Read) -> None:
     content = Report(Gpu()).content
     times = [name for name in content["tests"] if name.startswith("times")]
-    for name in times[:-16] + times[-6:]:
+    for name in times[7:]:
         del content["tests"][name]
-    decode, extend = fits(read(content))
-    assert decode.refused == "" or "are needed" in decode.refused
-    assert (extend.points, extend.constants) == (0, ())
-    assert "there are 0 layers with a time, and 8 are needed" in extend.refused
+    decode = fit(read(content))
+    assert (decode.points, decode.constants) == (7, ())
+    assert "there are 7 layers with a time, and 8 are needed" in decode.refused
 
 
 def test_times_that_the_formula_does_not_explain_give_no_constants(read: Read) -> None:
-    decode, extend = fits(read(Report(replace(Gpu(), noise=0.3)).content))
+    decode = fit(read(Report(replace(Gpu(), noise=0.3)).content))
     assert "the formula leaves" in decode.refused
-    assert (decode.constants, extend.constants) == ((), ())
-    assert "are not known" in extend.refused
+    assert decode.constants == ()
 
 
 @pytest.mark.parametrize("gpu", [Gpu(), NOISY])
@@ -130,7 +125,7 @@ def test_shapes_that_are_alike_tell_no_constant_from_another(gpu: Gpu, read: Rea
     for test in content["tests"].values():
         if test["measured"].get("shape", [0, 0, 0])[0] < 64 and "us" in test["measured"]:
             test["outcome"] = "skipped"
-    decode, _ = fits(read(content))
+    decode = fit(read(content))
     assert decode.points == 12
     assert "launches" in decode.vague
     assert "launches" not in values(decode)
@@ -143,7 +138,7 @@ def test_steps_that_read_little_give_no_bandwidth(read: Read) -> None:
         num_seqs, kv_len, _ = test["measured"].get("shape", (0, 0, 0))
         if num_seqs * kv_len > 8192:
             test["outcome"] = "skipped"
-    decode, _ = fits(read(content))
+    decode = fit(read(content))
     assert decode.points == 16
     assert "of 16 layers are bound by HBM, and 3 are needed" in decode.refused
 
@@ -346,11 +341,9 @@ def test_a_test_that_fails_is_listed_with_its_kernels(read: Read) -> None:
 def test_times_outside_of_their_range_and_wrong_tiles_are_listed(read: Read) -> None:
     found = differences(read(Report(replace(AS_PREDICTED, launches=40e-6)).content))
     times = named(found, "time")
-    assert "triton.decode, 32 over 8 heads of 128, bfloat16, pages of 16, at 1x255+1" in [
-        each.subject for each in times
-    ]
+    assert "triton.decode, 32 over 8 heads of 128, bfloat16, pages of 16, at 1d256" in [each.subject for each in times]
     assert all("longer" in each.found for each in times)
-    assert not any("32 over 8 heads of 128, bfloat16, pages of 16, at 256x2047+1" in each.subject for each in times)
+    assert not any("32 over 8 heads of 128, bfloat16, pages of 16, at 256d2k" in each.subject for each in times)
     (wrong,) = named(found, "tiles")
     assert (wrong.subject, wrong.found[:14]) == ("decode with num_warps 2", "wrong: a seque")
 
@@ -366,7 +359,7 @@ def test_the_command_writes_all_three_files(tmp_path: Path, capsys: pytest.Captu
     assert "tiles: decode with num_warps 2: expected what the reference gives" in printed
     assert len(TuningFile.read(folder / "tuning.json").rows) == 1
     fitted = json.loads((folder / "constants.json").read_text())
-    assert [each["kind"] for each in fitted["kinds"]] == ["decode", "extend"]
+    assert [each["name"] for each in fitted["decode"]["constants"]] == ["hbm", "latency", "launches"]
     assert (fitted["device"], fitted["commit"]) == ("AMD Instinct MI300X", "0123456789ab")
     assert json.loads((folder / "differences.json").read_text())["differences"]
     # Rows of this report for another Triton: none, and those of before are gone.
@@ -393,7 +386,7 @@ def test_a_search_that_is_recorded_becomes_the_row_that_it_found(triton: str, tm
     """
     target = replace(known_target("gfx942"), releases=Releases(triton=Release.of(triton)))
     problem = problem_in(layer_fields(LAYERS[0]))
-    jobs, _ = jobs_of([problem], target, [CostShape(1, 16384), CostShape(64, 4096)])
+    jobs, _ = jobs_of([problem], target, [BatchSpec.parse("1d16k"), BatchSpec.parse("64d4k")])
 
     def cost(tiles: Tiles) -> float:
         first = jobs[0].tiles

@@ -19,7 +19,7 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.providers.tiles import layer_of
-from rocm_lab.cost.cost import CostShape
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import TuneJob, jobs_of, shapes_named
@@ -74,7 +74,7 @@ def cost(given: Tiles) -> float:
 
 
 def options(*given: str) -> argparse.Namespace:
-    return build_parser().parse_args(["tune", "8x2x128", "--provider", "triton", "--shapes", "4x1k", *given])
+    return build_parser().parse_args(["tune", "8x2x128", "--provider", "triton", "--shapes", "4d1k", *given])
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def search(place: Path, bench: FakeBench, *given: str) -> TuningFile:
 
 
 def only_job() -> TuneJob:
-    (job,), _ = jobs_of(command.problems_of(options(), GFX942), GFX942, [CostShape(4, 1025)])
+    (job,), _ = jobs_of(command.problems_of(options(), GFX942), GFX942, [BatchSpec.parse("4d1k")])
     return job
 
 
@@ -99,7 +99,7 @@ def test_every_candidate_is_taken_by_a_kernel_and_differs_from_the_row_in_use(ar
     target = known_target(arch)
     requested = build_parser().parse_args(["tune", config, "--provider", "triton"])
     problems = command.problems_of(requested, target)
-    jobs, left_out = jobs_of(problems, target, shapes_named("64x4k,1x6144+2048,64x2k+2"))
+    jobs, left_out = jobs_of(problems, target, shapes_named("64d4k,1x2048+6144,64x2+2k"))
     assert len(jobs) >= 2
     assert not left_out
     for job in jobs:
@@ -119,7 +119,7 @@ def test_the_best_is_found_and_written_with_where_it_comes_from(tmp_path: Path) 
     of = row.measured
     assert (of.device, of.arch, of.compute_units, of.triton) == ("a GPU", "gfx942", 304, TRITON)
     assert of.gain == pytest.approx(0.3)
-    assert [(times.shape, times.in_use_us, times.us) for times in of.shapes] == [("4x1024+1", 100.0, 70.0)]
+    assert [(times.shape, times.in_use_us, times.us) for times in of.shapes] == [("4d1k", 100.0, 70.0)]
     assert of.samples == 15
     assert of.date.endswith("+00:00")
 
@@ -235,11 +235,11 @@ def test_a_file_that_is_no_tuning_file_is_not_overwritten(tmp_path: Path) -> Non
 
 
 def test_a_dry_run_lists_the_candidates_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "32x8x128", "--dry-run", "--arch", "gfx950", "--shapes", "64x4k,1x2k+512"]) == 0
+    assert main(["tune", "32x8x128", "--dry-run", "--arch", "gfx950", "--shapes", "64d4k,1x512+2k"]) == 0
     text = f"\n{capsys.readouterr().out}"  # decode is first where Triton has no Gluon for CDNA
-    assert "\ndecode of 32 over 8 heads of 128, bfloat16, pages of 16, at 64x4096+1\n  in use: " in text
+    assert "\ndecode of 32 over 8 heads of 128, bfloat16, pages of 16, at 64d4k\n  in use: " in text
     assert "extend of 32 over 8 heads of 128" in text
-    assert main(["tune", "32x8x128", "--dry-run", "--json", "--shapes", "64x4k"]) == 0
+    assert main(["tune", "32x8x128", "--dry-run", "--json", "--shapes", "64d4k"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["arch"] == "gfx942"
     decode = next(job for job in said["jobs"] if job["table"] == "decode")
@@ -249,8 +249,7 @@ def test_a_dry_run_lists_the_candidates_without_a_gpu(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (("--dry-run", "--shapes", "64x"), "shape '64x' is not SEQUENCESxCACHED+NEW, as in 64x4k or 1x6144+2048"),
-        (("--dry-run", "--shapes", "0x4k"), "shape '0x4k' has no sequences or no new tokens"),
+        (("--dry-run", "--shapes", "64d4k,64x"), "batch '64x': '64x', from character 1 on, does not begin with"),
         (("--arch", "gfx942"), "--arch needs --dry-run"),
         (("--device", "cpu"), "there is no GPU to measure on; --dry-run lists"),
     ],

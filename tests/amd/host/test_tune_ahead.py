@@ -16,9 +16,10 @@ from rocm_attn.kernels.tuning.measured import Tiles, TileTable
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
+from rocm_lab.bench.batch_spec import BatchSpec
+from rocm_lab.bench.step_data import random_steps
 from rocm_lab.tune.ahead import CompiledAhead, compile_tiles
 from rocm_lab.tune.bench import JobSteps, kernel_of
-from rocm_lab.tune.data import StepLengths, TuneData
 from rocm_lab.tune.jobs import TuneJob
 from rocm_lab.tune.search import Judged, Task, Times
 
@@ -62,15 +63,15 @@ def job(num_q_heads: int) -> TuneJob:
     return TuneJob.of(TileTable.DECODE, layer, TILES, ())
 
 
-def no_steps(job: TuneJob) -> list[StepLengths]:
+def no_steps(job: TuneJob) -> list[BatchSpec]:
     """A worker's steps for a job: nothing to compile, or its end, as with a compiler that crashes."""
     if job.problem.num_q_heads == DEADLY:
         os.kill(os.getpid(), signal.SIGKILL)
     return []
 
 
-def one_step(job: TuneJob) -> list[StepLengths]:
-    return [StepLengths((40,), (1,))]
+def one_step(job: TuneJob) -> list[BatchSpec]:
+    return [BatchSpec.parse("1d40")]
 
 
 @pytest.fixture
@@ -105,9 +106,9 @@ def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
     with compile_only(gpu), observe_launches(launch), observe_compiles(seen.append):
         compile_tiles(heads, TILES, GFX942, steps.of(heads), [])
         compiled = len(seen)
-        data = TuneData.random(heads.problem, one_step(heads)[0], sets=1, device=torch.device("cpu"), lse=True)
-        kernel = kernel_of(heads, TILES, data, GFX942)
-        data.runs(kernel)[0].attend()
+        (data,) = random_steps(heads.problem, one_step(heads)[0], 1, torch.device("cpu"), 0)
+        data = data.with_lse()
+        data.layer(kernel_of(heads, TILES, data, GFX942)).attend()
     assert compiled >= 2, "decode and its schedule, at least"
     assert len(seen) == compiled, "nothing was left to compile"
 

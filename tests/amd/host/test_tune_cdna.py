@@ -19,7 +19,7 @@ from rocm_attn.machine.tuning_file import TuningFile
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import decode_tiles_of, layer_of
-from rocm_lab.cost.cost import CostShape
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import jobs_of
@@ -77,7 +77,7 @@ def paged_is_best(tiles: Tiles) -> float:
 def test_both_kernels_are_searched_and_compared_with_the_one_that_serves(arch: str, apart: int) -> None:
     """apart: of candidates that are checked, from one to the next"""
     target = replace(known_target(arch), releases=GFX942.releases)
-    ours, paged = jobs_of([layer()], target, [CostShape(4, 1025)])[0]
+    ours, paged = jobs_of([layer()], target, [BatchSpec.parse("4d1k")])[0]
     assert (ours.table, paged.table) == (TileTable.CDNA_DECODE, TileTable.DECODE)
     assert isinstance(ours.tiles, CdnaTiles)
     assert ours.tiles == ours.in_use == paged.in_use
@@ -130,7 +130,7 @@ def test_where_it_is_wrong_paged_decode_is_searched_by_itself(tmp_path: Path) ->
     "changed", [{"num_warps": 2}, {"key_block": 64}, {"transposed": True}, {"heads_per_row": 2}, {"max_registers": 168}]
 )
 def test_tiles_that_it_does_not_take_are_refused(changed: dict[str, int]) -> None:
-    tiles = jobs_of([layer()], GFX942, [CostShape(4, 1025)])[0][0].tiles
+    tiles = jobs_of([layer()], GFX942, [BatchSpec.parse("4d1k")])[0][0].tiles
     assert refusal(TileTable.CDNA_DECODE, tiles, layer_of(layer())) == ""
     assert refusal(TileTable.CDNA_DECODE, replace(tiles, **changed), layer_of(layer()))  # type: ignore[arg-type]
     assert "are DecodeTiles, not CdnaTiles" in refusal(TileTable.DECODE, tiles, layer_of(layer()))
@@ -152,7 +152,7 @@ def test_steps_that_extend_for_cdna_serves_are_not_searched() -> None:
     """Its tiles are not searched, and those of triton.extend would be timed in steps that they do not serve."""
     gfx950 = replace(known_target("gfx950"), releases=GFX942.releases)
     llama = replace(layer(), num_q_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128)
-    small, large = CostShape(1, 8192, 2048), CostShape(8, 4608, 512)
+    small, large = BatchSpec.parse("1x2k+6k"), BatchSpec.parse("8x512+4k")
     for target, searched in ((GFX942, {small, large}), (gfx950, {small})):
         jobs, left_out = jobs_of([llama], target, [small, large])
         assert {shape for job in jobs for shape in job.shapes} == searched

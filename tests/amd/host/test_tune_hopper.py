@@ -31,7 +31,7 @@ from rocm_lab.benchmarks import derive_tiles
 from rocm_lab.tune import command, hopper
 from rocm_lab.tune.bench import JobSteps, edges_of, kernel_of
 from rocm_lab.tune.candidates import candidates, together
-from rocm_lab.tune.jobs import TuneJob, jobs_of
+from rocm_lab.tune.jobs import TuneJob, jobs_of, kind_of
 from rocm_lab.tune.search import Judged, Task, Times
 
 TRITON = "3.6.0"
@@ -90,7 +90,7 @@ def test_every_candidate_serves_the_steps_that_are_timed_and_their_edges(problem
         for step in JobSteps(edges_of).of(job):
             kernel = kernel_of(job, each.tiles, step.empty(problem), H200)
             assert isinstance(each.tiles, HopperTiles)
-            early = step.lengths.kind is not StepKind.MIXED
+            early = kind_of(step.batch) is not StepKind.MIXED
             bound = replace(each.tiles, extend=replace(each.tiles.extend, early=early))
             assert str(bound) in kernel.describe()
 

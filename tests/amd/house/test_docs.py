@@ -11,22 +11,13 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.guards.registry import GUARDS
+from tests.amd.docs.pages import DOCS, LIST, blocks, menu, pages
 from tests.amd.docs.reader import asked_for, reader_of
 from tests.amd.docs.served import ADDRESS, against_a_server
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_import_rules import LEVELS_UP
 
-DOCS = ROOT / "docs"
-README, CONTRIBUTING, ARCHITECTURE = ROOT / "README.md", ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"
-PAGES = (
-    README,
-    CONTRIBUTING,
-    *sorted(DOCS.glob("*.md")),
-    ROOT / "docker/README.md",
-    *sorted((ROOT / "rocm_lab/benchmarks").glob("*.md")),
-    ROOT / "rocm_lab/simulator/README.md",
-)
-
+ARCHITECTURE = DOCS / "architecture.md"
 
 _TOP = r"rocm_attn|rocm_serve|rocm_lab|kernels|hip_graphs|tests|scripts|docs|docker|\.ci"
 FILE = rf"`((?:{_TOP})/[\w./-]+?\.?\w+)(?:::(\w+))?`"
@@ -36,7 +27,7 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+each_page = pytest.mark.parametrize("page", pages(), ids=name_of)
 
 
 def prose(page: Path) -> str:
@@ -91,9 +82,12 @@ def test_files_that_a_page_names_exist_and_have_the_names(page: Path) -> None:
 
 
 def test_every_page_is_in_the_list_once_and_the_readme_leads_to_it() -> None:
-    listed = Counter(re.findall(r"^\| \[[^]]+\]\(([\w.]+)\) \|", (DOCS / "README.md").read_text(), re.MULTILINE))
-    assert listed == Counter({page.name for page in DOCS.glob("*.md")} - {"README.md"})
-    assert "docs/README.md" in links(prose(README))
+    listed = [path for rows in menu().values() for _, path in rows]
+    assert len(listed) == len(set(listed))
+    assert {path for path in listed if path.startswith("docs/")} == {name_of(page) for page in DOCS.glob("*.md")} - {
+        name_of(LIST)
+    }
+    assert name_of(LIST) in links(prose(ROOT / "README.md"))
 
 
 def test_the_architecture_has_a_line_for_every_level_from_the_top_down() -> None:
@@ -165,12 +159,12 @@ def test_nobody_is_reported_to_install_a_name_that_is_on_no_index() -> None:
 
 def program_of(page: Path) -> str:
     """Returns a page's blocks as one program: a class may continue in the next block."""
-    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+    return "\n".join(block.text for block in blocks(page) if block.language == "python")
 
 
 def pages_with_code() -> list[Path]:
     """Returns pages with Python code, those for readers of one environment after each other."""
-    return sorted((page for page in PAGES if program_of(page)), key=lambda page: sorted(asked_for(page.read_text())))
+    return sorted((page for page in pages() if program_of(page)), key=lambda page: sorted(asked_for(page.read_text())))
 
 
 @pytest.mark.parametrize("page", pages_with_code(), ids=name_of)

@@ -20,14 +20,13 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.triton_later import triton_launches
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.clocks import Run
-from rocm_lab.cost.cost import CostShape
 from rocm_lab.tune.bench import JobSteps, LayerBench
-from rocm_lab.tune.data import StepLengths
 from rocm_lab.tune.jobs import TuneJob, jobs_of
 
 TARGET = known_target("interpreter")
-SHAPES = (CostShape(1, 20), CostShape(1, 18, 3))
+SHAPES = (BatchSpec.parse("1d20"), BatchSpec.parse("1x3+15"))
 CPU = torch.device("cpu")
 
 
@@ -62,16 +61,16 @@ LATENT = Problem(4, 1, 48, torch.float32, 16, v_head_dim=32, scale=48**-0.5, poo
 CODED = layer(dtype=torch.float16, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.TOKEN)
 
 
-def job_of(problem: Problem, table: TileTable, shapes: tuple[CostShape, ...] = SHAPES) -> TuneJob:
+def job_of(problem: Problem, table: TileTable, shapes: tuple[BatchSpec, ...] = SHAPES) -> TuneJob:
     jobs, _ = jobs_of([problem], TARGET, shapes)
     return next(job for job in jobs if job.table is table)
 
 
-def few_edges(job: TuneJob) -> list[StepLengths]:
+def few_edges(job: TuneJob) -> list[BatchSpec]:
     """Returns a step with sequences that end in a page and with it, and one of every kind; a GPU has more of them."""
     return [
-        StepLengths((5, 16), (1, 1)) if job.kind.decodes else StepLengths((5, 16), (2, 3)),
-        StepLengths((17, 4), (1, 3)),
+        BatchSpec.parse("1d5+1d16" if job.kind.decodes else "1x2+3+1x3+13"),
+        BatchSpec.parse("1d17+1x3+1"),
     ]
 
 

@@ -18,7 +18,7 @@ from rocm_attn.providers.triton_cdna import LIMITS, TRITONS
 from rocm_lab.cost.static_figures import CDNA, DecodeFigures
 from tests.amd.kernels.attention_cases import Case, build, garbage
 from tests.amd.offline.code_object import read_amd_code
-from tests.amd.offline.hot_loop import hot_loop
+from tests.amd.offline.hot_loop import hot_loop_of
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import loop_cycles
 from tests.amd.offline.offline_driver import compiled_by
@@ -62,7 +62,7 @@ def figures_of(row: Row) -> tuple[DecodeFigures, ...]:
 
 def _figures(row: Row, case: Case, tiles: CdnaTiles, kind: str) -> DecodeFigures:
     compiled = compiled_decode(row.arch, case, tiles)
-    code, loop = read_amd_code(compiled), hot_loop(compiled.asm["amdgcn"])
+    code, loop = read_amd_code(compiled), hot_loop_of(compiled)
     # An iteration takes all blocks that are in flight.
     iteration = replace(tiles, key_block=tiles.key_block * tiles.num_stages)
     cost = cost_of_loop(row, iteration, loop, loop_cycles(loop, row.arch), code.waves_per_simd)

@@ -17,52 +17,39 @@ from pathlib import Path
 import torch
 import triton
 
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
-from rocm_lab.cost.static_figures import PAGED, Busy, DecodeFigures, ExtendFigures, StaticFigures
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_lab.cost.static_figures import PAGED, DecodeFigures, StaticFigures
 from tests.amd.offline.cdna_decode import figures_of
 from tests.amd.offline.cost_page import rewritten
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import find_llvm_mca
-from tests.amd.offline.tile_candidates import Kind, chosen_tiles, estimate, layers
-from tests.amd.offline.tile_cost import TileCost, loop_figures
+from tests.amd.offline.tile_candidates import chosen_tiles, estimate, layers
+from tests.amd.offline.tile_cost import loop_figures
 
 
 def main(docs: Path) -> None:
     """Compiles, prints and writes."""
-    decodes, extends = list[DecodeFigures](), list[ExtendFigures]()
+    decodes = list[DecodeFigures]()
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for found in pool.map(_served, *zip(*layers(), strict=True)):
+        for found in pool.map(_served, [row for row, kind in layers() if kind is DecodeTiles]):
             print(*found, sep="\n", flush=True)
-            decodes += [each for each in found if isinstance(each, DecodeFigures)]
-            extends += [each for each in found if isinstance(each, ExtendFigures)]
-    StaticFigures(
-        triton=triton.__version__,
-        llvm=str(find_llvm_mca()[1]),
-        decodes=tuple(decodes),
-        extends=tuple(extends),
-    ).write()
+            decodes += found
+    StaticFigures(triton.__version__, str(find_llvm_mca()[1]), tuple(decodes)).write()
     page = docs / "cost.md"
     page.write_text(rewritten(page.read_text()))
 
 
-def _served(row: Row, kind: Kind) -> tuple[DecodeFigures | ExtendFigures, ...]:
-    """Returns figures of the kernels that serve a layer, whose row must have a cost."""
+def _served(row: Row) -> tuple[DecodeFigures, ...]:
+    """Returns figures of the kernels that serve decodes of a layer, whose row must have a cost."""
     # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    tiles, (head_dim, _) = chosen_tiles(row, kind), row.dims
-    cost = _cost_of(row, tiles)
-    if isinstance(tiles, DecodeTiles):
-        paged = DecodeFigures(PAGED, row.arch, head_dim, "plain", tiles, loop_figures(cost))
-        return paged, *figures_of(row)
-    busy = Busy(round(cost.cycles.matrix, 1), round(cost.cycles.vector, 1))
-    return (ExtendFigures(row.arch, head_dim, tiles, busy),)
-
-
-def _cost_of(row: Row, tiles: DecodeTiles | ExtendTiles) -> TileCost:
+    tiles = chosen_tiles(row, DecodeTiles)
+    assert isinstance(tiles, DecodeTiles)
     found = estimate(row, tiles, whole=False, given_programs=True)
     if not found.cost:
         raise ValueError(f"{found.tiles} of {row} spills {found.spills} registers; choose other tiles")
-    return found.cost
+    paged = DecodeFigures(PAGED, row.arch, row.dims[0], "plain", tiles, loop_figures(found.cost))
+    return paged, *figures_of(row)
 
 
 if __name__ == "__main__":

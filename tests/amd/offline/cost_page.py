@@ -12,7 +12,7 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import Problem
 from rocm_lab.cost import cost
-from rocm_lab.cost.cost import GPUS, SHAPES, CostShape, predicted, predictions
+from rocm_lab.cost.cost import GPUS, SHAPES, predicted, predictions
 from rocm_lab.cost.published import published_decodes
 from rocm_lab.cost.static_figures import StaticFigures
 
@@ -35,9 +35,8 @@ def _on(arch: str, triton: str) -> Target:
 
 def _sample() -> str:
     lines = [each.line() for each in predictions(LAYER, _on("gfx942", _TRITONS[0]))]
-    wanted = (str(CostShape(64, 4096)), str(CostShape(8, 4608, 512)))
-    said = [f"    {line}" for line in lines if line.startswith(wanted)]
-    head = "  predicted of one layer in Triton (sequences x cached + new tokens), never measured:"
+    said = [f"    {line}" for line in lines if line.startswith("64d4k")]
+    head = "  predicted of one layer in Triton, never measured:"
     return "\n".join(["```", head, *said, "```", ""])
 
 
@@ -45,10 +44,9 @@ def _decodes() -> str:
     lines = ["| | step | `triton.cdna_decode`, us | GB/s | `triton.decode`, us | GB/s |", "|---|---|---|---|---|---|"]
     for arch, gpu in GPUS.items():
         for shape in SHAPES:
-            if shape.q_len == 1:
-                found = [predicted(LAYER, _on(arch, triton), shape) for triton in _TRITONS]
-                cells = [text for each in found if each for text in (each.seconds.text(1e-6), each.speed.text(1e9))]
-                lines.append(f"| {' | '.join([gpu.name, str(shape), *cells])} |")
+            found = [predicted(LAYER, _on(arch, triton), shape) for triton in _TRITONS]
+            cells = [text for each in found if each for text in (each.seconds.text(1e-6), each.speed.text(1e9))]
+            lines.append(f"| {' | '.join([gpu.name, str(shape), *cells])} |")
     return "\n".join([*lines, ""])
 
 

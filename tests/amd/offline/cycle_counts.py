@@ -17,8 +17,8 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
-from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, ExtendTiles
-from rocm_lab.cost.static_figures import CDNA, DecodeFigures, ExtendFigures, StaticFigures
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
+from rocm_lab.cost.static_figures import CDNA, DecodeFigures, StaticFigures
 from rocm_lab.cycles import rates
 from rocm_lab.cycles.count import LoopCount, count_loop, waves_of
 from rocm_lab.simulator.assembly import parse_assembly
@@ -31,7 +31,7 @@ from tests.amd.offline.cdna_extend import compiled_extend
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS, first_kernels
 from tests.amd.offline.matrix import ROWS, Row
-from tests.amd.offline.tile_candidates import Kind, chosen_tiles, layers
+from tests.amd.offline.tile_candidates import chosen_tiles, layers
 
 # Rows whose other kernels are shown: heads of 128, and latent pages.
 SHOWN = (
@@ -72,41 +72,30 @@ def cells(count: LoopCount) -> str:
 def _with_figures() -> Iterator[str]:
     yield f"Triton {triton.__version__}. Static figures are of one wave, counts of all waves of a SIMD.\n\n"
     yield f"| kernel | arch | heads of | kind | tiles | static figures | waves | {_COUNTED} |\n{'|---' * 13}|\n"
-    figures = StaticFigures.read()
-    for decode in figures.decodes:
+    for decode in StaticFigures.read().decodes:
         count = count_of(_decode(decode), decode.arch, decode.figures.programs)
         known = decode.figures
         said = f"own {known.own * _CLOCKS_PER_CYCLE:,.0f}, {known.latencies:.0f} latency, {known.programs} programs"
-        yield _line(decode.kernel, decode, decode.kind, said, count)
-    for extend in figures.extends:
-        row = _row_of(extend, ExtendTiles)
-        busy = (each * _CLOCKS_PER_CYCLE for each in extend.busy)
-        said = "products {:,.0f}, vector {:,.0f}".format(*busy)
-        yield _line("triton.extend", extend, "plain", said, count_of(plain_kernel(row, extend.tiles), extend.arch))
+        assert count is not None, f"{decode.kernel} has matrix instructions in its loop"
+        shape = f"{decode.tiles.key_block}, {decode.tiles.num_warps} waves"
+        of_layer = f"{decode.arch} | {decode.head_dim} | {decode.kind}"
+        yield f"| `{decode.kernel}` | {of_layer} | {shape} | {said} | {cells(count)} |\n"
 
 
-def _row_of(figures: DecodeFigures | ExtendFigures, kind: Kind) -> Row:
+def _row_of(figures: DecodeFigures) -> Row:
     """The first layer with these figures' arch and heads, whose own tiles they are if they are not of CDNA's decode."""
     known = (figures.arch, figures.head_dim)
-    rows = [row for row, each in layers() if each is kind and (row.arch, row.dims[0]) == known]
-    return next((row for row in rows if chosen_tiles(row, kind) == figures.tiles), rows[0])
+    rows = [row for row, kind in layers() if kind is DecodeTiles and (row.arch, row.dims[0]) == known]
+    return next((row for row in rows if chosen_tiles(row, DecodeTiles) == figures.tiles), rows[0])
 
 
 def _decode(figures: DecodeFigures) -> CompiledKernel:
-    row = _row_of(figures, DecodeTiles)
+    row = _row_of(figures)
     if figures.kernel != CDNA:
         return plain_kernel(row, figures.tiles)
     assert isinstance(figures.tiles, CdnaTiles)
     case = Case([300, 200], [1, 1], heads=row.heads, dims=row.dims, dtype=row.dtype, page_size=row.page_size)
     return compiled_decode(row.arch, replace(case, **KINDS[figures.kind]), figures.tiles)
-
-
-def _line(kernel: str, figures: DecodeFigures | ExtendFigures, kind: str, said: str, count: LoopCount | None) -> str:
-    assert count is not None, f"{kernel} has matrix instructions in its loop"
-    tiles = figures.tiles
-    rows = f"{tiles.query_rows} x " if isinstance(tiles, ExtendTiles) else ""
-    shape = f"{rows}{tiles.key_block}, {tiles.num_warps} waves"
-    return f"| `{kernel}` | {figures.arch} | {figures.head_dim} | {kind} | {shape} | {said} | {cells(count)} |\n"
 
 
 def _others() -> Iterator[str]:

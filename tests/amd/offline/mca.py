@@ -26,7 +26,8 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from tests.amd.offline.hot_loop import HotLoop, is_load
+from rocm_lab.cycles.loops import Loop
+from tests.amd.offline.hot_loop import is_load
 
 OLDEST_LLVM = 22
 # The models count in steps in which a SIMD of 16 lanes issues one instruction for the 64 of a wave.
@@ -78,7 +79,7 @@ class LoopCycles:
         return self.own + self.latencies * load_latency
 
 
-def loop_cycles(loop: HotLoop, arch: str) -> LoopCycles:
+def loop_cycles(loop: Loop, arch: str) -> LoopCycles:
     """The cycles of a loop. Raises NoLlvmMca and Unfinished."""
     tool, _ = find_llvm_mca()
     near, far = (_run(tool, arch, _annotated(loop, latency)) for latency in _LATENCIES)
@@ -144,8 +145,8 @@ def _limit_cpu_time() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_SECONDS, _MAX_CPU_SECONDS))
 
 
-def _annotated(loop: HotLoop, load_latency: int) -> str:
-    return "\n".join(line for text in loop.instructions for line in _as_modelled(text, load_latency)) + "\n"
+def _annotated(loop: Loop, load_latency: int) -> str:
+    return "\n".join(line for each in loop.body for line in _as_modelled(each.text, load_latency)) + "\n"
 
 
 def _as_modelled(text: str, load_latency: int) -> list[str]:

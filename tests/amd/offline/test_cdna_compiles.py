@@ -27,7 +27,7 @@ from tests.amd.offline.cdna_decode import compiled_decode, tiles_of
 from tests.amd.offline.cdna_extend import compiled_extend
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.cycle_counts import count_of
-from tests.amd.offline.hot_loop import hot_loop
+from tests.amd.offline.hot_loop import hot_loop_of, lds_bytes
 
 pytestmark = pytest.mark.skipif(
     Release.of(triton_version()) not in TRITONS, reason=f"it needs Triton {' or '.join(map(str, TRITONS))}"
@@ -92,20 +92,20 @@ def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str)
     case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
     tiles = tiles_of(arch, case)
     kernel = compiled_decode(arch, case, tiles)
-    code, loop = read_amd_code(kernel), hot_loop(kernel.asm["amdgcn"])
+    code, loop = read_amd_code(kernel), hot_loop_of(kernel)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.vgprs <= MOST_VGPRS
     assert code.lds_bytes <= 4096
-    assert loop.lds_bytes <= MOST_LDS_BYTES[arch] * tiles.num_stages
+    assert lds_bytes(loop) <= MOST_LDS_BYTES[arch] * tiles.num_stages
     keys = tiles.key_block * tiles.num_stages
     # Sixteen bytes per lane, for K and V once, and no other loads: page numbers are scalar loads.
-    loads = [text.split()[0] for text in loop.instructions if re.match(r"(buffer|global)_load_", text)]
+    loads = [each.name for each in loop.body if re.match(r"(buffer|global)_load_", each.name)]
     assert set(loads) == {"buffer_load_dwordx4"}
     assert len(loads) * 16 * 64 == 2 * keys * dim * tiles.heads_per_row * 2
-    assert sum(text.startswith("s_load_dword ") for text in loop.instructions) == keys // 16
+    assert sum(each.name == "s_load_dword" for each in loop.body) == keys // 16
     if layer == "plain":
         assert code.vgprs <= ACCEPTED_VGPRS[arch, dim]
-        per_key = len(loop.instructions) / keys
+        per_key = len(loop.body) / keys
         assert per_key <= ACCEPTED_INSTRUCTIONS[arch, dim], per_key
 
 

@@ -8,18 +8,20 @@ import pytest
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_lab.cost.static_figures import PAGED, LoopFigures, StaticFigures
+from rocm_lab.cycles.loops import Loop
+from rocm_lab.simulator.assembly import parse_instruction
 from tests.amd.house.source_tree import ROOT
 from tests.amd.offline import tile_candidates
 from tests.amd.offline.candidate_kernels import plain_kernel
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.cost_page import rewritten
-from tests.amd.offline.hot_loop import HotLoop
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles
 from tests.amd.offline.tile_candidates import DECODE_LAYERS, KEPT, Estimate, chosen_tiles, layers, rank
 from tests.amd.offline.tile_cost import cost_of_loop, loop_figures, lower_bound_clocks
 
-LOOP = HotLoop(("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen"))
+LINES = ("ds_read_b128 v[0:3], v9", "buffer_load_dwordx4 v[0:3], v9, s[4:7], 0 offen")
+LOOP = Loop("", tuple(map(parse_instruction, LINES)))
 CYCLES = LoopCycles(own=200, latencies=1, issue=150, matrix=100, vector=150)
 ROW = next(row for row in DECODE_LAYERS if row.arch == "gfx942" and row.dims == (128, 128))
 
@@ -77,14 +79,10 @@ def test_the_page_of_cost_says_what_the_figures_say() -> None:
 
 def test_the_figures_are_of_the_rows_that_serve() -> None:
     """If a row has changed: python -m tests.amd.offline.cost_figures docs."""
-    figures, served = StaticFigures.read(), [(row, kind, chosen_tiles(row, kind)) for row, kind in layers()]
-    of_kind = {
-        kind: [(row.arch, row.dims[0], tiles) for row, each, tiles in served if each is kind]
-        for kind in (DecodeTiles, ExtendTiles)
-    }
-    paged = [each for each in figures.decodes if each.kernel == PAGED]
-    assert [(each.arch, each.head_dim, each.tiles) for each in paged] == of_kind[DecodeTiles]
-    assert [(each.arch, each.head_dim, each.tiles) for each in figures.extends] == of_kind[ExtendTiles]
+    rows = [row for row, kind in layers() if kind is DecodeTiles]
+    paged = [each for each in StaticFigures.read().decodes if each.kernel == PAGED]
+    served = [(row.arch, row.dims[0], chosen_tiles(row, DecodeTiles)) for row in rows]
+    assert [(each.arch, each.head_dim, each.tiles) for each in paged] == served
 
 
 def test_figures_of_a_loop_are_those_of_its_cost() -> None:

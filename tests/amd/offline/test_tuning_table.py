@@ -8,10 +8,11 @@ from __future__ import annotations
 import pytest
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_lab.cycles.loops import Loop
+from rocm_lab.simulator.assembly import parse_instruction
 from tests.amd.offline.compiling import AMD_ARCHS
-from tests.amd.offline.hot_loop import HotLoop
 from tests.amd.offline.matrix import Row
-from tests.amd.offline.mca import loop_cycles
+from tests.amd.offline.mca import LoopCycles, loop_cycles
 from tests.amd.offline.tile_candidates import TOLERANCE, Kind, layers, rank
 
 pytestmark = pytest.mark.llvm_mca
@@ -25,10 +26,14 @@ LOADS = (
 ADD = "v_add_f32_e32 v8, v8, v0"
 
 
+def cycles_of(arch: str, *lines: str) -> LoopCycles:
+    return loop_cycles(Loop("", tuple(map(parse_instruction, lines))), arch)
+
+
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("arch", AMD_ARCHS)
 def test_a_load_that_is_waited_for_takes_one_latency(load: str, arch: str) -> None:
-    cycles = loop_cycles(HotLoop((load, "s_waitcnt vmcnt(0)", ADD)), arch)
+    cycles = cycles_of(arch, load, "s_waitcnt vmcnt(0)", ADD)
     assert cycles.latencies == pytest.approx(1, abs=0.05)
     assert cycles.own < 20
 
@@ -38,7 +43,7 @@ def test_a_load_that_is_waited_for_takes_one_latency(load: str, arch: str) -> No
 def test_a_load_that_is_not_waited_for_costs_its_issue(load: str, arch: str) -> None:
     """With a 64-bit address too, which llvm-mca alone would have the next access of LDS wait for."""
     lds = ("ds_read_b32 v20, v21", "s_waitcnt lgkmcnt(0)")
-    cycles = loop_cycles(HotLoop((load, *lds, *["v_add_f32_e32 v8, v8, v8"] * 8)), arch)
+    cycles = cycles_of(arch, load, *lds, *["v_add_f32_e32 v8, v8, v8"] * 8)
     assert cycles.issue == cycles.vector == 8
     assert cycles.latencies < 0.1
 
@@ -46,7 +51,7 @@ def test_a_load_that_is_not_waited_for_costs_its_issue(load: str, arch: str) -> 
 @pytest.mark.parametrize("arch", AMD_ARCHS)
 @pytest.mark.parametrize("slow", ["v_exp_f32_e32 v8, v9", "v_rsq_f32_e32 v8, v9", "v_mul_lo_u32 v8, v9, s4"])
 def test_slow_instructions_take_four_cycles(slow: str, arch: str) -> None:
-    assert loop_cycles(HotLoop((slow, ADD)), arch).vector == 5
+    assert cycles_of(arch, slow, ADD).vector == 5
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,7 @@ def test_instructions_of_two_operations_do_not_hang_the_tool(instruction: str) -
     """llvm-mca 22 stalls at some of them after a matrix instruction. Products of 32 bits are slow ones."""
     matrix_op = "v_mfma_f32_16x16x32_bf16 v[108:111], v[108:111], v[104:107], 0"
     lds = ("ds_read_b128 v[228:231], v138", "s_mov_b32 s61, s60")
-    cycles = loop_cycles(HotLoop((*lds, instruction, instruction, matrix_op)), "gfx950")
+    cycles = cycles_of("gfx950", *lds, instruction, instruction, matrix_op)
     assert cycles.vector == (8 if "mad" in instruction else 4)
     assert cycles.matrix == 4
 

@@ -28,8 +28,9 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_lab.cost.static_figures import LoopFigures
+from rocm_lab.cycles.loops import Loop
 from tests.amd.offline.code_object import AmdCode
-from tests.amd.offline.hot_loop import HotLoop, hot_loop
+from tests.amd.offline.hot_loop import hot_loop_of, lds_bytes, loaded_bytes
 from tests.amd.offline.matrix import Row
 from tests.amd.offline.mca import CLOCKS_PER_CYCLE, LoopCycles, loop_cycles
 
@@ -86,12 +87,12 @@ def loop_figures(cost: TileCost) -> LoopFigures:
 
 def tile_cost(row: Row, tiles: DecodeTiles | ExtendTiles, kernel: CompiledKernel, waves_per_simd: int) -> TileCost:
     """Returns the cost of tiles whose kernels leave room for that many waves. Raises NoLlvmMca."""
-    loop = hot_loop(kernel.asm["amdgcn"])
+    loop = hot_loop_of(kernel)
     return cost_of_loop(row, tiles, loop, loop_cycles(loop, row.arch), waves_per_simd)
 
 
 def cost_of_loop(
-    row: Row, tiles: DecodeTiles | ExtendTiles, loop: HotLoop, cycles: LoopCycles, waves_per_simd: int
+    row: Row, tiles: DecodeTiles | ExtendTiles, loop: Loop, cycles: LoopCycles, waves_per_simd: int
 ) -> TileCost:
     """Returns the bounds from the figures of the loop."""
     num_warps, work, lanes = tiles.num_warps, work_of_iteration(tiles), tiles.num_warps * _LANES
@@ -102,8 +103,8 @@ def cost_of_loop(
         programs = min(programs, tiles.programs_per_cu)
     units = (
         CLOCKS_PER_CYCLE * cycles.issue * num_warps / _SIMDS / work,
-        loop.lds_bytes * lanes / _LDS_BYTES_A_CLOCK / work,
-        loop.loaded_bytes * lanes / _LOAD_BYTES_A_CLOCK / work,
+        lds_bytes(loop) * lanes / _LDS_BYTES_A_CLOCK / work,
+        loaded_bytes(loop) * lanes / _LOAD_BYTES_A_CLOCK / work,
     )
     lower_bound = lower_bound_clocks(row, DecodeTiles if is_decode else ExtendTiles)
     spare = programs * work * lower_bound / CLOCKS_PER_CYCLE - cycles.own

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rocm_attn.kernels.attention.cuts import merge_shape
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_lab.cost.static_figures import FILE
 
-UNITS, CLOCK, PEAK = 304, 2.1e9, 1307e12
+UNITS, CLOCK = 304, 2.1e9
 TRITON = "3.6.0"
 # Query heads, KV heads, head dim.
 LAYERS = ((32, 8, 128), (8, 1, 128), (64, 8, 64), (8, 4, 256))
@@ -24,14 +24,13 @@ DECODES = (
     *((1, 8192, 1), (1, 65536, 1), (64, 4096, 1), (256, 2048, 1), (1, 256, 1), (1, 2048, 1)),
     *((8, 1024, 1), (16, 8192, 1), (32, 2048, 1), (128, 8192, 1)),
 )
-EXTENDS = ((1, 2048, 2048), (8, 4608, 512), (1, 512, 512), (4, 2048, 2048), (16, 1024, 256), (1, 8192, 8192))
 SEARCHED = ((1, 16384, 1), (64, 4096, 1))
 ROUNDS = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Numbers of the GPU: bytes per second, seconds, seconds, a share of `none` (docs/cost.md), seconds.
+    """Numbers of the GPU: bytes per second, seconds, seconds.
 
     noise: standard deviation of a time, relative to it
     """
@@ -39,8 +38,6 @@ class Gpu:
     hbm: float = 3.3e12
     latency: float = 1.7e-6
     launches: float = 11e-6
-    of_none: float = 0.7
-    start: float = 9e-6
     noise: float = 0.0
 
 
@@ -71,9 +68,7 @@ class Report:
     def __init__(self, gpu: Gpu, seed: int = 0, candidates: tuple[Candidate, ...] = CANDIDATES) -> None:
         self._gpu, self._random = gpu, random.Random(seed)
         self._figures = json.loads(FILE.read_text())
-        tests = {
-            f"times[{layer}-{shape}]": self._time(layer, shape) for layer in LAYERS for shape in (*DECODES, *EXTENDS)
-        }
+        tests = {f"times[{layer}-{shape}]": self._time(layer, shape) for layer in LAYERS for shape in DECODES}
         tests["tiles"] = _passed({"tile trials": [self._search(LAYERS[0], candidates)]})
         self.content: dict[str, Any] = {
             "summary": [],
@@ -92,23 +87,21 @@ class Report:
     def _noisy(self, seconds: float) -> float:
         return seconds * math.exp(self._random.gauss(0, self._gpu.noise))
 
-    def _tiles(self, kind: str, head_dim: int) -> dict[str, Any]:
+    def _figures_of(self, head_dim: int) -> dict[str, Any]:
         """The figures of the kernel that serves heads of this dim with Triton 3.6.0."""
-        rows = [each for each in self._figures[kind] if (each["arch"], each["head_dim"]) == ("gfx942", head_dim)]
-        return dict(next(each for each in rows if each.get("kernel", "triton.decode") == "triton.decode"))
+        wanted = ("gfx942", head_dim, "triton.decode")
+        rows = self._figures["decodes"]
+        return dict(next(each for each in rows if (each["arch"], each["head_dim"], each["kernel"]) == wanted))
 
     def _time(self, layer: tuple[int, int, int], shape: tuple[int, int, int]) -> dict[str, Any]:
-        is_decode = shape[2] == 1
-        found = self._tiles("decodes" if is_decode else "extends", layer[2])
-        seconds = (self.decode_seconds if is_decode else self.extend_seconds)(layer, shape)
-        tiles: object = (DecodeTiles if is_decode else ExtendTiles)(**found["tiles"])
-        name = "triton.decode" if is_decode else "triton.extend"
+        tiles, name = DecodeTiles(**self._figures_of(layer[2])["tiles"]), "triton.decode"
+        seconds = self.decode_seconds(layer, shape)
         measured = {"layer": layer_fields(layer), "shape": list(shape), "kernel": f"{name}: {name}(a layer, {tiles})"}
         return _passed({**measured, "us": round(self._noisy(seconds) * 1e6, 5)})
 
     def decode_seconds(self, layer: tuple[int, int, int], shape: tuple[int, int, int]) -> float:
         """docs/cost.md, "Decode"."""
-        (q_heads, kv_heads, dim), (seqs, tokens, _), found = layer, shape, self._tiles("decodes", layer[2])
+        (q_heads, kv_heads, dim), (seqs, tokens, _), found = layer, shape, self._figures_of(layer[2])
         tiles, figures = found["tiles"], found["figures"]
         together = tiles.get("heads_per_row", 1)
         rows, programs = seqs * kv_heads // together, UNITS * tiles["programs_per_cu"]
@@ -123,18 +116,8 @@ class Report:
         largest = max(a_key * 4 * dim / gpu.hbm, iterations * own, a_key * figures["units"] / UNITS / CLOCK)
         return float(largest + ends * gpu.latency + gpu.launches)
 
-    def extend_seconds(self, layer: tuple[int, int, int], shape: tuple[int, int, int]) -> float:
-        """docs/cost.md, "Extend"."""
-        (q_heads, kv_heads, dim), (seqs, tokens, new), found = layer, shape, self._tiles("extends", layer[2])
-        matrix, vector = found["busy"]
-        a_tile = found["tiles"]["query_rows"] // (q_heads // kv_heads)
-        seen = sum(range(tokens - new + 1, tokens + 1)) + new * a_tile / 2
-        tiles = seqs * math.ceil(new / a_tile) * kv_heads / UNITS
-        share = self._gpu.of_none * matrix / (matrix + vector)
-        return float(4 * dim * q_heads * seqs * seen / (PEAK * share) + tiles * self._gpu.start + self._gpu.launches)
-
     def _search(self, layer: tuple[int, int, int], candidates: tuple[Candidate, ...]) -> dict[str, Any]:
-        in_use = self._tiles("decodes", layer[2])["tiles"]
+        in_use = self._figures_of(layer[2])["tiles"]
         all_of = [Candidate((), 1.0, rounds=0), *candidates]
         return {
             "table": "decode",

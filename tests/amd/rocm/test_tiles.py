@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rocm_attn.machine.target import Target, detect_target
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.clocks import clock_of
-from rocm_lab.cost.cost import CostShape
 from rocm_lab.tune.ahead import CompiledAhead
 from rocm_lab.tune.bench import JobSteps, LayerBench, edges_of
 from rocm_lab.tune.jobs import TuneJob, jobs_of
@@ -26,7 +26,7 @@ from tests.amd.rocm.tile_trials import RecordedBench
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = (CostShape(1, 16384), CostShape(64, 4096), CostShape(1, 8192, 2048))
+SHAPES = tuple(map(BatchSpec.parse, ("1d16k", "64d4k", "1x2k+6k")))
 # After these no other candidate of a job is begun.
 SECONDS_OF_A_JOB = 120
 SAMPLE_US = 2000.0

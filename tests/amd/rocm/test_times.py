@@ -20,7 +20,7 @@ from rocm_lab.bench.contestants import OwnProvider
 from rocm_lab.bench.energy import EnergyMeter
 from rocm_lab.bench.kernels import OK, KernelOptions, Race
 from rocm_lab.bench.suites import SuiteCase
-from rocm_lab.cost.cost import SHAPES, CostShape, predicted
+from rocm_lab.cost.cost import predicted
 from tests.amd.rocm.models import Measured, layer
 
 pytestmark = pytest.mark.gpu
@@ -30,22 +30,21 @@ IMPOSSIBLE = Ceilings(copied_per_s=20e12, read_per_s=20e12, flops_per_s=5e15)
 NO_METER = EnergyMeter(lambda: math.nan, "", "not counted")
 
 
-# From a launch that does little to one that HBM bounds: the constants of the model are fitted to all of them.
-MORE_SHAPES = (
-    *(CostShape(*each) for each in ((1, 256), (1, 2048), (8, 1024), (16, 8192), (32, 2048), (128, 8192))),
-    *(CostShape(*each) for each in ((1, 512, 512), (4, 2048, 2048), (16, 1024, 256), (1, 8192, 8192))),
-)
+# Decodes from a launch that does little to one that HBM bounds, to which the model is fitted; and prompts.
+SHAPES = BatchSpec.parse(
+    "1d8k+1d64k+64d4k+256d2k+1d256+1d2k+8d1k+16d8k+32d2k+128d8k+1x2k+8x512+4k+1x512+4x2k+16x256+768+1x8k"
+).groups
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("model", ["Llama-3-8B", "Llama-3-70B on one of 8 GPUs", "gpt-oss-120b", "Gemma-3-4B"])
-def test_one_layer(model: str, shape: CostShape, device: torch.device, measured: Measured) -> None:
-    problem, batch = layer(model), BatchSpec((Group(shape.num_seqs, shape.q_len, shape.kv_len - shape.q_len),))
+def test_one_layer(model: str, shape: Group, device: torch.device, measured: Measured) -> None:
+    problem, batch = layer(model), BatchSpec((shape,))
     race = Race({"triton": OwnProvider("triton")}, device, IMPOSSIBLE, KernelOptions(), NO_METER)
     ((row,),) = race.rows([SuiteCase(problem, batch)])
     assert row.status == OK, row.reason
     measured("layer", asdict(layer_of(problem)))
-    measured("shape", [shape.num_seqs, shape.kv_len, shape.q_len])
+    measured("shape", [shape.num_seqs, shape.kv_len, shape.new])
     measured("kernel", row.kernel)
     measured("us", round(row.us, 2))
     measured("GB/s of K and V", round(row.work.kv_bytes / row.us / 1e3, 1))

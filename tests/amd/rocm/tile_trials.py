@@ -56,7 +56,7 @@ class RecordedBench:
                 "table": job.table.value,
                 "layer": asdict(layer_of(job.problem)),
                 "max_rows": job.max_rows,
-                "shapes": [[shape.num_seqs, shape.kv_len, shape.q_len] for shape in job.shapes],
+                "shapes": [[each.num_seqs, each.kv_len, each.new] for shape in job.shapes for each in shape.groups],
                 "in_use": _tiles(job, job.in_use),
                 "candidates": [each for (of, _), each in self._candidates.items() if of == job],
             }

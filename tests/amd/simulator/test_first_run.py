@@ -37,7 +37,7 @@ from tests.amd.rocm.test_simulated import LAYERS, record
 from tests.amd.simulator.kernel_cases import run_merge_states
 
 ARCH = "gfx942"
-AS_PREDICTED = Gpu(hbm=4.05e12, latency=1.6e-6, launches=5e-6, of_none=0.72, start=7e-6)
+AS_PREDICTED = Gpu(hbm=4.05e12, latency=1.6e-6, launches=5e-6)
 DECODE = "heads of 64", "decode"
 
 

@@ -101,25 +101,15 @@ def test_a_sound_runtime_soaks_without_a_finding(seed: int, device: torch.device
 
 
 @pytest.mark.nightly
-def test_ten_thousand_rounds_that_draft_or_verify_show_nothing() -> None:
+def test_many_steps_that_mostly_draft_or_verify_show_nothing() -> None:
     scenario = Scenario.of_seed(0).speculative()
-    report = soak_of(scenario).run_rounds(10_000)
-    assert report.rounds == 10_000
+    report = soak_of(scenario).run(13_500)
     assert report.actions["draft"] > 3000
     assert report.ways["draft replayed"] > 1500
     assert report.actions["tree"] + report.actions["verify"] > 5000
     assert report.moved_paths > 1200
     assert report.actions["reject"] > 700
     assert report.actions["preempt"] > 350
-
-
-def test_rounds_are_steps_that_draft_or_verify_a_token() -> None:
-    """A step without sequences, or of trees without tokens, is no round; the last step of a soak of rounds is one."""
-    scenario = replace(ALMOST_ALL_EAGER, weights={Action.ADMIT: 1, Action.VERIFY: 1, Action.DECODE: 1, Action.ABORT: 3})
-    report = soak_of(scenario).run_rounds(6)
-    assert report.rounds == 6
-    assert 6 < report.actions["verify"] < report.steps
-    assert f"{report.steps} steps of seed 0 without a mismatch: 6 that drafted or verified" in str(report)
 
 
 ROUNDS = replace(
@@ -449,15 +439,8 @@ def test_scenarios_that_cannot_be_played_are_refused() -> None:
 def test_a_soak_runs_once() -> None:
     soak = soak_of(ALMOST_ALL_EAGER)
     assert soak.run(2).steps == 2
-    for again in (soak.run, soak.run_rounds):
-        with pytest.raises(WrongState, match="has already run 2 steps"):
-            again(2)
-
-
-def test_rounds_that_are_never_drawn_are_refused() -> None:
-    without = SMALL.without(Action.VERIFY).without(Action.TREE).without(Action.DRAFT)
-    with pytest.raises(BadSetting, match="drafts or verifies, and 3 were requested"):
-        soak_of(without).run_rounds(3)
+    with pytest.raises(WrongState, match="has already run 2 steps"):
+        soak.run(2)
 
 
 def test_the_command_prints_a_line_or_an_object(capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,14 +454,10 @@ def test_the_command_prints_a_line_or_an_object(capsys: pytest.CaptureFixture[st
     assert not report["deterministic"]
 
 
-def test_the_command_counts_rounds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["soak", "--speculative", "--rounds", "1", "--device", "cpu", "--json"]) == DONE
-    report = json.loads(capsys.readouterr().out)["report"]
-    assert report["rounds"] == 1
-    assert sum(report["actions"][kind] for kind in ("draft", "verify", "tree")) >= 1
-    with pytest.raises(SystemExit):
-        main(["soak", "--steps", "3", "--rounds", "3"])
-    assert "argument --rounds: not allowed with argument --steps" in capsys.readouterr().err
+def test_the_command_mostly_drafts_and_verifies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["soak", "--speculative", "--steps", "4", "--device", "cpu", "--json"]) == DONE
+    actions = json.loads(capsys.readouterr().out)["report"]["actions"]
+    assert sum(actions[kind] for kind in ("draft", "verify", "tree")) >= 2
 
 
 def test_the_command_soaks_recurrent_layers(capsys: pytest.CaptureFixture[str]) -> None:

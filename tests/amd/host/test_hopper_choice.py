@@ -20,7 +20,6 @@ from rocm_attn.kernels.attention.extend_schedule import COUNTER, SHARE_CUT, SHAR
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
-from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import hopper_segment_tiles, hopper_tiles
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import Target, known_target
@@ -36,6 +35,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.prepared import works_by_launches
 from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
+from tests.amd.schedule_twins import extend_schedule
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 KINDS = (StepKind.EXTEND, StepKind.MIXED, StepKind.SHARED)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.refs.schedules import extend_schedule
+from tests.amd.schedule_twins import extend_schedule
 
 KEY_BLOCK = 16
 

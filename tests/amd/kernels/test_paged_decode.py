@@ -16,7 +16,6 @@ from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
 from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.refs.schedules import decode_schedule
 from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 from tests.amd.kernels.attention_cases import (
@@ -33,6 +32,7 @@ from tests.amd.kernels.attention_cases import (
     run_shared_decode,
     tiles_for,
 )
+from tests.amd.schedule_twins import decode_schedule
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # Empty, one key, a page and a tile more or less, and one that several programs share. All have one new token.

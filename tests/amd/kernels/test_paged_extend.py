@@ -14,7 +14,6 @@ from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROW
 from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_PARTS, SHARE_SIZE, launch_extend_schedule
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
     ALL_SHARED,
@@ -34,6 +33,7 @@ from tests.amd.kernels.attention_cases import (
     run_extend_twin,
     run_shared_extend,
 )
+from tests.amd.schedule_twins import extend_schedule
 
 # A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
 RAGGED = Case(kv_len=[45, 0, 17, 33, 1, 12], q_len=[13, 0, 17, 2, 1, 0], tail=3)

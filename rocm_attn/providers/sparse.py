@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, LastTokens, SelectedArgs, SelectedKeys, SparseTokens
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import (
@@ -194,6 +194,15 @@ class BesideSparse:
     def _kernels(self) -> list[BoundKernel | BoundSelected | BoundIndexer]:
         indexers = [each for each in (self.sparse.indexer, self.sparse.blocks) if each is not None]
         return [self.dense, self.sparse.selected, *indexers]
+
+
+def every_row(args: AttendArgs, step: StepTensors, bounds: StepBounds, keys: int) -> SelectedArgs:
+    """The arguments of attention to all rows that a token sees, `keys` of them at most."""
+    tokens = SparseTokens(
+        step.row_of_token, step.position_of_token, step.counts[1:2], bounds.max_q_len, bounds.max_kv_len
+    )
+    rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
+    return SelectedArgs(*rows, LastTokens(keys), *results)
 
 
 class NoSparseKernel(LookupError):

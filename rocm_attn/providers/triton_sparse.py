@@ -19,10 +19,8 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import (
     IndexArgs,
     Indexing,
-    LastTokens,
     SelectedArgs,
     SelectedKeys,
-    SparseTokens,
 )
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
@@ -36,7 +34,7 @@ from rocm_attn.kernels.tuning.sparse_tiles import (
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import NO_SCHEDULE, Limits, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry
+from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry, every_row
 from rocm_attn.providers.tiles import codes_of
 from rocm_attn.providers.triton_entries import ARCHS, triton_entry
 from rocm_attn.providers.triton_later import triton_launches
@@ -120,10 +118,7 @@ class TritonEveryRow:
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        places = step.row_of_token, step.position_of_token, step.counts[1:2]
-        tokens = SparseTokens(*places, bounds.max_q_len, bounds.max_kv_len)
-        rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
-        self.selected.attend(SelectedArgs(*rows, LastTokens(self.selected.keys), *results))
+        self.selected.attend(every_row(args, step, bounds, self.selected.keys))
 
 
 @dataclass(frozen=True, slots=True)

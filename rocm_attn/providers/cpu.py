@@ -98,7 +98,7 @@ def _ops() -> StepOps:
 CPU = Provider(
     name="cpu",
     entries=(
-        torch_entry("cpu.decode", StepKind.DECODE, _bind_decode, needs=frozenset({Need.BLOCK_TABLE}), limits=_LIMITS),
+        torch_entry("cpu.decode", StepKind.DECODE, _bind_decode, needs=[Need.BLOCK_TABLE], limits=_LIMITS),
         torch_entry("cpu.extend", StepKind.EXTEND, CpuExtend.bind, limits=_LIMITS),
         torch_entry("cpu.extend", StepKind.MIXED, CpuExtend.bind, limits=_LIMITS),
     ),

@@ -108,12 +108,11 @@ class IndexLimits:
 class IndexerEntry:
     """An indexer of a provider; see KernelEntry for the fields."""
 
-    provider: str
     name: str
     limits: IndexLimits
-    batch_invariant: bool
-    bakes: frozenset[Baked]
     bind: Callable[[Indexer, Problem, Target, PoolSize], BoundIndexer]
+    batch_invariant: bool = False
+    bakes: frozenset[Baked] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +123,11 @@ class SelectedKeysEntry:
     is_probed: of latent layers and single tokens alone (selection/probe_runs.py)
     """
 
-    provider: str
     name: str
     limits: Limits
-    batch_invariant: bool
-    bakes: frozenset[Baked]
     bind: Callable[[Problem, Target, PoolSize], BoundSelected]
+    batch_invariant: bool = False
+    bakes: frozenset[Baked] = frozenset()
     serves: Callable[[Indexing], Sequence[str]] = lambda indexing: ()
     is_probed: bool = False
 

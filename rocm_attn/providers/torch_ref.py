@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -168,28 +169,10 @@ def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPref
 
 
 def torch_entry(
-    name: str,
-    kind: StepKind,
-    bind: Bind,
-    *bakes: Baked,
-    needs: frozenset[Need] = frozenset(),
-    limits: Limits = _ANY_POOL,
+    name: str, kind: StepKind, bind: Bind, *bakes: Baked, needs: Iterable[Need] = (), limits: Limits = _ANY_POOL
 ) -> KernelEntry:
-    """Returns a row of kernels that torch runs. Their provider comes before the dot in the name."""
-    return KernelEntry(
-        provider=name.partition(".")[0],
-        name=name,
-        kind=kind,
-        limits=limits,
-        min_kv_len=0,
-        masks_v=True,
-        graph_safe=True,
-        batch_invariant=False,
-        needs=needs,
-        bakes=frozenset(bakes),
-        needs_host_lengths=False,
-        bind=bind,
-    )
+    """Returns a row of kernels that torch runs."""
+    return KernelEntry(name, kind, limits, bind, needs=frozenset(needs), bakes=frozenset(bakes))
 
 
 def _rows_entry(kind: StepKind) -> KernelEntry:
@@ -205,13 +188,13 @@ def _segments_entry(kind: StepKind) -> KernelEntry:
 
 
 def _masked_segments_entry() -> KernelEntry:
-    bakes, needs = (Baked.MAX_KV_LEN, Baked.MAX_Q_LEN), frozenset({Need.MASK})
+    bakes, needs = (Baked.MAX_KV_LEN, Baked.MAX_Q_LEN), [Need.MASK]
     row = torch_entry("torch.masked_segments", StepKind.MASKED, TorchMaskedSegments.bind, *bakes, needs=needs)
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
 def _shared_entry() -> KernelEntry:
-    needs = frozenset({Need.PREFIXES})
+    needs = [Need.PREFIXES]
     row = torch_entry("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
     return replace(row, limits=limits_of_shared_prefix(_LIMITS))
 
@@ -271,7 +254,7 @@ TORCH = Provider(
             TorchMasked.bind,
             Baked.MAX_KV_LEN,
             Baked.MAX_Q_LEN,
-            needs=frozenset({Need.MASK}),
+            needs=[Need.MASK],
             limits=_LIMITS,
         ),
         *map(_rows_entry, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),

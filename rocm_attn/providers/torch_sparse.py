@@ -66,7 +66,6 @@ def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TorchSel
 
 INDEXER_ENTRIES = (
     IndexerEntry(
-        provider="torch",
         name="torch.indexer",
         limits=IndexLimits(
             archs=("*",),
@@ -76,7 +75,6 @@ INDEXER_ENTRIES = (
             encodings=tuple(KVEncoding),
             scales=(Scales.NONE, Scales.LAYER, Scales.TOKEN),
         ),
-        batch_invariant=False,
         bakes=frozenset({Baked.MAX_KV_LEN}),
         bind=_bind_indexer,
     ),
@@ -84,7 +82,6 @@ INDEXER_ENTRIES = (
 
 SELECTED_ENTRIES = (
     SelectedKeysEntry(
-        provider="torch",
         name="torch.selected",
         limits=Limits(
             archs=("*",),
@@ -102,8 +99,6 @@ SELECTED_ENTRIES = (
             page_strides=True,
             row_tokens=(1, limits.MAX_PAGE_SIZE),
         ),
-        batch_invariant=False,
-        bakes=frozenset(),
         bind=_bind_selected,
     ),
 )

@@ -287,90 +287,86 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Bo
 
 
 def _ranges_entry(kind: StepKind) -> KernelEntry:
-    return triton_entry("triton.ranges", kind, _bind_ranges, limits=_RANGES_ALONE)
+    return triton_entry("ranges", kind, _bind_ranges, limits=_RANGES_ALONE)
 
 
 def _segment_ranges_entry(kind: StepKind) -> KernelEntry:
     bind = triton_segments.bind_masked
-    return triton_entry("triton.segment_ranges", kind, bind, limits=_RANGES_ALONE, batch_invariant=True)
+    return triton_entry("segment_ranges", kind, bind, limits=_RANGES_ALONE, batch_invariant=True)
 
 
 TRITON = Provider(
     name="triton",
     entries=(
         triton_entry(
-            "triton.cdna_decode", StepKind.DECODE, triton_cdna.bind_decode, limits=triton_cdna.LIMITS, is_probed=True
+            "cdna_decode", StepKind.DECODE, triton_cdna.bind_decode, limits=triton_cdna.LIMITS, is_probed=True
         ),
+        triton_entry("hopper_decode", StepKind.DECODE, triton_hopper.bind_extend, limits=triton_hopper.DECODE_LIMITS),
+        triton_entry("decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
+        triton_entry("hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
         triton_entry(
-            "triton.hopper_decode", StepKind.DECODE, triton_hopper.bind_extend, limits=triton_hopper.DECODE_LIMITS
+            "cdna_extend", StepKind.EXTEND, _bind_extend_cdna, limits=triton_cdna.EXTEND_LIMITS, is_probed=True
         ),
-        triton_entry("triton.decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
-        triton_entry("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
+        triton_entry("extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
         triton_entry(
-            "triton.cdna_extend", StepKind.EXTEND, _bind_extend_cdna, limits=triton_cdna.EXTEND_LIMITS, is_probed=True
-        ),
-        triton_entry("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
-        triton_entry(
-            "triton.hopper_prefill",
+            "hopper_prefill",
             StepKind.PREFILL,
             _bind_prompts_hopper,
             limits=triton_prefill.limits_of_prompts(triton_hopper.LIMITS),
         ),
         triton_entry(
-            "triton.prefill",
+            "prefill",
             StepKind.PREFILL,
             _bind_prompts_plain,
             limits=triton_prefill.limits_of_prompts(_LIMITS),
         ),
-        triton_entry("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
+        triton_entry("hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
         triton_entry(
-            "triton.cdna_extend+cdna_decode",
+            "cdna_extend+cdna_decode",
             StepKind.MIXED,
             _bind_mixed_both_cdna,
             limits=triton_cdna.MIXED_LIMITS,
             is_probed=True,
         ),
+        triton_entry("extend+cdna_decode", StepKind.MIXED, _bind_mixed_cdna, limits=triton_cdna.LIMITS, is_probed=True),
+        triton_entry("extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
+        triton_entry("masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
         triton_entry(
-            "triton.extend+cdna_decode", StepKind.MIXED, _bind_mixed_cdna, limits=triton_cdna.LIMITS, is_probed=True
-        ),
-        triton_entry("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-        triton_entry("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
-        triton_entry(
-            "triton.hopper_shared_prefix",
+            "hopper_shared_prefix",
             StepKind.SHARED,
             _bind_shared_hopper,
             Need.PREFIXES,
             limits=limits_of_shared_prefix(triton_hopper.LIMITS),
         ),
         triton_entry(
-            "triton.shared_prefix",
+            "shared_prefix",
             StepKind.SHARED,
             _bind_shared,
             Need.PREFIXES,
             limits=limits_of_shared_prefix(_LIMITS),
         ),
         triton_entry(
-            "triton.segment_decode", StepKind.DECODE, triton_segments.bind_decode, limits=_LIMITS, batch_invariant=True
+            "segment_decode", StepKind.DECODE, triton_segments.bind_decode, limits=_LIMITS, batch_invariant=True
         ),
         triton_entry(
-            "triton.hopper_segment_extend",
+            "hopper_segment_extend",
             StepKind.EXTEND,
             _bind_extend_hopper_segments,
             limits=triton_hopper.SEGMENT_LIMITS,
             batch_invariant=True,
         ),
         triton_entry(
-            "triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, limits=_LIMITS, batch_invariant=True
+            "segment_extend", StepKind.EXTEND, triton_segments.bind_extend, limits=_LIMITS, batch_invariant=True
         ),
         triton_entry(
-            "triton.hopper_segment_extend+decode",
+            "hopper_segment_extend+decode",
             StepKind.MIXED,
             _bind_mixed_hopper_segments,
             limits=triton_hopper.SEGMENT_LIMITS,
             batch_invariant=True,
         ),
         triton_entry(
-            "triton.segment_masked",
+            "segment_masked",
             StepKind.MASKED,
             triton_segments.bind_masked,
             Need.MASK,
@@ -378,7 +374,7 @@ TRITON = Provider(
             batch_invariant=True,
         ),
         triton_entry(
-            "triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, limits=_LIMITS, batch_invariant=True
+            "segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, limits=_LIMITS, batch_invariant=True
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,

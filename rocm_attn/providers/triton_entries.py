@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,36 +60,10 @@ class Ranged:
         self.kernel.attend_by(args._replace(schedule=own), visible_keys(step, self.visibility, first, end))
 
 
-def triton_entry(
-    name: str,
-    kind: StepKind,
-    bind: Bind,
-    *needs: Need,
-    limits: Limits,
-    batch_invariant: bool = False,
-    is_probed: bool = False,
-    clears_pads: bool = True,
-) -> KernelEntry:
-    """The entry of a kernel that can be captured, supports any context.
-
-    Ignores unused rows of v with any content.
-    """
+def triton_entry(name: str, kind: StepKind, bind: Bind, *needs: Need, limits: Limits, **more: Any) -> KernelEntry:
+    """The entry of a kernel that any context may capture, and that masks unused rows of V. more: other fields"""
     return KernelEntry(
-        provider="triton",
-        name=name,
-        kind=kind,
-        limits=limits,
-        min_kv_len=0,
-        masks_v=True,
-        graph_safe=True,
-        batch_invariant=batch_invariant,
-        needs=frozenset(needs),
-        bakes=frozenset(),
-        needs_host_lengths=False,
-        bind=bind,
-        is_probed=is_probed,
-        clears_pads=clears_pads,
-        faults=(INTERPRETED_BFLOAT16,),
+        f"triton.{name}", kind, limits, bind, needs=frozenset(needs), faults=(INTERPRETED_BFLOAT16,), **more
     )
 
 

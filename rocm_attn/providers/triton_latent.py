@@ -228,55 +228,51 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Tr
 
 
 def _ranges_entry(kind: StepKind) -> KernelEntry:
-    return triton_entry("triton.latent_ranges", kind, _bind_masked, limits=_RANGES_ALONE)
+    return triton_entry("latent_ranges", kind, _bind_masked, limits=_RANGES_ALONE)
 
 
 def _segment_ranges_entry(kind: StepKind) -> KernelEntry:
     bind = _bind_masked_segments
-    return triton_entry("triton.latent_segment_ranges", kind, bind, limits=_RANGES_ALONE, batch_invariant=True)
+    return triton_entry("latent_segment_ranges", kind, bind, limits=_RANGES_ALONE, batch_invariant=True)
 
 
 ENTRIES = (
     triton_entry(
-        "triton.hopper_latent_decode",
+        "hopper_latent_decode",
         StepKind.DECODE,
         _bind_decode_hopper,
         limits=triton_hopper_latent.DECODE_LIMITS,
     ),
-    triton_entry("triton.latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+    triton_entry("latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
     # Its programs know sequences, and none has the tokens after them.
     triton_entry(
-        "triton.hopper_latent_extend",
+        "hopper_latent_extend",
         StepKind.EXTEND,
         _bind_extend_hopper,
         limits=triton_hopper_latent.LIMITS,
         clears_pads=False,
     ),
-    triton_entry("triton.latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+    triton_entry("latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
     triton_entry(
-        "triton.hopper_latent_extend+decode",
+        "hopper_latent_extend+decode",
         StepKind.MIXED,
         _bind_mixed_hopper,
         limits=triton_hopper_latent.LIMITS,
         clears_pads=False,
     ),
-    triton_entry("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-    triton_entry("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
+    triton_entry("latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
+    triton_entry("latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
     triton_entry(
-        "triton.latent_shared_prefix",
+        "latent_shared_prefix",
         StepKind.SHARED,
         _bind_shared,
         Need.PREFIXES,
         limits=limits_of_shared_prefix(_LIMITS),
     ),
+    triton_entry("latent_segment_decode", StepKind.DECODE, _bind_segment_decode, limits=_LIMITS, batch_invariant=True),
+    triton_entry("latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, limits=_LIMITS, batch_invariant=True),
     triton_entry(
-        "triton.latent_segment_decode", StepKind.DECODE, _bind_segment_decode, limits=_LIMITS, batch_invariant=True
-    ),
-    triton_entry(
-        "triton.latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, limits=_LIMITS, batch_invariant=True
-    ),
-    triton_entry(
-        "triton.latent_segment_masked",
+        "latent_segment_masked",
         StepKind.MASKED,
         _bind_masked_segments,
         Need.MASK,
@@ -284,7 +280,7 @@ ENTRIES = (
         batch_invariant=True,
     ),
     triton_entry(
-        "triton.latent_segment_extend+decode",
+        "latent_segment_extend+decode",
         StepKind.MIXED,
         _bind_mixed_segments,
         limits=_LIMITS,

@@ -216,7 +216,6 @@ def _keys(problem: Problem) -> int:
 
 INDEXER_ENTRIES = (
     IndexerEntry(
-        provider="triton",
         name="triton.indexer",
         limits=IndexLimits(
             archs=ARCHS,
@@ -227,7 +226,6 @@ INDEXER_ENTRIES = (
             scales=(Scales.NONE, Scales.LAYER, Scales.TOKEN),
         ),
         batch_invariant=True,
-        bakes=frozenset(),
         bind=_bind_indexer,
     ),
 )
@@ -251,19 +249,14 @@ _SELECTED_LIMITS = Limits(
 
 SELECTED_ENTRIES = (
     SelectedKeysEntry(
-        provider="triton",
         name="triton.selected",
         limits=_SELECTED_LIMITS,
-        batch_invariant=False,
-        bakes=frozenset(),
         bind=_bind_selected,
     ),
     SelectedKeysEntry(
-        provider="triton",
         name="triton.selected_segments",
         limits=replace(_SELECTED_LIMITS, scales=SCALES_BESIDE_ROWS),
         batch_invariant=True,
-        bakes=frozenset(),
         bind=_bind_segments,
     ),
 )
@@ -288,9 +281,9 @@ _ROW_LIMITS = replace(
 EVERY_ROW_ENTRIES = tuple(
     triton_entry(name, kind, bind, limits=of_rows, batch_invariant=is_exact)
     for name, bind, of_rows, is_exact in (
-        ("triton.records", _bind_records, _RECORD_LIMITS, False),
-        ("triton.rows", _bind_rows, _ROW_LIMITS, False),
-        ("triton.row_segments", _bind_row_segments, _ROW_LIMITS, True),
+        ("records", _bind_records, _RECORD_LIMITS, False),
+        ("rows", _bind_rows, _ROW_LIMITS, False),
+        ("row_segments", _bind_row_segments, _ROW_LIMITS, True),
     )
     for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 )

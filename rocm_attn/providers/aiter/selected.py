@@ -112,7 +112,6 @@ def _serves(indexing: Indexing) -> tuple[str, ...]:
 
 SELECTED_ENTRIES = (
     SelectedKeysEntry(
-        provider="aiter",
         name="aiter.unified_attention_sparse_mla",
         limits=Limits(
             archs=("gfx942", "gfx950"),
@@ -130,8 +129,6 @@ SELECTED_ENTRIES = (
             lse=False,
             page_strides=True,
         ),
-        batch_invariant=False,
-        bakes=frozenset(),
         bind=_bind,
         serves=_serves,
         is_probed=True,

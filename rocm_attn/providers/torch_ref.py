@@ -47,7 +47,7 @@ from rocm_attn.providers.contract import (
 )
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.scores import scores_of, visible_keys
-from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
+from rocm_attn.providers.shared_prefix import bind_shared, limits_of_shared_prefix
 from rocm_attn.providers.sparse import every_row
 
 # Plain torch has no limits of its own; these bound sensible values.
@@ -163,11 +163,6 @@ class TorchEveryRow(TorchKernel):
         sparse.selected_attention(every, scale=self.problem.scale)
 
 
-def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
-    prefix = TorchExtend(problem_of_prefixes(problem))
-    return SharedPrefixKernel(problem, prefix, TorchDecode(problem), _ops)
-
-
 def torch_entry(
     name: str, kind: StepKind, bind: Bind, *bakes: Baked, needs: Iterable[Need] = (), limits: Limits = _ANY_POOL
 ) -> KernelEntry:
@@ -195,7 +190,8 @@ def _masked_segments_entry() -> KernelEntry:
 
 def _shared_entry() -> KernelEntry:
     needs = [Need.PREFIXES]
-    row = torch_entry("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
+    bind = bind_shared(TorchExtend.bind, TorchDecode.bind, _ops)
+    row = torch_entry("torch.shared_prefix", StepKind.SHARED, bind, Baked.MAX_KV_LEN, needs=needs)
     return replace(row, limits=limits_of_shared_prefix(_LIMITS))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +22,6 @@ from rocm_attn.providers.scores import visible_keys
 from rocm_attn.providers.triton_later import triton_launches
 
 ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
-
-# The kinds of step that every layer needs a kernel for. That of masked steps serves ranges, too.
-RANGE_KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 
 # tl.dot of Triton 3.6 to 3.9's interpreter, which keeps bfloat16 in NumPy's uint16.
 INTERPRETED_BFLOAT16 = Fault(
@@ -65,6 +63,12 @@ def triton_entry(name: str, kind: StepKind, bind: Bind, *needs: Need, limits: Li
     return KernelEntry(
         f"triton.{name}", kind, limits, bind, needs=frozenset(needs), faults=(INTERPRETED_BFLOAT16,), **more
     )
+
+
+def range_entries(name: str, bind: Bind, limits: Limits, **more: Any) -> Iterator[KernelEntry]:
+    """Entries of the kinds of step that every layer needs, for layers with ranges of keys alone."""
+    for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED):
+        yield triton_entry(name, kind, bind, limits=replace(limits, ranges=True, others=False), **more)
 
 
 def triton_ops() -> StepOps:

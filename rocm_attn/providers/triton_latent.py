@@ -25,11 +25,11 @@ from rocm_attn.kernels.tuning.latent_tiles import (
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers import triton_hopper_latent
-from rocm_attn.providers.contract import BoundKernel, KernelEntry, Limits, PoolSize, StepBounds
+from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutDecode, Maskable, MaskableExtend
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
+from rocm_attn.providers.shared_prefix import bind_shared, limits_of_shared_prefix
 from rocm_attn.providers.split_latents import SplitLatents, cut_of_latents
 from rocm_attn.providers.tiles import (
     latent_decode_tiles_of,
@@ -37,7 +37,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of,
     latent_extend_tiles_of_table,
 )
-from rocm_attn.providers.triton_entries import ARCHS, RANGE_KINDS, Ranged, triton_entry, triton_ops
+from rocm_attn.providers.triton_entries import ARCHS, Ranged, range_entries, triton_entry, triton_ops
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
 
@@ -59,7 +59,6 @@ _LIMITS = Limits(
     short_kv=True,
 )
 _RANGED_LIMITS = replace(_LIMITS, ranges=True)
-_RANGES_ALONE = replace(_RANGED_LIMITS, others=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +195,6 @@ def _masked_extend(problem: Problem, target: Target, min_q_len: int) -> LatentEx
     return LatentExtend(problem, scores_of(problem), tiles, cut)
 
 
-def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
-    prefix = _bind_extend(problem_of_prefixes(problem), target, pool)
-    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
-
-
 def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentDecode:
     tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
     cut = cut_of_latents(tiles.decode(problem.num_q_heads), problem, target)
@@ -225,15 +219,6 @@ def _bind_masked_segments(problem: Problem, target: Target, pool: PoolSize) -> R
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
     extend = _segment_extend(problem, target, min_q_len=2)
     return TritonMixed(_bind_segment_decode(problem, target, pool), extend)
-
-
-def _ranges_entry(kind: StepKind) -> KernelEntry:
-    return triton_entry("latent_ranges", kind, _bind_masked, limits=_RANGES_ALONE)
-
-
-def _segment_ranges_entry(kind: StepKind) -> KernelEntry:
-    bind = _bind_masked_segments
-    return triton_entry("latent_segment_ranges", kind, bind, limits=_RANGES_ALONE, batch_invariant=True)
 
 
 ENTRIES = (
@@ -265,7 +250,7 @@ ENTRIES = (
     triton_entry(
         "latent_shared_prefix",
         StepKind.SHARED,
-        _bind_shared,
+        bind_shared(_bind_extend, _bind_decode, triton_ops),
         Need.PREFIXES,
         limits=limits_of_shared_prefix(_LIMITS),
     ),
@@ -286,6 +271,6 @@ ENTRIES = (
         limits=_LIMITS,
         batch_invariant=True,
     ),
-    *map(_ranges_entry, RANGE_KINDS),
-    *map(_segment_ranges_entry, RANGE_KINDS),
+    *range_entries("latent_ranges", _bind_masked, _LIMITS),
+    *range_entries("latent_segment_ranges", _bind_masked_segments, _LIMITS, batch_invariant=True),
 )

@@ -93,9 +93,9 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDeco
     return SegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)
 
 
-def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    """Binds deterministic extend. Raises NoTiles."""
-    return extend_by_tokens(problem, target, 1, None)
+def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
+    """Binds deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles."""
+    return extend_by_tokens(problem, target, min_q_len, None)
 
 
 def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: BoundKernel | None) -> BoundKernel:

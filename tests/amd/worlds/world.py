@@ -456,11 +456,10 @@ class World:
         first = 0
         for seq, (request, new) in enumerate(zip(requests, q_len, strict=True)):
             rows = slice(first, first + new)
-            weights = self.runtime.head_weights.of(layer)
             masked = visible is not None and problem.custom_mask
             mask = visible[seq].to(q.device) if visible is not None and masked else None
             at = positions[rows] if positions is not None and masked else None
-            want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights, mask, at)
+            want, want_lse = self._reference(layer, request, q[rows], mask, at)
             if new:
                 self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
             self._assert_close(out[rows], want, problem)
@@ -470,6 +469,13 @@ class World:
         assert torch.equal(out[first:], torch.zeros_like(out[first:])), "a padded token got something else than zero"
         if lse is not None:
             assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))
+
+    def _reference(
+        self, layer: int, request: Request, q: Tensor, visible: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns attention of a request's last tokens, and its log-sum-exp, in float64."""
+        k, v, weights = request.k[layer], request.v[layer], self.runtime.head_weights.of(layer)
+        return attend_sequence(q, k, v, self.problems[layer], weights, visible, positions)
 
     def _assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
         """Checks that out is as close to the float64 reference as the problem's kernels must be."""

@@ -49,7 +49,14 @@ from rocm_attn.providers.tiles import (
     extend_choices_of_table,
     extend_cut,
 )
-from rocm_attn.providers.triton_entries import ARCHS, Ranged, range_entries, triton_entry, triton_ops
+from rocm_attn.providers.triton_entries import (
+    ARCHS,
+    Ranged,
+    deterministic_entry,
+    range_entries,
+    triton_entry,
+    triton_ops,
+)
 from rocm_attn.providers.triton_later import triton_launches
 
 _LIMITS = Limits(
@@ -262,98 +269,69 @@ def _bind_hopper_segments(problem: Problem, target: Target, pool: PoolSize, min_
 TRITON = Provider(
     name="triton",
     entries=(
-        triton_entry(
-            "cdna_decode", StepKind.DECODE, triton_cdna.bind_decode, limits=triton_cdna.LIMITS, is_probed=True
-        ),
-        triton_entry("hopper_decode", StepKind.DECODE, triton_hopper.bind_extend, limits=triton_hopper.DECODE_LIMITS),
-        triton_entry("decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
-        triton_entry("hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
-        triton_entry(
-            "cdna_extend", StepKind.EXTEND, _bind_extend_cdna, limits=triton_cdna.EXTEND_LIMITS, is_probed=True
-        ),
-        triton_entry("extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+        triton_entry("cdna_decode", StepKind.DECODE, triton_cdna.LIMITS, triton_cdna.bind_decode, is_probed=True),
+        triton_entry("hopper_decode", StepKind.DECODE, triton_hopper.DECODE_LIMITS, triton_hopper.bind_extend),
+        triton_entry("decode", StepKind.DECODE, _LIMITS, _bind_decode_alone),
+        triton_entry("hopper_extend", StepKind.EXTEND, triton_hopper.LIMITS, _bind_extend_hopper),
+        triton_entry("cdna_extend", StepKind.EXTEND, triton_cdna.EXTEND_LIMITS, _bind_extend_cdna, is_probed=True),
+        triton_entry("extend", StepKind.EXTEND, _LIMITS, _bind_extend),
         triton_entry(
             "hopper_prefill",
             StepKind.PREFILL,
+            triton_prefill.limits_of_prompts(triton_hopper.LIMITS),
             _prompts(_bind_extend_hopper),
-            limits=triton_prefill.limits_of_prompts(triton_hopper.LIMITS),
         ),
+        triton_entry("prefill", StepKind.PREFILL, triton_prefill.limits_of_prompts(_LIMITS), _prompts(_bind_extend)),
         triton_entry(
-            "prefill",
-            StepKind.PREFILL,
-            _prompts(_bind_extend),
-            limits=triton_prefill.limits_of_prompts(_LIMITS),
-        ),
-        triton_entry(
-            "hopper_extend+decode",
-            StepKind.MIXED,
-            _mixed(_bind_decode, _bind_extend_hopper),
-            limits=triton_hopper.LIMITS,
+            "hopper_extend+decode", StepKind.MIXED, triton_hopper.LIMITS, _mixed(_bind_decode, _bind_extend_hopper)
         ),
         triton_entry(
             "cdna_extend+cdna_decode",
             StepKind.MIXED,
+            triton_cdna.MIXED_LIMITS,
             _mixed(triton_cdna.bind_decode, _bind_extend_cdna),
-            limits=triton_cdna.MIXED_LIMITS,
             is_probed=True,
         ),
         triton_entry(
             "extend+cdna_decode",
             StepKind.MIXED,
+            triton_cdna.LIMITS,
             _mixed(triton_cdna.bind_decode, _bind_extend),
-            limits=triton_cdna.LIMITS,
             is_probed=True,
         ),
-        triton_entry("extend+decode", StepKind.MIXED, _mixed(_bind_decode, _bind_extend), limits=_LIMITS),
-        triton_entry("masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
+        triton_entry("extend+decode", StepKind.MIXED, _LIMITS, _mixed(_bind_decode, _bind_extend)),
+        triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
         triton_entry(
             "hopper_shared_prefix",
             StepKind.SHARED,
+            limits_of_shared_prefix(triton_hopper.LIMITS),
             bind_shared(_bind_extend_hopper, _bind_decode, triton_ops),
             Need.PREFIXES,
-            limits=limits_of_shared_prefix(triton_hopper.LIMITS),
         ),
         triton_entry(
             "shared_prefix",
             StepKind.SHARED,
+            limits_of_shared_prefix(_LIMITS),
             bind_shared(_bind_extend, _bind_decode, triton_ops),
             Need.PREFIXES,
-            limits=limits_of_shared_prefix(_LIMITS),
         ),
-        triton_entry(
-            "segment_decode", StepKind.DECODE, triton_segments.bind_decode, limits=_LIMITS, batch_invariant=True
+        deterministic_entry("segment_decode", StepKind.DECODE, _LIMITS, triton_segments.bind_decode),
+        deterministic_entry(
+            "hopper_segment_extend", StepKind.EXTEND, triton_hopper.SEGMENT_LIMITS, _bind_hopper_segments
         ),
-        triton_entry(
-            "hopper_segment_extend",
-            StepKind.EXTEND,
-            _bind_hopper_segments,
-            limits=triton_hopper.SEGMENT_LIMITS,
-            batch_invariant=True,
-        ),
-        triton_entry(
-            "segment_extend", StepKind.EXTEND, triton_segments.bind_extend, limits=_LIMITS, batch_invariant=True
-        ),
-        triton_entry(
+        deterministic_entry("segment_extend", StepKind.EXTEND, _LIMITS, triton_segments.bind_extend),
+        deterministic_entry(
             "hopper_segment_extend+decode",
             StepKind.MIXED,
+            triton_hopper.SEGMENT_LIMITS,
             _mixed(triton_segments.bind_decode, _bind_hopper_segments),
-            limits=triton_hopper.SEGMENT_LIMITS,
-            batch_invariant=True,
         ),
-        triton_entry(
-            "segment_masked",
-            StepKind.MASKED,
-            triton_segments.bind_masked,
-            Need.MASK,
-            limits=_RANGED_LIMITS,
-            batch_invariant=True,
-        ),
-        triton_entry(
+        deterministic_entry("segment_masked", StepKind.MASKED, _RANGED_LIMITS, triton_segments.bind_masked, Need.MASK),
+        deterministic_entry(
             "segment_extend+decode",
             StepKind.MIXED,
+            _LIMITS,
             _mixed(triton_segments.bind_decode, triton_segments.bind_extend),
-            limits=_LIMITS,
-            batch_invariant=True,
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,

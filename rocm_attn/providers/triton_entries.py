@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,17 +59,20 @@ class Ranged:
         self.kernel.attend_by(args._replace(schedule=own), visible_keys(step, self.visibility, first, end))
 
 
-def triton_entry(name: str, kind: StepKind, bind: Bind, *needs: Need, limits: Limits, **more: Any) -> KernelEntry:
+def triton_entry(name: str, kind: StepKind, limits: Limits, bind: Bind, *needs: Need, **more: Any) -> KernelEntry:
     """The entry of a kernel that any context may capture, and that masks unused rows of V. more: other fields"""
     return KernelEntry(
         f"triton.{name}", kind, limits, bind, needs=frozenset(needs), faults=(INTERPRETED_BFLOAT16,), **more
     )
 
 
+deterministic_entry = partial(triton_entry, batch_invariant=True)
+
+
 def range_entries(name: str, bind: Bind, limits: Limits, **more: Any) -> Iterator[KernelEntry]:
     """Entries of the kinds of step that every layer needs, for layers with ranges of keys alone."""
     for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED):
-        yield triton_entry(name, kind, bind, limits=replace(limits, ranges=True, others=False), **more)
+        yield triton_entry(name, kind, replace(limits, ranges=True, others=False), bind, **more)
 
 
 def triton_ops() -> StepOps:

@@ -37,7 +37,14 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of,
     latent_extend_tiles_of_table,
 )
-from rocm_attn.providers.triton_entries import ARCHS, Ranged, range_entries, triton_entry, triton_ops
+from rocm_attn.providers.triton_entries import (
+    ARCHS,
+    Ranged,
+    deterministic_entry,
+    range_entries,
+    triton_entry,
+    triton_ops,
+)
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
 
@@ -222,55 +229,33 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Tr
 
 
 ENTRIES = (
-    triton_entry(
-        "hopper_latent_decode",
-        StepKind.DECODE,
-        _bind_decode_hopper,
-        limits=triton_hopper_latent.DECODE_LIMITS,
-    ),
-    triton_entry("latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+    triton_entry("hopper_latent_decode", StepKind.DECODE, triton_hopper_latent.DECODE_LIMITS, _bind_decode_hopper),
+    triton_entry("latent_decode", StepKind.DECODE, _LIMITS, _bind_decode),
     # Its programs know sequences, and none has the tokens after them.
     triton_entry(
-        "hopper_latent_extend",
-        StepKind.EXTEND,
-        _bind_extend_hopper,
-        limits=triton_hopper_latent.LIMITS,
-        clears_pads=False,
+        "hopper_latent_extend", StepKind.EXTEND, triton_hopper_latent.LIMITS, _bind_extend_hopper, clears_pads=False
     ),
-    triton_entry("latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+    triton_entry("latent_extend", StepKind.EXTEND, _LIMITS, _bind_extend),
     triton_entry(
         "hopper_latent_extend+decode",
         StepKind.MIXED,
+        triton_hopper_latent.LIMITS,
         _bind_mixed_hopper,
-        limits=triton_hopper_latent.LIMITS,
         clears_pads=False,
     ),
-    triton_entry("latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-    triton_entry("latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
+    triton_entry("latent_extend+decode", StepKind.MIXED, _LIMITS, _bind_mixed),
+    triton_entry("latent_masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
     triton_entry(
         "latent_shared_prefix",
         StepKind.SHARED,
+        limits_of_shared_prefix(_LIMITS),
         bind_shared(_bind_extend, _bind_decode, triton_ops),
         Need.PREFIXES,
-        limits=limits_of_shared_prefix(_LIMITS),
     ),
-    triton_entry("latent_segment_decode", StepKind.DECODE, _bind_segment_decode, limits=_LIMITS, batch_invariant=True),
-    triton_entry("latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, limits=_LIMITS, batch_invariant=True),
-    triton_entry(
-        "latent_segment_masked",
-        StepKind.MASKED,
-        _bind_masked_segments,
-        Need.MASK,
-        limits=_RANGED_LIMITS,
-        batch_invariant=True,
-    ),
-    triton_entry(
-        "latent_segment_extend+decode",
-        StepKind.MIXED,
-        _bind_mixed_segments,
-        limits=_LIMITS,
-        batch_invariant=True,
-    ),
+    deterministic_entry("latent_segment_decode", StepKind.DECODE, _LIMITS, _bind_segment_decode),
+    deterministic_entry("latent_segment_extend", StepKind.EXTEND, _LIMITS, _bind_segment_extend),
+    deterministic_entry("latent_segment_masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked_segments, Need.MASK),
+    deterministic_entry("latent_segment_extend+decode", StepKind.MIXED, _LIMITS, _bind_mixed_segments),
     *range_entries("latent_ranges", _bind_masked, _LIMITS),
     *range_entries("latent_segment_ranges", _bind_masked_segments, _LIMITS, batch_invariant=True),
 )

@@ -279,7 +279,7 @@ _ROW_LIMITS = replace(
 
 # Attention to all records, and to all rows of several tokens, which no other kernels of dense steps read.
 EVERY_ROW_ENTRIES = tuple(
-    triton_entry(name, kind, bind, limits=of_rows, batch_invariant=is_exact)
+    triton_entry(name, kind, of_rows, bind, batch_invariant=is_exact)
     for name, bind, of_rows, is_exact in (
         ("records", _bind_records, _RECORD_LIMITS, False),
         ("rows", _bind_rows, _ROW_LIMITS, False),

@@ -242,8 +242,13 @@ class World:
 
     def begun(self, *q_len: int) -> list[Request]:
         """Admits a request for each number of new tokens, and gives them these tokens in one step, which is checked."""
-        requests = self.admit_all(len(q_len))
-        self.step(requests, q_len)
+        return self.served(q_len)
+
+    def served(self, *steps: Sequence[int], pad_to: int | None = None) -> list[Request]:
+        """Admits requests, and gives them the tokens of each step, which is checked."""
+        requests = self.admit_all(len(steps[0]))
+        for q_len in steps:
+            self.step(requests, q_len, pad_to)
         return requests
 
     def _nothing(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -10,12 +10,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.refs import sparse
-from rocm_attn.kernels.sparse.arguments import (
-    IndexArgs,
-    Indexing,
-    SelectedArgs,
-    SelectedKeys,
-)
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import Baked, Limits, PoolSize

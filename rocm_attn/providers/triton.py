@@ -40,7 +40,6 @@ from rocm_attn.providers.contract import (
 from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.shared_prefix import bind_shared, limits_of_shared_prefix
 from rocm_attn.providers.tiles import (
     codes_of,
     decode_cut_of,
@@ -54,6 +53,7 @@ from rocm_attn.providers.triton_entries import (
     Ranged,
     deterministic_entry,
     range_entries,
+    shared_entry,
     triton_entry,
     triton_ops,
 )
@@ -301,20 +301,8 @@ TRITON = Provider(
         ),
         triton_entry("extend+decode", StepKind.MIXED, _LIMITS, _mixed(_bind_decode, _bind_extend)),
         triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
-        triton_entry(
-            "hopper_shared_prefix",
-            StepKind.SHARED,
-            limits_of_shared_prefix(triton_hopper.LIMITS),
-            bind_shared(_bind_extend_hopper, _bind_decode, triton_ops),
-            Need.PREFIXES,
-        ),
-        triton_entry(
-            "shared_prefix",
-            StepKind.SHARED,
-            limits_of_shared_prefix(_LIMITS),
-            bind_shared(_bind_extend, _bind_decode, triton_ops),
-            Need.PREFIXES,
-        ),
+        shared_entry("hopper_shared_prefix", triton_hopper.LIMITS, _bind_extend_hopper, _bind_decode),
+        shared_entry("shared_prefix", _LIMITS, _bind_extend, _bind_decode),
         deterministic_entry("segment_decode", StepKind.DECODE, _LIMITS, triton_segments.bind_decode),
         deterministic_entry(
             "hopper_segment_extend", StepKind.EXTEND, triton_hopper.SEGMENT_LIMITS, _bind_hopper_segments

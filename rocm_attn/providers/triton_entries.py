@@ -20,6 +20,7 @@ from rocm_attn.providers.cut_kernels import Maskable
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.schedules import RangeSchedule, Schedules
 from rocm_attn.providers.scores import visible_keys
+from rocm_attn.providers.shared_prefix import bind_shared, limits_of_shared_prefix
 from rocm_attn.providers.triton_later import triton_launches
 
 ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
@@ -73,6 +74,12 @@ def range_entries(name: str, bind: Bind, limits: Limits, **more: Any) -> Iterato
     """Entries of the kinds of step that every layer needs, for layers with ranges of keys alone."""
     for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED):
         yield triton_entry(name, kind, replace(limits, ranges=True, others=False), bind, **more)
+
+
+def shared_entry(name: str, limits: Limits, extend: Bind, decode: Bind) -> KernelEntry:
+    """The entry of steps whose sequences share prefixes. extend, decode: bind the kernels that it is composed of"""
+    bind = bind_shared(extend, decode, triton_ops)
+    return triton_entry(name, StepKind.SHARED, limits_of_shared_prefix(limits), bind, Need.PREFIXES)
 
 
 def triton_ops() -> StepOps:

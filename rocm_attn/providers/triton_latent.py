@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
@@ -26,10 +25,9 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers import triton_hopper_latent
 from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
-from rocm_attn.providers.cut_kernels import CutDecode, Maskable, MaskableExtend
+from rocm_attn.providers.cut_kernels import CutSegmentDecode, Maskable, MaskableExtend
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.shared_prefix import bind_shared, limits_of_shared_prefix
 from rocm_attn.providers.split_latents import SplitLatents, cut_of_latents
 from rocm_attn.providers.tiles import (
     latent_decode_tiles_of,
@@ -42,8 +40,8 @@ from rocm_attn.providers.triton_entries import (
     Ranged,
     deterministic_entry,
     range_entries,
+    shared_entry,
     triton_entry,
-    triton_ops,
 )
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
@@ -92,25 +90,15 @@ class LatentExtend(MaskableExtend[LatentTiles]):
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSegmentDecode(CutDecode[LatentSegmentTiles]):
-    """Deterministic decode of sequences with one new token; other sequences are skipped.
+class LatentSegmentDecode(CutSegmentDecode[LatentSegmentTiles]):
+    """Deterministic decode over latent pages."""
 
-    cut:           its key blocks are segments
-    most_segments: that a token may see; the workspace has a slot for each
-    """
-
-    most_segments: int
+    @property
+    def q_rows(self) -> int:
+        return self.problem.num_q_heads
 
     def describe(self) -> str:
         return f"triton.latent_segment_decode({self.problem}, {self.tiles}, segments={self.most_segments})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        problem = self.problem
-        return sum(
-            self.cut.segment_words(
-                shape.num_seqs, self.most_segments, q_rows=problem.num_q_heads, v_head_dim=problem.v_head_dim
-            )
-        )
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -245,13 +233,7 @@ ENTRIES = (
     ),
     triton_entry("latent_extend+decode", StepKind.MIXED, _LIMITS, _bind_mixed),
     triton_entry("latent_masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
-    triton_entry(
-        "latent_shared_prefix",
-        StepKind.SHARED,
-        limits_of_shared_prefix(_LIMITS),
-        bind_shared(_bind_extend, _bind_decode, triton_ops),
-        Need.PREFIXES,
-    ),
+    shared_entry("latent_shared_prefix", _LIMITS, _bind_extend, _bind_decode),
     deterministic_entry("latent_segment_decode", StepKind.DECODE, _LIMITS, _bind_segment_decode),
     deterministic_entry("latent_segment_extend", StepKind.EXTEND, _LIMITS, _bind_segment_extend),
     deterministic_entry("latent_segment_masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked_segments, Need.MASK),

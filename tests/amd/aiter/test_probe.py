@@ -57,7 +57,6 @@ def turns_to_nan_on_long_sequences(right: Body) -> Body:
 WRONG: Mapping[str, tuple[str, Callable[[Body], Body], StepKind]] = {
     "scale": ("mha_batch_prefill_func", ignores_the_scale, StepKind.EXTEND),
     "second sequence": ("paged_attention_ragged", forgets_the_second_sequence, StepKind.DECODE),
-    "not built": ("mha_batch_prefill_func", was_not_built, StepKind.EXTEND),
     "long sequences": ("paged_attention_ragged", turns_to_nan_on_long_sequences, StepKind.DECODE),
 }
 
@@ -74,20 +73,6 @@ def test_a_wrong_kernel_is_switched_off_with_a_reason_and_the_next_serves(
     (reason,) = (r.reason for r in selection.refusals if r.kernel == f"aiter.{function}" and r.kind is kind)
     assert reason.startswith("switched off by its probe: ")
     serving.served([5, 40], [1, 1], [2, 3])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "error", [TypeError, *(pytest.param(other, marks=pytest.mark.nightly) for other in (RuntimeError, AttributeError))]
-)
-def test_a_kernel_that_raises_over_vectorised_pages_gives_way_to_the_next(
-    error: type[Exception], aiter: StandIn
-) -> None:
-    aiter.fail("pa_decode_gluon", error("launch_reduce() got an unexpected keyword argument 'stream'"))
-    serving = world(vectorised_problem())
-    selection = serving.runtime.selections[0]
-    assert selection.kernels[StepKind.DECODE].entry.name == "aiter.unified_attention[vectorised]"
-    assert any('it raised "launch_reduce() got an unexpected' in line for line in selection.lines())
 
 
 def test_a_function_that_is_wrong_over_vectorised_pages_still_serves_linear_ones(aiter: StandIn) -> None:

@@ -33,6 +33,8 @@ FAILURES: Mapping[str, tuple[BaseException, str]] = {
     "a failed build leaves": (SystemExit("[aiter] build failed"), "it raised '[aiter] build failed'"),
     "no memory on the host": (MemoryError(), "it raised MemoryError"),
     "no memory on the device": (torch.OutOfMemoryError("HIP out of memory"), "HIP out of memory"),
+    "a keyword that it does not take": (TypeError("not 'stream'"), "it raised \"not 'stream'\""),
+    "a function that is not there": (AttributeError("no attribute 'launch_reduce'"), "no attribute 'launch_reduce'"),
     "no variant": (RuntimeError("no matching kernel found\nsecond line"), "it raised 'no matching kernel found' in"),
 }
 LACK_MEMORY = {"no memory on the host", "no memory on the device"}

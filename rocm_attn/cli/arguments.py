@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +25,8 @@ from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.select import Selection
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.selection.pages import POOLS, PageChoice, choose_pages, open_page_sizes, open_pools
 from rocm_attn.step.options import RuntimeOptions
 
@@ -45,27 +48,57 @@ def page_choice(
     return choose_pages(problems, choose, open_page_sizes(options.page_size), open_pools(options.pool))
 
 
-def runtime_options(options: argparse.Namespace, *, max_kv_len: int, page_size: int) -> RuntimeOptions:
-    """The options that capture-plan and prewarm share; pages for all sequences if their number is not given."""
-    enough = 1 + options.max_batch_size * num_pages(max_kv_len, page_size)
-    return RuntimeOptions(
+@dataclass(frozen=True, slots=True)
+class PlannedRuntime:
+    """A model's runtime on one rank, as the options that capture-plan and prewarm share describe it.
+
+    whole:    the model on all ranks
+    problems: on this one, for sequences of settings.max_kv_len
+    states:   of recurrent layers, which may go back by the draft tokens of a step
+    """
+
+    whole: AttentionGeometry
+    pages: PageChoice
+    problems: tuple[Problem, ...]
+    settings: RuntimeOptions
+    states: StateMemory
+
+
+def planned_runtime(
+    options: argparse.Namespace, target: Target, unavailable: Mapping[str, str], **more: Any
+) -> PlannedRuntime:
+    """Plans the runtime of options.config; with pages for all sequences if their number is not given.
+
+    unavailable: kernel -> why the machine lacks it; more: further RuntimeOptions
+    Raises BadModel, BadSetting, BadProblem, Unsupported.
+    """
+    model = described_model(options.config)
+    max_kv_len = model.max_kv_len(options.max_kv_len)
+    geometry = model.geometry.on_one_of(options.tp).without_idle_windows(max_kv_len)
+    kv = KVFormat.named(options.kv_dtype, options.kv_scales, target)
+    over = geometry.problems(dtype=getattr(torch, options.dtype), page_size=geometry.least_page_size, kv=kv)
+    given = {"provider": options.provider, "deterministic": options.deterministic}
+    pages = page_choice(options, over, partial(select, target=target, unavailable=unavailable, **given))
+    problems = pages.problems(over)
+    if any(drafts.branches > 1 for drafts in options.drafts):
+        problems = tuple(replace(problem, custom_mask=True) for problem in problems)
+    enough = 1 + options.max_batch_size * num_pages(max_kv_len, pages.page_size)
+    settings = RuntimeOptions(
         num_pages=enough if options.num_pages is None else options.num_pages,
         max_num_seqs=options.max_batch_size,
         max_kv_len=max_kv_len,
-        provider=options.provider,
         capture_sizes=options.capture_sizes,
         capture_tokens=options.capture_tokens,
         shared_prefixes=options.shared_prefixes,
-        deterministic=options.deterministic,
+        drafts=options.drafts,
+        **given,
+        **more,
     )
-
-
-def state_memory(geometry: AttentionGeometry, problems: Sequence[Problem], options: RuntimeOptions) -> StateMemory:
-    """The memory of recurrent layers' states, which may go back by the draft tokens of a step. Raises BadProblem."""
-    first, kept = problems[0], max(1, options.verify_tokens)
+    first, kept = problems[0], max(1, settings.verify_tokens)
     spacing = spacing_of(first.page_size, MOST_CHUNK)
     recurrent = RecurrentLayers(geometry.recurrences(first.dtype), kept=kept, spacing=spacing)
-    return StateMemory(recurrent, options.num_rows + 1, page_bytes(problems), first.page_size)
+    states = StateMemory(recurrent, settings.num_rows + 1, page_bytes(problems), first.page_size)
+    return PlannedRuntime(model.geometry, pages, problems, settings, states)
 
 
 def pages_as_json(pages: PageChoice) -> dict[str, object]:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.capture.fit import Fit, fit_of
@@ -17,20 +15,11 @@ from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graph_nodes import CountedNodes, GraphNodes, count_nodes
 from rocm_attn.capture.graphs import shape_name
 from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes, fitting
-from rocm_attn.cli.arguments import (
-    described_model,
-    page_choice,
-    pages_as_json,
-    requested_target,
-    runtime_options,
-    state_memory,
-)
+from rocm_attn.cli.arguments import pages_as_json, planned_runtime, requested_target
 from rocm_attn.cli.weights import NOT_KNOWN, Weights, weights_of
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.gpus import GPUS, Gpu
 from rocm_attn.models.cut import cost_of_heads
-from rocm_attn.providers.select import select
-from rocm_attn.selection.kv_formats import KVFormat
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NOT_PREDICTED = (
@@ -41,25 +30,11 @@ _NOT_PREDICTED = (
 
 def run(options: argparse.Namespace) -> None:
     """Prints the plan for options.config. Raises RocmAttnError."""
-    model = described_model(options.config)
     gpu = _gpu(options)
     target = requested_target(options)
-    max_kv_len = model.max_kv_len(options.max_kv_len)
-    geometry = model.geometry.on_one_of(options.tp).without_idle_windows(max_kv_len)
-    over = geometry.problems(
-        dtype=getattr(torch, options.dtype),
-        page_size=geometry.least_page_size,
-        kv=KVFormat.named(options.kv_dtype, options.kv_scales, target),
-    )
-    pages = page_choice(
-        options, over, lambda problem: select(problem, target, options.provider, deterministic=options.deterministic)
-    )
-    problems = pages.problems(over)
-    if any(drafts.branches > 1 for drafts in options.drafts):
-        problems = tuple(replace(problem, custom_mask=True) for problem in problems)
-    common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
-    settings = replace(common, swa_pages=options.swa_pages, split_steps=options.split_steps, drafts=options.drafts)
-    states = state_memory(geometry, problems, settings)
+    runtime = planned_runtime(options, target, {}, swa_pages=options.swa_pages, split_steps=options.split_steps)
+    pages, problems, settings, states = runtime.pages, runtime.problems, runtime.settings, runtime.states
+    max_kv_len = settings.max_kv_len
 
     def planned(num_pages: int) -> CapturePlan:
         recurrent = states.with_checkpoints(num_pages * states.page_bytes)
@@ -80,11 +55,16 @@ def run(options: argparse.Namespace) -> None:
     most = options.max_batch_size if fit is None else min(options.max_batch_size, fitting(fit.room))
     if gpu is not None and weights.matrices != NOT_COUNTED and problems[0].dtype.itemsize == 2:
         times = StepTimes(
-            weights.matrices, [problems[read] for read in geometry.reads], gpu.rates, states.recurrent.layers
+            weights.matrices, [problems[read] for read in runtime.whole.reads], gpu.rates, states.recurrent.layers
         )
         budget = StepBudget.chosen(times, most)
     if options.json:
-        described = {"arch": target.arch, "ranks": options.tp, **pages_as_json(pages), "max_kv_len": max_kv_len}
+        described = {
+            "arch": target.arch,
+            "ranks": options.tp,
+            **pages_as_json(pages),
+            "max_kv_len": settings.max_kv_len,
+        }
         of_weights = {"weights_bytes": None if weights.num_bytes == NOT_KNOWN else weights.num_bytes}
         of_fit = {"fit": None if fit is None else {**asdict(fit), "left": fit.left, "fits": fit.fits}}
         of_states = {"state_bytes_per_request": states.of_each_request, "spacing": states.recurrent.spacing}
@@ -99,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         print(
             f"{options.config} on {target.arch}{ranks}, up to {options.max_batch_size} sequences of {max_kv_len} tokens"
         )
-        for sentence in cost_of_heads(model.geometry, options.tp):
+        for sentence in cost_of_heads(runtime.whole, options.tp):
             print(f"over {options.tp} ranks, {sentence}")
         if pages.lines:
             print(f"{pages.describe()} were chosen")

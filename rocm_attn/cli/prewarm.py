@@ -16,39 +16,24 @@ import torch
 
 from rocm_attn.capture.kernel_bundle import load_bundle, save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
-from rocm_attn.cli.arguments import described_model, page_choice, pages_as_json, runtime_options, state_memory
+from rocm_attn.cli.arguments import pages_as_json, planned_runtime
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.target import Target, detect_target, known_target, target_elsewhere
-from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
-from rocm_attn.selection.kv_formats import KVFormat
 
 
 def run(options: argparse.Namespace) -> None:
     """Compiles for options.config and prints the report. Raises RocmAttnError."""
-    model = described_model(options.config)
     target, device = target_and_device(options.arch)
-    max_kv_len = model.max_kv_len(options.max_kv_len)
-    geometry = model.geometry.on_one_of(options.tp).without_idle_windows(max_kv_len)
     # A GPU that is not here is assumed to have every kernel that AITER brings.
     missing = missing_kernels(target, options.provider) if device.type == "cuda" else {}
-    over = geometry.problems(
-        dtype=getattr(torch, options.dtype),
-        page_size=geometry.least_page_size,
-        kv=KVFormat.named(options.kv_dtype, options.kv_scales, target),
-    )
-    pages = page_choice(options, over, lambda problem: select(problem, target, options.provider, unavailable=missing))
-    problems = pages.problems(over)
-    if any(drafts.branches > 1 for drafts in options.drafts):
-        problems = tuple(replace(problem, custom_mask=True) for problem in problems)
-    common = runtime_options(options, max_kv_len=max_kv_len, page_size=pages.page_size)
-    served = replace(common, drafts=options.drafts, verify_tokens=options.verify_tokens)
-    states = state_memory(geometry, problems, served)
+    runtime = planned_runtime(options, target, missing, verify_tokens=options.verify_tokens)
+    pages, served, states = runtime.pages, runtime.settings, runtime.states
     compile_all = partial(
         prewarm,
-        problems,
+        runtime.problems,
         target,
         served,
         states.with_checkpoints(served.num_pages * states.page_bytes),

@@ -417,9 +417,11 @@ class ReadAhead:
 
 @dataclass(frozen=True, slots=True)
 class KernelEntry:
-    """A kernel's entry in the capability table.
+    """A kernel's entry in the capability table; the defaults are those of most of the project's own kernels.
 
+    name:               its provider's, a dot, and its own
     kind:               the steps it serves
+    bind:               see Bind
     min_kv_len:         shortest KV length that it supports; padded sequences get this length
     masks_v:            True if it does not read V rows beyond the length (0 * NaN is NaN); if it does, the store zeroes
                         the slots after a sequence in its last page
@@ -427,7 +429,6 @@ class KernelEntry:
     batch_invariant:    True if a sequence's result is bitwise the same in any batch
     needs, bakes:       see Need and Baked
     needs_host_lengths: True if it must know the lengths on the host
-    bind:               see Bind
     clears_pads:        True if padded tokens of out receive zeros and those of lse -inf; if not, a launch after it
                         writes them
     reads_ahead:        see ReadAhead
@@ -439,18 +440,17 @@ class KernelEntry:
     is_probed:          True if it runs a layer's shape against the reference before it serves (selection/probe.py)
     """
 
-    provider: str
     name: str
     kind: StepKind
     limits: Limits
-    min_kv_len: int
-    masks_v: bool
-    graph_safe: bool
-    batch_invariant: bool
-    needs: frozenset[Need]
-    bakes: frozenset[Baked]
-    needs_host_lengths: bool
     bind: Bind
+    min_kv_len: int = 0
+    masks_v: bool = True
+    graph_safe: bool = True
+    batch_invariant: bool = False
+    needs: frozenset[Need] = frozenset()
+    bakes: frozenset[Baked] = frozenset()
+    needs_host_lengths: bool = False
     clears_pads: bool = True
     reads_ahead: ReadAhead = ReadAhead()
     not_bound: str = ""
@@ -459,6 +459,11 @@ class KernelEntry:
     rounds_products: bool = False
     rounds_queries: bool = False
     is_probed: bool = False
+
+    @property
+    def provider(self) -> str:
+        """The name of its provider."""
+        return self.name.partition(".")[0]
 
     def needs_zeroed_tails(self, problem: Problem) -> bool:
         """True if the store must zero the slots after a sequence in its last page; a page of one token has none."""

@@ -77,12 +77,10 @@ class CpuDecode:
         attention.paged_decode(args, step.block_table, scores=self.scores)
 
 
-@dataclass(frozen=True, slots=True)
 class CpuExtend(TorchKernel):
     """Any number of new tokens in each sequence, one included."""
 
-    def describe(self) -> str:
-        return f"cpu.extend({self.problem})"
+    name = "cpu.extend"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         attention.paged_extend(args, scores=self.scores)
@@ -93,10 +91,6 @@ def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CpuDecode:
     return CpuDecode(problem, keys, scores_of(problem))
 
 
-def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> CpuExtend:
-    return CpuExtend(problem)
-
-
 def _ops() -> StepOps:
     return replace(TORCH.ops(), store_kv=store.store_kv, rope_store=store.rope_store, rope_queries=store.rope_queries)
 
@@ -104,9 +98,9 @@ def _ops() -> StepOps:
 CPU = Provider(
     name="cpu",
     entries=(
-        torch_entry("cpu.decode", StepKind.DECODE, _bind_decode, needs=frozenset({Need.BLOCK_TABLE}), limits=_LIMITS),
-        torch_entry("cpu.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
-        torch_entry("cpu.extend", StepKind.MIXED, _bind_extend, limits=_LIMITS),
+        torch_entry("cpu.decode", StepKind.DECODE, _bind_decode, needs=[Need.BLOCK_TABLE], limits=_LIMITS),
+        torch_entry("cpu.extend", StepKind.EXTEND, CpuExtend.bind, limits=_LIMITS),
+        torch_entry("cpu.extend", StepKind.MIXED, CpuExtend.bind, limits=_LIMITS),
     ),
     ops=_ops,
 )

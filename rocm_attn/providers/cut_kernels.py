@@ -35,6 +35,28 @@ class CutDecode(Generic[Tiles]):
 
 
 @dataclass(frozen=True, slots=True)
+class CutSegmentDecode(CutDecode[Tiles], ABC):
+    """Deterministic decode.
+
+    cut:           its key blocks are segments
+    most_segments: that a token may see; the workspace has a slot for each
+    """
+
+    most_segments: int
+
+    @property
+    @abstractmethod
+    def q_rows(self) -> int:
+        """Query heads that a program computes at once."""
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        words = self.cut.segment_words(
+            shape.num_seqs, self.most_segments, q_rows=self.q_rows, v_head_dim=self.problem.v_head_dim
+        )
+        return sum(words)
+
+
+@dataclass(frozen=True, slots=True)
 class CutExtend(Generic[Tiles]):
     """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more. scores: the problem's"""
 

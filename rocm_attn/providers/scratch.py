@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from rocm_attn.problem import Problem
+
 _ALIGNMENT_BYTES = 256
 
 
@@ -24,6 +26,15 @@ class ScratchTensor:
         """float32 words that it takes, in whole aligned blocks."""
         blocks = -(-prod(self.shape) * self.dtype.itemsize // _ALIGNMENT_BYTES)
         return blocks * _ALIGNMENT_BYTES // torch.float32.itemsize
+
+
+def rows_of_heads(problem: Problem, num_rows: int, num_heads: int) -> tuple[ScratchTensor, ScratchTensor]:
+    """Room for rows of q or K, and for rows of V or out, of num_heads heads each."""
+    rows = (num_rows, num_heads)
+    return (
+        ScratchTensor((*rows, problem.head_dim), problem.dtype),
+        ScratchTensor((*rows, problem.v_head_dim), problem.dtype),
+    )
 
 
 def num_words(parts: Sequence[ScratchTensor]) -> int:

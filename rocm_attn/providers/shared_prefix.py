@@ -16,8 +16,9 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
-from rocm_attn.providers.contract import BoundKernel, Limits, StepBounds
+from rocm_attn.providers.contract import Bind, BoundKernel, Limits, PoolSize, StepBounds
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.schedules import Schedules
 from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
@@ -103,6 +104,18 @@ class SharedPrefixKernel:
         return ScratchTensor((*rows, self.problem.v_head_dim), self.problem.dtype), lse, lse
 
 
+def bind_shared(prefix: Bind, suffix: Bind, ops: Callable[[], StepOps]) -> Bind:
+    """Returns what binds the kernel of a provider. prefix, suffix: bind its extend and decode kernels"""
+
+    def bind(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
+        # Queries over a prefix see all of it, and no sink.
+        of_prefixes = replace(problem, window_right=UNLIMITED_WINDOW, has_sinks=False)
+        both = prefix(of_prefixes, target, pool), suffix(problem, target, pool)
+        return SharedPrefixKernel(problem, *both, ops)
+
+    return bind
+
+
 def limits_of_shared_prefix(limits: Limits) -> Limits:
     """Limits of this kernel, from those of a provider's extend and decode kernels.
 
@@ -110,8 +123,3 @@ def limits_of_shared_prefix(limits: Limits) -> Limits:
     """
     pools = tuple(pool for pool in limits.pools if pool is not PoolKind.VECTORIZED)
     return replace(limits, window=False, alibi=False, pools=pools)
-
-
-def problem_of_prefixes(problem: Problem) -> Problem:
-    """The layer's problem for queries over a prefix: they see all of it, and no sink."""
-    return replace(problem, window_right=UNLIMITED_WINDOW, has_sinks=False)

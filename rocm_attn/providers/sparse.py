@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, LastTokens, SelectedArgs, SelectedKeys, SparseTokens
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import AllKeys, Indexer, KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import (
@@ -108,12 +108,11 @@ class IndexLimits:
 class IndexerEntry:
     """An indexer of a provider; see KernelEntry for the fields."""
 
-    provider: str
     name: str
     limits: IndexLimits
-    batch_invariant: bool
-    bakes: frozenset[Baked]
     bind: Callable[[Indexer, Problem, Target, PoolSize], BoundIndexer]
+    batch_invariant: bool = False
+    bakes: frozenset[Baked] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +123,11 @@ class SelectedKeysEntry:
     is_probed: of latent layers and single tokens alone (selection/probe_runs.py)
     """
 
-    provider: str
     name: str
     limits: Limits
-    batch_invariant: bool
-    bakes: frozenset[Baked]
     bind: Callable[[Problem, Target, PoolSize], BoundSelected]
+    batch_invariant: bool = False
+    bakes: frozenset[Baked] = frozenset()
     serves: Callable[[Indexing], Sequence[str]] = lambda indexing: ()
     is_probed: bool = False
 
@@ -194,6 +192,15 @@ class BesideSparse:
     def _kernels(self) -> list[BoundKernel | BoundSelected | BoundIndexer]:
         indexers = [each for each in (self.sparse.indexer, self.sparse.blocks) if each is not None]
         return [self.dense, self.sparse.selected, *indexers]
+
+
+def every_row(args: AttendArgs, step: StepTensors, bounds: StepBounds, keys: int) -> SelectedArgs:
+    """The arguments of attention to all rows that a token sees, `keys` of them at most."""
+    tokens = SparseTokens(
+        step.row_of_token, step.position_of_token, step.counts[1:2], bounds.max_q_len, bounds.max_kv_len
+    )
+    rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
+    return SelectedArgs(*rows, LastTokens(keys), *results)
 
 
 class NoSparseKernel(LookupError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -12,6 +14,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
 from rocm_attn.kernels.refs import (
     attention,
@@ -23,6 +26,7 @@ from rocm_attn.kernels.refs import (
     page_watch,
     rope,
     sampling,
+    segments,
     sparse,
     speculative,
     state_places,
@@ -30,7 +34,6 @@ from rocm_attn.kernels.refs import (
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers import torch_segments
 from rocm_attn.providers.contract import (
     NO_SCHEDULE,
     Baked,
@@ -44,8 +47,8 @@ from rocm_attn.providers.contract import (
 )
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.scores import scores_of, visible_keys
-from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
-from rocm_attn.providers.torch_sparse import TorchEveryRow
+from rocm_attn.providers.shared_prefix import bind_shared, limits_of_shared_prefix
+from rocm_attn.providers.sparse import every_row
 
 # Plain torch has no limits of its own; these bound sensible values.
 _LIMITS = Limits(
@@ -71,124 +74,124 @@ _LIMITS = Limits(
 _ANY_POOL = replace(_LIMITS, pools=tuple(PoolKind))
 
 
-@dataclass(frozen=True, slots=True)
-class TorchKernel:
-    """Base of kernels that torch runs: without a schedule, and without memory of their own."""
+@dataclass(frozen=True)
+class TorchKernel(ABC):
+    """A kernel that torch runs: without a schedule, and without memory of its own."""
 
     problem: Problem
     scores: Scores = field(init=False, repr=False)
+    name: ClassVar[str]
     schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scores", scores_of(self.problem))
 
+    @classmethod
+    def bind(cls, problem: Problem, target: Target, pool: PoolSize) -> TorchKernel:
+        """Binds the kernel: it has no tiles."""
+        return cls(problem)
+
+    def describe(self) -> str:
+        return f"{self.name}({self.problem})"
+
     def workspace_words(self, shape: PaddedShape) -> int:
         """0: it needs no workspace."""
         return 0
 
+    @abstractmethod
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        """See `BoundKernel.attend`."""
 
-@dataclass(frozen=True, slots=True)
+    def mask_of(self, step: StepTensors) -> VisibleKeys:
+        """The keys that the tokens of a step with a mask see."""
+        visibility = self.scores.visibility
+        return visible_keys(step, visibility, *metadata.visible_ranges(step, visibility))
+
+
 class TorchDecode(TorchKernel):
     """One new token in each sequence."""
 
-    def describe(self) -> str:
-        return f"torch.decode({self.problem})"
+    name = "torch.decode"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         attention.paged_decode(args, scores=self.scores)
 
 
-@dataclass(frozen=True, slots=True)
 class TorchExtend(TorchKernel):
     """Any number of new tokens in each sequence, one included."""
 
-    def describe(self) -> str:
-        return f"torch.extend({self.problem})"
+    name = "torch.extend"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         attention.paged_extend(args, scores=self.scores)
 
 
-@dataclass(frozen=True, slots=True)
 class TorchMasked(TorchKernel):
     """Any number of new tokens in each sequence; the step's mask says which keys they see."""
 
-    def describe(self) -> str:
-        return f"torch.masked({self.problem})"
+    name = "torch.masked"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        visibility = self.scores.visibility
-        mask = visible_keys(step, visibility, *metadata.visible_ranges(step, visibility))
-        attention.paged_extend(args, scores=self.scores, mask=mask)
+        attention.paged_extend(args, scores=self.scores, mask=self.mask_of(step))
 
 
-def _bind_decode(problem: Problem, target: Target, pool: PoolSize) -> TorchDecode:
-    return TorchDecode(problem)
+class TorchSegments(TorchKernel):
+    """Like `TorchExtend`, but deterministic. On CPUs only: a GPU's BLAS may depend on the batch in unknown ways."""
+
+    name = "torch.segments"
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        segments.segment_extend(args, scores=self.scores)
 
 
-def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TorchExtend:
-    return TorchExtend(problem)
+class TorchMaskedSegments(TorchKernel):
+    """Like `TorchMasked`, but deterministic."""
+
+    name = "torch.masked_segments"
+
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        segments.segment_extend(args, scores=self.scores, mask=self.mask_of(step))
 
 
-def _bind_rows(problem: Problem, target: Target, pool: PoolSize) -> TorchEveryRow:
-    return TorchEveryRow(problem)
+class TorchEveryRow(TorchKernel):
+    """Attention of every kind of step to all rows that a token sees, if rows stand for several tokens."""
 
+    name = "torch.rows"
 
-def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> TorchMasked:
-    return TorchMasked(problem)
-
-
-def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
-    prefix = TorchExtend(problem_of_prefixes(problem))
-    return SharedPrefixKernel(problem, prefix, TorchDecode(problem), _ops)
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        every = every_row(args, step, bounds, max(1, bounds.max_kv_len // self.problem.row.tokens))
+        sparse.selected_attention(every, scale=self.problem.scale)
 
 
 def torch_entry(
-    name: str,
-    kind: StepKind,
-    bind: Bind,
-    *bakes: Baked,
-    needs: frozenset[Need] = frozenset(),
-    limits: Limits = _ANY_POOL,
+    name: str, kind: StepKind, bind: Bind, *bakes: Baked, needs: Iterable[Need] = (), limits: Limits = _ANY_POOL
 ) -> KernelEntry:
-    """Returns a row of kernels that torch runs. Their provider comes before the dot in the name."""
-    return KernelEntry(
-        provider=name.partition(".")[0],
-        name=name,
-        kind=kind,
-        limits=limits,
-        min_kv_len=0,
-        masks_v=True,
-        graph_safe=True,
-        batch_invariant=False,
-        needs=needs,
-        bakes=frozenset(bakes),
-        needs_host_lengths=False,
-        bind=bind,
-    )
+    """Returns a row of kernels that torch runs."""
+    return KernelEntry(name, kind, limits, bind, needs=frozenset(needs), bakes=frozenset(bakes))
 
 
 def _rows_entry(kind: StepKind) -> KernelEntry:
-    row = torch_entry("torch.rows", kind, _bind_rows, Baked.MAX_KV_LEN)
+    row = torch_entry("torch.rows", kind, TorchEveryRow.bind, Baked.MAX_KV_LEN)
     of_rows = {"pools": (PoolKind.LATENT,), "row_tokens": (2, limits.MAX_PAGE_SIZE)}
     off = {"window": False, "soft_cap": False, "alibi": False, "non_causal": False}
     return replace(row, limits=replace(_LIMITS, **of_rows, **off))  # type: ignore[arg-type]
 
 
 def _segments_entry(kind: StepKind) -> KernelEntry:
-    row = torch_entry("torch.segments", kind, torch_segments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
+    row = torch_entry("torch.segments", kind, TorchSegments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
 def _masked_segments_entry() -> KernelEntry:
-    bakes, needs = (Baked.MAX_KV_LEN, Baked.MAX_Q_LEN), frozenset({Need.MASK})
-    row = torch_entry("torch.masked_segments", StepKind.MASKED, torch_segments.bind_masked, *bakes, needs=needs)
+    bakes, needs = (Baked.MAX_KV_LEN, Baked.MAX_Q_LEN), [Need.MASK]
+    row = torch_entry("torch.masked_segments", StepKind.MASKED, TorchMaskedSegments.bind, *bakes, needs=needs)
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
 def _shared_entry() -> KernelEntry:
-    needs = frozenset({Need.PREFIXES})
-    row = torch_entry("torch.shared_prefix", StepKind.SHARED, _bind_shared, Baked.MAX_KV_LEN, needs=needs)
+    needs = [Need.PREFIXES]
+    bind = bind_shared(TorchExtend.bind, TorchDecode.bind, _ops)
+    row = torch_entry("torch.shared_prefix", StepKind.SHARED, bind, Baked.MAX_KV_LEN, needs=needs)
     return replace(row, limits=limits_of_shared_prefix(_LIMITS))
 
 
@@ -238,16 +241,16 @@ def _ops() -> StepOps:
 TORCH = Provider(
     name="torch",
     entries=(
-        torch_entry("torch.decode", StepKind.DECODE, _bind_decode, Baked.MAX_KV_LEN),
-        torch_entry("torch.extend", StepKind.EXTEND, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
-        torch_entry("torch.extend", StepKind.MIXED, _bind_extend, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
+        torch_entry("torch.decode", StepKind.DECODE, TorchDecode.bind, Baked.MAX_KV_LEN),
+        torch_entry("torch.extend", StepKind.EXTEND, TorchExtend.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
+        torch_entry("torch.extend", StepKind.MIXED, TorchExtend.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN),
         torch_entry(
             "torch.masked",
             StepKind.MASKED,
-            _bind_masked,
+            TorchMasked.bind,
             Baked.MAX_KV_LEN,
             Baked.MAX_Q_LEN,
-            needs=frozenset({Need.MASK}),
+            needs=[Need.MASK],
             limits=_LIMITS,
         ),
         *map(_rows_entry, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),

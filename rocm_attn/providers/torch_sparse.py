@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
-from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import sparse
-from rocm_attn.kernels.sparse.arguments import (
-    IndexArgs,
-    Indexing,
-    LastTokens,
-    SelectedArgs,
-    SelectedKeys,
-    SparseTokens,
-)
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import NO_SCHEDULE, Baked, Limits, PoolSize, Schedule, StepBounds
+from rocm_attn.providers.contract import Baked, Limits, PoolSize
 from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,26 +51,6 @@ class TorchSelected:
         sparse.selected_attention(args, scale=self.problem.scale)
 
 
-@dataclass(frozen=True, slots=True)
-class TorchEveryRow:
-    """Attention of every kind of step to all rows that a token sees, if rows stand for several tokens."""
-
-    problem: Problem
-    schedule: ClassVar[Schedule] = NO_SCHEDULE
-
-    def describe(self) -> str:
-        return f"torch.rows({self.problem})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
-
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        width = max(1, bounds.max_kv_len // self.problem.row.tokens)
-        tokens = SparseTokens(step.row_of_token, step.position_of_token, step.counts[1:2], bounds.max_q_len, width)
-        rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
-        sparse.selected_attention(SelectedArgs(*rows, LastTokens(width), *results), scale=self.problem.scale)
-
-
 def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: PoolSize) -> TorchIndexer:
     return TorchIndexer(indexer.indexing)
 
@@ -91,7 +61,6 @@ def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TorchSel
 
 INDEXER_ENTRIES = (
     IndexerEntry(
-        provider="torch",
         name="torch.indexer",
         limits=IndexLimits(
             archs=("*",),
@@ -101,7 +70,6 @@ INDEXER_ENTRIES = (
             encodings=tuple(KVEncoding),
             scales=(Scales.NONE, Scales.LAYER, Scales.TOKEN),
         ),
-        batch_invariant=False,
         bakes=frozenset({Baked.MAX_KV_LEN}),
         bind=_bind_indexer,
     ),
@@ -109,7 +77,6 @@ INDEXER_ENTRIES = (
 
 SELECTED_ENTRIES = (
     SelectedKeysEntry(
-        provider="torch",
         name="torch.selected",
         limits=Limits(
             archs=("*",),
@@ -127,8 +94,6 @@ SELECTED_ENTRIES = (
             page_strides=True,
             row_tokens=(1, limits.MAX_PAGE_SIZE),
         ),
-        batch_invariant=False,
-        bakes=frozenset(),
         bind=_bind_selected,
     ),
 )

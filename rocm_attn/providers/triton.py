@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
@@ -27,11 +28,18 @@ from rocm_attn.providers import (
     triton_sparse,
 )
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
-from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, KernelEntry, Limits, PoolSize, Provider, StepBounds
+from rocm_attn.providers.contract import (
+    SMALLEST_POOL,
+    Bind,
+    BoundKernel,
+    Limits,
+    PoolSize,
+    Provider,
+    StepBounds,
+)
 from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.tiles import (
     codes_of,
     decode_cut_of,
@@ -40,7 +48,15 @@ from rocm_attn.providers.tiles import (
     extend_choices_of_table,
     extend_cut,
 )
-from rocm_attn.providers.triton_entries import ARCHS, RANGE_KINDS, Ranged, triton_entry, triton_ops
+from rocm_attn.providers.triton_entries import (
+    ARCHS,
+    Ranged,
+    deterministic_entry,
+    range_entries,
+    shared_entry,
+    triton_entry,
+    triton_ops,
+)
 from rocm_attn.providers.triton_later import triton_launches
 
 _LIMITS = Limits(
@@ -61,10 +77,8 @@ _LIMITS = Limits(
     scales=SCALES_BESIDE_ROWS,
 )
 
-# Kernels that read ranges of keys serve chunks and two-sided windows, too. Those of steps without a mask serve nothing
-# else.
+# Kernels that read ranges of keys serve chunks and two-sided windows, too.
 _RANGED_LIMITS = replace(_LIMITS, ranges=True)
-_RANGES_ALONE = replace(_RANGED_LIMITS, others=False)
 
 # Keys of windows whose rows are not shared out: sharing costs more than such short rows gain. Windows of 128, 64 x 8
 # heads of 64, 2048 new of 8192: 37 us, shared 43; 12 x 4, 777 new of 5778: 8 and 12. Windows of 512, 64 x 8 of 96, 30 x
@@ -143,9 +157,29 @@ def _bind_decode_alone(problem: Problem, target: Target, pool: PoolSize) -> Trit
     return TritonStoringDecode(problem, kernel.scores, kernel.tiles, kernel.cut)
 
 
-def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+def _bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     rows = extend_choices_of(problem, target)
-    return _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles))
+    return _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len))
+
+
+def _bind_extend_cdna(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
+    return triton_cdna.bind_extend(problem, target, _bind_extend(problem, target, pool, min_q_len), min_q_len)
+
+
+class _BindExtend(Protocol):
+    """Binds a kernel of sequences with min_q_len new tokens or more."""
+
+    def __call__(self, problem: Problem, target: Target, pool: PoolSize, min_q_len: int) -> BoundKernel: ...
+
+
+def _mixed(decode: Bind, extend: _BindExtend) -> Bind:
+    """Returns what binds both for one step."""
+
+    def bind(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+        mixed = TritonMixed(decode(problem, target, pool), extend(problem, target, pool, min_q_len=2))
+        return MixedAtOnce(mixed) if target.runs_at_once else mixed
+
+    return bind
 
 
 def _by_tokens(
@@ -169,31 +203,6 @@ def _extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int
 def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
     """The tiles of steps in which every row belongs to one program: one launch per layer, and no merge."""
     return replace(tiles, programs_per_cu=0, one_launch=False)
-
-
-def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    rows = extend_choices_of(problem, target)
-    extend = _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
-    return _in_turn_or_at_once(TritonMixed(_bind_decode(problem, target, pool), extend), target)
-
-
-def _bind_mixed_cdna(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    rows = extend_choices_of(problem, target)
-    extend = _by_tokens(problem, rows, lambda tiles, is_short: _extend(problem, target, tiles, min_q_len=2))
-    return TritonMixed(triton_cdna.bind_decode(problem, target, pool), extend)
-
-
-def _bind_extend_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return triton_cdna.bind_extend(problem, target, _bind_extend(problem, target, pool))
-
-
-def _bind_mixed_both_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    mixed = _bind_mixed_cdna(problem, target, pool)
-    return replace(mixed, extend=triton_cdna.bind_extend(problem, target, mixed.extend, min_q_len=2))
-
-
-def _in_turn_or_at_once(mixed: TritonMixed, target: Target) -> BoundKernel:
-    return MixedAtOnce(mixed) if target.runs_at_once else mixed
 
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -222,11 +231,6 @@ def _bind_ranges(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
     return _bind_ranged(problem, target, by_cells=False)
 
 
-def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
-    prefix = _bind_extend(problem_of_prefixes(problem), target, pool)
-    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
-
-
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Gives sequences with few new tokens to the plain kernel, since most of 128 rows would have no token."""
     hopper = triton_hopper.bind_extend(problem, target, pool, min_q_len)
@@ -244,146 +248,83 @@ def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_
     return KernelByTokens((*short, SizedKernel(ServedSteps(_MOST_NOT_FILLED // ratio), hopper)), filled)
 
 
-def _bind_mixed_hopper(problem: Problem, target: Target, pool: PoolSize) -> MixedAtOnce:
-    extend = _bind_extend_hopper(problem, target, pool, min_q_len=2)
-    return MixedAtOnce(TritonMixed(_bind_decode(problem, target, pool), extend))
+def _prompts(bind_extend: Bind) -> Bind:
+    """Returns what binds the kernel of prompt steps. bind_extend: of any extend step"""
+
+    def bind(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+        rows, extend = extend_choices_of(problem, target), bind_extend(problem, target, pool)
+        return triton_prefill.bind_prompts(
+            problem, target, rows, lambda tiles: _extend(problem, target, _of_whole_rows(tiles)), extend
+        )
+
+    return bind
 
 
-def _bind_prompts_hopper(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _bind_prompts(problem, target, _bind_extend_hopper(problem, target, pool))
-
-
-def _bind_prompts_plain(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _bind_prompts(problem, target, _bind_extend(problem, target, pool))
-
-
-def _bind_prompts(problem: Problem, target: Target, extend: BoundKernel) -> BoundKernel:
-    """Binds the kernel of prompt steps. extend: the kernel of any extend step"""
-    rows = extend_choices_of(problem, target)
-    return triton_prefill.bind_prompts(
-        problem, target, rows, lambda tiles: _extend(problem, target, _of_whole_rows(tiles)), extend
-    )
-
-
-def _bind_shared_hopper(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
-    prefix = _bind_extend_hopper(problem_of_prefixes(problem), target, pool)
-    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
-
-
-def _bind_extend_hopper_segments(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
+def _bind_hopper_segments(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Like `_bind_extend_hopper`, but deterministic."""
     hopper = triton_hopper.bind_segment_extend(problem, target, min_q_len)
     return triton_segments.extend_by_tokens(problem, target, min_q_len, hopper)
 
 
-def _bind_mixed_hopper_segments(problem: Problem, target: Target, pool: PoolSize) -> MixedAtOnce:
-    extend = _bind_extend_hopper_segments(problem, target, pool, min_q_len=2)
-    return MixedAtOnce(TritonMixed(triton_segments.bind_decode(problem, target, pool), extend))
-
-
-def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    extend = triton_segments.extend_by_tokens(problem, target, 2, None)
-    return _in_turn_or_at_once(TritonMixed(triton_segments.bind_decode(problem, target, pool), extend), target)
-
-
-def _ranges_entry(kind: StepKind) -> KernelEntry:
-    return triton_entry("triton.ranges", kind, _bind_ranges, limits=_RANGES_ALONE)
-
-
-def _segment_ranges_entry(kind: StepKind) -> KernelEntry:
-    bind = triton_segments.bind_masked
-    return triton_entry("triton.segment_ranges", kind, bind, limits=_RANGES_ALONE, batch_invariant=True)
-
-
 TRITON = Provider(
     name="triton",
     entries=(
+        triton_entry("cdna_decode", StepKind.DECODE, triton_cdna.LIMITS, triton_cdna.bind_decode, is_probed=True),
+        triton_entry("hopper_decode", StepKind.DECODE, triton_hopper.DECODE_LIMITS, triton_hopper.bind_extend),
+        triton_entry("decode", StepKind.DECODE, _LIMITS, _bind_decode_alone),
+        triton_entry("hopper_extend", StepKind.EXTEND, triton_hopper.LIMITS, _bind_extend_hopper),
+        triton_entry("cdna_extend", StepKind.EXTEND, triton_cdna.EXTEND_LIMITS, _bind_extend_cdna, is_probed=True),
+        triton_entry("extend", StepKind.EXTEND, _LIMITS, _bind_extend),
         triton_entry(
-            "triton.cdna_decode", StepKind.DECODE, triton_cdna.bind_decode, limits=triton_cdna.LIMITS, is_probed=True
-        ),
-        triton_entry(
-            "triton.hopper_decode", StepKind.DECODE, triton_hopper.bind_extend, limits=triton_hopper.DECODE_LIMITS
-        ),
-        triton_entry("triton.decode", StepKind.DECODE, _bind_decode_alone, limits=_LIMITS),
-        triton_entry("triton.hopper_extend", StepKind.EXTEND, _bind_extend_hopper, limits=triton_hopper.LIMITS),
-        triton_entry(
-            "triton.cdna_extend", StepKind.EXTEND, _bind_extend_cdna, limits=triton_cdna.EXTEND_LIMITS, is_probed=True
-        ),
-        triton_entry("triton.extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
-        triton_entry(
-            "triton.hopper_prefill",
+            "hopper_prefill",
             StepKind.PREFILL,
-            _bind_prompts_hopper,
-            limits=triton_prefill.limits_of_prompts(triton_hopper.LIMITS),
+            triton_prefill.limits_of_prompts(triton_hopper.LIMITS),
+            _prompts(_bind_extend_hopper),
+        ),
+        triton_entry("prefill", StepKind.PREFILL, triton_prefill.limits_of_prompts(_LIMITS), _prompts(_bind_extend)),
+        triton_entry(
+            "hopper_extend+decode", StepKind.MIXED, triton_hopper.LIMITS, _mixed(_bind_decode, _bind_extend_hopper)
         ),
         triton_entry(
-            "triton.prefill",
-            StepKind.PREFILL,
-            _bind_prompts_plain,
-            limits=triton_prefill.limits_of_prompts(_LIMITS),
-        ),
-        triton_entry("triton.hopper_extend+decode", StepKind.MIXED, _bind_mixed_hopper, limits=triton_hopper.LIMITS),
-        triton_entry(
-            "triton.cdna_extend+cdna_decode",
+            "cdna_extend+cdna_decode",
             StepKind.MIXED,
-            _bind_mixed_both_cdna,
-            limits=triton_cdna.MIXED_LIMITS,
+            triton_cdna.MIXED_LIMITS,
+            _mixed(triton_cdna.bind_decode, _bind_extend_cdna),
             is_probed=True,
         ),
         triton_entry(
-            "triton.extend+cdna_decode", StepKind.MIXED, _bind_mixed_cdna, limits=triton_cdna.LIMITS, is_probed=True
-        ),
-        triton_entry("triton.extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-        triton_entry("triton.masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
-        triton_entry(
-            "triton.hopper_shared_prefix",
-            StepKind.SHARED,
-            _bind_shared_hopper,
-            Need.PREFIXES,
-            limits=limits_of_shared_prefix(triton_hopper.LIMITS),
-        ),
-        triton_entry(
-            "triton.shared_prefix",
-            StepKind.SHARED,
-            _bind_shared,
-            Need.PREFIXES,
-            limits=limits_of_shared_prefix(_LIMITS),
-        ),
-        triton_entry(
-            "triton.segment_decode", StepKind.DECODE, triton_segments.bind_decode, limits=_LIMITS, batch_invariant=True
-        ),
-        triton_entry(
-            "triton.hopper_segment_extend",
-            StepKind.EXTEND,
-            _bind_extend_hopper_segments,
-            limits=triton_hopper.SEGMENT_LIMITS,
-            batch_invariant=True,
-        ),
-        triton_entry(
-            "triton.segment_extend", StepKind.EXTEND, triton_segments.bind_extend, limits=_LIMITS, batch_invariant=True
-        ),
-        triton_entry(
-            "triton.hopper_segment_extend+decode",
+            "extend+cdna_decode",
             StepKind.MIXED,
-            _bind_mixed_hopper_segments,
-            limits=triton_hopper.SEGMENT_LIMITS,
-            batch_invariant=True,
+            triton_cdna.LIMITS,
+            _mixed(triton_cdna.bind_decode, _bind_extend),
+            is_probed=True,
         ),
-        triton_entry(
-            "triton.segment_masked",
-            StepKind.MASKED,
-            triton_segments.bind_masked,
-            Need.MASK,
-            limits=_RANGED_LIMITS,
-            batch_invariant=True,
+        triton_entry("extend+decode", StepKind.MIXED, _LIMITS, _mixed(_bind_decode, _bind_extend)),
+        triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
+        shared_entry("hopper_shared_prefix", triton_hopper.LIMITS, _bind_extend_hopper, _bind_decode),
+        shared_entry("shared_prefix", _LIMITS, _bind_extend, _bind_decode),
+        deterministic_entry("segment_decode", StepKind.DECODE, _LIMITS, triton_segments.bind_decode),
+        deterministic_entry(
+            "hopper_segment_extend", StepKind.EXTEND, triton_hopper.SEGMENT_LIMITS, _bind_hopper_segments
         ),
-        triton_entry(
-            "triton.segment_extend+decode", StepKind.MIXED, _bind_mixed_segments, limits=_LIMITS, batch_invariant=True
+        deterministic_entry("segment_extend", StepKind.EXTEND, _LIMITS, triton_segments.bind_extend),
+        deterministic_entry(
+            "hopper_segment_extend+decode",
+            StepKind.MIXED,
+            triton_hopper.SEGMENT_LIMITS,
+            _mixed(triton_segments.bind_decode, _bind_hopper_segments),
+        ),
+        deterministic_entry("segment_masked", StepKind.MASKED, _RANGED_LIMITS, triton_segments.bind_masked, Need.MASK),
+        deterministic_entry(
+            "segment_extend+decode",
+            StepKind.MIXED,
+            _LIMITS,
+            _mixed(triton_segments.bind_decode, triton_segments.bind_extend),
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,
-        *map(_ranges_entry, RANGE_KINDS),
-        *map(_segment_ranges_entry, RANGE_KINDS),
+        *range_entries("ranges", _bind_ranges, _LIMITS),
+        *range_entries("segment_ranges", triton_segments.bind_masked, _LIMITS, batch_invariant=True),
     ),
     ops=triton_ops,
 )

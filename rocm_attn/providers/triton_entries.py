@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,12 +20,10 @@ from rocm_attn.providers.cut_kernels import Maskable
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.schedules import RangeSchedule, Schedules
 from rocm_attn.providers.scores import visible_keys
+from rocm_attn.providers.shared_prefix import bind_shared, limits_of_shared_prefix
 from rocm_attn.providers.triton_later import triton_launches
 
 ARCHS = ("gfx942", "gfx950", "sm_*", "interpreter")
-
-# The kinds of step that every layer needs a kernel for. That of masked steps serves ranges, too.
-RANGE_KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 
 # tl.dot of Triton 3.6 to 3.9's interpreter, which keeps bfloat16 in NumPy's uint16.
 INTERPRETED_BFLOAT16 = Fault(
@@ -59,37 +60,26 @@ class Ranged:
         self.kernel.attend_by(args._replace(schedule=own), visible_keys(step, self.visibility, first, end))
 
 
-def triton_entry(
-    name: str,
-    kind: StepKind,
-    bind: Bind,
-    *needs: Need,
-    limits: Limits,
-    batch_invariant: bool = False,
-    is_probed: bool = False,
-    clears_pads: bool = True,
-) -> KernelEntry:
-    """The entry of a kernel that can be captured, supports any context.
-
-    Ignores unused rows of v with any content.
-    """
+def triton_entry(name: str, kind: StepKind, limits: Limits, bind: Bind, *needs: Need, **more: Any) -> KernelEntry:
+    """The entry of a kernel that any context may capture, and that masks unused rows of V. more: other fields"""
     return KernelEntry(
-        provider="triton",
-        name=name,
-        kind=kind,
-        limits=limits,
-        min_kv_len=0,
-        masks_v=True,
-        graph_safe=True,
-        batch_invariant=batch_invariant,
-        needs=frozenset(needs),
-        bakes=frozenset(),
-        needs_host_lengths=False,
-        bind=bind,
-        is_probed=is_probed,
-        clears_pads=clears_pads,
-        faults=(INTERPRETED_BFLOAT16,),
+        f"triton.{name}", kind, limits, bind, needs=frozenset(needs), faults=(INTERPRETED_BFLOAT16,), **more
     )
+
+
+deterministic_entry = partial(triton_entry, batch_invariant=True)
+
+
+def range_entries(name: str, bind: Bind, limits: Limits, **more: Any) -> Iterator[KernelEntry]:
+    """Entries of the kinds of step that every layer needs, for layers with ranges of keys alone."""
+    for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED):
+        yield triton_entry(name, kind, replace(limits, ranges=True, others=False), bind, **more)
+
+
+def shared_entry(name: str, limits: Limits, extend: Bind, decode: Bind) -> KernelEntry:
+    """The entry of steps whose sequences share prefixes. extend, decode: bind the kernels that it is composed of"""
+    bind = bind_shared(extend, decode, triton_ops)
+    return triton_entry(name, StepKind.SHARED, limits_of_shared_prefix(limits), bind, Need.PREFIXES)
 
 
 def triton_ops() -> StepOps:

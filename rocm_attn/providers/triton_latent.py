@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
@@ -25,11 +24,10 @@ from rocm_attn.kernels.tuning.latent_tiles import (
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers import triton_hopper_latent
-from rocm_attn.providers.contract import BoundKernel, KernelEntry, Limits, PoolSize, StepBounds
-from rocm_attn.providers.cut_kernels import CutDecode, Maskable, MaskableExtend
+from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
+from rocm_attn.providers.cut_kernels import CutSegmentDecode, Maskable, MaskableExtend
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.scores import scores_of
-from rocm_attn.providers.shared_prefix import SharedPrefixKernel, limits_of_shared_prefix, problem_of_prefixes
 from rocm_attn.providers.split_latents import SplitLatents, cut_of_latents
 from rocm_attn.providers.tiles import (
     latent_decode_tiles_of,
@@ -37,7 +35,14 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of,
     latent_extend_tiles_of_table,
 )
-from rocm_attn.providers.triton_entries import ARCHS, RANGE_KINDS, Ranged, triton_entry, triton_ops
+from rocm_attn.providers.triton_entries import (
+    ARCHS,
+    Ranged,
+    deterministic_entry,
+    range_entries,
+    shared_entry,
+    triton_entry,
+)
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode, bind_latent_decode
 from rocm_attn.providers.triton_later import triton_launches
 
@@ -59,7 +64,6 @@ _LIMITS = Limits(
     short_kv=True,
 )
 _RANGED_LIMITS = replace(_LIMITS, ranges=True)
-_RANGES_ALONE = replace(_RANGED_LIMITS, others=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +90,15 @@ class LatentExtend(MaskableExtend[LatentTiles]):
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSegmentDecode(CutDecode[LatentSegmentTiles]):
-    """Deterministic decode of sequences with one new token; other sequences are skipped.
+class LatentSegmentDecode(CutSegmentDecode[LatentSegmentTiles]):
+    """Deterministic decode over latent pages."""
 
-    cut:           its key blocks are segments
-    most_segments: that a token may see; the workspace has a slot for each
-    """
-
-    most_segments: int
+    @property
+    def q_rows(self) -> int:
+        return self.problem.num_q_heads
 
     def describe(self) -> str:
         return f"triton.latent_segment_decode({self.problem}, {self.tiles}, segments={self.most_segments})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        problem = self.problem
-        return sum(
-            self.cut.segment_words(
-                shape.num_seqs, self.most_segments, q_rows=problem.num_q_heads, v_head_dim=problem.v_head_dim
-            )
-        )
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -196,11 +190,6 @@ def _masked_extend(problem: Problem, target: Target, min_q_len: int) -> LatentEx
     return LatentExtend(problem, scores_of(problem), tiles, cut)
 
 
-def _bind_shared(problem: Problem, target: Target, pool: PoolSize) -> SharedPrefixKernel:
-    prefix = _bind_extend(problem_of_prefixes(problem), target, pool)
-    return SharedPrefixKernel(problem, prefix, _bind_decode(problem, target, pool), triton_ops)
-
-
 def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentDecode:
     tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
     cut = cut_of_latents(tiles.decode(problem.num_q_heads), problem, target)
@@ -227,69 +216,28 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Tr
     return TritonMixed(_bind_segment_decode(problem, target, pool), extend)
 
 
-def _ranges_entry(kind: StepKind) -> KernelEntry:
-    return triton_entry("triton.latent_ranges", kind, _bind_masked, limits=_RANGES_ALONE)
-
-
-def _segment_ranges_entry(kind: StepKind) -> KernelEntry:
-    bind = _bind_masked_segments
-    return triton_entry("triton.latent_segment_ranges", kind, bind, limits=_RANGES_ALONE, batch_invariant=True)
-
-
 ENTRIES = (
-    triton_entry(
-        "triton.hopper_latent_decode",
-        StepKind.DECODE,
-        _bind_decode_hopper,
-        limits=triton_hopper_latent.DECODE_LIMITS,
-    ),
-    triton_entry("triton.latent_decode", StepKind.DECODE, _bind_decode, limits=_LIMITS),
+    triton_entry("hopper_latent_decode", StepKind.DECODE, triton_hopper_latent.DECODE_LIMITS, _bind_decode_hopper),
+    triton_entry("latent_decode", StepKind.DECODE, _LIMITS, _bind_decode),
     # Its programs know sequences, and none has the tokens after them.
     triton_entry(
-        "triton.hopper_latent_extend",
-        StepKind.EXTEND,
-        _bind_extend_hopper,
-        limits=triton_hopper_latent.LIMITS,
-        clears_pads=False,
+        "hopper_latent_extend", StepKind.EXTEND, triton_hopper_latent.LIMITS, _bind_extend_hopper, clears_pads=False
     ),
-    triton_entry("triton.latent_extend", StepKind.EXTEND, _bind_extend, limits=_LIMITS),
+    triton_entry("latent_extend", StepKind.EXTEND, _LIMITS, _bind_extend),
     triton_entry(
-        "triton.hopper_latent_extend+decode",
+        "hopper_latent_extend+decode",
         StepKind.MIXED,
+        triton_hopper_latent.LIMITS,
         _bind_mixed_hopper,
-        limits=triton_hopper_latent.LIMITS,
         clears_pads=False,
     ),
-    triton_entry("triton.latent_extend+decode", StepKind.MIXED, _bind_mixed, limits=_LIMITS),
-    triton_entry("triton.latent_masked", StepKind.MASKED, _bind_masked, Need.MASK, limits=_RANGED_LIMITS),
-    triton_entry(
-        "triton.latent_shared_prefix",
-        StepKind.SHARED,
-        _bind_shared,
-        Need.PREFIXES,
-        limits=limits_of_shared_prefix(_LIMITS),
-    ),
-    triton_entry(
-        "triton.latent_segment_decode", StepKind.DECODE, _bind_segment_decode, limits=_LIMITS, batch_invariant=True
-    ),
-    triton_entry(
-        "triton.latent_segment_extend", StepKind.EXTEND, _bind_segment_extend, limits=_LIMITS, batch_invariant=True
-    ),
-    triton_entry(
-        "triton.latent_segment_masked",
-        StepKind.MASKED,
-        _bind_masked_segments,
-        Need.MASK,
-        limits=_RANGED_LIMITS,
-        batch_invariant=True,
-    ),
-    triton_entry(
-        "triton.latent_segment_extend+decode",
-        StepKind.MIXED,
-        _bind_mixed_segments,
-        limits=_LIMITS,
-        batch_invariant=True,
-    ),
-    *map(_ranges_entry, RANGE_KINDS),
-    *map(_segment_ranges_entry, RANGE_KINDS),
+    triton_entry("latent_extend+decode", StepKind.MIXED, _LIMITS, _bind_mixed),
+    triton_entry("latent_masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
+    shared_entry("latent_shared_prefix", _LIMITS, _bind_extend, _bind_decode),
+    deterministic_entry("latent_segment_decode", StepKind.DECODE, _LIMITS, _bind_segment_decode),
+    deterministic_entry("latent_segment_extend", StepKind.EXTEND, _LIMITS, _bind_segment_extend),
+    deterministic_entry("latent_segment_masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked_segments, Need.MASK),
+    deterministic_entry("latent_segment_extend+decode", StepKind.MIXED, _LIMITS, _bind_mixed_segments),
+    *range_entries("latent_ranges", _bind_masked, _LIMITS),
+    *range_entries("latent_segment_ranges", _bind_masked_segments, _LIMITS, batch_invariant=True),
 )

@@ -15,7 +15,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.contract import BoundKernel, PoolSize, StepBounds
-from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
+from rocm_attn.providers.cut_kernels import CutSegmentDecode, MaskableExtend
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import codes_of, extend_cut
 from rocm_attn.providers.triton_entries import Ranged
@@ -23,31 +23,18 @@ from rocm_attn.providers.triton_later import triton_launches
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentDecode(CutDecode[SegmentTiles]):
-    """Decode of sequences with one new token; other sequences are skipped.
+class SegmentDecode(CutSegmentDecode[SegmentTiles]):
+    """Deterministic decode over K and V pages."""
 
-    scores:        the problem's
-    cut:           its key blocks are segments
-    most_segments: that a token may see; the workspace has a slot for each
-    """
-
-    most_segments: int
+    @property
+    def q_rows(self) -> int:
+        return self.tiles.decode(self.problem.gqa_ratio).q_rows(self.problem.gqa_ratio)
 
     def describe(self) -> str:
         return (
             f"triton.segment_decode({self.problem}, {self.tiles}, programs={self.cut.programs}, "
             f"segments={self.most_segments})"
         )
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        problem = self.problem
-        words = self.cut.segment_words(
-            shape.num_seqs,
-            self.most_segments,
-            q_rows=self.tiles.decode(problem.gqa_ratio).q_rows(problem.gqa_ratio),
-            v_head_dim=problem.v_head_dim,
-        )
-        return sum(words)
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
@@ -93,9 +80,9 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> SegmentDeco
     return SegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)
 
 
-def bind_extend(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    """Binds deterministic extend. Raises NoTiles."""
-    return extend_by_tokens(problem, target, 1, None)
+def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
+    """Binds deterministic extend of sequences with min_q_len new tokens or more. Raises NoTiles."""
+    return extend_by_tokens(problem, target, min_q_len, None)
 
 
 def extend_by_tokens(problem: Problem, target: Target, min_q_len: int, of_long: BoundKernel | None) -> BoundKernel:

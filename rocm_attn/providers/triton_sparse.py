@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,14 +17,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.page_format import RECORDS, SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.sparse.arguments import (
-    IndexArgs,
-    Indexing,
-    LastTokens,
-    SelectedArgs,
-    SelectedKeys,
-    SparseTokens,
-)
+from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import (
@@ -35,10 +29,10 @@ from rocm_attn.kernels.tuning.sparse_tiles import (
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import NO_SCHEDULE, Limits, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry
+from rocm_attn.providers.contract import NO_SCHEDULE, Bind, Limits, PoolSize, Schedule, StepBounds
+from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry, every_row
 from rocm_attn.providers.tiles import codes_of
-from rocm_attn.providers.triton_entries import ARCHS, triton_entry
+from rocm_attn.providers.triton_entries import ARCHS, deterministic_entry, triton_entry
 from rocm_attn.providers.triton_later import triton_launches
 
 _DTYPES = limits.DTYPES
@@ -109,7 +103,7 @@ class TritonEveryRow:
     """
 
     name: str
-    selected: TritonSelected | TritonSelectedSegments
+    selected: AnySelected
     schedule: ClassVar[Schedule] = NO_SCHEDULE
 
     def describe(self) -> str:
@@ -120,10 +114,7 @@ class TritonEveryRow:
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        places = step.row_of_token, step.position_of_token, step.counts[1:2]
-        tokens = SparseTokens(*places, bounds.max_q_len, bounds.max_kv_len)
-        rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
-        self.selected.attend(SelectedArgs(*rows, LastTokens(self.selected.keys), *results))
+        self.selected.attend(every_row(args, step, bounds, self.selected.keys))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +139,9 @@ class TritonSelectedSegments:
         )
 
 
+AnySelected = TritonSelected | TritonSelectedSegments
+
+
 def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: PoolSize) -> TritonIndexer:
     key_dtype = indexer.key_encoding.over(problem.dtype).dtype
     tiles, coded_q_tiles = (
@@ -158,20 +152,13 @@ def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: Pool
     return TritonIndexer(indexer.indexing, tiles, coded_q_tiles, max_kv_len, target.compute_units)
 
 
-def _bind_records(problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
-    return _every_row("triton.records", problem, target, pool)
+def _every_row(name: str, bind_selected: Callable[[Problem, Target, int], AnySelected]) -> Bind:
+    """Returns what binds a kernel. bind_selected: attention over a selection of so many rows"""
 
+    def bind(problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
+        return TritonEveryRow(f"triton.{name}", bind_selected(problem, target, _most_rows(problem, pool)))
 
-def _bind_rows(problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
-    return _every_row("triton.rows", problem, target, pool)
-
-
-def _bind_row_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
-    return TritonEveryRow("triton.row_segments", _segments(problem, target, _most_rows(problem, pool)))
-
-
-def _every_row(name: str, problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
-    return TritonEveryRow(name, _selected(problem, target, _most_rows(problem, pool)))
+    return bind
 
 
 def _most_rows(problem: Problem, pool: PoolSize) -> int:
@@ -221,7 +208,6 @@ def _keys(problem: Problem) -> int:
 
 INDEXER_ENTRIES = (
     IndexerEntry(
-        provider="triton",
         name="triton.indexer",
         limits=IndexLimits(
             archs=ARCHS,
@@ -232,7 +218,6 @@ INDEXER_ENTRIES = (
             scales=(Scales.NONE, Scales.LAYER, Scales.TOKEN),
         ),
         batch_invariant=True,
-        bakes=frozenset(),
         bind=_bind_indexer,
     ),
 )
@@ -256,19 +241,14 @@ _SELECTED_LIMITS = Limits(
 
 SELECTED_ENTRIES = (
     SelectedKeysEntry(
-        provider="triton",
         name="triton.selected",
         limits=_SELECTED_LIMITS,
-        batch_invariant=False,
-        bakes=frozenset(),
         bind=_bind_selected,
     ),
     SelectedKeysEntry(
-        provider="triton",
         name="triton.selected_segments",
         limits=replace(_SELECTED_LIMITS, scales=SCALES_BESIDE_ROWS),
         batch_invariant=True,
-        bakes=frozenset(),
         bind=_bind_segments,
     ),
 )
@@ -291,11 +271,11 @@ _ROW_LIMITS = replace(
 
 # Attention to all records, and to all rows of several tokens, which no other kernels of dense steps read.
 EVERY_ROW_ENTRIES = tuple(
-    triton_entry(name, kind, bind, limits=of_rows, batch_invariant=is_exact)
-    for name, bind, of_rows, is_exact in (
-        ("triton.records", _bind_records, _RECORD_LIMITS, False),
-        ("triton.rows", _bind_rows, _ROW_LIMITS, False),
-        ("triton.row_segments", _bind_row_segments, _ROW_LIMITS, True),
+    entry(name, kind, of_rows, _every_row(name, bind_selected))
+    for entry, name, of_rows, bind_selected in (
+        (triton_entry, "records", _RECORD_LIMITS, _selected),
+        (triton_entry, "rows", _ROW_LIMITS, _selected),
+        (deterministic_entry, "row_segments", _ROW_LIMITS, _segments),
     )
     for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 )

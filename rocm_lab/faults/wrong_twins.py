@@ -29,6 +29,7 @@ from rocm_attn.kernels.metadata.engine_tensors import EngineLengths, LengthBound
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
+from rocm_attn.kernels.refs import segments
 from rocm_attn.kernels.refs.rope import rope_queries, stored_rows
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.kernels.states.arguments import BEGINS, LEFT_OUT, StatePlaces
@@ -40,7 +41,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import BoundKernel, LayerKernel, Schedule, StepBounds
 from rocm_attn.providers.launches import RopeStore, StepOps, StoreKV
 from rocm_attn.providers.select import Selection, select
-from rocm_attn.providers.torch_segments import TorchSegments
+from rocm_attn.providers.torch_ref import TorchSegments
 from rocm_attn.step.buffers import PADDED_BATCH, BufferSpec, Capacity
 from rocm_attn.step.host_ring import Fence
 from rocm_attn.step.memory import DeviceStep
@@ -327,7 +328,7 @@ class _SharesOfTheStep(TorchSegments):
     """Torch's kernel, with three workers that share the KV of the step's longest sequence."""
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        TorchSegments(self.problem, -(-bounds.max_kv_len // 3)).attend(args, step, bounds)
+        segments.segment_extend(args, scores=self.scores, segment_len=-(-bounds.max_kv_len // 3))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ ones has a row for each, because a release may lack one of the two.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -142,6 +143,8 @@ _LATENT = replace(
 # A latent layer has one KV head. How far its offsets reach depends on the release (faults.py).
 _LATENT_EIGHT_BITS = replace(_LATENT, encodings=_EIGHT_BITS, scales=(Scales.LAYER, Scales.HEAD), max_side_bytes=0)
 
+_ANY_LATENT = replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD))
+
 _VECTORISED = (PoolKind.VECTORIZED,)
 
 _GLUON = replace(
@@ -170,36 +173,28 @@ _UNIFIED_VECTORISED = replace(
 _BATCH_PREFILL_VECTORISED = replace(_BATCH_PREFILL, page_sizes=(16, 1024), pools=_VECTORISED)
 _BATCH_PREFILL_VECTORISED_EIGHT_BITS = replace(_BATCH_PREFILL_EIGHT_BITS, page_sizes=(16, 1024), pools=_VECTORISED)
 
-_LISTED = frozenset({Need.PAGE_LIST})
-_TABLED = frozenset({Need.BLOCK_TABLE, Need.KV_LEN_INT64})
 _TABLE = frozenset({Need.BLOCK_TABLE})
 _MAX_KV_LEN = frozenset({Baked.MAX_KV_LEN})
-_BOTH_LENGTHS = frozenset({Baked.MAX_KV_LEN, Baked.MAX_Q_LEN})
+_MAX_Q_LEN = frozenset({Baked.MAX_Q_LEN})
+_BOTH_LENGTHS = _MAX_KV_LEN | _MAX_Q_LEN
 
 # Composable Kernel reads blocks of 128 entries of a page list, the last one whole.
 _LIST_BLOCKS = ReadAhead(list_entries=256)
-_TABLE_TILES = ReadAhead(table_tokens=64)
-_NOTHING_AHEAD = ReadAhead()
+
+# Codes of q are multiplied with codes of K.
+_ROUNDED = {"rounds_products": True, "rounds_queries": True}
+# No kernel of a library that may change is assumed to mask V or to handle padded tokens.
+_OF_AITER: dict[str, Any] = {"min_kv_len": 1, "masks_v": False, "clears_pads": False, "is_probed": True}
 
 
-def _entry(name: str, kind: StepKind, limits: Limits, bind: Bind) -> KernelEntry:
-    """A row of a library that may change: no kernel is assumed to be batch-invariant or to handle padded tokens."""
-    return KernelEntry(
-        provider="aiter",
-        name=f"aiter.{name}",
-        kind=kind,
-        limits=limits,
-        min_kv_len=1,
-        masks_v=False,
-        graph_safe=True,
-        batch_invariant=False,
-        needs=frozenset(),
-        bakes=frozenset(),
-        needs_host_lengths=False,
-        bind=bind,
-        is_probed=True,
-        clears_pads=False,
-    )
+def _entry(name: str, kind: StepKind, limits: Limits, bind: Bind, **more: Any) -> KernelEntry:
+    """A row. more: its other fields"""
+    return KernelEntry(f"aiter.{name}", kind, limits, bind, **{**_OF_AITER, **more})
+
+
+def _listed(name: str, kind: StepKind, limits: Limits, bind: Bind, **more: Any) -> KernelEntry:
+    """A row of a kernel that reads a page list."""
+    return _entry(name, kind, limits, bind, needs=frozenset({Need.PAGE_LIST}), reads_ahead=_LIST_BLOCKS, **more)
 
 
 def _never(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
@@ -207,16 +202,17 @@ def _never(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
 
 
 def _unbound(name: str, kind: StepKind, limits: Limits, why: str) -> KernelEntry:
-    return replace(_entry(name, kind, limits, _never), not_bound=why)
+    return _entry(name, kind, limits, _never, not_bound=why)
 
 
 def _batch_prefill(kind: StepKind) -> tuple[KernelEntry, KernelEntry]:
     """The rows for linear pools and for vectorised ones."""
-    linear = replace(
-        _entry("mha_batch_prefill_func", kind, _BATCH_PREFILL, bind_batch_prefill),
-        needs=_LISTED,
+    linear = _listed(
+        "mha_batch_prefill_func",
+        kind,
+        _BATCH_PREFILL,
+        bind_batch_prefill,
         bakes=_BOTH_LENGTHS,
-        reads_ahead=_LIST_BLOCKS,
         faults=faults.BATCH_PREFILL,
     )
     return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=_BATCH_PREFILL_VECTORISED)
@@ -224,15 +220,15 @@ def _batch_prefill(kind: StepKind) -> tuple[KernelEntry, KernelEntry]:
 
 def _batch_prefill_eight_bits(kind: StepKind) -> tuple[KernelEntry, KernelEntry]:
     """Like `_batch_prefill`, but for queries in eight bits."""
-    linear = replace(
-        _entry("mha_batch_prefill_func[fp8]", kind, _BATCH_PREFILL_EIGHT_BITS, bind_eight_bit_batch_prefill),
-        needs=_LISTED,
+    linear = _listed(
+        "mha_batch_prefill_func[fp8]",
+        kind,
+        _BATCH_PREFILL_EIGHT_BITS,
+        bind_eight_bit_batch_prefill,
         bakes=_BOTH_LENGTHS,
-        reads_ahead=_LIST_BLOCKS,
         faults=(*faults.BATCH_PREFILL, *faults.EIGHT_BITS),
         notes=(oddities.SATURATED_QUERIES,),
-        rounds_products=True,
-        rounds_queries=True,
+        **_ROUNDED,
     )
     vectorised = replace(
         linear, name="aiter.mha_batch_prefill_func[vectorised, fp8]", limits=_BATCH_PREFILL_VECTORISED_EIGHT_BITS
@@ -244,25 +240,24 @@ def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelEntry, Kern
     """The rows for linear pools and for vectorised ones."""
     in_decode = kind is StepKind.DECODE
     limits, vectorised = (replace(each, non_causal=in_decode) for each in (_UNIFIED, _UNIFIED_VECTORISED))
-    linear = replace(
-        _entry("unified_attention", kind, limits, bind_unified),
-        needs=_TABLED,
+    linear = _entry(
+        "unified_attention",
+        kind,
+        limits,
+        bind_unified,
+        needs=frozenset({Need.BLOCK_TABLE, Need.KV_LEN_INT64}),
         bakes=bakes,
-        reads_ahead=_TABLE_TILES,
+        reads_ahead=ReadAhead(table_tokens=64),
         faults=faults.UNIFIED_DECODE if in_decode else faults.UNIFIED_EXTEND,
         notes=(oddities.CAP_OVERFLOWS,) if in_decode else (oddities.CAP_OVERFLOWS, oddities.LOW_LOGITS),
     )
-    return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=vectorised, reads_ahead=_NOTHING_AHEAD)
+    return linear, replace(linear, name=f"{linear.name}[vectorised]", limits=vectorised, reads_ahead=ReadAhead())
 
 
 def _latent_extends(kind: StepKind) -> tuple[KernelEntry, ...]:
     return (
-        replace(
-            _entry("mla_prefill_fwd", kind, _LATENT, bind_latent_extend),
-            needs=_LISTED,
-            bakes=frozenset({Baked.MAX_Q_LEN}),
-            reads_ahead=_LIST_BLOCKS,
-            notes=(oddities.EMPTY_SEQUENCES,),
+        _listed(
+            "mla_prefill_fwd", kind, _LATENT, bind_latent_extend, bakes=_MAX_Q_LEN, notes=(oddities.EMPTY_SEQUENCES,)
         ),
         _unbound(
             "mla_prefill_ps_asm_fwd",
@@ -275,19 +270,18 @@ def _latent_extends(kind: StepKind) -> tuple[KernelEntry, ...]:
 
 
 def _sparse() -> tuple[KernelEntry, ...]:
-    limits = replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD))
     return (
         _unbound(
             "mla_decode_fwd[selected]",
             StepKind.DECODE,
-            limits,
+            _ANY_LATENT,
             "it reads a selection as a packed page list of each token; aiter.unified_attention_sparse_mla, which is "
             "bound, takes a row of places for each",
         ),
         _unbound(
             "pa_decode_sparse",
             StepKind.DECODE,
-            replace(limits, exact_dims=((512, 512),)),
+            replace(_ANY_LATENT, exact_dims=((512, 512),)),
             "V is all of its row, as in DeepSeek-V4, and a row has a power of two of elements "
             "(attention/pa_decode_sparse.py:142 in v0.1.17), which latents of 576 do not; before v0.1.20 its offsets "
             "have 32 bits",
@@ -295,7 +289,7 @@ def _sparse() -> tuple[KernelEntry, ...]:
         _unbound(
             "deepgemm_fp8_paged_mqa_logits",
             StepKind.DECODE,
-            limits,
+            _ANY_LATENT,
             "a page of its index keys is one row of codes followed by their scales, and it writes the scores of "
             "all keys to memory; releases before 0.1.18 lose rows of them past 2 GiB",
         ),
@@ -303,9 +297,12 @@ def _sparse() -> tuple[KernelEntry, ...]:
 
 
 # Latent layers with expanded latents use it too (packed.py).
-VARLEN = replace(
-    _entry("flash_attn_varlen_func", StepKind.PREFILL, _VARLEN, bind_varlen_prefill),
-    bakes=frozenset({Baked.MAX_Q_LEN}),
+VARLEN = _entry(
+    "flash_attn_varlen_func",
+    StepKind.PREFILL,
+    _VARLEN,
+    bind_varlen_prefill,
+    bakes=_MAX_Q_LEN,
     # Each sequence's K and V are a view of its own length.
     masks_v=True,
     # A graph serves steps with prefixes too.
@@ -315,13 +312,7 @@ VARLEN = replace(
 )
 
 ENTRIES: tuple[KernelEntry, ...] = (
-    replace(
-        _entry("paged_attention_ragged", StepKind.DECODE, _RAGGED, bind_ragged),
-        needs=_LISTED,
-        bakes=_MAX_KV_LEN,
-        reads_ahead=_LIST_BLOCKS,
-        faults=faults.RAGGED,
-    ),
+    _listed("paged_attention_ragged", StepKind.DECODE, _RAGGED, bind_ragged, bakes=_MAX_KV_LEN, faults=faults.RAGGED),
     _unbound(
         "paged_attention_ragged[fp8]",
         StepKind.DECODE,
@@ -339,44 +330,33 @@ ENTRIES: tuple[KernelEntry, ...] = (
         "bound, leaves them out",
     ),
     # For vectorised pools: parts of a sequence before whole ones, because one long sequence alone fills a device.
-    replace(
-        _entry("pa_decode_gluon", StepKind.DECODE, _GLUON, bind_gluon),
+    _entry(
+        "pa_decode_gluon",
+        StepKind.DECODE,
+        _GLUON,
+        bind_gluon,
         needs=_TABLE,
         faults=faults.GLUON,
         notes=(oddities.REDUCTION, oddities.SMALL_SCALES),
     ),
     *_unified(StepKind.DECODE, _MAX_KV_LEN),
     # Equal shares of all keys before equal splits of each sequence, in steps of few: one long sequence fills a device.
-    replace(
-        _entry(
-            "mla_decode_fwd+get_mla_metadata_v1",
-            StepKind.DECODE,
-            replace(_LATENT, max_gqa_ratio=16),
-            bind_scheduled_latent_decode,
-        ),
-        needs=_LISTED,
-        reads_ahead=_LIST_BLOCKS,
+    _listed(
+        "mla_decode_fwd+get_mla_metadata_v1",
+        StepKind.DECODE,
+        replace(_LATENT, max_gqa_ratio=16),
+        bind_scheduled_latent_decode,
         notes=(oddities.FEW_SEQUENCES,),
     ),
-    replace(
-        _entry("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode),
-        needs=_LISTED,
-        reads_ahead=_LIST_BLOCKS,
-        notes=(oddities.MANY_HEADS,),
-    ),
-    replace(
-        _entry(
-            "mla_decode_fwd+get_mla_metadata_v1[fp8]",
-            StepKind.DECODE,
-            _LATENT_EIGHT_BITS,
-            bind_eight_bit_latent_decode,
-        ),
-        needs=_LISTED,
-        reads_ahead=_LIST_BLOCKS,
+    _listed("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode, notes=(oddities.MANY_HEADS,)),
+    _listed(
+        "mla_decode_fwd+get_mla_metadata_v1[fp8]",
+        StepKind.DECODE,
+        _LATENT_EIGHT_BITS,
+        bind_eight_bit_latent_decode,
         faults=faults.LATENT_EIGHT_BITS,
         notes=(oddities.SATURATED_QUERIES, oddities.GROUPED_HEADS),
-        rounds_products=True,
-        rounds_queries=True,
+        **_ROUNDED,
     ),
     # For sparse layers (providers/sparse.py), which Triton's kernels and those of selected.py serve instead.
     *_sparse(),
@@ -385,40 +365,39 @@ ENTRIES: tuple[KernelEntry, ...] = (
         _unbound(
             name,
             StepKind.DECODE,
-            replace(_LATENT, encodings=_ANY_ENCODING, scales=(*_LAYER_SCALES, Scales.HEAD)),
+            _ANY_LATENT,
             "it drops the rows of tokens whose slot is -1, and a step's slots name page 0 for them, which must stay "
             "zero; it stores NaN unchanged; and rope_and_store, which serves instead, is one launch too",
         )
         for name in ("concat_and_cache_mla", "fused_qk_rope_concat_and_cache_mla")
     ),
-    replace(
-        _entry("pa_decode_gluon[verify]", StepKind.VERIFY, _GLUON_VERIFY, bind_gluon_verify),
+    _entry(
+        "pa_decode_gluon[verify]",
+        StepKind.VERIFY,
+        _GLUON_VERIFY,
+        bind_gluon_verify,
         needs=_TABLE,
         faults=faults.GLUON_VERIFY,
         notes=(oddities.REDUCTION, oddities.LAST_ROWS, oddities.PARTS_OF_WINDOWS),
     ),
     # More heads have as many products as an extend step, and no gain from reading the latent rows once.
-    replace(
-        _entry("mla_decode_fwd[verify]", StepKind.VERIFY, replace(_LATENT, max_gqa_ratio=16), bind_latent_verify),
-        needs=_LISTED,
-        reads_ahead=_LIST_BLOCKS,
+    _listed(
+        "mla_decode_fwd[verify]",
+        StepKind.VERIFY,
+        replace(_LATENT, max_gqa_ratio=16),
+        bind_latent_verify,
         min_kv_len=FEW_TOKENS,
         notes=(oddities.LAST_ROWS, oddities.FEWER_KEYS, oddities.EIGHT_ROWS),
     ),
-    replace(
-        _entry(
-            "mla_decode_fwd+get_mla_metadata_v1[fp8, verify]",
-            StepKind.VERIFY,
-            replace(_LATENT_EIGHT_BITS, max_gqa_ratio=16),
-            bind_eight_bit_latent_verify,
-        ),
-        needs=_LISTED,
-        reads_ahead=_LIST_BLOCKS,
+    _listed(
+        "mla_decode_fwd+get_mla_metadata_v1[fp8, verify]",
+        StepKind.VERIFY,
+        replace(_LATENT_EIGHT_BITS, max_gqa_ratio=16),
+        bind_eight_bit_latent_verify,
         min_kv_len=FEW_TOKENS,
         faults=faults.LATENT_EIGHT_BITS_OF_FEW,
         notes=(oddities.SATURATED_QUERIES, oddities.LAST_ROWS, oddities.FEWER_KEYS),
-        rounds_products=True,
-        rounds_queries=True,
+        **_ROUNDED,
     ),
     *_batch_prefill(StepKind.EXTEND),
     *_unified(StepKind.EXTEND, _BOTH_LENGTHS),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.eight_bits import scale_rows, scales_of_tokens
 from rocm_attn.providers.aiter.few_tokens import LastRows
-from rocm_attn.providers.aiter.mla import padded_rows
-from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
+from rocm_attn.providers.aiter.kernel import AiterKernel
+from rocm_attn.providers.contract import PoolSize, StepBounds
+from rocm_attn.providers.scratch import ScratchTensor, cut, rows_of_heads
 
 # Keys that a program reads per iteration.
 _PARTITION_KEYS = 256
@@ -45,33 +45,30 @@ _FEWEST_HEADS_ON_ONE = 3
 _WIDER_THAN_ANY = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class GluonDecode:
+@dataclass(frozen=True)
+class GluonDecode(AiterKernel):
     """One new token in each sequence, through the dense block table.
 
     compute_units: of the target
     """
 
-    problem: Problem
     compute_units: int
-    schedule: ClassVar[Schedule] = NO_SCHEDULE
-
-    def describe(self) -> str:
-        return f"aiter.pa_decode_gluon({self.problem})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(self.room(shape))
+    name = "pa_decode_gluon"
+    query_length: ClassVar[int] = 1
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        scratch = cut(args.workspace, self.parts(bounds.shape))
-        self.call(args, step, scratch, query=args.q, output=args.out, query_length=1)
+        self.call(args, step, cut(args.workspace, self.parts(bounds.shape)), args.q, args.out)
 
-    def call(self, args: AttendArgs, step: StepTensors, scratch: Sequence[Tensor], **queries: Any) -> None:
-        """Calls the function. scratch: parts() of its rows; queries: query, output and query_length"""
+    def call(
+        self, args: AttendArgs, step: StepTensors, scratch: Sequence[Tensor], query: Tensor, output: Tensor
+    ) -> None:
+        """Calls the function. scratch: parts() of its rows; query, output: query_length rows of each sequence"""
         problem, num_pages = self.problem, len(args.pages.k)
         exp_sums, max_logits, temporary_output, *scales = scratch
         library.pa_decode_gluon()(
-            **queries,
+            query=query,
+            output=output,
+            query_length=self.query_length,
             key_cache=args.pages.k,
             value_cache=args.pages.v,
             context_lengths=step.kv_len,
@@ -89,7 +86,7 @@ class GluonDecode:
             temporary_output=temporary_output,
             alibi_slopes=None,
             sinks=args.sinks,
-            sliding_window=_sliding_window(problem.window_left, queries["query_length"]),
+            sliding_window=_sliding_window(problem.window_left, self.query_length),
             # Cuts each sequence into parts by its own length. Without it, a part is 256 keys and the number of parts is
             # frozen.
             ps=True,
@@ -114,19 +111,19 @@ class GluonDecode:
             return scale
         return scales_of_tokens(scale, self.problem, rows, num_pages)[..., None]
 
-    def parts(self, shape: PaddedShape, query_length: int = 1) -> tuple[ScratchTensor, ...]:
+    def parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
         """For each row and part: an exp sum and a maximum in float32, and a partial output; and rows of scales."""
-        return self._partials(shape.num_seqs, self.num_parts(shape.num_seqs), query_length)
+        return self._partials(shape.num_seqs, self.num_parts(shape.num_seqs))
 
-    def room(self, shape: PaddedShape, query_length: int = 1) -> tuple[ScratchTensor, ...]:
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
         """Room for parts() of this shape and of every smaller one, whose fewer sequences may have more parts."""
         programs = -(-self.compute_units * _PROGRAMS_PER_UNIT // self.problem.num_kv_heads)
         most = min(shape.num_seqs * self._on_one_page + programs, shape.num_seqs * _MOST_PARTS)
-        return self._partials(most, 1, query_length)
+        return self._partials(most, 1)
 
-    def _partials(self, num_seqs: int, num_parts: int, query_length: int) -> tuple[ScratchTensor, ...]:
+    def _partials(self, num_seqs: int, num_parts: int) -> tuple[ScratchTensor, ...]:
         problem = self.problem
-        rows = (num_seqs, problem.num_kv_heads, num_parts, query_length * problem.gqa_ratio)
+        rows = (num_seqs, problem.num_kv_heads, num_parts, self.query_length * problem.gqa_ratio)
         return (
             ScratchTensor(rows, torch.float32),
             ScratchTensor(rows, torch.float32),
@@ -136,28 +133,27 @@ class GluonDecode:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class GluonVerify:
-    """Up to FEW_TOKENS new tokens in each sequence. decode: of the same layer"""
+class GluonVerify(GluonDecode):
+    """Up to FEW_TOKENS new tokens in each sequence, each of which has as many rows."""
 
-    decode: GluonDecode
-    schedule: ClassVar[LastRows] = LastRows()
+    name = "pa_decode_gluon[verify]"
+    query_length = FEW_TOKENS
 
-    def describe(self) -> str:
-        return f"{self.decode.describe()} of {FEW_TOKENS} rows each"
+    @property
+    def schedule(self) -> LastRows:
+        return LastRows()
 
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words((*self._rows(shape), *self.decode.room(shape, FEW_TOKENS)))
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
+        return (*self._rows(shape), *super().room(shape))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        parts = (*self._rows(bounds.shape), *self.decode.parts(bounds.shape, FEW_TOKENS))
-        query, output, *scratch = cut(args.workspace, parts)
+        query, output, *scratch = cut(args.workspace, (*self._rows(bounds.shape), *self.parts(bounds.shape)))
         self.schedule.spread(args.q, query, args.schedule)
-        self.decode.call(args, step, scratch, query=query, output=output, query_length=FEW_TOKENS)
+        self.call(args, step, scratch, query, output)
         self.schedule.collect(output, args.out, args.schedule)
 
     def _rows(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
-        return padded_rows(self.decode.problem, shape.num_seqs * FEW_TOKENS, self.decode.problem.num_q_heads)
+        return rows_of_heads(self.problem, shape.num_seqs * FEW_TOKENS, self.problem.num_q_heads)
 
 
 def _sliding_window(window_left: int, query_length: int) -> int:
@@ -183,4 +179,4 @@ def bind_gluon(problem: Problem, target: Target, pool: PoolSize) -> GluonDecode:
 
 def bind_gluon_verify(problem: Problem, target: Target, pool: PoolSize) -> GluonVerify:
     """Binds the kernel for verify steps. Raises the LookupErrors of `bind_gluon`."""
-    return GluonVerify(bind_gluon(problem, target, pool))
+    return GluonVerify(problem, bind_gluon(problem, target, pool).compute_units)

@@ -10,7 +10,7 @@ combines their splits takes steps of 32 keys for 64 heads, like the decode kerne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.few_tokens import LastRows, RowStarts
-from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
+from rocm_attn.providers.aiter.kernel import AiterKernel
+from rocm_attn.providers.contract import PoolSize, Schedule, StepBounds
 from rocm_attn.providers.schedules import Schedules
-from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, room_for, rows_of_heads, whole_rows
 
 # Query heads that the kernels are made for, in every release.
 FEW_HEADS, MANY_HEADS = 16, 128
@@ -42,20 +43,32 @@ class EqualSplits:
 
     compute_units: int
 
-    def splits(self, shape: PaddedShape) -> int:
-        """Parts of each sequence."""
-        return min(-(-self.compute_units // shape.num_seqs), MOST_SPLITS)
-
     def words(self, shape: PaddedShape) -> int:
         return shape.num_seqs + 1
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        num_seqs, splits = bounds.shape.num_seqs, self.splits(bounds.shape)
-        torch.arange(0, (num_seqs + 1) * splits, splits, out=words)
+        splits = self._splits(bounds.shape)
+        torch.arange(0, (bounds.shape.num_seqs + 1) * splits, splits, out=words)
+
+    def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
+        """Arguments of mla_decode_fwd for a schedule that was built into words."""
+        return {"num_kv_splits": self._splits(shape), "num_kv_splits_indptr": words}
+
+    def _splits(self, shape: PaddedShape) -> int:
+        """Parts of each sequence."""
+        return min(-(-self.compute_units // shape.num_seqs), MOST_SPLITS)
 
 
-@dataclass(frozen=True, slots=True)
-class AiterLatentDecode:
+class LatentWork(Schedule, Protocol):
+    """How the keys of a step are shared out over the compute units."""
+
+    def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
+        """Arguments of mla_decode_fwd for a schedule that was built into words."""
+        ...
+
+
+@dataclass(frozen=True)
+class LatentDecode(AiterKernel):
     """One new token in each sequence.
 
     Heads are padded with zeros to 16 or 128: the time of a decode step is reading the latent rows, which are read once
@@ -63,86 +76,53 @@ class AiterLatentDecode:
     length of the page list, is kept for ever, and may be allocated inside a capture.
     """
 
-    problem: Problem
-    compute_units: int
-
-    def describe(self) -> str:
-        return f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units})"
+    work: LatentWork
+    name = "mla_decode_fwd"
 
     @property
-    def schedule(self) -> EqualSplits:
-        return EqualSplits(self.compute_units)
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(self._parts(shape))
+    def schedule(self) -> Schedule:
+        return self.work
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        q_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
+        q_rows, out_rows = cut(args.workspace, self.room(bounds.shape))
         out = room_for(args.out, out_rows)
-        decode_latents(
-            self.problem,
-            args,
-            step,
-            q=whole_rows(args.q, q_rows),
-            out=out,
-            qo_indptr=step.q_indptr,
-            max_seqlen_q=1,
-            num_kv_splits=self.schedule.splits(bounds.shape),
-            num_kv_splits_indptr=args.schedule,
-        )
+        work = self.work.as_arguments(bounds.shape, args.schedule)
+        rows = LatentQueries(whole_rows(args.q, q_rows), out, step.q_indptr, 1)
+        decode_latents(self.problem, args, step, rows, **work)
         keep_rows(args.out, out)
 
-    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
         num_heads = FEW_HEADS if self.problem.num_q_heads <= FEW_HEADS else MANY_HEADS
-        return padded_rows(self.problem, shape.num_tokens, num_heads)
+        return rows_of_heads(self.problem, shape.num_tokens, num_heads)
 
 
-@dataclass(frozen=True, slots=True)
-class AiterLatentVerify:
+@dataclass(frozen=True)
+class LatentVerify(AiterKernel):
     """Up to FEW_TOKENS new tokens in each sequence, by the kernel of 16 heads and as many rows.
 
     All releases have that kernel, and v0.1.10:op_tests/test_mla.py runs it by default as heads and tokens (16, 4).
     """
 
-    problem: Problem
-    compute_units: int
-
-    def describe(self) -> str:
-        return f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) of {FEW_TOKENS} rows each"
+    work: LatentWork
+    name = "mla_decode_fwd[verify]"
 
     @property
     def schedule(self) -> Schedules:
-        return Schedules((RowStarts(), self._splits, _LAST_ROWS))
-
-    @property
-    def _splits(self) -> EqualSplits:
-        return EqualSplits(self.compute_units)
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(self._parts(shape))
+        return Schedules((RowStarts(), self.work, _LAST_ROWS))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        q, out = cut(args.workspace, self._parts(bounds.shape))
-        indptr, splits, rows = self.schedule.split(bounds.shape, args.schedule)
-        decode_latents(
-            self.problem,
-            args,
-            step,
-            q=_LAST_ROWS.spread(args.q, q, rows),
-            out=out,
-            qo_indptr=indptr,
-            max_seqlen_q=FEW_TOKENS,
-            num_kv_splits=self._splits.splits(bounds.shape),
-            num_kv_splits_indptr=splits,
-        )
+        q, out = cut(args.workspace, self.room(bounds.shape))
+        indptr, words, rows = self.schedule.split(bounds.shape, args.schedule)
+        work = self.work.as_arguments(bounds.shape, words)
+        queries = LatentQueries(_LAST_ROWS.spread(args.q, q, rows), out, indptr, FEW_TOKENS)
+        decode_latents(self.problem, args, step, queries, **work)
         _LAST_ROWS.collect(out, args.out, rows)
 
-    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
-        return padded_rows(self.problem, shape.num_seqs * FEW_TOKENS, FEW_HEADS)
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
+        return rows_of_heads(self.problem, shape.num_seqs * FEW_TOKENS, FEW_HEADS)
 
 
-@dataclass(frozen=True, slots=True)
-class AiterLatentExtend:
+class LatentExtend(AiterKernel):
     """Any number of new tokens in each sequence.
 
     Heads that are not 16 or 128 run in groups of 16, the last one padded with zeros: the time of an extend step is its
@@ -150,14 +130,7 @@ class AiterLatentExtend:
     unlike in mla_decode_fwd.
     """
 
-    problem: Problem
-    schedule: ClassVar[Schedule] = NO_SCHEDULE
-
-    def describe(self) -> str:
-        return f"aiter.mla_prefill_fwd({self.problem})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(self._parts(shape))
+    name = "mla_prefill_fwd"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         for first in range(0, self.problem.num_q_heads, self._heads_of_launch()):
@@ -165,80 +138,68 @@ class AiterLatentExtend:
             self._attend_heads(args._replace(q=args.q[:, heads], out=args.out[:, heads]), step, bounds)
 
     def _attend_heads(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        q_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
+        q_rows, out_rows = cut(args.workspace, self.room(bounds.shape))
         written = room_for(args.out, out_rows)
         library.mla_prefill_fwd()(
             q=whole_rows(args.q, q_rows),
-            kv_buffer=args.pages.k,
             o=written,
             qo_indptr=step.q_indptr,
-            kv_indptr=step.page_indptr,
-            kv_indices=step.page_list,
-            kv_last_page_lens=step.last_page_len,
             max_seqlen_q=bounds.max_q_len,
-            sm_scale=self.problem.scale,
-            logit_cap=0.0,
+            **_keys(self.problem, args, step),
         )
         keep_rows(args.out, written)
 
     def _heads_of_launch(self) -> int:
         return MANY_HEADS if self.problem.num_q_heads == MANY_HEADS else FEW_HEADS
 
-    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
-        return padded_rows(self.problem, shape.num_tokens, self._heads_of_launch())
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
+        return rows_of_heads(self.problem, shape.num_tokens, self._heads_of_launch())
+
+
+class LatentQueries(NamedTuple):
+    """Queries of a step.
+
+    q, out: [rows, heads, head_dim | v_head_dim]
+    indptr: int32 [num_seqs + 1]: boundaries of sequences among these rows
+    most:   rows of a sequence
+    """
+
+    q: Tensor
+    out: Tensor
+    indptr: Tensor
+    most: int
 
 
 def decode_latents(
-    problem: Problem,
-    args: AttendArgs,
-    step: StepTensors,
-    *,
-    q: Tensor,
-    out: Tensor,
-    qo_indptr: Tensor,
-    max_seqlen_q: int,
-    **more: Tensor | int | None,
+    problem: Problem, args: AttendArgs, step: StepTensors, rows: LatentQueries, **more: Tensor | int | None
 ) -> None:
-    """Calls mla_decode_fwd for the pages of a step.
-
-    q, out:       [rows, heads, head_dim | v_head_dim]
-    qo_indptr:    int32 [num_seqs + 1]: boundaries of sequences among these rows
-    max_seqlen_q: the most rows of a sequence
-    more:         how the work is cut, and the scales of codes
-    """
-    library.mla_decode_fwd()(
-        q=q,
-        kv_buffer=args.pages.k,
-        o=out,
-        qo_indptr=qo_indptr,
-        kv_indptr=step.page_indptr,
-        kv_indices=step.page_list,
-        kv_last_page_lens=step.last_page_len,
-        max_seqlen_q=max_seqlen_q,
-        sm_scale=problem.scale,
-        logit_cap=0.0,
-        **more,
-    )
+    """Calls mla_decode_fwd for the pages of a step. more: how the work is cut, and the scales of codes"""
+    queries = {"q": rows.q, "o": rows.out, "qo_indptr": rows.indptr, "max_seqlen_q": rows.most}
+    library.mla_decode_fwd()(**queries, **_keys(problem, args, step), **more)
 
 
-def padded_rows(problem: Problem, num_tokens: int, num_heads: int) -> tuple[ScratchTensor, ScratchTensor]:
-    """Room for q and out with num_heads heads, if those of the step cannot be used directly."""
-    rows = (num_tokens, num_heads)
-    return ScratchTensor((*rows, problem.head_dim), problem.dtype), ScratchTensor(
-        (*rows, problem.v_head_dim), problem.dtype
-    )
+def _keys(problem: Problem, args: AttendArgs, step: StepTensors) -> dict[str, object]:
+    """The latent rows that a step attends to, and how they are scored."""
+    return {
+        "kv_buffer": args.pages.k,
+        "kv_indptr": step.page_indptr,
+        "kv_indices": step.page_list,
+        "kv_last_page_lens": step.last_page_len,
+        "sm_scale": problem.scale,
+        "logit_cap": 0.0,
+    }
 
 
-def bind_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> AiterLatentDecode:
+def bind_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDecode:
     """Binds the kernel, with splits for the target's compute units."""
-    return AiterLatentDecode(problem, target.compute_units)
+    return LatentDecode(problem, EqualSplits(target.compute_units))
 
 
-def bind_latent_verify(problem: Problem, target: Target, pool: PoolSize) -> AiterLatentVerify:
+def bind_latent_verify(problem: Problem, target: Target, pool: PoolSize) -> LatentVerify:
     """Binds the kernel, with splits for the target's compute units."""
-    return AiterLatentVerify(problem, target.compute_units)
+    return LatentVerify(problem, EqualSplits(target.compute_units))
 
 
-def bind_latent_extend(problem: Problem, target: Target, pool: PoolSize) -> AiterLatentExtend:
+def bind_latent_extend(problem: Problem, target: Target, pool: PoolSize) -> LatentExtend:
     """Binds the kernel; it has one tile."""
-    return AiterLatentExtend(problem)
+    return LatentExtend(problem)

@@ -14,120 +14,85 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import FEW_TOKENS
+from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter.eight_bits import ScaleOfOne, query_codes, query_parts
 from rocm_attn.providers.aiter.few_tokens import LastRows
-from rocm_attn.providers.aiter.mla import FEW_HEADS, decode_latents, padded_rows
+from rocm_attn.providers.aiter.kernel import AiterKernel
+from rocm_attn.providers.aiter.mla import FEW_HEADS, LatentQueries, decode_latents
 from rocm_attn.providers.aiter.mla_persistent import LatentShares
 from rocm_attn.providers.contract import PoolSize, StepBounds
 from rocm_attn.providers.schedules import Schedules
-from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, room_for, rows_of_heads
 
 _LAST_ROWS = LastRows()
 
 
-@dataclass(frozen=True, slots=True)
-class EightBitLatentDecode:
+@dataclass(frozen=True)
+class EightBitLatentDecode(AiterKernel):
     """One new token in each sequence. Heads are padded with zeros to a multiple of 16."""
 
-    problem: Problem
-    compute_units: int
+    shares: LatentShares
+    name = "mla_decode_fwd[fp8]"
 
     @property
     def schedule(self) -> Schedules:
-        return Schedules((self._shares, ScaleOfOne()))
-
-    @property
-    def _shares(self) -> LatentShares:
-        return LatentShares(self.compute_units, self.problem.page_format.encoding.dtype, self._num_heads)
-
-    def describe(self) -> str:
-        return f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) + aiter.get_mla_metadata_v1"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(self._parts(shape))
+        return Schedules((self.shares, ScaleOfOne()))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        *query_rows, out_rows = cut(args.workspace, self._parts(bounds.shape))
-        shares, scale_word = self.schedule.split(bounds.shape, args.schedule)
-        out = room_for(args.out, out_rows)
-        decode_latents(
-            self.problem,
-            args,
-            step,
-            q=query_codes(args.q, query_rows),
-            out=out,
-            qo_indptr=step.q_indptr,
-            max_seqlen_q=1,
-            q_scale=scale_word.view(torch.float32),
-            kv_scale=args.pages.k_scale,
-            **self._shares.as_arguments(bounds.shape, shares),
-        )
+        *query_rows, out_rows = cut(args.workspace, self.room(bounds.shape))
+        out, q = room_for(args.out, out_rows), query_codes(args.q, query_rows)
+        self.decode(args, step, bounds.shape, LatentQueries(q, out, step.q_indptr, 1))
         keep_rows(args.out, out)
 
-    @property
-    def _num_heads(self) -> int:
-        return -(-self.problem.num_q_heads // FEW_HEADS) * FEW_HEADS
+    def decode(self, args: AttendArgs, step: StepTensors, shape: PaddedShape, rows: LatentQueries) -> None:
+        """Calls the function with its schedule and scales."""
+        shares, scale_word, *_ = self.schedule.split(shape, args.schedule)
+        scales = {"q_scale": scale_word.view(torch.float32), "kv_scale": args.pages.k_scale}
+        decode_latents(self.problem, args, step, rows, **scales, **self.shares.as_arguments(shape, shares))
 
-    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor]:
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
         """Room for queries, saturated and in eight bits, and for out if its rows cannot be written directly."""
-        rows = (shape.num_tokens, self._num_heads, self.problem.v_head_dim)
-        return (*query_parts(self.problem, shape.num_tokens, self._num_heads), ScratchTensor(rows, self.problem.dtype))
+        rows = (shape.num_tokens, self.shares.num_heads, self.problem.v_head_dim)
+        codes = query_parts(self.problem, shape.num_tokens, self.shares.num_heads)
+        return (*codes, ScratchTensor(rows, self.problem.dtype))
 
 
-@dataclass(frozen=True, slots=True)
-class EightBitLatentVerify:
+class EightBitLatentVerify(EightBitLatentDecode):
     """Up to FEW_TOKENS new tokens in each sequence, by the kernel of 16 heads and as many rows."""
 
-    problem: Problem
-    compute_units: int
+    name = "mla_decode_fwd[fp8, verify]"
 
     @property
     def schedule(self) -> Schedules:
-        return Schedules((self._shares, ScaleOfOne(), _LAST_ROWS))
-
-    @property
-    def _shares(self) -> LatentShares:
-        return LatentShares(self.compute_units, self.problem.page_format.encoding.dtype, num_rows=FEW_TOKENS)
-
-    def describe(self) -> str:
-        called = f"aiter.mla_decode_fwd({self.problem}, compute_units={self.compute_units}) of {FEW_TOKENS} rows each"
-        return f"{called} + aiter.get_mla_metadata_v1"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(self._parts(shape))
+        return Schedules((self.shares, ScaleOfOne(), _LAST_ROWS))
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        q, codes, out = cut(args.workspace, self._parts(bounds.shape))
-        shares, scale_word, rows = self.schedule.split(bounds.shape, args.schedule)
-        decode_latents(
-            self.problem,
-            args,
-            step,
-            q=query_codes(_LAST_ROWS.spread(args.q, q, rows), (q, codes)),
-            out=out,
-            qo_indptr=self._shares.row_starts(bounds.shape, shares),
-            max_seqlen_q=FEW_TOKENS,
-            q_scale=scale_word.view(torch.float32),
-            kv_scale=args.pages.k_scale,
-            **self._shares.as_arguments(bounds.shape, shares),
-        )
+        q, codes, out = cut(args.workspace, self.room(bounds.shape))
+        shares, _, rows = self.schedule.split(bounds.shape, args.schedule)
+        starts = self.shares.row_starts(bounds.shape, shares)
+        codes = query_codes(_LAST_ROWS.spread(args.q, q, rows), (q, codes))
+        self.decode(args, step, bounds.shape, LatentQueries(codes, out, starts, FEW_TOKENS))
         _LAST_ROWS.collect(out, args.out, rows)
 
-    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor, ScratchTensor]:
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
         """Room for rows of q, saturated and in eight bits, and for rows of out."""
-        q, out = padded_rows(self.problem, shape.num_seqs * FEW_TOKENS, FEW_HEADS)
+        q, out = rows_of_heads(self.problem, shape.num_seqs * FEW_TOKENS, FEW_HEADS)
         return q, ScratchTensor(q.shape, self.problem.page_format.encoding.dtype), out
 
 
 def bind_eight_bit_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentDecode:
     """Binds the kernel, with shares for the target's compute units."""
-    return EightBitLatentDecode(problem, target.compute_units)
+    num_heads = round_up(problem.num_q_heads, FEW_HEADS)
+    return EightBitLatentDecode(
+        problem, LatentShares(target.compute_units, problem.page_format.encoding.dtype, num_heads)
+    )
 
 
 def bind_eight_bit_latent_verify(problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentVerify:
     """Binds the kernel, with shares for the target's compute units."""
-    return EightBitLatentVerify(problem, target.compute_units)
+    shares = LatentShares(target.compute_units, problem.page_format.encoding.dtype, num_rows=FEW_TOKENS)
+    return EightBitLatentVerify(problem, shares)

@@ -12,24 +12,15 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
+from rocm_attn.kernels.attention.arguments import Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.few_tokens import RowStarts
-from rocm_attn.providers.aiter.mla import (
-    FEW_HEADS,
-    MANY_HEADS,
-    MOST_SPLITS,
-    AiterLatentDecode,
-    EqualSplits,
-    bind_latent_decode,
-    decode_latents,
-    padded_rows,
-)
+from rocm_attn.providers.aiter.mla import FEW_HEADS, MANY_HEADS, MOST_SPLITS, EqualSplits, LatentDecode
 from rocm_attn.providers.contract import PoolSize, StepBounds
-from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
 
 # A share is a multiple of this number of keys.
 _KV_GRANULARITY = 16
@@ -127,65 +118,26 @@ class SharesOfFew:
     shares: LatentShares
     splits: EqualSplits
 
-    def takes(self, shape: PaddedShape) -> bool:
-        """True if a step of this shape uses shares."""
-        return shape.num_seqs <= self.max_seqs
-
     def words(self, shape: PaddedShape) -> int:
-        return (self.shares if self.takes(shape) else self.splits).words(shape)
+        return self._of(shape).words(shape)
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        (self.shares if self.takes(bounds.shape) else self.splits).build(queries, step, bounds, words)
+        self._of(bounds.shape).build(queries, step, bounds, words)
+
+    def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
+        """Arguments of mla_decode_fwd for a schedule that was built into words."""
+        return self._of(shape).as_arguments(shape, words)
+
+    def _of(self, shape: PaddedShape) -> LatentShares | EqualSplits:
+        return self.shares if shape.num_seqs <= self.max_seqs else self.splits
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledLatentDecode:
-    """One new token in each sequence, by a schedule of shares. splits: for steps of more than max_seqs sequences"""
-
-    problem: Problem
-    compute_units: int
-    max_seqs: int
-    splits: AiterLatentDecode
-
-    @property
-    def schedule(self) -> SharesOfFew:
-        return SharesOfFew(self.max_seqs, self._shares, self.splits.schedule)
-
-    @property
-    def _shares(self) -> LatentShares:
-        return LatentShares(self.compute_units, self.problem.dtype)
-
-    def describe(self) -> str:
-        scheduled = f"aiter.get_mla_metadata_v1(compute_units={self.compute_units}, max_seqs={self.max_seqs})"
-        return f"{self.splits.describe()} + {scheduled}"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return self.splits.workspace_words(shape)
-
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        if not self.schedule.takes(bounds.shape):
-            self.splits.attend(args, step, bounds)
-            return
-        q_rows, out_rows = cut(args.workspace, padded_rows(self.problem, bounds.shape.num_tokens, FEW_HEADS))
-        out = room_for(args.out, out_rows)
-        decode_latents(
-            self.problem,
-            args,
-            step,
-            q=whole_rows(args.q, q_rows),
-            out=out,
-            qo_indptr=step.q_indptr,
-            max_seqlen_q=1,
-            **self._shares.as_arguments(bounds.shape, args.schedule),
-        )
-        keep_rows(args.out, out)
-
-
-def bind_scheduled_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> ScheduledLatentDecode:
+def bind_scheduled_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDecode:
     """Binds the kernel, with shares for the compute units, for steps in which equal splits leave some of them idle.
 
     No more has been measured: AITER's own gate ends the schedule at 31 sequences on gfx950, and SGLang uses it for FP8
     alone, because it costs more than it gains.
     """
-    max_seqs = (target.compute_units - 1) // MOST_SPLITS
-    return ScheduledLatentDecode(problem, target.compute_units, max_seqs, bind_latent_decode(problem, target, pool))
+    units = target.compute_units
+    work = SharesOfFew((units - 1) // MOST_SPLITS, LatentShares(units, problem.dtype), EqualSplits(units))
+    return LatentDecode(problem, work)

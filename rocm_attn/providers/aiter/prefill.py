@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -17,44 +14,36 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.eight_bits import ScaleOfOne, query_codes, query_parts
+from rocm_attn.providers.aiter.kernel import AiterKernel
 from rocm_attn.providers.aiter.scores import refuse_assembled, refuse_composable, window_size
-from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scratch import ScratchTensor, cut, num_words
+from rocm_attn.providers.contract import PoolSize, StepBounds
+from rocm_attn.providers.scratch import ScratchTensor, cut, rows_of_heads
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPrefill:
+class BatchPrefill(AiterKernel):
     """Any number of new tokens in each sequence, through a CSR page list."""
 
-    problem: Problem
-    schedule: ClassVar[Schedule] = NO_SCHEDULE
-
-    def describe(self) -> str:
-        return f"aiter.mha_batch_prefill_func({self.problem})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return 0
+    name = "mha_batch_prefill_func"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         result = library.mha_batch_prefill_func()(q=args.q, **_paged_arguments(self.problem, args, step, bounds))
         _keep_lse(result, args.lse)
 
 
-@dataclass(frozen=True, slots=True)
-class EightBitBatchPrefill:
+class EightBitBatchPrefill(AiterKernel):
     """Like `BatchPrefill`, but over pages in eight bits, with q in eight bits too."""
 
-    problem: Problem
-    schedule: ClassVar[Schedule] = ScaleOfOne()
+    name = "mha_batch_prefill_func"
 
-    def describe(self) -> str:
-        return f"aiter.mha_batch_prefill_func({self.problem})"
+    @property
+    def schedule(self) -> ScaleOfOne:
+        return ScaleOfOne()
 
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(query_parts(self.problem, shape.num_tokens, self.problem.num_q_heads))
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
+        return query_parts(self.problem, shape.num_tokens, self.problem.num_q_heads)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        rows = cut(args.workspace, query_parts(self.problem, bounds.shape.num_tokens, self.problem.num_q_heads))
+        rows = cut(args.workspace, self.room(bounds.shape))
         library.mha_batch_prefill_func()(
             q=query_codes(args.q, rows),
             q_descale=args.schedule[:1].view(torch.float32),
@@ -89,24 +78,16 @@ def _paged_arguments(problem: Problem, args: AttendArgs, step: StepTensors, boun
     }
 
 
-@dataclass(frozen=True, slots=True)
-class VarlenPrefill:
+class VarlenPrefill(AiterKernel):
     """New tokens of sequences that have nothing in the cache, over packed K and V.
 
     K and V are gathered from the slots that the store has just written, so they are what a later step would read.
     """
 
-    problem: Problem
-    schedule: ClassVar[Schedule] = NO_SCHEDULE
-
-    def describe(self) -> str:
-        return f"aiter.flash_attn_varlen_func({self.problem})"
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(self._parts(shape))
+    name = "flash_attn_varlen_func"
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        k, v = cut(args.workspace, self._parts(bounds.shape))
+        k, v = cut(args.workspace, self.room(bounds.shape))
         page, offset = step.slot_of_token // self.problem.page_size, step.slot_of_token % self.problem.page_size
         pages = args.pages
         for rows, side, scale_values in ((k, pages.keys, pages.k_scale), (v, pages.values, pages.v_scale)):
@@ -127,12 +108,8 @@ class VarlenPrefill:
         )
         _keep_lse(result, args.lse)
 
-    def _parts(self, shape: PaddedShape) -> tuple[ScratchTensor, ScratchTensor]:
-        problem = self.problem
-        rows = (shape.num_tokens, problem.num_kv_heads)
-        return ScratchTensor((*rows, problem.head_dim), problem.dtype), ScratchTensor(
-            (*rows, problem.v_head_dim), problem.dtype
-        )
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
+        return rows_of_heads(self.problem, shape.num_tokens, self.problem.num_kv_heads)
 
 
 def varlen_scores(problem: Problem) -> dict[str, object]:

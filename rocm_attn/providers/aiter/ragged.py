@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -15,8 +14,9 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.eight_bits import ScaleOfOne
-from rocm_attn.providers.contract import PoolSize, Schedule, StepBounds
-from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.aiter.kernel import AiterKernel
+from rocm_attn.providers.contract import PoolSize, StepBounds
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, room_for, whole_rows
 
 # Fixed in its source. Keys after max_num_partitions partitions are silently ignored.
 _PARTITION_KEYS = 256
@@ -25,28 +25,27 @@ _PARTITION_KEYS = 256
 WORKSPACE_BUDGET_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class RaggedDecode:
+@dataclass(frozen=True)
+class RaggedDecode(AiterKernel):
     """One new token in each sequence.
 
     max_kv_len: whole pages of the longest sequence, in tokens
     """
 
-    problem: Problem
     max_kv_len: int
-    # The function requires scales of K and V even if there are none.
-    schedule: ClassVar[Schedule] = ScaleOfOne()
+    name = "paged_attention_ragged"
 
-    def describe(self) -> str:
-        return f"aiter.paged_attention_ragged({self.problem})"
+    @property
+    def schedule(self) -> ScaleOfOne:
+        """The function requires scales of K and V even if there are none."""
+        return ScaleOfOne()
 
-    def workspace_words(self, shape: PaddedShape) -> int:
-        return num_words(self._parts(shape, self.max_kv_len))
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
+        return self._parts(shape, self.max_kv_len)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         problem = self.problem
-        parts = self._parts(bounds.shape, bounds.max_kv_len)
-        partials, q_rows, out_rows = cut(args.workspace, parts)
+        partials, q_rows, out_rows = cut(args.workspace, self._parts(bounds.shape, bounds.max_kv_len))
         out = room_for(args.out, out_rows)
         one = args.schedule[:1].view(torch.float32)
         library.paged_attention_ragged()(

@@ -19,9 +19,8 @@ from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs, SelectedK
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.aiter import library
-from rocm_attn.providers.aiter.mla import padded_rows
 from rocm_attn.providers.contract import Limits, PoolSize
-from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, whole_rows
+from rocm_attn.providers.scratch import ScratchTensor, cut, keep_rows, num_words, room_for, rows_of_heads, whole_rows
 from rocm_attn.providers.sparse import SelectedKeysEntry
 
 # Query heads of a program; others past a multiple of them are not computed.
@@ -77,7 +76,7 @@ class AiterSelected:
     def _parts(self, num_tokens: int) -> tuple[ScratchTensor, ...]:
         """Room for q and out with a multiple of 16 heads; none if they have it."""
         num_heads = round_up(self.problem.num_q_heads, _HEADS)
-        return padded_rows(self.problem, num_tokens, num_heads) if num_heads != self.problem.num_q_heads else ()
+        return rows_of_heads(self.problem, num_tokens, num_heads) if num_heads != self.problem.num_q_heads else ()
 
 
 def slots_of_page(problem: Problem) -> int:
@@ -113,7 +112,6 @@ def _serves(indexing: Indexing) -> tuple[str, ...]:
 
 SELECTED_ENTRIES = (
     SelectedKeysEntry(
-        provider="aiter",
         name="aiter.unified_attention_sparse_mla",
         limits=Limits(
             archs=("gfx942", "gfx950"),
@@ -131,8 +129,6 @@ SELECTED_ENTRIES = (
             lse=False,
             page_strides=True,
         ),
-        batch_invariant=False,
-        bakes=frozenset(),
         bind=_bind,
         serves=_serves,
         is_probed=True,

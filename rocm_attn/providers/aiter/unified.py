@@ -20,6 +20,7 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.aiter import library
+from rocm_attn.providers.aiter.kernel import AiterKernel
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
 from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
 
@@ -46,27 +47,19 @@ class FarBelowSinks:
             words.fill_(_FAR_BELOW_AS_INT32)
 
 
-@dataclass(frozen=True, slots=True)
-class Unified:
+class Unified(AiterKernel):
     """Attention through the dense block table.
 
     It allocates its own split buffers; while a graph is captured they come from the graph's memory pool.
     """
 
-    problem: Problem
-
-    def describe(self) -> str:
-        return f"aiter.unified_attention({self.problem})"
+    name = "unified_attention"
 
     @property
     def schedule(self) -> Schedule:
         """Provides sinks for layers that have a window and no sinks of their own."""
         lacks_sinks = self.problem.window_left != UNLIMITED_WINDOW and not self.problem.has_sinks
         return FarBelowSinks(self.problem.num_q_heads) if lacks_sinks else NO_SCHEDULE
-
-    def workspace_words(self, shape: PaddedShape) -> int:
-        """0: it needs no workspace."""
-        return 0
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         decodes = bounds.shape.kind.decodes

@@ -50,21 +50,13 @@ class EightBitWorld(World):
         k = held_exactly(k, problem, pages.k_scale)
         return q, k, k[..., : problem.v_head_dim] if v_is_k else held_exactly(v, problem, pages.v_scale)
 
-    def check(
-        self,
-        layer: int,
-        requests: Sequence[Request],
-        q_len: Sequence[int],
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor | None,
-        visible: Sequence[Tensor] | None = None,
-        positions: Tensor | None = None,
-    ) -> None:
+    def _reference(
+        self, layer: int, request: Request, q: Tensor, visible: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         encoding = self.problems[layer].page_format.encoding
         if self.entry is not None and self.entry.rounds_queries:
             q = q.clamp(-encoding.largest, encoding.largest).to(encoding.dtype).to(q.dtype)
-        super().check(layer, requests, q_len, q, out, lse, visible, positions)
+        return super()._reference(layer, request, q, visible, positions)
 
     def _assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
         assert_attention_close(

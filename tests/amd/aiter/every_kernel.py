@@ -143,9 +143,7 @@ def largest_error(case: Case, device: torch.device, selection: Selection) -> flo
         selections=[selection],
     )
     serving.set_scales()
-    requests = [serving.admit() for _ in range(3)]
-    for q_len in STEPS_OF_KIND[case.entry.kind]:
-        serving.step(requests, q_len, pad_to=4)
+    serving.served(*STEPS_OF_KIND[case.entry.kind], pad_to=4)
     assert page_zero_is_zero(serving)
     return serving.largest_error
 

@@ -80,6 +80,19 @@ class StandIn:
         self.bodies[name] = note
         return seen
 
+    def change(self, name: str, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        """Makes a function work with other arguments: change returns those that differ."""
+        body = self.bodies[name]
+        self.bodies[name] = lambda call: body({**call, **change(call)})
+
+    def fail(self, name: str, error: BaseException) -> None:
+        """Makes a function raise."""
+
+        def fails(call: Mapping[str, Any]) -> Any:
+            raise error
+
+        self.bodies[name] = fails
+
 
 def install(release: Release, monkeypatch: pytest.MonkeyPatch, arch: str = "gfx942") -> StandIn:
     """Puts the module tree of a release into sys.modules until the test ends. arch: of the device that it finds"""

@@ -61,20 +61,9 @@ def test_the_tests_do_not_see_an_aiter_that_is_installed(tmp_path: Path) -> None
         "Metadata-Version: 2.1\nName: amd-aiter\nVersion: 9.0\n"
     )
     names = "without_aiter_every or another_package_of_that or cannot_be_imported or is_gone"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "-p",
-        "no:schemathesis",
-    ]
+    plugins = [f"-pno:{plugin}" for plugin in ("cacheprovider", "benchmark", "schemathesis")]
     done = subprocess.run(
-        [*command, "-k", names, str(Path(__file__))],
+        [sys.executable, "-m", "pytest", "-q", *plugins, "-k", names, str(Path(__file__))],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "SHARD": ""},
         capture_output=True,
@@ -187,32 +176,31 @@ def test_aiter_asked_for_by_name_and_not_installed_is_refused_with_every_reason(
         assert any(reason.startswith(kernel) for reason in caught.value.reasons), kernel
 
 
-# Calls with one thing wrong: the function, and the changed parameter, which the real function would misread.
-WRONG_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "int64 indptr": ("paged_attention_ragged", {"kv_indptr": torch.int64}),
-    "int64 page list": ("mha_batch_prefill_func", {"kv_page_indices": torch.int64}),
-    "int32 lengths": ("unified_attention", {"seqused_k": torch.int32}),
-    "no scale": ("flash_attn_varlen_func", {"softmax_scale": None}),
-    "a partition too few": ("paged_attention_ragged", {"max_num_partitions": 0}),
-    "decode's max_seqlen_q in a mixed step": ("unified_attention", {"max_seqlen_q": 1}),
+# Calls with one thing wrong: the function, a parameter, and another value, which the real function would misread.
+WRONG_CALLS: Mapping[str, tuple[str, str, Any]] = {
+    "int64 indptr": ("paged_attention_ragged", "kv_indptr", torch.int64),
+    "int64 page list": ("mha_batch_prefill_func", "kv_page_indices", torch.int64),
+    "int32 lengths": ("unified_attention", "seqused_k", torch.int32),
+    "no scale": ("flash_attn_varlen_func", "softmax_scale", None),
+    "a partition too few": ("paged_attention_ragged", "max_num_partitions", 0),
+    "decode's max_seqlen_q in a mixed step": ("unified_attention", "max_seqlen_q", 1),
 }
 
-
 # The same over vectorised pools, with the parameter names of the functions that read them.
-WRONG_VECTORISED_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "another dtype to compute in": ("pa_decode_gluon", {"compute_type": torch.bfloat16}),
-    "int64 lengths": ("pa_decode_gluon", {"context_lengths": torch.int64}),
-    "parts without scratch": ("pa_decode_gluon", {"max_context_partition_num": 3}),
-    "a window of -1": ("pa_decode_gluon", {"sliding_window": -1}),
-    "parts of 256 keys": ("pa_decode_gluon", {"ps": False}),
-    "a linear cache": ("mha_batch_prefill_func", {"k": linear_keys}),
-    "a cache that is not shuffled": ("unified_attention", {"shuffled_kv_cache": False}),
+WRONG_VECTORISED_CALLS: Mapping[str, tuple[str, str, Any]] = {
+    "another dtype to compute in": ("pa_decode_gluon", "compute_type", torch.bfloat16),
+    "int64 lengths": ("pa_decode_gluon", "context_lengths", torch.int64),
+    "parts without scratch": ("pa_decode_gluon", "max_context_partition_num", 3),
+    "a window of -1": ("pa_decode_gluon", "sliding_window", -1),
+    "parts of 256 keys": ("pa_decode_gluon", "ps", False),
+    "a linear cache": ("mha_batch_prefill_func", "k", linear_keys),
+    "a cache that is not shuffled": ("unified_attention", "shuffled_kv_cache", False),
 }
 
 
 @pytest.mark.fast(5)
 @pytest.mark.parametrize(
-    ("problem", "function", "change"),
+    ("problem", "function", "name", "value"),
     [
         *((plain_problem(16, dims=(128, 128)), *call) for call in WRONG_CALLS.values()),
         *((vectorised_problem(), *call) for call in WRONG_VECTORISED_CALLS.values()),
@@ -220,25 +208,15 @@ WRONG_VECTORISED_CALLS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ids=[*WRONG_CALLS, *WRONG_VECTORISED_CALLS],
 )
 def test_the_stand_in_refuses_a_call_with_one_thing_wrong(
-    problem: Problem, function: str, change: dict[str, Any], aiter: StandIn
+    problem: Problem, function: str, name: str, value: Any, aiter: StandIn
 ) -> None:
     serving = world(problem)
-    requests = [serving.admit(), serving.admit()]
-    right = aiter.bodies[function]
 
-    def wrong(call: Mapping[str, Any]) -> Any:
-        ((name, value),) = change.items()
-        given = call[name]
-        if isinstance(given, torch.Tensor):
-            value_given = value(given) if callable(value) else given.to(value)
-            return right({**call, name: value_given})
-        return right({**call, name: value})
+    def changed(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not isinstance(call[name], torch.Tensor):
+            return {name: value}
+        return {name: value(call[name]) if callable(value) else call[name].to(value)}
 
-    aiter.bodies[function] = wrong
-
-    def every_kind_of_step() -> None:
-        for q_len in ([5, 2], [1, 1], [2, 7], [1, 6], [1, 4]):
-            serving.step(requests, q_len)
-
+    aiter.change(function, changed)
     with pytest.raises(ContractBroken):
-        every_kind_of_step()
+        serving.served([5, 2], [1, 1], [2, 7], [1, 6], [1, 4])

@@ -117,9 +117,7 @@ def test_latent_pages_in_eight_bits_are_decoded_on_gfx950(heads: int, monkeypatc
     aiter = install(E4048607, monkeypatch, arch="gfx950")
     problem = in_eight_bits(latent_problem(heads), arch="gfx950")
     serving = world(problem, max_kv_len=80, selections=[partly_torch(problem, known_target("gfx950"))])
-    requests = [serving.admit() for _ in range(3)]
-    for q_len in ([40, 2, 13], [1, 1, 1]):
-        serving.step(requests, q_len)
+    serving.served([40, 2, 13], [1, 1, 1])
     assert aiter.calls == ["get_mla_metadata_v1", "mla_decode_fwd"]
 
 
@@ -149,8 +147,7 @@ def test_the_stand_in_refuses_a_call_with_one_thing_wrong(
 ) -> None:
     serving = world(problem, max_kv_len=80 if problem.page_size == 1 else 640, selections=[partly_torch(problem)])
     requests = serving.begun(5, 2)
-    right = aiter.bodies[function]
-    aiter.bodies[function] = lambda call: right({**call, name: change(call[name])})
+    aiter.change(function, lambda call: {name: change(call[name])})
     with pytest.raises(ContractBroken):
         serving.step(requests, [1, 1])
 
@@ -247,9 +244,7 @@ def test_scales_of_heads_and_tokens_are_decoded_over_vectorised_pages(
 ) -> None:
     problem = replace(in_eight_bits(vectorised_problem(dtype=BF16, dims=(256, 256)), scales), window_left=window)
     serving = world(problem, selections=[partly_torch(problem)])
-    requests = [serving.admit() for _ in range(3)]
-    for q_len in ([270, 2, 13], [1, 1, 1], [1, 1, 1]):
-        serving.step(requests, q_len, pad_to=4)
+    serving.served([270, 2, 13], [1, 1, 1], [1, 1, 1], pad_to=4)
     assert aiter.calls.count("pa_decode_gluon") == 2
 
 
@@ -269,9 +264,7 @@ def test_the_probe_passes_them_at_the_edges(function: str, aiter: StandIn) -> No
 
 @pytest.mark.parametrize("function", FACTORS)
 def test_the_probe_finds_a_scale_that_is_left_out(function: str, aiter: StandIn) -> None:
-    right = aiter.bodies[function]
-    names = FACTORS[function]
-    aiter.bodies[function] = lambda call: right({**call, **{name: torch.ones_like(call[name]) for name in names}})
+    aiter.change(function, lambda call: {name: torch.ones_like(call[name]) for name in FACTORS[function]})
     wrong = random_run(partly_torch(PROBED[function]), CPU)
     assert wrong is not None
     assert function in wrong.kernel

@@ -109,7 +109,6 @@ def test_a_captured_case_passes_on_the_stand_in(name: str, aiter: StandIn) -> No
 
 def test_a_kernel_that_is_wrong_fails_its_case(aiter: StandIn) -> None:
     case = next(case for case in SOME if case.entry.name == "aiter.paged_attention_ragged")
-    right = aiter.bodies["paged_attention_ragged"]
-    aiter.bodies["paged_attention_ragged"] = lambda call: right({**call, "scale": call["scale"] * 1.5})
+    aiter.change("paged_attention_ragged", lambda call: {"scale": call["scale"] * 1.5})
     with pytest.raises(AssertionError, match="not close"):
         largest_error(case, CPU, selection_of(case, GFX942, "aiter"))

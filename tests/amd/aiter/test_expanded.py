@@ -183,10 +183,7 @@ def test_values_that_are_all_zero_say_nothing_of_a_kernel(aiter: StandIn, by_ext
 
 
 def test_a_kernel_that_raises_is_not_asked_again(aiter: StandIn, caplog: pytest.LogCaptureFixture) -> None:
-    def raising(call: Mapping[str, Any]) -> Any:
-        raise SystemExit("no compiler")
-
-    aiter.bodies[FUNCTION] = raising
+    aiter.fail(FUNCTION, SystemExit("no compiler"))
     Prefills().serve()
     assert "it raised SystemExit: no compiler" in caplog.text
     assert aiter.calls.count(FUNCTION) == 2
@@ -196,11 +193,7 @@ def test_a_kernel_that_comes_to_raise_is_not_asked_again(aiter: StandIn, by_exte
     """Our kernel serves the step in which it raises."""
     Prefills().serve()
     before, requested = len(by_extend), aiter.calls.count(FUNCTION)
-
-    def raising(call: Mapping[str, Any]) -> Any:
-        raise RuntimeError("no kernel for these lengths")
-
-    aiter.bodies[FUNCTION] = raising
+    aiter.fail(FUNCTION, RuntimeError("no kernel for these lengths"))
     for _ in range(2):
         Prefills().step([9, 2, 5])
     assert aiter.calls.count(FUNCTION) == requested + 1

@@ -37,9 +37,7 @@ class LowWorld(World):
 def serve(problem: Problem) -> None:
     built = world(problem, max_kv_len=900)
     serving = LowWorld(built.runtime, built.problems, built.generator)
-    requests = [serving.admit() for _ in range(3)]
-    for q_len in ([70, 31, 600], [9, 40, 130], [1, 25, 3], [1, 1, 1]):
-        serving.step(requests, q_len)
+    serving.served([70, 31, 600], [9, 40, 130], [1, 25, 3], [1, 1, 1])
 
 
 @pytest.mark.fast(2)
@@ -61,8 +59,7 @@ def test_without_what_the_binding_does_low_logits_vanish(
     problem: Problem, change: Mapping[str, Any], aiter: StandIn
 ) -> None:
     world(problem, max_kv_len=900)  # after its probe, whose logits are higher
-    right = aiter.bodies["unified_attention"]
-    aiter.bodies["unified_attention"] = lambda call: right({**call, **change})
+    aiter.change("unified_attention", lambda call: change)
     with pytest.raises(AssertionError, match="not close"):
         serve(problem)
 
@@ -70,9 +67,7 @@ def test_without_what_the_binding_does_low_logits_vanish(
 def test_layers_that_have_sinks_keep_their_own(aiter: StandIn) -> None:
     built = world(PROBLEMS["a window and sinks"], max_kv_len=900)
     seen = aiter.noted("unified_attention")
-    requests = [built.admit(), built.admit()]
-    for q_len in ([40, 50], [2, 3], [1, 1]):
-        built.step(requests, q_len)
+    built.served([40, 50], [2, 3], [1, 1])
     own = built.runtime.head_weights.of(0).sinks
     assert own is not None
     assert seen

@@ -71,9 +71,7 @@ def test_pages_with_strides_of_their_own_are_read_right_or_refused(entry: Kernel
     pool._layers[0] = with_strides(pool.layer(0), case.problem.pool)
 
     def serve() -> None:
-        requests = [world.admit() for _ in range(3)]
-        for q_len in STEPS_OF_KIND[entry.kind]:
-            world.step(requests, q_len, pad_to=4)
+        world.served(*STEPS_OF_KIND[entry.kind], pad_to=4)
 
     if entry.limits.page_strides:
         serve()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -105,46 +105,43 @@ WINDOWS = (0, 1, 15, 127, 1023, pytest.param(4095, marks=pytest.mark.nightly))
 every_window = pytest.mark.parametrize("window_left", WINDOWS)
 
 
-def selected(problem: Problem, function: str) -> Selection:
+def selected(problem: Problem) -> Selection:
     return select(problem, GFX942, "aiter")
 
 
-def edges_of(problem: Problem, function: str) -> FailedProbe | None:
-    return edge_run(selected(problem, function), CPU)
+def edges_of(problem: Problem) -> FailedProbe | None:
+    return edge_run(selected(problem), CPU)
 
 
-@pytest.mark.fast(2)
-@every_window
-@pytest.mark.parametrize("function", PROBLEMS)
-def test_one_key_too_few_or_too_many_at_a_window_is_refused(function: str, window_left: int, aiter: StandIn) -> None:
-    problem = replace(PROBLEMS[function], window_left=window_left)
+def assert_each_is_refused(problem: Problem, function: str, aiter: StandIn, names: Iterable[str]) -> None:
     right = aiter.bodies[function]
-    for name, damage in DAMAGES.items():
-        make_wrong(aiter, function, damage)
-        wrong = edges_of(problem, function)
+    for name in names:
+        make_wrong(aiter, function, DAMAGES[name])
+        wrong = edges_of(problem)
         assert wrong is not None, f"{function} {name}"
         assert wrong.kernel.startswith(f"aiter.{function}")
         assert wrong.what.startswith("by a key at an edge: sequence ")
         aiter.bodies[function] = right
 
 
+@pytest.mark.fast(2)
+@every_window
+@pytest.mark.parametrize("function", PROBLEMS)
+def test_one_key_too_few_or_too_many_at_a_window_is_refused(function: str, window_left: int, aiter: StandIn) -> None:
+    assert_each_is_refused(replace(PROBLEMS[function], window_left=window_left), function, aiter, DAMAGES)
+
+
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("function", UNLIMITED)
 def test_one_key_too_few_or_too_many_without_a_window_is_refused(function: str, aiter: StandIn) -> None:
-    right = aiter.bodies[function]
-    for name in OF_UNLIMITED:
-        make_wrong(aiter, function, DAMAGES[name])
-        wrong = edges_of(UNLIMITED[function], function)
-        assert wrong is not None, f"{function} {name}"
-        assert wrong.kernel.startswith(f"aiter.{function}")
-        aiter.bodies[function] = right
+    assert_each_is_refused(UNLIMITED[function], function, aiter, OF_UNLIMITED)
 
 
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("window_left", [-1, *WINDOWS])
 @pytest.mark.parametrize("base", [LINEAR, vectorised_problem(heads=(4, 1))], ids=["linear", "vectorised"])
 def test_right_kernels_pass_at_every_window(base: Problem, window_left: int, aiter: StandIn) -> None:
-    assert edges_of(replace(base, window_left=window_left), "") is None
+    assert edges_of(replace(base, window_left=window_left)) is None
 
 
 @pytest.mark.fast(2)
@@ -166,17 +163,17 @@ def test_right_kernels_of_any_scores_pass_and_one_key_too_few_is_seen(
     change: Mapping[str, Any], aiter: StandIn
 ) -> None:
     problem = replace(LINEAR, **change)
-    assert edges_of(problem, "") is None
+    assert edges_of(problem) is None
     for function in ("flash_attn_varlen_func", "mha_batch_prefill_func", "paged_attention_ragged", "unified_attention"):
         make_wrong(aiter, function, DAMAGES["leaves out the last key"])
-    assert edges_of(problem, "") is not None
+    assert edges_of(problem) is not None
 
 
 def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
     """Random rows do not suffice, so the probe has edge rows: a bound for rounding hides one key among hundreds."""
     problem = replace(LINEAR, dtype=torch.bfloat16, window_left=255)
     make_wrong(aiter, "unified_attention", DAMAGES["sees the key before the first"])
-    selection = selected(problem, "")
+    selection = selected(problem)
     assert selection.kernels[StepKind.DECODE].entry.name == "aiter.unified_attention"
     assert random_run(selection, CPU) is None
     assert edge_run(selection, CPU) is not None
@@ -187,8 +184,8 @@ def test_keys_that_a_large_page_loses_after_the_first_2048_are_missed(aiter: Sta
     function = vectorised_functions.pa_decode_gluon
     aiter.bodies["pa_decode_gluon"] = lambda call: function(V0_1_10, EIGHT_BITS["gfx942"], call)
     problem = vectorised_problem(1024, heads=(4, 1))
-    assert random_run(selected(problem, ""), CPU) is None
-    wrong = edges_of(problem, "")
+    assert random_run(selected(problem), CPU) is None
+    wrong = edges_of(problem)
     assert wrong is not None
     assert wrong.kernel == "aiter.pa_decode_gluon"
 
@@ -204,6 +201,6 @@ def test_a_kernel_that_is_wrong_in_large_batches_alone_is_refused(aiter: StandIn
 
     aiter.bodies["pa_decode_gluon"] = wrong
     # Enough KV heads for 512 sequences to fill the device.
-    found = edges_of(vectorised_problem(heads=(8, 2)), "")
+    found = edges_of(vectorised_problem(heads=(8, 2)))
     assert found is not None
     assert (found.kernel, "decode" in found.what) == ("aiter.pa_decode_gluon", True)

@@ -33,23 +33,18 @@ FAILURES: Mapping[str, tuple[BaseException, str]] = {
     "a failed build leaves": (SystemExit("[aiter] build failed"), "it raised '[aiter] build failed'"),
     "no memory on the host": (MemoryError(), "it raised MemoryError"),
     "no memory on the device": (torch.OutOfMemoryError("HIP out of memory"), "HIP out of memory"),
+    "a keyword that it does not take": (TypeError("not 'stream'"), "it raised \"not 'stream'\""),
+    "a function that is not there": (AttributeError("no attribute 'launch_reduce'"), "no attribute 'launch_reduce'"),
     "no variant": (RuntimeError("no matching kernel found\nsecond line"), "it raised 'no matching kernel found' in"),
 }
 LACK_MEMORY = {"no memory on the host", "no memory on the device"}
-
-
-def make_raise(aiter: StandIn, function: str, error: BaseException) -> None:
-    def fails(call: Mapping[str, Any]) -> Any:
-        raise error
-
-    aiter.bodies[function] = fails
 
 
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_kernel_that_fails_is_switched_off_with_what_it_raised(name: str, aiter: StandIn, own_cache: Path) -> None:
     error, said = FAILURES[name]
-    make_raise(aiter, "paged_attention_ragged", error)
+    aiter.fail("paged_attention_ragged", error)
     selection = world(PROBLEM).runtime.selections[0]
     assert selection.kernels[StepKind.DECODE].entry.name == "aiter.unified_attention"
     (reason,) = (r.reason for r in selection.refusals if r.kernel == "aiter.paged_attention_ragged")
@@ -62,7 +57,7 @@ def test_a_kernel_that_fails_is_switched_off_with_what_it_raised(name: str, aite
 
 def test_a_schedule_that_fails_switches_its_kernel_off(aiter: StandIn) -> None:
     """The schedule is made when a step begins, before its kernel is called."""
-    make_raise(aiter, "get_mla_metadata_v1", ValueError("unsupported head size"))
+    aiter.fail("get_mla_metadata_v1", ValueError("unsupported head size"))
     selection = world(latent_problem(16), max_kv_len=80).runtime.selections[0]
     assert selection.kernels[StepKind.DECODE].entry.name == "aiter.mla_decode_fwd"
     scheduled = "aiter.mla_decode_fwd+get_mla_metadata_v1"
@@ -74,7 +69,7 @@ def test_a_schedule_that_fails_switches_its_kernel_off(aiter: StandIn) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), WrongState("of our own")], ids=["a user", "our own mistake"])
 def test_what_is_no_failure_of_the_library_is_raised(error: BaseException, aiter: StandIn) -> None:
-    make_raise(aiter, "paged_attention_ragged", error)
+    aiter.fail("paged_attention_ragged", error)
     with pytest.raises(type(error)):
         world(PROBLEM)
 

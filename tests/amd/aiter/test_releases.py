@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -94,7 +94,9 @@ def on(arch: str, *, aiter: str = "0.1.21.dev46", rocm: str = "7.0.2") -> Target
     return replace(known_target(arch), releases=Releases(Release.of(rocm), Release.of(aiter)))
 
 
-def refusals(name: str, kind: StepKind, problem: Problem, target: Target, pool: PoolSize) -> tuple[str, ...]:
+def refusals(
+    name: str, kind: StepKind, problem: Problem, target: Target, pool: PoolSize = SMALLEST_POOL
+) -> tuple[str, ...]:
     (row,) = (row for row in ENTRIES if row.name == f"aiter.{name}" and row.kind is kind)
     return row.refusals(problem, target, pool)
 
@@ -104,98 +106,60 @@ D512, D256 = plain_problem(128, dims=(512, 512)), plain_problem(128, dims=(256, 
 # The number of pages of 16 tokens, 2 heads and 128 elements of 2 bytes that take 2 GiB.
 TWO_GIB = PoolSize(2**31 // (16 * 2 * 128 * 2), 1024, 8)
 
-# The refusal, and its place: kernel, kind of step, problem, pool, the last release with the fault, the first without.
-BY_AITER: Mapping[str, tuple[str, StepKind, Problem, PoolSize, str, str]] = {
-    "large pages lose keys": (
-        "pa_decode_gluon",
-        StepKind.DECODE,
-        vectorised_problem(1024),
-        SMALLEST_POOL,
-        "0.1.13.post1",
-        "0.1.14",
-    ),
-    "windows of verify steps": (
-        "pa_decode_gluon[verify]",
-        StepKind.VERIFY,
-        replace(vectorised_problem(), window_left=20),
-        SMALLEST_POOL,
-        "0.1.13.post1",
-        "0.1.14",
-    ),
-    "sinks of verify steps": (
-        "pa_decode_gluon[verify]",
-        StepKind.VERIFY,
-        replace(vectorised_problem(), has_sinks=True),
-        SMALLEST_POOL,
-        "0.1.10",
-        "0.1.14",
-    ),
-    "prompts over 2 GiB": ("mha_batch_prefill_func", StepKind.EXTEND, WIDE, TWO_GIB, "0.1.12.post2", "0.1.13"),
-    "prompts over 2 GiB, vectorised": (
-        "mha_batch_prefill_func[vectorised]",
-        StepKind.MIXED,
-        vectorised_problem(),
-        TWO_GIB,
-        "0.1.12.post2",
-        "0.1.13",
-    ),
-    "prompts over 2 GiB in eight bits": (
-        "mha_batch_prefill_func[fp8]",
-        StepKind.EXTEND,
-        in_eight_bits(replace(WIDE, dtype=torch.bfloat16)),
-        replace(TWO_GIB, num_pages=2 * TWO_GIB.num_pages),
-        "0.1.12",
-        "0.1.14",
-    ),
-    "D 512 in decode": ("unified_attention", StepKind.DECODE, D512, SMALLEST_POOL, "0.1.19", "0.1.19.post1"),
-    "D 512 in decode on pages of 64": (
-        "unified_attention",
-        StepKind.DECODE,
-        replace(D512, page_size=64),
-        SMALLEST_POOL,
-        "0.1.10",
-        "0.1.20",
-    ),
-    "D 512 in extend": (
-        "unified_attention",
-        StepKind.EXTEND,
-        replace(D512, page_size=16),
-        SMALLEST_POOL,
-        "0.1.19",
-        "0.1.19.post1",
-    ),
-    "D 512 in mixed steps": ("unified_attention", StepKind.MIXED, D512, SMALLEST_POOL, "0.1.12", "0.1.19.post2"),
-    "D 256 in decode": ("unified_attention", StepKind.DECODE, D256, SMALLEST_POOL, "0.1.11.post1", "0.1.12"),
-    "float16 in splits": ("unified_attention", StepKind.DECODE, WIDE, SMALLEST_POOL, "0.1.16.post6", "0.1.17"),
-    "keys of 4 GiB": (
-        "flash_attn_varlen_func",
-        StepKind.PREFILL,
-        EXPANDED,
-        PoolSize(8, -(-(2**32) // (128 * 192 * 2)), 1),
-        "0.1.19.post2",
-        "0.1.20",
-    ),
-    "no pages of 16": ("mha_batch_prefill_func", StepKind.EXTEND, WIDE, SMALLEST_POOL, "0.1.10", "0.1.10.post1"),
-    "no head_dim of 256": (
-        "mha_batch_prefill_func",
-        StepKind.MIXED,
-        replace(D256, page_size=1024),
-        SMALLEST_POOL,
-        "0.1.11",
-        "0.1.12",
-    ),
+UNIFIED, GLUON, BATCH = "unified_attention", "pa_decode_gluon", "mha_batch_prefill_func"
+VARLEN = "flash_attn_varlen_func"
+
+
+class Fault(NamedTuple):
+    """A kernel's fault: where it shows, the last release that has it, and the first without."""
+
+    name: str
+    kind: StepKind
+    problem: Problem
+    last: str
+    first: str
+    pool: PoolSize = SMALLEST_POOL
+
+
+def of_verify(problem: Problem, last: str) -> Fault:
+    return Fault(f"{GLUON}[verify]", StepKind.VERIFY, problem, last, "0.1.14")
+
+
+def over_2_gib(name: str, kind: StepKind, problem: Problem) -> Fault:
+    return Fault(name, kind, problem, "0.1.12.post2", "0.1.13", TWO_GIB)
+
+
+CODED, TWICE = in_eight_bits(replace(WIDE, dtype=torch.bfloat16)), replace(TWO_GIB, num_pages=2 * TWO_GIB.num_pages)
+FOUR_GIB = PoolSize(8, -(-(2**32) // (128 * 192 * 2)), 1)
+BY_AITER: Mapping[str, Fault] = {
+    "large pages lose keys": Fault(GLUON, StepKind.DECODE, vectorised_problem(1024), "0.1.13.post1", "0.1.14"),
+    "windows of verify steps": of_verify(replace(vectorised_problem(), window_left=20), "0.1.13.post1"),
+    "sinks of verify steps": of_verify(replace(vectorised_problem(), has_sinks=True), "0.1.10"),
+    "prompts over 2 GiB": over_2_gib(BATCH, StepKind.EXTEND, WIDE),
+    "prompts over 2 GiB, vectorised": over_2_gib(f"{BATCH}[vectorised]", StepKind.MIXED, vectorised_problem()),
+    "prompts over 2 GiB in eight bits": Fault(f"{BATCH}[fp8]", StepKind.EXTEND, CODED, "0.1.12", "0.1.14", TWICE),
+    "D 512 in decode": Fault(UNIFIED, StepKind.DECODE, D512, "0.1.19", "0.1.19.post1"),
+    "D 512 in decode on pages of 64": Fault(UNIFIED, StepKind.DECODE, replace(D512, page_size=64), "0.1.10", "0.1.20"),
+    "D 512 in extend": Fault(UNIFIED, StepKind.EXTEND, replace(D512, page_size=16), "0.1.19", "0.1.19.post1"),
+    "D 512 in mixed steps": Fault(UNIFIED, StepKind.MIXED, D512, "0.1.12", "0.1.19.post2"),
+    "D 256 in decode": Fault(UNIFIED, StepKind.DECODE, D256, "0.1.11.post1", "0.1.12"),
+    "float16 in splits": Fault(UNIFIED, StepKind.DECODE, WIDE, "0.1.16.post6", "0.1.17"),
+    "keys of 4 GiB": Fault(VARLEN, StepKind.PREFILL, EXPANDED, "0.1.19.post2", "0.1.20", FOUR_GIB),
+    "no pages of 16": Fault(BATCH, StepKind.EXTEND, WIDE, "0.1.10", "0.1.10.post1"),
+    "no head_dim of 256": Fault(BATCH, StepKind.MIXED, replace(D256, page_size=1024), "0.1.11", "0.1.12"),
 }
 
 
-@pytest.mark.parametrize(("name", "kind", "problem", "pool", "last", "first"), BY_AITER.values(), ids=BY_AITER)
-def test_a_fault_is_refused_up_to_the_release_that_ended_it(
-    name: str, kind: StepKind, problem: Problem, pool: PoolSize, last: str, first: str
-) -> None:
-    (own,) = refusals(name, kind, problem, on("gfx942", aiter=last), pool)
-    assert own.endswith(f"; here {last})")
-    assert refusals(name, kind, problem, on("gfx942", aiter=first), pool) == ()
-    reasons = refusals(name, kind, problem, on("gfx942", aiter="a build of our own"), pool)
-    assert any(reason == own.replace(f"here {last}", "here of unknown release") for reason in reasons)
+@pytest.mark.parametrize("fault", BY_AITER.values(), ids=BY_AITER)
+def test_a_fault_is_refused_up_to_the_release_that_ended_it(fault: Fault) -> None:
+    def reasons(aiter: str) -> tuple[str, ...]:
+        return refusals(fault.name, fault.kind, fault.problem, on("gfx942", aiter=aiter), fault.pool)
+
+    (own,) = reasons(fault.last)
+    assert own.endswith(f"; here {fault.last})")
+    assert reasons(fault.first) == ()
+    unknown = own.replace(f"here {fault.last}", "here of unknown release")
+    assert unknown in reasons("a build of our own")
 
 
 def test_a_mark_tells_what_a_build_between_releases_has() -> None:
@@ -204,7 +168,7 @@ def test_a_mark_tells_what_a_build_between_releases_has() -> None:
     def reasons(aiter: str, *marks: Mark) -> tuple[str, ...]:
         target = on("gfx942", aiter=aiter)
         target = replace(target, releases=replace(target.releases, marks=frozenset(marks)))
-        return refusals("unified_attention", StepKind.EXTEND, D512, target, SMALLEST_POOL)
+        return refusals(UNIFIED, StepKind.EXTEND, D512, target)
 
     (reason,) = reasons("0.1.20.dev12")
     assert reason.endswith(" of LDS (AITER before 0.1.19.post1; here 0.1.20 in development)")
@@ -229,16 +193,16 @@ def test_marks_are_read_without_an_import(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_pages_in_eight_bits_do_not_meet_the_faults_of_wide_elements() -> None:
     wide, float16 = in_eight_bits(replace(D512, dtype=torch.bfloat16)), in_eight_bits(WIDE)
-    decode = ("unified_attention", StepKind.DECODE)
-    assert refusals(*decode, replace(wide, page_size=64), on("gfx942", aiter="0.1.19"), SMALLEST_POOL) == ()
-    assert refusals(*decode, float16, on("gfx942", aiter="0.1.16"), SMALLEST_POOL) == ()
+    decode = (UNIFIED, StepKind.DECODE)
+    assert refusals(*decode, replace(wide, page_size=64), on("gfx942", aiter="0.1.19")) == ()
+    assert refusals(*decode, float16, on("gfx942", aiter="0.1.16")) == ()
 
 
 def test_pages_of_one_token_are_for_head_dim_128() -> None:
     one = replace(WIDE, page_size=1)
-    assert refusals(BATCH_PREFILLS[0], StepKind.EXTEND, one, on("gfx942"), SMALLEST_POOL) == ()
+    assert refusals(BATCH, StepKind.EXTEND, one, on("gfx942")) == ()
     wide = replace(one, head_dim=256, v_head_dim=256)
-    (reason,) = refusals(BATCH_PREFILLS[0], StepKind.EXTEND, wide, on("gfx942"), SMALLEST_POOL)
+    (reason,) = refusals(BATCH, StepKind.EXTEND, wide, on("gfx942"))
     assert reason == "pages of one token are tested at head_dim 128 alone (every release)"
 
 
@@ -247,18 +211,18 @@ def with_switch(target: Target, *switches: str) -> Target:
 
 
 def test_opus_is_refused_without_the_switch_that_avoids_it() -> None:
-    prefill = ("flash_attn_varlen_func", StepKind.PREFILL)
+    prefill = (VARLEN, StepKind.PREFILL)
     problem = replace(EXPANDED, num_q_heads=16, num_kv_heads=16, wants_lse=False)
     for aiter, is_refused in {"0.1.17": False, "0.1.18": True, "0.1.20.post1": True, "0.1.21": False}.items():
         target = on("gfx950", aiter=aiter)
-        assert bool(refusals(*prefill, problem, target, SMALLEST_POOL)) == is_refused
+        assert bool(refusals(*prefill, problem, target)) == is_refused
         for served in (with_switch(target, "AITER_DISABLE_FMHA_OPUS=1"), on("gfx942", aiter=aiter)):
-            assert refusals(*prefill, problem, served, SMALLEST_POOL) == ()
-        assert refusals(*prefill, replace(problem, wants_lse=True), target, SMALLEST_POOL) == ()
+            assert refusals(*prefill, problem, served) == ()
+        assert refusals(*prefill, replace(problem, wants_lse=True), target) == ()
     off = with_switch(on("gfx950", aiter="0.1.20"), "AITER_DISABLE_FMHA_OPUS=0")
-    (reason,) = refusals(*prefill, problem, off, SMALLEST_POOL)
+    (reason,) = refusals(*prefill, problem, off)
     assert "may end in a TypeError; AITER_DISABLE_FMHA_OPUS=1 avoids it (AITER from 0.1.18 and before 0.1.21" in reason
-    assert refusals(*prefill, problem, known_target("gfx950"), SMALLEST_POOL) == (), "the image has the fix"
+    assert refusals(*prefill, problem, known_target("gfx950")) == (), "the image has the fix"
 
 
 @pytest.mark.parametrize(("arch", "refused"), [("gfx942", {128}), ("gfx950", {64, 128})])
@@ -266,11 +230,11 @@ def test_a_switch_that_leaves_out_scales_is_refused(arch: str, refused: set[int]
     decode = ("mla_decode_fwd+get_mla_metadata_v1[fp8]", StepKind.DECODE)
     for heads in (8, 16, 32, 64, 120, 128):
         problem = in_eight_bits(latent_problem(heads), arch=arch)
-        reasons = refusals(*decode, problem, with_switch(on(arch), "AITER_ENABLE_EXPERIMENTAL=1"), SMALLEST_POOL)
+        reasons = refusals(*decode, problem, with_switch(on(arch), "AITER_ENABLE_EXPERIMENTAL=1"))
         assert bool(reasons) == (-(-heads // 16) * 16 in refused)
         assert all(" selects a kernel that ignores the scales of " in each for each in reasons)
         for off in ((), ("AITER_ENABLE_EXPERIMENTAL=0",), ("QKV_VERSION=EXPERIMENTAL",)):
-            assert refusals(*decode, problem, with_switch(on(arch), *off), SMALLEST_POOL) == ()
+            assert refusals(*decode, problem, with_switch(on(arch), *off)) == ()
 
 
 def test_the_switch_that_leaves_out_scales_is_refused_for_verify_steps_on_gfx950() -> None:
@@ -281,9 +245,9 @@ def test_the_switch_that_leaves_out_scales_is_refused_for_verify_steps_on_gfx950
         ("gfx942", "0.1.20", False),
     ):
         problem, here = in_eight_bits(latent_problem(8), arch=arch), on(arch, aiter=aiter)
-        reasons = refusals(*verify, problem, with_switch(here, "AITER_ENABLE_EXPERIMENTAL=1"), SMALLEST_POOL)
+        reasons = refusals(*verify, problem, with_switch(here, "AITER_ENABLE_EXPERIMENTAL=1"))
         assert any("ignores the scales of four tokens of 16 heads; unset it" in each for each in reasons) == is_refused
-        assert refusals(*verify, problem, here, SMALLEST_POOL) == ()
+        assert refusals(*verify, problem, here) == ()
 
 
 def test_switches_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,33 +259,30 @@ def test_switches_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert installed_releases().switches == ("QKV_VERSION=EXPERIMENTAL",)
 
 
-BATCH_PREFILLS = ["mha_batch_prefill_func", "mha_batch_prefill_func[vectorised]"]
-
-
-@pytest.mark.parametrize("name", BATCH_PREFILLS)
+@pytest.mark.parametrize("name", [BATCH, f"{BATCH}[vectorised]"])
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED])
 def test_causal_batch_prefill_is_refused_on_gfx950_with_rocm_7_2(name: str, kind: StepKind) -> None:
     problem = vectorised_problem() if name.endswith("]") else WIDE
-    (reason,) = refusals(name, kind, problem, on("gfx950", rocm="7.2.53211-abc"), SMALLEST_POOL)
+    (reason,) = refusals(name, kind, problem, on("gfx950", rocm="7.2.53211-abc"))
     assert reason.startswith("causal attention without a soft cap is miscompiled for gfx950 (ROCm from 7.2 and ")
     assert reason.endswith("before 7.3; here 7.2.53211)")
     for target in (on("gfx950", rocm="7.1.1"), on("gfx950", rocm="7.3.0"), on("gfx942", rocm="7.2.4")):
-        assert refusals(name, kind, problem, target, SMALLEST_POOL) == ()
+        assert refusals(name, kind, problem, target) == ()
     capped, both_ways = replace(problem, logits_soft_cap=30.0), replace(problem, window_right=UNLIMITED_WINDOW)
     for each in (capped, both_ways):
-        assert refusals(name, kind, each, on("gfx950", rocm="7.2.4"), SMALLEST_POOL) == ()
+        assert refusals(name, kind, each, on("gfx950", rocm="7.2.4")) == ()
 
 
 def test_ragged_decode_is_refused_slopes_that_it_would_cap() -> None:
     slopes = replace(WIDE, has_alibi_slopes=True)
     ragged = ("paged_attention_ragged", StepKind.DECODE)
-    (reason,) = refusals(*ragged, replace(slopes, logits_soft_cap=30.0), on("gfx942"), SMALLEST_POOL)
+    (reason,) = refusals(*ragged, replace(slopes, logits_soft_cap=30.0), on("gfx942"))
     assert reason.startswith("it caps logits with their ALiBi slopes added")
     for each in (slopes, replace(WIDE, logits_soft_cap=30.0)):
-        assert refusals(*ragged, each, on("gfx942"), SMALLEST_POOL) == ()
+        assert refusals(*ragged, each, on("gfx942")) == ()
 
 
-COMPOSABLE = [("flash_attn_varlen_func", StepKind.PREFILL), (BATCH_PREFILLS[0], StepKind.EXTEND)]
+COMPOSABLE = [(VARLEN, StepKind.PREFILL), (BATCH, StepKind.EXTEND)]
 
 
 @pytest.mark.parametrize(("name", "kind"), COMPOSABLE)
@@ -330,7 +291,7 @@ def test_slopes_are_for_sequences_whose_positions_have_16_bits(name: str, kind: 
     assert refusals(name, kind, slopes, on("gfx942"), PoolSize(8, 1 << 16, 1)) == ()
     (reason,) = refusals(name, kind, slopes, on("gfx942"), PoolSize(8, (1 << 16) + 1, 1))
     assert reason == "its ALiBi slopes are limited to sequences of up to 65536 tokens (every release)"
-    (reason,) = refusals(name, kind, replace(slopes, wants_lse=True), on("gfx942"), SMALLEST_POOL)
+    (reason,) = refusals(name, kind, replace(slopes, wants_lse=True), on("gfx942"))
     assert reason == "it returns no log-sum-exp for layers with ALiBi slopes"
 
 

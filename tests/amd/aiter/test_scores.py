@@ -21,7 +21,7 @@ from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import GFX942, plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import V0_1_10, V0_1_14
 from tests.amd.aiter.stand_in import StandIn, install
-from tests.amd.worlds.world import World, page_zero_is_zero
+from tests.amd.worlds.world import page_zero_is_zero
 
 SMALL = plain_problem(16, dims=(64, 64))  # as in gpt-oss: no mha_batch_prefill_func
 WIDE = plain_problem(16, dims=(128, 128))
@@ -87,10 +87,8 @@ def test_the_first_release_extends_with_another_function(
 def check_scores(problem: Problem, served_by: Sequence[str], release: StandIn) -> None:
     """Checks that every kind of step equals the reference, and that the named function computed it."""
     serving = world(problem, max_kv_len=300)
-    requests = [serving.admit() for _ in range(3)]
     release.calls.clear()
-    for q_len in STEPS:
-        serving.step(requests, q_len)
+    requests = serving.served(*STEPS)
     assert release.calls == list(served_by)
     for q_len in STEPS[1:]:
         serving.step(requests, q_len, pad_to=4)
@@ -104,10 +102,8 @@ def test_a_window_ends_at_the_same_key_in_every_function(
     base: Problem, function: str, window_left: int, aiter: StandIn
 ) -> None:
     serving = world(replace(base, window_left=window_left), max_kv_len=300)
-    requests = [serving.admit() for _ in range(3)]
     aiter.calls.clear()
-    for q_len in (*STEPS, [66, 1, 66]):
-        serving.step(requests, q_len)
+    serving.served(*STEPS, [66, 1, 66])
     assert function in aiter.calls, "its probe refused it"
 
 
@@ -140,16 +136,9 @@ def problem_that_has(argument: str, base: Problem) -> Problem:
 @pytest.mark.parametrize(("function", "argument"), ARGUMENTS)
 def test_a_score_that_is_left_out_changes_the_output(function: str, argument: str, aiter: StandIn) -> None:
     serving = world(problem_that_has(argument, VECTORISED if function == GLUON else WIDE), max_kv_len=300)
-    requests = [serving.admit() for _ in range(3)]
-    right = aiter.bodies[function]
-    aiter.bodies[function] = lambda call: right({**call, argument: NOTHING[function][argument]})
+    aiter.change(function, lambda call: {argument: NOTHING[function][argument]})
     with pytest.raises(AssertionError, match="not close"):
-        run_all(serving, requests)
-
-
-def run_all(serving: World, requests: Sequence[Any]) -> None:
-    for q_len in STEPS:
-        serving.step(requests, q_len)
+        serving.served(*STEPS)
 
 
 # Over vectorised pages: scores -> the functions of a prefill, a decode, an extend and a mixed step.
@@ -167,9 +156,8 @@ def test_scores_over_vectorised_pages_are_those_of_the_oracle(
     problem: Problem, served_by: Sequence[str], aiter: StandIn
 ) -> None:
     serving = world(problem, max_kv_len=300)
-    requests = [serving.admit() for _ in range(3)]
     aiter.calls.clear()
-    run_all(serving, requests)
+    serving.served(*STEPS)
     assert aiter.calls == list(served_by)
 
 
@@ -203,10 +191,8 @@ def test_decode_over_vectorised_pages_says_what_it_lacks(problem: Problem, kerne
 @pytest.mark.parametrize("window_left", [-1, 20])
 def test_the_lse_of_a_layer_with_sinks_has_the_sink_in_it(window_left: int, aiter: StandIn) -> None:
     serving = world(replace(WIDE, has_sinks=True, window_left=window_left))
-    requests = [serving.admit() for _ in range(3)]
     aiter.calls.clear()
-    for q_len in ([5, 2, 20], [40, 3, 4]):
-        serving.step(requests, q_len)  # asks for the log-sum-exp of kernels that return it
+    serving.served([5, 2, 20], [40, 3, 4])  # asks for the log-sum-exp of kernels that return it
     assert aiter.calls == [VARLEN, PAGED]
 
 

@@ -121,8 +121,7 @@ Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 )
 def test_a_wrong_argument_is_noticed(change: Change, what: str, aiter: StandIn) -> None:
     """Each change is an error that the binding could make."""
-    body = aiter.bodies[NAME]
-    aiter.bodies[NAME] = lambda call: body({**call, **change(call)})
+    aiter.change(NAME, change)
     with pytest.raises((AssertionError, ContractBroken), match=what):
         attended(CASES["page16"], GFX942)
 

@@ -79,9 +79,7 @@ def test_the_first_release_extends_nothing_over_vectorised_pages(monkeypatch: py
 
 def check_every_kind_of_step(problem: Problem) -> None:
     serving = world(problem, max_kv_len=300)
-    requests = [serving.admit() for _ in range(4)]
-    for q_len in steps_at(problem.page_size):
-        serving.step(requests, q_len)
+    requests = serving.served(*steps_at(problem.page_size))
     serving.step(requests[1:2], [1])
     assert page_zero_is_zero(serving)
 
@@ -131,9 +129,7 @@ def test_each_kind_of_step_runs_its_kernel(problem: Problem, called: Sequence[st
 @pytest.mark.parametrize("pad_to", [4, 7, 16])
 def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, aiter: StandIn) -> None:
     serving = world(problem, capture_tokens=[32])
-    requests = [serving.admit() for _ in range(3)]
-    for q_len in ([5, 1, 20], [1, 1, 1], [2, 3, 4], [1, 3, 0]):
-        serving.step(requests, q_len, pad_to=pad_to)
+    serving.served([5, 1, 20], [1, 1, 1], [2, 3, 4], [1, 3, 0], pad_to=pad_to)
     serving.step([], [], pad_to=pad_to)
     assert page_zero_is_zero(serving)
 
@@ -184,10 +180,8 @@ def test_rows_with_gaps_are_served(layout: PoolKind, unavailable: dict[str, str]
 def test_lse_is_that_of_the_oracle(head_dim: int, aiter: StandIn) -> None:
     problem = plain_problem(16, dims=(head_dim, head_dim), wants_lse=True)
     serving = world(problem, selections=[partly_torch(problem)])
-    requests = [serving.admit() for _ in range(3)]
     aiter.calls.clear()
-    for q_len in ([5, 2, 20], [2, 3, 4], [1, 3, 0]):
-        serving.step(requests, q_len, pad_to=4)
+    serving.served([5, 2, 20], [2, 3, 4], [1, 3, 0], pad_to=4)
     assert aiter.calls == ["flash_attn_varlen_func", "mha_batch_prefill_func", "mha_batch_prefill_func"]
 
 

@@ -177,9 +177,7 @@ def test_every_token_sees_a_key_of_each_share_of_latent_pages_in_eight_bits(
     aiter = install(version, monkeypatch, arch=arch)
     problem = in_eight_bits(latent_problem(heads), arch=arch)
     serving = world(problem, max_kv_len=80, selections=[partly_torch(problem, known_target(arch))])
-    requests = [serving.admit() for _ in range(3)]
-    for q_len in SHORT_SHARES:
-        serving.step(requests, q_len, pad_to=4)
+    serving.served(*SHORT_SHARES, pad_to=4)
     assert aiter.calls == ["get_mla_metadata_v1", "mla_decode_fwd"] * 2
 
 
@@ -204,8 +202,7 @@ def test_a_release_that_leaves_a_share_fewer_keys_than_tokens_is_refused_and_wro
 def test_a_part_of_a_sequence_without_a_window_loses_keys_of_early_queries(
     aiter: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = aiter.bodies["pa_decode_gluon"]
-    aiter.bodies["pa_decode_gluon"] = lambda call: right({**call, "sliding_window": 0})
+    aiter.change("pa_decode_gluon", lambda call: {"sliding_window": 0})
     with pytest.raises(ContractBroken, match="loses keys of all queries but the last"):
         model_of(vectorised_problem())  # the probe runs verify steps
 

@@ -162,111 +162,105 @@ def _all(*more: Distribution) -> Machine:
     return _distributions(lambda found: found, *more)
 
 
-_PROBLEM, _WARNING = Severity.PROBLEM, Severity.WARNING
+def _problem(machine: Machine, check: str, found: str, fix: str, *also: str) -> Broken:
+    return Broken(machine, check, Severity.PROBLEM, found, fix, frozenset(also))
+
+
+def _warning(machine: Machine, check: str, found: str, fix: str) -> Broken:
+    return Broken(machine, check, Severity.WARNING, found, fix)
+
+
 _STRANGER = Distribution("aiter", "0.13.20191203", SITE)
 _UNDEFINED = "undefined symbol: _ZN3c103hip28c10_hip_check_implementationEiPKcS2_jb"
 
 _SYSTEM_BLAS = library("librocblas", "4.4.1", "6.4.1", "/opt/rocm-6.4.1/lib")
 
 BROKEN = {
-    "the system's HIP in place of torch's": Broken(
+    "the system's HIP in place of torch's": _problem(
         replace(MI300, loaded=tuple(replace(each, rocm="7.0.2") for each in LOADED)),
         "rocm-loaded",
-        _PROBLEM,
         "torch is built for ROCm 7.2.4 and has loaded libamdhip64 7.2.53211 of ROCm 7.0.2",
         "unset LD_LIBRARY_PATH",
     ),
-    "two rocBLAS in one process": Broken(
+    "two rocBLAS in one process": _problem(
         replace(MI300, loaded=(*LOADED, _SYSTEM_BLAS)),
         "rocm-loaded",
-        _PROBLEM,
         f"loaded from two files: {SITE}/torch/lib/librocblas.so and /opt/rocm-6.4.1/lib/librocblas.so",
         "unset LD_LIBRARY_PATH",
-        frozenset({"rocm-places"}),
+        "rocm-places",
     ),
-    "one library of another release": Broken(
+    "one library of another release": _warning(
         replace(MI300, loaded=(*LOADED[:2], replace(LOADED[2], rocm="7.1.0"))),
         "rocm-loaded",
-        _WARNING,
         "in addition to ROCm 7.2.4, which torch is built for, it has loaded librocblas",
         "built for the release",
     ),
-    "libraries that crash when they are asked": Broken(
+    "libraries that crash when they are asked": _problem(
         replace(MI300, loaded=ImportFailure("the process was ended by signal 11")),
         "rocm-loaded",
-        _PROBLEM,
         "cannot be read: the process was ended by signal 11",
         "install torch and its ROCm libraries again",
     ),
-    "libraries of two installations": Broken(
+    "libraries of two installations": _warning(
         replace(MI300, loaded=(*LOADED[:2], library("librocblas", "5.2.0", "7.2.4", "/opt/rocm-7.2.4/lib"))),
         "rocm-places",
-        _WARNING,
         "from 2 installations: libamdhip64, libhsa-runtime64: torch's own; librocblas: in /opt/rocm-7.2.4/lib",
         "unset LD_LIBRARY_PATH",
     ),
-    "another HIP for Triton": Broken(
+    "another HIP for Triton": _problem(
         replace(_with(TRITON_LIBHIP_PATH="/opt/rocm/lib/libamdhip64.so"), named_hip="1:2"),
         "triton-hip",
-        _PROBLEM,
         f"torch has loaded {SITE}/torch/lib/libamdhip64.so",
         "unset TRITON_LIBHIP_PATH",
     ),
-    "no HIP for Triton": Broken(
+    "no HIP for Triton": _problem(
         _with(TRITON_LIBHIP_PATH="/opt/rocm-6/lib/libamdhip64.so"),
         "triton-hip",
-        _PROBLEM,
         "does not exist",
         "unset TRITON_LIBHIP_PATH",
     ),
-    "no /dev/kfd in the container": Broken(
-        replace(MI300, nodes=()), "gpu-nodes", _PROBLEM, "/dev/kfd cannot be seen", "--device=/dev/kfd"
+    "no /dev/kfd in the container": _problem(
+        replace(MI300, nodes=()), "gpu-nodes", "/dev/kfd cannot be seen", "--device=/dev/kfd"
     ),
-    "no render nodes in the container": Broken(
-        replace(MI300, nodes=MI300.nodes[:1]), "gpu-nodes", _PROBLEM, "the render nodes", "--device=/dev/dri"
+    "no render nodes in the container": _problem(
+        replace(MI300, nodes=MI300.nodes[:1]), "gpu-nodes", "the render nodes", "--device=/dev/dri"
     ),
-    "a user outside of the render group": Broken(
+    "a user outside of the render group": _problem(
         replace(
-            MI300,
-            user=User(1000, frozenset({1000})),
-            nodes=tuple(replace(node, usable=False) for node in MI300.nodes),
+            MI300, user=User(1000, frozenset({1000})), nodes=tuple(replace(node, usable=False) for node in MI300.nodes)
         ),
         "gpu-nodes",
-        _PROBLEM,
         "user 1000 has no access to /dev/kfd",
         f"--group-add {RENDER_GID}",
     ),
-    "HIP and CUDA disagree": Broken(
+    "HIP and CUDA disagree": _problem(
         _with(HIP_VISIBLE_DEVICES="0,1", CUDA_VISIBLE_DEVICES="2,3"),
         "visible-devices",
-        _PROBLEM,
         "libraries disagree",
         "set HIP_VISIBLE_DEVICES alone",
     ),
-    "every GPU hidden": Broken(
-        _with(HIP_VISIBLE_DEVICES=""), "visible-devices", _PROBLEM, "every GPU is hidden", "unset HIP_VISIBLE_DEVICES"
+    "every GPU hidden": _problem(
+        _with(HIP_VISIBLE_DEVICES=""), "visible-devices", "every GPU is hidden", "unset HIP_VISIBLE_DEVICES"
     ),
-    "every GPU of an NVIDIA host hidden": Broken(
-        _with(H200, CUDA_VISIBLE_DEVICES="-1"), "visible-devices", _PROBLEM, "hidden", "unset CUDA_VISIBLE_DEVICES"
+    "every GPU of an NVIDIA host hidden": _problem(
+        _with(H200, CUDA_VISIBLE_DEVICES="-1"), "visible-devices", "hidden", "unset CUDA_VISIBLE_DEVICES"
     ),
-    "numbered past what ROCR leaves": Broken(
+    "numbered past what ROCR leaves": _problem(
         _with(ROCR_VISIBLE_DEVICES="4,5", HIP_VISIBLE_DEVICES="4"),
         "visible-devices",
-        _PROBLEM,
         "HIP_VISIBLE_DEVICES counts among",
         "not both",
     ),
-    "torch counts no GPU": Broken(
+    "torch counts no GPU": _problem(
         replace(MI300, torch=_torch("2.10.0+rocm7.2.4", "7.2.53211", num_gpus=0)),
         "gpu-count",
-        _PROBLEM,
         "lists 8 GPUs and torch counts none",
         "driver older",
     ),
-    "another GPU is pretended": Broken(
-        _with(HSA_OVERRIDE_GFX_VERSION="9.0.10"), "gpu-arch", _PROBLEM, "another GPU than gfx942", "unset HSA_OVERRIDE"
+    "another GPU is pretended": _problem(
+        _with(HSA_OVERRIDE_GFX_VERSION="9.0.10"), "gpu-arch", "another GPU than gfx942", "unset HSA_OVERRIDE"
     ),
-    "GPUs of two archs": Broken(
+    "GPUs of two archs": _warning(
         replace(
             MI300,
             amd_gpus=("gfx942", "gfx950"),
@@ -274,281 +268,241 @@ BROKEN = {
             aiter_jit=(),
         ),
         "gpu-arch",
-        _WARNING,
         "several archs",
         "HIP_VISIBLE_DEVICES",
     ),
-    "a Radeon": Broken(
-        replace(_without_aiter(MI300), amd_gpus=("gfx1100",)),
-        "gpu-arch",
-        _WARNING,
-        "gfx1100 has no tuned kernels",
-        "explain",
+    "a Radeon": _warning(
+        replace(_without_aiter(MI300), amd_gpus=("gfx1100",)), "gpu-arch", "gfx1100 has no tuned kernels", "explain"
     ),
-    "no torch": Broken(
-        replace(CPU_ONLY, torch=NotInstalled()), "torch-import", _PROBLEM, "torch is not installed", "install the torch"
+    "no torch": _problem(
+        replace(CPU_ONLY, torch=NotInstalled()), "torch-import", "torch is not installed", "install the torch"
     ),
-    "torch cannot be imported": Broken(
+    "torch cannot be imported": _problem(
         replace(CPU_ONLY, torch=ImportFailure(f"ImportError: libtorch_hip.so: {_UNDEFINED}")),
         "torch-import",
-        _PROBLEM,
         "c10_hip_check_implementation",
         "from one release",
     ),
-    "PyPI's torch on an AMD host": Broken(
+    "PyPI's torch on an AMD host": _problem(
         replace(_without_aiter(MI300), torch=_torch("2.10.0+cu128", "", "12.8", num_gpus=0)),
         "torch-gpus",
-        _PROBLEM,
         "8 AMD GPUs (gfx942), and torch 2.10.0+cu128 is built for CUDA",
         "PIP_CONSTRAINT",
-        frozenset({"gpu-count"}),
+        "gpu-count",
     ),
-    "torch for CPUs on an NVIDIA host": Broken(
+    "torch for CPUs on an NVIDIA host": _problem(
         replace(H200, torch=_torch("2.13.0+cpu", "", num_gpus=0)),
         "torch-gpus",
-        _PROBLEM,
         "built for CPUs",
         "torch for CUDA",
-        frozenset({"gpu-count"}),
+        "gpu-count",
     ),
-    "CUDA libraries left by another torch": Broken(
+    "CUDA libraries left by another torch": _warning(
         _all(Distribution("nvidia-cublas-cu12", "12.8.4.1", SITE)),
         "cuda-leftovers",
-        _WARNING,
         "nvidia-cublas-cu12",
         "uninstall these libraries",
     ),
-    "ROCm 7.2.0": Broken(
+    "ROCm 7.2.0": _problem(
         _on_rocm("2.10.0+rocm7.2.0", "7.2.26015", (7, 2, 0)),
         "rocm-release",
-        _PROBLEM,
         "aborts it (sglang#24011); replayed graphs",
         "7.2.4 or later",
     ),
-    "ROCm 6.4": Broken(
-        _on_rocm("2.9.0+rocm6.4", "6.4.43482", (6, 4, 1)), "rocm-release", _PROBLEM, "sglang#24011", "7.2.4 or later"
+    "ROCm 6.4": _problem(
+        _on_rocm("2.9.0+rocm6.4", "6.4.43482", (6, 4, 1)), "rocm-release", "sglang#24011", "7.2.4 or later"
     ),
-    "ROCm 7.2.3, which only the system tells": Broken(
-        _on_rocm("2.10.0", "7.2.53211", (7, 2, 3)), "rocm-release", _WARNING, "ROCm 7.2.3: replayed graphs", "7.2.4"
+    "ROCm 7.2.3, which only the system tells": _warning(
+        _on_rocm("2.10.0", "7.2.53211", (7, 2, 3)), "rocm-release", "ROCm 7.2.3: replayed graphs", "7.2.4"
     ),
-    "ROCm 7.2 of an unknown patch": Broken(
-        _on_rocm("2.10.0+git1234", "7.2.53211", ()), "rocm-release", _WARNING, "unknown patch", "/opt/rocm/.info"
+    "ROCm 7.2 of an unknown patch": _warning(
+        _on_rocm("2.10.0+git1234", "7.2.53211", ()), "rocm-release", "unknown patch", "/opt/rocm/.info"
     ),
-    "torch and the system of different ROCm releases": Broken(
+    "torch and the system of different ROCm releases": _problem(
         _on_rocm("2.12.0+rocm7.14.0", "7.14.1", (7, 2, 4)),
         "rocm-match",
-        _PROBLEM,
         "torch is built for ROCm 7.14.0 and the system has 7.2.4",
         "the system's release",
     ),
-    "no Triton": Broken(
-        replace(H200, triton=NotInstalled()), "triton-import", _PROBLEM, "not installed", "install the Triton"
-    ),
-    "Triton cannot be imported": Broken(
+    "no Triton": _problem(replace(H200, triton=NotInstalled()), "triton-import", "not installed", "install the Triton"),
+    "Triton cannot be imported": _problem(
         replace(MI300, triton=ImportFailure("ImportError: libamdhip64.so.6: cannot open shared object file")),
         "triton-import",
-        _PROBLEM,
         "libamdhip64.so.6",
         "brings its own",
     ),
-    "Triton without AMD's compiler": Broken(
+    "Triton without AMD's compiler": _problem(
         replace(MI300, triton=TritonBuild("3.6.0", ("nvidia",))),
         "triton-import",
-        _PROBLEM,
         "no compiler for amd",
         "brings its own",
     ),
-    "an old Triton": Broken(
-        replace(MI300, triton=TritonBuild("3.2.0", ("amd",))), "triton-import", _WARNING, "older than 3.6", "newer"
+    "an old Triton": _warning(
+        replace(MI300, triton=TritonBuild("3.2.0", ("amd",))), "triton-import", "older than 3.6", "newer"
     ),
-    "two Tritons": Broken(
+    "two Tritons": _problem(
         _all(Distribution("triton", "3.9.0", SITE)),
         "triton-copies",
-        _PROBLEM,
         "pytorch-triton-rocm 3.6.0, triton 3.9.0",
         "uninstall pytorch-triton-rocm triton",
     ),
-    "kernels are interpreted": Broken(
-        _with(TRITON_INTERPRET="1"), "triton-interpreter", _PROBLEM, "bf16 arithmetic is wrong", "unset"
+    "kernels are interpreted": _problem(
+        _with(TRITON_INTERPRET="1"), "triton-interpreter", "bf16 arithmetic is wrong", "unset"
     ),
-    "no C compiler": Broken(
+    "no C compiler": _problem(
         replace(MI300, c_compiler="", python_headers=False),
         "c-compiler",
-        _PROBLEM,
         "a C compiler and Python.h cannot be found",
         "python3-dev",
     ),
-    "the stranger on PyPI": Broken(
+    "the stranger on PyPI": _problem(
         replace(
             _distributions(lambda found: None if found.name == "amd-aiter" else found, _STRANGER),
             aiter=(AiterCopy(f"{SITE}/aiter", is_amds=False),),
             aiter_jit=(),
         ),
         "aiter-package",
-        _PROBLEM,
         "aiter 0.13.20191203 is another project",
         "--extra-index-url",
     ),
-    "the stranger beside AMD's": Broken(
-        _all(_STRANGER), "aiter-package", _PROBLEM, "next to amd-aiter", "pip uninstall aiter amd-aiter"
+    "the stranger beside AMD's": _problem(
+        _all(_STRANGER), "aiter-package", "next to amd-aiter", "pip uninstall aiter amd-aiter"
     ),
-    "two AITERs": Broken(
+    "two AITERs": _problem(
         replace(MI300, aiter=(replace(AITER, path="/src/aiter/aiter"), AITER)),
         "aiter-copies",
-        _PROBLEM,
         "2 times: /src/aiter/aiter,",
         "keep one",
     ),
-    "AITER of another ROCm release": Broken(
+    "AITER of another ROCm release": _problem(
         _aiter_version("0.1.20+rocm7.1"),
         "aiter-release",
-        _PROBLEM,
         "built for ROCm 7.1 and torch for 7.2.4",
         "pip uninstall amd-aiter",
     ),
-    "AITER of another ROCm release, written without a dot": Broken(
-        _aiter_version("0.1.20.post1+rocm70"), "aiter-release", _PROBLEM, "built for ROCm 7.0", "uninstall"
+    "AITER of another ROCm release, written without a dot": _problem(
+        _aiter_version("0.1.20.post1+rocm70"), "aiter-release", "built for ROCm 7.0", "uninstall"
     ),
-    "kernels that ignore scales": Broken(
+    "kernels that ignore scales": _warning(
         _with(AITER_ENABLE_EXPERIMENTAL="1", QKV_VERSION="EXPERIMENTAL"),
         "aiter-switches",
-        _WARNING,
         "AITER_ENABLE_EXPERIMENTAL=1 decodes 64 or 128 heads over latent pages in eight bits, and verifies four tokens",
         "unset AITER_ENABLE_EXPERIMENTAL, QKV_VERSION",
     ),
-    "the AITER whose tag moved": Broken(
-        _aiter_version("0.1.12.post1"), "aiter-release", _WARNING, "tag v0.1.12 was moved", "another release"
+    "the AITER whose tag moved": _warning(
+        _aiter_version("0.1.12.post1"), "aiter-release", "tag v0.1.12 was moved", "another release"
     ),
-    "a release of AITER that was never read": Broken(
-        _aiter_version("0.1.29+rocm7.2"), "aiter-read", _WARNING, "AITER 0.1.29+rocm7.2 was never read;", "was read"
+    "a release of AITER that was never read": _warning(
+        _aiter_version("0.1.29+rocm7.2"), "aiter-read", "AITER 0.1.29+rocm7.2 was never read;", "was read"
     ),
-    "an index without PyPI": Broken(
+    "an index without PyPI": _problem(
         _distributions(lambda found: None if found.name == "pybind11" else found),
         "aiter-requirements",
-        _PROBLEM,
         "needs pybind11",
         "pip install pybind11",
     ),
-    "a module of AITER for another torch": Broken(
+    "a module of AITER for another torch": _problem(
         replace(MI300, aiter=(replace(AITER, modules=(replace(MODULE, error=f"{MODULE.path}: {_UNDEFINED}"),)),)),
         "aiter-modules",
-        _PROBLEM,
         "c10_hip_check_implementation",
         "build AITER again",
     ),
-    "a module of AITER for another C++ library": Broken(
+    "a module of AITER for another C++ library": _problem(
         replace(MI300, aiter_jit=(replace(MODULE, error="version `GLIBCXX_3.4.31' not found"),)),
         "aiter-modules",
-        _PROBLEM,
         "GLIBCXX_3.4.31",
         "build AITER again",
     ),
-    "an AITER without a function": Broken(
+    "an AITER without a function": _problem(
         replace(MI300, aiter=(replace(AITER, missing=("unified_attention",)),)),
         "aiter-entry-points",
-        _PROBLEM,
         "does not define unified_attention",
         "--provider triton",
     ),
-    "AITER set to compile for another GPU": Broken(
-        _with(GPU_ARCHS="gfx950;gfx90a"), "aiter-archs", _PROBLEM, "the GPU is gfx942", "unset GPU_ARCHS"
+    "AITER set to compile for another GPU": _problem(
+        _with(GPU_ARCHS="gfx950;gfx90a"), "aiter-archs", "the GPU is gfx942", "unset GPU_ARCHS"
     ),
-    "AITER's modules for another GPU": Broken(
+    "AITER's modules for another GPU": _warning(
         replace(MI300, aiter=(replace(AITER, modules=(replace(MODULE, archs=("gfx950",)),)),)),
         "aiter-archs",
-        _WARNING,
         "have no code for gfx942",
         "prewarm",
     ),
-    "modules from before an upgrade": Broken(
+    "modules from before an upgrade": _warning(
         replace(MI300, aiter=(replace(AITER, installed=3000.0),)),
         "aiter-stale",
-        _WARNING,
         "older than the installed AITER",
         "remove these files",
     ),
-    "nothing is compiled yet": Broken(
+    "nothing is compiled yet": _warning(
         replace(MI300, aiter=(replace(AITER, modules=()),), aiter_jit=()),
         "aiter-prebuilt",
-        _WARNING,
         "waits minutes for the compiler",
         "rocm-attn prewarm",
     ),
-    "a JIT folder that hides what is there": Broken(
+    "a JIT folder that hides what is there": _warning(
         replace(MI300, aiter_linked=()),
         "aiter-jit-dir",
-        _WARNING,
         "hides 1 modules that were installed compiled, such as module_aiter_core.so",
         f"link {SITE}/aiter/jit/*.so into /cache/aiter",
     ),
-    "a package of AITER's that only root may write to": Broken(
+    "a package of AITER's that only root may write to": _problem(
         replace(MI300, environment={"HOME": "/home/server"}, aiter_jit_dir="/home/server/.aiter/jit"),
         "aiter-jit-dir",
-        _PROBLEM,
         "AITER cannot import the modules that it compiles into /home/server/.aiter/jit",
         "set AITER_JIT_DIR",
     ),
-    "no hipcc": Broken(
-        replace(MI300, hipcc=""), "aiter-compiler", _WARNING, "hipcc is not installed", "PREBUILD_KERNELS=1"
-    ),
-    "a build was killed": Broken(
+    "no hipcc": _warning(replace(MI300, hipcc=""), "aiter-compiler", "hipcc is not installed", "PREBUILD_KERNELS=1"),
+    "a build was killed": _problem(
         replace(MI300, leftover_locks=("/cache/aiter/build/lock_module_mha",)),
         "aiter-locks",
-        _PROBLEM,
         "lock_module_mha",
         "remove these files",
     ),
-    "root's cache in a container for others": Broken(
+    "root's cache in a container for others": _problem(
         replace(MI300, folders=(replace(MI300.folders[0], writable=False, owner=0, mode=0o700), MI300.folders[1])),
         "caches",
-        _PROBLEM,
         "owner 0, mode 0700",
         "chown",
     ),
-    "a home on NFS": Broken(
+    "a home on NFS": _warning(
         replace(MI300, folders=(replace(MI300.folders[0], filesystem="nfs4"),)),
         "cache-filesystem",
-        _WARNING,
         "is on nfs4",
         "local disk",
     ),
-    "a full disk": Broken(
+    "a full disk": _warning(
         replace(MI300, folders=(replace(MI300.folders[0], free_bytes=300 << 20),)),
         "cache-space",
-        _WARNING,
         "has 300 MiB free",
         "4 GiB",
     ),
-    "expandable segments": Broken(
+    "expandable segments": _problem(
         _with(PYTORCH_HIP_ALLOC_CONF="max_split_size_mb:512, expandable_segments:True"),
         "allocator",
-        _PROBLEM,
         "expandable_segments",
         "remove expandable_segments",
     ),
-    "NUMA balancing": Broken(
-        replace(MI300, numa_balancing="1"), "numa-balancing", _WARNING, "is on (1)", "kernel.numa_balancing=0"
+    "NUMA balancing": _warning(
+        replace(MI300, numa_balancing="1"), "numa-balancing", "is on (1)", "kernel.numa_balancing=0"
     ),
-    "Docker's shared memory": Broken(
-        replace(MI300, shm_bytes=64 << 20), "shared-memory", _WARNING, "has 64 MiB", "--ipc=host"
-    ),
-    "a debugging session that was left on": Broken(
+    "Docker's shared memory": _warning(replace(MI300, shm_bytes=64 << 20), "shared-memory", "has 64 MiB", "--ipc=host"),
+    "a debugging session that was left on": _warning(
         _with(AMD_SERIALIZE_KERNEL="3", HIP_LAUNCH_BLOCKING="1"),
         "debug-switches",
-        _WARNING,
         "AMD_SERIALIZE_KERNEL=3",
         "unset HIP_LAUNCH_BLOCKING AMD_SERIALIZE_KERNEL",
     ),
-    "a safeguard is off": Broken(
-        _with(ROCM_ATTN_DEBUG="1", ROCM_ATTN_DISABLE_GUARDS="pads"), "safeguards", _WARNING, "off: pads", "unset"
+    "a safeguard is off": _warning(
+        _with(ROCM_ATTN_DEBUG="1", ROCM_ATTN_DISABLE_GUARDS="pads"), "safeguards", "off: pads", "unset"
     ),
-    "a setting with a typo": Broken(
-        _with(ROCM_ATTN_DEBUG="yes"), "safeguards", _PROBLEM, "it must be 0 or 1", "an allowed value"
+    "a setting with a typo": _problem(
+        _with(ROCM_ATTN_DEBUG="yes"), "safeguards", "it must be 0 or 1", "an allowed value"
     ),
-    "a variable with a typo": Broken(
-        _with(ROCM_ATTN_PROVIDR="aiter"), "safeguards", _WARNING, "ROCM_ATTN_PROVIDR", "rename ROCM_ATTN_PROVIDR to"
+    "a variable with a typo": _warning(
+        _with(ROCM_ATTN_PROVIDR="aiter"), "safeguards", "ROCM_ATTN_PROVIDR", "rename ROCM_ATTN_PROVIDR to"
     ),
-    "vLLM without AITER": Broken(
-        _all(Distribution("vllm", "0.22.1", SITE)), "engine-switches", _WARNING, "vllm", "export VLLM_ROCM_USE_AITER=1"
+    "vLLM without AITER": _warning(
+        _all(Distribution("vllm", "0.22.1", SITE)), "engine-switches", "vllm", "export VLLM_ROCM_USE_AITER=1"
     ),
 }

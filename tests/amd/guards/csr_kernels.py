@@ -89,18 +89,7 @@ def csr_provider(name: str, min_kv_len: int) -> Provider:
     """Returns a provider of kernels that give padded sequences min_kv_len tokens of page 0."""
     rows = [
         KernelEntry(
-            provider=name,
-            name=f"{name}.{kind.value}",
-            kind=kind,
-            limits=TORCH.entries[0].limits,
-            min_kv_len=min_kv_len,
-            masks_v=True,
-            graph_safe=True,
-            batch_invariant=False,
-            needs=frozenset(Need),
-            bakes=frozenset(),
-            needs_host_lengths=False,
-            bind=_bind,
+            f"{name}.{kind.value}", kind, TORCH.entries[0].limits, _bind, min_kv_len=min_kv_len, needs=frozenset(Need)
         )
         for kind in StepKind
     ]

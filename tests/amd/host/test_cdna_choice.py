@@ -12,11 +12,9 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor
-from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
-from rocm_attn.machine.releases import Release, Releases
-from rocm_attn.machine.target import Target, known_target
-from rocm_attn.paging.adopted import TableSource
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
+from rocm_attn.machine.releases import Release
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Scales
 from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolSize, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
@@ -26,9 +24,9 @@ from rocm_attn.selection import probe
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.selection.probe_runs import FailedProbe
 from rocm_attn.step.prepared import works_by_launches
+from tests.amd.host.choices import LAYER, adopting, reasons, with_triton
 from tests.amd.host.test_measured_rows import row_of
 
-LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 KINDS = (StepKind.DECODE, StepKind.MIXED)
 CDNA = ("triton.cdna_decode", "triton.cdna_extend+cdna_decode")
 # Where extend for CDNA does not serve (test_cdna_extend_choice.py).
@@ -38,15 +36,11 @@ ARCHS = ("gfx942", "gfx950")
 
 
 def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
-    return replace(known_target(arch), releases=Releases(triton=triton))
+    return with_triton(arch, triton)
 
 
 def names(selection: Selection) -> tuple[str, ...]:
     return tuple(selection.kernel(kind).entry.name for kind in KINDS)
-
-
-def reasons(selection: Selection) -> set[str]:
-    return {r.reason for r in selection.refusals if r.kernel == CDNA[0]}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -97,7 +91,7 @@ def test_what_it_does_not_serve_paged_decode_does_and_the_reason_is_said(
 ) -> None:
     selection = select(replace(LAYER, **more), on(arch), "triton")
     assert names(selection) == PLAIN
-    assert any(reason.startswith(why) for reason in reasons(selection)), reasons(selection)
+    assert any(reason.startswith(why) for reason in reasons(selection, CDNA[0])), reasons(selection, CDNA[0])
 
 
 def test_heads_of_256_have_tiles_where_they_gain() -> None:
@@ -105,14 +99,14 @@ def test_heads_of_256_have_tiles_where_they_gain() -> None:
     assert names(select(wide, on("gfx942"), "triton")) == DECODE_ALONE
     selection = select(wide, on("gfx950"), "triton")
     assert names(selection) == PLAIN
-    assert reasons(selection) == {"it has no faster tiles for heads of 256 on gfx950"}
+    assert reasons(selection, CDNA[0]) == {"it has no faster tiles for heads of 256 on gfx950"}
 
 
 @pytest.mark.parametrize("said", ["3.6.0", "3.8.0", "3.9.1", "3.9.0+git1234567", "3.9.0.dev20260801", ""])
 def test_with_another_triton_paged_decode_serves_and_the_reason_is_said(said: str) -> None:
     selection = select(LAYER, on("gfx942", Release.of(said)), "triton")
     assert names(selection) == PLAIN
-    assert reasons(selection) == {f"it needs Triton 3.9.0, and {Release.of(said)} is installed"}
+    assert reasons(selection, CDNA[0]) == {f"it needs Triton 3.9.0, and {Release.of(said)} is installed"}
 
 
 def test_an_engines_strides_are_served_and_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:
@@ -123,22 +117,9 @@ def test_an_engines_strides_are_served_and_unaligned_rows_and_deterministic_step
         LAYER, on("gfx942"), "triton", pool=replace(pool, terms=PoolTerms(page_strides=True, unaligned_rows=True))
     )
     assert names(unaligned) == PLAIN
-    assert reasons(unaligned) == {"it needs rows at multiples of 16 elements, and these may begin anywhere"}
+    assert reasons(unaligned, CDNA[0]) == {"it needs rows at multiples of 16 elements, and these may begin anywhere"}
     deterministic = select(LAYER, on("gfx942"), "triton", deterministic=True)
     assert deterministic.kernel(StepKind.DECODE).entry.name == "triton.segment_decode"
-
-
-def adopting(*, unaligned_rows: bool = False) -> ExternalAttention:
-    """Returns attention over an engine's pages of one layer, as in vLLM's plug-in, for a GPU that is not here."""
-    cpu, one = torch.device("cpu"), replace(LAYER, num_q_heads=8, num_kv_heads=2)
-    return ExternalAttention(
-        [LayerSource(one)],
-        TableSource(torch.zeros(4, 4, dtype=torch.int32), null_page=True),
-        device=cpu,
-        bounds=Bounds(num_seqs=4, num_tokens=8, kv_len=64, num_pages=5),
-        options=ExternalOptions(provider="triton", page_strides=True, unaligned_rows=unaligned_rows),
-        target=on("gfx942"),
-    )
 
 
 # Strides of pages, tokens and heads, and the offset of K.
@@ -160,7 +141,7 @@ def engines_pages(page: int, token: int, head: int, first: int) -> tuple[torch.T
 
 @pytest.mark.parametrize("what", ALIGNED)
 def test_an_engines_aligned_rows_are_bound(what: str) -> None:
-    attention = adopting()
+    attention = adopting(on("gfx942"), page_strides=True)
     assert names(attention.kernels().selections[0]) == CDNA
     attention.pages.bind(0, *engines_pages(*ALIGNED[what]))
 
@@ -172,8 +153,8 @@ def test_an_engines_unaligned_rows_are_refused_as_they_are_bound_or_served_by_an
     with pytest.raises(
         BadTensor, match=r"triton\.cdna_decode reads rows that begin .* or build with unaligned_rows=True"
     ):
-        adopting().pages.bind(0, k, v)
-    other = adopting(unaligned_rows=True)
+        adopting(on("gfx942"), page_strides=True).pages.bind(0, k, v)
+    other = adopting(on("gfx942"), page_strides=True, unaligned_rows=True)
     assert names(other.kernels().selections[0]) == PLAIN
     other.pages.bind(0, k, v)
 
@@ -183,7 +164,7 @@ def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
     assert names(select(LAYER, target, "triton")) == CDNA
     selection = select(LAYER, replace(target, measured=(row_of(LAYER),)), "triton")
     assert names(selection) == PLAIN
-    assert reasons(selection) == {
+    assert reasons(selection, CDNA[0]) == {
         "tiles of triton.decode were measured for this layer on such a GPU; those of triton.cdna_decode were not "
         "measured, or were slower"
     }
@@ -218,7 +199,7 @@ def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, t
     for _ in range(2):
         (selection,) = choose_kernels([LAYER], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cuda"))
         assert names(selection) == (PLAIN[0], CDNA[1])
-        assert reasons(selection) == {"switched off by its probe: sequence 1 of 3 is wrong"}
+        assert reasons(selection, CDNA[0]) == {"switched off by its probe: sequence 1 of 3 is wrong"}
     assert probed == [CDNA, (PLAIN[0], CDNA[1])]
 
 

@@ -12,9 +12,9 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS
-from rocm_attn.machine.releases import Release, Releases
-from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
+from rocm_attn.machine.releases import Release
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, PoolSize, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
@@ -25,8 +25,8 @@ from rocm_attn.selection import probe, probe_runs
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.selection.probe_runs import FailedProbe
 from rocm_attn.step.prepared import works_by_launches
+from tests.amd.host.choices import LAYER, reasons, with_triton
 
-LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 KINDS = (StepKind.EXTEND, StepKind.MIXED)
 CDNA = ("triton.cdna_extend", "triton.cdna_extend+cdna_decode")
 # Query blocks have 64 tokens and eight rows of heads, and 64 of them are two programs for each of 256 compute units.
@@ -34,15 +34,11 @@ BLOCK_TOKENS, LEAST_TOKENS = 64, 64 * 64
 
 
 def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
-    return replace(known_target(arch), releases=Releases(triton=triton))
+    return with_triton(arch, triton)
 
 
 def names(selection: Selection) -> tuple[str, ...]:
     return tuple(selection.kernel(kind).entry.name for kind in KINDS)
-
-
-def reasons(selection: Selection, name: str = CDNA[0]) -> set[str]:
-    return {r.reason for r in selection.refusals if r.kernel == name}
 
 
 def by_tokens(selection: Selection, kind: StepKind) -> KernelByTokens:
@@ -126,10 +122,10 @@ def test_limits_of_mixed_steps_are_within_those_of_both_kernels() -> None:
 def test_other_archs_and_other_releases_keep_the_plain_kernel() -> None:
     selection = select(LAYER, on("sm_80"), "triton")
     assert names(selection) == ("triton.extend", "triton.extend+decode")
-    assert reasons(selection) == {"arch sm_80 is not one of gfx942, gfx950"}
+    assert reasons(selection, CDNA[0]) == {"arch sm_80 is not one of gfx942, gfx950"}
     selection = select(LAYER, on("gfx950", Release.of("3.9.1")), "triton")
     assert names(selection) == ("triton.extend", "triton.extend+decode")
-    assert reasons(selection) == {"it needs Triton 3.9.0, and 3.9.1 is installed"}
+    assert reasons(selection, CDNA[0]) == {"it needs Triton 3.9.0, and 3.9.1 is installed"}
 
 
 def test_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:
@@ -138,7 +134,7 @@ def test_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> N
     terms = PoolTerms(page_strides=True, unaligned_rows=True)
     selection = select(LAYER, on("gfx950"), "triton", pool=replace(pool, terms=terms))
     assert names(selection) == ("triton.extend", "triton.extend+decode")
-    assert reasons(selection) == {"it needs rows at multiples of 16 elements, and these may begin anywhere"}
+    assert reasons(selection, CDNA[0]) == {"it needs rows at multiples of 16 elements, and these may begin anywhere"}
     deterministic = select(LAYER, on("gfx950"), "triton", deterministic=True)
     assert names(deterministic) == ("triton.segment_extend", "triton.segment_extend+decode")
 
@@ -205,6 +201,6 @@ def test_a_probe_runs_it_in_steps_that_are_too_small_for_it(monkeypatch: pytest.
     monkeypatch.setattr(probe, "edge_run", lambda selection, device: None)
     (selection,) = choose_kernels([LAYER], on("gfx950"), "triton", SMALLEST_POOL, device=torch.device("cuda"))
     assert names(selection) == ("triton.extend", CDNA[1])
-    assert reasons(selection) == {"switched off by its probe: sequence 1 of 3 is wrong"}
+    assert reasons(selection, CDNA[0]) == {"switched off by its probe: sequence 1 of 3 is wrong"}
     assert isinstance(ran[0], CdnaExtend)
     assert not isinstance(ran[-1], CdnaExtend)

@@ -14,17 +14,14 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor
-from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.kernels.attention.cuts import SHARE_WORDS, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import COUNTER, SHARE_CUT, SHARE_SIZE
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
-from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import hopper_segment_tiles, hopper_tiles
-from rocm_attn.machine.releases import Release, Releases
+from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTerms
@@ -35,9 +32,10 @@ from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS, HopperExten
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.prepared import works_by_launches
+from tests.amd.host.choices import LAYER, adopting, with_triton
 from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
+from tests.amd.schedule_twins import extend_schedule
 
-LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 KINDS = (StepKind.EXTEND, StepKind.MIXED, StepKind.SHARED)
 HOPPER = {
     StepKind.EXTEND: "triton.hopper_extend",
@@ -54,8 +52,8 @@ PLAIN = {
 }
 
 
-def on(triton: Release, arch: str = "sm_90") -> Target:
-    return replace(known_target(arch), releases=Releases(triton=triton))
+def on(triton: Release) -> Target:
+    return with_triton("sm_90", triton)
 
 
 def chosen(problem: Problem, target: Target, **more: Any) -> Selection:
@@ -180,18 +178,6 @@ def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
     assert masked.kernel(StepKind.MASKED).entry.name == "triton.masked"
 
 
-def adopting(**options: bool) -> ExternalAttention:
-    """Returns attention over an engine's pages of one layer, for a GPU that is not here."""
-    return ExternalAttention(
-        [LayerSource(replace(LAYER, num_q_heads=8, num_kv_heads=2))],
-        TableSource(torch.zeros(4, 4, dtype=torch.int32), null_page=True),
-        device=torch.device("cpu"),
-        bounds=Bounds(num_seqs=4, num_tokens=8, kv_len=64, num_pages=5),
-        options=ExternalOptions(provider="triton", **options),  # type: ignore[arg-type]
-        target=on(TRITONS[0]),
-    )
-
-
 def engines_pages(k_first: int, v_first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns K and V of 5 pages, k_first and v_first elements after a multiple of 16 bytes. They are never read."""
     size = 5 * 16 * 2 * 128
@@ -208,8 +194,8 @@ def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_
     k, v = engines_pages(k_first, v_first)
     name = "triton.hopper_segment_extend" if deterministic else "triton.hopper_extend"
     with pytest.raises(BadTensor, match=rf"{name} reads sides that begin at multiples of 16 bytes; .*unaligned_rows"):
-        adopting(deterministic=deterministic).pages.bind(0, k, v)
-    other = adopting(unaligned_rows=True, deterministic=deterministic)
+        adopting(on(TRITONS[0]), deterministic=deterministic).pages.bind(0, k, v)
+    other = adopting(on(TRITONS[0]), unaligned_rows=True, deterministic=deterministic)
     selection = other.kernels().selections[0]
     assert not any("hopper" in kernel.entry.name for kernel in selection.kernels.values())
     reason = "it needs K and V at multiples of 16 bytes, and these may begin anywhere"
@@ -219,7 +205,7 @@ def test_an_engines_pages_that_begin_off_16_bytes_are_refused_as_they_are_bound_
 
 def test_pages_of_other_slots_than_were_promised_are_refused_as_they_are_bound() -> None:
     rows = torch.empty(5, 16, 2, 256, dtype=torch.bfloat16)
-    attention = adopting(page_strides=True, even_slots=True)
+    attention = adopting(on(TRITONS[0]), page_strides=True, even_slots=True)
     assert attention.kernels().selections[0].kernel(StepKind.EXTEND).entry.name == "triton.hopper_extend"
     attention.pages.bind(0, rows[..., :128], rows[..., 128:])
     rows = rows.as_strided(rows.shape, (16 * 512 - 8, 512, 256, 1))

@@ -19,6 +19,7 @@ from rocm_attn.machine.measured_choices import sorted_for
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
+from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.first_run.constants import FittedConstants, fit_decode
@@ -388,7 +389,7 @@ def test_a_search_that_is_recorded_becomes_the_row_that_it_found(triton: str, tm
     problem = problem_in(layer_fields(LAYERS[0]))
     jobs, _ = jobs_of([problem], target, [BatchSpec.parse("1d16k"), BatchSpec.parse("64d4k")])
 
-    def cost(tiles: Tiles) -> float:
+    def cost(tiles: Tiles, layer: Problem) -> float:
         first = jobs[0].tiles
         assert isinstance(tiles, DecodeTiles)
         assert isinstance(first, DecodeTiles)
@@ -410,7 +411,7 @@ def test_a_search_that_is_recorded_becomes_the_row_that_it_found(triton: str, tm
     content["tests"] = {"tiles": {"outcome": "passed", "seconds": 1.0, "measured": {"tile trials": bench.trials}}}
     report = read(content)
     found = rows_of(report, triton)
-    assert cost(only_row(found)) == 75.0
+    assert cost(only_row(found), problem) == 75.0
     assert found.rows[0].measured.gain == pytest.approx(0.25)
     assert (len(found.left_out), len(bench.trials)) == (0, len(jobs))
     assert [bench.verdicts[job, job.in_use] for job in jobs] == [""] * len(jobs)

@@ -25,6 +25,13 @@ def make_table(num_pages: int = 9, page_size: int = 4, max_num_seqs: int = 3, ma
     )
 
 
+def holding(table: RequestTable, num_tokens: int) -> int:
+    """Returns a new row that has room for so many tokens."""
+    row = table.admit()
+    table.reserve(row, num_tokens)
+    return row
+
+
 def batch_of(rows: list[int], kv_len: list[int], q_len: list[int] | None = None) -> StepBatch:
     return StepBatch(np.array(rows), np.array(kv_len), np.array(q_len if q_len is not None else [1] * len(rows)))
 
@@ -84,7 +91,7 @@ def test_a_step_is_refused_for_room_that_was_given_back_since_it_was_reserved() 
 
 
 def test_there_is_room_where_reserving_would_change_nothing() -> None:
-    table = RequestTable(max_num_seqs=3, max_kv_len=16, num_pages=12, page_size=4, device=torch.device("cpu"))
+    table = make_table(num_pages=12, max_kv_len=16)
     rows = np.array([table.admit(), table.admit()], np.int32)
     assert not table.is_reserved(rows, np.array([1, 1], np.int32))
     table.reserve_all(rows, np.array([5, 3], np.int32))
@@ -111,8 +118,7 @@ def test_a_second_free_is_an_error() -> None:
 
 def test_a_partly_filled_page_is_copied_before_either_side_writes() -> None:
     table = make_table()
-    parent = table.admit()
-    table.reserve(parent, 6)
+    parent = holding(table, 6)
     child = table.fork(parent, 6)
     shared = table.pages_of(parent)[1]
     table.reserve(child, 7)
@@ -126,18 +132,16 @@ def test_a_partly_filled_page_is_copied_before_either_side_writes() -> None:
 
 def test_a_page_that_is_still_to_be_copied_is_not_handed_out() -> None:
     table = make_table()
-    parent = table.admit()
-    table.reserve(parent, 6)
+    parent = holding(table, 6)
     child = table.fork(parent, 6)
     whole, shared = table.pages_of(parent).tolist()
     table.reserve(child, 7)
     table.free(parent)
     free = table.full.num_free_pages
-    other = table.admit()
-    table.reserve(other, 4 * free)
+    other = holding(table, 4 * free)
     assert shared not in table.pages_of(other)
     with pytest.raises(OutOfPages):
-        table.reserve(table.admit(), 1)
+        holding(table, 1)
     table.space(Space.FULL).copies_made()
     assert table.full.num_free_pages == 1
     assert whole in table.pages_of(child)
@@ -145,8 +149,7 @@ def test_a_page_that_is_still_to_be_copied_is_not_handed_out() -> None:
 
 def test_a_page_whose_copy_is_dropped_is_handed_out_again() -> None:
     table = make_table()
-    parent = table.admit()
-    table.reserve(parent, 6)
+    parent = holding(table, 6)
     child = table.fork(parent, 6)
     table.reserve(child, 7)
     table.free(parent)
@@ -156,8 +159,7 @@ def test_a_page_whose_copy_is_dropped_is_handed_out_again() -> None:
 
 def test_sharing_more_than_is_held_is_refused() -> None:
     table = make_table()
-    row = table.admit()
-    table.reserve(row, 5)
+    row = holding(table, 5)
     with pytest.raises(BadBatch, match="row 1 has room for 5 tokens; 6 of them cannot be shared"):
         table.fork(row, 6)
 
@@ -174,7 +176,7 @@ def test_sharing_more_than_is_held_is_refused() -> None:
 )
 def test_a_batch_that_the_table_does_not_know_is_refused(rows: list[int], kv_len: list[int], message: str) -> None:
     table = make_table()
-    table.reserve(table.admit(), 8)
+    holding(table, 8)
     with pytest.raises(BadBatch, match=message):
         table.checks.check(batch_of(rows, kv_len))
 
@@ -213,7 +215,7 @@ def test_a_reservation_of_no_length_is_refused(kv_len: Any) -> None:
 def test_what_says_nothing_of_rows_marks_none_stored(rows: Any, kv_len: Any, message: str) -> None:
     table = make_table()
     for _ in range(2):
-        table.reserve(table.admit(), 8)
+        holding(table, 8)
     with pytest.raises(BadBatch, match=message):
         table.mark_stored(rows, kv_len)
     assert table.tokens.stored_len.tolist() == [0, 0, 0, 0]
@@ -264,11 +266,9 @@ def test_what_is_short_of_pages_says_how_many() -> None:
 
 def test_updates_carry_the_newest_entry_of_a_cell() -> None:
     table = make_table()
-    row = table.admit()
-    table.reserve(row, 8)
+    row = holding(table, 8)
     table.free(row)
-    again = table.admit()
-    table.reserve(again, 4)
+    holding(table, 4)
     device = np.full_like(table.full.entries_host, 77)
     device[table.full.entries_host == 0] = 0
     for r, column, entry in table.full.pending_updates().tolist():
@@ -277,7 +277,7 @@ def test_updates_carry_the_newest_entry_of_a_cell() -> None:
 
 
 def test_a_row_that_got_pages_by_itself_keeps_them_when_all_rows_are_reserved_for_less() -> None:
-    table = RequestTable(max_num_seqs=2, max_kv_len=64, num_pages=20, page_size=4, device=torch.device("cpu"))
+    table = make_table(num_pages=20, max_kv_len=64)
     rows = np.array([table.admit(), table.admit()], np.int32)
     table.reserve_all(rows, np.array([3, 3], np.int32))
     table.reserve(int(rows[0]), 21)

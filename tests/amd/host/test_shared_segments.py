@@ -12,12 +12,12 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.cuts import SHARE_WORDS
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_SIZE
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
-from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.triton_segments import SegmentExtend, bind_extend, bind_masked
 from tests.amd.kernels.attention_cases import Case, build, garbage
+from tests.amd.schedule_twins import extend_schedule
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 POOL = PoolSize(1000, 1 << 17, 64)

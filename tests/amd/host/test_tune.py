@@ -18,6 +18,7 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
+from rocm_attn.problem import Problem
 from rocm_attn.providers.tiles import layer_of
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.tune import command
@@ -30,15 +31,19 @@ TRITON = "3.8.0"
 GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
 
 
+Cost = Callable[[Tiles, Problem], float]
+
+
 class FakeBench:
     """A bench with times from a formula, which records its calls.
 
-    cost:  of tiles, in microseconds
-    wrong: tiles -> the reason why they are not right
+    cost:            of tiles for a layer, in microseconds
+    wrong:           tiles -> the reason why they are not right
+    wrong_in_others: the reason why they are not right in steps of other kinds
     """
 
-    def __init__(self, cost: Callable[[Tiles], float], wrong: Callable[[Tiles], str] = lambda tiles: "") -> None:
-        self._cost, self._wrong = cost, wrong
+    def __init__(self, cost: Cost, wrong: Callable[[Tiles], str] = lambda tiles: "", wrong_in_others: str = "") -> None:
+        self._cost, self._wrong, self._wrong_in_others = cost, wrong, wrong_in_others
         self.judged: list[Tiles] = []
         self.timed: list[Tiles] = []
 
@@ -52,13 +57,13 @@ class FakeBench:
 
     def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
         """Does the same as `Bench.judge_others`."""
-        return Judged("")
+        return Judged(self._wrong_in_others)
 
     def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
         """Does the same as `Bench.times`."""
         assert both[1] in self.judged, "nothing is timed that was not judged"
         self.timed.append(both[1])
-        in_use, tiles = ([[self._cost(each)] * len(job.shapes) for _ in range(rounds)] for each in both)
+        in_use, tiles = ([[self._cost(each, job.problem)] * len(job.shapes) for _ in range(rounds)] for each in both)
         return in_use, tiles
 
 
@@ -67,7 +72,7 @@ def plain(tiles: Tiles) -> DecodeTiles:
     return tiles
 
 
-def cost(given: Tiles) -> float:
+def cost(given: Tiles, layer: Problem) -> float:
     """Returns a cost that is lowest for blocks of 64 keys in four warps; each helps by itself."""
     tiles = plain(given)
     return 100.0 - 20.0 * (tiles.key_block == 64) - 10.0 * (tiles.num_warps == 4)
@@ -154,7 +159,7 @@ def test_noise_makes_no_row(tmp_path: Path) -> None:
                 [us * (0.8 if number % 2 == 0 else 1.2) for us in us_of] for number, us_of in enumerate(tiles)
             ]
 
-    assert not search(tmp_path / "t.json", Noisy(lambda tiles: 100.0)).rows
+    assert not search(tmp_path / "t.json", Noisy(lambda tiles, layer: 100.0)).rows
 
 
 def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from rocm_attn.kernels.compile_only import AbsentGpu, CompileEvent, compile_only, observe_compiles
 from rocm_attn.kernels.launch import observe_launches
-from rocm_attn.kernels.tuning.measured import Tiles, TileTable
+from rocm_attn.kernels.tuning.measured import TileTable
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
@@ -21,7 +21,8 @@ from rocm_lab.bench.step_data import random_steps
 from rocm_lab.tune.ahead import CompiledAhead, compile_tiles
 from rocm_lab.tune.bench import JobSteps, kernel_of
 from rocm_lab.tune.jobs import TuneJob
-from rocm_lab.tune.search import Judged, Task, Times
+from rocm_lab.tune.search import Judged
+from tests.amd.host.test_tune import FakeBench
 
 # Each started process imports torch and Triton.
 pytestmark = pytest.mark.nightly
@@ -33,29 +34,6 @@ DEADLY = 64
 
 def launch(thunk: Callable[[], object]) -> None:
     thunk()
-
-
-class Judge:
-    """A bench that judges everything right."""
-
-    def __init__(self) -> None:
-        self.judged: list[Tiles] = []
-
-    def expect(self, tasks: Sequence[Task]) -> None:
-        """Does the same as `Bench.expect`."""
-
-    def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
-        """Does the same as `Bench.judge`."""
-        self.judged.append(tiles)
-        return Judged("")
-
-    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
-        """Does the same as `Bench.judge_others`."""
-        return Judged("")
-
-    def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
-        """Does the same as `Bench.times`."""
-        raise AssertionError("nothing is timed here")
 
 
 def job(num_q_heads: int) -> TuneJob:
@@ -75,28 +53,29 @@ def one_step(job: TuneJob) -> list[BatchSpec]:
 
 
 @pytest.fixture
-def judge() -> Judge:
-    return Judge()
+def judge() -> FakeBench:
+    return FakeBench(lambda tiles, layer: 1.0)
 
 
 @pytest.fixture
-def ahead(judge: Judge) -> Iterator[CompiledAhead]:
+def ahead(judge: FakeBench) -> Iterator[CompiledAhead]:
     workers = CompiledAhead(judge, GFX942, 1, JobSteps(no_steps))
     yield workers
     workers.close()
 
 
-def test_a_compiler_that_ends_its_process_ends_that_one_alone(ahead: CompiledAhead, judge: Judge) -> None:
+def test_a_compiler_that_ends_its_process_ends_that_one_alone(ahead: CompiledAhead, judge: FakeBench) -> None:
     right, deadly = job(8), job(DEADLY)
     ahead.expect([(deadly, TILES)])
     assert ahead.judge(deadly, TILES) == Judged("its compiler ended the process (exit code -9)")
     assert judge.judged == [], "what has ended one process does not enter this one"
     # Not expected, and expected: both are compiled before they are judged.
-    others = [replace(TILES, num_warps=warps) for warps in (2, 4)]
+    others = [replace(TILES, num_warps=warps) for warps in (4, 8)]
     assert ahead.judge(right, TILES) == Judged("")
     ahead.expect([(right, each) for each in others])
     assert [ahead.judge(right, each) for each in reversed(others)] == [Judged(""), Judged("")]
     assert judge.judged == [TILES, *reversed(others)]
+    assert judge.timed == []
 
 
 def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:

@@ -23,7 +23,7 @@ from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import jobs_of
-from tests.amd.host.test_tune import FakeBench, options, plain
+from tests.amd.host.test_tune import Cost, FakeBench, options, plain
 
 TRITON = "3.9.0"
 GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
@@ -39,7 +39,7 @@ def layer() -> Problem:
     return problem
 
 
-def search(place: Path, cost: Callable[[Tiles], float], wrong: Callable[[Tiles], str] = lambda tiles: "") -> FakeBench:
+def search(place: Path, cost: Cost, wrong: Callable[[Tiles], str] = lambda tiles: "") -> FakeBench:
     bench = FakeBench(cost, wrong)
     command.tune(options("--output", str(place)), GFX942, "a GPU", bench)
     return bench
@@ -59,15 +59,15 @@ def serving(row: MeasuredTileChoice) -> str:
     return kernel.entry.name
 
 
-def cdna_is_best(tiles: Tiles) -> float:
+def cdna_is_best(tiles: Tiles, layer: Problem) -> float:
     """Returns a cost that is lowest for two blocks in flight; paged decode is worse with any tiles."""
     if isinstance(tiles, CdnaTiles):
         return 80.0 - 10.0 * (tiles.num_stages == 2)
     return 100.0 - 15.0 * (plain(tiles).key_block == 64)
 
 
-def paged_is_best(tiles: Tiles) -> float:
-    return cdna_is_best(tiles) if isinstance(tiles, CdnaTiles) else 75.0 - 15.0 * (plain(tiles).key_block == 64)
+def paged_is_best(tiles: Tiles, layer: Problem) -> float:
+    return cdna_is_best(tiles, layer) if isinstance(tiles, CdnaTiles) else 75.0 - 15.0 * (plain(tiles).key_block == 64)
 
 
 @pytest.mark.parametrize(

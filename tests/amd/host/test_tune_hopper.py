@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -32,7 +31,7 @@ from rocm_lab.tune import command, hopper
 from rocm_lab.tune.bench import JobSteps, edges_of, kernel_of
 from rocm_lab.tune.candidates import candidates, together
 from rocm_lab.tune.jobs import TuneJob, jobs_of, kind_of
-from rocm_lab.tune.search import Judged, Task, Times
+from tests.amd.host.test_tune import FakeBench
 
 TRITON = "3.6.0"
 H200 = replace(known_target("sm_90"), releases=Releases(triton=Release.of(TRITON)))
@@ -192,35 +191,8 @@ def test_latent_tiles_that_the_kernel_does_not_take_have_a_reason(tiles: HopperL
     assert refusal(TileTable.HOPPER_LATENT_DECODE, tiles, layer_of(LATENT))
 
 
-class StandIn:
-    """A bench with made-up times: the model's, less for drawn rows and a raised maximum; plain kernels take 10 us.
-
-    wrong_in_others: what is said of candidates in steps of other kinds
-    """
-
-    def __init__(self, wrong_in_others: str = "") -> None:
-        self.wrong_in_others = wrong_in_others
-        self.expected: list[Task] = []
-
-    def expect(self, tasks: Sequence[Task]) -> None:
-        """Does the same as `Bench.expect`."""
-        self.expected = list(tasks)
-
-    def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
-        """Does the same as `Bench.judge`."""
-        return Judged("")
-
-    def judge_others(self, job: TuneJob, tiles: Tiles) -> Judged:
-        """Does the same as `Bench.judge_others`."""
-        return Judged(self.wrong_in_others)
-
-    def times(self, job: TuneJob, both: tuple[Tiles, Tiles], rounds: int) -> tuple[Times, Times]:
-        """Does the same as `Bench.times`."""
-        one, other = ([[_us(tiles, job.problem)] * len(job.shapes) for _ in range(rounds)] for tiles in both)
-        return one, other
-
-
-def _us(tiles: Tiles, problem: Problem) -> float:
+def cost(tiles: Tiles, problem: Problem) -> float:
+    """Returns the model's time, less for drawn rows and a raised maximum; plain kernels take 10 us."""
     if isinstance(tiles, HopperTiles):
         gain = 0.96 * (0.9 if tiles.drawn_blocks == 8 else 1.0) if tiles.scales_seldom else 1.0
         return hopper.clocks_per_key(tiles, problem) * gain
@@ -232,7 +204,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "triton_version", lambda: TRITON)
 
 
-def derived(place: Path, bench: StandIn, only: str, seconds: float = 3600.0) -> dict[str, Any]:
+def derived(place: Path, bench: FakeBench, only: str, seconds: float = 3600.0) -> dict[str, Any]:
     derive_tiles.derive(Namespace(out=place, seconds=seconds, only=only), H200, "a GPU", bench, lambda: None)
     found: dict[str, Any] = json.loads(place.read_text())
     return found
@@ -249,7 +221,7 @@ def test_rows_are_derived_without_loss_and_what_gains_is_kept_with_its_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few(monkeypatch, "boxes of (128, 128)", "decode of 128")
-    found = derived(tmp_path / "r.json", StandIn(), derive_tiles.ROWS)
+    found = derived(tmp_path / "r.json", FakeBench(cost), derive_tiles.ROWS)
     extend, decode = found["rows"]
     # The row raises its maximum seldom, and draws no rows.
     assert extend["ratio"] == pytest.approx(0.9, abs=1e-3)
@@ -266,15 +238,14 @@ def test_rows_are_derived_without_loss_and_what_gains_is_kept_with_its_origin(
 
 def test_what_is_wrong_in_other_kinds_of_steps_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few(monkeypatch, "boxes of (128, 128)")
-    (row,) = derived(tmp_path / "r.json", StandIn("wrong: off"), derive_tiles.ROWS)["rows"]
+    (row,) = derived(tmp_path / "r.json", FakeBench(cost, wrong_in_others="wrong: off"), derive_tiles.ROWS)["rows"]
     assert row["tried"]["wrong"] >= 1
     assert row["ratio"] > 0.97
     assert not (tmp_path / "r.tuning.json").exists()
 
 
 def test_twenty_random_cases_have_searches_whose_first_candidates_are_compiled_ahead(tmp_path: Path) -> None:
-    bench = StandIn()
-    found = derived(tmp_path / "r.json", bench, derive_tiles.RANDOM, seconds=30.0)
+    found = derived(tmp_path / "r.json", FakeBench(cost), derive_tiles.RANDOM, seconds=30.0)
     # Latent steps of several new tokens have no rows on Hopper.
     assert all("576/512" in each for each in found["left_out"])
     jobs = [each.job for each in derive_tiles.wanted(H200, (derive_tiles.RANDOM,))[0]]
@@ -302,15 +273,12 @@ def test_every_search_has_its_share_of_the_time(tmp_path: Path, monkeypatch: pyt
     now = [0.0]
     monkeypatch.setattr("rocm_lab.benchmarks.derive_tiles.time.monotonic", lambda: now[0])
 
-    class Slow(StandIn):
-        """A bench that takes its time."""
-
-        def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
-            now[0] += 1.0
-            return Judged("")
+    def takes_its_time(tiles: Tiles) -> str:
+        now[0] += 1.0
+        return ""
 
     few(monkeypatch, "boxes of (128, 128)", "boxes of (256, 256)")
-    found = derived(tmp_path / "r.json", Slow(), derive_tiles.ROWS, seconds=40.0)
+    found = derived(tmp_path / "r.json", FakeBench(cost, takes_its_time), derive_tiles.ROWS, seconds=40.0)
     first, second = (sum(row["tried"].values()) for row in found["rows"])
     assert 18 <= first <= 21
     assert 18 <= second <= 21

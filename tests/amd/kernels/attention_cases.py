@@ -198,6 +198,10 @@ class Tensors:
         )
 
 
+# A kernel, or its twin, over the tensors of a step.
+Run = Callable[..., object]
+
+
 def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     """Returns random q, K and V. Pages of no sequence, page tails, gaps, and K and V that no token sees are NaN."""
     generator = torch.Generator().manual_seed(seed)
@@ -593,7 +597,7 @@ def assert_served(tensors: Tensors) -> None:
     assert_lse_close(tensors.lse, tensors.reference_lse, tensors.case.dtype)
 
 
-def assert_serves(run: Callable[..., object], case: Case, device: torch.device, seed: int = 0, **options: Any) -> None:
+def assert_serves(run: Run, case: Case, device: torch.device, seed: int = 0, **options: Any) -> None:
     """Runs a kernel on the tensors of a case, and checks that every token equals the reference."""
     tensors = build(case, device, seed)
     run(tensors, **options)

@@ -17,6 +17,7 @@ from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
 
 GARBAGE = 0x7F7F7F7F
+Accept = Callable[..., None]
 
 by_drawn = pytest.mark.parametrize("accept", [launch_accept_drawn, twins.accept_drawn], ids=["kernel", "twin"])
 by_sampled = pytest.mark.parametrize("accept", [launch_accept_sampled, twins.accept_sampled], ids=["kernel", "twin"])
@@ -104,7 +105,7 @@ def followed(tree: Tree, drawn: Sequence[int]) -> tuple[list[int], int]:
 @settings(max_examples=20)
 @given(trees=st.lists(tree_of(9, 3), max_size=4), seed=st.integers(0, 999))
 def test_a_path_goes_on_as_long_as_a_child_has_the_token_that_was_drawn(
-    accept: Callable[..., None], trees: list[Tree], seed: int, kernel_device: torch.device
+    accept: Accept, trees: list[Tree], seed: int, kernel_device: torch.device
 ) -> None:
     given, to = verified(trees, kernel_device, more_seqs=2)
     generator = torch.Generator().manual_seed(seed)
@@ -137,7 +138,7 @@ def check_with_prompts(to: Accepted) -> None:
 
 
 @by_drawn
-def test_a_prompt_in_the_same_step_is_no_tree(accept: Callable[..., None], kernel_device: torch.device) -> None:
+def test_a_prompt_in_the_same_step_is_no_tree(accept: Accept, kernel_device: torch.device) -> None:
     """Each token is followed by the next larger one, so that prompts would be accepted as drafts."""
 
     def by_next(given: Verified, to: Accepted) -> None:
@@ -147,9 +148,7 @@ def test_a_prompt_in_the_same_step_is_no_tree(accept: Callable[..., None], kerne
 
 
 @by_sampled
-def test_a_prompt_in_the_same_step_is_no_tree_that_was_drawn(
-    accept: Callable[..., None], kernel_device: torch.device
-) -> None:
+def test_a_prompt_in_the_same_step_is_no_tree_that_was_drawn(accept: Accept, kernel_device: torch.device) -> None:
     def by_next(given: Verified, to: Accepted) -> None:
         rows = torch.eye(11, device=kernel_device)[given.token_ids.long() + 1]
         half = torch.full((len(given.token_ids),), 0.5, device=kernel_device)
@@ -159,9 +158,7 @@ def test_a_prompt_in_the_same_step_is_no_tree_that_was_drawn(
 
 
 @by_drawn
-def test_a_chain_that_is_drawn_to_its_end_is_accepted_whole(
-    accept: Callable[..., None], kernel_device: torch.device
-) -> None:
+def test_a_chain_that_is_drawn_to_its_end_is_accepted_whole(accept: Accept, kernel_device: torch.device) -> None:
     chain = Tree(5, [-1, *range(69)], list(range(100, 170)))
     given, to = verified([chain], kernel_device)
     drawn = torch.tensor([*range(101, 170), 7], dtype=torch.int32, device=kernel_device)
@@ -208,7 +205,7 @@ def probabilities(num_tokens: int, vocab: int, seed: int, device: torch.device) 
 @by_sampled
 @pytest.mark.parametrize("seed", range(3))
 def test_trees_are_accepted_as_rejection_sampling_has_it(
-    accept: Callable[..., None], seed: int, kernel_device: torch.device
+    accept: Accept, seed: int, kernel_device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     sizes = [7, 1, 0, 9, 4]
@@ -235,9 +232,7 @@ def test_trees_are_accepted_as_rejection_sampling_has_it(
 CHI_SQUARE = {4: 18.467}
 
 
-def emitted_by(
-    accept: Callable[..., None], num_seqs: int, children: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def emitted_by(accept: Accept, num_seqs: int, children: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the first token of each of many equal sequences with drafts drawn from q, and p."""
     generator = torch.Generator().manual_seed(children)
     p, q = torch.tensor([0.05, 0.4, 0.3, 0.0, 0.25]), torch.tensor([0.3, 0.1, 0.2, 0.35, 0.05])
@@ -268,7 +263,7 @@ def emitted_by(
     ids=["kernel", "twin"],
 )
 def test_what_a_sequence_gets_is_distributed_as_the_target_has_it(
-    accept: Callable[..., None], num_seqs: int, children: int, kernel_device: torch.device
+    accept: Accept, num_seqs: int, children: int, kernel_device: torch.device
 ) -> None:
     """A chi-square test over the tokens that p allows; the seed is fixed, and so is the result."""
     tokens, p = emitted_by(accept, num_seqs, children, kernel_device)
@@ -279,9 +274,7 @@ def test_what_a_sequence_gets_is_distributed_as_the_target_has_it(
 
 
 @by_sampled
-def test_a_node_without_drafts_does_not_look_at_the_draft_rows(
-    accept: Callable[..., None], kernel_device: torch.device
-) -> None:
+def test_a_node_without_drafts_does_not_look_at_the_draft_rows(accept: Accept, kernel_device: torch.device) -> None:
     tree = Tree(0, [-1], [3])
     given, to = verified([tree], kernel_device)
     rows = probabilities(1, 5, 0, kernel_device)
@@ -291,9 +284,7 @@ def test_a_node_without_drafts_does_not_look_at_the_draft_rows(
 
 @by_sampled
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
-def test_rows_that_are_no_distribution_give_no_token(
-    accept: Callable[..., None], bad: float, kernel_device: torch.device
-) -> None:
+def test_rows_that_are_no_distribution_give_no_token(accept: Accept, bad: float, kernel_device: torch.device) -> None:
     """Other sequences are not affected."""
     trees = [Tree(4, [-1, 0], [1, 2]), Tree(2, [-1], [1])]
     given, to = verified(trees, kernel_device)
@@ -308,7 +299,7 @@ def test_rows_that_are_no_distribution_give_no_token(
 @by_sampled
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_one_probability_that_is_no_number_gives_no_token(
-    accept: Callable[..., None], bad: float, kernel_device: torch.device
+    accept: Accept, bad: float, kernel_device: torch.device
 ) -> None:
     """The path ends at a node without drafts in one tree, and the other one's only draft is rejected."""
     given, to = verified([Tree(2, [-1], [1]), Tree(4, [-1, 0], [1, 2])], kernel_device)
@@ -321,9 +312,7 @@ def test_one_probability_that_is_no_number_gives_no_token(
 
 
 @by_sampled
-def test_the_same_numbers_give_the_same_tokens_in_any_batch(
-    accept: Callable[..., None], kernel_device: torch.device
-) -> None:
+def test_the_same_numbers_give_the_same_tokens_in_any_batch(accept: Accept, kernel_device: torch.device) -> None:
     trees = [Tree(4, [-1, 0, 0, 1], [1, 2, 3, 0]), Tree(2, [-1, 0, 1], [1, 4, 2])]
     given, to = verified(trees, kernel_device)
     rows = probabilities(7, 5, 3, kernel_device)

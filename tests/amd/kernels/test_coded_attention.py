@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -15,6 +15,7 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import (
     Case,
+    Run,
     Tensors,
     assert_served,
     assert_serves,
@@ -62,7 +63,7 @@ EXTENDS = Case([27, 9, 0], [2, 9, 0], heads=(4, 2), dims=(24, 40), page_size=3, 
 @by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_DECODE, ids=lambda run: run.__name__)
 def test_decode_reads_every_encoding_with_every_kind_of_scale(
-    run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
+    run: Run, encoding: Encoding, scales: Scales, kernel_device: torch.device
 ) -> None:
     assert_serves(run, replace(DECODES, kv=encoding, scales=scales), kernel_device)
 
@@ -71,7 +72,7 @@ def test_decode_reads_every_encoding_with_every_kind_of_scale(
 @by_turns("encoding", FP8)
 @pytest.mark.parametrize("run", EVERY_EXTEND, ids=lambda run: run.__name__)
 def test_extend_reads_every_encoding_with_every_kind_of_scale(
-    run: Callable[[Tensors], None], encoding: Encoding, scales: Scales, kernel_device: torch.device
+    run: Run, encoding: Encoding, scales: Scales, kernel_device: torch.device
 ) -> None:
     assert_serves(run, replace(EXTENDS, kv=encoding, scales=scales), kernel_device)
 
@@ -172,9 +173,7 @@ def test_a_scale_that_is_no_number_stays_with_its_head(kernel_device: torch.devi
 @pytest.mark.fast(1)
 @each_scales
 @pytest.mark.parametrize("run", EVERY_EXTEND, ids=lambda run: run.__name__)
-def test_a_packed_mask_hides_keys_and_their_scales(
-    run: Callable[[Tensors], None], scales: Scales, kernel_device: torch.device
-) -> None:
+def test_a_packed_mask_hides_keys_and_their_scales(run: Run, scales: Scales, kernel_device: torch.device) -> None:
     assert_serves(run, replace(EXTENDS, masked=True, kv=Encoding.E4M3FN, scales=scales), kernel_device)
 
 
@@ -203,7 +202,7 @@ def run_segment_extend(tensors: Tensors) -> None:
     ],
 )
 def test_where_a_scale_of_k_is_zero_all_keys_that_a_row_sees_weigh_alike(
-    run: Callable[[Tensors], None], masked: bool, window_left: int, scales: Scales, kernel_device: torch.device
+    run: Run, masked: bool, window_left: int, scales: Scales, kernel_device: torch.device
 ) -> None:
     """The score of an unseen key is -inf, and 0 times that is NaN. Rows without keys are 0, and their LSE is -inf."""
     case = replace(EXTENDS, kv=Encoding.E4M3FN, scales=scales, masked=masked, window_left=window_left)

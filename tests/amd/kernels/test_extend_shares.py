@@ -6,6 +6,7 @@ test_paged_extend.py compares the device with the twin.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.refs.schedules import extend_schedule
+from tests.amd.schedule_twins import extend_schedule
 
 KEY_BLOCK = 16
 
@@ -85,6 +86,13 @@ NEARLY_ALIKE = Step(
 ONE_ROW_ALIKE = Step(((0, 2),), RowSharing(programs=5, row_keys=1, split_keys=0, gain=0, least_keys=1, alike_keys=1))
 
 
+def in_every_step(check: Callable[[Step], None]) -> Callable[[], None]:
+    """Makes a test of a check: of random steps, and of these."""
+    for step in (ONE_ROW_ALIKE, NEARLY_ALIKE, ALIKE, ALIGNED):
+        check = example(step)(check)
+    return given(steps())(check)
+
+
 def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
     """Returns (query block, row of it) -> each program with its start and end in the row's cost, in order."""
     blocks, sharing = step.blocks(), step.sharing
@@ -103,11 +111,7 @@ def taken(step: Step) -> dict[tuple[int, int], list[tuple[int, int, int]]]:
     return found
 
 
-@given(steps())
-@example(ALIGNED)
-@example(ALIKE)
-@example(NEARLY_ALIKE)
-@example(ONE_ROW_ALIKE)
+@in_every_step
 def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> None:
     blocks, found = step.blocks(), taken(step)
     assert found.keys() == {(at, row) for at in range(len(blocks)) for row in range(step.sharing.rows)}
@@ -117,11 +121,7 @@ def test_every_row_is_taken_once_from_its_first_key_to_its_last(step: Step) -> N
         assert ends[-1] == blocks[at][4] + step.sharing.row_keys
 
 
-@given(steps())
-@example(ALIGNED)
-@example(ALIKE)
-@example(NEARLY_ALIKE)
-@example(ONE_ROW_ALIKE)
+@in_every_step
 def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
     """Key blocks are counted as in extend.py: a part has the blocks that begin in its keys, the last part the rest."""
     blocks, row_keys = step.blocks(), step.sharing.row_keys
@@ -137,11 +137,7 @@ def test_parts_of_a_row_take_its_key_blocks_in_turn(step: Step) -> None:
         assert next_block == end_block
 
 
-@given(steps())
-@example(ALIGNED)
-@example(ALIKE)
-@example(NEARLY_ALIKE)
-@example(ONE_ROW_ALIKE)
+@in_every_step
 def test_no_program_leaves_more_than_two_rows_unfinished_and_the_merge_finds_their_parts(step: Step) -> None:
     unfinished = defaultdict(set)
     for (at, row), parts in taken(step).items():

@@ -17,7 +17,6 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.cuts import SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
-from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import (
     DIMS,
     HEAD_DIMS,
@@ -49,6 +48,7 @@ from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
 from tests.amd.kernels.hopper_cases import FORMS, NONE_SHARED, RAGGED, assert_right, run_hopper
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.runtime.token_stories import Story, Teller
+from tests.amd.schedule_twins import extend_schedule
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.problems import small_problem
 

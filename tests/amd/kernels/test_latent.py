@@ -144,9 +144,9 @@ def test_blocks_of_one_word_and_of_two_read_their_bits(
     key_block: int, mask_keys: int, kernel_device: torch.device
 ) -> None:
     case = replace(DRAFTS, kv_len=[140, 64, 63, 97], q_len=[3, 8, 2, 5], masked=True, mask_keys=mask_keys)
-    tensors = build(replace(case, dtype=torch.float16), kernel_device)
-    run_latent_decode(tensors, most=8, compute_units=3, tiles=LatentTiles(32, key_block, 4, 1, chains=2))
-    assert_served(tensors)
+    tiles = LatentTiles(32, key_block, 4, 1, chains=2)
+    case = replace(case, dtype=torch.float16)
+    assert_serves(run_latent_decode, case, kernel_device, most=8, compute_units=3, tiles=tiles)
 
 
 @pytest.mark.fast(1)

@@ -5,7 +5,6 @@ Every K and V that no bit of its sequence shows is NaN, and so is all memory aro
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import (
     Case,
-    Tensors,
+    Run,
     assert_served,
     assert_serves,
     build,
@@ -74,7 +73,7 @@ run_extends = pytest.mark.parametrize("run", EXTENDS)
 @pytest.mark.fast(2)
 @in_each_way("feature", FEATURES, EXTENDS)
 def test_a_masked_extend_equals_the_reference(
-    feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+    feature: dict[str, object], dtype: torch.dtype, run: Run, kernel_device: torch.device
 ) -> None:
     assert_serves(run, replace(MASKED, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
 
@@ -82,7 +81,7 @@ def test_a_masked_extend_equals_the_reference(
 @pytest.mark.fast(1)
 @in_each_way("feature", RANGES, EXTENDS)
 def test_an_extend_over_ranges_equals_the_reference(
-    feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+    feature: dict[str, object], dtype: torch.dtype, run: Run, kernel_device: torch.device
 ) -> None:
     """Keys outside every range are NaN."""
     case = replace(MASKED, kv_len=[137, 0, 67, 1, 12, 140], masked=False, ranged=True, dtype=dtype, **feature)  # type: ignore[arg-type]
@@ -94,9 +93,7 @@ def test_an_extend_over_ranges_equals_the_reference(
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.nightly] * (seed % 3 > 0)) for seed in range(6)]
 )
-def test_lengths_around_words_and_tiles_are_right(
-    seed: int, run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
+def test_lengths_around_words_and_tiles_are_right(seed: int, run: Run, kernel_device: torch.device) -> None:
     """Every sequence's first cell is at another bit of a word."""
     lengths = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65]
     new = [min(length, 1 + (seq * 7 + seed) % 19) for seq, length in enumerate(lengths)]
@@ -108,7 +105,7 @@ def test_lengths_around_words_and_tiles_are_right(
 @run_extends
 @pytest.mark.parametrize("mask_keys", [0, 1, 13, 31, 33])
 def test_masks_that_begin_anywhere_in_a_key_block_are_right(
-    mask_keys: int, run: Callable[[Tensors], None], kernel_device: torch.device
+    mask_keys: int, run: Run, kernel_device: torch.device
 ) -> None:
     """The first key with bits is before, at and after the edges of tiles and of words."""
     lengths = [64, 65, 95, 96, 97, 33, 32, 31]
@@ -119,9 +116,7 @@ def test_masks_that_begin_anywhere_in_a_key_block_are_right(
 
 @pytest.mark.fast(1)
 @run_extends
-def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
-    run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
+def test_keys_before_the_mask_are_seen_whatever_its_bits_are(run: Run, kernel_device: torch.device) -> None:
     """With all bits off, a token's result depends only on the keys before the mask."""
     case = Case([90, 40], [3, 2], heads=(2, 1), dims=(16, 16), page_size=5, masked=True, mask_keys=0)
     tensors = build(case, kernel_device)
@@ -141,14 +136,13 @@ def test_keys_before_the_mask_are_seen_whatever_its_bits_are(
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("key_block", [16, 32, 64])
 def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.device) -> None:
-    tensors = build(replace(MASKED, heads=(3, 1), mask_keys=11), kernel_device)
-    run_extend(tensors, tiles=ExtendTiles(query_rows=16, key_block=key_block, num_warps=4, num_stages=1))
-    assert_served(tensors)
+    tiles = ExtendTiles(query_rows=16, key_block=key_block, num_warps=4, num_stages=1)
+    assert_serves(run_extend, replace(MASKED, heads=(3, 1), mask_keys=11), kernel_device, tiles=tiles)
 
 
 @pytest.mark.fast(1)
 @run_extends
-def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+def test_a_token_that_sees_nothing_gets_zero(run: Run, kernel_device: torch.device) -> None:
     """This holds with a sink too: without keys there is no output to reduce."""
     tensors = build(replace(MASKED, heads=(2, 1), sinks=True), kernel_device)
     assert isinstance(tensors.mask, PackedMask)
@@ -160,7 +154,7 @@ def test_a_token_that_sees_nothing_gets_zero(run: Callable[[Tensors], None], ker
 
 @pytest.mark.fast(1)
 @run_extends
-def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+def test_every_bit_has_its_effect(run: Run, kernel_device: torch.device) -> None:
     """One bit less changes the output of its token, and of no other."""
     tensors = build(Case([40], [3], heads=(2, 1), dims=(16, 16), page_size=4, masked=True), kernel_device)
     assert isinstance(tensors.mask, PackedMask)
@@ -180,7 +174,7 @@ def test_every_bit_has_its_effect(run: Callable[[Tensors], None], kernel_device:
 
 @pytest.mark.fast(1)
 @run_extends
-def test_a_mask_takes_the_place_of_causality(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+def test_a_mask_takes_the_place_of_causality(run: Run, kernel_device: torch.device) -> None:
     case = Case([9, 40], [9, 4], dims=(32, 32), page_size=4)
     causal = build(case, kernel_device)
     run(causal)

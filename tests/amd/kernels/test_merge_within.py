@@ -19,7 +19,16 @@ from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.launch import observe_launches
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, garbage, run_decode
+from tests.amd.kernels.attention_cases import (
+    Case,
+    Tensors,
+    assert_served,
+    assert_serves,
+    build,
+    dtypes,
+    garbage,
+    run_decode,
+)
 
 TILES = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, merge_group=8)
 RAGGED = Case(kv_len=[33, 0, 1, 16, 70, 15], q_len=[1] * 6)
@@ -66,9 +75,7 @@ def _counters(args: AttendArgs, cut: DecodeCut) -> Tensor:
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_rows_of_several_programs_are_right(name: str, dtype: torch.dtype, kernel_device: torch.device) -> None:
     case, tiles, programs = CASES[name]
-    tensors = build(replace(case, dtype=dtype), kernel_device)
-    run_decode(tensors, num_programs=programs, tiles=tiles)
-    assert_served(tensors)
+    assert_serves(run_decode, replace(case, dtype=dtype), kernel_device, num_programs=programs, tiles=tiles)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd.kernels.attention_cases import (
     Case,
-    Tensors,
+    Run,
     assert_served,
     build,
     run_decode,
@@ -22,7 +21,6 @@ from tests.amd.kernels.attention_cases import (
     run_shared_extend,
 )
 
-Run = Callable[..., None]
 DECODES = Case(kv_len=[33, 0, 1, 16, 70, 15], q_len=[1] * 6, dims=(32, 32))
 EXTENDS = Case(kv_len=[60, 0, 17, 33, 1, 30, 12], q_len=[21, 0, 17, 2, 1, 1, 0], tail=3, dims=(32, 32))
 RUNS = (run_decode, run_decode_twin, run_extend, run_shared_extend, run_extend_twin)
@@ -56,7 +54,7 @@ def test_a_key_that_is_nan_reaches_heads_that_are_read_as_one_and_no_other_seque
 
 @pytest.mark.fast(1)
 @each_run
-def test_lse_may_be_left_out(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+def test_lse_may_be_left_out(run: Run, kernel_device: torch.device) -> None:
     with_lse, without = (build(of_run(run, DECODES, EXTENDS), kernel_device) for _ in range(2))
     run(with_lse)
     run(replace(without, lse=None))  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,12 @@ from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
 from rocm_attn.kernels.attention.decode import launch_paged_decode
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.refs.schedules import decode_schedule
 from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
     Case,
-    Tensors,
+    Run,
     assert_served,
     assert_serves,
     build,
@@ -33,6 +31,7 @@ from tests.amd.kernels.attention_cases import (
     run_shared_decode,
     tiles_for,
 )
+from tests.amd.schedule_twins import decode_schedule
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # Empty, one key, a page and a tile more or less, and one that several programs share. All have one new token.
@@ -73,9 +72,7 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.fast(5)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
-def test_decode_equals_the_reference(
-    case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
+def test_decode_equals_the_reference(case: Case, dtype: torch.dtype, run: Run, kernel_device: torch.device) -> None:
     assert_serves(run, replace(case, dtype=dtype), kernel_device)
 
 
@@ -84,7 +81,7 @@ def test_decode_equals_the_reference(
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("scores", [{}, {"sinks": True, "soft_cap": 1.5}], ids=["plain", "scored"])
 def test_keys_may_begin_after_the_first_pages_of_a_row(
-    scores: dict[str, Any], page_size: int, run: Callable[[Tensors], None], kernel_device: torch.device
+    scores: dict[str, Any], page_size: int, run: Run, kernel_device: torch.device
 ) -> None:
     case = replace(RAGGED, page_size=page_size, first_page=[3, 0, 2, 7, 1, 40], **scores)
     assert_serves(run, case, kernel_device)
@@ -111,7 +108,7 @@ run_scored = pytest.mark.parametrize(
 @run_scored
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 64])
 def test_any_number_of_programs_gives_the_same_answer(
-    run: Callable[..., None], scores: dict[str, Any], num_programs: int, kernel_device: torch.device
+    run: Run, scores: dict[str, Any], num_programs: int, kernel_device: torch.device
 ) -> None:
     """Either one program finishes a row, or the merge does: a sink is added once."""
     case = replace(RAGGED, kv_len=[150, 3, 50, 0, 20], q_len=[1] * 5, dims=(32, 32), **scores)
@@ -137,7 +134,7 @@ def test_any_number_of_programs_gives_the_same_answer(
 )
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_every_form_of_the_inner_loop_is_right(
-    run: Callable[..., None],
+    run: Run,
     scores: dict[str, Any],
     tiles: DecodeTiles,
     dtype: torch.dtype,
@@ -185,11 +182,10 @@ def test_kv_heads_are_read_as_one(
     kernel_device: torch.device,
 ) -> None:
     """Covers any number of heads and any dim, whole or shared among programs, adjacent in memory or not."""
-    tensors = build(replace(RAGGED, heads=heads, dims=(dim, dim), **layer), kernel_device)
+    case = replace(RAGGED, heads=heads, dims=(dim, dim), **layer)
     dim_block = next_power_of_2(dim * heads_per_row) // 2 if num_blocks == 2 else 0
     tiles = DecodeTiles(16, 4, 1, 1, heads_per_row=heads_per_row, transposed=transposed, dim_block=dim_block)
-    run_decode(tensors, num_programs=5, tiles=tiles)
-    assert_served(tensors)
+    assert_serves(run_decode, case, kernel_device, num_programs=5, tiles=tiles)
 
 
 @pytest.mark.fast(1)
@@ -224,9 +220,8 @@ def test_a_row_with_more_parts_than_a_step_takes_is_right(
 ) -> None:
     """One row has about 20 parts, and others have one or two, which one program may add up for all their heads."""
     monkeypatch.setattr(merge, "merge_shape", lambda *args: replace(merge_shape(*args), **shape))
-    tensors = build(Case(kv_len=[700, 20, 40], q_len=[1] * 3, heads=(4, 2), dims=(32, 32)), kernel_device)
-    run_decode(tensors, num_programs=44)
-    assert_served(tensors)
+    case = Case(kv_len=[700, 20, 40], q_len=[1] * 3, heads=(4, 2), dims=(32, 32))
+    assert_serves(run_decode, case, kernel_device, num_programs=44)
 
 
 @pytest.mark.nightly
@@ -237,14 +232,12 @@ def test_the_merge_finds_rows_that_padding_follows(num_pads: int, kernel_device:
     Sequences without a new token make more rows than programs, as in a padded graph.
     """
     case = Case(kv_len=[491] + [0] * num_pads, q_len=[1] + [0] * num_pads, heads=(6, 6), dims=(16, 16))
-    tensors = build(case, kernel_device)
     tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1)
     cut = DecodeCut.of(tiles, num_kv_heads=6, programs=13, window_left=case.window_left)
     words = decode_schedule(case.kv_len, case.q_len, cut)
     assert (words[4], words[7]) == (17, 1)
     assert merge_shape(len(case.kv_len) * 6, 13, 1, 16).by_row == (num_pads == 0)
-    run_decode(tensors, num_programs=13, tiles=tiles)
-    assert_served(tensors)
+    assert_serves(run_decode, case, kernel_device, num_programs=13, tiles=tiles)
 
 
 @pytest.mark.fast(1)
@@ -268,18 +261,14 @@ def test_rows_of_programs_that_work_side_by_side_are_merged_right(
     be more programs than rows or fewer, and fewer than a sequence's rows.
     """
     case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(8, 4), dims=(16, 16))
-    tensors = build(case, kernel_device)
     assert merge_shape(len(kv_len) * 4, num_programs, 2, 16).by_row == is_by_row
     tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1, row_cost=0, row_end=2)
     tiles = replace(tiles, side_by_side=True, merge_group=merge_group)
-    run_decode(tensors, num_programs=num_programs, tiles=tiles, rounds=rounds)
-    assert_served(tensors)
+    assert_serves(run_decode, case, kernel_device, num_programs=num_programs, tiles=tiles, rounds=rounds)
 
 
 @run_either
-def test_sequences_with_another_number_of_new_tokens_are_left_alone(
-    run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
+def test_sequences_with_another_number_of_new_tokens_are_left_alone(run: Run, kernel_device: torch.device) -> None:
     case = Case(kv_len=[20, 9, 40, 0, 7, 33], q_len=[1, 0, 3, 0, 1, 2], tail=3, dims=(32, 32))
     tensors = build(case, kernel_device)
     run(tensors)
@@ -292,9 +281,7 @@ def test_sequences_with_another_number_of_new_tokens_are_left_alone(
 
 
 @run_either
-def test_padded_sequences_get_zeros_and_never_change_a_real_one(
-    run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
+def test_padded_sequences_get_zeros_and_never_change_a_real_one(run: Run, kernel_device: torch.device) -> None:
     """Pads have one new token, no keys, and the row of the reserved page."""
     case = Case(kv_len=[20, 33, 0, 0, 0], q_len=[1] * 5, heads=(2, 2))
     tensors = build(case, kernel_device)
@@ -308,7 +295,7 @@ def test_padded_sequences_get_zeros_and_never_change_a_real_one(
 
 @pytest.mark.fast(1)
 @run_either
-def test_where_pages_and_rows_lie_changes_no_bit(run: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+def test_where_pages_and_rows_lie_changes_no_bit(run: Run, kernel_device: torch.device) -> None:
     tensors = build(replace(RAGGED, dims=(32, 32), page_size=4), kernel_device)
     run(tensors)
     order = torch.randperm(tensors.k_pages.shape[0] - 1).to(kernel_device) + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,12 @@ from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROW
 from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_PARTS, SHARE_SIZE, launch_extend_schedule
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
-from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
     ALL_SHARED,
     UNTOUCHED,
     Case,
-    Tensors,
+    Run,
     assert_served,
     assert_serves,
     build,
@@ -34,6 +32,7 @@ from tests.amd.kernels.attention_cases import (
     run_extend_twin,
     run_shared_extend,
 )
+from tests.amd.schedule_twins import extend_schedule
 
 # A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
 RAGGED = Case(kv_len=[45, 0, 17, 33, 1, 12], q_len=[13, 0, 17, 2, 1, 0], tail=3)
@@ -68,9 +67,7 @@ run_either = pytest.mark.parametrize("run", RUN_EITHER)
 
 @pytest.mark.fast(4)
 @in_each_way("case", GEOMETRIES, RUN_EITHER)
-def test_extend_equals_the_reference(
-    case: Case, dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
+def test_extend_equals_the_reference(case: Case, dtype: torch.dtype, run: Run, kernel_device: torch.device) -> None:
     """This includes the padded tail: output 0 and LSE -inf."""
     assert_serves(run, replace(case, dtype=dtype), kernel_device)
 
@@ -78,26 +75,8 @@ def test_extend_equals_the_reference(
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_device: torch.device) -> None:
-    lengths = [
-        (15, 15),
-        (16, 16),
-        (17, 17),
-        (31, 1),
-        (32, 1),
-        (33, 2),
-        (32, 17),
-        (48, 16),
-        (47, 31),
-        (49, 33),
-        (64, 32),
-    ]
-    case = Case(
-        kv_len=[kv_len for kv_len, _ in lengths],
-        q_len=[q_len for _, q_len in lengths],
-        heads=(1, 1),
-        dims=(16, 16),
-        page_size=page_size,
-    )
+    kv_len, q_len = [15, 16, 17, 31, 32, 33, 32, 48, 47, 49, 64], [15, 16, 17, 1, 1, 2, 17, 16, 31, 33, 32]
+    case = Case(kv_len, q_len, heads=(1, 1), dims=(16, 16), page_size=page_size)
     assert_serves(run_extend, case, kernel_device)
 
 
@@ -136,7 +115,7 @@ def test_every_tile_shape_is_right(
 )
 @pytest.mark.parametrize("run", [run_extend, run_shared_extend])
 def test_kv_heads_are_read_as_one(
-    run: Callable[..., None],
+    run: Run,
     heads: tuple[int, int],
     dims: tuple[int, int],
     heads_per_row: int,
@@ -268,7 +247,7 @@ def test_decode_and_extend_share_a_mixed_step(dtype: torch.dtype, kernel_device:
 @run_either
 @pytest.mark.parametrize(("kv_len", "q_len"), [([], []), ([0, 0], [0, 0]), ([9, 5], [0, 0])])
 def test_a_step_of_nothing_but_padding_is_all_zeros(
-    kv_len: list[int], q_len: list[int], run: Callable[[Tensors], None], kernel_device: torch.device
+    kv_len: list[int], q_len: list[int], run: Run, kernel_device: torch.device
 ) -> None:
     tensors = build(Case(kv_len=kv_len, q_len=q_len, tail=40, heads=(2, 1), dims=(32, 32)), kernel_device)
     run(tensors)
@@ -278,9 +257,7 @@ def test_a_step_of_nothing_but_padding_is_all_zeros(
 
 @pytest.mark.fast(1)
 @run_either
-def test_padded_tokens_and_sequences_never_change_a_real_one(
-    run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
+def test_padded_tokens_and_sequences_never_change_a_real_one(run: Run, kernel_device: torch.device) -> None:
     tensors = build(replace(RAGGED, tail=11, heads=(2, 1)), kernel_device)
     tensors.q[-11:] = float("nan")
     run(tensors)
@@ -383,6 +360,5 @@ def test_the_list_holds_any_split_of_the_padded_tokens() -> None:
 @pytest.mark.parametrize("window_left", [UNLIMITED_WINDOW, 20])
 def test_shares_may_have_smaller_key_blocks_than_whole_rows(window_left: int, kernel_device: torch.device) -> None:
     case = Case(kv_len=[75, 9], q_len=[3, 9], heads=(2, 1), dims=(16, 16), page_size=4, window_left=window_left)
-    tensors = build(case, kernel_device)
-    run_shared_extend(tensors, tiles=ExtendTiles(16, 32, 1, 1, programs_per_cu=1, share_block=16))
-    assert_served(tensors)
+    tiles = ExtendTiles(16, 32, 1, 1, programs_per_cu=1, share_block=16)
+    assert_serves(run_shared_extend, case, kernel_device, tiles=tiles)

@@ -6,7 +6,6 @@ of a step sees are NaN, as evicted pages may be.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import (
     Case,
-    Tensors,
+    Run,
     assert_serves,
     in_each_way,
     run_decode,
@@ -58,7 +57,7 @@ run_extends = pytest.mark.parametrize("run", RUN_EXTENDS)
 @pytest.mark.fast(4)
 @in_each_way("feature", FEATURES, RUN_DECODES)
 def test_decode_equals_the_reference(
-    feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+    feature: dict[str, object], dtype: torch.dtype, run: Run, kernel_device: torch.device
 ) -> None:
     assert_serves(run, replace(DECODES, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
 
@@ -66,7 +65,7 @@ def test_decode_equals_the_reference(
 @pytest.mark.fast(4)
 @in_each_way("feature", FEATURES, RUN_EXTENDS)
 def test_extend_equals_the_reference(
-    feature: dict[str, object], dtype: torch.dtype, run: Callable[[Tensors], None], kernel_device: torch.device
+    feature: dict[str, object], dtype: torch.dtype, run: Run, kernel_device: torch.device
 ) -> None:
     assert_serves(run, replace(EXTENDS, dtype=dtype, **feature), kernel_device)  # type: ignore[arg-type]
 
@@ -87,9 +86,7 @@ def test_every_window_around_tiles_is_right_at_every_length(window_left: int, ke
 
 @pytest.mark.fast(1)
 @run_extends
-def test_queries_may_outnumber_the_keys_they_look_at(
-    run: Callable[[Tensors], None], kernel_device: torch.device
-) -> None:
+def test_queries_may_outnumber_the_keys_they_look_at(run: Run, kernel_device: torch.device) -> None:
     """Cross-attention has an encoder's KV, with its length."""
     case = Case(kv_len=[5, 40, 1], q_len=[30, 3, 2], dims=(32, 32), page_size=4, window_right=UNLIMITED_WINDOW)
     assert_serves(run, case, kernel_device)

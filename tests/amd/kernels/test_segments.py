@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +14,7 @@ from rocm_attn.kernels.attention.visible_keys import PackedMask
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.problem import UNLIMITED_WINDOW
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, assert_serves, build, dtypes
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Run, Tensors, assert_served, assert_serves, build, dtypes
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.kernels.segment_cases import (
     all_shared,
@@ -160,7 +159,7 @@ MASKED = {
 @pytest.mark.fast(1)
 @pytest.mark.parametrize("run", [run_extend, run_extend_twin])
 @pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
-def test_masked_steps_are_right(case: Case, run: Callable[..., object], kernel_device: torch.device) -> None:
+def test_masked_steps_are_right(case: Case, run: Run, kernel_device: torch.device) -> None:
     tensors = build(case, kernel_device)
     run(tensors, tiles=tiles_at(kernel_device, case)) if run is run_extend else run(tensors)
     assert_served(tensors)
@@ -207,7 +206,7 @@ def words_of(bits: list[bool]) -> torch.Tensor:
 @pytest.mark.fast
 @pytest.mark.parametrize("twin", [run_extend_twin, run_decode_twin])
 @every_case
-def test_the_twins_are_right(case: Case, twin: Callable[[Tensors], None], kernel_device: torch.device) -> None:
+def test_the_twins_are_right(case: Case, twin: Run, kernel_device: torch.device) -> None:
     if twin is run_decode_twin:
         case = case.decodes()
     assert_serves(twin, replace(case, tail=case.tail if twin is run_extend_twin else 0), kernel_device)

@@ -184,12 +184,8 @@ def test_of_a_row_that_no_token_can_be_picked_from_anything_is_reported_and_noth
     rows = [[1, NAN, 3], [1, INF, 3], [-INF, -INF, -INF]]
     requested = torch.tensor([[0, 2], [1, 2], [2, 2]], dtype=torch.int32, device=kernel_device)
     room, found = amid(torch.zeros(3, 5, dtype=torch.int32), -77, kernel_device)
-    find(
-        torch.tensor(rows, device=kernel_device),
-        requested,
-        torch.zeros(3, dtype=torch.int32, device=kernel_device),
-        found,
-    )
+    picked = torch.zeros(3, dtype=torch.int32, device=kernel_device)
+    find(torch.tensor(rows, device=kernel_device), requested, picked, found)
     assert_around_is_poison(room, -77)
 
 

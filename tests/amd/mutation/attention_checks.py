@@ -19,10 +19,10 @@ from rocm_attn.kernels.attention.plain_decode import launch_plain_decode
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.refs import merge_states as merge_twins
-from rocm_attn.kernels.refs import schedules
 from rocm_attn.kernels.refs.pads import clear_pads
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from tests.amd import schedule_twins
 from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import ALL_SHARED, Case, assert_served, queries_of, run_decode, run_extend
 from tests.amd.mutation.fresh_tensors import GARBAGE, PAGE_SIZE, gapped, garbage, ints
@@ -186,7 +186,7 @@ def decode_schedule(memory: Memory) -> None:
     cut = DecodeCut.of(DECODE_TILES, num_kv_heads=2, programs=4, window_left=-1)
     schedule = memory.put(garbage(cut.words(5)))
     launch_decode_schedule(placed_queries(memory, kv_len, q_len, sum(q_len)), schedule, cut)
-    assert schedule.tolist() == schedules.decode_schedule(kv_len, q_len, cut)
+    assert schedule.tolist() == schedule_twins.decode_schedule(kv_len, q_len, cut)
     memory.assert_surroundings_untouched()
     decode(memory)
 
@@ -201,7 +201,7 @@ def extend_schedule(memory: Memory) -> None:
         cut = replace(ExtendCut.of(EXTEND_TILES, gqa_ratio=3), sharing=sharing)
         schedule = memory.put(garbage(cut.words(num_tokens, len(kv_len))))
         launch_extend_schedule(placed_queries(memory, kv_len, q_len, num_tokens), schedule, cut)
-        assert schedule.tolist() == schedules.extend_schedule(kv_len, q_len, cut, num_tokens)
+        assert schedule.tolist() == schedule_twins.extend_schedule(kv_len, q_len, cut, num_tokens)
         memory.assert_surroundings_untouched()
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_SIZE
 from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
-from rocm_attn.kernels.refs.schedules import extend_schedule
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import ALL_SHARED, Case, Tensors, assert_served, build, extend_cut
 from tests.amd.mutation.memory import Memory
+from tests.amd.schedule_twins import extend_schedule
 
 QUERY_ROWS, SEGMENT_LEN = 32, 32
 TILES = HopperTiles(

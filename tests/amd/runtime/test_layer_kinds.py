@@ -165,9 +165,7 @@ def test_the_space_of_a_layer_is_said_and_does_not_follow_from_its_window(provid
     runtime = AttentionRuntime(kinds, options, device=device, guards=Guards())
     assert [runtime.pool.space_of_layer(layer) for layer in range(2)] == spaces
     world = World(runtime, [problem, problem], torch.Generator().manual_seed(0))
-    requests = [world.admit(), world.admit()]
-    for q_len in ([5, 9], [1, 1], [7, 2], *[[1, 1]] * 8):
-        world.step(requests, q_len)
+    requests = world.served([5, 9], [1, 1], [7, 2], *[[1, 1]] * 8)
     held = {space: runtime.table.num_held(requests[0].row, space) for space in spaces}
     assert held[Space.FULL] == -(-requests[0].kv_len // problem.page_size) > held[Space.SWA]
     runtime.check_device()

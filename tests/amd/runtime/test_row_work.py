@@ -31,9 +31,7 @@ CPU = torch.device("cpu")
 def test_attention_sees_rows_that_were_normalised_and_turned(provider: str, graphs: bool, device: torch.device) -> None:
     """Chunks, then decodes with pads, then both; K of one step is read by later ones."""
     serving = Rotating.one_layer(device, problem=ROTATED, graphs=graphs, provider=provider, capture_tokens=(1, 8))
-    requests = serving.admit_all(2)
-    for q_len in ([5, 1], [1, 1], [1, 1], [3, 1]):
-        serving.step(requests, q_len)
+    requests = serving.served([5, 1], [1, 1], [1, 1], [3, 1])
     serving.step(requests[:1], [1], pad_to=2)
     assert (serving.runner.counters.replays > 0) == graphs
 

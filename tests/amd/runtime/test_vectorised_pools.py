@@ -48,26 +48,20 @@ def test_what_is_stored_lies_where_kernels_look_for_it() -> None:
 def test_every_kind_of_step_equals_dense_attention(page_size: int, window_left: int) -> None:
     problem = replace(VECTORISED, page_size=page_size, window_left=window_left, has_sinks=True)
     world = World.build([problem], CPU, "torch", num_pages=200)
-    requests = [world.admit() for _ in range(3)]
-    for q_len in ([1, page_size, page_size + 1], [1, 1, 1], [2, 9, 3], [1, 0, 4], [1, 1, 1]):
-        world.step(requests, q_len, pad_to=4)
+    world.served([1, page_size, page_size + 1], [1, 1, 1], [2, 9, 3], [1, 0, 4], [1, 1, 1], pad_to=4)
     assert page_zero_is_zero(world)
 
 
 def test_layers_of_both_layouts_share_pages() -> None:
     linear = small_problem(8)
     world = World.build([linear, VECTORISED, linear], CPU, "torch")
-    requests = [world.admit(), world.admit()]
-    for q_len in ([6, 3], [1, 1], [1, 4]):
-        world.step(requests, q_len)
+    world.served([6, 3], [1, 1], [1, 4])
 
 
 def test_layers_with_a_window_live_in_a_pool_of_their_own() -> None:
     windowed = replace(VECTORISED, window_left=7)
     world = World.build([windowed, VECTORISED], CPU, "torch", num_pages=33, swa_pages=12)
-    requests = [world.admit(), world.admit()]
-    for q_len in ([9, 3], *[[1, 1]] * 20, [3, 2], *[[1, 1]] * 20):
-        world.step(requests, q_len)
+    world.served([9, 3], *[[1, 1]] * 20, [3, 2], *[[1, 1]] * 20)
     assert page_zero_is_zero(world)
 
 

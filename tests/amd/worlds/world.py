@@ -242,8 +242,13 @@ class World:
 
     def begun(self, *q_len: int) -> list[Request]:
         """Admits a request for each number of new tokens, and gives them these tokens in one step, which is checked."""
-        requests = self.admit_all(len(q_len))
-        self.step(requests, q_len)
+        return self.served(q_len)
+
+    def served(self, *steps: Sequence[int], pad_to: int | None = None) -> list[Request]:
+        """Admits requests, and gives them the tokens of each step, which is checked."""
+        requests = self.admit_all(len(steps[0]))
+        for q_len in steps:
+            self.step(requests, q_len, pad_to)
         return requests
 
     def _nothing(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -456,11 +461,10 @@ class World:
         first = 0
         for seq, (request, new) in enumerate(zip(requests, q_len, strict=True)):
             rows = slice(first, first + new)
-            weights = self.runtime.head_weights.of(layer)
             masked = visible is not None and problem.custom_mask
             mask = visible[seq].to(q.device) if visible is not None and masked else None
             at = positions[rows] if positions is not None and masked else None
-            want, want_lse = attend_sequence(q[rows], request.k[layer], request.v[layer], problem, weights, mask, at)
+            want, want_lse = self._reference(layer, request, q[rows], mask, at)
             if new:
                 self.largest_error = max(self.largest_error, float((out[rows].double() - want).abs().max()))
             self._assert_close(out[rows], want, problem)
@@ -470,6 +474,13 @@ class World:
         assert torch.equal(out[first:], torch.zeros_like(out[first:])), "a padded token got something else than zero"
         if lse is not None:
             assert torch.equal(lse[first:], torch.full_like(lse[first:], float("-inf")))
+
+    def _reference(
+        self, layer: int, request: Request, q: Tensor, visible: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns attention of a request's last tokens, and its log-sum-exp, in float64."""
+        k, v, weights = request.k[layer], request.v[layer], self.runtime.head_weights.of(layer)
+        return attend_sequence(q, k, v, self.problems[layer], weights, visible, positions)
 
     def _assert_close(self, out: Tensor, want: Tensor, problem: Problem) -> None:
         """Checks that out is as close to the float64 reference as the problem's kernels must be."""

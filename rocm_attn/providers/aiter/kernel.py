@@ -1,0 +1,44 @@
+"""AiterKernel: the base of bound kernels that call AITER."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.problem import Problem
+from rocm_attn.providers.contract import NO_SCHEDULE, Schedule, StepBounds
+from rocm_attn.providers.scratch import ScratchTensor, num_words
+
+
+@dataclass(frozen=True)
+class AiterKernel(ABC):
+    """A kernel without a schedule and without scratch, unless it says otherwise. name: of the row of entries.py"""
+
+    problem: Problem
+    name: ClassVar[str]
+
+    @property
+    def schedule(self) -> Schedule:
+        """See `BoundKernel.schedule`."""
+        return NO_SCHEDULE
+
+    def describe(self) -> str:
+        """See `BoundKernel.describe`."""
+        values = (str(getattr(self, each.name)) for each in fields(self))
+        return f"aiter.{self.name}({', '.join(values)})"
+
+    def room(self, shape: PaddedShape) -> tuple[ScratchTensor, ...]:
+        """The scratch of a step of this shape."""
+        return ()
+
+    def workspace_words(self, shape: PaddedShape) -> int:
+        """See `BoundKernel.workspace_words`."""
+        return num_words(self.room(shape))
+
+    @abstractmethod
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        """See `BoundKernel.attend`."""

@@ -59,9 +59,27 @@ EXTEND_UNITS = {
     "gfx942": ExtendUnits(3, 8, 16, EXCHANGE=144, ROUNDS_PAIRS=False, MAXIMA_OF_3=False, LOADS_INTO_LDS=False),
     "gfx950": ExtendUnits(4, 16, 8, EXCHANGE=0, ROUNDS_PAIRS=True, MAXIMA_OF_3=True, LOADS_INTO_LDS=True),
 }
-# Tiles of extend, whose kernel is written for them, its archs and head dim.
+
+
+class ExtendHeads(NamedTuple):
+    """The dims of heads, and how extend's program holds them.
+
+    DIM, V_DIM: of K and of V
+    PART:       columns of a row of K or V that lie next to each other in LDS
+    KEY_ROUNDS: rounds of products in which a block's scores are computed, with as many parts of its keys in registers
+    """
+
+    DIM: int
+    V_DIM: int
+    PART: int
+    KEY_ROUNDS: int
+
+
+# Tiles of extend, whose kernel is written for them, its archs and heads.
 EXTEND_ARCHS = tuple(EXTEND_UNITS)
-EXTEND_HEAD_DIM = 128
+EXTEND_HEADS = {
+    (heads.DIM, heads.V_DIM): heads for heads in (ExtendHeads(128, 128, 128, 1), ExtendHeads(192, 128, 64, 2))
+}
 EXTEND_TILES = ExtendTiles(query_rows=256, key_block=64, num_warps=8, num_stages=1, waves_per_eu=2)
 
 

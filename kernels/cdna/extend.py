@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import PagePointers
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -32,6 +33,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, is_coded
 from rocm_attn.kernels.cdna.extend_layouts import (
     KEYS,
     ROWS,
@@ -69,7 +71,7 @@ def _pages(line, block, G: gl.constexpr):
     else:
         page = gl.arange(0, KEYS, layout=L) // G.PAGE_SIZE + block * (KEYS // G.PAGE_SIZE)
         # A wave that loads keys of one page has its number in a scalar register.
-        page = buffer_load(line, page) if G.UNITS.LOADS_INTO_LDS else gl.load(line + page)
+        page = buffer_load(line, page) if G.UNITS.TRANSPOSES else gl.load(line + page)
     return page
 
 
@@ -83,7 +85,7 @@ def _rows_at(side, pages, block, G: gl.constexpr):
     if G.PAGE_SIZE > KEYS:
         at += block * KEYS % G.PAGE_SIZE * side.token
     row = pages.to(gl.int64) * side.page
-    if not G.UNITS.LOADS_INTO_LDS:
+    if not G.UNITS.TRANSPOSES:
         # A lane's four keys are apart by scalar numbers, and have one offset.
         row += (place % 4).to(gl.int64) * side.token
         place -= place % 4
@@ -111,9 +113,14 @@ def _loaded(PARTS: gl.constexpr, side, pages, block, G: gl.constexpr):
 
 
 @gluon.jit
-def _store(to, rows):
+def _store(to, rows, G: gl.constexpr):
+    """Stores the parts of a block's rows into LDS, as numbers."""
     for i in gl.static_range(len(to)):
-        to[i].index(0).store(rows[i])
+        if G.UNITS.CONVERTS and is_coded(G.CODING.ENCODING):
+            numbers = rows[i].to(gl.float8e4nv, bitcast=True).to(to[i].dtype)
+        else:
+            numbers = decoded(rows[i], G.CODING.ENCODING, to[i].dtype)
+        to[i].index(0).store(numbers)
 
 
 @gluon.jit
@@ -212,10 +219,10 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
         _copy(ks, 1, k, pages[0], 1, G)
         async_copy.wait_group(2)
     else:
-        _store(ks, _loaded(PARTS, k, first, 0, G))
+        _store(ks, _loaded(PARTS, k, first, 0, G), G)
         next_values = _loaded(V_PARTS, v, first, 0, G)
         if not LATE_VALUES:
-            _store(vs, next_values)
+            _store(vs, next_values, G)
         next_keys = _loaded(PARTS, k, pages[0], 1, G)
         gl.barrier()
     acc, done, raw, maximum, total = _first_block(query, ks, vs, acc, maximum, total, scale, G)
@@ -226,7 +233,7 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
         keys = _keys(ks, 1, 0, OF_ROUND, G)
         _copy(vs, 1, v, pages[0], 1, G)
     else:
-        _store(ks, next_keys)
+        _store(ks, next_keys, G)
         if not LATE_VALUES:
             next_keys = _loaded(PARTS, k, pages[1], 2, G)
         gl.barrier()
@@ -243,7 +250,7 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
                 if at > 0:
                     with warp_pipeline_stage("loads"):
                         if LATE_VALUES:
-                            _store(vs, next_values)
+                            _store(vs, next_values, G)
                             next_keys = _loaded(PARTS, k, pages[1], block + 2, G)
                         keys = _keys(ks, 1 - i if INTO_LDS else 0, at * OF_ROUND, OF_ROUND, G)
                 with warp_pipeline_stage("products"):
@@ -257,7 +264,7 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
                     values = _values(vs, i, G)
                     _copy(ks, 1 - i, k, pages[2], block + 3, G)
                 else:
-                    _store(ks, next_keys)
+                    _store(ks, next_keys, G)
                     values = _values(vs, 0, G)
                     if not LATE_VALUES:
                         next_values = _loaded(V_PARTS, v, pages[0], block + 1, G)
@@ -275,7 +282,7 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
                     keys = _keys(ks, 0, 0, OF_ROUND, G)
                     next_values = _loaded(V_PARTS, v, pages[0], block + 1, G)
                 else:
-                    _store(vs, next_values)
+                    _store(vs, next_values, G)
                     keys = _keys(ks, 0, 0, OF_ROUND, G)
                     next_keys = _loaded(PARTS, k, pages[2], block + 3, G)
                 acc, total = _to_maximum(acc, total, part, old, maximum)
@@ -288,7 +295,7 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
     if INTO_LDS:
         async_copy.wait_group(0)
     elif LATE_VALUES:
-        _store(vs, next_values)
+        _store(vs, next_values, G)
         gl.barrier()
     return _times_values(acc, weights, _values(vs, 0, G), G), maximum, total, 2 * pairs + 1
 
@@ -305,10 +312,10 @@ def _masked_block(query, k, v, line, block, end_key, last_key, scale, ks, vs, ac
     loaded = _loaded(len(vs), v, pages, block, G)
     v_rows = ()
     for i in gl.static_range(len(vs)):
-        v_rows += (gl.where(live[:, None], loaded[i], 0.0),)  # type: ignore[assignment]
+        v_rows += (gl.where(live[:, None], loaded[i], gl.zeros_like(loaded[i])),)  # type: ignore[assignment]
     gl.barrier()
-    _store(ks, k_rows)
-    _store(vs, v_rows)
+    _store(ks, k_rows, G)
+    _store(vs, v_rows, G)
     gl.barrier()
     key = block * KEYS + gl.arange(0, 32, layout=gl.SliceLayout(0, P))
     tiles = _scores(query, ks, G)
@@ -352,6 +359,8 @@ def _cdna_extend_kernel(
     q,
     k_pages,
     v_pages,
+    k_scale,
+    v_scale,
     table: tl.const,
     row_of_seq: tl.const,
     kv_len: tl.const,
@@ -411,6 +420,7 @@ def _cdna_extend_kernel(
             end_key = gl.load(kv_len + gl.maximum(seq, 0))
             end_key = gl.where(seq >= 0, end_key, 0)
             num_whole = end_key // KEYS
+        qk_scale, _ = coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, G.CODING), False, G.CODING)
         P: gl.constexpr = product(G)
         M: gl.constexpr = gl.SliceLayout(1, P)
         zeros = gl.zeros([ROWS, 32], gl.float32, layout=P)
@@ -440,7 +450,7 @@ def _cdna_extend_kernel(
         total, maximum = gl.convert_layout(gl.sum(total, 1), M), gl.convert_layout(gl.max(maximum, 1), M)
         # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
         total = gl.where(total == 0.0, 1.0, total)
-        share = (1.0 / total)[:, None]
+        share = (row_scale(v_scale, kv_head, G.CODING) / total)[:, None]
         value = joined(acc[0] * share, acc[1] * share)
         if G.HEADS.V_DIM == 128:
             value = joined(value, joined(acc[2] * share, acc[3] * share))
@@ -475,7 +485,9 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
     assert args.sinks is None, "no sinks are served"
     assert args.slopes is None, "no slopes are served"
     assert args.q.dtype in (torch.bfloat16, torch.float16)
-    assert pages.format.encoding.dtype == args.q.dtype, "pages in q's dtype are served"
+    coding, is_fp8 = pages.coding, pages.format.encoding.is_fp8
+    assert is_fp8 or pages.format.encoding.dtype == args.q.dtype, "pages of codes or in q's dtype are served"
+    assert coding.SCALES != TOKEN_SCALES.value, "scales of a layer or of heads are served"
     heads = EXTEND_HEADS[args.q.shape[2], args.out.shape[2]]
     size = pages.format.page_size
     assert KEYS.value % size == 0 or size % KEYS.value == 0, "a block lies in whole pages, or in one"
@@ -493,8 +505,9 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
         SAME_OFFSETS=args.same_offsets,
         CAUSAL=scores.visibility.causal,
         STRIDE_UNIT=unit,
-        UNITS=EXTEND_UNITS[arch],
+        UNITS=EXTEND_UNITS[arch]._replace(LOADS_INTO_LDS=False) if is_fp8 else EXTEND_UNITS[arch],
         HEADS=heads,
+        CODING=coding,
     )
     launch(
         _cdna_extend_kernel,
@@ -502,6 +515,8 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
         args.q,
         pages.raw_k,
         pages.raw_v,
+        pages.k_scale,
+        pages.v_scale,
         table,
         queries.row_of_seq,
         queries.kv_len,

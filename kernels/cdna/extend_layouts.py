@@ -7,6 +7,7 @@ from typing import NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
+from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES, ExtendHeads, ExtendUnits
 
 KEYS = gl.constexpr(EXTEND_TILES.key_block)
@@ -28,6 +29,7 @@ class ExtendGeometry(NamedTuple):
     STRIDE_UNIT: int
     UNITS: ExtendUnits
     HEADS: ExtendHeads
+    CODING: Coding
 
 
 @constexpr_function
@@ -62,7 +64,7 @@ def rows_in(G: ExtendGeometry) -> gl.constexpr:
     """
     width = G.HEADS.PART
     columns = _columns(width)
-    if G.UNITS.LOADS_INTO_LDS:
+    if G.UNITS.TRANSPOSES:
         registers = [*columns[:3], *_KEYS[3 : len(columns) - 3]]
         lanes = [*columns[3:], *_KEYS[len(columns) - 3 :]]
         waves = _KEYS[:3]
@@ -83,7 +85,7 @@ def rows_in_lds(G: ExtendGeometry, of_keys: bool) -> gl.constexpr:
     """
     width = G.HEADS.PART
     columns = _columns(width)
-    if G.UNITS.LOADS_INTO_LDS:
+    if G.UNITS.TRANSPOSES:
         apart = len(columns) - 3
         padding, bits = [[512, 8 if of_keys else 32]], [*columns, *_KEYS[apart:], *_KEYS[:apart]]
     elif of_keys:

@@ -11,8 +11,6 @@ others follow under masks, block by block. Elements that no row sees may be NaN.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from triton.experimental import gluon
@@ -24,6 +22,7 @@ from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import PagePointers
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -34,7 +33,17 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
-from rocm_attn.kernels.cdna.extend_layouts import DIM, KEYS, ROW, ROWS, operand, product, rows_in, rows_in_lds
+from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, is_coded
+from rocm_attn.kernels.cdna.extend_layouts import (
+    KEYS,
+    ROWS,
+    ExtendGeometry,
+    operand,
+    product,
+    row_of,
+    rows_in,
+    rows_in_lds,
+)
 from rocm_attn.kernels.cdna.extend_steps import (
     all_lanes,
     eighths_of,
@@ -43,91 +52,133 @@ from rocm_attn.kernels.cdna.extend_steps import (
     rescaled,
     round_1,
     round_2,
+    value_of,
     weights_of,
 )
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES, EXTEND_UNITS, ExtendUnits
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_HEADS, EXTEND_TILES, EXTEND_UNITS
 
 # Products stay in VGPRs: copies to and from AGPRs would take issue slots of the vector unit.
 _NO_AGPRS = (("amdgpu-agpr-alloc", "0,0"),)
 
 
-class ExtendGeometry(NamedTuple):
-    """The values that the kernel is compiled for: of query_block.BlockGeometry and of key_loop.KeyGeometry."""
-
-    HEAD_ROWS: int
-    GQA_RATIO: int
-    BLOCK_HEADS: int
-    HEAD_BLOCKS: int
-    PAGE_SIZE: int
-    SAME_OFFSETS: bool
-    CAUSAL: bool
-    STRIDE_UNIT: int
-    UNITS: ExtendUnits
-
-
 @gluon.jit
 def _pages(line, block, G: gl.constexpr):
     """The numbers of the pages of a block's keys, [KEYS]."""
-    L: gl.constexpr = gl.SliceLayout(1, rows_in(G.UNITS))
+    L: gl.constexpr = gl.SliceLayout(1, rows_in(G))
     if G.PAGE_SIZE >= KEYS:
         page = gl.full([KEYS], gl.load(line + block * KEYS // G.PAGE_SIZE), gl.int32, layout=L)
     else:
         page = gl.arange(0, KEYS, layout=L) // G.PAGE_SIZE + block * (KEYS // G.PAGE_SIZE)
         # A wave that loads keys of one page has its number in a scalar register.
-        page = buffer_load(line, page) if G.UNITS.LOADS_INTO_LDS else gl.load(line + page)
+        page = buffer_load(line, page) if G.UNITS.TRANSPOSES else gl.load(line + page)
     return page
 
 
 @gluon.jit
 def _rows_at(side, pages, block, G: gl.constexpr):
-    """The places of a block's rows of K or V, [KEYS, DIM]."""
-    L: gl.constexpr = rows_in(G.UNITS)
+    """The places of the first part of a block's rows of K or V, [KEYS, PART]."""
+    L: gl.constexpr = rows_in(G)
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, L))
     place = key % G.PAGE_SIZE
+    at = side.at
     if G.PAGE_SIZE > KEYS:
-        place = key + block * KEYS % G.PAGE_SIZE
+        at += block * KEYS % G.PAGE_SIZE * side.token
     row = pages.to(gl.int64) * side.page
-    if not G.UNITS.LOADS_INTO_LDS:
+    if not G.UNITS.TRANSPOSES:
         # A lane's four keys are apart by scalar numbers, and have one offset.
         row += (place % 4).to(gl.int64) * side.token
         place -= place % 4
-    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, L))
-    return side.at + row[:, None] + (place[:, None] * side.token + column[None, :])
+    column = gl.arange(0, G.HEADS.PART, layout=gl.SliceLayout(0, L))
+    return at + row[:, None] + (place[:, None] * side.token + column[None, :])
 
 
 @gluon.jit
-def _copy(to, side, pages, block, G: gl.constexpr):
-    async_copy.global_load_to_shared(to, _rows_at(side, pages, block, G))
+def _copy(to, slot: gl.constexpr, side, pages, block, G: gl.constexpr):
+    """Begins to copy a block of K or V into LDS."""
+    at = _rows_at(side, pages, block, G)
+    for i in gl.static_range(len(to)):
+        async_copy.global_load_to_shared(to[i].index(slot), at + i * G.HEADS.PART)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _times_values(acc, weights, values, UNITS: gl.constexpr):
-    DEPTH: gl.constexpr = UNITS.DEPTH
-    for i in gl.static_range(KEYS // DEPTH):
-        part = columns(values, [DEPTH, DIM], [DEPTH * i, 0])
-        own = weights_of(weights, i, UNITS)
-        acc = (
-            mfma(own, columns(part, [DEPTH, 32], [0, 0]), acc[0]),
-            mfma(own, columns(part, [DEPTH, 32], [0, 32]), acc[1]),
-            mfma(own, columns(part, [DEPTH, 32], [0, 64]), acc[2]),
-            mfma(own, columns(part, [DEPTH, 32], [0, 96]), acc[3]),
-        )
+def _loaded(PARTS: gl.constexpr, side, pages, block, G: gl.constexpr):
+    """A block of K or V in registers, as parts."""
+    at = _rows_at(side, pages, block, G)
+    found = ()
+    for i in gl.static_range(PARTS):
+        found += (gl.load(at + i * G.HEADS.PART),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _store(to, rows, G: gl.constexpr):
+    """Stores the parts of a block's rows into LDS, as numbers."""
+    for i in gl.static_range(len(to)):
+        if G.UNITS.CONVERTS and is_coded(G.CODING.ENCODING):
+            numbers = rows[i].to(gl.float8e4nv, bitcast=True).to(to[i].dtype)
+        else:
+            numbers = decoded(rows[i], G.CODING.ENCODING, to[i].dtype)
+        to[i].index(0).store(numbers)
+
+
+@gluon.jit
+def _keys(ks, slot: gl.constexpr, first: gl.constexpr, num: gl.constexpr, G: gl.constexpr):
+    """K^T of keys of a block, an operand in parts."""
+    found = ()
+    for i in gl.static_range(len(ks)):
+        part = ks[i].index(slot).slice(first, num).permute((1, 0))
+        found += (_operand(part, True, G),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _values(vs, slot: gl.constexpr, G: gl.constexpr):
+    """V of a block, an operand in parts."""
+    found = ()
+    for i in gl.static_range(len(vs)):
+        found += (_operand(vs[i].index(slot), False, G),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _operand(part, OF_SCORES: gl.constexpr, G: gl.constexpr):
+    L: gl.constexpr = operand(G, 1, OF_SCORES)
+    return async_copy.load_shared_relaxed(part, L) if G.UNITS.LOADS_INTO_LDS else part.load(L)
+
+
+@gluon.jit
+def _times_values(acc, weights, values, G: gl.constexpr):
+    for i in gl.static_range(KEYS // G.UNITS.DEPTH):
+        own = weights_of(weights, i, G)
+        sums = ()
+        for tile in gl.static_range(len(acc)):
+            sums += (mfma(own, value_of(values, tile, i, G), acc[tile]),)  # type: ignore[assignment]
+        acc = sums
     return acc
 
 
 @gluon.jit
-def _first_block(query, keys, acc, maximum, total, scale, G: gl.constexpr):
+def _scores(query, ks, G: gl.constexpr):
+    """Scores of the block of keys in the first places of LDS, two tiles."""
+    tiles = ()
+    for first in gl.static_range(0, KEYS, 32):
+        keys = _keys(ks, 0, first, 32, G)
+        tile = gl.zeros([ROWS, 32], gl.float32, layout=product(G))
+        for i in gl.static_range(len(keys)):
+            tile = mfma(query[i], keys[i], tile)
+        tiles += (tile,)  # type: ignore[assignment]
+    return tiles
+
+
+@gluon.jit
+def _first_block(query, ks, vs, acc, maximum, total, scale, G: gl.constexpr):
     """round_2 of the first block, without values."""
-    UNITS: gl.constexpr = G.UNITS
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, layout=product(UNITS))
-    scores = mfma(query, keys, zeros)
-    tiles = (columns(scores, [ROWS, 32], [0, 0]), columns(scores, [ROWS, 32], [0, 32]))
-    nothing = gl.zeros([ROWS, 8], query.dtype, layout=product(UNITS))
-    nothings = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-    no_values = gl.zeros([KEYS, DIM], query.dtype, layout=operand(UNITS, 1, False))
-    acc, done, raw, new, part = round_2(acc, nothings, no_values, tiles, maximum, scale, UNITS)
+    tiles = _scores(query, ks, G)
+    nothing = gl.zeros([ROWS, 8], query[0].dtype, layout=product(G))
+    no_values = (gl.zeros([KEYS, G.HEADS.PART], query[0].dtype, layout=operand(G, 1, False)),) * len(vs)
+    acc, done, raw, new, part = round_2(acc, (nothing,) * 8, no_values, tiles, maximum, scale, G)
     acc, total = _to_maximum(acc, total, part, maximum, new)
     return acc, done, raw, new, total
 
@@ -148,10 +199,13 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
 
     num: at least 1
     """
-    UNITS: gl.constexpr = G.UNITS
-    INTO_LDS: gl.constexpr = UNITS.LOADS_INTO_LDS
-    KEY: gl.constexpr = operand(UNITS, 1, True)
-    VALUE: gl.constexpr = operand(UNITS, 1, False)
+    INTO_LDS: gl.constexpr = G.UNITS.LOADS_INTO_LDS
+    K_ROUNDS: gl.constexpr = G.HEADS.KEY_ROUNDS
+    OF_ROUND: gl.constexpr = KEYS // K_ROUNDS
+    # Then no values wait in registers during products with others.
+    LATE_VALUES: gl.constexpr = K_ROUNDS > 1 and not INTO_LDS
+    PARTS: gl.constexpr = len(ks)
+    V_PARTS: gl.constexpr = len(vs)
     last = num - 1
     first = _pages(line, 0, G)
     pages = (
@@ -160,108 +214,130 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
         _pages(line, gl.minimum(3, last), G),
     )
     if INTO_LDS:
-        _copy(ks.index(0), k, first, 0, G)
-        _copy(vs.index(0), v, first, 0, G)
-        _copy(ks.index(1), k, pages[0], 1, G)
+        _copy(ks, 0, k, first, 0, G)
+        _copy(vs, 0, v, first, 0, G)
+        _copy(ks, 1, k, pages[0], 1, G)
         async_copy.wait_group(2)
-        keys = async_copy.load_shared_relaxed(ks.index(0).permute((1, 0)), KEY)
     else:
-        ks.index(0).store(gl.load(_rows_at(k, first, 0, G)))
-        vs.index(0).store(gl.load(_rows_at(v, first, 0, G)))
-        next_keys = gl.load(_rows_at(k, pages[0], 1, G))
+        _store(ks, _loaded(PARTS, k, first, 0, G), G)
+        next_values = _loaded(V_PARTS, v, first, 0, G)
+        if not LATE_VALUES:
+            _store(vs, next_values, G)
+        next_keys = _loaded(PARTS, k, pages[0], 1, G)
         gl.barrier()
-        keys = ks.index(0).permute((1, 0)).load(KEY)
-    acc, done, raw, maximum, total = _first_block(query, keys, acc, maximum, total, scale, G)
+    acc, done, raw, maximum, total = _first_block(query, ks, vs, acc, maximum, total, scale, G)
     gl.barrier()
     if INTO_LDS:
-        _copy(ks.index(0), k, pages[1], 2, G)
+        _copy(ks, 0, k, pages[1], 2, G)
         async_copy.wait_group(1)
-        keys = async_copy.load_shared_relaxed(ks.index(1).permute((1, 0)), KEY)
-        _copy(vs.index(1), v, pages[0], 1, G)
+        keys = _keys(ks, 1, 0, OF_ROUND, G)
+        _copy(vs, 1, v, pages[0], 1, G)
     else:
-        ks.index(0).store(next_keys)
-        next_keys = gl.load(_rows_at(k, pages[1], 2, G))
+        _store(ks, next_keys, G)
+        if not LATE_VALUES:
+            next_keys = _loaded(PARTS, k, pages[1], 2, G)
         gl.barrier()
-        keys = ks.index(0).permute((1, 0)).load(KEY)
+        keys = _keys(ks, 0, 0, OF_ROUND, G)
     pairs = last // 2
     for pair in tl.range(0, pairs):
         for i in gl.static_range(2):
             block = pair * 2 + i
-            with warp_pipeline_stage("products"):
-                tiles, weights, total = round_1(query, keys, done, raw, maximum, total, scale, UNITS)
+            zeros = gl.zeros([ROWS, 32], gl.float32, layout=product(G))
+            tiles = (zeros, zeros)
+            r = registers(raw[0])
+            weights = done
+            for at in gl.static_range(K_ROUNDS):
+                if at > 0:
+                    with warp_pipeline_stage("loads"):
+                        if LATE_VALUES:
+                            _store(vs, next_values, G)
+                            next_keys = _loaded(PARTS, k, pages[1], block + 2, G)
+                        keys = _keys(ks, 1 - i if INTO_LDS else 0, at * OF_ROUND, OF_ROUND, G)
+                with warp_pipeline_stage("products"):
+                    tiles, r, weights, total = round_1(
+                        query, keys, at, tiles, r, weights, raw, maximum, total, scale, G
+                    )
             if INTO_LDS:
                 async_copy.wait_group(1)
             with warp_pipeline_stage("loads"):
                 if INTO_LDS:
-                    values = async_copy.load_shared_relaxed(vs.index(i), VALUE)
-                    _copy(ks.index(1 - i), k, pages[2], block + 3, G)
+                    values = _values(vs, i, G)
+                    _copy(ks, 1 - i, k, pages[2], block + 3, G)
                 else:
-                    ks.index(0).store(next_keys)
-                    values = vs.index(0).load(VALUE)
-                    next_values = gl.load(_rows_at(v, pages[0], block + 1, G))
+                    _store(ks, next_keys, G)
+                    values = _values(vs, 0, G)
+                    if not LATE_VALUES:
+                        next_values = _loaded(V_PARTS, v, pages[0], block + 1, G)
                 later = _pages(line, gl.minimum(block + 4, last), G)
             with warp_pipeline_stage("products"):
                 old = maximum
-                acc, done, raw, maximum, part = round_2(acc, weights, values, tiles, maximum, scale, UNITS)
+                acc, done, raw, maximum, part = round_2(acc, weights, values, tiles, maximum, scale, G)
             if INTO_LDS:
                 async_copy.wait_group(1)
             with warp_pipeline_stage("loads"):
                 if INTO_LDS:
-                    keys = async_copy.load_shared_relaxed(ks.index(i).permute((1, 0)), KEY)
-                    _copy(vs.index(i), v, pages[1], block + 2, G)
+                    keys = _keys(ks, i, 0, OF_ROUND, G)
+                    _copy(vs, i, v, pages[1], block + 2, G)
+                elif LATE_VALUES:
+                    keys = _keys(ks, 0, 0, OF_ROUND, G)
+                    next_values = _loaded(V_PARTS, v, pages[0], block + 1, G)
                 else:
-                    vs.index(0).store(next_values)
-                    keys = ks.index(0).permute((1, 0)).load(KEY)
-                    next_keys = gl.load(_rows_at(k, pages[2], block + 3, G))
+                    _store(vs, next_values, G)
+                    keys = _keys(ks, 0, 0, OF_ROUND, G)
+                    next_keys = _loaded(PARTS, k, pages[2], block + 3, G)
                 acc, total = _to_maximum(acc, total, part, old, maximum)
             pages = (pages[1], pages[2], later)
-    _, weights, total = round_1(query, keys, done, raw, maximum, total, scale, UNITS)
+    zeros = gl.zeros([ROWS, 32], gl.float32, layout=product(G))
+    tiles, r, weights = (zeros, zeros), registers(raw[0]), done
+    # These scores are of no block; the compiler drops them.
+    for at in gl.static_range(K_ROUNDS):
+        tiles, r, weights, total = round_1(query, keys, at, tiles, r, weights, raw, maximum, total, scale, G)
     if INTO_LDS:
         async_copy.wait_group(0)
-    return _times_values(acc, weights, vs.index(0).load(VALUE), UNITS), maximum, total, 2 * pairs + 1
+    elif LATE_VALUES:
+        _store(vs, next_values, G)
+        gl.barrier()
+    return _times_values(acc, weights, _values(vs, 0, G), G), maximum, total, 2 * pairs + 1
 
 
 @gluon.jit
 def _masked_block(query, k, v, line, block, end_key, last_key, scale, ks, vs, acc, maximum, total, G: gl.constexpr):
     """Adds one block, of whose keys a row sees those up to last_key, and none from end_key on."""
-    UNITS: gl.constexpr = G.UNITS
-    P: gl.constexpr = product(UNITS)
-    ROWS_IN: gl.constexpr = rows_in(UNITS)
-    L: gl.constexpr = gl.SliceLayout(1, ROWS_IN)
-    key = block * KEYS + gl.arange(0, KEYS, layout=L)
-    page = gl.load(line + key // G.PAGE_SIZE, mask=key < end_key, other=0).to(gl.int64)
-    live = (key < end_key)[:, None]
-    place = (key % G.PAGE_SIZE).to(gl.int64)
-    column = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROWS_IN))[None, :]
+    P: gl.constexpr = product(G)
+    key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, rows_in(G)))
+    live = key < end_key
+    pages = gl.load(line + key // G.PAGE_SIZE, mask=live, other=0)
+    k_rows = _loaded(len(ks), k, pages, block, G)
     # Scores of keys that are not seen are replaced; a weight of zero times a value that is NaN would be NaN.
-    k_rows = gl.load(k.at + (page * k.page + place * k.token)[:, None] + column)
-    v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column, mask=live, other=0.0)
+    loaded = _loaded(len(vs), v, pages, block, G)
+    v_rows = ()
+    for i in gl.static_range(len(vs)):
+        v_rows += (gl.where(live[:, None], loaded[i], gl.zeros_like(loaded[i])),)  # type: ignore[assignment]
     gl.barrier()
-    ks.index(0).store(k_rows)
-    vs.index(0).store(v_rows)
+    _store(ks, k_rows, G)
+    _store(vs, v_rows, G)
     gl.barrier()
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, layout=P)
-    scores = mfma(query, ks.index(0).permute((1, 0)).load(operand(UNITS, 1, True)), zeros)
-    key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, P))
-    scores = gl.where(key[None, :] <= last_key[:, None], scores, float("-inf"))
+    key = block * KEYS + gl.arange(0, 32, layout=gl.SliceLayout(0, P))
+    tiles = _scores(query, ks, G)
+    low = gl.where(key[None, :] <= last_key[:, None], tiles[0], float("-inf"))
+    high = gl.where(key[None, :] + 32 <= last_key[:, None], tiles[1], float("-inf"))
     LANES: gl.constexpr = maximum.type.layout
     maximum = gl.convert_layout(gl.max(maximum, 1), gl.SliceLayout(1, P))
-    new = gl.maximum(maximum, gl.max(scores, 1) * scale)
+    new = gl.maximum(maximum, gl.max(gl.maximum(low, high), 1) * scale)
     # A row may have seen no key yet: the subtractions must not be inf - inf.
     base = gl.where(new == float("-inf"), 0.0, new)
     decay = gl.exp2(maximum - base)
-    weights = gl.exp2(scores * scale - base[:, None])
-    d = decay[:, None]
-    eighths = eighths_of((columns(weights, [ROWS, 32], [0, 0]), columns(weights, [ROWS, 32], [0, 32])))
+    eighths = eighths_of((gl.exp2(low * scale - base[:, None]), gl.exp2(high * scale - base[:, None])))
     total = total * all_lanes(decay, LANES)
     rounded = ()
     for i in gl.static_range(8):
         r = registers(eighths[i])
         total = total + (r[0] + r[1] + r[2] + r[3])
-        rounded += (eighths[i].to(query.dtype),)  # type: ignore[assignment]
-    acc = (acc[0] * d, acc[1] * d, acc[2] * d, acc[3] * d)
-    acc = _times_values(acc, rounded, vs.index(0).load(operand(UNITS, 1, False)), UNITS)
-    return acc, all_lanes(new, LANES), total
+        rounded += (eighths[i].to(query[0].dtype),)  # type: ignore[assignment]
+    sums = ()
+    for i in gl.static_range(len(acc)):
+        sums += (acc[i] * decay[:, None],)  # type: ignore[assignment]
+    return _times_values(sums, rounded, _values(vs, 0, G), G), all_lanes(new, LANES), total
 
 
 @gluon.jit
@@ -283,6 +359,8 @@ def _cdna_extend_kernel(
     q,
     k_pages,
     v_pages,
+    k_scale,
+    v_scale,
     table: tl.const,
     row_of_seq: tl.const,
     kv_len: tl.const,
@@ -321,12 +399,17 @@ def _cdna_extend_kernel(
     first_key = gl.load(words + BLOCK_KV_INDEX)
     if num_tokens > 0:
         kv_head = (row // G.HEAD_BLOCKS).to(gl.int64)
+        PART: gl.constexpr = G.HEADS.PART
+        ROW: gl.constexpr = row_of(PART)
         token, head, is_row = _places(first_token, num_tokens, row, gl.SliceLayout(1, ROW), G)
-        column = gl.arange(0, DIM, layout=gl.SliceLayout(0, ROW))[None, :]
-        q_rows = gl.load(q + (token * q_token + head * q_head)[:, None] + column, mask=is_row[:, None], other=0.0)
-        LDS_Q: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=16, order=[1, 0])
-        Q: gl.constexpr = operand(G.UNITS, 0, True)
-        query = gl.allocate_shared_memory(q.dtype.element_ty, [ROWS, DIM], LDS_Q, q_rows).load(Q)
+        column = gl.arange(0, PART, layout=gl.SliceLayout(0, ROW))
+        q_at = q + (token * q_token + head * q_head)[:, None] + column[None, :]
+        LDS_Q: gl.constexpr = gl.SwizzledSharedLayout(vec=8, per_phase=1, max_phase=PART // 8, order=[1, 0])
+        query = ()
+        for i in gl.static_range(G.HEADS.DIM // PART):
+            q_rows = gl.load(q_at + i * PART, mask=is_row[:, None], other=0.0)
+            part = gl.allocate_shared_memory(q.dtype.element_ty, [ROWS, PART], LDS_Q, q_rows)
+            query += (part.load(operand(G, 0, True)),)  # type: ignore[assignment]
         line = table + gl.load(row_of_seq + gl.maximum(seq, 0)).to(gl.int64) * table_row
         k = PagePointers(k_pages + kv_head * kp_head, kp_page, kp_token, kp_head)
         v = PagePointers(v_pages + kv_head * vp_head, vp_page, vp_token, vp_head)
@@ -337,16 +420,21 @@ def _cdna_extend_kernel(
             end_key = gl.load(kv_len + gl.maximum(seq, 0))
             end_key = gl.where(seq >= 0, end_key, 0)
             num_whole = end_key // KEYS
-        P: gl.constexpr = product(G.UNITS)
+        qk_scale, _ = coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, G.CODING), False, G.CODING)
+        P: gl.constexpr = product(G)
         M: gl.constexpr = gl.SliceLayout(1, P)
         zeros = gl.zeros([ROWS, 32], gl.float32, layout=P)
-        acc = (zeros, zeros, zeros, zeros)
+        acc = (zeros,) * (G.HEADS.V_DIM // 32)
         # A row's sum is that of two lanes, which have a register each, and so is its maximum.
         total = registers(columns(zeros, [ROWS, 8], [0, 0]))[0]
         maximum = total - float("inf")
         BUFFERS: gl.constexpr = 2 if G.UNITS.LOADS_INTO_LDS else 1
-        ks = gl.allocate_shared_memory(q.dtype.element_ty, [BUFFERS, KEYS, DIM], rows_in_lds(G.UNITS, True))
-        vs = gl.allocate_shared_memory(q.dtype.element_ty, [BUFFERS, KEYS, DIM], rows_in_lds(G.UNITS, False))
+        ks = ()
+        for _ in gl.static_range(G.HEADS.DIM // PART):
+            ks += (gl.allocate_shared_memory(q.dtype.element_ty, [BUFFERS, KEYS, PART], rows_in_lds(G, True)),)  # type: ignore[assignment]
+        vs = ()
+        for _ in gl.static_range(G.HEADS.V_DIM // PART):
+            vs += (gl.allocate_shared_memory(q.dtype.element_ty, [BUFFERS, KEYS, PART], rows_in_lds(G, False)),)  # type: ignore[assignment]
         done = 0
         if num_whole > 0:
             acc, maximum, total, done = _whole_blocks(
@@ -362,11 +450,15 @@ def _cdna_extend_kernel(
         total, maximum = gl.convert_layout(gl.sum(total, 1), M), gl.convert_layout(gl.max(maximum, 1), M)
         # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
         total = gl.where(total == 0.0, 1.0, total)
-        share = (1.0 / total)[:, None]
-        value = joined(joined(acc[0] * share, acc[1] * share), joined(acc[2] * share, acc[3] * share))
-        value = gl.convert_layout(value.to(out.dtype.element_ty), ROW)
-        token, head, is_row = _places(first_token, num_tokens, row, gl.SliceLayout(1, ROW), G)
-        gl.store(out + (token * out_token + head * out_head)[:, None] + column, value, mask=is_row[:, None])
+        share = (row_scale(v_scale, kv_head, G.CODING) / total)[:, None]
+        value = joined(acc[0] * share, acc[1] * share)
+        if G.HEADS.V_DIM == 128:
+            value = joined(value, joined(acc[2] * share, acc[3] * share))
+        OUT: gl.constexpr = row_of(G.HEADS.V_DIM)
+        value = gl.convert_layout(value.to(out.dtype.element_ty), OUT)
+        token, head, is_row = _places(first_token, num_tokens, row, gl.SliceLayout(1, OUT), G)
+        column = gl.arange(0, G.HEADS.V_DIM, layout=gl.SliceLayout(0, OUT))
+        gl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], value, mask=is_row[:, None])
         if lse is not None:
             token, head, is_row = _places(first_token, num_tokens, row, M, G)
             gl.store(lse + token * lse_token + head * lse_head, (maximum + gl.log2(total)) * LN_2, mask=is_row)
@@ -393,8 +485,10 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
     assert args.sinks is None, "no sinks are served"
     assert args.slopes is None, "no slopes are served"
     assert args.q.dtype in (torch.bfloat16, torch.float16)
-    assert pages.format.encoding.dtype == args.q.dtype, "pages in q's dtype are served"
-    assert args.q.shape[2] == args.out.shape[2] == DIM.value
+    coding, is_fp8 = pages.coding, pages.format.encoding.is_fp8
+    assert is_fp8 or pages.format.encoding.dtype == args.q.dtype, "pages of codes or in q's dtype are served"
+    assert coding.SCALES != TOKEN_SCALES.value, "scales of a layer or of heads are served"
+    heads = EXTEND_HEADS[args.q.shape[2], args.out.shape[2]]
     size = pages.format.page_size
     assert KEYS.value % size == 0 or size % KEYS.value == 0, "a block lies in whole pages, or in one"
     assert pages.is_near
@@ -411,7 +505,9 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
         SAME_OFFSETS=args.same_offsets,
         CAUSAL=scores.visibility.causal,
         STRIDE_UNIT=unit,
-        UNITS=EXTEND_UNITS[arch],
+        UNITS=EXTEND_UNITS[arch]._replace(LOADS_INTO_LDS=False) if is_fp8 else EXTEND_UNITS[arch],
+        HEADS=heads,
+        CODING=coding,
     )
     launch(
         _cdna_extend_kernel,
@@ -419,6 +515,8 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
         args.q,
         pages.raw_k,
         pages.raw_v,
+        pages.k_scale,
+        pages.v_scale,
         table,
         queries.row_of_seq,
         queries.kv_len,

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_HEAD_DIM, EXTEND_TILES, ExtendUnits
+from rocm_attn.kernels.cdna.extend_layouts import ExtendGeometry
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES, ExtendUnits
 
 # Eighths of a block whose weights are computed in round 2.
 EIGHTHS_IN_ROUND_2 = gl.constexpr(3)
@@ -79,11 +80,11 @@ def _steps(units: ExtendUnits, dtype: gl.dtype, number: int) -> list[Step]:
 
 
 @constexpr_function
-def end_of(units: ExtendUnits, dtype: gl.dtype, number: int, product: int) -> int:
+def end_of(G: ExtendGeometry, dtype: gl.dtype, number: int, product: int) -> int:
     """The number of steps that are done when a round's next product begins: all of them after its last one."""
-    steps = _steps(units, dtype, number)
-    elements = 2 * EXTEND_HEAD_DIM if number == 1 else EXTEND_TILES.key_block * EXTEND_HEAD_DIM // 32
-    if product == elements // units.DEPTH - 1:
+    steps = _steps(G.UNITS, dtype, number)
+    elements = EXTEND_TILES.key_block * (G.HEADS.DIM if number == 1 else G.HEADS.V_DIM) // 32
+    if product == elements // G.UNITS.DEPTH - 1:
         return len(steps)
     done, left = 0, steps[0].clocks
     for _ in range(product + 1):
@@ -98,7 +99,7 @@ def end_of(units: ExtendUnits, dtype: gl.dtype, number: int, product: int) -> in
 
 
 @constexpr_function
-def step_of(units: ExtendUnits, dtype: gl.dtype, number: int, at: int) -> Step:
+def step_of(G: ExtendGeometry, dtype: gl.dtype, number: int, at: int) -> Step:
     """A step of a round."""
-    steps: list[Step] = _steps(units, dtype, number)
+    steps: list[Step] = _steps(G.UNITS, dtype, number)
     return steps[at]

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.amd.cdna3 import mfma
 from triton.experimental.gluon.language.amd.hint import sched_barrier
 from triton.language import PropagateNan
 
-from rocm_attn.kernels.cdna.extend_layouts import DIM, KEYS, operand, product
+from rocm_attn.kernels.cdna.extend_layouts import KEYS, operand
 from rocm_attn.kernels.cdna.extend_order import EIGHTHS_IN_ROUND_2, Work, end_of, step_of
 
 # Maxima of three are one instruction only so.
@@ -101,8 +101,8 @@ def _larger_or_nan(a, b):
 
 
 @gluon.jit
-def _larger(a, b, UNITS: gl.constexpr):
-    return _larger_or_nan(a, b) if UNITS.MAXIMA_OF_3 else gl.maximum(a, b)
+def _larger(a, b, G: gl.constexpr):
+    return _larger_or_nan(a, b) if G.UNITS.MAXIMA_OF_3 else gl.maximum(a, b)
 
 
 @gluon.jit
@@ -134,71 +134,80 @@ def _weigh(STEP: gl.constexpr, r, raw, done, maximum, total, scale, DTYPE: gl.co
 
 
 @gluon.jit
-def _rise(STEP: gl.constexpr, raw, top, both, new, maximum, scale, UNITS: gl.constexpr):
+def _rise(STEP: gl.constexpr, raw, top, both, new, maximum, scale, G: gl.constexpr):
     """A step of the work with the maximum: the largest scores of registers, then the new maximum."""
     KIND: gl.constexpr = STEP[0]
     EIGHTH: gl.constexpr = STEP[1]
     if KIND == _LARGEST:
-        top = _larger(top, raw[EIGHTH + 1], UNITS)
+        top = _larger(top, raw[EIGHTH + 1], G)
         if EIGHTH < 6:
-            top = _larger(top, raw[EIGHTH + 2], UNITS)
+            top = _larger(top, raw[EIGHTH + 2], G)
     if KIND == _OF_LANE:
         # Each lane has the largest of its columns of the row, and gets that of the other lane.
         own = top.reshape([top.shape[0], 2, 4])
-        own = gl.reduce(own, 2, _larger_or_nan) if UNITS.MAXIMA_OF_3 else gl.max(own, 2)
+        own = gl.reduce(own, 2, _larger_or_nan) if G.UNITS.MAXIMA_OF_3 else gl.max(own, 2)
         own = gl.convert_layout(own, maximum.type.layout, assert_trivial=True)
-        if UNITS.EXCHANGE:
+        if G.UNITS.EXCHANGE:
             other = 1 - gl.arange(0, 2, layout=gl.SliceLayout(0, own.type.layout))[None, :]
             both = (own, gl.gather(own, other.broadcast_to([own.shape[0], 2]), axis=1))
         else:
             both = (own, all_lanes(gl.reduce(own, 1, _larger_or_nan), own.type.layout))
     if KIND == _OF_ROW:
-        row_top = _larger(maximum, _larger(both[0], both[1], UNITS) * scale, UNITS)
+        row_top = _larger(maximum, _larger(both[0], both[1], G) * scale, G)
         new = gl.where(row_top - maximum > LAG, row_top, maximum)
     return top, both, new
 
 
 @gluon.jit
-def round_1(query, keys, done, raw, maximum, total, scale, UNITS: gl.constexpr):
+def round_1(query, keys, PART: gl.constexpr, tiles, r, done, raw, maximum, total, scale, G: gl.constexpr):
     """Scores of the next block, two tiles; this block's weights, eight times eight columns, and the sum.
 
-    done: the first eighths of this block's weights; raw: the scores of the others
+    query: parts of q's columns; keys: the same parts of K, of a part of the block's keys; PART: which one
+    r, done: the eighth that is begun, and those of this block's weights that are done; raw: the scores of the others
     """
-    P: gl.constexpr = product(UNITS)
-    DTYPE: gl.constexpr = query.dtype
-    ROWS: gl.constexpr = query.shape[0]
-    DEPTH: gl.constexpr = UNITS.DEPTH
-    zeros = gl.zeros([ROWS, 32], gl.float32, layout=P)
-    tiles = (zeros, zeros)
-    r = registers(raw[0])
-    OF_TILE: gl.constexpr = DIM // DEPTH
-    for i in gl.static_range(2 * OF_TILE):
-        part = columns(query, [ROWS, DEPTH], [0, i % OF_TILE * DEPTH])
-        key = columns(keys, [DEPTH, 32], [i % OF_TILE * DEPTH, i // OF_TILE * 32])
+    DTYPE: gl.constexpr = query[0].dtype
+    ROWS: gl.constexpr = query[0].shape[0]
+    DEPTH: gl.constexpr = G.UNITS.DEPTH
+    OF_TILE: gl.constexpr = G.HEADS.DIM // DEPTH
+    A_PART: gl.constexpr = G.HEADS.PART // DEPTH
+    TILES: gl.constexpr = keys[0].shape[1] // 32
+    FIRST: gl.constexpr = PART * TILES
+    for i in gl.static_range(FIRST * OF_TILE, (FIRST + TILES) * OF_TILE):
+        part = columns(query[i % OF_TILE // A_PART], [ROWS, DEPTH], [0, i % A_PART * DEPTH])
+        key = columns(keys[i % OF_TILE // A_PART], [DEPTH, 32], [i % A_PART * DEPTH, (i // OF_TILE - FIRST) * 32])
         tiles = _with(tiles, i // OF_TILE, mfma(part, key, tiles[i // OF_TILE]))
         sched_barrier()
-        for s in gl.static_range(end_of(UNITS, DTYPE, 1, i - 1), end_of(UNITS, DTYPE, 1, i)):
-            r, total, done = _weigh(step_of(UNITS, DTYPE, 1, s), r, raw, done, maximum, total, scale, DTYPE)
+        for s in gl.static_range(end_of(G, DTYPE, 1, i - 1), end_of(G, DTYPE, 1, i)):
+            r, total, done = _weigh(step_of(G, DTYPE, 1, s), r, raw, done, maximum, total, scale, DTYPE)
         sched_barrier()
-    return tiles, done, total
+    return tiles, r, done, total
 
 
 @gluon.jit
-def weights_of(done, i: gl.constexpr, UNITS: gl.constexpr):
+def weights_of(done, i: gl.constexpr, G: gl.constexpr):
     """The operand of the i-th products with V: weights of DEPTH keys."""
-    W: gl.constexpr = operand(UNITS, 0, False)
-    weights = done[i] if UNITS.DEPTH == 8 else joined(done[2 * i], done[2 * i + 1])
+    W: gl.constexpr = operand(G, 0, False)
+    weights = done[i] if G.UNITS.DEPTH == 8 else joined(done[2 * i], done[2 * i + 1])
     return gl.convert_layout(weights, W, assert_trivial=True)
 
 
 @gluon.jit
-def round_2(acc, weights, values, scores, maximum, scale, UNITS: gl.constexpr):
-    """acc + P V, four tiles; of scores, the next block's: its maximum, the first eighths of its weights, their sum.
+def value_of(values, tile: gl.constexpr, i: gl.constexpr, G: gl.constexpr):
+    """The operand of the i-th product with V: DEPTH values, the 32 columns of a tile. values: parts of V's columns"""
+    A_PART: gl.constexpr = G.HEADS.PART // 32
+    DEPTH: gl.constexpr = G.UNITS.DEPTH
+    return columns(values[tile // A_PART], [DEPTH, 32], [i * DEPTH, tile % A_PART * 32])
 
-    Returns the scores of the other eighths too.
+
+@gluon.jit
+def round_2(acc, weights, values, scores, maximum, scale, G: gl.constexpr):
+    """acc + P V, in tiles; of scores, the next block's: its maximum, the first eighths of its weights, their sum.
+
+    values: parts of V's columns. Returns the scores of the other eighths too.
     """
-    DTYPE: gl.constexpr = values.dtype
-    DEPTH: gl.constexpr = UNITS.DEPTH
+    DTYPE: gl.constexpr = values[0].dtype
+    DEPTH: gl.constexpr = G.UNITS.DEPTH
+    TILES: gl.constexpr = len(acc)
     raw = eighths_of(scores)
     top = raw[0]
     both = (top, top)
@@ -206,27 +215,28 @@ def round_2(acc, weights, values, scores, maximum, scale, UNITS: gl.constexpr):
     done = ()
     r = registers(top)
     total = gl.zeros_like(r[0])
-    for i in gl.static_range(KEYS // DEPTH * 4):
-        value = columns(values, [DEPTH, 32], [i // 4 * DEPTH, i % 4 * 32])
-        acc = _with(acc, i % 4, mfma(weights_of(weights, i // 4, UNITS), value, acc[i % 4]))
+    for i in gl.static_range(KEYS // DEPTH * TILES):
+        value = value_of(values, i % TILES, i // TILES, G)
+        acc = _with(acc, i % TILES, mfma(weights_of(weights, i // TILES, G), value, acc[i % TILES]))
         sched_barrier()
-        for s in gl.static_range(end_of(UNITS, DTYPE, 2, i - 1), end_of(UNITS, DTYPE, 2, i)):
-            top, both, new = _rise(step_of(UNITS, DTYPE, 2, s), raw, top, both, new, maximum, scale, UNITS)
-            r, total, done = _weigh(step_of(UNITS, DTYPE, 2, s), r, raw, done, new, total, scale, DTYPE)
+        for s in gl.static_range(end_of(G, DTYPE, 2, i - 1), end_of(G, DTYPE, 2, i)):
+            top, both, new = _rise(step_of(G, DTYPE, 2, s), raw, top, both, new, maximum, scale, G)
+            r, total, done = _weigh(step_of(G, DTYPE, 2, s), r, raw, done, new, total, scale, DTYPE)
         sched_barrier()
     return acc, done, raw[EIGHTHS_IN_ROUND_2:], new, total
 
 
 @gluon.jit
 def _decayed(*x):
-    """64 elements of four tiles, times the decay that follows them, if it is not 1: a branch of the wave."""
-    if x[64] < 1.0:
+    """Sixteen elements of each tile, times the decay that follows them, if it is not 1: a branch of the wave."""
+    NUM: gl.constexpr = len(x) - 16
+    if x[NUM] < 1.0:
         out = ()
-        for i in gl.static_range(64):
-            out += (x[i] * x[64],)  # type: ignore[assignment]
+        for i in gl.static_range(NUM):
+            out += (x[i] * x[NUM],)  # type: ignore[assignment]
     else:
         out = ()
-        for i in gl.static_range(64):
+        for i in gl.static_range(NUM):
             out += (x[i],)  # type: ignore[assignment]
     return out
 
@@ -236,4 +246,4 @@ def rescaled(acc, decay):
     """acc times a row's decay [ROWS, 2]."""
     eight = _eighth_of((decay, decay, decay, decay), acc[0].type.layout)
     all_columns = joined(joined(eight, eight), joined(eight, eight))
-    return gl.map_elementwise(_decayed, acc[0], acc[1], acc[2], acc[3], all_columns, pack=16)
+    return gl.map_elementwise(_decayed, *acc, all_columns, pack=16)

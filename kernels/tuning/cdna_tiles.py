@@ -42,7 +42,9 @@ class ExtendUnits(NamedTuple):
     EXCHANGE:     clocks until a lane has a number of another one, by LDS; 0 if an instruction swaps them
     ROUNDS_PAIRS: whether one instruction rounds two numbers to 16 bits
     MAXIMA_OF_3:  whether the maximum of three numbers, or NaN, is one instruction
-    LOADS_INTO_LDS: whether a load of 16 bytes a lane goes into LDS past the registers
+    TRANSPOSES:   whether LDS gives a lane elements of a column, so that V lies there in rows
+    CONVERTS:     whether an instruction makes two numbers of 16 bits from two codes of E4M3FN
+    LOADS_INTO_LDS: whether loads of 16 bytes a lane go into LDS past the registers, as elements that are no codes may
     """
 
     VERSION: int
@@ -51,17 +53,37 @@ class ExtendUnits(NamedTuple):
     EXCHANGE: int
     ROUNDS_PAIRS: bool
     MAXIMA_OF_3: bool
+    TRANSPOSES: bool
+    CONVERTS: bool
     LOADS_INTO_LDS: bool
 
 
 # By arch. An exchange by LDS takes 64 clocks, and may wait for some loads of the other wave (rocm_lab/cycles/rates.py).
 EXTEND_UNITS = {
-    "gfx942": ExtendUnits(3, 8, 16, EXCHANGE=144, ROUNDS_PAIRS=False, MAXIMA_OF_3=False, LOADS_INTO_LDS=False),
-    "gfx950": ExtendUnits(4, 16, 8, EXCHANGE=0, ROUNDS_PAIRS=True, MAXIMA_OF_3=True, LOADS_INTO_LDS=True),
+    "gfx942": ExtendUnits(3, 8, 16, 144, False, False, TRANSPOSES=False, CONVERTS=False, LOADS_INTO_LDS=False),
+    "gfx950": ExtendUnits(4, 16, 8, 0, True, True, TRANSPOSES=True, CONVERTS=True, LOADS_INTO_LDS=True),
 }
-# Tiles of extend, whose kernel is written for them, its archs and head dim.
+
+
+class ExtendHeads(NamedTuple):
+    """The dims of heads, and how extend's program holds them.
+
+    DIM, V_DIM: of K and of V
+    PART:       columns of a row of K or V that lie next to each other in LDS
+    KEY_ROUNDS: rounds of products in which a block's scores are computed, with as many parts of its keys in registers
+    """
+
+    DIM: int
+    V_DIM: int
+    PART: int
+    KEY_ROUNDS: int
+
+
+# Tiles of extend, whose kernel is written for them, its archs and heads.
 EXTEND_ARCHS = tuple(EXTEND_UNITS)
-EXTEND_HEAD_DIM = 128
+EXTEND_HEADS = {
+    (heads.DIM, heads.V_DIM): heads for heads in (ExtendHeads(64, 64, 64, 1), ExtendHeads(128, 128, 128, 1), ExtendHeads(192, 128, 64, 2))
+}
 EXTEND_TILES = ExtendTiles(query_rows=256, key_block=64, num_warps=8, num_stages=1, waves_per_eu=2)
 
 

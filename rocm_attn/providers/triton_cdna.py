@@ -16,7 +16,7 @@ from rocm_attn.kernels.tuning.cdna_tiles import (
     ARCHS,
     CHUNK,
     EXTEND_ARCHS,
-    EXTEND_HEAD_DIM,
+    EXTEND_HEADS,
     EXTEND_TILES,
     HEAD_DIMS,
     ROWS,
@@ -61,9 +61,9 @@ LIMITS = Limits(
 EXTEND_LIMITS = Limits(
     archs=EXTEND_ARCHS,
     dtypes=(torch.bfloat16, torch.float16),
-    head_dim=(EXTEND_HEAD_DIM, EXTEND_HEAD_DIM),
-    v_head_dim=(EXTEND_HEAD_DIM, EXTEND_HEAD_DIM),
-    exact_dims=((EXTEND_HEAD_DIM, EXTEND_HEAD_DIM),),
+    head_dim=(128, 192),
+    v_head_dim=(128, 128),
+    exact_dims=tuple(EXTEND_HEADS),
     # A block of keys lies in whole pages, or in one. Smaller pages were not tested.
     page_size=(16, limits.MAX_PAGE_SIZE),
     page_sizes=(16, 32, 64, 128),
@@ -79,7 +79,12 @@ EXTEND_LIMITS = Limits(
 )
 
 # Decode for CDNA serves the other sequences of mixed steps.
-MIXED_LIMITS = replace(EXTEND_LIMITS, max_gqa_ratio=LIMITS.max_gqa_ratio)
+MIXED_LIMITS = replace(
+    EXTEND_LIMITS,
+    head_dim=(128, 128),
+    exact_dims=tuple(dims for dims in EXTEND_HEADS if dims in LIMITS.exact_dims),
+    max_gqa_ratio=LIMITS.max_gqa_ratio,
+)
 
 # A compute unit runs one program of extend at a time, and a program has one query block of one row of heads. From two
 # programs per unit on, those with equally many keys keep the units busy for two thirds of the time or more: of n units,

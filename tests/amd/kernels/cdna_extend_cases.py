@@ -22,12 +22,18 @@ PLAIN = Case([470, 33], [70, 33], heads=(8, 2), dims=(128, 128), dtype=torch.bfl
 SHORT = replace(PLAIN, kv_len=[80, 140, 63, 90, 0], q_len=[3, 2, 9, 1, 0], heads=(16, 1), page_size=64, spread=True)
 # Maxima rise by more than the lag, so that waves rescale what they hold.
 STEEP = replace(PLAIN, kv_len=[400], q_len=[10], heads=(4, 1), steep=20.0, tail=0)
+# Heads whose scores take two rounds of products; the loop takes four whole blocks of a sequence, two, and none.
+WIDE = replace(PLAIN, kv_len=[330, 200, 80, 33], q_len=[5, 8, 9, 33], heads=(2, 2), dims=(192, 128), tail=0)
 CASES = {
     "plain": PLAIN,
     "steep": STEEP,
     "short": SHORT,
     "float16": replace(PLAIN, kv_len=[330], q_len=[5], dtype=torch.float16, heads=(6, 2), page_size=32, tail=0),
     "large_pages": replace(PLAIN, kv_len=[460], q_len=[40], heads=(4, 2), page_size=128, spread=True),
+    "wide": WIDE,
+    "wide_large_pages": replace(
+        WIDE, kv_len=[460, 200], q_len=[70, 9], dtype=torch.float16, page_size=128, spread=True
+    ),
     "every_key": replace(PLAIN, kv_len=[200, 70], q_len=[9, 70], heads=(4, 1), window_right=UNLIMITED_WINDOW),
 }
 # Pages next to each other, at the end of large pools.

@@ -115,6 +115,9 @@ EXTENDS: dict[str, dict[str, Any]] = {
     "large_pages": {"page_size": 128},
     "every_key": {"window_right": UNLIMITED_WINDOW},
     "other_strides": {"spread": True},
+    "wide": {"dims": (192, 128), "heads": (32, 32)},
+    "wide_float16": {"dims": (192, 128), "heads": (32, 32), "dtype": torch.float16, "page_size": 64},
+    "wide_large_pages": {"dims": (192, 128), "heads": (32, 32), "page_size": 128, "spread": True},
 }
 # The least share of the matrix units' ceiling, by the count, in whole blocks of keys. With strides that are counted in
 # eights one address more is computed.
@@ -123,10 +126,10 @@ LEAST_SHARE = 0.85
 
 @pytest.mark.parametrize("arch", EXTEND_ARCHS)
 @pytest.mark.parametrize(
-    "layer", [pytest.param(each, marks=[pytest.mark.nightly] * (each != "plain")) for each in EXTENDS]
+    "layer", [pytest.param(each, marks=[pytest.mark.nightly] * (each not in ("plain", "wide"))) for each in EXTENDS]
 )
 def test_extend_keeps_the_matrix_units_busy_and_waits(layer: str, arch: str) -> None:
-    kernel = compiled_extend(arch, replace(PLAIN, heads=(32, 8), **EXTENDS[layer]))
+    kernel = compiled_extend(arch, replace(PLAIN, **({"heads": (32, 8)} | EXTENDS[layer])))
     code, count = read_amd_code(kernel), count_of(kernel, arch)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.waves_per_simd == 2

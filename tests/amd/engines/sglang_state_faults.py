@@ -18,7 +18,7 @@ _FIRST_STEP = 3
 UNCLEARED = "uncleared_slot"
 STALE_HIT, LOST_TOKEN = "stale_hit", "lost_token"
 SWAPPED, SHARED = "swapped_slots", "shared_slot"
-# Of drafts: sequences get another one's accepted counts (vllm#53919); no state is kept (sglang#26351).
+# With drafts: sequences get another one's accepted counts (vllm#53919); no state is kept (sglang#26351).
 SWAPPED_COUNTS, LOST_DRAFTS = "swapped_counts", "lost_drafts"
 STATE_FAULTS = (UNCLEARED, SWAPPED, SHARED, LOST_TOKEN, STALE_HIT, SWAPPED_COUNTS, LOST_DRAFTS)
 

@@ -68,8 +68,8 @@ def _then_header(bind: Callable[..., None]) -> Callable[..., None]:
         bind(layer, pages)
         if has_header(layer):
             first = sum(each.shape[1:].numel() * each.element_size() for each in layer.kv_cache)
-            words = pages.flatten(1)[:, first : first + HEADER_WORDS * torch.int32.itemsize].view(torch.int32)
-            layer.kv_cache = (*layer.kv_cache, words)
+            header = pages.squeeze(dim=(1, 2))[:, first : first + HEADER_WORDS * torch.int32.itemsize]
+            layer.kv_cache = (*layer.kv_cache, header.view(torch.int32))
 
     return bound
 

@@ -59,9 +59,6 @@ class Calls:
         forward()
         self._calls[key] = forward
 
-    def can_run(self, batch: Any, key: Any) -> bool:
-        return key in self._calls
-
     def replay_session(self) -> Any:
         return nullcontext()
 

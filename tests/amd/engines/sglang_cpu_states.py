@@ -22,6 +22,8 @@ from torch.nn import functional
 _NORM_EPSILON = 1e-6
 # Tokens of a chunk of a delta net: CHUNK_SIZE of attention/fla/chunk_delta_h.py.
 _CHUNK = 64
+# The slot of a graph's pads, which is none: PAD_SLOT_ID of mamba/causal_conv1d_triton.py.
+_PAD = -1
 _GATING, _UPDATE = "fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu"
 
 
@@ -78,6 +80,8 @@ def convolve(
     """A causal convolution over the tokens of each sequence, [channels, T]. Slots get the last inputs."""
     out, kept = torch.zeros_like(x), weight.shape[1] - 1
     for seq, (first, end) in enumerate(pairwise(query_start_loc.tolist())):
+        if cache_indices[seq] == _PAD:
+            continue
         slot = conv_states[int(cache_indices[seq])]
         goes_on = has_initial_state is not None and bool(has_initial_state[seq])
         rows = torch.cat([slot if goes_on else torch.zeros_like(slot), x[:, first:end]], 1)
@@ -294,6 +298,8 @@ def scan_one(
     dt = functional.softplus(dt[..., 0].float() + dt_bias[:, 0])
     rows = out.view(x.shape)
     for seq, slot in enumerate(state_batch_indices.tolist()):
+        if slot == _PAD:
+            continue
         rows[seq] = _step(state[slot], x[seq], dt[seq], a[:, 0, 0], b[seq], c[seq], d[:, 0])
 
 

@@ -18,7 +18,7 @@ _FIRST_STEP = 3
 UNCLEARED = "uncleared_slot"
 STALE_HIT, LOST_TOKEN = "stale_hit", "lost_token"
 SWAPPED, SHARED = "swapped_slots", "shared_slot"
-# Of drafts: sequences get each other's accepted counts (vllm#53919); no state is kept (sglang#26351).
+# With drafts: sequences get another one's accepted counts (vllm#53919); no state is kept (sglang#26351).
 SWAPPED_COUNTS, LOST_DRAFTS = "swapped_counts", "lost_drafts"
 STATE_FAULTS = (UNCLEARED, SWAPPED, SHARED, LOST_TOKEN, STALE_HIT, SWAPPED_COUNTS, LOST_DRAFTS)
 
@@ -83,11 +83,9 @@ class StatePlanter:
             return self._lasting == fault
 
         def counts(**given: Any) -> Any:
-            """SWAPPED_COUNTS: two sequences get each other's accepted drafts."""
+            """SWAPPED_COUNTS: each sequence gets another one's accepted drafts."""
             last, tracked = accepted(**given)
-            if len(last) > 1 and last[0] != last[1] and lasts(SWAPPED_COUNTS):
-                last = last[[1, 0, *range(2, len(last))]]
-            return last, tracked
+            return last.roll(int(len(last.unique()) > 1 and lasts(SWAPPED_COUNTS))), tracked
 
         def kept(*given: Any, **named: Any) -> None:
             """LOST_DRAFTS: states stay those before the drafts."""

@@ -120,7 +120,7 @@ def test_drafts_change_no_token_of_a_model_with_recurrent_layers_and_their_fault
     plain = run(sglang, "delta_net", strategy)
     faults = [SWAPPED_COUNTS, LOST_DRAFTS]
     plain.engine["model_path"] = str(drafted_model(sglang.folder))
-    plain.rounds, plain.new_tokens = [*plain.rounds[:2], fresh(20), fresh(21)], 24
+    plain.rounds, plain.new_tokens = [*plain.rounds[:2], [*fresh(20), *fresh(21), *fresh(22)], fresh(23)], 24
     (stock,) = sglang.stock([plain], tmp_path)
     drafts: dict[str, Any] = {
         "speculative_algorithm": "STANDALONE",

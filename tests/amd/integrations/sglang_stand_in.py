@@ -401,8 +401,7 @@ class Graph:
     """A decode graph runner: static tensors at a bucket, captured by hooks and replayed.
 
     width: new tokens of each sequence; mode: DECODE, or a mode of drafts
-    backend: the hooks, or what forwards to them
-    more:  fields of the batch
+    backend: the hooks, or what forwards to them; more: fields of the batch
     """
 
     def __init__(

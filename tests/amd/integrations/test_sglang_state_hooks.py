@@ -68,8 +68,7 @@ class GDNAttnBackend:
         """Names slots in memory that does not move; -1 for pads, which stand for rows without a request."""
         slots = [] if in_capture else self.slots
         self.static.copy_(torch.tensor(slots + [-1] * (MOST_GRAPHED - len(slots))))
-        tracked = torch.zeros(len(self.static), dtype=torch.int64, device=self.device) if self.tracked else None
-        self.forward_metadata = SimpleNamespace(mamba_cache_indices=self.static, mamba_track_indices=tracked)
+        self.forward_metadata = SimpleNamespace(mamba_cache_indices=self.static, mamba_track_indices=None)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         def ints(values: list[int]) -> torch.Tensor:
@@ -96,8 +95,7 @@ class MambaPool:
     """Clears and copies what was registered with its slots."""
 
     def __init__(self) -> None:
-        after_drafts = torch.zeros(1, MOST_GRAPHED, DRAFTS)
-        states = {"temporal": torch.zeros(1, NUM_SLOTS), "intermediate_ssm": after_drafts}
+        states = {"temporal": torch.zeros(1, NUM_SLOTS), "intermediate_ssm": torch.zeros(1, MOST_GRAPHED, DRAFTS)}
         self.mamba_cache = SimpleNamespace(**states, replayssm_d=None)
         self.siblings = list[Any]()
 
@@ -163,12 +161,7 @@ class Hybrid:
         self.ids = torch.randint(0, 1000, (64,), generator=torch.Generator().manual_seed(0)).to(device)
 
     def step(
-        self,
-        requests: Sequence[Request],
-        new: Sequence[int],
-        slots: list[int],
-        mode: Mode = Mode.EXTEND,
-        **more: Any,
+        self, requests: Sequence[Request], new: Sequence[int], slots: list[int], mode: Mode = Mode.EXTEND, **more: Any
     ) -> None:
         """Begins a step and runs its layer. more: fields of the batch"""
         self.recurrent.slots = slots

@@ -103,7 +103,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     )
     first = type("GPUModelRunner", (FirstRunner,), {"_model_forward": FirstRunner._model_forward})
     second = type("MambaHybridModelState", (SecondRunner,), {"prepare_attn": SecondRunner.prepare_attn})
-    # What is hooked belongs to this test alone.
+    # The hooks of this test go with it.
     base, spec = MambaBase, MambaSpec
     monkeypatch.setattr(base, "bind_kv_cache", base.bind_kv_cache)
     monkeypatch.setattr(spec, "__init__", spec.__init__)
@@ -154,7 +154,7 @@ def config(layers: dict[str, Layer], **changed: Any) -> Any:
 
 
 def test_states_of_two_kinds_get_one_header_that_is_copied_like_the_state(vllm: Any) -> None:
-    """Layers unpack two dtypes, so they are told of no third one."""
+    """Layers unpack two dtypes, and so they get no third one."""
     for _ in range(2):
         vllm.hooks.add_headers()
     for kind, more in (("gated_delta_net", 1), ("mamba2", 1), ("mamba1", 0)):

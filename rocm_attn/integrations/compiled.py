@@ -26,7 +26,7 @@ from rocm_attn.integrations.owners import Owner, problems_of
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.problem import PoolKind
 from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.step.protocols import LayerCalls
+from rocm_attn.step.protocols import LayerCalls, WrappedLayers
 from rocm_attn.step.step import Part
 
 Result = TypeVar("Result")
@@ -99,7 +99,7 @@ def _of(number: int) -> _Called:
     return called
 
 
-class CompiledLayers(LayerCalls):
+class CompiledLayers(WrappedLayers):
     """The layer calls of a runtime's steps, like LayerCalls, for forwards that are compiled. Made by compiled_layers().
 
     Each call goes to the step that is running when the operation runs. The object may be kept as long as the runtime
@@ -125,52 +125,20 @@ class CompiledLayers(LayerCalls):
         torch.ops.rocm_attn.fill(self.state, written, slots, self.number)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Does the same as LayerCalls.store."""
-        torch.ops.rocm_attn.store(self.state, k, self._v(layer, v), self.number, self.part, layer)
-
-    def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Does the same as LayerCalls.attend."""
-        torch.ops.rocm_attn.attend(self.state, q, out, lse, self.number, self.part, layer)
+        self._call("store", layer, k, self._v(layer, v))
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """Does the same as LayerCalls.rope_and_store."""
         flat = *_flat(work), *_flat_rope(work.rope)
-        torch.ops.rocm_attn.rope_and_store(
-            self.state, q, k, self._v(layer, v), q_out, *flat, self.number, self.part, layer
-        )
+        self._call("rope_and_store", layer, q, k, self._v(layer, v), q_out, *flat)
 
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """Does the same as LayerCalls.rope_queries."""
-        flat = *_flat(work), *_flat_rope(work.rope)
-        torch.ops.rocm_attn.rope_queries(self.state, q, q_out, *flat, self.number, self.part, layer)
+        self._call("rope_queries", layer, q, q_out, *_flat(work), *_flat_rope(work.rope))
 
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """Does the same as LayerCalls.finish."""
-        torch.ops.rocm_attn.finish(self.state, out, gate, *_flat_rope(undo), self.number, self.part, layer)
+        self._call("finish", layer, out, gate, *_flat_rope(undo))
 
-    def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
-        """Does the same as LayerCalls.fold."""
-        torch.ops.rocm_attn.fold(self.state, values, gates, rows, self.number, self.part, layer)
-
-    def store_index(self, layer: int, k: Tensor) -> None:
-        """Does the same as LayerCalls.store_index."""
-        torch.ops.rocm_attn.store_index(self.state, k, self.number, self.part, layer)
-
-    def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Does the same as LayerCalls.select."""
-        torch.ops.rocm_attn.select(self.state, q, weights, self.number, self.part, layer)
-
-    def select_among(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Does the same as LayerCalls.select_among."""
-        torch.ops.rocm_attn.select_among(self.state, q, weights, self.number, self.part, layer)
-
-    def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """Does the same as LayerCalls.give_selection."""
-        torch.ops.rocm_attn.give_selection(self.state, units, counts, self.number, self.part, layer)
-
-    def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Does the same as LayerCalls.attend_selected."""
-        torch.ops.rocm_attn.attend_selected(self.state, q, out, lse, self.number, self.part, layer)
+    def _call(self, name: str, layer: int, *given: Any, **named: Any) -> None:
+        getattr(torch.ops.rocm_attn, name)(self.state, *given, self.number, self.part, layer)
 
     def _v(self, layer: int, v: Tensor) -> Tensor | None:
         """Returns V as an argument; None for a latent layer. Its V is part of k, and compiled code might copy it."""

@@ -303,24 +303,13 @@ def _recurrence_from_json(fields: dict[str, Any]) -> Recurrence:
 def _form_as_json(form: PageFormat | None) -> dict[str, Any] | None:
     if form is None:
         return None
-    return {
-        "encoding": form.encoding.value,
-        "kind": form.kind.name,
-        "page_size": form.page_size,
-        "num_kv_heads": form.num_kv_heads,
-        "head_dim": form.head_dim,
-        "v_head_dim": form.v_head_dim,
-        "scales": form.scales.name,
-        "producer": form.producer,
-    }
+    named = {"encoding": form.encoding.value, "kind": form.kind.name, "scales": form.scales.name}
+    return asdict(form) | named
 
 
 def _form_from_json(fields: dict[str, Any]) -> PageFormat:
-    named = {
-        "encoding": Encoding(fields["encoding"]),
-        "kind": PoolKind[fields["kind"]],
-        "scales": Scales[fields["scales"]],
-    }
+    kind, scales = PoolKind[fields["kind"]], Scales[fields["scales"]]
+    named = {"encoding": Encoding(fields["encoding"]), "kind": kind, "scales": scales}
     form = PageFormat(**{**fields, **named})
     for name in ("page_size", "num_kv_heads", "head_dim", "v_head_dim"):
         _require_count(name, getattr(form, name), 1)

@@ -31,7 +31,8 @@ class BatchAttention(PlannedWrapper):
 
     @as_in_flashinfer
     def __init__(self, given: Given) -> None:
-        super().__init__(torch.empty(0, dtype=torch.uint8, device=given.device), given.kv_layout)
+        workspace = torch.empty(0, dtype=torch.uint8, device=given.device)
+        super().__init__(Given(float_workspace_buffer=workspace, kv_layout=given.kv_layout))
 
     @as_in_flashinfer
     def plan(self, given: Given) -> None:

@@ -36,10 +36,10 @@ class RunArguments:
     sinks: Tensor | None = None
 
     @classmethod
-    def of(cls, given: Given, **instead: Any) -> RunArguments:
-        """Returns those of a call's arguments; instead: in place of them."""
-        own = {name: value for name, value in vars(given).items() if name in cls.__slots__}
-        return cls(**(own | instead))
+    def of(cls, given: Given, **also: Any) -> RunArguments:
+        """Returns those of a call's arguments. also: those that the call has no arguments for"""
+        values = vars(given)
+        return cls(**{name: values[name] for name in cls.__slots__ if name in values}, **also)
 
     def __post_init__(self) -> None:
         if self.lse_base not in ("log2", "ln"):

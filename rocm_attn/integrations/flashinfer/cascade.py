@@ -15,7 +15,6 @@ from rocm_attn.integrations.flashinfer.shared_prefix import (
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 from rocm_attn.integrations.flashinfer.wrapped import Wrapper
 
-_BUFFERS = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
 _LISTS = "qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len"
 
 __all__ = [
@@ -41,7 +40,7 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     def __init__(self, given: Given) -> None:
         workspace, use_cuda_graph, num_levels = given.float_workspace_buffer, given.use_cuda_graph, given.num_levels
         super().__init__(workspace)
-        arrays = [getattr(given, f"{name}_arr") for name in _BUFFERS]
+        arrays = [getattr(given, f"{name}_arr") for name in BatchPrefillWithPagedKVCacheWrapper.BUFFERS]
         buffers = [each if use_cuda_graph and each is not None else [None] * num_levels for each in arrays]
         _check_levels(num_levels, *buffers)
         self._use_cuda_graph: bool = use_cuda_graph

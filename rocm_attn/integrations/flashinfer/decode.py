@@ -21,7 +21,6 @@ from rocm_attn.problem import UNLIMITED_WINDOW
 
 # Arguments of _plan_impl() that plan() never took by position after page_size; the others it did, in this order.
 _BY_NAME_ONLY = ("window_right", "is_causal")
-_BUFFERS = "paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"
 
 
 @as_in_flashinfer
@@ -44,12 +43,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
     Raises Unsupported, BadSetting, BadTensor.
     """
 
+    BUFFERS = "paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"
+
     @as_in_flashinfer
     def __init__(self, given: Given) -> None:
-        buffers = {name: getattr(given, name) for name in _BUFFERS}
-        super().__init__(
-            given.float_workspace_buffer, given.kv_layout, given.backend, buffers, use_cuda_graph=given.use_cuda_graph
-        )
+        super().__init__(given)
         self._use_tensor_cores: bool = given.use_tensor_cores
         self._q_len_per_req = 1
 

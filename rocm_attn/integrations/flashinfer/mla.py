@@ -26,7 +26,6 @@ __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
 
 # A tensor whose last dimension is both parts, or the two parts.
 Parts = Tensor | tuple[Tensor, Tensor]
-_LISTS = "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"
 _SIZES = "num_heads", "head_dim_ckv", "head_dim_kpe", "page_size"
 _NEEDED = (*_SIZES, "causal", "sm_scale", "q_data_type", "kv_data_type")
 
@@ -40,12 +39,11 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
     Raises BadTensor.
     """
 
+    BUFFERS = "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"
+
     @as_in_flashinfer
     def __init__(self, given: Given) -> None:
-        buffers = {name: getattr(given, name) for name in _LISTS}
-        super().__init__(
-            given.float_workspace_buffer, "NHD", given.backend, buffers, use_cuda_graph=given.use_cuda_graph
-        )
+        super().__init__(given)
         # For caches in two tensors, whose pages are copied to one.
         self._over_copies: PlannedAttention | None = None
         self._batch: PlannedBatch | None = None
@@ -71,7 +69,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         if self._over_copies is not None:
             self._over_copies.plan(self._of_copies(batch), geometry)
         if self._buffers:
-            q_indptr, starts, indices, lens = (needed(getattr(metadata, name)) for name in _LISTS)
+            q_indptr, starts, indices, lens = (needed(getattr(metadata, name)) for name in self.BUFFERS)
             self._keep([q_indptr, starts[: batch.lengths.num_seqs + 1], indices[: batch.num_entries], lens])
         self._batch = batch
 

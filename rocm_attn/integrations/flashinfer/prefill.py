@@ -43,7 +43,6 @@ def single_prefill_with_kv_cache(q: Tensor, given: Given) -> Result:
     )
 
 
-_BUFFERS = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
 
 
@@ -55,12 +54,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
     Raises Unsupported, BadSetting, BadTensor.
     """
 
+    BUFFERS = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
+
     @as_in_flashinfer
     def __init__(self, given: Given) -> None:
-        buffers = {name: getattr(given, name) for name in _BUFFERS}
-        super().__init__(
-            given.float_workspace_buffer, given.kv_layout, given.backend, buffers, use_cuda_graph=given.use_cuda_graph
-        )
+        super().__init__(given)
 
     @as_in_flashinfer
     def plan(self, given: Given) -> None:

@@ -33,7 +33,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
                 "the ragged wrapper does not serve use_cuda_graph, because no buffer bounds K and V; capture the "
                 "paged one"
             )
-        super().__init__(given.float_workspace_buffer, given.kv_layout, given.backend)
+        super().__init__(given)
 
     @as_in_flashinfer
     def plan(self, given: Given) -> None:

@@ -5,6 +5,7 @@ Names and arguments are FlashInfer's. There, MultiLevelCascadeAttentionWrapper r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,18 +15,18 @@ from rocm_attn.integrations.flashinfer.merging import merge_state
 from rocm_attn.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 from rocm_attn.integrations.flashinfer.requests import check_layout
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
-from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, Wrapper
+from rocm_attn.integrations.flashinfer.wrapped import Wrapper
 
 
 class _SharedPrefixWrapper(Wrapper):
     """The common part. PAGED: the wrapper of each request's own KV"""
 
-    PAGED: ClassVar[type[PlannedWrapper]]
+    PAGED: ClassVar[Callable[..., Any]]
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         super().__init__(float_workspace_buffer)
         self._kv_layout = check_layout(kv_layout)
-        self._unique: Any = self.PAGED(float_workspace_buffer, kv_layout)
+        self._unique = type(self).PAGED(float_workspace_buffer, kv_layout)
 
     def _over_both(self, given: Given, unique: Any, sm_scale: float | None = None) -> Tensor:
         """Returns the attention over the keys of the prefix and those of the pages."""

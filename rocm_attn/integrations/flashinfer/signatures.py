@@ -89,8 +89,8 @@ def recorded() -> dict[str, str]:
 def as_in_flashinfer(function: Callable[[Any, Given], Result]) -> Callable[..., Result]:
     """Gives a function the parameters of FlashInfer's function of its name.
 
-    function: gets the first argument, which is a wrapper, and the others by their names. Those that are not served are
-              refused before. A call raises TypeError as Python does, and Unsupported
+    function: gets the first argument, which may be a wrapper, and the others by their names. Those that are not served
+              are refused before. A call raises TypeError as Python does, and Unsupported
     """
     # Python binds arguments by a function that returns them: no other way is as fast, and run() is called per layer.
     bind: Callable[..., dict[str, Any]] = eval(

@@ -37,7 +37,7 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
 
     @as_in_flashinfer
     def __init__(self, given: Given) -> None:
-        super().__init__(given.float_workspace_buffer, backend=given.backend)
+        super().__init__(given)
         self._num_keys = 0
 
     @as_in_flashinfer
@@ -106,7 +106,7 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
 
     @as_in_flashinfer
     def __init__(self, given: Given) -> None:
-        super().__init__(given.float_workspace_buffer, backend=given.backend)
+        super().__init__(given)
         self._num_kv_heads = 0
 
     @as_in_flashinfer

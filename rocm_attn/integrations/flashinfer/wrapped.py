@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -64,39 +64,31 @@ def deprecated(name: str) -> Callable[..., Result]:
 class PlannedWrapper(Wrapper):
     """A wrapper whose plan() is called once per step, and whose run() is called for each layer.
 
-    backend:        a provider of ours, or a name of FlashInfer's, which stands for the best one
-    buffers:        the caller's buffers by the constructor's names. If run() is captured, they keep the arguments of
-                    plan(). The last but one is for page indices, and the last one has an entry for each sequence of
-                    every batch
-    use_cuda_graph: whether run() is captured
+    BUFFERS: the constructor's names of the caller's buffers. If run() is captured, they keep the arguments of plan().
+             The last but one is for page indices, and the last one has an entry for each sequence of every batch
+    given:   the constructor's arguments. use_cuda_graph: whether run() is captured; backend: a provider of ours, or a
+             name of FlashInfer's, which stands for the best one
     Raises BadSetting, BadTensor.
     """
 
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        backend: str = "auto",
-        buffers: dict[str, Tensor | None] | None = None,
-        *,
-        use_cuda_graph: bool = False,
-    ) -> None:
-        super().__init__(float_workspace_buffer)
-        self._kv_layout, self._provider = check_layout(kv_layout), provider_of(backend)
-        buffers = buffers or {}
-        given = {name: buffer for name, buffer in buffers.items() if buffer is not None}
-        if use_cuda_graph and len(given) < len(buffers):
-            raise BadTensor(f"with use_cuda_graph give {', '.join(buffers)}")
-        self._use_cuda_graph = use_cuda_graph
-        self._buffers = given if use_cuda_graph else {}
+    BUFFERS: ClassVar[tuple[str, ...]] = ()
+    run: Callable[..., Any]  # of each class
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given.float_workspace_buffer)
+        self._kv_layout = check_layout(getattr(given, "kv_layout", "NHD"))
+        self._provider = provider_of(getattr(given, "backend", "auto"))
+        self._use_cuda_graph: bool = getattr(given, "use_cuda_graph", False)
+        of_caller = {name: getattr(given, name) for name in self.BUFFERS}
+        if self._use_cuda_graph and any(each is None for each in of_caller.values()):
+            raise BadTensor(f"with use_cuda_graph give {', '.join(of_caller)}")
+        self._buffers: dict[str, Tensor] = of_caller if self._use_cuda_graph else {}
         # Engines read these attributes, although they are not public in FlashInfer either.
-        for name, buffer in buffers.items():
+        for name, buffer in of_caller.items():
             setattr(self, f"_{name.removesuffix('_buffer').removesuffix('_buf')}_buf", buffer)
         self._planned: PlannedAttention | None = None
         self._geometry: Geometry | None = None
         self._out_dtype = torch.float16
-
-    run: Callable[..., Any]  # of each class
 
     @property
     def is_cuda_graph_enabled(self) -> bool:

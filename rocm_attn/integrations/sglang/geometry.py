@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +13,7 @@ from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import LayerSource
 from rocm_attn.integrations.sglang import indexers
 from rocm_attn.integrations.sglang.images import sees_images
+from rocm_attn.integrations.sglang.indexers import IndexPages
 from rocm_attn.integrations.sglang.seen import (
     IndexerModule,
     KVPoolView,
@@ -115,7 +116,12 @@ class ModelLayers:
         self._looked_up: dict[int, tuple[RadixAttentionView, int]] = {}
         self._sinks = [each.sinks for each in found]
         windowed = windowed_layers(pool)
-        self._indexers = {place: each.indexer for place, each in enumerate(found) if each.indexer is not None}
+        # Of the layers that have an indexer, by their places.
+        self.index_pages = {
+            place: IndexPages(each.layer.layer_id, each.indexer, page_size, index_encoding)
+            for place, each in enumerate(found)
+            if each.indexer is not None
+        }
         self._problems = [
             self._problem(each, chosen, pool) for each, chosen in zip(found, self._choices(found), strict=True)
         ]
@@ -147,39 +153,16 @@ class ModelLayers:
         """Returns the sinks of each layer, with the model's present values."""
         return [None if each is None else _values(each) for each in self._sinks]
 
-    @property
-    def indexer_modules(self) -> Mapping[int, IndexerModule]:
-        """Place of a layer -> the module that selects its keys, for the layers that have one."""
-        return self._indexers
-
     def place_of_indexer(self, layer_id: int) -> int:
         """Returns the place of the layer that has an indexer and this id. Raises WrongState."""
-        for place in self._indexers:
-            if self.layers[place].layer_id == layer_id:
+        for place, pages in self.index_pages.items():
+            if pages.layer_id == layer_id:
                 return place
         raise WrongState(f"layer {layer_id} had no indexer when its backend was made, so no kernel was chosen for it")
 
     def is_sparse(self, place: int) -> bool:
         """True if a layer attends to selected keys."""
         return not isinstance(self._problems[place].indexer, AllKeys)
-
-    def index_keys(self, place: int, pool: KVPoolView) -> Tensor:
-        """Returns a layer's index keys in a pool, as ExternalAttention.pages.bind_index takes them: num_pages pages."""
-        keys = indexers.index_pages(
-            pool, self.layers[place].layer_id, self._indexers[place], self._page_size, self._index_encoding
-        )
-        return keys[: self.num_pages]
-
-    def index_address(self, place: int, pool: KVPoolView) -> int:
-        """Returns the address of a layer's index keys in a pool. SGLang waits here, as for K and V."""
-        return indexers.index_rows(pool, self.layers[place].layer_id).data_ptr()
-
-    def index_scale(self, place: int, pool: KVPoolView) -> Tensor:
-        """Returns the scale of a layer's index keys, float32 [1], and writes it next to each key in the pool."""
-        module = self._indexers[place]
-        scale_value = indexers.key_scale(module, self._index_encoding)
-        indexers.write_scales(pool, self.layers[place].layer_id, module, self._page_size, scale_value)
-        return torch.tensor([scale_value], dtype=torch.float32, device=self._runner.device)
 
     @property
     def has_strides(self) -> bool:

@@ -194,15 +194,15 @@ class AttentionHooks:
             self._addresses.append(self._layers.addresses(place, pool))
         self._index_keys: dict[int, int] = {}
         self._scale_values: dict[int, Tensor] = {}
-        for place in self._layers.indexer_modules:
+        for place in self._layers.index_pages:
             self._bind_index(attention, place, pool)
 
     def _bind_index(self, attention: ExternalAttention, place: int, pool: KVPoolView) -> None:
         """Binds a layer's index keys at their present address."""
-        address = self._layers.index_address(place, pool)
+        pages = self._layers.index_pages[place]
+        address = pages.rows(pool).data_ptr()  # SGLang waits here, as for K and V
         if self._index_keys.get(place) != address:
-            scale_value = self._layers.index_scale(place, pool)
-            keys = self._layers.index_keys(place, pool)
+            scale_value, keys = pages.scale(pool), pages.keys(pool)[: self._layers.num_pages]
             attention.pages.bind_index(place, keys, scale_value, index_format(keys))
             self._index_keys[place], self._scale_values[place] = address, scale_value
 
@@ -472,8 +472,8 @@ class AttentionHooks:
         for place, sinks in enumerate(self._layers.sinks()):
             if sinks is not None:
                 self._attention.set_head_weights(place, HeadWeights(sinks=sinks))
-        for place in self._layers.indexer_modules:
-            self._scale_values[place].copy_(self._layers.index_scale(place, self.token_to_kv_pool))
+        for place, pages in self._layers.index_pages.items():
+            self._scale_values[place].copy_(pages.scale(self.token_to_kv_pool))
 
 
 def _joined(

@@ -74,7 +74,7 @@ def project(module: IndexerModule, x: Tensor | tuple[Tensor, ...], q_lora: Tenso
     return IndexerInputs(q.to(plain.dtype), k.to(plain.dtype), gates.float() * module.n_heads**-0.5)
 
 
-def key_scale(module: IndexerModule, encoding: KVEncoding) -> float:
+def _key_scale(module: IndexerModule, encoding: KVEncoding) -> float:
     """Returns the scale of a module's index keys: the smallest power of two with which every key fits the encoding.
 
     A row that a norm has scaled is no longer than the root of its elements times the norm's weight. Rotation combines
@@ -88,28 +88,37 @@ def key_scale(module: IndexerModule, encoding: KVEncoding) -> float:
     return 2.0 ** math.ceil(math.log2(max(largest, torch.finfo(torch.float32).tiny) * math.sqrt(2) / most))
 
 
-def index_rows(pool: KVPoolView, layer_id: int) -> Tensor:
-    """Returns a layer's index keys in SGLang's pool: uint8 [pages, bytes of a page], in each the codes, then scales."""
-    rows: Tensor = pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # of pools of DSA
-    return rows
+@dataclass(frozen=True, slots=True)
+class IndexPages:
+    """The index keys of a layer in SGLang's pools. encoding: of the keys that `module` makes"""
 
+    layer_id: int
+    module: IndexerModule
+    page_size: int
+    encoding: KVEncoding
 
-def index_pages(pool: KVPoolView, layer_id: int, module: IndexerModule, page_size: int, encoding: KVEncoding) -> Tensor:
-    """Returns a layer's index keys in SGLang's pool: [pages, page_size, index_dim], codes, with gaps between pages."""
-    rows = index_rows(pool, layer_id)
-    codes = rows.as_strided((rows.shape[0], page_size, module.head_dim), (rows.stride(0), module.head_dim, 1))
-    return codes.view(encoding.over(torch.float32).dtype)
+    def rows(self, pool: KVPoolView) -> Tensor:
+        """Returns them in a pool: uint8 [pages, bytes of a page], in each the codes, then scales."""
+        rows: Tensor = pool.get_index_k_with_scale_buffer(self.layer_id)  # type: ignore[attr-defined]  # of pools of DSA
+        return rows
+
+    def keys(self, pool: KVPoolView) -> Tensor:
+        """Returns them in a pool: [pages, page_size, index_dim], codes, with gaps between pages."""
+        rows, dim = self.rows(pool), self.module.head_dim
+        codes = rows.as_strided((rows.shape[0], self.page_size, dim), (rows.stride(0), dim, 1))
+        return codes.view(self.encoding.over(torch.float32).dtype)
+
+    def scale(self, pool: KVPoolView) -> Tensor:
+        """Returns their scale, float32 [1], and writes it next to each key in a pool, where SGLang keeps a token's."""
+        rows, scale_value = self.rows(pool), _key_scale(self.module, self.encoding)
+        rows.view(torch.float32)[:, self.page_size * self.module.head_dim // _FACTOR_BYTES :] = scale_value
+        return torch.tensor([scale_value], dtype=torch.float32, device=rows.device)
 
 
 def index_format(keys: Tensor) -> PageFormat:
-    """Returns the format of the keys of index_pages(): rows of codes in order, with one scale per layer."""
+    """Returns the format of the keys of IndexPages: rows of codes in order, with one scale per layer."""
     _, page_keys, dim = keys.shape
     return PageFormat(Encoding.of(keys.dtype), PoolKind.LATENT, page_keys, 1, dim, dim, Scales.LAYER)
-
-
-def write_scales(pool: KVPoolView, layer_id: int, module: IndexerModule, page_size: int, scale_value: float) -> None:
-    """Writes a layer's scale next to each of its keys, where SGLang keeps the scales of tokens."""
-    index_rows(pool, layer_id).view(torch.float32)[:, page_size * module.head_dim // _FACTOR_BYTES :] = scale_value
 
 
 def refusals(pool: KVPoolView, modules: list[IndexerModule], page_size: int, *, with_masks: bool) -> list[str]:

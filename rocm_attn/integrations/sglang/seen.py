@@ -159,7 +159,7 @@ class LentPool:
         return self._like("v", layer_id, self._pool.get_value_buffer(layer_id))
 
     def get_index_k_with_scale_buffer(self, layer_id: int) -> Tensor:
-        rows: Tensor = self._pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # see index_rows
+        rows: Tensor = self._pool.get_index_k_with_scale_buffer(layer_id)  # type: ignore[attr-defined]  # see IndexPages
         return self._zeros("index", layer_id, rows, self._num_pages)
 
     def _like(self, name: str, layer_id: int, rows: Tensor) -> Tensor:

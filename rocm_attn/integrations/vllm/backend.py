@@ -47,7 +47,7 @@ from rocm_attn.integrations.vllm.layer_terms import (
     MaskTerms,
     WeightLoads,
 )
-from rocm_attn.integrations.vllm.own_tokens import EncoderGroup
+from rocm_attn.integrations.vllm.own_tokens import OwnTokens
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
@@ -145,7 +145,7 @@ class RocmAttnBackend(Answers):
         return True
 
 
-Group = KVGroup | SharedContextGroup | EncoderGroup
+Group = KVGroup | SharedContextGroup | OwnTokens
 
 
 @dataclass
@@ -202,7 +202,9 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         self.group: Group
         kinds = {layer.impl.terms.kind for layer in layers.values()}
         if not kinds.isdisjoint(ENCODERS):
-            self.group = EncoderGroup(of_group, _sizes(vllm_config), device, _options(vllm_config, 1))
+            options = _options(vllm_config, 1)
+            self.group = OwnTokens(of_group, _sizes(vllm_config), device, options)
+            options.said(self.group.attention.kernels().selections)
         elif CROSS in kinds:
             require_parallel(vllm_config, DECODES_SHARED)
             self.group = _new_cross_group(of_group, vllm_config, device)
@@ -239,7 +241,7 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonMetadata) -> RocmAttnMetadata:
         if not isinstance(self.group, KVGroup):
-            whose = "encoders" if isinstance(self.group, EncoderGroup) else "ranks that share contexts"
+            whose = "encoders" if isinstance(self.group, OwnTokens) else "ranks that share contexts"
             raise WrongState(f"vLLM captures steps of {whose}, which the backend does not declare")
         step = self.group.begin_capture(common_attn_metadata)
         return RocmAttnMetadata(self.group, step, common_attn_metadata.causal)

@@ -189,7 +189,8 @@ class KVGroup:
             kv_len = kv_len[: common.num_reqs] * (common.block_table_tensor[: common.num_reqs, 0] > 0)
         if is_captured and isinstance(mask, NoCells):
             mask = self._captured_mask(shape)
-        attention = self._begun(common, shape, kv_len, common.num_reqs, is_captured, mask)
+        attention = self._renewed(common)
+        attention.begin(external_step(common, shape, kv_len, common.num_reqs, is_captured, mask))
         if known is not None and is_captured and known.slots_at == _place(slots):
             attention.replay_fill(known.fill)
         else:
@@ -213,7 +214,8 @@ class KVGroup:
             self.attention.seal()
             self._is_sealed = True
         slots = self._slots(common, shape)
-        attention = self._begun(common, shape, common.seq_lens, 0, True, self._captured_mask(shape))
+        attention, mask = self._renewed(common), self._captured_mask(shape)
+        attention.begin(external_step(common, shape, common.seq_lens, 0, True, mask))
         if known is None:
             fill = attention.record_fill(self._recorder, slots)
             self._captured[shape.padded] = _CapturedStep(shape, _place(slots), fill)
@@ -272,23 +274,6 @@ class KVGroup:
     def _captured_mask(self, shape: ReplayShape) -> DeviceSpans | NoCells:
         """The mask of a captured step: a graph serves steps with spans and without, if its layers may see any."""
         return self._spans.none if self._spans.is_needed and shape.max_q_len > 1 else NO_CELLS
-
-    def _begun(
-        self,
-        common: CommonMetadata,
-        shape: ReplayShape,
-        kv_len: Tensor,
-        num_seqs: int,
-        captured: bool,
-        mask: DeviceSpans | NoCells,
-    ) -> ExternalAttention:
-        """Begins a step and returns its attention.
-
-        num_seqs: sequences that are read; the others are padding
-        """
-        attention = self._renewed(common)
-        attention.begin(external_step(common, shape, kv_len, num_seqs, captured, mask))
-        return attention
 
     def _renewed(self, common: CommonMetadata) -> ExternalAttention:
         """Returns the attention over a step's table, with the head weights that were loaded last."""

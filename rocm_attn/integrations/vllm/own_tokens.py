@@ -1,4 +1,7 @@
-"""OwnTokens: attention of a step's new tokens among themselves, over their K and V alone. It imports no vLLM."""
+"""OwnTokens: attention of a step's new tokens among themselves, over their K and V alone. It imports no vLLM.
+
+So encoders are served: all tokens of a prompt are in one step and see each other, and none is kept.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from rocm_attn.step.external_step import Boundaries, ExternalStep
 
 
 class OwnTokens:
-    """Layers whose new tokens see each other, in memory of this object: each token is a page.
+    """Like KVGroup, for layers whose new tokens see each other, in memory of this object: each token is a page.
 
     Layers take turns: store() fills the rows, and attend() of the same layer reads them.
     Raises Unsupported if no kernel serves a layer.
@@ -86,45 +89,17 @@ class OwnTokens:
         self.attention.fill()
         return StepOfGroup(self.attention.step_number, shape.num_tokens, None)
 
-    def store(self, name: str, num_tokens: int, k: Tensor, v: Tensor) -> None:
-        """Copies K and V of a step's tokens to the rows. k, v: [num_tokens or more, kv_heads, head_dim | v_head_dim]"""
-        for rows, new in zip(self._rows[self._layers[name].problem], (k, v), strict=True):
-            rows[:num_tokens] = new[:num_tokens].unsqueeze(1)
-
-    def attend(self, name: str, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Computes attention over the rows. q, out, lse: of the step's tokens, see KVGroup.attend"""
-        self.attention.layers.attend(self._index[name], q, out, lse)
-
-
-class EncoderGroup:
-    """Like KVGroup, but for encoders: all tokens of a prompt are in one step and see each other, and none is kept.
-
-    Raises Unsupported if no kernel serves a layer.
-    """
-
-    def __init__(
-        self, layers: Mapping[str, GroupLayer], sizes: GroupSizes, device: torch.device, options: GroupOptions
-    ) -> None:
-        self._own = OwnTokens(layers, sizes, device, options)
-        options.said(self._own.attention.kernels().selections)
-
-    @property
-    def attention(self) -> ExternalAttention:
-        """The attention that runs the steps."""
-        return self._own.attention
-
-    def begin(self, common: CommonMetadata) -> StepOfGroup:
-        """Begins and fills a step. Raises the errors of ExternalAttention."""
-        return self._own.begin(common)
-
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keeps K and V of the step's tokens for attend() of the same layer. The layer has no KV cache."""
-        self._own.store(name, step.num_tokens, k, v)
+        """Copies K and V of a step's tokens to the rows. k, v: as in KVGroup.store; the KV cache is not used"""
+        for rows, new in zip(self._rows[self._layers[name].problem], (k, v), strict=True):
+            rows[: step.num_tokens] = new[: step.num_tokens].unsqueeze(1)
 
-    def attend(self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor) -> None:
-        """See KVGroup.attend. Call store() of the same layer before."""
+    def attend(
+        self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Computes attention over the rows. Like KVGroup.attend; call store() of the same layer before."""
         tokens = slice(step.num_tokens)
-        self._own.attend(name, q[tokens], out[tokens])
+        self.attention.layers.attend(self._index[name], q[tokens], out[tokens], None if lse is None else lse[tokens])
 
 
 def _of_own(problem: Problem) -> Problem:

@@ -126,7 +126,7 @@ class SharedContextGroup:
     def store(self, name: str, step: StepOfGroup, kv_cache: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes K and V of the new tokens that this rank keeps to the cache, and all of them to rows for attend()."""
         self._context.store_at(name, step, kv_cache, k, v)
-        self._own.store(name, step.num_tokens, k, v)
+        self._own.store(name, step, kv_cache, k, v)
 
     def attend(self, name: str, step: StepOfGroup, kv_cache: Tensor, q: Tensor, out: Tensor) -> None:
         """Like KVGroup.attend. Call store() of the same layer before."""
@@ -135,7 +135,7 @@ class SharedContextGroup:
         context, lse = self._of_context(name, step, kv_cache, q)
         own = q.new_empty(context.shape)
         own_lse = torch.empty_like(lse)
-        self._own.attend(name, q, own, own_lse)
+        self._own.attend(name, step, kv_cache, q, own, own_lse)
         with on_device(self._device):
             self._own.attention.ops.merge_states(context, lse, own, own_lse, context, lse)
         out[tokens] = context

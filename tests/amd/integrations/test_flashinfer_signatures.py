@@ -13,7 +13,8 @@ import torch
 
 from rocm_attn.errors import BadBatch, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
-from rocm_attn.integrations.flashinfer.signatures import ALWAYS_REFUSED, recorded
+from rocm_attn.integrations.flashinfer.requests import geometry_of
+from rocm_attn.integrations.flashinfer.signatures import ALWAYS_REFUSED, Given, recorded
 from tests.amd.integrations.signatures import LEFT_OUT, NAMES, of_flashinfer
 
 pytestmark = pytest.mark.fast(interpreted=0)
@@ -86,6 +87,24 @@ def test_values_that_ask_for_nothing_are_taken_and_others_refused() -> None:
     for o_scale, error in ((1.0, WrongState), (2.0, Unsupported)):
         with pytest.raises(error):
             ragged.run(rows, rows, rows, o_scale=o_scale)
+
+
+def test_a_plans_arguments_mean_what_they_mean_in_flashinfer() -> None:
+    sizes: dict[str, Any] = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim_qk": 64, "q_data_type": None}
+    plain = geometry_of(Given(**sizes))
+    assert (plain.dtype, plain.kv_dtype, plain.v_head_dim, plain.page_size) == (torch.float16, torch.float16, 64, 1)
+    assert (plain.scale, plain.causal, plain.alibi, plain.soft_cap, plain.deterministic) == (
+        0.125,
+        False,
+        False,
+        0,
+        False,
+    )
+    asked = geometry_of(Given(**sizes, data_type="float32", head_dim_vo=32, fixed_split_size=4, logits_soft_cap=3.0))
+    assert (asked.dtype, asked.kv_dtype, asked.v_head_dim) == (torch.float32, torch.float32, 32)
+    assert (asked.soft_cap, asked.deterministic) == (3.0, True)
+    coded = geometry_of(Given(**sizes, data_type="float32", kv_data_type=torch.float8_e4m3fn), causal=True)
+    assert (coded.kv_dtype, coded.causal) == (torch.float8_e4m3fn, True)
 
 
 def test_each_name_is_in_the_module_of_flashinfers_and_in_the_package() -> None:

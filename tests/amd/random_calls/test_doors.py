@@ -38,11 +38,11 @@ NOT_DRIVEN: dict[str, str] = {
     ),
     **{
         f"{layers}.{name}": _SELECTS
-        for layers in ("StepLayers", "CompiledLayers", "WrappedLayers")
+        for layers in ("StepLayers", "WrappedLayers")
         for name in ("select", "select_among", "store_index", "give_selection", "attend_selected")
     },
     "AdoptedPages.index": _SELECTS,
-    **dict.fromkeys(("StepLayers.fold", "CompiledLayers.fold", "WrappedLayers.fold", "AdoptedPages.state"), _FOLDS),
+    **dict.fromkeys(("StepLayers.fold", "WrappedLayers.fold", "AdoptedPages.state"), _FOLDS),
     **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
     **dict.fromkeys(("guards_from_settings", "pick_tokens", "merge_states", "arithmetic_id"), _VALUES),
     **dict.fromkeys(("HostPages", "HostMemory"), _HOST),

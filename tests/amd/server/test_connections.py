@@ -17,7 +17,7 @@ from rocm_attn.errors import BadSetting
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.options import ServerOptions
 from tests.amd.runner.async_engines import engine
-from tests.amd.server.raw import Client, post, requested, send
+from tests.amd.server.raw import Client, all_of, post, requested, send
 from tests.amd.server.running import MANY_STEPS, Running, gated_server, running
 
 # A self-signed certificate of 127.0.0.1, of no other use.
@@ -26,11 +26,6 @@ CERT, KEY = (Path(__file__).parent / "tls" / f"{name}.pem" for name in ("cert", 
 
 def refused(server: Running, reason: str) -> int:
     return server.between_loops(lambda: server.generations.counts.refused[reason])
-
-
-def all_of(client: socket.socket) -> bytes:
-    """Returns all bytes until the server closes the connection."""
-    return b"".join(iter(lambda: client.recv(4096), b""))
 
 
 def test_a_certificate_encrypts_what_is_sent(loaded: LoadedModel) -> None:

@@ -432,9 +432,8 @@ class Engine:
             while len(self._pending) > 1:
                 self._read_oldest()
                 self._publish_read()
-            if self._speculative_steps.goes_on(
-                self._scheduler
-            ):  # there had been no room for the most tokens of all rounds
+            # There had been no room for the most tokens of all rounds.
+            if self._speculative_steps.goes_on(self._scheduler):
                 self._go_on()
                 return
             while self._pending:

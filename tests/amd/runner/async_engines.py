@@ -64,7 +64,11 @@ class Gated:
 
     async def begun(self) -> None:
         """Waits until another step has begun."""
-        await asyncio.to_thread(self._begun.acquire)
+        await asyncio.to_thread(self.wait_until_begun)
+
+    def wait_until_begun(self) -> None:
+        """Waits until another step has begun, in another thread than the event loop's."""
+        self._begun.acquire()
 
     def let(self, steps: int) -> None:
         for _ in range(steps):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import gguf
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rocm_serve.models.loading import LoadedModel, load_model
@@ -70,6 +73,15 @@ def save(model: Any, directory: Path, **options: Any) -> Path:
     """Writes config.json and safetensors."""
     model.save_pretrained(directory, **options)
     return directory
+
+
+@contextmanager
+def changed_tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a model that was saved; its file then has them as they are left."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    yield tensors
+    save_file(tensors, path)
 
 
 def hf_logits(model: Any, token_ids: Tensor) -> Tensor:

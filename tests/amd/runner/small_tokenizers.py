@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from rocm_attn.models.fields import Fields
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
@@ -36,13 +36,25 @@ def sentencepiece() -> Tokenizer:
     return from_gguf(sentencepiece_fields())
 
 
+def byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    """Splits as GPT-2 does."""
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def of_bytes() -> tokenizers.Tokenizer:
+    """A token for each byte: every character beyond ASCII takes several."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return byte_level(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
+
+
 def of_characters(characters: Iterable[str]) -> tokenizers.Tokenizer:
     """A token for each of these characters, in their order, and one that ends a text."""
     written = {" ": "\u0120", "\n": "\u010a"}  # as byte-level tokenizers write them
     vocabulary = {written.get(character, character): token for token, character in enumerate(characters)}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_level(models.BPE(vocabulary, []))
     backend.add_special_tokens(["<end>"])
     return backend
 
@@ -50,6 +62,5 @@ def of_characters(characters: Iterable[str]) -> tokenizers.Tokenizer:
 def half_characters() -> Tokenizer:
     """Every token is the first byte of a longer character."""
     letters = [chr(byte) for byte in range(0xC0, 0xC0 + CONFIG.vocab_size)]
-    backend = tokenizers.Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_level(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
     return Tokenizer(backend=backend, bos_token_id=None, chat_template=None)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rocm_attn.errors import BadModel, BadSetting
@@ -24,7 +23,7 @@ from rocm_serve.request import Request
 from tests.amd.coded import kept
 from tests.amd.runner.dense_attention import DenseAttention, dense_logits_of, dense_model
 from tests.amd.runner.families import FAMILIES, family_model
-from tests.amd.runner.hf_models import load, random_tokens, save
+from tests.amd.runner.hf_models import changed_tensors, load, random_tokens, save
 from tests.amd.runner.served_logits import served_logits
 from tests.amd.tolerances import assert_layers_close
 
@@ -155,12 +154,10 @@ def with_scales(
     layers: Sequence[int] = range(3),
 ) -> Path:
     """Writes a small model whose file has scales of these layers."""
-    path = save(family_model(family), directory) / "model.safetensors"
-    tensors = load_file(path)
-    for layer in layers:
-        for name, scale_value in zip(names, scale_values, strict=False):
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale_value)
-    save_file(tensors, path)
+    with changed_tensors(save(family_model(family), directory)) as tensors:
+        for layer in layers:
+            for name, scale_value in zip(names, scale_values, strict=False):
+                tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale_value)
     return directory
 
 

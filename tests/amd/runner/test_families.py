@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from rocm_attn.errors import BadModel
 from rocm_serve.engine import Engine
@@ -22,6 +21,7 @@ from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import (
     LLAMA3,
     YARN,
+    changed_tensors,
     hf_logits,
     load,
     random_tokens,
@@ -345,19 +345,17 @@ def gemma3_with_images() -> tuple[Any, Any]:
 )
 def test_the_decoder_of_a_model_that_takes_images_is_served(old: str, new: str, tmp_path: Path) -> None:
     whole, text_model = gemma3_with_images()
-    path = save(whole, tmp_path) / "model.safetensors"
-    tensors = load_file(path)
-    save_file({name.replace(old, new) if old else name: tensor for name, tensor in tensors.items()}, path)
-    assert any("vision" in name for name in tensors)
+    with changed_tensors(save(whole, tmp_path)) as tensors:
+        assert any("vision" in name for name in tensors)
+        for name in [name for name in tensors if old and old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
     token_ids = random_tokens(30)
     assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(text_model, token_ids))
 
 
 def test_a_missing_tensor_of_the_decoder_is_named(tmp_path: Path) -> None:
-    path = save(gemma3_with_images()[0], tmp_path) / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["language_model.model.layers.1.post_feedforward_layernorm.weight"]
-    save_file(tensors, path)
+    with changed_tensors(save(gemma3_with_images()[0], tmp_path)) as tensors:
+        del tensors["language_model.model.layers.1.post_feedforward_layernorm.weight"]
     with pytest.raises(BadModel, match=r"lacks model\.layers\.1\.post_feedforward_layernorm\.weight"):
         load(tmp_path)
 
@@ -375,27 +373,24 @@ def test_the_decoder_of_qwen3_5_is_served_without_its_images_and_its_layers_for_
     text_model = family_model("qwen3_5_moe", tie_word_embeddings=tied)
     whole.model.language_model.load_state_dict(text_model.model.state_dict())
     whole.lm_head.load_state_dict(text_model.lm_head.state_dict())
-    path = save(whole, tmp_path) / "model.safetensors"
-    tensors = load_file(path)
-    assert any("visual" in name for name in tensors)
-    save_file({**tensors, "mtp.norm.weight": torch.ones(48)}, path)
+    with changed_tensors(save(whole, tmp_path)) as tensors:
+        assert any("visual" in name for name in tensors)
+        tensors["mtp.norm.weight"] = torch.ones(48)
     token_ids = random_tokens(30)
     assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(text_model, token_ids))
 
 
 @pytest.mark.parametrize(("family", "num_layers"), [("qwen3_next", 4), ("qwen3_5", 4), ("nemotron_h", 7)])
 def test_layers_for_speculation_are_not_read(family: str, num_layers: int, tmp_path: Path) -> None:
-    path = save(family_model(family), tmp_path) / "model.safetensors"
-    tensors = load_file(path)
-    save_file({**tensors, "mtp.layers.0.input_layernorm.weight": torch.ones(48)}, path)
+    with changed_tensors(save(family_model(family), tmp_path)) as tensors:
+        tensors["mtp.layers.0.input_layernorm.weight"] = torch.ones(48)
     assert load(tmp_path).config.num_layers == num_layers
 
 
 @pytest.mark.parametrize("family", ["qwen3", "bamba", "deepseek_v3"])
 def test_a_family_without_them_has_no_place_for_such_names(family: str, tmp_path: Path) -> None:
-    path = save(family_model(family), tmp_path) / "model.safetensors"
-    tensors = load_file(path)
-    save_file({**tensors, "mtp.layers.0.input_layernorm.weight": torch.ones(48)}, path)
+    with changed_tensors(save(family_model(family), tmp_path)) as tensors:
+        tensors["mtp.layers.0.input_layernorm.weight"] = torch.ones(48)
     with pytest.raises(BadModel, match=r"has mtp\.layers\.0\.input_layernorm\.weight, which \w+ does not use"):
         load(tmp_path)
 
@@ -404,8 +399,8 @@ def test_a_family_without_them_has_no_place_for_such_names(family: str, tmp_path
     ("family", "prefix"), [("qwen3_next", "model.layers.0.self_attn"), ("nemotron_h", "backbone.layers.1.mixer")]
 )
 def test_a_layer_without_attention_has_no_place_for_its_tensors(family: str, prefix: str, tmp_path: Path) -> None:
-    path = save(family_model(family), tmp_path) / "model.safetensors"
-    save_file({**load_file(path), f"{prefix}.k_proj.weight": torch.ones(32, 48)}, path)
+    with changed_tensors(save(family_model(family), tmp_path)) as tensors:
+        tensors[f"{prefix}.k_proj.weight"] = torch.ones(32, 48)
     with pytest.raises(BadModel, match=r"has model\.layers\.\d\.self_attn\.k_proj\.weight, which \w+ does not use"):
         load(tmp_path)
 
@@ -413,11 +408,12 @@ def test_a_layer_without_attention_has_no_place_for_its_tensors(family: str, pre
 def test_experts_of_qwen3_5_are_read_in_one_tensor_or_in_many(tmp_path: Path) -> None:
     """Its makers publish one tensor for a layer's experts; transformers writes three for each of them."""
     reference, token_ids = family_model("qwen3_5_moe"), random_tokens(20)
-    path = save(reference, tmp_path) / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(path).items() if ".experts." not in name}
     joined = {name: tensor for name, tensor in reference.state_dict().items() if ".experts." in name}
     assert len(joined) == 8
-    save_file({**tensors, **joined}, path)
+    with changed_tensors(save(reference, tmp_path)) as tensors:
+        for name in [name for name in tensors if ".experts." in name]:
+            del tensors[name]
+        tensors |= joined
     assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(reference, token_ids))
 
 
@@ -433,9 +429,8 @@ def test_experts_in_mxfp4_are_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 def test_experts_of_another_shape_are_named(tmp_path: Path) -> None:
-    path = save(family_model("gpt_oss"), tmp_path) / "model.safetensors"
-    tensors = load_file(path)
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    save_file({**tensors, name: tensors[name].transpose(1, 2).contiguous()}, path)
+    with changed_tensors(save(family_model("gpt_oss"), tmp_path)) as tensors:
+        name = "model.layers.0.mlp.experts.gate_up_proj"
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
     with pytest.raises(BadModel, match=r"experts\.gate_up_proj has shape \[6, 160, 48\]; .* for \[6, 48, 160\]"):
         load(tmp_path)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadModel
 from tests.amd.runner.dense_attention import dense_logits
-from tests.amd.runner.hf_models import hf_logits, load, random_tokens, save, small_hf_model
+from tests.amd.runner.hf_models import changed_tensors, hf_logits, load, random_tokens, save, small_hf_model
 from tests.amd.tolerances import assert_layers_close
 
 Tensors = dict[str, Tensor]
@@ -24,14 +24,6 @@ def model_dir(tmp_path: Path) -> Path:
     return save(small_hf_model("Llama"), tmp_path)
 
 
-def rewrite(directory: Path, change: Callable[[Tensors], object]) -> None:
-    """Write the model's tensors again with something changed."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
 def test_shards_give_what_a_single_file_gives(tmp_path: Path) -> None:
     reference, token_ids = small_hf_model("Qwen3"), random_tokens(9)
     save(reference, tmp_path, max_shard_size="40KB")
@@ -40,7 +32,8 @@ def test_shards_give_what_a_single_file_gives(tmp_path: Path) -> None:
 
 
 def test_bfloat16_files_are_read_in_the_dtype_asked_for(model_dir: Path) -> None:
-    rewrite(model_dir, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    with changed_tensors(model_dir) as tensors:
+        tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items()}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         weights = load(model_dir, dtype).weights
         assert {weights.head.dtype, weights.attending[0].out.dtype, weights.final_norm.dtype} == {dtype}
@@ -48,7 +41,8 @@ def test_bfloat16_files_are_read_in_the_dtype_asked_for(model_dir: Path) -> None
 
 def test_a_tied_head_that_is_stored_again_is_passed_over(tmp_path: Path) -> None:
     directory = save(small_hf_model("Llama", tie_word_embeddings=True), tmp_path)
-    rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(101, 48)}))
+    with changed_tensors(directory) as tensors:
+        tensors["lm_head.weight"] = torch.zeros(101, 48)
     weights = load(directory).weights
     assert weights.head.data_ptr() == weights.embedding.data_ptr()
 
@@ -71,13 +65,15 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 def test_tensors_that_do_not_fit_the_config_are_named(
     change: Callable[[Tensors], object], sentence: str, model_dir: Path
 ) -> None:
-    rewrite(model_dir, change)
+    with changed_tensors(model_dir) as tensors:
+        change(tensors)
     with pytest.raises(BadModel, match=sentence):
         load(model_dir)
 
 
 def test_a_weight_too_large_for_the_dtype_is_refused(model_dir: Path) -> None:
-    rewrite(model_dir, lambda tensors: tensors[K_PROJ].fill_(1e5))
+    with changed_tensors(model_dir) as tensors:
+        tensors[K_PROJ].fill_(1e5)
     load(model_dir)
     with pytest.raises(BadModel, match="too small a range"):
         load(model_dir, torch.float16)

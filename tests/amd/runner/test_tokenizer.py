@@ -15,7 +15,7 @@ import tokenizers
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers, trainers
 
 from rocm_attn.errors import BadModel, BadRequest
 from rocm_attn.models.fields import Fields
@@ -24,7 +24,7 @@ from rocm_serve.models.places import find_model
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
 from rocm_serve.text.tokenizer import Tokenizer
-from tests.amd.runner.small_tokenizers import from_gguf, sentencepiece, sentencepiece_fields
+from tests.amd.runner.small_tokenizers import byte_level, from_gguf, of_bytes, sentencepiece, sentencepiece_fields
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1234567 o'clock, we'll see!",
@@ -38,9 +38,7 @@ SPECIAL = ["<|end|>", "<|start|>"]
 @pytest.fixture(scope="module")
 def trained() -> tokenizers.Tokenizer:
     """A byte-level BPE over CORPUS that splits as GPT-2 does."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level(models.BPE())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
@@ -185,7 +183,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 @given(ids=st.lists(st.integers(0, 255), max_size=30))
 def test_streamed_pieces_put_together_are_the_whole_text_even_of_broken_bytes(ids: list[int]) -> None:
-    assert streamed(_TRAINED, ids) == _TRAINED.decode(ids)
+    assert streamed(_OF_BYTES, ids) == _OF_BYTES.decode(ids)
 
 
 @given(text=st.text(alphabet="helowrd é東🎉", max_size=20))
@@ -195,7 +193,7 @@ def test_streamed_sentencepiece_keeps_every_space(text: str) -> None:
 
 def test_a_stream_holds_back_a_character_until_it_is_whole() -> None:
     text = "a🎉東é"
-    for tokenizer in (_TRAINED, _SENTENCEPIECE):
+    for tokenizer in (_OF_BYTES, _SENTENCEPIECE):
         stream = tokenizer.stream()
         pieces = [stream.push(token) for token in tokenizer.encode(text)]
         assert "".join(pieces) == text
@@ -204,23 +202,14 @@ def test_a_stream_holds_back_a_character_until_it_is_whole() -> None:
 
 
 def test_a_stream_that_ends_inside_a_character_says_so_once() -> None:
-    stream = _TRAINED.stream()
-    pieces = [stream.push(token) for token in _TRAINED.encode("ok🎉")[:-1]]
+    stream = _OF_BYTES.stream()
+    pieces = [stream.push(token) for token in _OF_BYTES.encode("ok🎉")[:-1]]
     assert "".join(pieces) == "ok"
     assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
     assert stream.finish() == ""
 
 
-def _trained_once() -> Tokenizer:
-    """Without merges: every character beyond ASCII takes several tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend=backend, bos_token_id=None, chat_template=None)
-
-
-_TRAINED = _trained_once()
+_OF_BYTES = Tokenizer(backend=of_bytes(), bos_token_id=None, chat_template=None)
 _SENTENCEPIECE = from_gguf(sentencepiece_fields())
 
 
@@ -323,21 +312,21 @@ def test_a_damaged_tokenizer_json_is_refused(text: str, tmp_path: Path) -> None:
 
 def test_a_model_without_template_asks_for_raw_prompts() -> None:
     with pytest.raises(BadRequest, match="has no chat template"):
-        _TRAINED.encode_chat("hello")
+        _OF_BYTES.encode_chat("hello")
 
 
 def test_half_of_a_character_is_refused_wherever_it_comes_from() -> None:
     sentence = r"^character 3 of the text is the surrogate U\+DC80, half of a character"
     with pytest.raises(BadRequest, match=sentence):
-        _TRAINED.encode("ab\udc80")
+        _OF_BYTES.encode("ab\udc80")
     template = ChatTemplate("{{ 'ab\\udc80' }}")
     with pytest.raises(BadRequest, match=sentence):
-        Tokenizer(backend=_TRAINED.backend, bos_token_id=None, chat_template=template).encode_chat("ab")
+        Tokenizer(backend=_OF_BYTES.backend, bos_token_id=None, chat_template=template).encode_chat("ab")
 
 
 def test_with_another_template_a_tokenizer_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that brings a template would wait for the added tokens of its model to be read."""
-    first = Tokenizer(_TRAINED.backend, 9, ChatTemplate("{{ bos_token }}first", "<|start|>", with_tools="tools"))
+    first = Tokenizer(_OF_BYTES.backend, 9, ChatTemplate("{{ bos_token }}first", "<|start|>", with_tools="tools"))
 
     def read_again(*_: object) -> None:
         raise AssertionError("the tokenizer is made again")
@@ -353,9 +342,9 @@ def test_with_another_template_a_tokenizer_is_not_made_again(monkeypatch: pytest
 
 def test_a_token_before_the_text_is_for_plain_texts_only() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
-    tokenizer = Tokenizer(backend=_TRAINED.backend, bos_token_id=9, chat_template=template)
-    assert tokenizer.encode("ab") == [9, *_TRAINED.encode("ab")]
-    assert tokenizer.encode_chat("ab") == _TRAINED.encode("ab")
+    tokenizer = Tokenizer(backend=_OF_BYTES.backend, bos_token_id=9, chat_template=template)
+    assert tokenizer.encode("ab") == [9, *_OF_BYTES.encode("ab")]
+    assert tokenizer.encode_chat("ab") == _OF_BYTES.encode("ab")
 
 
 def test_a_line_with_nothing_but_a_block_leaves_no_line() -> None:

@@ -76,6 +76,11 @@ def head_of_a_post(*headers: str, path: str = COMPLETIONS) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode()
 
 
+def all_of(client: socket.socket) -> bytes:
+    """Returns all bytes until the server closes the connection."""
+    return b"".join(iter(lambda: client.recv(4096), b""))
+
+
 class Client:
     """A connection over which a request was sent; a test reads the answer at any time; a context closes it."""
 

@@ -26,11 +26,13 @@ from rocm_serve.server.run import Server
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.traces import OtelTraces
 from rocm_serve.text.tokenizer import Tokenizer
-from tests.amd.runner.async_engines import is_empty
+from tests.amd.runner.async_engines import Gated, is_empty
+from tests.amd.runner.serving import engine as small_engine
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
 from tests.amd.runner.with_parameters import END, character_tokenizer
 
 NAME = "tiny"
+MANY_STEPS = 10_000
 T = TypeVar("T")
 _ONE_LAYER = replace(CONFIG, layers=CONFIG.layers[:1])
 
@@ -190,3 +192,15 @@ def running(
         if thread.is_alive():
             server.drain()
         thread.join()
+
+
+@contextmanager
+def gated_server(loaded: LoadedModel, **options: Any) -> Iterator[tuple[Running, Gated]]:
+    """A server whose engine waits before each step; all steps may run at the end."""
+    served = small_engine(loaded)
+    gated = Gated(served)
+    with running(served, **options) as server:
+        try:
+            yield server, gated
+        finally:
+            gated.let(MANY_STEPS)

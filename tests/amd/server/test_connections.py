@@ -16,9 +16,9 @@ import pytest
 from rocm_attn.errors import BadSetting
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.options import ServerOptions
-from tests.amd.runner.async_engines import Gated, engine
-from tests.amd.server.raw import Client, post, requested, send
-from tests.amd.server.running import Running, running
+from tests.amd.runner.async_engines import engine
+from tests.amd.server.raw import Client, all_of, post, requested, send
+from tests.amd.server.running import MANY_STEPS, Running, gated_server, running
 
 # A self-signed certificate of 127.0.0.1, of no other use.
 CERT, KEY = (Path(__file__).parent / "tls" / f"{name}.pem" for name in ("cert", "key"))
@@ -26,11 +26,6 @@ CERT, KEY = (Path(__file__).parent / "tls" / f"{name}.pem" for name in ("cert", 
 
 def refused(server: Running, reason: str) -> int:
     return server.between_loops(lambda: server.generations.counts.refused[reason])
-
-
-def all_of(client: socket.socket) -> bytes:
-    """Returns all bytes until the server closes the connection."""
-    return b"".join(iter(lambda: client.recv(4096), b""))
 
 
 def test_a_certificate_encrypts_what_is_sent(loaded: LoadedModel) -> None:
@@ -84,17 +79,15 @@ def test_a_second_head_on_a_connection_is_bounded_too(loaded: LoadedModel) -> No
 
 def test_a_request_that_is_served_may_take_longer_than_its_head(loaded: LoadedModel) -> None:
     """No timer runs while it is served, nor while its connection is idle, which has a separate limit."""
-    served = engine(loaded)
-    gated = Gated(served)
 
     def timers() -> list[bool]:
         return [vars(each)["_head_timer"] is not None for each in server.server.server_state.connections]
 
-    with running(served) as server:
+    with gated_server(loaded) as (server, gated):
         client = Client(server, requested(stream=True))
-        gated._begun.acquire()
+        gated.wait_until_begun()
         assert server.between_loops(timers) == [False]
-        gated.let(100)
+        gated.let(MANY_STEPS)
         client.read_until(b"[DONE]")
         server.jobs_are_done()
         assert server.between_loops(timers) == [False]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,31 +28,13 @@ from rocm_serve.server.job import Jobs
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.replies import CompletionReplies
-from tests.amd.runner.async_engines import Broken, Gated, engine
+from tests.amd.runner.async_engines import Broken, engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
 from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, head_of_a_post, post, requested, send
-from tests.amd.server.running import NAME, Running, running, word_model
+from tests.amd.server.running import MANY_STEPS, NAME, Running, gated_server, running, word_model
 
 LONG: dict[str, Any] = {"max_tokens": 60}
 JSON = (b"content-type", b"application/json")
-MANY_STEPS = 10_000
-
-
-@contextmanager
-def gated_server(loaded: LoadedModel, **options: Any) -> Iterator[tuple[Running, Gated]]:
-    """A server whose engine waits before each step; all steps may run at the end."""
-    served = engine(loaded)
-    gated = Gated(served)
-    with running(served, **options) as server:
-        try:
-            yield server, gated
-        finally:
-            gated.let(MANY_STEPS)
-
-
-def begun(gated: Gated) -> None:
-    """Waits until another step has begun."""
-    gated._begun.acquire()
 
 
 def events(text: bytes) -> list[Any]:
@@ -86,7 +67,7 @@ def test_a_client_that_leaves_a_stream_frees_its_pages(path: str, num_choices: i
 def test_a_client_that_leaves_before_its_answer_frees_its_pages(loaded: LoadedModel) -> None:
     with gated_server(loaded) as (server, gated):
         client = Client(server, requested(n=2, **LONG))
-        begun(gated)
+        gated.wait_until_begun()
         client.leave()
         server.jobs_are_done()
         gated.let(MANY_STEPS)
@@ -176,7 +157,7 @@ def test_a_computed_answer_that_waits_to_be_read_takes_no_place(loaded: LoadedMo
 def test_whom_no_place_is_free_for_is_reported_when_to_come_again(loaded: LoadedModel) -> None:
     with gated_server(loaded, max_requests=2, max_choices=2) as (server, gated):
         first = Client(server, requested(stream=True, **LONG))
-        begun(gated)
+        gated.wait_until_begun()
         # One place is free, and two are requested: neither is taken.
         refused = [post(server, requested(n=2))]
         second = Client(server, requested(stream=True))
@@ -259,7 +240,7 @@ async def no_message() -> Any:
 
 def test_a_server_that_drains_finishes_what_it_has_taken(loaded: LoadedModel) -> None:
     with gated_server(loaded) as (server, gated), Client(server, requested(stream=True, **LONG)) as client:
-        begun(gated)
+        gated.wait_until_begun()
         server.drain()
         server.wait_until_draining()
         replies = [send(server, "GET", "/ready"), post(server, requested()), send(server, "GET", "/health")]
@@ -321,7 +302,7 @@ def test_a_fault_of_the_device_fails_the_requests_of_its_step_and_is_counted(
         server.wait_until(lambda: server.front.num_requests >= 2)
         gated.let(2)
         for _ in range(3):
-            begun(gated)
+            gated.wait_until_begun()
 
         def faulty(*_: object) -> Any:
             monkeypatch.setattr(served._steps, "run", run_step)

@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from rocm_serve.models.loading import LoadedModel
-from tests.amd.runner.async_engines import Gated, engine
+from tests.amd.runner.async_engines import engine
 from tests.amd.server.raw import Client, requested
-from tests.amd.server.running import Running, running
+from tests.amd.server.running import MANY_STEPS, Running, gated_server, running
 
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -22,13 +22,11 @@ def waits_for_a_reset(server: Running) -> bool:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_has_said_all_gets_its_whole_answer(is_stream: bool, loaded: LoadedModel) -> None:
-    served = engine(loaded)
-    gated = Gated(served)
-    with running(served) as server, Client(server, requested(stream=is_stream)) as client:
-        gated._begun.acquire()
+    with gated_server(loaded) as (server, gated), Client(server, requested(stream=is_stream)) as client:
+        gated.wait_until_begun()
         client.socket.shutdown(socket.SHUT_WR)
         server.wait_until(lambda: waits_for_a_reset(server))
-        gated.let(100)
+        gated.let(MANY_STEPS)
         received = client.rest()
         assert received.startswith(INTERIM + b"HTTP/1.1 200 OK\r\n"), "all clients must skip the first (RFC 9110, 15.2)"
         assert (b"data: [DONE]\n\n" if is_stream else b'"completion_tokens":4') in received
@@ -39,17 +37,15 @@ def test_a_client_that_ends_its_side_and_then_goes_is_noticed(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rocm_serve.server.half_closed._LOOKS", 1)
-    served = engine(loaded)
-    gated = Gated(served)
-    with running(served) as server:
+    with gated_server(loaded) as (server, gated):
         client = Client(server, requested())
-        gated._begun.acquire()
+        gated.wait_until_begun()
         client.socket.shutdown(socket.SHUT_WR)
         server.wait_until(lambda: waits_for_a_reset(server))
         assert client.socket.recv(len(INTERIM)) == INTERIM
         client.leave()
         server.jobs_are_done()
-        gated.let(100)
+        gated.let(MANY_STEPS)
         assert server.holds_nothing()
         assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
 
@@ -62,10 +58,7 @@ def test_a_half_of_a_request_is_not_waited_for(loaded: LoadedModel) -> None:
 
 
 def test_an_older_client_gets_no_interim_answer(loaded: LoadedModel) -> None:
-    served = engine(loaded)
-    gated = Gated(served)
-    with running(served) as server, socket.create_connection(server.address) as client:
+    with running(engine(loaded)) as server, socket.create_connection(server.address) as client:
         client.sendall(b"GET /health HTTP/1.0\r\n\r\n")
         client.shutdown(socket.SHUT_WR)
         assert INTERIM not in client.recv(4096)
-        gated.let(100)

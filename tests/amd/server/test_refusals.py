@@ -24,7 +24,7 @@ from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
-from tests.amd.server.raw import CHAT, COMPLETIONS, head_of_a_post, post, requested, send
+from tests.amd.server.raw import CHAT, COMPLETIONS, all_of, head_of_a_post, post, requested, send
 from tests.amd.server.running import NAME, Running, running
 
 MOST_BYTES = 20_000
@@ -254,8 +254,7 @@ def test_a_request_with_two_lengths_is_refused_and_nothing_after_it_is_read(serv
     with socket.create_connection(server.address) as client:
         both = head_of_a_post("Content-Length: 5", "Transfer-Encoding: chunked")
         client.sendall(both + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: t\r\n\r\n")
-        with client.makefile("rb") as answer:
-            received = answer.read()
+        received = all_of(client)
     assert received.startswith(b"HTTP/1.1 400 ")
     assert b"\r\nconnection: close\r\n" in received.lower()
     assert b'"code":"ambiguous_length"' in received
@@ -285,9 +284,9 @@ def test_the_bound_of_a_body_holds_while_it_streams_in(server: Running) -> None:
         connection.sendall(head_of_a_post("Transfer-Encoding: chunked"))
         chunk = b"%x\r\n%s\r\n" % (MOST_BYTES, b" " * MOST_BYTES)
         connection.sendall(chunk * 2 + b"1\r\n \r\n")  # and no end
-        with connection.makefile("rb") as answer:
-            assert answer.readline().startswith(b"HTTP/1.1 413 ")
-            assert b'"code":"body_too_large"' in answer.read()
+        received = all_of(connection)
+    assert received.startswith(b"HTTP/1.1 413 ")
+    assert b'"code":"body_too_large"' in received
 
 
 async def test_a_body_that_no_route_reads_is_not_kept() -> None:
@@ -313,10 +312,9 @@ async def test_a_body_that_no_route_reads_is_not_kept() -> None:
 def test_a_body_that_comes_slowly_is_given_up() -> None:
     with running(engine(tiny_model()), body_seconds=0.05) as served, socket.create_connection(served.address) as slow:
         slow.sendall(head_of_a_post("Content-Length: 9") + b"{")
-        with slow.makefile("rb") as answer:
-            text = answer.read()
-    assert text.startswith(b"HTTP/1.1 408")
-    assert b'"code":"body_too_slow"' in text
+        received = all_of(slow)
+    assert received.startswith(b"HTTP/1.1 408")
+    assert b'"code":"body_too_slow"' in received
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], f"Bearer {KEYS[0]}x"])

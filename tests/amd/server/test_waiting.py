@@ -14,9 +14,9 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.waiting import WaitingBytes, client_at
-from tests.amd.runner.async_engines import Gated, engine
+from tests.amd.runner.async_engines import engine
 from tests.amd.server.raw import Client, as_bytes, head_of_a_post, post, requested
-from tests.amd.server.running import Running, running
+from tests.amd.server.running import MANY_STEPS, Running, gated_server, running
 
 KEYS = ("first-secret-key", "second-secret-key")
 MOST = 30_000
@@ -45,19 +45,17 @@ def test_bodies_that_never_come_take_no_places(loaded: LoadedModel) -> None:
 
 
 def test_places_are_counted_again_when_a_body_has_come(loaded: LoadedModel) -> None:
-    served = engine(loaded)
-    gated = Gated(served)
     whole = as_bytes(requested())
-    with running(served, max_requests=1) as server, ExitStack() as stack:
+    with gated_server(loaded, max_requests=1) as (server, gated), ExitStack() as stack:
         slow = [stack.enter_context(socket.create_connection(server.address)) for _ in range(2)]
         for client in slow:
             client.sendall(whole[:-1])
         server.wait_until(lambda: len(server.jobs) >= 2)
         slow[0].sendall(whole[-1:])
-        gated._begun.acquire()
+        gated.wait_until_begun()
         slow[1].sendall(whole[-1:])
         assert slow[1].recv(4096).startswith(b"HTTP/1.1 429 ")
-        gated.let(100)
+        gated.let(MANY_STEPS)
         assert slow[0].recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
@@ -95,13 +93,11 @@ def test_one_client_has_only_its_share_of_what_waits(loaded: LoadedModel) -> Non
 
 def test_a_body_waits_no_longer_when_the_engine_has_its_requests(loaded: LoadedModel) -> None:
     """A long answer to a long prompt keeps nobody else's body out."""
-    served = engine(loaded)
-    gated = Gated(served)
-    with running(served) as server, Client(server, {**padded(9000), "stream": True}) as client:
-        gated._begun.acquire()
+    with gated_server(loaded) as (server, gated), Client(server, {**padded(9000), "stream": True}) as client:
+        gated.wait_until_begun()
         server.wait_until(lambda: not server.generations.counts.waiting_bytes)
         assert len(server.jobs) == 1
-        gated.let(100)
+        gated.let(MANY_STEPS)
         client.read_until(b"[DONE]")
 
 

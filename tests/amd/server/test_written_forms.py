@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from rocm_serve.text.constraint import Constraint, compiled_of, tokens_of
 from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
 from rocm_serve.text.tokenizer import Tokenizer
 from rocm_serve.text.written_forms import CALL_FORMS, MARK, REASONING_FORMS, form_named
+from tests.amd.runner.small_tokenizers import of_bytes
 from tests.amd.server.tool_models import TEMPLATES
 
 WEATHER = {
@@ -387,11 +387,7 @@ def test_a_model_whose_template_has_no_reasoning_writes_none() -> None:
 
 def letters(special: tuple[str, ...] = ()) -> Tokenizer:
     """A token for each byte, and one for each of these marks and for the end."""
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = {each: place for place, each in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-    backend.model = tokenizers.models.BPE(alphabet, [])
+    backend = of_bytes()
     backend.add_special_tokens(["<end>", *special])
     return Tokenizer(backend, None, None)
 

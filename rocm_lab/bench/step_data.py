@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -77,7 +78,7 @@ class StepData:
             workspace=torch.empty(kernel.workspace_words(bounds.shape), dtype=torch.float32, device=self.device),
         )
         kernel.schedule.build(queries, step, bounds, schedule)
-        return lambda: kernel.attend(args, step, bounds)
+        return partial(kernel.attend, args, step, bounds)
 
     def with_lse(self) -> StepData:
         """The same, with memory for the log-sum-exp."""

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadSetting
 
 # Lengths are int32 on the device.
@@ -118,6 +119,16 @@ class BatchSpec:
     def kv_len(self) -> tuple[int, ...]:
         """Tokens of each sequence, new ones included."""
         return tuple(group.kv_len for group in self.groups for _ in range(group.num_seqs))
+
+    @property
+    def kind(self) -> StepKind:
+        """The kind of the step if it runs eagerly. Steps of an empty cache may have a kernel of their own."""
+        new = [group.new for group in self.groups]
+        if max(new) == 1:
+            return StepKind.DECODE
+        if min(new) == 1:
+            return StepKind.MIXED
+        return StepKind.EXTEND if any(group.stored for group in self.groups) else StepKind.PREFILL
 
     def __str__(self) -> str:
         return "+".join(map(str, self.groups))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.target import detect_target
-from rocm_attn.providers.contract import KernelEntry, PoolSize
+from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kernels import missing_kernels
 from rocm_lab.bench.contestant import Contestant, LayerLaunch, NotServed
@@ -16,7 +16,6 @@ from rocm_lab.bench.peers.flash_attention import FlashAttention3
 from rocm_lab.bench.peers.flashinfer import FlashInfer
 from rocm_lab.bench.peers.torch_sdpa import TorchSdpa
 from rocm_lab.bench.peers.vllm_triton import VllmTriton
-from rocm_lab.bench.prepared import PreparedLayer
 from rocm_lab.bench.step_data import StepData
 
 DETERMINISTIC = "+deterministic"
@@ -33,18 +32,7 @@ class OwnProvider:
     deterministic: bool = False
 
     def prepare(self, data: StepData) -> LayerLaunch:
-        """Does the same as Contestant.prepare."""
-        row, prepared = self.prepared(data)
-        return LayerLaunch(
-            prepared.attend,
-            lambda: data.out,
-            f"{row.name}: {prepared.kernel.describe()}",
-            row.rounds_products,
-            row.rounds_queries,
-        )
-
-    def prepared(self, data: StepData) -> tuple[KernelEntry, PreparedLayer]:
-        """Returns the row that serves the step, and its kernel over the data. Raises NotServed."""
+        """Does the same as Contestant.prepare, with the row that serves the step."""
         target = detect_target(data.device)
         pool = PoolSize(data.pages.k.shape[0], data.bounds.max_kv_len, data.batch.num_seqs)
         try:
@@ -59,7 +47,9 @@ class OwnProvider:
         except Unsupported as refusal:
             raise NotServed("; ".join(refusal.reasons) or refusal.summary) from refusal
         kernel = selection.kernel(data.kind)
-        return kernel.entry, data.layer(kernel.bound)
+        row, bound = kernel.entry, kernel.bound
+        what = f"{row.name}: {bound.describe()}"
+        return LayerLaunch(data.layer(bound), lambda: data.out, what, row.rounds_products, row.rounds_queries)
 
 
 def contestants(names: tuple[str, ...], fa3_library: str) -> Mapping[str, Contestant]:

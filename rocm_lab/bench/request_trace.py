@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,7 @@ class RequestTrace:
         """Makes a trace in order of arrival, the first at 0."""
         ordered = sorted(requests, key=lambda request: request.arrival_s)
         first = ordered[0].arrival_s if ordered else 0.0
-        return cls(
-            tuple(
-                TracedRequest(each.arrival_s - first, each.prompt_tokens, each.output_tokens, each.prefix)
-                for each in ordered
-            )
-        )
+        return cls(tuple(replace(each, arrival_s=each.arrival_s - first) for each in ordered))
 
     def first(self, count: int) -> RequestTrace:
         """Returns a trace of only the first requests."""
@@ -89,12 +84,7 @@ class RequestTrace:
 
     def faster(self, times: float) -> RequestTrace:
         """Returns the same requests in a `times`th of the time; infinity: all at once."""
-        return RequestTrace(
-            tuple(
-                TracedRequest(each.arrival_s / times, each.prompt_tokens, each.output_tokens, each.prefix)
-                for each in self.requests
-            )
-        )
+        return RequestTrace(tuple(replace(each, arrival_s=each.arrival_s / times) for each in self.requests))
 
     def text(self) -> str:
         """Returns the text of a file of the own schema."""

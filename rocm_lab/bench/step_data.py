@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
 from rocm_attn.kernels.cache.records import RecordParts
@@ -18,7 +22,6 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import BoundKernel, StepBounds
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_lab.bench.batch_spec import BatchSpec
-from rocm_lab.bench.prepared import PreparedLayer, bounds_of_step, ints, step_of
 
 # Entries after the last page of a list or a table row, for kernels that read ahead. They name page 0.
 _READ_AHEAD = 256
@@ -58,10 +61,24 @@ class StepData:
         """The device of the data."""
         return self.q.device
 
-    def layer(self, kernel: BoundKernel) -> PreparedLayer:
-        """The layer by a kernel."""
-        rows = self.q, self.out
-        return PreparedLayer.of(kernel, self.step, self.bounds, rows, self.pages, self.weights, self.lse)
+    def layer(self, kernel: BoundKernel) -> Callable[[], None]:
+        """Returns the launch of the layer by a kernel, with memory of its own, after the work that a step does once."""
+        step, bounds, queries = self.step, self.bounds, self.bounds.queries(self.step)
+        schedule = torch.empty(kernel.schedule.words(bounds.shape), dtype=torch.int32, device=self.device)
+        args = AttendArgs(
+            q=self.q,
+            pages=self.pages,
+            table=step.table,
+            queries=queries,
+            out=self.out,
+            lse=self.lse,
+            sinks=self.weights.sinks,
+            slopes=self.weights.alibi_slopes,
+            schedule=schedule,
+            workspace=torch.empty(kernel.workspace_words(bounds.shape), dtype=torch.float32, device=self.device),
+        )
+        kernel.schedule.build(queries, step, bounds, schedule)
+        return partial(kernel.attend, args, step, bounds)
 
     def with_lse(self) -> StepData:
         """The same, with memory for the log-sum-exp."""
@@ -122,10 +139,14 @@ def _step_over(
     places = torch.arange(problem.page_size, device=device)
     slots = [(mine[:, None] * problem.page_size + places).flatten() for mine in pages_of_seq]
     new_slots = [each[end - new : end] for each, end, new in zip(slots, kv_len, q_len, strict=True)]
-    step = step_of(
-        kv_len,
-        q_len,
-        table,
+    step = StepTensors.of(
+        ints([], device),
+        counts=ints([num_seqs, num_tokens, 1, 0], device),
+        kv_len=lengths,
+        q_len=ints(q_len, device),
+        q_indptr=ints(accumulate(q_len, initial=0), device),
+        table=table,
+        row_of_seq=ints(range(num_seqs), device),
         kv_len_int64=lengths.long(),
         slot_of_token=torch.cat(new_slots).int(),
         block_table=table,
@@ -133,10 +154,15 @@ def _step_over(
         page_list=page_list,
         last_page_len=(lengths - 1) % problem.page_size + 1,
     )
-    bounds = bounds_of_step(kv_len, q_len)
+    bounds = StepBounds(PaddedShape(batch.kind, num_seqs, num_tokens), max(q_len), max(kv_len))
     out = q.new_full((num_tokens, problem.num_q_heads, problem.v_head_dim), float("nan"))
     of_seq = tuple(mine.long() for mine in pages_of_seq)
     return StepData(problem, batch, step, bounds, q, out, pages, weights, of_seq)
+
+
+def ints(values: Iterable[int], device: torch.device) -> Tensor:
+    """Returns int32 on the device."""
+    return torch.tensor(list(values), dtype=torch.int32, device=device)
 
 
 def random_pages(problem: Problem, num_pages: int, generator: torch.Generator) -> LayerPages:

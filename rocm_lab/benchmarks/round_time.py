@@ -29,12 +29,10 @@ import torch
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.step.host_ring import Fence
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
-from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice, model_of
+from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice, model_of, random_model
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.models.weights import load_weights
 from rocm_serve.options import EngineOptions
-from rocm_serve.ranks import ONE_RANK
 from rocm_serve.request import Request
 from rocm_serve.speculation import engines
 from rocm_serve.speculation.device_steps import DeviceSpeculation
@@ -130,9 +128,7 @@ def prompt_of(length: int, seed: int, vocabulary: int) -> tuple[int, ...]:
 
 def going_round(config: ModelConfig, num_layers: int) -> LoadedModel:
     """Returns the model of these sizes, with num_layers layers."""
-    config, device = replace(config, layers=config.layers[:num_layers]), torch.device("cuda")
-    weights = load_weights(GoingRound(config, device), config, dtype=torch.bfloat16, device=device)
-    return LoadedModel(config, weights, None, ONE_RANK)
+    return random_model(replace(config, layers=config.layers[:num_layers]), GoingRound)
 
 
 def watch(engine: Engine) -> tuple[list[tuple[float, float]], list[float]]:

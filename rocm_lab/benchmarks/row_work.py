@@ -21,8 +21,7 @@ from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
 from rocm_lab.bench.clocks import GraphClock, medians_in_turn
-from rocm_lab.bench.prepared import ints
-from rocm_lab.bench.step_data import random_pages
+from rocm_lab.bench.step_data import ints, random_pages
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 
 DEVICE = torch.device("cuda", 0)

@@ -28,17 +28,15 @@ from collections.abc import Iterator
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rocm_attn.models.config import ModelConfig
 from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.clocks import clock_of
 from rocm_lab.benchmarks.round_time import prompt_of, python_us, watch
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
-from rocm_lab.benchmarks.tensor_parallel import LLAMA_8B, RandomOnDevice, model_of
+from rocm_lab.benchmarks.tensor_parallel import LLAMA_8B, model_of, random_model
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.models.weights import expected_shapes, load_weights
+from rocm_serve.models.weights import expected_shapes
 from rocm_serve.options import EngineOptions
-from rocm_serve.ranks import ONE_RANK
 from rocm_serve.request import Request
 
 MODELS = {
@@ -50,13 +48,6 @@ DECODES = (1, 32, 256)
 STEPS, PROFILED = 96, 16
 MOST_KERNELS = 24
 ROUND_US = 2000.0  # of a round of the limits' clock
-
-
-def loaded_model(config: ModelConfig) -> LoadedModel:
-    """Returns the model with random weights on the GPU."""
-    device = torch.device("cuda")
-    weights = load_weights(RandomOnDevice(config, device), config, dtype=torch.bfloat16, device=device)
-    return LoadedModel(config, weights, None, ONE_RANK)
 
 
 def engine_of(loaded: LoadedModel, num_seqs: int, chunk: int) -> Engine:
@@ -189,7 +180,7 @@ def main() -> None:
     limits = measured_ceilings(device, torch.bfloat16, clock_of(device, ROUND_US))
     found = list[Row]()
     for model, config in MODELS.items():
-        loaded = loaded_model(config)
+        loaded = random_model(config)
         sizes = {name: math.prod(shape) for name, shape in expected_shapes(config).items() if "embed" not in name}
         for row in printed(rows(loaded)):
             if row["load"] == "decode":

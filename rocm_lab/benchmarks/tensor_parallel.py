@@ -44,6 +44,7 @@ from rocm_attn.step.step import Part
 from rocm_lab.bench.clocks import microseconds_of
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 from rocm_serve.models.attention_weights import KVHeadWeights
+from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp_weights import DenseWeights
 from rocm_serve.models.model import Model
 from rocm_serve.models.weights import LayerWeights, ModelWeights, expected_shapes, load_weights
@@ -100,6 +101,13 @@ class RandomOnDevice:
         size = 1.0 if "embed" in name else shape[-1] ** -0.5
         values = torch.randn(shape, generator=random, device=self._device, dtype=torch.float32)
         return (values * size).to(torch.bfloat16)[where]
+
+
+def random_model(config: ModelConfig, source: type[RandomOnDevice] = RandomOnDevice) -> LoadedModel:
+    """Returns the model on the GPU, in bfloat16, with a source's tensors."""
+    device = torch.device("cuda")
+    weights = load_weights(source(config, device), config, dtype=torch.bfloat16, device=device)
+    return LoadedModel(config, weights, None, ONE_RANK)
 
 
 class Served:

@@ -181,7 +181,7 @@ def compile_tiles(job: TuneJob, tiles: Tiles, target: Target, steps: Sequence[St
         data = step.empty(job.problem)
         kernel = kernel_of(job, tiles, data, target)
         try:
-            data.layer(kernel).attend()
+            data.layer(kernel)()
         except Exception:
             return ""
         if type(tiles) in _JUDGED_BY_CODE:

@@ -172,11 +172,11 @@ class LayerBench:
             return f"{name} serves these steps, and its tiles are not searched", 0
         try:
             with note_launches() as notes:
-                layer = data.layer(kernel)
+                attend = data.layer(kernel)
                 for rows in (data.out, data.lse):
                     if rows is not None:
                         rows.fill_(float("nan"))
-                layer.attend()
+                attend()
                 self._wait()
         except Exception as failure:
             self._check_device(failure)
@@ -189,7 +189,7 @@ class LayerBench:
     def _samples(self, job: TuneJob, tiles: Tiles) -> Iterator[Timed]:
         for each in self._timed:
             kernel = kernel_of(job, tiles, each.steps[0], self._target)
-            yield self._clock.timed([data.layer(kernel).attend for data in each.steps])
+            yield self._clock.timed([data.layer(kernel) for data in each.steps])
 
     def _wait(self) -> None:
         wait_for_device(self._device)

@@ -27,7 +27,6 @@ from rocm_attn.providers.triton_cdna import CdnaDecode, CdnaExtend
 from rocm_attn.providers.triton_hopper import HopperExtend
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
 from rocm_lab.bench.batch_spec import BatchSpec
-from rocm_lab.bench.prepared import step_kind
 
 # Default shapes: decode of one long and of many sequences, a chunk of a prompt, many chunks, and verified drafts.
 SHAPES = tuple(map(BatchSpec.parse, ("1d16k", "64d4k", "1x2k+6k", "8x512+4k", "64x5+2k")))
@@ -77,8 +76,7 @@ def shapes_named(text: str) -> tuple[BatchSpec, ...]:
 
 def kind_of(batch: BatchSpec) -> StepKind:
     """The kind of a step whose row is searched: those of prompts alone have that of EXTEND."""
-    found = step_kind(batch.q_len, batch.kv_len)
-    return StepKind.EXTEND if found is StepKind.PREFILL else found
+    return StepKind.EXTEND if batch.kind is StepKind.PREFILL else batch.kind
 
 
 def jobs_of(

@@ -14,7 +14,7 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_lab.bench import random_cases as cases
-from rocm_lab.bench.prepared import step_kind
+from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.work import work_of
 from rocm_lab.cli import bench_kernels
 
@@ -67,19 +67,17 @@ def test_the_command_measures_the_cases_of_its_seed(
 
 
 @pytest.mark.parametrize(
-    ("kv_len", "q_len", "name"),
+    ("batch", "name"),
     [
-        ((9, 5), (9, 5), "triton.hopper_prefill"),
-        ((9, 6), (9, 5), "triton.hopper_extend"),
-        ((9, 1), (9, 1), "triton.hopper_extend+decode"),
-        ((1, 1), (1, 1), "triton.decode"),
+        ("1x9+1x5", "triton.hopper_prefill"),
+        ("1x9+1x5+1", "triton.hopper_extend"),
+        ("1x9+1d1", "triton.hopper_extend+decode"),
+        ("2d1", "triton.decode"),
     ],
 )
-def test_a_step_of_a_benchmark_has_the_kernel_that_an_eager_step_has(
-    kv_len: tuple[int, ...], q_len: tuple[int, ...], name: str
-) -> None:
+def test_a_step_of_a_benchmark_has_the_kernel_that_an_eager_step_has(batch: str, name: str) -> None:
     target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
     layer = Problem(8, 2, 64, torch.bfloat16, v_head_dim=64, page_size=16, scale=0.125)
-    assert select(layer, target, "triton").kernel(step_kind(q_len, kv_len)).entry.name == name
-    elsewhere = select(layer, known_target("sm_80"), "triton").kernel(step_kind(q_len, kv_len))
+    assert select(layer, target, "triton").kernel(BatchSpec.parse(batch).kind).entry.name == name
+    elsewhere = select(layer, known_target("sm_80"), "triton").kernel(BatchSpec.parse(batch).kind)
     assert elsewhere.entry.name == name.replace("hopper_prefill", "extend").replace("hopper_", "")

@@ -87,7 +87,7 @@ def test_what_is_compiled_ahead_is_what_a_launch_on_the_gpu_finds() -> None:
         compiled = len(seen)
         (data,) = random_steps(heads.problem, one_step(heads)[0], 1, torch.device("cpu"), 0)
         data = data.with_lse()
-        data.layer(kernel_of(heads, TILES, data, GFX942)).attend()
+        data.layer(kernel_of(heads, TILES, data, GFX942))()
     assert compiled >= 2, "decode and its schedule, at least"
     assert len(seen) == compiled, "nothing was left to compile"
 

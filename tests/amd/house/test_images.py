@@ -236,10 +236,15 @@ def test_every_command_of_compose_works_without_a_variable_set() -> None:
     assert "models" in (ROOT / "docker" / "Dockerfile.dockerignore").read_text().split()
 
 
+def ran(command: str, folder: Path = ROOT, **variables: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script of docker/ in a checkout to its end, with these variables too."""
+    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    words = ["bash", *f"docker/{command}".split()]
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_a_stage_that_does_not_exist_is_refused_with_the_list() -> None:
-    done = subprocess.run(
-        ["bash", "docker/run_tests.sh", "everything"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = ran("run_tests.sh everything")
     assert done.returncode == 2
     for stage in ("host", "device", "rocm", "rehearsal"):
         assert f"run_tests.sh {stage}" in done.stderr
@@ -258,14 +263,7 @@ def test_without_an_engine_one_sentence_says_what_to_do(command: str, tmp_path: 
     dead.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
     dead.chmod(0o755)
     for docker in (tmp_path / "no-such-command", dead):
-        done = subprocess.run(
-            ["bash", *f"docker/{command}".split()],
-            cwd=ROOT,
-            env={**os.environ, "DOCKER": str(docker)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = ran(command, DOCKER=docker)
         assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         assert line.startswith(
@@ -282,14 +280,7 @@ def test_a_plugin_of_docker_that_is_missing_is_named_before_anything_is_built(
     command: str, plugin: str, tmp_path: Path
 ) -> None:
     docker = fake_docker(tmp_path, f'[ "$1" != {plugin} ]')
-    done = subprocess.run(
-        ["bash", *f"docker/{command}".split()],
-        cwd=ROOT,
-        env={**os.environ, "DOCKER": str(docker)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ran(command, DOCKER=docker)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"'{docker} {plugin}' is missing; install it: docker-{plugin}-plugin of Docker, or docker-{plugin} of "
@@ -337,18 +328,11 @@ def test_the_rehearsal_needs_no_gpu_and_says_where_its_report_is(tmp_path: Path)
     name = f"rehearsal-{tmp_path.name}.json"
     written = ROOT / "reports" / name
     docker = fake_docker(tmp_path, f'[ "$1" != run ] || touch "{written}"')
-    environment = {"DOCKER": str(docker), "IMAGE": "an-image", "PLATFORM": "rocm", "REPORT_HOST": "a-host"}
     try:
-        done = subprocess.run(
-            ["bash", "docker/run_tests.sh", "rehearsal"],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = ran("run_tests.sh rehearsal", DOCKER=docker, IMAGE="an-image", PLATFORM="rocm", REPORT_HOST="a-host")
     finally:
         written.unlink(missing_ok=True)
+    assert done.returncode == 0
     assert f"the report: reports/{name}\n" in done.stdout
     run = calls(tmp_path)[0]
     assert run.endswith(" an-image rehearsal")
@@ -371,10 +355,8 @@ def test_aiter_is_compiled_once_and_taken_from_its_image_ever_after(tmp_path: Pa
     keys = []
     for options in ("", "", "--build-arg GPU_ARCHS=gfx942"):
         (tmp_path / "calls").write_text("")
-        environment = {"DOCKER": str(docker), "AITER_IMAGE": "kept", "PLATFORM": "rocm", "BUILD_OPTIONS": options}
-        subprocess.run(
-            ["bash", "docker/run_tests.sh", "build"], cwd=ROOT, env={**os.environ, **environment}, check=True
-        )
+        done = ran("run_tests.sh build", DOCKER=docker, AITER_IMAGE="kept", PLATFORM="rocm", BUILD_OPTIONS=options)
+        assert done.returncode == 0
         builds = [call for call in calls(tmp_path) if call.startswith("buildx build")]
         targets = [re.findall(r"--target (\S+)", call)[0] for call in builds]
         assert targets == (["ci"] if there.exists() else ["aiter", "ci"])
@@ -407,10 +389,7 @@ def test_a_second_check_of_the_images_gives_docker_the_same_files(tmp_path: Path
     docker = fake_docker(tmp_path, f'[ "$1" != build ] || {{ ({sums}) >> "{tmp_path}/sums"; exit 1; }}')
     given = []
     for _ in range(2):
-        environment = {**os.environ, "DOCKER": str(docker), "AITER_SOURCE": str(aiter)}
-        done = subprocess.run(
-            ["bash", "docker/check_images.sh"], cwd=copy, env=environment, capture_output=True, text=True, check=False
-        )
+        done = ran("check_images.sh", copy, DOCKER=docker, AITER_SOURCE=aiter)
         assert "FAILED: the stand-in does not build" in done.stderr
         given.append((tmp_path / "sums").read_text().splitlines())
         (tmp_path / "sums").unlink()
@@ -427,9 +406,7 @@ def test_a_gpu_whose_memory_is_held_is_not_tested_on(tmp_path: Path, mib: int | 
             (device / "mem_info_vram_used").write_text(f"{used << 20}\n")
             (device / "mem_info_vram_total").write_text(f"{196_592 << 20}\n")
     (tmp_path / "class" / "kfd" / "kfd" / "proc" / "4711").mkdir(parents=True)
-    done = subprocess.run(
-        ["bash", "docker/gpu_is_free.sh", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = ran(f"gpu_is_free.sh {tmp_path}")
     assert done.returncode == code
     if mib is None:
         assert "no AMD GPU is listed" in done.stderr

@@ -37,8 +37,8 @@ class FakeClock:
         """Like Clock.timed; it runs the work, as a graph would."""
         for run in runs:
             run()
-        layer = runs[0].__self__  # type: ignore[attr-defined]
-        return FakeTimed(10.0 if "key_block=16" in layer.kernel.describe() else 8.0)
+        kernel = runs[0].func.__self__  # type: ignore[attr-defined]
+        return FakeTimed(10.0 if "key_block=16" in kernel.describe() else 8.0)
 
 
 @dataclass(frozen=True)

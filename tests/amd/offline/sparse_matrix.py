@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import (
     IndexArgs,
     Indexing,
@@ -31,6 +30,8 @@ from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_segment_tiles, selected_tiles
 from rocm_attn.kernels.tuning.tiles import CodeKind
 from rocm_attn.machine.target import known_target
+from rocm_attn.paging.kv_pool import KVPool
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
 from tests.amd.simulator.case import own_encoding
 
@@ -165,24 +166,21 @@ class LayerRow:
         launch_selected_attention(args._replace(workspace=workspace), scale=0.1, tiles=tiles, programs=programs)
 
     def _pages(self) -> LayerPages:
-        (_, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
-        is_coded, page_size = self.scales is not Scales.NONE, 64
-        encoding = own_encoding(self.arch) if is_coded else Encoding.of(self.dtype)
-        pool_bytes = LARGE_POOL_BYTES if self.is_large else SMALL_POOL_BYTES
-        row_bytes = num_kv_heads * min(self.dims) * encoding.dtype.itemsize
-        num_pages = pool_bytes // (page_size * row_bytes) + 1
-        shape = num_pages, page_size, num_kv_heads
-
-        def scale_values() -> Tensor | None:
-            return torch.empty(num_pages, num_kv_heads, page_size) if is_coded else None
-
-        form = PageFormat(encoding, self.kind, page_size, num_kv_heads, head_dim, v_head_dim, self.scales)
-        if form.record is not None:
-            return LayerPages.latent(torch.empty(num_pages, form.line, dtype=encoding.dtype), form)
-        k, k_scale = torch.empty(*shape, head_dim, dtype=encoding.dtype), scale_values()
-        if self.kind is PoolKind.LATENT:
-            return LayerPages(k, k[..., :v_head_dim], form, k_scale, k_scale)
-        return LayerPages(k, torch.empty(*shape, v_head_dim, dtype=encoding.dtype), form, k_scale, scale_values())
+        is_coded = self.scales is not Scales.NONE
+        problem = Problem(
+            *self.heads,
+            self.dims[0],
+            self.dtype,
+            64,
+            v_head_dim=self.dims[1],
+            scale=0.1,
+            pool=self.kind,
+            kv_encoding=KVEncoding[own_encoding(self.arch).name] if is_coded else KVEncoding.LIKE_Q,
+            kv_scales=self.scales,
+        )
+        row_bytes = self.heads[1] * min(self.dims) * problem.page_format.encoding.dtype.itemsize
+        num_pages = (LARGE_POOL_BYTES if self.is_large else SMALL_POOL_BYTES) // (64 * row_bytes) + 1
+        return KVPool([problem], num_pages=num_pages, page_size=64, device=torch.device("cpu")).layers[0]
 
 
 def _table(page_size: int) -> Tensor:

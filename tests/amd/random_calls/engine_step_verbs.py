@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -108,14 +109,7 @@ def masked(scene: EngineScene) -> None:
     step = scene.step(seqs)
     positions = [position for seq in seqs for position in seq.positions]
     positions += [0] * (step.padded_tokens - len(positions))
-    mask = BoolCells(cells[: len(cells) - 9] if few else cells, scene.ints(positions))
-    step = ExternalStep(
-        **{name: getattr(step, name) for name in ("num_seqs", "padded_seqs", "padded_tokens", "kv_len", "q", "rows")},
-        min_q_len=step.min_q_len,
-        max_q_len=step.max_q_len,
-        max_kv_len=step.max_kv_len,
-        mask=mask,
-    )
+    step = replace(step, mask=BoolCells(cells[: len(cells) - 9] if few else cells, scene.ints(positions)))
     if few:
         wrong(scene, "a mask with too few cells", seqs, step, keeps=True)
     else:
@@ -133,14 +127,8 @@ def spanned(scene: EngineScene) -> None:
         ends = np.minimum(seq.begin + (np.arange(count)[:, None] // block + 1) * block, seq.end)
         seq.shows = np.arange(seq.end) < ends
         spans += [[number, at, min(at + block, seq.end)] for at in range(seq.begin, seq.end, block)]
-    step = scene.step(seqs)
-    step = ExternalStep(
-        **{name: getattr(step, name) for name in ("num_seqs", "padded_seqs", "padded_tokens", "kv_len", "q", "rows")},
-        min_q_len=step.min_q_len,
-        max_q_len=step.max_q_len,
-        max_kv_len=step.max_kv_len,
-        mask=DeviceSpans(torch.tensor(spans, dtype=torch.int32, device=scene.device)),
-    )
+    mask = DeviceSpans(torch.tensor(spans, dtype=torch.int32, device=scene.device))
+    step = scene.step(seqs, mask=mask)
     right(scene, "a step with spans", seqs, run(scene, "a step with spans", seqs, step))
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -30,10 +31,8 @@ _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _NOT_IN_POOL = tl.constexpr(error_word.PAGE_NOT_IN_POOL)
 
 
-@triton.jit(
-    do_not_specialize=["table_stride", "table_width", "window_left", "pad_kv_len", "shares"],
-    do_not_specialize_on_alignment=["counts", "row_of_seq", "kv_len", "q_len", "table", "num_pages"],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["table_stride", "table_width", "window_left", "pad_kv_len", "shares"])
 def _check_pages_kernel(
     counts,
     row_of_seq,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.given_inputs import GivenInputs
@@ -38,21 +39,8 @@ _UNSTORED = tl.constexpr(error_word.UNSTORED_TOKEN)
 _SHARED_TOKEN = tl.constexpr(error_word.SHARED_TOKEN)
 
 
-@triton.jit(
-    do_not_specialize=["ahead", "num_token_ids", "num_tokens_padded"],
-    do_not_specialize_on_alignment=[
-        "slot",
-        "device_kv_len",
-        "device_q_len",
-        "device_token_ids",
-        "first_writable",
-        "stored",
-        "counts",
-        "kv_len",
-        "q_len",
-        "token_ids",
-    ],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["ahead", "num_token_ids", "num_tokens_padded"])
 def _device_inputs_kernel(
     slot,
     device_kv_len,

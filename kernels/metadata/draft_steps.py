@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch, only_launches
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT, StepTensors
 
@@ -24,6 +25,7 @@ _BLOCK = 256
 _NO_PARENT = tl.constexpr(NO_PARENT)
 
 
+@at_any_alignment
 @triton.jit(
     do_not_specialize=[
         "kv_len_stride",
@@ -36,8 +38,7 @@ _NO_PARENT = tl.constexpr(NO_PARENT)
         "branches",
         "steps",
         "pad_kv_len",
-    ],
-    do_not_specialize_on_alignment=["counts", "kv_len", "token_ids", "mask_start", "parents"],
+    ]
 )
 def _draft_steps_kernel(
     counts,

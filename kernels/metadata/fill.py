@@ -38,6 +38,7 @@ from operator import attrgetter
 import triton
 import triton.language as tl
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.metadata.fill_roles import (
     PAGES_AT_ONCE,
@@ -64,6 +65,7 @@ _PROGRAMS = 2048
 _INT32_BYTES = 2**31
 
 
+@at_any_alignment
 @triton.jit(
     do_not_specialize=[
         "table_stride",
@@ -78,8 +80,7 @@ _INT32_BYTES = 2**31
         "token_shares",
         "list_shares",
         "row_shares",
-    ],
-    do_not_specialize_on_alignment=[*FIELDS, "table"],
+    ]
 )
 def _fill_kernel(
     counts,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 
@@ -30,6 +31,7 @@ _PROGRAMS = 2048
 _MOST_PAGE = 2**31 - 1
 
 
+@at_any_alignment
 @triton.jit(
     do_not_specialize=[
         "row_stride",
@@ -41,8 +43,7 @@ _MOST_PAGE = 2**31 - 1
         "table_stride",
         "table_width",
         "shares",
-    ],
-    do_not_specialize_on_alignment=["entries", "csr_indptr", "slot_map", "engine_row", "kv_len", "table"],
+    ]
 )
 def _gather_table_kernel(
     entries,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -29,6 +30,7 @@ _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _TOO_FEW = tl.constexpr(error_word.TOO_FEW_GIVEN)
 
 
+@at_any_alignment
 @triton.jit(
     do_not_specialize=[
         "num_seqs",
@@ -39,19 +41,7 @@ _TOO_FEW = tl.constexpr(error_word.TOO_FEW_GIVEN)
         "num_window_starts",
         "positions_stride",
         "window_left",
-    ],
-    do_not_specialize_on_alignment=[
-        "cells",
-        "positions",
-        "counts",
-        "kv_len",
-        "q_len",
-        "seq_of_token",
-        "mask_indptr",
-        "words",
-        "position_of_token",
-        "window_start",
-    ],
+    ]
 )
 def _pack_mask_kernel(
     cells,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
@@ -26,6 +27,7 @@ _BLOCK = 2048
 _PROGRAMS = 512
 
 
+@at_any_alignment
 @triton.jit(
     do_not_specialize=[
         "num_bytes",
@@ -34,18 +36,7 @@ _PROGRAMS = 512
         "num_window_starts",
         "keys_before",
         "window_left",
-    ],
-    do_not_specialize_on_alignment=[
-        "bits",
-        "positions",
-        "counts",
-        "kv_len",
-        "q_len",
-        "start",
-        "mask_bytes",
-        "position_of_token",
-        "window_start",
-    ],
+    ]
 )
 def _place_mask_kernel(
     bits,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
@@ -24,19 +25,8 @@ _SEQS = 256
 _SHARES = 4
 
 
-@triton.jit(
-    do_not_specialize=["num_spans", "num_seqs_padded", "num_tokens_padded"],
-    do_not_specialize_on_alignment=[
-        "spans",
-        "counts",
-        "kv_len",
-        "q_len",
-        "start",
-        "position_of_token",
-        "span_begin",
-        "span_end",
-    ],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["num_spans", "num_seqs_padded", "num_tokens_padded"])
 def _place_spans_kernel(
     spans,
     counts,

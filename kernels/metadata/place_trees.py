@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -67,6 +68,7 @@ def _parents(line, node, branches):
     return tl.where(_may_not_be(given, node, branches), -1, given)
 
 
+@at_any_alignment
 @triton.jit(
     do_not_specialize=[
         "parents_row",
@@ -76,17 +78,7 @@ def _parents(line, node, branches):
         "num_seqs_padded",
         "num_tokens_padded",
         "num_window_starts",
-    ],
-    do_not_specialize_on_alignment=[
-        "parents",
-        "counts",
-        "kv_len",
-        "q_len",
-        "start",
-        "words",
-        "position_of_token",
-        "window_start",
-    ],
+    ]
 )
 def _place_trees_kernel(
     parents,

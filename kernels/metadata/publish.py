@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import FixedLaunch
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.echo_step import echo_step_before
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, HEADER_WORDS
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _BLOCK = 256
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
@@ -55,10 +56,8 @@ def write_inputs(slot, i, to, padded_sizes, pads, HEADER: tl.constexpr, WITH_PRE
         tl.store(group_end + i, tl.load(prefixes + num_seqs + i, mask=live, other=0), mask=padded)
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"],
-    do_not_specialize_on_alignment=["slot", "counts_before", *FIELDS],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"])
 def _publish_kernel(
     slot,
     counts_before,

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.echo_step import echo_step_before
@@ -50,6 +51,7 @@ _Q_LENGTHS = tl.constexpr(Q_LENGTHS)
 _Q_BOUNDARIES = tl.constexpr(Q_BOUNDARIES)
 
 
+@at_any_alignment
 @triton.jit(
     do_not_specialize=[
         "rows_stride",
@@ -65,20 +67,7 @@ _Q_BOUNDARIES = tl.constexpr(Q_BOUNDARIES)
         "pad_kv_len",
         "pad_q_len",
         "named",  # Triton 3.6 would exchange through a buffer on AMD, which has no such instruction
-    ],
-    do_not_specialize_on_alignment=[
-        "slot",
-        "counts_before",
-        "rows",
-        "given_kv_len",
-        "given_q",
-        "csr_indptr",
-        "counts",
-        "engine_row",
-        "row_of_seq",
-        "kv_len",
-        "q_len",
-    ],
+    ]
 )
 def _publish_engine_kernel(
     slot,

@@ -6,13 +6,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch
 from rocm_attn.kernels.metadata.slot_layout import UPDATE_WORDS
 
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_updates"], do_not_specialize_on_alignment=["updates", "table"])
+@at_any_alignment
+@triton.jit(do_not_specialize=["table_stride", "num_updates"])
 def _table_update_kernel(updates, table, table_stride, num_updates, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < num_updates

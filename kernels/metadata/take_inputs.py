@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word, slot_layout
 from rocm_attn.kernels.metadata.echo_step import echo_step_before
 from rocm_attn.kernels.metadata.publish import arguments_of, write_inputs
 from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _ECHO = tl.constexpr(slot_layout.ECHO)
@@ -26,10 +27,8 @@ _TAKEN_BY_GRAPH = tl.constexpr(slot_layout.TAKEN_BY_GRAPH)
 _MOST_RUNS = tl.constexpr(slot_layout.MOST_RUNS)
 
 
-@triton.jit(
-    do_not_specialize=["slot_words", "num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"],
-    do_not_specialize_on_alignment=["slots", "runs", *FIELDS],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["slot_words", "num_seqs_padded", "num_tokens_padded", "pad_kv_len", "pad_q_len"])
 def _take_inputs_kernel(
     slots,
     slot_words,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
 
@@ -25,10 +26,8 @@ _NOT_IN_TABLE = tl.constexpr(error_word.SLOT_NOT_IN_TABLE)
 _TOO_FEW = tl.constexpr(error_word.TOO_FEW_GIVEN)
 
 
-@triton.jit(
-    do_not_specialize=["num_given", "num_tokens_padded", "given_stride", "map_stride", "map_len"],
-    do_not_specialize_on_alignment=["given", "slot_map", "counts", "slot_of_token"],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["num_given", "num_tokens_padded", "given_stride", "map_stride", "map_len"])
 def _take_slots_kernel(
     given,
     slot_map,

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Visibility
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _TOKENS = 256
 
@@ -34,10 +35,8 @@ class RangeGeometry(NamedTuple):
     TOKENS: int
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens_padded", "window_left", "window_right", "chunk"],
-    do_not_specialize_on_alignment=[*FIELDS, "window_start", "first_key", "end_key"],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["num_tokens_padded", "window_left", "window_right", "chunk"])
 def _visible_ranges_kernel(
     counts,
     kv_len,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.page_watch import ROW_WORDS, STEPS_OF_ROW, PageWatch
@@ -55,6 +56,7 @@ def _goes_on(last_step, entry, page, begin, live, now):
     return known & (begin <= tl.load(last_step + 3, mask=live, other=0))
 
 
+@at_any_alignment
 @triton.jit(
     do_not_specialize=[
         "num_tokens_padded",
@@ -65,20 +67,7 @@ def _goes_on(last_step, entry, page, begin, live, now):
         "shares",
         "num_checks",
         "pages",  # Triton 3.6 would exchange by way of a buffer on AMD, where it has no such instruction
-    ],
-    do_not_specialize_on_alignment=[
-        "counts",
-        "engine_row",
-        "row_of_seq",
-        "kv_len",
-        "q_len",
-        "seq_of_token",
-        "position_of_token",
-        "slot_of_token",
-        "table",
-        "entries",
-        "rows",
-    ],
+    ]
 )
 def _watch_pages_kernel(
     counts,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.sampling.order import block_of, least_of_likeliest, order_of
@@ -21,7 +22,8 @@ _BLOCK = 4096
 _COLUMNS, _TOP_K, _DEPTH = (tl.constexpr(n) for n in (columns.NUM_COLUMNS, columns.TOP_K, columns.DEPTH))
 
 
-@triton.jit(do_not_specialize=["vocab"], do_not_specialize_on_alignment=["parameters", "shaped"])
+@at_any_alignment
+@triton.jit(do_not_specialize=["vocab"])
 def _cut_rows_kernel(parameters, shaped, vocab, BLOCK: tl.constexpr):
     place = tl.program_id(0)
     row = shaped + place.to(tl.int64) * vocab

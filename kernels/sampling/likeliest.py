@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.sampling.order import SAME_BITS_OF, block_of, least_of_likeliest, order_of
 
@@ -18,10 +19,8 @@ _BLOCK = 4096
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(
-    do_not_specialize=["vocab", "logits_stride", "width"],
-    do_not_specialize_on_alignment=["logits", "parameters", "tokens", "likeliest"],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["vocab", "logits_stride", "width"])
 def _likeliest_kernel(
     logits, parameters, tokens, likeliest, vocab, logits_stride, width, SAME_BITS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.sampling.order import SAME_BITS_OF, block_of, order_of
 from rocm_attn.kernels.sampling.row_results import ALL_ZERO
@@ -39,10 +40,8 @@ def _mass_from(row_logits, vocab, best, sharpness, least, SAME_BITS: tl.constexp
     return tl.sum(mass, 0)
 
 
-@triton.jit(
-    do_not_specialize=["vocab", "logits_stride", "num_drawing"],
-    do_not_specialize_on_alignment=["logits", "terms", "tokens", "found"],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["vocab", "logits_stride", "num_drawing"])
 def _pick_rows_kernel(
     logits,
     terms,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.sampling import parameter_columns as columns
 from rocm_attn.kernels.sampling.order import block_of
@@ -33,10 +34,8 @@ def _float(word):
     return tl.load(word).to(tl.float32, bitcast=True)
 
 
-@triton.jit(
-    do_not_specialize=["vocab", "logits_stride", "mask_words"],
-    do_not_specialize_on_alignment=["logits", "parameters", "counts", "masks", "shaped"],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["vocab", "logits_stride", "mask_words"])
 def _shape_rows_kernel(
     logits, parameters, counts, masks, shaped, vocab, logits_stride, mask_words, BLOCK: tl.constexpr
 ):

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
 from rocm_attn.kernels.metadata.step_tensors import BRINGS_PROMPT
 from rocm_attn.kernels.speculative.arguments import Accepted, Verified, check_trees
@@ -82,21 +83,8 @@ def store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES: tl.constex
     tl.store(to.kv_len + seq, tl.where(nodes > 0, length - nodes + 1 + outcome.count, length))
 
 
-@triton.jit(
-    do_not_specialize=["parents_row", "num_trees", "num_nodes"],
-    do_not_specialize_on_alignment=[
-        "drawn",
-        "token_ids",
-        "q_indptr",
-        "kv_len",
-        "parents",
-        "to_count",
-        "to_path",
-        "to_ids",
-        "to_next",
-        "to_kv_len",
-    ],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["parents_row", "num_trees", "num_nodes"])
 def _accept_drawn_kernel(
     drawn,
     token_ids,
@@ -150,10 +138,7 @@ def launch_accept_drawn(drawn: Tensor, given: Verified, to: Accepted) -> None:
         to.num_accepted.device,
         (given.num_seqs, 1, 1),
         drawn,
-        given.token_ids,
-        given.q_indptr,
-        given.kv_len,
-        given.parents,
+        *given,
         *to,
         given.parents.stride(0),
         given.parents.shape[0],

@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
 from rocm_attn.kernels.speculative.accept_drawn import (
     AcceptedPointers,
@@ -55,24 +56,8 @@ def _sum_of_left(target, draft, taken, end, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit(
-    do_not_specialize=["parents_row", "num_trees", "num_nodes", "target_row", "draft_row", "vocab"],
-    do_not_specialize_on_alignment=[
-        "target",
-        "draft",
-        "accept_uniform",
-        "draw_uniform",
-        "token_ids",
-        "q_indptr",
-        "kv_len",
-        "parents",
-        "to_count",
-        "to_path",
-        "to_ids",
-        "to_next",
-        "to_kv_len",
-    ],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["parents_row", "num_trees", "num_nodes", "target_row", "draft_row", "vocab"])
 def _accept_sampled_kernel(
     target,
     draft,
@@ -174,10 +159,7 @@ def launch_accept_sampled(probabilities: Probabilities, given: Verified, to: Acc
         to.num_accepted.device,
         (given.num_seqs, 1, 1),
         *probabilities,
-        given.token_ids,
-        given.q_indptr,
-        given.kv_len,
-        given.parents,
+        *given,
         *to,
         given.parents.stride(0),
         given.parents.shape[0],

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch, only_launches, repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.speculative.arguments import EMITTED_WORDS, SpeculativeStep
@@ -40,19 +41,8 @@ def _tokens_at(text, picked, place, known, mask):
     return tl.where(place < known, stored, tl.load(picked + tl.maximum(place - known, 0), mask=mask, other=-1))
 
 
-@triton.jit(
-    do_not_specialize=["text_row", "width"],
-    do_not_specialize_on_alignment=[
-        "picked",
-        "counts",
-        "row_of_seq",
-        "kv_len",
-        "token_ids",
-        "texts",
-        "limit",
-        "emitted",
-    ],
-)
+@at_any_alignment
+@triton.jit(do_not_specialize=["text_row", "width"])
 def _next_step_kernel(
     picked,
     counts,

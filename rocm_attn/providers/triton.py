@@ -192,6 +192,12 @@ def _bind_mixed_both_cdna(problem: Problem, target: Target, pool: PoolSize) -> B
     return replace(mixed, extend=triton_cdna.bind_extend(problem, target, mixed.extend, min_q_len=2))
 
 
+def _bind_mixed_extend_cdna(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
+    mixed = _bind_mixed(problem, target, pool)
+    assert isinstance(mixed, TritonMixed), "no arch of CDNA runs both at once"
+    return replace(mixed, extend=triton_cdna.bind_extend(problem, target, mixed.extend, min_q_len=2))
+
+
 def _in_turn_or_at_once(mixed: TritonMixed, target: Target) -> BoundKernel:
     return MixedAtOnce(mixed) if target.runs_at_once else mixed
 
@@ -328,6 +334,13 @@ TRITON = Provider(
             StepKind.MIXED,
             _bind_mixed_both_cdna,
             limits=triton_cdna.MIXED_LIMITS,
+            is_probed=True,
+        ),
+        triton_entry(
+            "triton.cdna_extend+decode",
+            StepKind.MIXED,
+            _bind_mixed_extend_cdna,
+            limits=triton_cdna.EXTEND_LIMITS,
             is_probed=True,
         ),
         triton_entry(

@@ -33,7 +33,8 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
-from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, is_coded
+from rocm_attn.kernels.cache.codes import decoded, is_coded
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.cdna.extend_layouts import (
     KEYS,
     ROWS,
@@ -56,7 +57,7 @@ from rocm_attn.kernels.cdna.extend_steps import (
     weights_of,
 )
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_HEADS, EXTEND_TILES, EXTEND_UNITS
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_TILES, EXTEND_UNITS, extend_heads
 
 # Products stay in VGPRs: copies to and from AGPRs would take issue slots of the vector unit.
 _NO_AGPRS = (("amdgpu-agpr-alloc", "0,0"),)
@@ -465,7 +466,7 @@ def _cdna_extend_kernel(
 
 
 def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: ExtendCut) -> None:
-    """Does the same as `launch_paged_extend`, without windows, caps, sinks, slopes and shares.
+    """Does the same as `launch_paged_extend`, without windows, caps, sinks, slopes, shares and scales of tokens.
 
     arch: one of EXTEND_ARCHS
     args: with K and V at multiples of 16 bytes, whose strides are multiples of 16, or of stride_unit if that is eight
@@ -487,8 +488,8 @@ def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: Exte
     assert args.q.dtype in (torch.bfloat16, torch.float16)
     coding, is_fp8 = pages.coding, pages.format.encoding.is_fp8
     assert is_fp8 or pages.format.encoding.dtype == args.q.dtype, "pages of codes or in q's dtype are served"
-    assert coding.SCALES != TOKEN_SCALES.value, "scales of a layer or of heads are served"
-    heads = EXTEND_HEADS[args.q.shape[2], args.out.shape[2]]
+    assert pages.format.scales is not Scales.TOKEN, "scales of a layer or of heads are served"
+    heads = extend_heads(arch, head_dim=args.q.shape[2], v_head_dim=args.out.shape[2], encoding=pages.format.encoding)
     size = pages.format.page_size
     assert KEYS.value % size == 0 or size % KEYS.value == 0, "a block lies in whole pages, or in one"
     assert pages.is_near

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.tuning.tile_choices import TableFile
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, ExtendTiles, NoTiles
 
@@ -82,9 +83,21 @@ class ExtendHeads(NamedTuple):
 # Tiles of extend, whose kernel is written for them, its archs and heads.
 EXTEND_ARCHS = tuple(EXTEND_UNITS)
 EXTEND_HEADS = {
-    (heads.DIM, heads.V_DIM): heads for heads in (ExtendHeads(64, 64, 64, 1), ExtendHeads(128, 128, 128, 1), ExtendHeads(192, 128, 64, 2))
+    (heads.DIM, heads.V_DIM): heads
+    for heads in (ExtendHeads(64, 64, 64, 1), ExtendHeads(128, 128, 128, 1), ExtendHeads(192, 128, 64, 2))
 }
+# The codes that each arch's hardware reads.
+EXTEND_CODES = {"gfx942": Encoding.E4M3FNUZ, "gfx950": Encoding.E4M3FN}
 EXTEND_TILES = ExtendTiles(query_rows=256, key_block=64, num_warps=8, num_stages=1, waves_per_eu=2)
+
+
+def extend_heads(arch: str, *, head_dim: int, v_head_dim: int, encoding: Encoding) -> ExtendHeads:
+    """Extend's heads on an arch of EXTEND_ARCHS, of dims in EXTEND_HEADS. encoding: of K and V. Raises NoTiles."""
+    if encoding.is_fp8 and encoding is not EXTEND_CODES[arch]:
+        raise NoTiles(f"it reads codes of {EXTEND_CODES[arch].value} on {arch}, not of {encoding.value}")
+    if not encoding.is_fp8 and head_dim == 64:
+        raise NoTiles("it is hardly faster than other kernels for heads of 64 in 16 bits")
+    return EXTEND_HEADS[head_dim, v_head_dim]
 
 
 def cdna_tiles(arch: str, *, num_kv_heads: int, gqa_ratio: int, head_dim: int) -> CdnaTiles:

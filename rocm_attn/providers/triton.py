@@ -293,6 +293,13 @@ TRITON = Provider(
             is_probed=True,
         ),
         triton_entry(
+            "cdna_extend+decode",
+            StepKind.MIXED,
+            triton_cdna.EXTEND_LIMITS,
+            _mixed(_bind_decode, _bind_extend_cdna),
+            is_probed=True,
+        ),
+        triton_entry(
             "extend+cdna_decode",
             StepKind.MIXED,
             triton_cdna.LIMITS,

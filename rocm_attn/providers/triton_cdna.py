@@ -20,12 +20,13 @@ from rocm_attn.kernels.tuning.cdna_tiles import (
     EXTEND_TILES,
     HEAD_DIMS,
     ROWS,
+    extend_heads,
 )
 from rocm_attn.kernels.tuning.measured import TileTable
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, ExtendTiles, NoTiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.by_tokens import ANY_TOKENS, KernelByTokens, ServedSteps, SizedKernel
 from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutDecode, CutExtend
@@ -61,12 +62,14 @@ LIMITS = Limits(
 EXTEND_LIMITS = Limits(
     archs=EXTEND_ARCHS,
     dtypes=(torch.bfloat16, torch.float16),
-    head_dim=(128, 192),
-    v_head_dim=(128, 128),
+    head_dim=(64, 192),
+    v_head_dim=(64, 128),
     exact_dims=tuple(EXTEND_HEADS),
     # A block of keys lies in whole pages, or in one. Smaller pages were not tested.
     page_size=(16, limits.MAX_PAGE_SIZE),
     page_sizes=(16, 32, 64, 128),
+    encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ),
+    scales=(Scales.NONE, Scales.LAYER, Scales.HEAD),
     max_gqa_ratio=limits.MAX_GQA_RATIO,
     window=False,
     soft_cap=False,
@@ -82,7 +85,9 @@ EXTEND_LIMITS = Limits(
 MIXED_LIMITS = replace(
     EXTEND_LIMITS,
     head_dim=(128, 128),
-    exact_dims=tuple(dims for dims in EXTEND_HEADS if dims in LIMITS.exact_dims),
+    exact_dims=((128, 128),),
+    encodings=LIMITS.encodings,
+    scales=LIMITS.scales,
     max_gqa_ratio=LIMITS.max_gqa_ratio,
 )
 
@@ -141,11 +146,13 @@ class CdnaExtend(CutExtend[ExtendTiles]):
 
 
 def bind_extend(problem: Problem, target: Target, plain: BoundKernel, min_q_len: int = 1) -> KernelByTokens:
-    """Binds extend for a problem within EXTEND_LIMITS, and sequences with min_q_len new tokens or more.
+    """Binds extend for a problem within EXTEND_LIMITS, and sequences with min_q_len new tokens or more. Raises NoTiles.
 
     plain: serves any step; steps of too few programs (_PROGRAMS_PER_CU), and those whose sequences are likely to fill
            less than two thirds of a query block, stay with it
     """
+    encoding = problem.kv_encoding.over(problem.dtype)
+    extend_heads(target.arch, head_dim=problem.head_dim, v_head_dim=problem.v_head_dim, encoding=encoding)
     cut = ExtendCut.of(EXTEND_TILES, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len)
     programs_of_block = problem.num_kv_heads * EXTEND_TILES.head_blocks(problem.gqa_ratio)
     least_blocks = -(-_PROGRAMS_PER_CU * target.compute_units // programs_of_block)

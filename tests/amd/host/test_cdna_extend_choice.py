@@ -29,6 +29,7 @@ from tests.amd.host.choices import LAYER, reasons, with_triton
 
 KINDS = (StepKind.EXTEND, StepKind.MIXED)
 CDNA = ("triton.cdna_extend", "triton.cdna_extend+cdna_decode")
+WITH_DECODE = "triton.cdna_extend+decode"
 # Query blocks have 64 tokens and eight rows of heads, and 64 of them are two programs for each of 256 compute units.
 BLOCK_TOKENS, LEAST_TOKENS = 64, 64 * 64
 
@@ -83,8 +84,8 @@ def test_it_serves_extends_of_what_models_use(more: dict[str, Any], arch: str) -
     ("more", "why"),
     [
         ({"dtype": torch.float32}, "dtype float32 is not one of bfloat16, float16"),
-        ({"head_dim": 64, "v_head_dim": 64}, "head_dim/v_head_dim 64/64 is not 128/128"),
-        ({"v_head_dim": 64}, "head_dim/v_head_dim 128/64 is not 128/128"),
+        ({"head_dim": 96, "v_head_dim": 96}, "head_dim/v_head_dim 96/96 is not"),
+        ({"v_head_dim": 64}, "head_dim/v_head_dim 128/64 is not"),
         ({"page_size": 8}, "page_size 8 is not 16 or 32 or 64 or 128"),
         ({"window_left": 4095}, "it has no sliding window (window_left 4095)"),
         ({"window_left": 99, "window_right": 99}, "it has no window with later keys"),
@@ -92,7 +93,7 @@ def test_it_serves_extends_of_what_models_use(more: dict[str, Any], arch: str) -
         ({"logits_soft_cap": 50.0}, "it has no logits soft cap (50)"),
         ({"has_sinks": True}, "it has no attention sinks"),
         ({"has_alibi_slopes": True}, "it has no ALiBi slopes"),
-        ({"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}, "it reads K and V as q, not"),
+        ({"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.HEAD}, "it reads K and V as q"),
     ],
     ids=str,
 )
@@ -103,10 +104,51 @@ def test_other_kernels_serve_what_it_does_not_and_the_reason_is_said(more: dict[
         assert any(reason.startswith(why) for reason in reasons(selection, name)), reasons(selection, name)
 
 
-def test_heads_that_only_extend_serves_are_left_to_other_kernels_in_mixed_steps() -> None:
-    selection = select(replace(LAYER, num_kv_heads=1), on("gfx950"), "triton")
-    assert names(selection) == (CDNA[0], "triton.extend+decode")
-    assert reasons(selection, CDNA[1]) == {"32 query heads share a KV head; at most 16 may"}
+OWN_CODES = {"gfx942": KVEncoding.E4M3FNUZ, "gfx950": KVEncoding.E4M3FN}
+
+
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_kv_heads": 1},
+        {"head_dim": 192, "num_kv_heads": 32},
+        {"kv_scales": Scales.HEAD},
+        {"kv_scales": Scales.LAYER, "head_dim": 64, "v_head_dim": 64},
+        {"kv_scales": Scales.HEAD, "head_dim": 192, "dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_layers_that_only_extend_serves_are_decoded_by_paged_decode(more: dict[str, Any], arch: str) -> None:
+    encoding = OWN_CODES[arch] if "kv_scales" in more else KVEncoding.LIKE_Q
+    problem = replace(LAYER, kv_encoding=encoding, **more)
+    selection = select(problem, on(arch), "triton")
+    assert names(selection) == (CDNA[0], WITH_DECODE)
+    mixed = selection.kernel(StepKind.MIXED).bound
+    assert isinstance(mixed, TritonMixed)
+    assert not isinstance(mixed.decode, CdnaDecode)
+    for kind in KINDS:
+        extend = by_tokens(selection, kind).other
+        assert isinstance(extend, CdnaExtend)
+        assert extend.problem == problem
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"head_dim": 64, "v_head_dim": 64}, "it is hardly faster than other kernels for heads of 64 in 16 bits"),
+        (
+            {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD},
+            "it reads codes of float8_e4m3fn on gfx950, not of float8_e4m3fnuz",
+        ),
+        ({"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.TOKEN}, "it reads no scales or"),
+    ],
+    ids=str,
+)
+def test_layers_that_gain_little_and_other_codes_keep_the_plain_kernel(more: dict[str, Any], why: str) -> None:
+    selection = select(replace(LAYER, **more), on("gfx950"), "triton")
+    assert not set(names(selection)) & {*CDNA, WITH_DECODE}
+    assert any(reason.startswith(why) for reason in reasons(selection, CDNA[0])), reasons(selection, CDNA[0])
 
 
 def test_limits_of_mixed_steps_are_within_those_of_both_kernels() -> None:

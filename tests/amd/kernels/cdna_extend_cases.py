@@ -11,7 +11,8 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_TILES
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES, EXTEND_TILES
 from rocm_attn.problem import UNLIMITED_WINDOW
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -36,10 +37,23 @@ CASES = {
     ),
     "every_key": replace(PLAIN, kv_len=[200, 70], q_len=[9, 70], heads=(4, 1), window_right=UNLIMITED_WINDOW),
 }
+# Cases of eight-bit pages, in the encoding that the arch reads.
+CODED = {
+    "codes": replace(PLAIN, scales=Scales.HEAD),
+    "codes_64": replace(SHORT, dims=(64, 64), scales=Scales.HEAD),
+    "codes_wide": replace(WIDE, scales=Scales.LAYER),
+    "codes_float16": replace(CASES["float16"], scales=Scales.HEAD),
+}
+NAMES = (*CASES, *CODED)
 # Pages next to each other, at the end of large pools.
 LARGE = replace(PLAIN, kv_len=[200], q_len=[3], heads=(4, 1), tail=0)
 LEAST_Q_LEN = 2
 ARCHS = EXTEND_ARCHS
+
+
+def case_of(name: str, arch: str) -> Case:
+    """The case of a name of NAMES on an arch."""
+    return CASES[name] if name in CASES else replace(CODED[name], kv=EXTEND_CODES[arch])
 
 
 def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: ExtendCut) -> None:

@@ -8,7 +8,7 @@ import torch
 from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.triton_cdna import TRITONS
 from tests.amd.kernels.attention_cases import build
-from tests.amd.kernels.cdna_extend_cases import ARCHS, CASES, assert_extended, run_cdna_extend
+from tests.amd.kernels.cdna_extend_cases import ARCHS, NAMES, assert_extended, case_of, run_cdna_extend
 
 GPU = torch.device("cuda")
 
@@ -24,8 +24,9 @@ def serves_here() -> bool:
 @pytest.mark.gpu
 @pytest.mark.rocm
 @pytest.mark.skipif(not serves_here(), reason=f"it runs on {' or '.join(ARCHS)} with Triton {TRITONS[-1]}")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_gives_what_float64_gives(name: str) -> None:
-    tensors = build(CASES[name], GPU)
-    run_cdna_extend(detect_target(GPU).arch, tensors)
+    arch = detect_target(GPU).arch
+    tensors = build(case_of(name, arch), GPU)
+    run_cdna_extend(arch, tensors)
     assert_extended(tensors)

@@ -17,6 +17,8 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
 from rocm_lab.cost.static_figures import CDNA, DecodeFigures, StaticFigures
 from rocm_lab.cycles import rates
@@ -103,15 +105,23 @@ def _others() -> Iterator[str]:
     for row in ROWS:
         if str(row) in SHOWN:
             yield from lines_of(row)
-    yield from map(extend_line, EXTEND_ARCHS)
+    for arch in EXTEND_ARCHS:
+        yield from extend_lines(arch)
 
 
-def extend_line(arch: str) -> str:
-    """The line of extend for CDNA on an arch."""
-    kernel = compiled_extend(arch, replace(PLAIN, heads=(32, 8)))
-    count = count_of(kernel, arch)
-    assert count is not None
-    return f"| `{kernel.name}` | {arch} | 32x8-128-128-bfloat16-page16 | {cells(count)} |\n"
+def extend_lines(arch: str) -> Iterator[str]:
+    """The lines of extend for CDNA on an arch: each pair of dims that it serves, in 16 bits and in codes."""
+    for dims, heads in (((128, 128), (32, 8)), ((192, 128), (32, 32)), ((64, 64), (64, 8))):
+        for kv in (None, EXTEND_CODES[arch]):
+            if (dims, kv) == ((64, 64), None):
+                continue
+            scales = Scales.NONE if kv is None else Scales.HEAD
+            kernel = compiled_extend(arch, replace(PLAIN, heads=heads, dims=dims, kv=kv, scales=scales))
+            count = count_of(kernel, arch)
+            assert count is not None
+            codes = "" if kv is None else f"-{kv.value.removeprefix('float8_')}"
+            of_layer = f"{'x'.join(map(str, heads))}-{'-'.join(map(str, dims))}-bfloat16{codes}-page16"
+            yield f"| `{kernel.name}` | {arch} | {of_layer} | {cells(count)} |\n"
 
 
 def lines_of(row: Row) -> Iterator[str]:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, HEAD_DIMS
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, EXTEND_CODES, HEAD_DIMS
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -118,22 +119,31 @@ EXTENDS: dict[str, dict[str, Any]] = {
     "wide": {"dims": (192, 128), "heads": (32, 32)},
     "wide_float16": {"dims": (192, 128), "heads": (32, 32), "dtype": torch.float16, "page_size": 64},
     "wide_large_pages": {"dims": (192, 128), "heads": (32, 32), "page_size": 128, "spread": True},
+    "codes": {"scales": Scales.HEAD},
+    "codes_float16": {"scales": Scales.LAYER, "dtype": torch.float16},
+    "codes_large_pages": {"scales": Scales.HEAD, "page_size": 128, "spread": True},
+    "codes_wide": {"scales": Scales.HEAD, "dims": (192, 128), "heads": (32, 32)},
+    "codes_64": {"scales": Scales.HEAD, "dims": (64, 64), "heads": (64, 8)},
 }
 # The least share of the matrix units' ceiling, by the count, in whole blocks of keys. With strides that are counted in
 # eights one address more is computed.
 LEAST_SHARE = 0.85
+# The softmax bounds heads of 64; the plain kernel has 33 % on gfx942 and 21 % on gfx950 (docs/cycles.md).
+LEAST_SHARES = {"codes_64": 0.5}
 
 
 @pytest.mark.parametrize("arch", EXTEND_ARCHS)
 @pytest.mark.parametrize(
-    "layer", [pytest.param(each, marks=[pytest.mark.nightly] * (each not in ("plain", "wide"))) for each in EXTENDS]
+    "layer",
+    [pytest.param(each, marks=[pytest.mark.nightly] * (each not in ("plain", "wide", "codes"))) for each in EXTENDS],
 )
 def test_extend_keeps_the_matrix_units_busy_and_waits(layer: str, arch: str) -> None:
-    kernel = compiled_extend(arch, replace(PLAIN, **({"heads": (32, 8)} | EXTENDS[layer])))
+    more = {"heads": (32, 8)} | EXTENDS[layer]
+    kernel = compiled_extend(arch, replace(PLAIN, kv=EXTEND_CODES[arch] if "scales" in more else None, **more))
     code, count = read_amd_code(kernel), count_of(kernel, arch)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.waves_per_simd == 2
     assert count is not None
     assert count.waves == 2
-    assert count.share >= LEAST_SHARE, count
+    assert count.share >= LEAST_SHARES.get(layer, LEAST_SHARE), count
     assert check_waits(parse_assembly(kernel.asm["amdgcn"]), arch).word is Word.PROVED

@@ -10,8 +10,8 @@ from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, build
 from tests.amd.kernels.cdna_cases import LARGE, assert_decoded, cdna_cut, launch_cdna, served_cases
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
-from tests.amd.kernels.cdna_extend_cases import CASES, assert_extended, run_cdna_extend
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
+from tests.amd.kernels.cdna_extend_cases import NAMES, assert_extended, case_of, run_cdna_extend
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.large_steps import in_large_pools
 
@@ -55,11 +55,11 @@ def more_cdna_cases(arch: str) -> list[KernelCase]:
 
 def _cases(arch: str) -> list[KernelCase]:
     cases = served_cases(arch)
-    extends = CASES if arch in EXTEND_ARCHS else {}
+    extends = NAMES if arch in EXTEND_ARCHS else ()
     return [
         *(KernelCase(f"cdna-{name}", arch, partial(run_cdna, arch, case)) for name, case in cases.items()),
         *(
-            KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case))
-            for name, case in extends.items()
+            KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case_of(name, arch)))
+            for name in extends
         ),
     ]

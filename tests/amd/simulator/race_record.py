@@ -84,8 +84,15 @@ CASES_OF_BARRIERS = {
     "_take_inputs_kernel": "gfx950-metadata/take_inputs",
     "_token_steps_kernel": "gfx950-states-channels",
 }
-# Kernels with other barriers on another arch.
-CASES_OF_OTHER_BARRIERS = {"_cdna_extend_kernel": "gfx942-cdna-extend-plain"}
+# Kernels with other barriers on another arch, or in other layers.
+CASES_OF_OTHER_BARRIERS = {
+    "_cdna_extend_kernel": (
+        "gfx942-cdna-extend-plain",
+        "gfx942-cdna-extend-wide",
+        "gfx950-cdna-extend-wide",
+        "gfx950-cdna-extend-codes",
+    )
+}
 _CASES = {str(case): case for case in GRID}
 
 
@@ -126,7 +133,7 @@ def watch_case(case: KernelCase, seed: int = 0) -> Watched:
 
 def without_barriers(kernel: str) -> list[Removed]:
     """Every barrier that the kernel's cases reach, removed."""
-    names = [cases[kernel] for cases in (CASES_OF_BARRIERS, CASES_OF_OTHER_BARRIERS) if kernel in cases]
+    names = (CASES_OF_BARRIERS[kernel], *CASES_OF_OTHER_BARRIERS.get(kernel, ()))
     return [removed for name in names for removed in removed_barriers(_CASES[name], kernel)]
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from rocm_attn.kernels.cdna import decode, extend, extend_steps, key_blocks
 from rocm_lab.simulator.faults import SimulationFault
-from rocm_lab.simulator.launcher import ARCHS
+from rocm_lab.simulator.launcher import ARCHS, Simulation
 from tests.amd.kernels import cdna_cases, cdna_extend_cases
 from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
 from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
+from tests.amd.kernels.cdna_extend_cases import case_of
 from tests.amd.simulator.cdna_cases import run_cdna, simulate_extend
 from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
 
@@ -64,11 +65,18 @@ IN_KEY_BLOCKS = {
 SHORT_EXTEND, PLAIN_EXTEND, STEEP_EXTEND = (
     partial(simulate_extend, case=EXTENDS[name]) for name in ("short", "plain", "steep")
 )
+
+
+def _coded_extend(arch: str, name: str) -> Simulation:
+    return simulate_extend(arch, case_of(name, arch))
+
+
+WIDE_EXTEND = partial(simulate_extend, case=EXTENDS["wide"])
 IN_EXTEND = {
     "extend_values_are_not_masked": (
         extend,
-        "v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column, mask=live, other=0.0)",
-        "v_rows = gl.load(v.at + (page * v.page + place * v.token)[:, None] + column)",
+        "gl.where(live[:, None], loaded[i], gl.zeros_like(loaded[i]))",
+        "loaded[i]",
         SHORT_EXTEND,
     ),
     "extend_rows_see_the_keys_after_their_own": (
@@ -84,12 +92,43 @@ IN_EXTEND = {
         partial(simulate_extend, case=EXTEND_ABOVE, is_large=True),
     ),
     "extend_the_sum_keeps_an_old_maximum": (extend, "total * decay + part", "total + part", STEEP_EXTEND),
-    "extend_the_accumulator_keeps_an_old_maximum": (extend_steps, "if x[64] < 1.0:", "if x[64] < -1.0:", STEEP_EXTEND),
+    "extend_the_accumulator_keeps_an_old_maximum": (
+        extend_steps,
+        "if x[NUM] < 1.0:",
+        "if x[NUM] < -1.0:",
+        STEEP_EXTEND,
+    ),
     "extend_a_block_is_taken_for_the_one_before": (
         extend,
         "pages = (pages[1], pages[2], later)",
         "pages = (pages[1], pages[1], later)",
         PLAIN_EXTEND,
+    ),
+    "extend_parts_of_rows_are_all_the_first": (extend, "gl.load(at + i * G.HEADS.PART)", "gl.load(at)", WIDE_EXTEND),
+    "extend_the_second_keys_are_the_first": (extend, "at * OF_ROUND, OF_ROUND, G", "0, OF_ROUND, G", WIDE_EXTEND),
+    "extend_late_keys_are_those_before": (
+        extend,
+        "next_keys = _loaded(PARTS, k, pages[1], block + 2, G)",
+        "next_keys = _loaded(PARTS, k, pages[0], block + 1, G)",
+        partial(_coded_extend, name="codes_wide"),
+    ),
+    "extend_scores_have_no_scale": (
+        extend,
+        "coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, G.CODING), False, G.CODING)",
+        "coded_scales(qk_scale, 0.0, 1.0, False, G.CODING)",
+        partial(_coded_extend, name="codes_64"),
+    ),
+    "extend_values_have_no_scale": (
+        extend,
+        "(row_scale(v_scale, kv_head, G.CODING) / total)[:, None]",
+        "(1.0 / total)[:, None]",
+        partial(_coded_extend, name="codes_64"),
+    ),
+    "extend_codes_are_numbers": (
+        extend,
+        "store(numbers)",
+        "store(rows[i].to(to[i].dtype))",
+        partial(_coded_extend, name="codes_64"),
     ),
 }
 MISTAKES = {

@@ -118,7 +118,7 @@ def test_in_batch_invariant_mode_prompts_of_latent_layers_count_as_decodes(
     lengths = ours["mla"].QueryLenSupport
     plain = builder(ours, "mla")
     assert plain.query_len_support is lengths.UNIFORM
-    assert not hasattr(plain, "reorder_batch_threshold")  # vLLM's own: the drafts of a request
+    assert plain.reorder_batch_threshold == 1  # vLLM's own, which it raises to the drafts of a request
     monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True)
     invariant = builder(ours, "mla")
     assert invariant.query_len_support is lengths.VARLEN

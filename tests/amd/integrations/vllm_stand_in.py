@@ -67,11 +67,17 @@ class Backend:
 
 
 class Builder(Generic[T]):
-    """vLLM's AttentionMetadataBuilder and MLACommonMetadataBuilder."""
+    """vLLM's AttentionMetadataBuilder."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: Sequence[str], vllm_config: Any, device: Any) -> None:
         self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
         self.vllm_config, self.device = vllm_config, device
+
+
+class LatentBuilder(Builder[T]):
+    """vLLM's MLACommonMetadataBuilder."""
+
+    reorder_batch_threshold: int = 1
 
 
 class Impl(Generic[T]):
@@ -299,7 +305,7 @@ def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
             "MLACommonDecodeMetadata": Decodes,
             "MLACommonImpl": LatentImpl,
             "MLACommonMetadata": SimpleNamespace,
-            "MLACommonMetadataBuilder": Builder,
+            "MLACommonMetadataBuilder": LatentBuilder,
             "QueryLenSupport": QueryLens,
         },
         "vllm.model_executor.layers.attention.sparse_mla_attention": {"SparseMLACommonImpl": LatentImpl},

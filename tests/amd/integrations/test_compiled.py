@@ -26,7 +26,7 @@ from rocm_attn.integrations import compiled
 from rocm_attn.integrations.compiled import SPLITTING_OPS, CompiledLayers, compile_forward, compiled_layers
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.sparse.arguments import Indexing
-from rocm_attn.problem import EarlierSelection, PoolKind
+from rocm_attn.problem import AllKeys, EarlierSelection, Indexer, PoolKind
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
@@ -34,7 +34,7 @@ from rocm_attn.step.step import Part
 from tests.amd.external.engines import SGLang
 from tests.amd.graphs.small_models import Requests, Tiny, same, serve
 from tests.amd.worlds.problems import indexer, layer, small_problem
-from tests.amd.worlds.world import World
+from tests.amd.worlds.world import World, poison_free_pages
 
 OPS = torch.ops.rocm_attn
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly)  # compiles C++ on a CPU
@@ -341,12 +341,22 @@ def test_layers_that_select_keys_are_operations_too(graphs: bool, device: torch.
     calls = compiled_layers(world.runtime)
 
     def forward(step: Part) -> Tensor:
-        return world.forward(replace(step, layers=calls.of(step)))
+        layers, at = calls.of(step), step.tokens
+        for number, (problem, rows) in enumerate(zip(problems, world.rows, strict=True)):
+            layers.store(number, rows.k[at], rows.v[at])
+            if isinstance(problem.indexer, Indexer):
+                layers.store_index(number, rows.index_k[at])
+                layers.select(number, rows.index_q[at], rows.weights[at])
+            is_dense = isinstance(problem.indexer, AllKeys)
+            attend = layers.attend if is_dense else layers.attend_selected
+            attend(number, rows.q[at], rows.out[at], rows.lse[at] if is_dense else None)
+        return world.rows[-1].out[at][step.last_token_of_seq.long()]
 
     body = forward if graphs else compile_forward(forward, backend="aot_eager")
     world.runner = StepRunner(world.runtime, body, recorder_for(device) if graphs else None, check=NO_CHECK)
     requests = [world.admit(), world.admit()]
     for q_len in ([9, 14], [1, 1], [1, 1]):
+        poison_free_pages(world.runtime)
         world.step(requests, q_len)
 
 

@@ -69,7 +69,7 @@ def test_a_wrong_word_is_refused_in_one_line_by_its_own_command(
         ("--model", "/nowhere", "--dtype", "float32"),
     ],
 )
-@pytest.mark.parametrize(("command", "reads"), [("generate", "load_model"), ("serve", "EngineProcess")])
+@pytest.mark.parametrize(("command", "reads"), [("generate", "loaded_engine"), ("serve", "EngineProcess")])
 def test_words_are_checked_before_weights_are_read(
     command: str,
     reads: str,

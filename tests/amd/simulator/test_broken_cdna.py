@@ -92,7 +92,12 @@ IN_EXTEND = {
         partial(simulate_extend, case=EXTEND_ABOVE, is_large=True),
     ),
     "extend_the_sum_keeps_an_old_maximum": (extend, "total * decay + part", "total + part", STEEP_EXTEND),
-    "extend_the_accumulator_keeps_an_old_maximum": (extend_steps, "if x[NUM] < 1.0:", "if x[NUM] < -1.0:", STEEP_EXTEND),
+    "extend_the_accumulator_keeps_an_old_maximum": (
+        extend_steps,
+        "if x[NUM] < 1.0:",
+        "if x[NUM] < -1.0:",
+        STEEP_EXTEND,
+    ),
     "extend_a_block_is_taken_for_the_one_before": (
         extend,
         "pages = (pages[1], pages[2], later)",

@@ -197,8 +197,9 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
     """Adds blocks [0, num) that every row sees, or all but the last of them; returns the number of them too.
 
     While a block's values are read, the next one's keys are in registers, and those of the one after it go into LDS; so
-    do values, one block later. Loads past the registers begin a block earlier and have two places in LDS each. If scores
-    take two rounds, the second half of the keys is read between these; and then values that pass registers go into LDS
+    do values, one block later. Loads past the registers begin a block earlier and have two places in LDS each.
+
+    If scores take two rounds, the second half of the keys is read between these. Values that pass registers go into LDS
     there, for the same block, so that no rows wait in registers during products with values.
 
     num: at least 1

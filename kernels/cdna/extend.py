@@ -5,8 +5,8 @@
 A program is eight waves with 256 rows: a query block of extend_schedule.py, and query heads of one KV head. Two waves
 of a SIMD take turns: one computes a round of products while the other reads LDS and starts loads. Keys that every row
 sees go in whole blocks from memory into LDS, up to three blocks ahead; page numbers are loaded a block before that. The
-others follow under masks, block by block. Elements that no row sees may be NaN. The features of an arch are values
-(cdna_tiles.ExtendUnits).
+others follow under masks, block by block. Elements that no row sees may be NaN. Codes of eight bits become numbers as
+they are stored into LDS. The features of an arch and of heads are values (cdna_tiles.ExtendUnits, ExtendHeads).
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ def _operand(part, OF_SCORES: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _times_values(acc, weights, values, G: gl.constexpr):
+    """acc + P V of a block, at once."""
     for i in gl.static_range(KEYS // G.UNITS.DEPTH):
         own = weights_of(weights, i, G)
         sums = ()
@@ -198,12 +199,14 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
     While a block's values are read, the next one's keys are in registers, and those of the one after it go into LDS; so
     do values, one block later. Loads past the registers begin a block earlier and have two places in LDS each.
 
+    If scores take two rounds, the second half of the keys is read between these. Values that pass registers go into LDS
+    there, for the same block, so that no rows wait in registers during products with values.
+
     num: at least 1
     """
     INTO_LDS: gl.constexpr = G.UNITS.LOADS_INTO_LDS
     K_ROUNDS: gl.constexpr = G.HEADS.KEY_ROUNDS
     OF_ROUND: gl.constexpr = KEYS // K_ROUNDS
-    # Then no values wait in registers during products with others.
     LATE_VALUES: gl.constexpr = K_ROUNDS > 1 and not INTO_LDS
     PARTS: gl.constexpr = len(ks)
     V_PARTS: gl.constexpr = len(vs)

@@ -4,8 +4,10 @@ A block of 64 keys takes two rounds of products of a wave. The order of instruct
 each product, and no more work than hides next to it (extend_order.py). So the matrix unit waits for nothing but the
 hand-over between waves (docs/cycles.md). With m the maximum, which lags, and s the sum:
 
-    round 1   scores of the next block, K^T q       exp2 of five eighths of this block's scores, the sum, and P
+    round 1   scores of the next block, K^T q *     exp2 of five eighths of this block's scores, the sum, and P
     round 2   P V of this block                     the next block's maximum, and the same of its first three eighths
+
+* of half of its keys and then of the others, if registers do not hold all of K (cdna_tiles.ExtendHeads).
 
 The maximum follows only if a row's scores pass it by more than 2^LAG: the sums then stay within 2^LAG of what they
 would be, and the accumulator is rescaled by few waves, few times. Those that need it branch.

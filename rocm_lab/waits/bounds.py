@@ -50,7 +50,10 @@ def _unit(bounds: Bounds) -> int:
 
 def _add(*terms: Bounds) -> Bounds:
     units = [_unit(term) for term in terms if term.ones]
-    return within(sum(term.low for term in terms), sum(term.high for term in terms), -min(units, default=0))
+    low, high = sum(term.low for term in terms), sum(term.high for term in terms)
+    # A negative number is added as one that is 2^32 larger: every sum wraps then.
+    wrapped = low & ~LARGEST
+    return within(low - wrapped, high - wrapped, -min(units, default=0))
 
 
 def _multiply(a: Bounds, b: Bounds) -> Bounds:

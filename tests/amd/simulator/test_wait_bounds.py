@@ -60,3 +60,9 @@ def test_a_choice_of_lanes_is_either() -> None:
     assert found == Bounds(64, 80, 80)
     results = execute(line, vector={0: 64, 1: 80}, scalar={VCC: 5, VCC + 1: 0}).vector[9]
     assert all(holds(found, result) for result in results.tolist())
+
+
+def test_a_negative_number_is_added() -> None:
+    found = result_of(parse_instruction("s_add_i32 m0, s43, 0xffff9ea0"), [Bounds(67936, 75616), exactly(0xFFFF9EA0)])
+    assert (found.low, found.high) == (67936 - 24928, 75616 - 24928)
+    assert result_of(parse_instruction("s_add_i32 s0, s1, s2"), [Bounds(0, 1), exactly(0xFFFFFFFF)]) == ANYTHING

@@ -271,11 +271,11 @@ _ROW_LIMITS = replace(
 
 # Attention to all records, and to all rows of several tokens, which no other kernels of dense steps read.
 EVERY_ROW_ENTRIES = tuple(
-    entry(name, kind, of_rows, _every_row(name, bind_selected))
-    for entry, name, of_rows, bind_selected in (
-        (triton_entry, "records", _RECORD_LIMITS, _selected),
-        (triton_entry, "rows", _ROW_LIMITS, _selected),
-        (deterministic_entry, "row_segments", _ROW_LIMITS, _segments),
+    entry(name, kind, of_rows, bind)
+    for entry, name, of_rows, bind in (
+        (triton_entry, "records", _RECORD_LIMITS, _every_row("records", _selected)),
+        (triton_entry, "rows", _ROW_LIMITS, _every_row("rows", _selected)),
+        (deterministic_entry, "row_segments", _ROW_LIMITS, _every_row("row_segments", _segments)),
     )
     for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 )

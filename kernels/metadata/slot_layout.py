@@ -33,8 +33,9 @@ MOST_TAKEN = 1024  # padded sequences, and tokens, of a step that a graph takes:
 _HEADER = Struct(f"={HEADER_WORDS}i")
 
 
-# Every step writes a header: all of its words -> its bytes.
-pack_header = _HEADER.pack
+# Every step writes a header: (buffer, 0, all of its words).
+write_header = _HEADER.pack_into
+HEADER_BYTES = _HEADER.size
 
 
 class SlotParts(NamedTuple):

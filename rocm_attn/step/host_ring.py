@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, TAKEN_BY_GRAPH
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -55,7 +54,7 @@ class GraphFence:
     new_fence: makes a fence of the device
     """
 
-    def __init__(self, words: Int32Array, new_fence: Callable[[], Fence]) -> None:
+    def __init__(self, words: memoryview, new_fence: Callable[[], Fence]) -> None:
         self._words, self._new_fence = words, new_fence
 
     def record(self) -> None:
@@ -63,14 +62,14 @@ class GraphFence:
 
     def query(self) -> bool:
         """True if the graph has taken the slot."""
-        return self._words.item(ECHO) != TAKEN_BY_GRAPH
+        return self._words[ECHO] != TAKEN_BY_GRAPH
 
     def synchronize(self) -> None:
         """Waits until the graph has taken the slot, or everything that was launched is done and no graph has."""
-        if self._words.item(ECHO) == TAKEN_BY_GRAPH:
+        if self._words[ECHO] == TAKEN_BY_GRAPH:
             launched = self._new_fence()
             launched.record()
-            while self._words.item(ECHO) == TAKEN_BY_GRAPH and not launched.query():
+            while self._words[ECHO] == TAKEN_BY_GRAPH and not launched.query():
                 sleep(_LOOK_SECONDS)
 
 
@@ -85,17 +84,17 @@ def wait_for_all(fences: Sequence[Fence], slots: Sequence[RingSlot]) -> None:
 
 
 class RingSlot(NamedTuple):
-    """A slot, for kernels and for the host: as int32 words, and as bytes."""
+    """A slot, for kernels and for the host: as int32 words, and as bytes. An array takes twice as long for a word."""
 
     tensor: Tensor
-    words: Int32Array
+    words: memoryview
     raw: memoryview
 
     @classmethod
     def of(cls, tensor: Tensor) -> RingSlot:
         """Makes a slot of a tensor of the host."""
-        words: Int32Array = tensor.numpy()
-        return cls(tensor, words, words.data.cast("B"))
+        words = tensor.numpy().data
+        return cls(tensor, words, words.cast("B"))
 
 
 class HostRing:
@@ -140,8 +139,10 @@ class HostRing:
         It waits if the device is `depth` steps late. The slot keeps its old content; an unwritten word is 0.
         """
         at = self._next
-        self._wait(self._done[at])
-        slot = self._slots[at]
+        slot, done = self._slots[at], self._done[at]
+        # A graph mostly takes its slot before it comes again, and marks it, so that there is nothing to wait for.
+        if done is self._launched[at] or slot.words[ECHO]:
+            self._wait(done)
         if len(slot.words) < words:
             # A power of two; otherwise batches that grow slowly would pin memory again each time.
             larger = self._zeros(next_power_of_2(words))
@@ -154,7 +155,7 @@ class HostRing:
         with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             return torch.zeros(shape, dtype=torch.int32, pin_memory=self._pinned)
 
-    def written(self) -> list[Int32Array]:
+    def written(self) -> list[memoryview]:
         """Waits for the readers, and returns the slots that were used, oldest first."""
         order = (*range(self._next, self._depth), *range(self._next))
         for at in order:

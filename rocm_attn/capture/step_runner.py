@@ -169,7 +169,7 @@ class StepRunner(Generic[Outputs]):
         Returns and raises what run() does; WrongState if no such step was staged last, or one of its rows has changed.
         """
         gate = self._runtime.gate
-        last = gate.may_go_again
+        last = gate.last  # the gate refuses it if one of its rows has changed
         graph = self._graph_again(last)
         if graph is None or last is None or last.batch is not batch:
             return self._run(batch, lambda batch: AGAIN)
@@ -199,21 +199,28 @@ class StepRunner(Generic[Outputs]):
 
     def _run(self, batch: StepBatch, plan_of: PlanOf) -> Outputs:
         runtime, gate = self._runtime, self._runtime.gate
+        is_noted = False
         gate.holder.require_free("a step cannot begin")  # from here on this call has to end the step
         try:
             if self._seal_number != runtime.seals.number:
                 self._follow_seal()
-            try:
-                if runtime.agree is not alone:
-                    runtime.faults.meet()
-                step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._input_plans)
-            except RuntimeError as fault:  # a fault of the device, in this step or in one before it
-                self._flight.failed(fault)
-                raise
-            outputs = self._run_noted(batch, step, plan_of)
-            gate.end()
+            if runtime.agree is not alone:
+                runtime.faults.meet()
+            step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._input_plans)
+            graph = self._graph_of_plan.get(step.plan)
+            if self._flight is not NO_FLIGHT_RECORDER:
+                self._flight.note(batch, step.plan, graph is not None, self._pinned.epoch)
+                is_noted = True
+            if graph is not None:
+                outputs = self._replay(graph)
+            else:
+                outputs = self._first_run(step, plan_of, batch)
+                gate.end()
         except BaseException as error:
             runtime.end_step()  # an interrupt may have skipped gate.end()
+            # A fault of the device in this step or in one before it, or any failure of a step that was noted.
+            if is_noted or isinstance(error, RuntimeError):
+                self._flight.failed(error)
             if isinstance(error, DeviceFault):
                 self.metrics.faults += len(error.each)
             raise
@@ -225,18 +232,6 @@ class StepRunner(Generic[Outputs]):
             return graph.real if graph.num_real == num_seqs else graph.real_of(batch)
         metrics.padded_seqs += step.plan.shape.num_seqs - num_seqs
         return real_rows(outputs, num_seqs, batch.num_fed)
-
-    # Within the try of _run(), this one's own line would be covered by neither: an interrupt there left the step begun.
-    def _run_noted(self, batch: StepBatch, step: Step, plan_of: PlanOf) -> Outputs:
-        """Runs a step that was staged, after noting it in the flight recorder."""
-        graph = self._graph_of_plan.get(step.plan)
-        if self._flight is not NO_FLIGHT_RECORDER:
-            self._flight.note(batch, step.plan, graph is not None, self._pinned.epoch)
-        try:  # a flight recorder keeps the failures of only those steps that were noted in it
-            return self._replay(graph) if graph is not None else self._first_run(step, plan_of, batch)
-        except BaseException as error:
-            self._flight.failed(error)
-            raise
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None) -> Outputs:
         """run() without a graph and without a change of the counters: to run a step again and compare."""

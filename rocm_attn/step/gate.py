@@ -190,6 +190,7 @@ class StepGate:
         self._check_stored = MethodType(guards.stored, table.checks)
         self._changed, self._in_turn = MethodType(guards.changed, table.checks), guards.in_turn
         self._has_windows, self._evict_before = len(table.spaces) > 1, guards.evict
+        self._has_states = not table.states.is_empty
         selecting = core.layers.selecting
         self.stores = StepStores(core.layers.sides, table.tokens, self._check_stored)
         self._selections = StepSelections(selecting, core.guards.layers.selection_of)
@@ -214,16 +215,16 @@ class StepGate:
                 if last.batch is not batch:
                     raise WrongState("AGAIN was given with another batch than the last staged step; give that batch")
                 self._lose_track(last)
-                return self._begun(last, (batch,), "")
+                return self._begun(batch, (batch,), last.plan, last.children, "")
             self._check_batch(batch)
             refusal = ""
             if batch.before != self._tokens.last:  # else its rows were neither forked nor cut since the last step
                 self._check_stored(batch, batch.start)
                 refusal = self._table.checks.why_no_store(batch)
                 # Such a step may attend, but fill would give it the states that its rows go on from.
-                if refusal and not self._table.states.is_empty:
+                if refusal and self._has_states:
                     raise BadBatch(refusal)
-            plan = self.planner.plan(batch, None, 1) if plan is None else self.planner.admit(batch, plan)
+            plan = self.planner.plan(batch) if plan is None else self.planner.admit(batch, plan)
             if is_current(self.device):
                 return self._publish(batch, plan, refusal, input_plans)
             with on_device(self.device):
@@ -242,11 +243,10 @@ class StepGate:
         # A length that only the device knows may be shorter than its bound, so such a step gives no pages back.
         if self._has_windows and batch.inputs.kv_len_on_host:
             self._table.evict(batch.rows, self._evict_before(batch))
-        if not self._table.states.is_empty:
+        if self._has_states:
             self._table.states.note(batch)
         self._streams.follow()
-        children = self._core.memory.device_steps(plan)
-        publisher = self._publisher
+        children, publisher = self._core.memory.device_steps(plan), self._publisher
         publisher.apply_table_changes()
         if plan.num_halves == 1:
             if publisher.steps_to_answer:
@@ -255,12 +255,18 @@ class StepGate:
         else:
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
-        self._staged = staged = batch, plan, children, self._generations.last_change, refusal
-        return self._begun(staged, batches, refusal)
+        self._staged = batch, plan, children, self._generations.last_change, refusal
+        return self._begun(batch, batches, plan, children, refusal)
 
-    def _begun(self, staged: _Staged | RanStep, batches: Sequence[StepBatch], refusal: str) -> Step:
+    def _begun(
+        self,
+        batch: StepBatch,
+        batches: Sequence[StepBatch],
+        plan: StepPlan,
+        children: tuple[DeviceStep, ...],
+        refusal: str,
+    ) -> Step:
         """Returns the step whose inputs are published. batches: of its halves"""
-        batch, plan, children, _, _ = staged
         steps = plan.draft_steps
         self.stores.begin(batch, len(children), refusal, steps if steps == 1 else min(steps, self._in_turn))
         if self._selects:
@@ -305,14 +311,14 @@ class StepGate:
         try:
             self._lose_track(self._begin_again())
             replay()
-            self.end()
+            self._close()
         except BaseException:
             self.end()  # an interrupt may have prevented the call above
             raise
 
     def _lose_track(self, last: RanStep) -> None:
         """Notes that only the device knows the states of a step's rows: it may have written lengths of its own."""
-        if not self._table.states.is_empty:
+        if self._has_states:
             self._table.states.lose_track(last.batch.rows)
 
     def _begin_again(self) -> RanStep:
@@ -380,11 +386,11 @@ class StepGate:
 
         staying: new tokens of a sequence that are not written
         """
-        changed = [row for row in self._changed_rows(step, staying) if row in rows]
-        if changed:
-            raise WrongState(
-                f"{refused}: row {changed[0]} was freed, cut, forked or kept since it was staged; stage a new step"
-            )
+        for row in self._changed_rows(step, staying):
+            if row in rows:
+                raise WrongState(
+                    f"{refused}: row {row} was freed, cut, forked or kept since it was staged; stage a new step"
+                )
 
     def before_paths(self, num_paths: int, seqs: Integers | None) -> Tensor:
         """Does the same as before_move() for accepted paths, and returns their rows, int32 [num_paths] on the device.
@@ -443,11 +449,12 @@ class StepGate:
         return Effects(self.stores.layers, not self._may_move)
 
     def replay(self, replay: Callable[[], object], effects: Effects) -> None:
-        """Launches the graph of the staged step. Raises what its layers would."""
+        """Launches the graph of the staged step, and ends the step. Raises what its layers would."""
         layers, moves = effects
         self.stores.replay(replay, layers)
         self._may_move = not moves
         self._publisher.taken()
+        self._close()
 
     def fill(self) -> None:
         """Derives the step's metadata on the device; captured with the step. Running it twice is harmless."""
@@ -493,12 +500,14 @@ class StepGate:
     def end(self) -> None:
         """Closes the step; see AttentionRuntime.end_step."""
         if self.holder.is_mine:
-            if self._publisher.launching is not None:
-                self._staged = None  # its inputs may not have been published
-            self.stores.end()
-            self.holder.state = IDLE
-            self._step = None
-            self.holder.give_back()
+            self._close()
+
+    def _close(self) -> None:
+        if self._publisher.launching is not None:
+            self._staged = None  # its inputs may not have been published
+        self.stores.end()
+        self.holder.state, self._step = IDLE, None
+        self.holder.give_back()
 
     def abandon(self) -> None:
         """Closes a step that was staged and will not run. A fault in its inputs is reported when they come again."""

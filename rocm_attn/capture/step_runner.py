@@ -99,7 +99,7 @@ class StepRunner(Generic[Outputs]):
         flight: Flight = NO_FLIGHT_RECORDER,
         capture_after: int = 0,
     ) -> None:
-        self._runtime = runtime
+        self._runtime, self._gate = runtime, runtime.gate
         self._forward, self._draft, self._split_forward = forward, draft, split_forward
         self._recorder = self._given_recorder = recorder  # the first is None while graphs are switched off
         self._check = check if check is not None else CaptureCheck()
@@ -151,7 +151,7 @@ class StepRunner(Generic[Outputs]):
     @property
     def may_run_again(self) -> bool:
         """True if run_again() may follow the step that was staged last: by its graph, or eagerly if it has none."""
-        last = self._runtime.gate.may_go_again
+        last = self._gate.may_go_again
         if last is None or self._seal_number != self._runtime.seals.number:
             return False
         return last.plan in self._graph_of_plan or self._recorder is None or not last.plan.replayable
@@ -159,7 +159,7 @@ class StepRunner(Generic[Outputs]):
     @property
     def graph_again(self) -> Graph[Outputs] | None:
         """The graph that run_again() replays. None: it launches the kernels, or must inform ranks or a recorder."""
-        return self._graph_again(self._runtime.gate.may_go_again)
+        return self._graph_again(self._gate.may_go_again)
 
     def run_again(self, batch: StepBatch) -> Outputs:
         """Runs the last step once more, on the inputs that the device has written over its own.
@@ -168,7 +168,7 @@ class StepRunner(Generic[Outputs]):
 
         Returns and raises what run() does; WrongState if no such step was staged last, or one of its rows has changed.
         """
-        gate = self._runtime.gate
+        gate = self._gate
         last = gate.last  # the gate refuses it if one of its rows has changed
         graph = self._graph_again(last)
         if graph is None or last is None or last.batch is not batch:
@@ -198,7 +198,7 @@ class StepRunner(Generic[Outputs]):
         return graph
 
     def _run(self, batch: StepBatch, plan_of: PlanOf) -> Outputs:
-        runtime, gate = self._runtime, self._runtime.gate
+        runtime, gate = self._runtime, self._gate
         is_noted = False
         gate.holder.require_free("a step cannot begin")  # from here on this call has to end the step
         try:
@@ -236,7 +236,7 @@ class StepRunner(Generic[Outputs]):
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None) -> Outputs:
         """run() without a graph and without a change of the counters: to run a step again and compare."""
         self._require_forward(batch)
-        self._runtime.gate.holder.require_free("a step cannot begin")
+        self._gate.holder.require_free("a step cannot begin")
         try:
             with self._runtime.stage(batch, None if pad_to is None else self._runtime.plan(batch, pad_to)) as step:
                 return real_rows(self._body(step), batch.num_seqs, batch.num_fed)
@@ -380,7 +380,7 @@ class StepRunner(Generic[Outputs]):
 
     def _first_run(self, step: Step, plan_of: PlanOf, batch: StepBatch) -> Outputs:
         """Runs a staged step that has no graph: eagerly, or as a graph that is made now."""
-        gate, plan = self._runtime.gate, step.plan
+        gate, plan = self._gate, step.plan
         reason = self._why_not_now(plan, batch)
         if reason:
             return self._without_graph(step, reason)
@@ -415,7 +415,7 @@ class StepRunner(Generic[Outputs]):
         if not self._may_capture(self._runtime.seals.number):
             return "the addresses are not sealed"
         # The comparison writes to the pages of new tokens.
-        if self._runtime.gate.stores.refusal and not self._agrees:
+        if self._gate.stores.refusal and not self._agrees:
             return "it may not store KV"
         if self._eager_steps[plan] < self._capture_after:
             self._eager_steps[plan] += 1
@@ -433,7 +433,7 @@ class StepRunner(Generic[Outputs]):
         try:
             if graph.epoch != self._pinned.epoch:
                 raise self._stale(graph)
-            self._runtime.gate.replay(graph.recording.replay, graph.effects)
+            self._gate.replay(graph.recording.replay, graph.effects)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
         self.metrics.replays += 1
@@ -560,14 +560,14 @@ class StepRunner(Generic[Outputs]):
         def body() -> Outputs:
             with self.watchdog.watch(f"forward, run for {name},"):
                 if takes:
-                    self._runtime.gate.take_inputs(step)
+                    self._gate.take_inputs(step)
                 return self._body(step, split_forward)
 
         recording, outputs = self._recorder.record(body)
         if takes:
             recording = CountedRecording(recording, self._runtime.graph_runs.run)
         seconds = time.perf_counter() - started
-        effects, epoch = self._runtime.gate.effects, self._pinned.epoch
+        effects, epoch = self._gate.effects, self._pinned.epoch
         return Graph(step.plan, recording, outputs, seconds, effects, takes, epoch)
 
     def _keep(self, graph: Graph[Outputs], verdict: CapturedGraph[Outputs]) -> None:

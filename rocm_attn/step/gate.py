@@ -163,6 +163,11 @@ class StepHolder:
         """Releases the step of the current thread."""
         self._thread_of.clear()
 
+    def end(self) -> None:
+        """Ends the step of the current thread, and releases it."""
+        self.state = IDLE
+        self._thread_of.clear()
+
     def _take_over(self, me: int) -> bool:
         with self._taking_over:
             holder = self._thread_of.get(_STEP)
@@ -188,11 +193,11 @@ class StepGate:
         self._generations, self._tokens = table.generations, table.tokens
         self._check_batch = MethodType(guards.check, table.checks)
         self._check_stored = MethodType(guards.stored, table.checks)
-        self._changed, self._in_turn = MethodType(guards.changed, table.checks), guards.in_turn
+        self._changed = MethodType(guards.changed, table.checks)
         self._has_windows, self._evict_before = len(table.spaces) > 1, guards.evict
         self._has_states = not table.states.is_empty
         selecting = core.layers.selecting
-        self.stores = StepStores(core.layers.sides, table.tokens, self._check_stored)
+        self.stores = StepStores(core.layers.sides, table.tokens, self._check_stored, guards.in_turn)
         self._selections = StepSelections(selecting, core.guards.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
@@ -267,8 +272,7 @@ class StepGate:
         refusal: str,
     ) -> Step:
         """Returns the step whose inputs are published. batches: of its halves"""
-        steps = plan.draft_steps
-        self.stores.begin(batch, len(children), refusal, steps if steps == 1 else min(steps, self._in_turn))
+        self.stores.begin(batch, len(children), refusal, plan.draft_steps)
         if self._selects:
             self._selections.begin(len(children))
         self._may_move = True
@@ -506,8 +510,8 @@ class StepGate:
         if self._publisher.launching is not None:
             self._staged = None  # its inputs may not have been published
         self.stores.end()
-        self.holder.state, self._step = IDLE, None
-        self.holder.give_back()
+        self._step = None
+        self.holder.end()
 
     def abandon(self) -> None:
         """Closes a step that was staged and will not run. A fault in its inputs is reported when they come again."""

@@ -82,7 +82,7 @@ class StepChain:
     counts: of the step that was published last
     number: its number
     rest:   inputs of a step without sequences; its counts replace those whose memory is given up
-    recent: numbers and request rows of the last steps, oldest first
+    recent: numbers and request rows of the last steps, oldest first; rows as bytes of int32
     """
 
     def __init__(self, ring: HostRing, check_echo: Callable[[memoryview], None], device: torch.device) -> None:
@@ -90,12 +90,13 @@ class StepChain:
         self.counts: Tensor | None = None
         self.number = 0
         self.rest = _no_sequences(device)
-        self.recent: deque[tuple[int, Int32Array]] = deque(maxlen=_REMEMBERED_STEPS)
+        self.recent: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_STEPS)
 
     def _add(self, fault: DeviceFault, found: Found) -> None:
         """Adds a fault once, with its step's request rows. It is found again if clearing its trace was interrupted."""
         # Searched from the last one, because a number whose launch failed was used again.
-        fault.rows = next((tuple(rows.tolist()) for number, rows in reversed(self.recent) if number == fault.step), ())
+        rows = next((rows for number, rows in reversed(self.recent) if number == fault.step), b"")
+        fault.rows = tuple(np.frombuffer(rows, np.int32).tolist())
         if str(fault) not in map(str, found):
             found.append(fault)
 
@@ -269,19 +270,19 @@ class Publisher:
 
     def _update(self, updates: Int32Array, entries: Tensor, forget: Callable[[], None]) -> None:
         """Launches changes of entries of a table. updates: int32 [n, 3], each (row, column, entry)"""
-        slot, words, _ = self._updates.acquire(updates.size)
-        words[: updates.size] = updates.reshape(-1).data
-        self._deliver(partial(self._ops.table_update, slot, entries, num_updates=len(updates)), forget)
+        slot = self._updates.acquire(updates.size)
+        slot.words[: updates.size] = updates.reshape(-1).data
+        self._deliver(partial(self._ops.table_update, slot.tensor, entries, num_updates=len(updates)), forget)
         self._updates.release()
 
     def _copy_pages(self, table: PageTable) -> None:
         """Launches a space's pending copies. No target is a source, so a launch that failed halfway may run again."""
         copies = table.pending.copies
-        slot, words, _ = self._updates.acquire(2 * len(copies))
-        words[: 2 * len(copies)] = np.array([*copies, *copies.values()], np.int32).data
+        slot = self._updates.acquire(2 * len(copies))
+        slot.words[: 2 * len(copies)] = np.array([*copies, *copies.values()], np.int32).data
         try:
             # int64 on the device, because a copy that converts would convert on the host, and wait.
-            ids = slot[: 2 * len(copies)].to(self._pool.device, non_blocking=True).to(torch.int64)
+            ids = slot.tensor[: 2 * len(copies)].to(self._pool.device, non_blocking=True).to(torch.int64)
             target, source = ids[: len(copies)], ids[len(copies) :]
             copy_pages = self._pool.in_space(table.space).copy_pages
             self._deliver(partial(copy_pages, source, target), table.copies_made)
@@ -315,7 +316,8 @@ class Publisher:
             data = b"".join(each.tobytes() for each in (batch.rows, batch.start + q_len, q_len, batch.token_ids))
         line = self._lines[child]
         ring = line.ring
-        slot, words, raw = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
+        slot = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
+        words = slot.words
         if words[ECHO]:
             line.look(words, self.found)
             self.runs.lose_count()  # the lost launch may have been the run of a graph
@@ -331,7 +333,7 @@ class Publisher:
         )
         number = (self.step_number + 1) & INT32_MAX
         runs = self.runs.next() if takes else 0
-        slot_writer(len(data))(raw, 0, num_seqs, num_fed, number, num_ids > 0, line.number, 0, 0, runs, data)
+        slot_writer(len(data))(slot.raw, 0, num_seqs, num_fed, number, num_ids > 0, line.number, 0, 0, runs, data)
         if not is_plain and isinstance(batch.prefixes, SharedPrefixes):
             parts = slot_parts(num_seqs, num_ids)
             words[parts.prefix_len] = batch.prefixes.prefix_len.data
@@ -340,19 +342,19 @@ class Publisher:
             # In one statement, as below; the echo comes last, because the graph of another step may read the slot.
             words[ECHO], self.launching = TAKEN_BY_GRAPH, (line, words, counts, number, True)
             ring.release_to_graph()
-            line.recent.append((number, batch.rows))
+            line.recent.append((number, batch.row_bytes))
             return
         if not is_plain and isinstance(batch.inputs, DeviceInputs):
             self._write_limits(batch, words)
         # In one statement, so an interrupt comes before all of it or after.
         words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
-            self._ops.publish(slot, counts if before is None else before, step.spaces[0])
+            self._ops.publish(slot.tensor, counts if before is None else before, step.spaces[0])
             if not is_plain:
-                self._place_others(batch, slot, step, num_fed)
+                self._place_others(batch, slot.tensor, step, num_fed)
         finally:
             ring.release()
-        line.recent.append((number, batch.rows))
+        line.recent.append((number, batch.row_bytes))
         line.counts, line.number, self.step_number, self.launching = counts, number, number, None
         if child:
             self.steps_to_answer = _STEPS_TO_ANSWER
@@ -454,13 +456,14 @@ class Publisher:
             self._settle()
         line = self._lines[1]
         if self.steps_to_answer == _STEPS_TO_ANSWER:
-            slot, words, raw = line.ring.acquire(HEADER_WORDS)
+            slot = line.ring.acquire(HEADER_WORDS)
+            words = slot.words
             line.look(words, self.found)
             self._report_at_once()
-            slot_writer(0)(raw, 0, 0, 0, self.step_number, 0, line.number, 0, 0, 0, b"")
+            slot_writer(0)(slot.raw, 0, 0, 0, self.step_number, 0, line.number, 0, 0, 0, b"")
             words[ECHO], self.launching = NO_ECHO, (line, words, line.rest.counts, self.step_number, False)
             try:
-                self._ops.publish(slot, line.rest.counts if line.counts is None else line.counts, line.rest)
+                self._ops.publish(slot.tensor, line.rest.counts if line.counts is None else line.counts, line.rest)
             finally:
                 line.ring.release()
             line.counts, line.number, self.launching = line.rest.counts, self.step_number, None

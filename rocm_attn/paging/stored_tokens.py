@@ -204,13 +204,16 @@ class StepStores:
         """
         if self.refusal:
             raise BadBatch(self.refusal)
-        step = child % min(self._in_turn, self._most_in_turn) if self._in_turn > 1 else 0
+        if self._in_turn > 1:
+            self._require_turn(child % min(self._in_turn, self._most_in_turn), child, layer)
+        self._wrote = True
+
+    def _require_turn(self, step: int, child: int, layer: int) -> None:
         if step and not self._done[child - 1] >> layer & 1:
             raise WrongState(
                 f"draft step {step} stores in layer {layer} before draft step {step - 1}; run the draft steps of a "
                 "round in order, each with all its layers"
             )
-        self._wrote = True
 
     def before_move(self) -> None:
         """Raises BadBatch if the running step, or the last one, may not write to the pages of its new tokens."""

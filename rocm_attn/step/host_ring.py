@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
 from time import sleep
@@ -78,10 +78,10 @@ class GraphFence:
 wait_for: Callable[[Fence], None] = methodcaller("synchronize")
 
 
-def wait_for_all(slots: Iterable[RingSlot]) -> None:
-    """Waits until no kernel reads these slots any more, and holds them until then."""
-    for slot in slots:
-        slot.done.synchronize()
+def wait_for_all(fences: Iterable[Fence], held: object) -> None:
+    """Waits for fences, and holds the memory that kernels before them use until then."""
+    for fence in fences:
+        fence.synchronize()
 
 
 class RingSlot:
@@ -105,6 +105,10 @@ class RingSlot:
         """Takes a tensor of the host as the slot's memory."""
         words: memoryview = tensor.numpy().data
         self.tensor, self.words, self.raw = tensor, words, words.cast("B")
+
+
+def _wait_for_readers(slots: Collection[RingSlot]) -> None:
+    wait_for_all([slot.done for slot in slots], slots)
 
 
 class HostRing:
@@ -137,7 +141,7 @@ class HostRing:
         self.is_fixed = True
         self._slots = deque(RingSlot(slot, new_fence) for slot in self.slots)  # the next one first
         # Not at exit, when the device may be gone before the ring.
-        weakref.finalize(self, wait_for_all, self._slots).atexit = False
+        weakref.finalize(self, _wait_for_readers, self._slots).atexit = False
 
     def acquire(self, words: int) -> RingSlot:
         """Returns the next slot, at least `words` int32 long.

@@ -18,7 +18,7 @@ from rocm_attn.kernels.launch import does_only_launch, is_observed
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs, SelectedKeys
-from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.devices import is_current, on_device
 from rocm_attn.machine.settings import settings
 from rocm_attn.paging.storage import PagePool
 from rocm_attn.paging.stored_tokens import Sides, StepStores
@@ -84,7 +84,6 @@ class Layers(TensorChecks):
         folding = tuple(layer for layer, problem in enumerate(kinds.problems) if problem.state_format is not None)
         self.sides = Sides(len(kinds.of_layer), kinds.selecting.indexed, folding, of_states)
         super().__init__(pool.device)
-        self._device_index = pool.device.index
         for layer, problem in enumerate(kinds.problems):
             if pool.format(layer) != problem.page_format:
                 raise BadTensor(
@@ -340,8 +339,8 @@ class Layers(TensorChecks):
 
     def _prepares(self) -> bool:
         """True if calls are prepared, and repeated by their prepared launches."""
-        # torch._C: see on_device. A call for a device that is not the current one is not prepared.
-        return self._launches_alone and torch._C._cuda_getDevice() == self._device_index and not is_observed()
+        # A call for a device that is not the current one is not prepared.
+        return self._launches_alone and is_current(self._device) and not is_observed()
 
     def _noting(self, step: DeviceStep, call: AddressedCall) -> AbstractContextManager[None]:
         """Prepares the form of a call that is made inside this context."""

@@ -530,6 +530,7 @@ class StepGate:
         """Raises WrongState unless the layers of the step with these children may store and attend now."""
         if self.holder.state is not RUNNING:
             raise self._not_running("store and attend need")
-        if self._step is None or children is not self._step.children:
+        step = self._step
+        if step is None or children is not step.children:
             raise WrongState("the step of these layers has ended; call the layers of the running step")
         self._streams.join()

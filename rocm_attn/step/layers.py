@@ -65,6 +65,7 @@ class Layers(TensorChecks):
     attend raises WrongState for a layer that lacks head weights.
 
     of_states: what recurrent layers store; see Sides
+    forms:     of calls that are prepared
 
     Raises BadTensor if a pool has another format than the kernels of a layer: both must use one layout.
     """
@@ -93,7 +94,7 @@ class Layers(TensorChecks):
         # On a CPU there are no launches to prepare.
         on_gpu = pool.device.type == "cuda"
         self._stream = stream_of(pool.device) or _no_stream
-        self._forms = LayerForms(self._kind_of_layer, pool, head_weights, self._stream)
+        self.forms = LayerForms(self._kind_of_layer, pool, head_weights, self._stream)
         around = ops.store_kv, ops.rope_store, ops.zero_tails, ops.clear_pads
         self._launches_alone = on_gpu and all(does_only_launch(launcher) for launcher in around)
         kernels = [kernel for selection in kinds.selections for kernel in selection.kernels.values()]
@@ -106,7 +107,7 @@ class Layers(TensorChecks):
 
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
         tensors = step.of_kind[self._kind_of(layer)]
-        call = self._forms.store(step.prepared, layer, k, v) if self._prepares() else _AS_IT_IS
+        call = self.forms.store(step.prepared, layer, k, v) if self.prepares() else _AS_IT_IS
         if call is None:
             return
         self._check_kv(layer, k, v, tensors.slot_of_token.shape[0])
@@ -118,7 +119,7 @@ class Layers(TensorChecks):
     def rope_and_store(self, step: DeviceStep, plan: StepPlan, layer: int, given: Projected, work: QkvWork) -> None:
         self._require_rows_of_one(layer)
         tensors = step.of_kind[self._kind_of(layer)]
-        call = self._forms.rope_and_store(step.prepared, layer, given, work) if self._prepares() else _AS_IT_IS
+        call = self.forms.rope_and_store(step.prepared, layer, given, work) if self.prepares() else _AS_IT_IS
         if call is None:
             return
         self._check_kv(layer, given.k, given.v, tensors.slot_of_token.shape[0])
@@ -150,11 +151,11 @@ class Layers(TensorChecks):
     def attend(self, step: DeviceStep, plan: StepPlan, layer: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         kind = self._kind_of(layer)
         kernel = plan.kernels[kind]
-        prepares = plan.prepared_of_kind[kind] and self._prepares()
+        prepares = plan.prepared_of_kind[kind] and self.prepares()
         if prepares and isinstance(kernel.bound, MixedAtOnce):
             # In a graph decode and extend run at the same time, which launches alone do not express.
             prepares = not is_capturing(self._device)
-        call = self._forms.attend(step.prepared, layer, q, out, lse) if prepares else _AS_IT_IS
+        call = self.forms.attend(step.prepared, layer, q, out, lse) if prepares else _AS_IT_IS
         if call is None:
             return
         tensors = self._read_by(step, kind)
@@ -183,7 +184,7 @@ class Layers(TensorChecks):
         """Stores and attends by one kernel; see stores_within()."""
         kind = self._kind_of(layer)
         bound: Any = plan.kernels[kind].bound  # a StoringKernel, see stores_within; a check would take microseconds
-        call = self._forms.store_and_attend(step.prepared, layer, q, k, v, out, lse) if self._prepares() else _AS_IT_IS
+        call = self.forms.store_and_attend(step.prepared, layer, q, k, v, out, lse) if self.prepares() else _AS_IT_IS
         if call is None:
             return
         tensors = step.of_kind[kind]
@@ -194,17 +195,12 @@ class Layers(TensorChecks):
         with on_device(self._device), self._noting(step, call):
             bound.store_and_attend(args, new, read, plan.bounds)
 
-    def both_again(self, step: DeviceStep, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
-        """Stores and attends like the layer's last call, if the arguments are the same; returns whether they were."""
-        # A joined call was prepared for these views, and so for their plan's kernels.
-        return self._prepares() and self._forms.both_again(step.prepared, layer, q, k, v, out)
-
     def join(self, step: DeviceStep, plan: StepPlan, layer: int) -> None:
         """Notes that the layer has stored and attended in one call."""
         # A joined call is launched without a check whether a graph is captured: see attend.
         bound = plan.kernels[self._kind_of_layer[layer]].bound
         if not isinstance(bound, MixedAtOnce) and self._launches_alone:
-            self._forms.join(step.prepared, layer)
+            self.forms.join(step.prepared, layer)
 
     def store_index(self, step: DeviceStep, layer: int, k: Tensor) -> None:
         problem, indexer = self._indexer(layer)
@@ -331,13 +327,13 @@ class Layers(TensorChecks):
 
     def fill_again(self, step: DeviceStep) -> bool:
         """Derives a step's metadata by the launches that were prepared for it; returns whether there are any."""
-        return self._prepares() and step.prepared.fill.again(self._stream())
+        return self.prepares() and step.prepared.fill.again(self._stream())
 
     def noting_fill(self, step: DeviceStep) -> AbstractContextManager[None]:
         """Prepares the launches that derive a step's metadata inside this context."""
-        return step.prepared.fill.noting(step) if self._prepares() else nullcontext()
+        return step.prepared.fill.noting(step) if self.prepares() else nullcontext()
 
-    def _prepares(self) -> bool:
+    def prepares(self) -> bool:
         """True if calls are prepared, and repeated by their prepared launches."""
         # A call for a device that is not the current one is not prepared.
         return self._launches_alone and is_current(self._device) and not is_observed()
@@ -527,7 +523,8 @@ class StepLayers(LayerCalls):
         self._require_running()
         self._stores.before_store(self._part, layer)
         layers, step, plan = self._layers, self._step, self._plan
-        if lse is None and layers.both_again(step, layer, q, k, v, out):
+        # A joined call was prepared for these views, and so for their plan's kernels.
+        if lse is None and layers.prepares() and layers.forms.both_again(step.prepared, layer, q, k, v, out):
             self._stores.after_store(self._part, layer)
         elif layers.stores_within(plan, layer) and not (may_overlap(out, k) or may_overlap(out, v)):
             # In one launch a program may write to out before another one has read its rows there.

@@ -470,8 +470,10 @@ def may_overlap(one: Tensor, other: Tensor) -> bool:
 
     Rows of one buffer that lie side by side do not overlap, such as K and the output as columns of one tensor.
     """
-    (begin, end), (other_begin, other_end) = _span(one), _span(other)
-    if end <= other_begin or other_end <= begin or not one.numel() or not other.numel():
+    # Mostly each has memory of its own, which is known in a quarter of the time.
+    if _are_apart(_memory(one), _memory(other)) or _are_apart(_span(one), _span(other)):
+        return False
+    if not one.numel() or not other.numel():
         return False
     pitch = one.stride(0) * one.element_size()
     if pitch <= 0 or pitch != other.stride(0) * other.element_size():
@@ -479,6 +481,17 @@ def may_overlap(one: Tensor, other: Tensor) -> bool:
     (begin, end), (other_begin, other_end) = _span(one[0]), _span(other[0])
     first = (other_begin - begin) % pitch
     return first < end - begin or first + other_end - other_begin > pitch
+
+
+def _are_apart(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[1] <= other[0] or other[1] <= one[0]
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a tensor's storage and one past the last."""
+    storage = tensor.untyped_storage()
+    begin = storage.data_ptr()
+    return begin, begin + storage.nbytes()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
-from rocm_attn.kernels.launch import does_only_launch, is_observed
+from rocm_attn.kernels.launch import does_only_launch, observers
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs, SelectedKeys
@@ -336,7 +336,7 @@ class Layers(TensorChecks):
     def prepares(self) -> bool:
         """True if calls are prepared, and repeated by their prepared launches."""
         # A call for a device that is not the current one is not prepared.
-        return self._launches_alone and is_current(self._device) and not is_observed()
+        return self._launches_alone and is_current(self._device) and not observers
 
     def _noting(self, step: DeviceStep, call: AddressedCall) -> AbstractContextManager[None]:
         """Prepares the form of a call that is made inside this context."""

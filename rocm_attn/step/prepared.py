@@ -35,7 +35,7 @@ from rocm_attn.kernels.driver_call import (
     driver_call,
     with_maps,
 )
-from rocm_attn.kernels.launch import Launch, does_only_launch, is_observed, note_launches
+from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches, observers
 from rocm_attn.paging.storage import PagePool
 from rocm_attn.providers.by_tokens import KernelByTokens, SchedulesByTokens
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
@@ -194,7 +194,7 @@ class RepeatedLauncher:
 
     def __call__(self) -> None:
         """Launches on the current stream."""
-        if self._stream is None or is_observed():
+        if self._stream is None or observers:
             self.launcher()
         elif not self._launches.again(self._stream()):
             with self._launches.noting(self._arguments):

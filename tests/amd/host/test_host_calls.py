@@ -1,4 +1,4 @@
-"""The host's work in a step, counted in calls: times would show less, and differ between machines."""
+"""The host's work in a step, counted in calls and bytecodes: times would show less, and differ between machines."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import gc
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +32,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.core import LaunchGuards, StepGuards
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.prepared import LastCall, _form
 from rocm_attn.step.publisher import PublishingGuards
 from rocm_attn.step.step import Part
 from rocm_lab.faults.wrong_twins import EchoIgnored
@@ -55,6 +58,28 @@ def calls_in(work: Callable[[], object]) -> int:
         if collects:
             gc.enable()
     return calls
+
+
+def bytecodes_in(work: Callable[[], object]) -> int:
+    """Returns the number of bytecodes that Python runs. Of its versions, 3.11 makes the most of a source."""
+    bytecodes = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal bytecodes
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        bytecodes += event == "opcode"
+        return count
+
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+        if collects:
+            gc.enable()
+    return bytecodes
 
 
 def operations_in(work: Callable[[], object]) -> int:
@@ -166,12 +191,34 @@ def test_a_replayed_step_makes_few_calls_however_many_sequences_it_has() -> None
     counts = []
     for num_seqs in (1, 64):
         server = Server(num_seqs)
-        batch, replays = server.next(), server.runner.counters.replays
-        counts.append(calls_in(lambda server=server, batch=batch: server.runner.run(batch)))  # type: ignore[misc]
-        assert server.runner.counters.replays == replays + 1
+        replays = server.runner.counters.replays
+        calls = calls_in(partial(server.runner.run, server.next()))
+        counts.append((calls, bytecodes_in(partial(server.runner.run, server.next()))))
+        assert server.runner.counters.replays == replays + 2
     assert counts[0] == counts[1]
-    assert 20 < counts[0] <= 52
+    calls, bytecodes = counts[0]
+    assert 20 < calls <= 46
+    assert 500 < bytecodes <= 1010
     assert calls_in(server.make_batch) <= 26
+
+
+def test_a_layer_that_stores_and_attends_again_makes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it repeats its launches. Here they are one call of a function, on a stream of any number."""
+    server, stream, launched = Server(8), 7, list[tuple[object, ...]]()
+    layers, step = server.runtime.core.layers, server.runtime.step(server.next())
+    monkeypatch.setattr(layers, "_launches_alone", True)
+    monkeypatch.setattr(layers.forms, "_stream", partial([stream].__getitem__, 0))
+    q, out, k, v = (torch.zeros(8, heads, 16) for heads in (8, 8, 2, 2))
+    addresses, forms = zip(*((each.data_ptr(), _form(each)) for each in (k, v, q, out)), strict=True)
+    owners = server.runtime.pool.layer(0), server.runtime.head_weights.of(0)
+    launches = ((launched.append, (("launched",),)),)
+    step.children[0].prepared.both[0] = LastCall(stream, addresses, forms, owners, launches)
+    again = partial(step.parts[0].layers.store_and_attend, 0, q, k, v, out)
+    again()
+    calls, bytecodes = calls_in(again), bytecodes_in(again)
+    assert launched == [("launched",)] * 3
+    assert 10 < calls <= 20
+    assert 100 < bytecodes <= 240
 
 
 def test_a_replayed_step_runs_no_operation_of_torch() -> None:
@@ -220,8 +267,10 @@ def test_a_step_that_runs_again_makes_few_calls_and_no_operation_of_torch() -> N
         server = _Rounds(num_seqs)
         server.begin()
         replays = server.runner.counters.replays
-        counts.append(calls_in(server.again))
-        assert server.runner.counters.replays == replays + 1
+        counts.append((calls_in(server.again), bytecodes_in(server.again)))
+        assert server.runner.counters.replays == replays + 2
         assert operations_in(server.again) == 0
     assert counts[0] == counts[1]
-    assert 10 < counts[0] <= 35
+    calls, bytecodes = counts[0]
+    assert 10 < calls <= 30
+    assert 200 < bytecodes <= 440

@@ -179,6 +179,10 @@ class StepRunner(Generic[Outputs]):
             gate.replay_again(graph.recording.replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
+        return self._replayed(graph, batch)
+
+    def _replayed(self, graph: Graph[Outputs], batch: StepBatch) -> Outputs:
+        """Counts a step that was replayed. Returns its outputs for real sequences."""
         metrics, num_seqs = self.metrics, batch.num_seqs
         metrics.steps += 1
         metrics.replays += 1
@@ -212,10 +216,10 @@ class StepRunner(Generic[Outputs]):
                 self._flight.note(batch, step.plan, graph is not None, self._pinned.epoch)
                 is_noted = True
             if graph is not None:
-                outputs = self._replay(graph)
-            else:
-                outputs = self._first_run(step, plan_of, batch)
-                gate.end()
+                return self._replay(graph, batch)
+            outputs = self._first_run(step, plan_of, batch)
+            gate.end()
+            return outputs
         except BaseException as error:
             runtime.end_step()  # an interrupt may have skipped gate.end()
             # A fault of the device in this step or in one before it, or any failure of a step that was noted.
@@ -224,14 +228,6 @@ class StepRunner(Generic[Outputs]):
             if isinstance(error, DeviceFault):
                 self.metrics.faults += len(error.each)
             raise
-        metrics, graph, num_seqs = self.metrics, self.graph_of_last, batch.num_seqs
-        metrics.steps += 1
-        metrics.real_seqs += num_seqs
-        if graph is not None:
-            metrics.padded_seqs += graph.num_seqs - num_seqs
-            return graph.real if graph.num_real == num_seqs else graph.real_of(batch)
-        metrics.padded_seqs += step.plan.shape.num_seqs - num_seqs
-        return real_rows(outputs, num_seqs, batch.num_fed)
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None) -> Outputs:
         """run() without a graph and without a change of the counters: to run a step again and compare."""
@@ -383,7 +379,7 @@ class StepRunner(Generic[Outputs]):
         gate, plan = self._gate, step.plan
         reason = self._why_not_now(plan, batch)
         if reason:
-            return self._without_graph(step, reason)
+            return self._without_graph(step, batch, reason)
         q_len = batch.q_len
         if batch.num_seqs == 0 or is_uniform(plan.shape):
             typical = typical_new_tokens(self._runtime, plan.shape)
@@ -397,9 +393,9 @@ class StepRunner(Generic[Outputs]):
         step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._input_plans)
         graph = self._graph_of_plan.get(step.plan)
         if graph is not None:
-            return self._replay(graph)
+            return self._replay(graph, batch)
         kind = _TOO_FEW_PAGES if reason.endswith(_TOO_FEW_PAGES) else _RAISED
-        return self._without_graph(step, kind if reason else "graphs are off")
+        return self._without_graph(step, batch, kind if reason else "graphs are off")
 
     def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
         """Why no graph is made of a step now; empty if one is made.
@@ -423,22 +419,26 @@ class StepRunner(Generic[Outputs]):
         del self._eager_steps[plan]  # each attempt waits for as many eager steps again
         return ""
 
-    def _without_graph(self, step: Step, reason: str) -> Outputs:
+    def _without_graph(self, step: Step, batch: StepBatch, reason: str) -> Outputs:
+        metrics, num_seqs = self.metrics, batch.num_seqs
         if step.plan.replayable and self._given_recorder is not None:
-            self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
+            metrics.fallbacks[reason] = metrics.fallbacks.get(reason, 0) + 1
         self.graph_of_last = None
-        return self._body(step)
+        outputs = real_rows(self._body(step), num_seqs, batch.num_fed)
+        metrics.steps += 1
+        metrics.real_seqs += num_seqs
+        metrics.padded_seqs += step.plan.shape.num_seqs - num_seqs
+        return outputs
 
-    def _replay(self, graph: Graph[Outputs]) -> Outputs:
+    def _replay(self, graph: Graph[Outputs], batch: StepBatch) -> Outputs:
         try:
             if graph.epoch != self._pinned.epoch:
                 raise self._stale(graph)
             self._gate.replay(graph.recording.replay, graph.effects)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
-        self.metrics.replays += 1
         self.graph_of_last = graph
-        return graph.outputs
+        return self._replayed(graph, batch)
 
     def _stale(self, graph: Graph[Outputs]) -> StaleRecording:
         return StaleRecording(

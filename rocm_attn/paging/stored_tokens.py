@@ -205,15 +205,13 @@ class StepStores:
         if self.refusal:
             raise BadBatch(self.refusal)
         if self._in_turn > 1:
-            self._require_turn(child % min(self._in_turn, self._most_in_turn), child, layer)
+            step = child % min(self._in_turn, self._most_in_turn)
+            if step and not self._done[child - 1] >> layer & 1:
+                raise WrongState(
+                    f"draft step {step} stores in layer {layer} before draft step {step - 1}; run the draft steps of "
+                    "a round in order, each with all its layers"
+                )
         self._wrote = True
-
-    def _require_turn(self, step: int, child: int, layer: int) -> None:
-        if step and not self._done[child - 1] >> layer & 1:
-            raise WrongState(
-                f"draft step {step} stores in layer {layer} before draft step {step - 1}; run the draft steps of a "
-                "round in order, each with all its layers"
-            )
 
     def before_move(self) -> None:
         """Raises BadBatch if the running step, or the last one, may not write to the pages of its new tokens."""
@@ -238,7 +236,7 @@ class StepStores:
         return layers
 
     def replay(self, replay: Callable[[], object], layers: int) -> None:
-        """Launches a graph that stores in these layers. Raises what before_store and before_attend do."""
+        """Launches a graph that stores in these layers, and ends the step. Raises what its calls of layers would."""
         if layers:
             if self.refusal:
                 raise BadBatch(self.refusal)
@@ -247,6 +245,7 @@ class StepStores:
             self._require_stored(self._batch, self._batch.kv_len)
         replay()
         self._done = [layers]
+        self.end()
 
     def end(self) -> None:
         """Ends the step, with or without an error. It may be repeated if an interrupt breaks it off."""

@@ -59,19 +59,19 @@ class Again(Enum):
 
 AGAIN: Final = Again.AGAIN
 AnyPlan = StepPlan | Again
+Children = tuple[DeviceStep, ...]  # the memory of a step's inputs, for each half or draft step
 
 
 class RanStep(NamedTuple):
     """The step that was staged last.
 
-    children: the memory of its inputs, for each half or draft step
     change:   the table's last change when it was staged
     repeats:  True if it may run again: it is a whole step that may store
     """
 
     batch: StepBatch
     plan: StepPlan
-    children: tuple[DeviceStep, ...]
+    children: Children
     change: int
     repeats: bool
 
@@ -87,7 +87,7 @@ class RanStep(NamedTuple):
 
 _NOTHING_KEPT = (), 0, 0, None
 # The fields of a RanStep, which is built on request; in place of the last one, the reason why it may not store.
-_Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, str]
+_Staged = tuple[StepBatch, StepPlan, Children, int, str]
 
 
 class Effects(NamedTuple):
@@ -160,11 +160,7 @@ class StepHolder:
         return nullcontext() if self.is_mine else self.idle(what_fails)
 
     def give_back(self) -> None:
-        """Releases the step of the current thread."""
-        self._thread_of.clear()
-
-    def end(self) -> None:
-        """Ends the step of the current thread, and releases it."""
+        """Releases the step of the current thread, which has ended."""
         self.state = IDLE
         self._thread_of.clear()
 
@@ -204,7 +200,7 @@ class StepGate:
         # The step that runs, and the last step that graphs replay, with its memory, sequences and tokens: later steps
         # of these sizes in the same memory are equal to it.
         self._step: Step | None = None
-        self._kept: tuple[tuple[DeviceStep, ...], int, int, Step | None] = _NOTHING_KEPT
+        self._kept: tuple[Children, int, int, Step | None] = _NOTHING_KEPT
         self._staged: _Staged | RanStep | None = None
         self._may_move = self._moves_on = False
 
@@ -220,7 +216,8 @@ class StepGate:
                 if last.batch is not batch:
                     raise WrongState("AGAIN was given with another batch than the last staged step; give that batch")
                 self._lose_track(last)
-                return self._begun(batch, (batch,), last.plan, last.children, "")
+                self.stores.begin(batch, 1, "", 1)
+                return self._begun(batch, (batch,), last.plan, last.children)
             self._check_batch(batch)
             refusal = ""
             if batch.before != self._tokens.last:  # else its rows were neither forked nor cut since the last step
@@ -240,7 +237,6 @@ class StepGate:
 
     def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, input_plans: Collection[StepPlan]) -> Step:
         """Brings a checked step to the memory that the device reads. The gate's device is the current one."""
-        batches = (batch,) if plan.num_halves == 1 else split_batch(batch, plan.shape.child.num_seqs)
         # From here on the step runs, so that a log, a signal handler or a finalizer cannot begin another one within it.
         self.holder.state = STAGED
         # Reset before pages leave the windows of the step that might run again.
@@ -253,26 +249,21 @@ class StepGate:
         self._streams.follow()
         children, publisher = self._core.memory.device_steps(plan), self._publisher
         publisher.apply_table_changes()
+        batches: Sequence[StepBatch] = (batch,)
         if plan.num_halves == 1:
             if publisher.steps_to_answer:
                 publisher.hear_of_the_second_half()
             publisher.publish(batch, children[0], 0, to_graph=plan in input_plans and not refusal)
         else:
+            batches = split_batch(batch, plan.shape.child.num_seqs)
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
         self._staged = batch, plan, children, self._generations.last_change, refusal
-        return self._begun(batch, batches, plan, children, refusal)
-
-    def _begun(
-        self,
-        batch: StepBatch,
-        batches: Sequence[StepBatch],
-        plan: StepPlan,
-        children: tuple[DeviceStep, ...],
-        refusal: str,
-    ) -> Step:
-        """Returns the step whose inputs are published. batches: of its halves"""
         self.stores.begin(batch, len(children), refusal, plan.draft_steps)
+        return self._begun(batch, batches, plan, children)
+
+    def _begun(self, batch: StepBatch, batches: Sequence[StepBatch], plan: StepPlan, children: Children) -> Step:
+        """Returns the step whose inputs are published. batches: of its halves"""
         if self._selects:
             self._selections.begin(len(children))
         self._may_move = True
@@ -285,7 +276,7 @@ class StepGate:
         self._step = step
         return step
 
-    def _new_step(self, batches: Sequence[StepBatch], plan: StepPlan, children: tuple[DeviceStep, ...]) -> Step:
+    def _new_step(self, batches: Sequence[StepBatch], plan: StepPlan, children: Children) -> Step:
         children = (*children,)  # a tuple of its own, by which the step's layers know whether it still runs
         drafts, parts = plan.shape.drafts, list[Part]()
         for half, batch in enumerate(batches):
@@ -458,7 +449,8 @@ class StepGate:
         self.stores.replay(replay, layers)
         self._may_move = not moves
         self._publisher.taken()
-        self._close()
+        self._step = None
+        self.holder.give_back()
 
     def fill(self) -> None:
         """Derives the step's metadata on the device; captured with the step. Running it twice is harmless."""
@@ -511,7 +503,7 @@ class StepGate:
             self._staged = None  # its inputs may not have been published
         self.stores.end()
         self._step = None
-        self.holder.end()
+        self.holder.give_back()
 
     def abandon(self) -> None:
         """Closes a step that was staged and will not run. A fault in its inputs is reported when they come again."""
@@ -530,7 +522,6 @@ class StepGate:
         """Raises WrongState unless the layers of the step with these children may store and attend now."""
         if self.holder.state is not RUNNING:
             raise self._not_running("store and attend need")
-        step = self._step
-        if step is None or children is not step.children:
+        if self._step is None or children is not self._step.children:
             raise WrongState("the step of these layers has ended; call the layers of the running step")
         self._streams.join()

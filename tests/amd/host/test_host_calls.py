@@ -197,8 +197,8 @@ def test_a_replayed_step_makes_few_calls_however_many_sequences_it_has() -> None
         assert server.runner.counters.replays == replays + 2
     assert counts[0] == counts[1]
     calls, bytecodes = counts[0]
-    assert 20 < calls <= 46
-    assert 500 < bytecodes <= 1010
+    assert 20 < calls <= 45
+    assert 500 < bytecodes <= 985
     assert calls_in(server.make_batch) <= 26
 
 

@@ -357,10 +357,16 @@ class StepGate:
 
     def _changed_rows(self, step: RanStep, staying: int) -> list[int]:
         """The rows of a step that were freed, cut, forked or kept since it was staged; see BatchGuards.changed."""
-        if step.change == self._generations.last_change:
+        now = self._generations.last_change
+        if step.change == now:
             return []
         # A step that moves on writes none of the tokens that the host knows.
-        changed: list[int] = self._changed(step.change, step.batch, step.batch.max_q_len if self._moves_on else staying)
+        staying = step.batch.max_q_len if self._moves_on else staying
+        changed: list[int] = self._changed(step.change, step.batch, staying)
+        # Rounds of drafts ask this many times. Where all tokens count, or all those that ever will, later calls look at
+        # later changes alone.
+        if not changed and step is self._staged and (self._moves_on or not staying):
+            self._staged = step._replace(change=now)
         return changed
 
     def resume(self, step: RanStep) -> RanStep:

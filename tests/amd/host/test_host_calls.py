@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.slot_layout import ECHO
@@ -156,6 +157,7 @@ class Server:
         options = RuntimeOptions(
             num_pages=num_seqs * 16 + 1,
             max_num_seqs=num_seqs,
+            max_num_rows=num_seqs + 1,
             max_kv_len=256,
             provider="torch",
             capture_sizes=[num_seqs],
@@ -272,5 +274,12 @@ def test_a_step_that_runs_again_makes_few_calls_and_no_operation_of_torch() -> N
         assert operations_in(server.again) == 0
     assert counts[0] == counts[1]
     calls, bytecodes = counts[0]
+    server.runtime.table.admit()
+    assert calls_in(server.again) > calls, "the step's rows are compared with those that have changed"
+    server.again()
+    assert calls_in(server.again) == calls, "they are compared once"
+    server.runtime.table.truncate(int(server.rows[5]), 3)
+    with pytest.raises(WrongState, match=f"row {server.rows[5]} was freed, cut"):
+        server.again()
     assert 10 < calls <= 30
     assert 200 < bytecodes <= 440

@@ -33,10 +33,7 @@ MOST_TAKEN = 1024  # padded sequences, and tokens, of a step that a graph takes:
 
 @lru_cache(maxsize=4096)
 def slot_writer(num_bytes: int) -> Callable[..., None]:
-    """Returns a function that fills a slot: buffer, 0, all words of the header, num_bytes bytes of the parts after it.
-
-    One call of C, since every step makes it.
-    """
+    """Returns a function that fills a slot: (buffer, 0, all words of the header, num_bytes bytes of its parts)."""
     return Struct(f"={HEADER_WORDS}i{num_bytes}s").pack_into
 
 

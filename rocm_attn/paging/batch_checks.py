@@ -21,7 +21,6 @@ class BatchChecks:
 
     def __init__(self, rows: Rows, max_num_seqs: int) -> None:
         self._rows, self._max_num_seqs = rows, max_num_seqs
-        self._has_more = bool(rows.windowed) or not rows.states.is_empty  # most models have pages of all tokens alone
         self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
 
     def check(self, batch: StepBatch) -> None:
@@ -43,11 +42,10 @@ class BatchChecks:
             if short[short.argmax()]:
                 self._refuse(batch, int(short.argmax()))
             state.known_room = batch.after
-        if self._has_more:
-            for table in state.windowed:
-                table.check_windows(rows, batch.start)
-            if not state.states.is_empty:
-                state.states.check(batch)
+        for table in state.windowed:
+            table.check_windows(rows, batch.start)
+        if not state.states.is_empty:
+            state.states.check(batch)
         if not batch.is_plain and isinstance(batch.prefixes, SharedPrefixes):
             # While rows stay admitted, they keep the whole pages before their last token.
             shared = (batch.prefixes, named, state.generations.last_change)

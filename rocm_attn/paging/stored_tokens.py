@@ -140,7 +140,6 @@ class StepStores:
     sides:          all that a step stores
     tokens:         records the stored tokens
     require_stored: raises BadBatch unless the required tokens of a batch's rows are stored
-    most_in_turn:   see BatchGuards.in_turn
     refusal:        why the step may not store; empty if it may
     """
 
@@ -149,7 +148,6 @@ class StepStores:
         sides: Sides,
         tokens: StoredTokens,
         require_stored: Callable[[StepBatch, Int32Array], None],
-        most_in_turn: int,
     ) -> None:
         self._tokens = tokens
         self._sides = sides
@@ -157,7 +155,7 @@ class StepStores:
         self._require_stored = require_stored
         self._batch: StepBatch | None = None
         self._done = [0]
-        self._in_turn, self._most_in_turn = 1, most_in_turn
+        self._in_turn = 1
         self._wrote = False
         self.refusal = ""
         tokens.on_first_writable, tokens.on_cut = self._first_writable_has_risen, self._was_cut
@@ -204,13 +202,12 @@ class StepStores:
         """
         if self.refusal:
             raise BadBatch(self.refusal)
-        if self._in_turn > 1:
-            step = child % min(self._in_turn, self._most_in_turn)
-            if step and not self._done[child - 1] >> layer & 1:
-                raise WrongState(
-                    f"draft step {step} stores in layer {layer} before draft step {step - 1}; run the draft steps of "
-                    "a round in order, each with all its layers"
-                )
+        if self._in_turn > 1 and child % self._in_turn and not self._done[child - 1] >> layer & 1:
+            step = child % self._in_turn
+            raise WrongState(
+                f"draft step {step} stores in layer {layer} before draft step {step - 1}; run the draft steps of a "
+                "round in order, each with all its layers"
+            )
         self._wrote = True
 
     def before_move(self) -> None:

@@ -189,11 +189,11 @@ class StepGate:
         self._generations, self._tokens = table.generations, table.tokens
         self._check_batch = MethodType(guards.check, table.checks)
         self._check_stored = MethodType(guards.stored, table.checks)
-        self._changed = MethodType(guards.changed, table.checks)
+        self._changed, self._in_turn = MethodType(guards.changed, table.checks), guards.in_turn
         self._has_windows, self._evict_before = len(table.spaces) > 1, guards.evict
         self._has_states = not table.states.is_empty
         selecting = core.layers.selecting
-        self.stores = StepStores(core.layers.sides, table.tokens, self._check_stored, guards.in_turn)
+        self.stores = StepStores(core.layers.sides, table.tokens, self._check_stored)
         self._selections = StepSelections(selecting, core.guards.layers.selection_of)
         self._selects = bool(selecting.indexed)
         self._streams = StreamOrder(self.device)
@@ -259,7 +259,8 @@ class StepGate:
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
         self._staged = batch, plan, children, self._generations.last_change, refusal
-        self.stores.begin(batch, len(children), refusal, plan.draft_steps)
+        steps = plan.draft_steps
+        self.stores.begin(batch, len(children), refusal, steps if steps == 1 else min(steps, self._in_turn))
         return self._begun(batch, batches, plan, children)
 
     def _begun(self, batch: StepBatch, batches: Sequence[StepBatch], plan: StepPlan, children: Children) -> Step:

@@ -69,13 +69,13 @@ class RequestTable:
                 "a row, so raise max_num_rows"
             )
         self.page_size, self.max_num_seqs, self.max_kv_len = page_size, max_num_seqs, max_kv_len
-        self._tokens, self._last = np.array(page_size, np.int32), np.array(page_size - 1, np.int32)  # of a page
-        self._most = np.array(max_kv_len, np.int32)
         self.width = width = -(-max_kv_len // page_size)
         if width * page_size > INT32_MAX:
             raise NeverFits(
                 f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
             )
+        self._tokens, self._last = np.array(page_size, np.int32), np.array(page_size - 1, np.int32)  # of a page
+        self._most = np.array(max_kv_len, np.int32)
         self.spaces = tuple(
             PageTable(pages, num_rows=num_rows, width=width, page_size=page_size, device=device, guards=guards)
             for pages in (SpacePages(Space.FULL, num_pages), *windows)
@@ -161,8 +161,8 @@ class RequestTable:
         checked, places = state.known_rows
         if named != checked:
             state.must_all_be_admitted(rows)
-            state.must_be_distinct(rows)
             places = rows.astype(np.int64)
+            state.must_be_distinct(places)
         beyond = kv_len >= state.look_from.take(places)
         if beyond[beyond.argmax()]:
             (at,) = beyond.nonzero()

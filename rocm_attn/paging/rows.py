@@ -149,11 +149,12 @@ class Rows:
             for row in rows.tolist():
                 self.must_be_admitted(row)
 
-    def must_be_distinct(self, rows: Int32Array) -> None:
+    def must_be_distinct(self, rows: Places) -> None:
         order = np.arange(len(rows), dtype=np.int32)
         self._seen[rows] = order
-        if (self._seen[rows] != order).any():
-            seq = int(np.argmax(self._seen[rows] != order))
+        twice = self._seen.take(rows) != order
+        seq = int(twice.argmax())
+        if twice[seq]:
             raise BadBatch(f"row {rows[seq]} occurs twice in one step; give each sequence its own row")
 
     def must_have_room(self, row: int, kv_len: int, refused: str) -> None:

@@ -44,7 +44,7 @@ from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.selections import StepSelections
 from rocm_attn.step.state_layers import StepStates
-from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Step
+from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Series, Step
 
 
 class Again(Enum):
@@ -271,16 +271,18 @@ class StepGate:
         # A server decodes many steps of equal sizes in a row.
         memory, num_seqs, num_fed, step = self._kept
         if step is None or memory is not children or num_seqs != batch.num_seqs or num_fed != batch.num_fed:
-            step = self._new_step(batches, plan, children)
+            make_parts = partial(self._parts, plan, [(each.num_seqs, each.num_fed) for each in batches])
+            # A tuple of its own, by which the step's layers know whether it still runs.
+            step = Step(plan, (*children,), make_parts, self.fill, self.end)
             if plan.replayable and plan.num_halves == 1:
                 self._kept = children, batch.num_seqs, batch.num_fed, step
         self._step = step
         return step
 
-    def _new_step(self, batches: Sequence[StepBatch], plan: StepPlan, children: Children) -> Step:
-        children = (*children,)  # a tuple of its own, by which the step's layers know whether it still runs
+    def _parts(self, plan: StepPlan, sizes: Sequence[tuple[int, int]], children: Children) -> Series:
+        """The parts of a step. sizes: sequences of each half, and tokens that its forward is given at a time"""
         drafts, parts = plan.shape.drafts, list[Part]()
-        for half, batch in enumerate(batches):
+        for half, of_half in enumerate(sizes):
             views = children[half * drafts.steps : (half + 1) * drafts.steps]
             tree = RoundTree(drafts, views, partial(self._core.place_draft_mask, plan))
             for step, child in enumerate(views):
@@ -291,12 +293,10 @@ class StepGate:
                 states = StepStates(self._core.states, child, require, self.stores, number)
                 calls = StepLayers(self._core.layers, child, plan, require, self.stores, self._selections, number)
                 views_of_part: dict[str, Any] = {name: getattr(child.tensors, name) for name in VIEWS_OF_PART}
-                sizes = batch.num_seqs, batch.num_fed
                 parts.append(
-                    Part(*sizes, layers=calls, states=states, plan=plan, number=number, tree=tree, **views_of_part)
+                    Part(*of_half, layers=calls, states=states, plan=plan, number=number, tree=tree, **views_of_part)
                 )
-        num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
-        return Step(tuple(parts), num_first, num_first_tokens, plan, children, self.fill, self.end)
+        return tuple(parts)
 
     def replay_again(self, replay: Callable[[], object]) -> None:
         """Runs the last step again by a graph that is all of it: stage() with AGAIN, its replay, and its end.

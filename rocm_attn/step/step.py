@@ -168,7 +168,6 @@ VIEWS_OF_PART = [each.name for each in fields(Part) if each.type == "Tensor"]
 Series = tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Step:
     """A step that was begun. Leaving it as a context ends it, also after an exception.
 
@@ -183,18 +182,39 @@ class Step:
     num_first_tokens: int32 [], tokens of its first part
     plan:             how the step runs
     children:         the memory of each part
+    make_parts:       makes the parts, of the children; a step that a graph replays needs none
     fill:             derives the step's metadata on the device; captured with the step. Doing it twice is harmless.
                       Raises WrongState for a step that is over
     end:              closes the step, so that the next one may begin; see AttentionRuntime.end_step
     """
 
-    parts: Series
-    num_first: Tensor
-    num_first_tokens: Tensor
-    plan: StepPlan
-    children: tuple[DeviceStep, ...]
-    fill: Callable[[], None]
-    end: Callable[[], None]
+    __slots__ = ("_make_parts", "_parts", "children", "end", "fill", "plan")
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        children: tuple[DeviceStep, ...],
+        make_parts: Callable[[tuple[DeviceStep, ...]], Series],
+        fill: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self.plan, self.children, self.fill, self.end = plan, children, fill, end
+        self._make_parts = make_parts
+        self._parts: Series = ()
+
+    @property
+    def parts(self) -> Series:
+        if not self._parts:
+            self._parts = self._make_parts(self.children)
+        return self._parts
+
+    @property
+    def num_first(self) -> Tensor:
+        return self.children[0].tensors.counts[0]
+
+    @property
+    def num_first_tokens(self) -> Tensor:
+        return self.children[0].tensors.counts[1]
 
     @property
     def halves(self) -> tuple[Series, ...]:

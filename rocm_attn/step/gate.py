@@ -273,7 +273,7 @@ class StepGate:
         if step is None or memory is not children or num_seqs != batch.num_seqs or num_fed != batch.num_fed:
             make_parts = partial(self._parts, plan, [(each.num_seqs, each.num_fed) for each in batches])
             # A tuple of its own, by which the step's layers know whether it still runs.
-            step = Step(plan, (*children,), make_parts, self.fill, self.end)
+            step = Step(plan, (*children,), self.fill, self.end, make_parts)
             if plan.replayable and plan.num_halves == 1:
                 self._kept = children, batch.num_seqs, batch.num_fed, step
         self._step = step

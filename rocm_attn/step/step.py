@@ -168,6 +168,7 @@ VIEWS_OF_PART = [each.name for each in fields(Part) if each.type == "Tensor"]
 Series = tuple[Part, ...]
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """A step that was begun. Leaving it as a context ends it, also after an exception.
 
@@ -182,25 +183,18 @@ class Step:
     num_first_tokens: int32 [], tokens of its first part
     plan:             how the step runs
     children:         the memory of each part
-    make_parts:       makes the parts, of the children; a step that a graph replays needs none
     fill:             derives the step's metadata on the device; captured with the step. Doing it twice is harmless.
                       Raises WrongState for a step that is over
     end:              closes the step, so that the next one may begin; see AttentionRuntime.end_step
     """
 
-    __slots__ = ("_make_parts", "_parts", "children", "end", "fill", "plan")
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        children: tuple[DeviceStep, ...],
-        make_parts: Callable[[tuple[DeviceStep, ...]], Series],
-        fill: Callable[[], None],
-        end: Callable[[], None],
-    ) -> None:
-        self.plan, self.children, self.fill, self.end = plan, children, fill, end
-        self._make_parts = make_parts
-        self._parts: Series = ()
+    plan: StepPlan
+    children: tuple[DeviceStep, ...]
+    fill: Callable[[], None]
+    end: Callable[[], None]
+    # Makes the parts, of the children, when they are asked for: a step that a graph replays needs none.
+    _make_parts: Callable[[tuple[DeviceStep, ...]], Series]
+    _parts: Series = ()
 
     @property
     def parts(self) -> Series:

@@ -185,6 +185,13 @@ class Server:
         self.runtime.table.reserve_all(self.rows, self.kv_len)
         return self.make_batch()
 
+    def next_of(self, num_seqs: int) -> StepBatch:
+        """The next step of the first sequences."""
+        rows, kv_len = self.rows[:num_seqs], self.kv_len[:num_seqs] + 1
+        self.runtime.table.reserve_all(rows, kv_len)
+        self.kv_len = np.concatenate((kv_len, self.kv_len[num_seqs:]))
+        return StepBatch(rows, kv_len, self.ones[:num_seqs], rows)
+
     def make_batch(self) -> StepBatch:
         return StepBatch(self.rows, self.kv_len, self.ones, self.rows)
 
@@ -202,6 +209,21 @@ def test_a_replayed_step_makes_few_calls_however_many_sequences_it_has() -> None
     assert 20 < calls <= 45
     assert 500 < bytecodes <= 995
     assert calls_in(server.make_batch) <= 26
+
+
+def test_a_replayed_step_of_other_sequences_than_the_last_one_makes_no_parts() -> None:
+    """It checks its rows, and cuts its outputs by one operation of torch."""
+    server, found = Server(64), list[int]()
+    for count in (operations_in, calls_in, bytecodes_in):
+        for num_seqs in (63, 64):
+            server.runner.run(server.next_of(num_seqs))
+        replays = server.runner.counters.replays
+        found.append(count(partial(server.runner.run, server.next_of(63))))
+        assert server.runner.counters.replays == replays + 1
+    operations, calls, bytecodes = found
+    assert operations == 1
+    assert 46 < calls <= 78
+    assert 1000 < bytecodes <= 1350
 
 
 def test_a_layer_that_stores_and_attends_again_makes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ Launcher = TypeVar("Launcher", bound=Callable[..., object])
 # Set explicitly, because Triton's default changes: on up to 3.9, off from 3.10.
 _OPTIONS = {"enable_fp_fusion": True}
 
-_observers: list[LaunchObserver] = []
+observers: list[LaunchObserver] = []  # launches go to the last one; to the device if there is none
 
 
 class Launch(NamedTuple):
@@ -79,11 +79,6 @@ def note_launches() -> Iterator[Notes]:
         del _notes[get_ident()]
 
 
-def is_observed() -> bool:
-    """True if launches go to an observer."""
-    return bool(_observers)
-
-
 def only_launches(launcher: Launcher) -> Launcher:
     """Declares that all of a function's work on the device is calls of launch()."""
     _only_launching.add(launcher)
@@ -100,8 +95,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
     if 0 in grid:
         return
     options = {**_OPTIONS, **options}
-    if _observers:
-        _observers[-1](partial(kernel[grid], *args, **options))
+    if observers:
+        observers[-1](partial(kernel[grid], *args, **options))
         return
     compiled = kernel[grid](*args, **options)
     if _notes:
@@ -125,8 +120,8 @@ def _note_other_work() -> None:
 def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -> None:
     """Runs fn(*args, **options); a recorder notes it as one launch: work of a CPU that depends on values of tensors."""
     _note_other_work()
-    if _observers:
-        _observers[-1](partial(fn, *args, **options))
+    if observers:
+        observers[-1](partial(fn, *args, **options))
     else:
         fn(*args, **options)
 
@@ -153,8 +148,8 @@ class RepeatedLaunch:
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
-        if _observers:
-            _observers[-1](partial(self._kernel[grid], *args, **{**_OPTIONS, **options}))
+        if observers:
+            observers[-1](partial(self._kernel[grid], *args, **{**_OPTIONS, **options}))
             return
         compiled, runner = self._runners.get((device, grid), _NO_RUNNER)
         if runner is not None:
@@ -207,8 +202,8 @@ class FixedLaunch:
         """
         if _notes:
             _note_other_work()
-        if _observers:
-            _observers[-1](partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
+        if observers:
+            observers[-1](partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
         elif self._runner is not None:
             given = torch._C._cuda_getCurrentRawStream(self._device), *[tensor.data_ptr() for tensor in first]
             handed = self._handed.get(given)
@@ -242,8 +237,8 @@ def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int, fixed: tu
 @contextmanager
 def observe_launches(observer: LaunchObserver) -> Iterator[None]:
     """While active, launches of this thread go to observer instead of the device."""
-    _observers.append(observer)
+    observers.append(observer)
     try:
         yield
     finally:
-        _observers.pop()
+        observers.pop()

@@ -11,6 +11,7 @@ error word, or one of the two words below; 0 means no error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
@@ -30,11 +31,10 @@ MOST_RUNS = 2**31 - 1  # word 7 goes round after it
 MOST_TAKEN = 1024  # padded sequences, and tokens, of a step that a graph takes: those of one program
 
 
-_HEADER = Struct(f"={HEADER_WORDS}i")
-
-
-# Every step writes a header: all of its words -> its bytes.
-pack_header = _HEADER.pack
+@lru_cache(maxsize=4096)
+def slot_writer(num_bytes: int) -> Callable[..., None]:
+    """Returns a function that fills a slot: (buffer, 0, all words of the header, num_bytes bytes of its parts)."""
+    return Struct(f"={HEADER_WORDS}i{num_bytes}s").pack_into
 
 
 class SlotParts(NamedTuple):

@@ -99,7 +99,7 @@ class StepRunner(Generic[Outputs]):
         flight: Flight = NO_FLIGHT_RECORDER,
         capture_after: int = 0,
     ) -> None:
-        self._runtime = runtime
+        self._runtime, self._gate = runtime, runtime.gate
         self._forward, self._draft, self._split_forward = forward, draft, split_forward
         self._recorder = self._given_recorder = recorder  # the first is None while graphs are switched off
         self._check = check if check is not None else CaptureCheck()
@@ -151,7 +151,7 @@ class StepRunner(Generic[Outputs]):
     @property
     def may_run_again(self) -> bool:
         """True if run_again() may follow the step that was staged last: by its graph, or eagerly if it has none."""
-        last = self._runtime.gate.may_go_again
+        last = self._gate.may_go_again
         if last is None or self._seal_number != self._runtime.seals.number:
             return False
         return last.plan in self._graph_of_plan or self._recorder is None or not last.plan.replayable
@@ -159,7 +159,7 @@ class StepRunner(Generic[Outputs]):
     @property
     def graph_again(self) -> Graph[Outputs] | None:
         """The graph that run_again() replays. None: it launches the kernels, or must inform ranks or a recorder."""
-        return self._graph_again(self._runtime.gate.may_go_again)
+        return self._graph_again(self._gate.may_go_again)
 
     def run_again(self, batch: StepBatch) -> Outputs:
         """Runs the last step once more, on the inputs that the device has written over its own.
@@ -168,8 +168,8 @@ class StepRunner(Generic[Outputs]):
 
         Returns and raises what run() does; WrongState if no such step was staged last, or one of its rows has changed.
         """
-        gate = self._runtime.gate
-        last = gate.may_go_again
+        gate = self._gate
+        last = gate.last  # the gate refuses it if one of its rows has changed
         graph = self._graph_again(last)
         if graph is None or last is None or last.batch is not batch:
             return self._run(batch, lambda batch: AGAIN)
@@ -179,6 +179,10 @@ class StepRunner(Generic[Outputs]):
             gate.replay_again(graph.recording.replay)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
+        return self._replayed(graph, batch)
+
+    def _replayed(self, graph: Graph[Outputs], batch: StepBatch) -> Outputs:
+        """Counts a step that was replayed. Returns its outputs for real sequences."""
         metrics, num_seqs = self.metrics, batch.num_seqs
         metrics.steps += 1
         metrics.replays += 1
@@ -198,50 +202,37 @@ class StepRunner(Generic[Outputs]):
         return graph
 
     def _run(self, batch: StepBatch, plan_of: PlanOf) -> Outputs:
-        runtime, gate = self._runtime, self._runtime.gate
+        runtime, gate = self._runtime, self._gate
+        is_noted = False
         gate.holder.require_free("a step cannot begin")  # from here on this call has to end the step
         try:
             if self._seal_number != runtime.seals.number:
                 self._follow_seal()
-            try:
-                if runtime.agree is not alone:
-                    runtime.faults.meet()
-                step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._input_plans)
-            except RuntimeError as fault:  # a fault of the device, in this step or in one before it
-                self._flight.failed(fault)
-                raise
-            outputs = self._run_noted(batch, step, plan_of)
+            if runtime.agree is not alone:
+                runtime.faults.meet()
+            step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._input_plans)
+            graph = self._graph_of_plan.get(step.plan)
+            if self._flight is not NO_FLIGHT_RECORDER:
+                self._flight.note(batch, step.plan, graph is not None, self._pinned.epoch)
+                is_noted = True
+            if graph is not None:
+                return self._replay(graph, batch)
+            outputs = self._first_run(step, plan_of, batch)
             gate.end()
+            return outputs
         except BaseException as error:
             runtime.end_step()  # an interrupt may have skipped gate.end()
+            # A fault of the device in this step or in one before it, or any failure of a step that was noted.
+            if is_noted or isinstance(error, RuntimeError):
+                self._flight.failed(error)
             if isinstance(error, DeviceFault):
                 self.metrics.faults += len(error.each)
-            raise
-        metrics, graph, num_seqs = self.metrics, self.graph_of_last, batch.num_seqs
-        metrics.steps += 1
-        metrics.real_seqs += num_seqs
-        if graph is not None:
-            metrics.padded_seqs += graph.num_seqs - num_seqs
-            return graph.real if graph.num_real == num_seqs else graph.real_of(batch)
-        metrics.padded_seqs += step.plan.shape.num_seqs - num_seqs
-        return real_rows(outputs, num_seqs, batch.num_fed)
-
-    # Within the try of _run(), this one's own line would be covered by neither: an interrupt there left the step begun.
-    def _run_noted(self, batch: StepBatch, step: Step, plan_of: PlanOf) -> Outputs:
-        """Runs a step that was staged, after noting it in the flight recorder."""
-        graph = self._graph_of_plan.get(step.plan)
-        if self._flight is not NO_FLIGHT_RECORDER:
-            self._flight.note(batch, step.plan, graph is not None, self._pinned.epoch)
-        try:  # a flight recorder keeps the failures of only those steps that were noted in it
-            return self._replay(graph) if graph is not None else self._first_run(step, plan_of, batch)
-        except BaseException as error:
-            self._flight.failed(error)
             raise
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None) -> Outputs:
         """run() without a graph and without a change of the counters: to run a step again and compare."""
         self._require_forward(batch)
-        self._runtime.gate.holder.require_free("a step cannot begin")
+        self._gate.holder.require_free("a step cannot begin")
         try:
             with self._runtime.stage(batch, None if pad_to is None else self._runtime.plan(batch, pad_to)) as step:
                 return real_rows(self._body(step), batch.num_seqs, batch.num_fed)
@@ -385,10 +376,10 @@ class StepRunner(Generic[Outputs]):
 
     def _first_run(self, step: Step, plan_of: PlanOf, batch: StepBatch) -> Outputs:
         """Runs a staged step that has no graph: eagerly, or as a graph that is made now."""
-        gate, plan = self._runtime.gate, step.plan
+        gate, plan = self._gate, step.plan
         reason = self._why_not_now(plan, batch)
         if reason:
-            return self._without_graph(step, reason)
+            return self._without_graph(step, batch, reason)
         q_len = batch.q_len
         if batch.num_seqs == 0 or is_uniform(plan.shape):
             typical = typical_new_tokens(self._runtime, plan.shape)
@@ -402,9 +393,9 @@ class StepRunner(Generic[Outputs]):
         step = gate.stage(batch, None if plan_of is None else plan_of(batch), self._input_plans)
         graph = self._graph_of_plan.get(step.plan)
         if graph is not None:
-            return self._replay(graph)
+            return self._replay(graph, batch)
         kind = _TOO_FEW_PAGES if reason.endswith(_TOO_FEW_PAGES) else _RAISED
-        return self._without_graph(step, kind if reason else "graphs are off")
+        return self._without_graph(step, batch, kind if reason else "graphs are off")
 
     def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:
         """Why no graph is made of a step now; empty if one is made.
@@ -420,7 +411,7 @@ class StepRunner(Generic[Outputs]):
         if not self._may_capture(self._runtime.seals.number):
             return "the addresses are not sealed"
         # The comparison writes to the pages of new tokens.
-        if self._runtime.gate.stores.refusal and not self._agrees:
+        if self._gate.stores.refusal and not self._agrees:
             return "it may not store KV"
         if self._eager_steps[plan] < self._capture_after:
             self._eager_steps[plan] += 1
@@ -428,22 +419,26 @@ class StepRunner(Generic[Outputs]):
         del self._eager_steps[plan]  # each attempt waits for as many eager steps again
         return ""
 
-    def _without_graph(self, step: Step, reason: str) -> Outputs:
+    def _without_graph(self, step: Step, batch: StepBatch, reason: str) -> Outputs:
+        metrics, num_seqs = self.metrics, batch.num_seqs
         if step.plan.replayable and self._given_recorder is not None:
-            self.metrics.fallbacks[reason] = self.metrics.fallbacks.get(reason, 0) + 1
+            metrics.fallbacks[reason] = metrics.fallbacks.get(reason, 0) + 1
         self.graph_of_last = None
-        return self._body(step)
+        outputs = real_rows(self._body(step), num_seqs, batch.num_fed)
+        metrics.steps += 1
+        metrics.real_seqs += num_seqs
+        metrics.padded_seqs += step.plan.shape.num_seqs - num_seqs
+        return outputs
 
-    def _replay(self, graph: Graph[Outputs]) -> Outputs:
+    def _replay(self, graph: Graph[Outputs], batch: StepBatch) -> Outputs:
         try:
             if graph.epoch != self._pinned.epoch:
                 raise self._stale(graph)
-            self._runtime.gate.replay(graph.recording.replay, graph.effects)
+            self._gate.replay(graph.recording.replay, graph.effects)
         except StaleRecording as stale:
             raise GraphStale(str(stale)) from stale
-        self.metrics.replays += 1
         self.graph_of_last = graph
-        return graph.outputs
+        return self._replayed(graph, batch)
 
     def _stale(self, graph: Graph[Outputs]) -> StaleRecording:
         return StaleRecording(
@@ -565,14 +560,14 @@ class StepRunner(Generic[Outputs]):
         def body() -> Outputs:
             with self.watchdog.watch(f"forward, run for {name},"):
                 if takes:
-                    self._runtime.gate.take_inputs(step)
+                    self._gate.take_inputs(step)
                 return self._body(step, split_forward)
 
         recording, outputs = self._recorder.record(body)
         if takes:
             recording = CountedRecording(recording, self._runtime.graph_runs.run)
         seconds = time.perf_counter() - started
-        effects, epoch = self._runtime.gate.effects, self._pinned.epoch
+        effects, epoch = self._gate.effects, self._pinned.epoch
         return Graph(step.plan, recording, outputs, seconds, effects, takes, epoch)
 
     def _keep(self, graph: Graph[Outputs], verdict: CapturedGraph[Outputs]) -> None:

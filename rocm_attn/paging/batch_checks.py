@@ -34,11 +34,10 @@ class BatchChecks:
             return
         # The rows of a step are mostly those of the step before, and comparing bytes is very cheap.
         if named != state.known_rows[0]:
-            self._check_rows(rows)
-            state.known_rows = named, rows.astype(np.int64)
+            state.known_rows = named, self._places(rows)
         if batch.after != state.known_room:
             # -1 in rows that are not admitted, including the reserved row.
-            short = state.reserved_len.take(rows) < batch.kv_len
+            short = state.reserved_len.take(state.known_rows[1]) < batch.kv_len
             if short[short.argmax()]:
                 self._refuse(batch, int(short.argmax()))
             state.known_room = batch.after
@@ -143,8 +142,11 @@ class BatchChecks:
         )
         return shared
 
-    def _check_rows(self, rows: Int32Array) -> None:
-        """Raises BadBatch unless all rows are in the table and none is named twice, NeverFits for too many."""
+    def _places(self, rows: Int32Array) -> npt.NDArray[np.int64]:
+        """Rows for NumPy's faster look-up.
+
+        Raises BadBatch unless all are in the table and none is named twice, NeverFits for too many.
+        """
         # Read as unsigned numbers, negative rows are huge.
         if np.maximum.reduce(rows.view(np.uint32)) >= len(self._rows.capacity):
             self._refuse_rows(rows)
@@ -152,7 +154,9 @@ class BatchChecks:
             raise NeverFits(
                 f"the step has {len(rows)} sequences; raise max_num_seqs = {self._max_num_seqs}, or split it"
             )
-        self._rows.must_be_distinct(rows)
+        places = rows.astype(np.int64)
+        self._rows.must_be_distinct(places)
+        return places
 
     def _refuse_rows(self, rows: Int32Array) -> None:
         outside = (rows <= RESERVED_ROW) | (rows >= len(self._rows.capacity))

@@ -23,6 +23,9 @@ from rocm_attn.paging.stored_tokens import StoredTokens
 # int64 [n]: places in a table, row * width + page_no.
 Cells = npt.NDArray[np.int64]
 _NO_CELLS: Cells = np.empty(0, np.int64)
+# Rows or pages: NumPy looks up places of int64 several times as fast.
+Places = npt.NDArray[np.integer]
+ONE = np.array(1, np.int32)  # for NumPy, which takes twice as long for a number of Python
 
 
 @dataclass(slots=True)
@@ -139,6 +142,7 @@ class PageTable:
         self.num_usable_pages = pages.num_pages - pages.first_page
         self._cells = self.entries_host.reshape(-1)
         self._width, self._page_size = width, page_size
+        self._row = np.array(width, np.int64)
         self._writers, self._sources_of = guards.writers, guards.sources
         self._holders = np.zeros(pages.num_pages, np.int32)  # rows that hold a page, and keeps of it
         self._holders[RESERVED_PAGE] = 1
@@ -160,11 +164,12 @@ class PageTable:
         """Number of pages that row holds."""
         return max(0, end - int(self._first[row]))
 
-    def missing(self, rows: Int32Array, end: Int32Array, new_end: Int32Array) -> Cells:
+    def missing(self, rows: Places, end: Int32Array, new_end: Int32Array) -> Cells:
         """The cells in which rows that hold the pages [., end) lack one of [., new_end); none before their windows."""
-        return self._cells_of(rows, np.maximum(end, self._first[rows]), new_end)
+        first = end if self.window_left == ALL_KEYS else np.maximum(end, self._first[rows])
+        return self._cells_of(rows, first, new_end)
 
-    def require_free(self, rows: Int32Array, kv_len: Int32Array, needed: int) -> None:
+    def require_free(self, rows: Places, kv_len: Int32Array, needed: int) -> None:
         """Raises unless `needed` pages are free, which rows need for kv_len tokens.
 
         NeverFits if a row alone needs more pages than the pool has; else OutOfPages.
@@ -190,12 +195,12 @@ class PageTable:
     def take(self, cells: Cells) -> None:
         """Puts a free page into each of these cells; there are enough."""
         if len(cells):
-            pages = np.array(self._free[: -len(cells) - 1 : -1], np.int32)  # the last one is handed out next
+            pages = np.array(self._free[: -len(cells) - 1 : -1], np.int64)  # the last one is handed out next
             del self._free[-len(cells) :]
-            self._holders[pages] = 1
-            self._put(cells, pages)
+            self._holders[pages] = ONE
+            self._put(cells, pages.astype(np.int32))
 
-    def shares(self, rows: Int32Array, length: Int32Array) -> npt.NDArray[np.bool_]:
+    def shares(self, rows: Places, length: Int32Array) -> npt.NDArray[np.bool_]:
         """True if the token after `length` tokens of rows would be in a partly filled page with other holders."""
         page = self.entries_host[rows, (length - 1) // self._page_size]
         return (length % self._page_size > 0) & (self._holders[page] > self._writers)
@@ -310,9 +315,10 @@ class PageTable:
 
         Entries are read now, from the host's copy: a cell that changed twice occurs twice, with the same entry.
         """
-        cells = np.concatenate((_NO_CELLS, *self.pending.cells))
-        updates = np.empty((len(cells), 3), np.int32)
-        updates[:, 0], updates[:, 1], updates[:, 2] = *np.divmod(cells, self._width), self._cells[cells]
+        pending = self.pending.cells
+        cells = pending[0] if len(pending) == 1 else np.concatenate((_NO_CELLS, *pending))
+        rows, updates = cells // self._row, np.empty((len(cells), 3), np.int32)
+        updates[:, 0], updates[:, 1], updates[:, 2] = rows, cells - rows * self._row, self._cells[cells]
         return updates
 
     def copies_made(self) -> None:
@@ -321,15 +327,15 @@ class PageTable:
         sources, self._sources = self._sources, []
         self._free += sources
 
-    def _cells_of(self, rows: Int32Array, first: npt.NDArray[np.int64], end: Int32Array) -> Cells:
+    def _cells_of(self, rows: Places, first: Places, end: Int32Array) -> Cells:
         """The cells of the pages [first[i], end[i]) of rows[i], row after row."""
-        start, counts = rows.astype(np.int64) * self._width + first, end - first
-        if (counts == 1).all():  # usual when sequences grow by tokens
-            return start
+        start, counts = rows * self._row + first, end - first
+        if len(counts) == 0 or counts.item(counts.argmin()) == counts.item(counts.argmax()) == 1:
+            return start  # usual when sequences grow by tokens
         spans = zip(start.tolist(), counts.tolist(), strict=True)
         return np.concatenate([np.arange(at, at + count) for at, count in spans])
 
-    def _put(self, cells: Cells, pages: Int32Array | int) -> None:
+    def _put(self, cells: Cells, pages: Places | int) -> None:
         self.pending.cells.append(cells)
         self._cells[cells] = pages
 

@@ -19,13 +19,14 @@ from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.batch_checks import BatchChecks
 from rocm_attn.paging.index_spaces import Space, num_pages
 from rocm_attn.paging.kept_pages import KeptPages
-from rocm_attn.paging.page_table import PageTable, SpacePages, TableGuards
+from rocm_attn.paging.page_table import ONE, PageTable, Places, SpacePages, TableGuards
 from rocm_attn.paging.row_states import RowStates
 from rocm_attn.paging.rows import ALWAYS, NO_ROOM, Rows
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 
 ALL_TABLE_GUARDS = TableGuards()
 _INT32 = np.dtype(np.int32)
+_ALWAYS = np.array(ALWAYS, np.int32)  # see ONE
 
 
 class RequestTable:
@@ -73,6 +74,8 @@ class RequestTable:
             raise NeverFits(
                 f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
             )
+        self._tokens, self._last = np.array(page_size, np.int32), np.array(page_size - 1, np.int32)  # of a page
+        self._most = np.array(max_kv_len, np.int32)
         self.spaces = tuple(
             PageTable(pages, num_rows=num_rows, width=width, page_size=page_size, device=device, guards=guards)
             for pages in (SpacePages(Space.FULL, num_pages), *windows)
@@ -158,30 +161,31 @@ class RequestTable:
         checked, places = state.known_rows
         if named != checked:
             state.must_all_be_admitted(rows)
-            state.must_be_distinct(rows)
             places = rows.astype(np.int64)
+            state.must_be_distinct(places)
         beyond = kv_len >= state.look_from.take(places)
         if beyond[beyond.argmax()]:
-            self._take_pages(rows[beyond], kv_len[beyond])
+            (at,) = beyond.nonzero()
+            self._take_pages(places.take(at), kv_len.take(at))
         state.reserved_len[places] = np.maximum(state.reserved_len.take(places), kv_len)
         state.known_room = named, kv_len.tobytes()
 
-    def _take_pages(self, rows: Int32Array, kv_len: Int32Array) -> None:
+    def _take_pages(self, rows: Places, kv_len: Int32Array) -> None:
         """Takes the pages that rows need for kv_len tokens, and copies of shared pages in which they continue.
 
         Raises what reserve_all raises, for all of them.
         """
         state, copies = self._rows, [rows[:0]] * len(self.spaces)
         state.must_fit(kv_len.item(kv_len.argmax()))
-        unsure = state.look_from.take(rows) == ALWAYS
+        unsure = state.look_from.take(rows) == _ALWAYS
         if unsure[unsure.argmax()]:  # if none is unsure, each is admitted, grows, and has its last page alone
             state.must_all_be_admitted(rows)
             grows = kv_len > state.reserved_len[rows]
             rows, kv_len = rows[grows], kv_len[grows]
             # An upper bound: if two rows share a page, only one needs a copy.
             copies = [rows[table.shares(rows, state.reserved_len[rows])] for table in self.spaces]
-        end = state.capacity.take(rows) // self.page_size
-        new_end = np.maximum(num_pages(kv_len, self.page_size), end)
+        end = state.capacity.take(rows) // self._tokens
+        new_end = np.maximum((kv_len + self._last) // self._tokens, end)
         missing = [table.missing(rows, end, new_end) for table in self.spaces]
         for table, copied, cells in zip(self.spaces, copies, missing, strict=True):
             table.require_free(rows, kv_len, len(copied) + len(cells))
@@ -189,10 +193,9 @@ class RequestTable:
             for row in copied.tolist():
                 table.own(row, int(state.reserved_len[row]))
             table.take(cells)
-        capacity = new_end * self.page_size
-        state.capacity[rows] = capacity
+        state.capacity[rows] = capacity = new_end * self._tokens
         # They need no page before they have filled their pages.
-        state.look_from[rows] = np.minimum(capacity, self.max_kv_len) + 1
+        state.look_from[rows] = np.minimum(capacity, self._most) + ONE
 
     def is_reserved(self, rows: Integers, kv_len: Integers) -> bool:
         """True if reserve_all(rows, kv_len) has nothing to do: all of these rows have room for kv_len tokens.

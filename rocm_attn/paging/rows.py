@@ -12,7 +12,7 @@ from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadBatch, BadSetting, OutOfRows, WrongState
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
-from rocm_attn.paging.page_table import PageTable, TableGuards
+from rocm_attn.paging.page_table import PageTable, Places, TableGuards
 from rocm_attn.paging.row_states import RowStates
 
 # Rows whose next reservation is checked for any length.
@@ -143,17 +143,18 @@ class Rows:
         if not RESERVED_ROW < row < len(self.capacity) or self.capacity[row] < 0:
             raise WrongState(f"row {row} is not admitted: it was never handed out, or it was freed already")
 
-    def must_all_be_admitted(self, rows: Int32Array) -> None:
+    def must_all_be_admitted(self, rows: Places) -> None:
         outside = int(rows.min()) <= RESERVED_ROW or int(rows.max()) >= len(self.capacity)
         if outside or (self.capacity[rows] < 0).any():
             for row in rows.tolist():
                 self.must_be_admitted(row)
 
-    def must_be_distinct(self, rows: Int32Array) -> None:
+    def must_be_distinct(self, rows: Places) -> None:
         order = np.arange(len(rows), dtype=np.int32)
         self._seen[rows] = order
-        if (self._seen[rows] != order).any():
-            seq = int(np.argmax(self._seen[rows] != order))
+        twice = self._seen.take(rows) != order
+        seq = int(twice.argmax())
+        if twice[seq]:
             raise BadBatch(f"row {rows[seq]} occurs twice in one step; give each sequence its own row")
 
     def must_have_room(self, row: int, kv_len: int, refused: str) -> None:

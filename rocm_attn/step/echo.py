@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import (
     BAD_PARENT,
@@ -107,11 +106,11 @@ class EchoCheck:
     def __init__(self) -> None:
         self._lost_step = -1
 
-    def __call__(self, words: Int32Array) -> None:
+    def __call__(self, words: memoryview) -> None:
         """Raises DeviceFault for the step that went wrong. The caller clears the echo afterwards."""
-        echo, before, echoed = int(words[ECHO]), int(words[STEP_BEFORE]), int(words[ECHOED_STEP])
+        echo, before, echoed = words[ECHO], words[STEP_BEFORE], words[ECHOED_STEP]
         if echo & UNREAD:
-            self._lost_step = int(words[STEP])
+            self._lost_step = words[STEP]
             raise DeviceFault(
                 f"the inputs of step {self._lost_step} never reached the device, which went on with those of an "
                 "earlier step; look for a lost kernel launch",
@@ -130,5 +129,5 @@ class EchoCheck:
 class NoEcho(EchoCheck):
     """The check of a device that runs nothing, as kernels are compiled for another one: it writes no echo."""
 
-    def __call__(self, words: Int32Array) -> None:
+    def __call__(self, words: memoryview) -> None:
         """Checks nothing."""

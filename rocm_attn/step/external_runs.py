@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
+from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor, DeviceFault, NeverFits, Unsupported, WrongState
 from rocm_attn.kernels.metadata.engine_tensors import LengthBounds, PublishedLengths
@@ -228,7 +228,7 @@ class EnginePublisher:
         self.line = StepChain(HostRing(device, wait=guards.ring_wait), guards.new_echo_check(), device)
         self._launch, self._on_fault, self._of_last_step = ops.publish_engine, on_fault, guards.of_last_step
         # The words of a slot, counts and number of a publication that has begun and not ended.
-        self._launching: tuple[Int32Array, Tensor, int] | None = None
+        self._launching: tuple[memoryview, Tensor, int] | None = None
         self._found: Found = []
 
     def hear(self) -> RingSlot:

@@ -44,7 +44,7 @@ from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.publisher import Publisher
 from rocm_attn.step.selections import StepSelections
 from rocm_attn.step.state_layers import StepStates
-from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Step
+from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Series, Step
 
 
 class Again(Enum):
@@ -59,19 +59,19 @@ class Again(Enum):
 
 AGAIN: Final = Again.AGAIN
 AnyPlan = StepPlan | Again
+Children = tuple[DeviceStep, ...]  # the memory of a step's inputs, for each half or draft step
 
 
 class RanStep(NamedTuple):
     """The step that was staged last.
 
-    children: the memory of its inputs, for each half or draft step
     change:   the table's last change when it was staged
     repeats:  True if it may run again: it is a whole step that may store
     """
 
     batch: StepBatch
     plan: StepPlan
-    children: tuple[DeviceStep, ...]
+    children: Children
     change: int
     repeats: bool
 
@@ -87,7 +87,7 @@ class RanStep(NamedTuple):
 
 _NOTHING_KEPT = (), 0, 0, None
 # The fields of a RanStep, which is built on request; in place of the last one, the reason why it may not store.
-_Staged = tuple[StepBatch, StepPlan, tuple[DeviceStep, ...], int, str]
+_Staged = tuple[StepBatch, StepPlan, Children, int, str]
 
 
 class Effects(NamedTuple):
@@ -160,7 +160,8 @@ class StepHolder:
         return nullcontext() if self.is_mine else self.idle(what_fails)
 
     def give_back(self) -> None:
-        """Releases the step of the current thread."""
+        """Releases the step of the current thread, which has ended."""
+        self.state = IDLE
         self._thread_of.clear()
 
     def _take_over(self, me: int) -> bool:
@@ -190,6 +191,7 @@ class StepGate:
         self._check_stored = MethodType(guards.stored, table.checks)
         self._changed, self._in_turn = MethodType(guards.changed, table.checks), guards.in_turn
         self._has_windows, self._evict_before = len(table.spaces) > 1, guards.evict
+        self._has_states = not table.states.is_empty
         selecting = core.layers.selecting
         self.stores = StepStores(core.layers.sides, table.tokens, self._check_stored)
         self._selections = StepSelections(selecting, core.guards.layers.selection_of)
@@ -198,7 +200,7 @@ class StepGate:
         # The step that runs, and the last step that graphs replay, with its memory, sequences and tokens: later steps
         # of these sizes in the same memory are equal to it.
         self._step: Step | None = None
-        self._kept: tuple[tuple[DeviceStep, ...], int, int, Step | None] = _NOTHING_KEPT
+        self._kept: tuple[Children, int, int, Step | None] = _NOTHING_KEPT
         self._staged: _Staged | RanStep | None = None
         self._may_move = self._moves_on = False
 
@@ -214,16 +216,17 @@ class StepGate:
                 if last.batch is not batch:
                     raise WrongState("AGAIN was given with another batch than the last staged step; give that batch")
                 self._lose_track(last)
-                return self._begun(last, (batch,), "")
+                self.stores.begin(batch, 1, "", 1)
+                return self._begun(batch, (batch,), last.plan, last.children)
             self._check_batch(batch)
             refusal = ""
             if batch.before != self._tokens.last:  # else its rows were neither forked nor cut since the last step
                 self._check_stored(batch, batch.start)
                 refusal = self._table.checks.why_no_store(batch)
                 # Such a step may attend, but fill would give it the states that its rows go on from.
-                if refusal and not self._table.states.is_empty:
+                if refusal and self._has_states:
                     raise BadBatch(refusal)
-            plan = self.planner.plan(batch, None, 1) if plan is None else self.planner.admit(batch, plan)
+            plan = self.planner.plan(batch) if plan is None else self.planner.admit(batch, plan)
             if is_current(self.device):
                 return self._publish(batch, plan, refusal, input_plans)
             with on_device(self.device):
@@ -234,7 +237,6 @@ class StepGate:
 
     def _publish(self, batch: StepBatch, plan: StepPlan, refusal: str, input_plans: Collection[StepPlan]) -> Step:
         """Brings a checked step to the memory that the device reads. The gate's device is the current one."""
-        batches = (batch,) if plan.num_halves == 1 else split_batch(batch, plan.shape.child.num_seqs)
         # From here on the step runs, so that a log, a signal handler or a finalizer cannot begin another one within it.
         self.holder.state = STAGED
         # Reset before pages leave the windows of the step that might run again.
@@ -242,43 +244,45 @@ class StepGate:
         # A length that only the device knows may be shorter than its bound, so such a step gives no pages back.
         if self._has_windows and batch.inputs.kv_len_on_host:
             self._table.evict(batch.rows, self._evict_before(batch))
-        if not self._table.states.is_empty:
+        if self._has_states:
             self._table.states.note(batch)
         self._streams.follow()
-        children = self._core.memory.device_steps(plan)
-        publisher = self._publisher
+        children, publisher = self._core.memory.device_steps(plan), self._publisher
         publisher.apply_table_changes()
+        batches: Sequence[StepBatch] = (batch,)
         if plan.num_halves == 1:
             if publisher.steps_to_answer:
                 publisher.hear_of_the_second_half()
             publisher.publish(batch, children[0], 0, to_graph=plan in input_plans and not refusal)
         else:
+            batches = split_batch(batch, plan.shape.child.num_seqs)
             for half, part in enumerate(batches):
                 publisher.publish(part, children[half * len(children) // HALVES], half)
-        self._staged = staged = batch, plan, children, self._generations.last_change, refusal
-        return self._begun(staged, batches, refusal)
-
-    def _begun(self, staged: _Staged | RanStep, batches: Sequence[StepBatch], refusal: str) -> Step:
-        """Returns the step whose inputs are published. batches: of its halves"""
-        batch, plan, children, _, _ = staged
+        self._staged = batch, plan, children, self._generations.last_change, refusal
         steps = plan.draft_steps
         self.stores.begin(batch, len(children), refusal, steps if steps == 1 else min(steps, self._in_turn))
+        return self._begun(batch, batches, plan, children)
+
+    def _begun(self, batch: StepBatch, batches: Sequence[StepBatch], plan: StepPlan, children: Children) -> Step:
+        """Returns the step whose inputs are published. batches: of its halves"""
         if self._selects:
             self._selections.begin(len(children))
         self._may_move = True
         # A server decodes many steps of equal sizes in a row.
         memory, num_seqs, num_fed, step = self._kept
         if step is None or memory is not children or num_seqs != batch.num_seqs or num_fed != batch.num_fed:
-            step = self._new_step(batches, plan, children)
+            make_parts = partial(self._parts, plan, [(each.num_seqs, each.num_fed) for each in batches])
+            # A tuple of its own, by which the step's layers know whether it still runs.
+            step = Step(plan, (*children,), self.fill, self.end, make_parts)
             if plan.replayable and plan.num_halves == 1:
                 self._kept = children, batch.num_seqs, batch.num_fed, step
         self._step = step
         return step
 
-    def _new_step(self, batches: Sequence[StepBatch], plan: StepPlan, children: tuple[DeviceStep, ...]) -> Step:
-        children = (*children,)  # a tuple of its own, by which the step's layers know whether it still runs
+    def _parts(self, plan: StepPlan, sizes: Sequence[tuple[int, int]], children: Children) -> Series:
+        """The parts of a step. sizes: sequences of each half, and tokens that its forward is given at a time"""
         drafts, parts = plan.shape.drafts, list[Part]()
-        for half, batch in enumerate(batches):
+        for half, of_half in enumerate(sizes):
             views = children[half * drafts.steps : (half + 1) * drafts.steps]
             tree = RoundTree(drafts, views, partial(self._core.place_draft_mask, plan))
             for step, child in enumerate(views):
@@ -289,12 +293,10 @@ class StepGate:
                 states = StepStates(self._core.states, child, require, self.stores, number)
                 calls = StepLayers(self._core.layers, child, plan, require, self.stores, self._selections, number)
                 views_of_part: dict[str, Any] = {name: getattr(child.tensors, name) for name in VIEWS_OF_PART}
-                sizes = batch.num_seqs, batch.num_fed
                 parts.append(
-                    Part(*sizes, layers=calls, states=states, plan=plan, number=number, tree=tree, **views_of_part)
+                    Part(*of_half, layers=calls, states=states, plan=plan, number=number, tree=tree, **views_of_part)
                 )
-        num_first, num_first_tokens = children[0].tensors.counts[:2].unbind()
-        return Step(tuple(parts), num_first, num_first_tokens, plan, children, self.fill, self.end)
+        return tuple(parts)
 
     def replay_again(self, replay: Callable[[], object]) -> None:
         """Runs the last step again by a graph that is all of it: stage() with AGAIN, its replay, and its end.
@@ -305,14 +307,14 @@ class StepGate:
         try:
             self._lose_track(self._begin_again())
             replay()
-            self.end()
+            self._close()
         except BaseException:
             self.end()  # an interrupt may have prevented the call above
             raise
 
     def _lose_track(self, last: RanStep) -> None:
         """Notes that only the device knows the states of a step's rows: it may have written lengths of its own."""
-        if not self._table.states.is_empty:
+        if self._has_states:
             self._table.states.lose_track(last.batch.rows)
 
     def _begin_again(self) -> RanStep:
@@ -356,10 +358,16 @@ class StepGate:
 
     def _changed_rows(self, step: RanStep, staying: int) -> list[int]:
         """The rows of a step that were freed, cut, forked or kept since it was staged; see BatchGuards.changed."""
-        if step.change == self._generations.last_change:
+        now = self._generations.last_change
+        if step.change == now:
             return []
         # A step that moves on writes none of the tokens that the host knows.
-        changed: list[int] = self._changed(step.change, step.batch, step.batch.max_q_len if self._moves_on else staying)
+        staying = step.batch.max_q_len if self._moves_on else staying
+        changed: list[int] = self._changed(step.change, step.batch, staying)
+        # Rounds of drafts ask this many times. Where all tokens count, or all those that ever will, later calls look at
+        # later changes alone.
+        if not changed and step is self._staged and (self._moves_on or not staying):
+            self._staged = step._replace(change=now)
         return changed
 
     def resume(self, step: RanStep) -> RanStep:
@@ -380,11 +388,11 @@ class StepGate:
 
         staying: new tokens of a sequence that are not written
         """
-        changed = [row for row in self._changed_rows(step, staying) if row in rows]
-        if changed:
-            raise WrongState(
-                f"{refused}: row {changed[0]} was freed, cut, forked or kept since it was staged; stage a new step"
-            )
+        for row in self._changed_rows(step, staying):
+            if row in rows:
+                raise WrongState(
+                    f"{refused}: row {row} was freed, cut, forked or kept since it was staged; stage a new step"
+                )
 
     def before_paths(self, num_paths: int, seqs: Integers | None) -> Tensor:
         """Does the same as before_move() for accepted paths, and returns their rows, int32 [num_paths] on the device.
@@ -443,11 +451,13 @@ class StepGate:
         return Effects(self.stores.layers, not self._may_move)
 
     def replay(self, replay: Callable[[], object], effects: Effects) -> None:
-        """Launches the graph of the staged step. Raises what its layers would."""
+        """Launches the graph of the staged step, and ends the step. Raises what its layers would."""
         layers, moves = effects
         self.stores.replay(replay, layers)
         self._may_move = not moves
         self._publisher.taken()
+        self._step = None
+        self.holder.give_back()
 
     def fill(self) -> None:
         """Derives the step's metadata on the device; captured with the step. Running it twice is harmless."""
@@ -493,12 +503,14 @@ class StepGate:
     def end(self) -> None:
         """Closes the step; see AttentionRuntime.end_step."""
         if self.holder.is_mine:
-            if self._publisher.launching is not None:
-                self._staged = None  # its inputs may not have been published
-            self.stores.end()
-            self.holder.state = IDLE
-            self._step = None
-            self.holder.give_back()
+            self._close()
+
+    def _close(self) -> None:
+        if self._publisher.launching is not None:
+            self._staged = None  # its inputs may not have been published
+        self.stores.end()
+        self._step = None
+        self.holder.give_back()
 
     def abandon(self) -> None:
         """Closes a step that was staged and will not run. A fault in its inputs is reported when they come again."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
 from time import sleep
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.kernels.metadata.slot_layout import ECHO, HEADER_WORDS, TAKEN_BY_GRAPH
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -55,7 +55,7 @@ class GraphFence:
     new_fence: makes a fence of the device
     """
 
-    def __init__(self, words: Int32Array, new_fence: Callable[[], Fence]) -> None:
+    def __init__(self, words: memoryview, new_fence: Callable[[], Fence]) -> None:
         self._words, self._new_fence = words, new_fence
 
     def record(self) -> None:
@@ -63,14 +63,14 @@ class GraphFence:
 
     def query(self) -> bool:
         """True if the graph has taken the slot."""
-        return self._words.item(ECHO) != TAKEN_BY_GRAPH
+        return self._words[ECHO] != TAKEN_BY_GRAPH
 
     def synchronize(self) -> None:
         """Waits until the graph has taken the slot, or everything that was launched is done and no graph has."""
-        if self._words.item(ECHO) == TAKEN_BY_GRAPH:
+        if self._words[ECHO] == TAKEN_BY_GRAPH:
             launched = self._new_fence()
             launched.record()
-            while self._words.item(ECHO) == TAKEN_BY_GRAPH and not launched.query():
+            while self._words[ECHO] == TAKEN_BY_GRAPH and not launched.query():
                 sleep(_LOOK_SECONDS)
 
 
@@ -78,24 +78,37 @@ class GraphFence:
 wait_for: Callable[[Fence], None] = methodcaller("synchronize")
 
 
-def wait_for_all(fences: Sequence[Fence], slots: Sequence[RingSlot]) -> None:
-    """Waits until no kernel reads these slots any more, and holds them until then."""
+def wait_for_all(fences: Iterable[Fence], held: object) -> None:
+    """Waits for fences, and holds the memory that kernels before them use until then."""
     for fence in fences:
         fence.synchronize()
 
 
-class RingSlot(NamedTuple):
-    """A slot, for kernels and for the host: as int32 words, and as bytes."""
+class RingSlot:
+    """A slot, for kernels and for the host.
 
-    tensor: Tensor
-    words: Int32Array
-    raw: memoryview
+    words:    its int32 words; an array takes twice as long for a word
+    raw:      its bytes
+    launched: the fence after launches that read it
+    taken:    the fence of a graph that takes it
+    done:     that of its last readers
+    """
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> RingSlot:
-        """Makes a slot of a tensor of the host."""
-        words: Int32Array = tensor.numpy()
-        return cls(tensor, words, words.data.cast("B"))
+    __slots__ = ("done", "launched", "raw", "taken", "tensor", "words")
+
+    def __init__(self, tensor: Tensor, new_fence: Callable[[], Fence]) -> None:
+        self.use(tensor)
+        self.done = self.launched = new_fence()
+        self.taken = GraphFence(self.words, new_fence)
+
+    def use(self, tensor: Tensor) -> None:
+        """Takes a tensor of the host as the slot's memory."""
+        words: memoryview = tensor.numpy().data
+        self.tensor, self.words, self.raw = tensor, words, words.cast("B")
+
+
+def _wait_for_readers(slots: Collection[RingSlot]) -> None:
+    wait_for_all([slot.done for slot in slots], slots)
 
 
 class HostRing:
@@ -123,43 +136,39 @@ class HostRing:
         self._pinned = device.type == "cuda"
         if new_fence is None:
             new_fence = partial(torch.Event, device) if self._pinned else NoFence
-        self._wait, self._new_fence, self._depth = wait, new_fence, depth
+        self._wait, self._new_fence = wait, new_fence
         self.slots = self._zeros(depth, words)
         self.is_fixed = True
-        self._slots = [RingSlot.of(slot) for slot in self.slots]
-        self._launched = [new_fence() for _ in range(depth)]
-        self._taken = [GraphFence(slot.words, new_fence) for slot in self._slots]
-        self._done: list[Fence] = list(self._launched)
-        self._next = 0
+        self._slots = deque(RingSlot(slot, new_fence) for slot in self.slots)  # the next one first
         # Not at exit, when the device may be gone before the ring.
-        weakref.finalize(self, wait_for_all, self._done, self._slots).atexit = False
+        weakref.finalize(self, _wait_for_readers, self._slots).atexit = False
 
     def acquire(self, words: int) -> RingSlot:
         """Returns the next slot, at least `words` int32 long.
 
         It waits if the device is `depth` steps late. The slot keeps its old content; an unwritten word is 0.
         """
-        at = self._next
-        self._wait(self._done[at])
-        slot = self._slots[at]
+        slot = self._slots[0]
+        # A graph mostly takes its slot before it comes again, and marks it, so that there is nothing to wait for.
+        if slot.words[ECHO] or slot.done is slot.launched:
+            self._wait(slot.done)
         if len(slot.words) < words:
             # A power of two; otherwise batches that grow slowly would pin memory again each time.
             larger = self._zeros(next_power_of_2(words))
             larger[: len(slot.words)] = slot.tensor
             self.is_fixed = False  # first, so that no interrupt leaves a graph a slot that the host does not use
-            slot = self._slots[at] = RingSlot.of(larger)
+            slot.use(larger)
         return slot
 
     def _zeros(self, *shape: int) -> Tensor:
         with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             return torch.zeros(shape, dtype=torch.int32, pin_memory=self._pinned)
 
-    def written(self) -> list[Int32Array]:
+    def written(self) -> list[memoryview]:
         """Waits for the readers, and returns the slots that were used, oldest first."""
-        order = (*range(self._next, self._depth), *range(self._next))
-        for at in order:
-            self._wait(self._done[at])
-        return [self._slots[at].words for at in order if len(self._slots[at].words)]
+        for slot in self._slots:
+            self._wait(slot.done)
+        return [slot.words for slot in self._slots if len(slot.words)]
 
     def drain(self) -> None:
         """Waits for everything that was launched on the current stream so far, whether or not a slot was released."""
@@ -169,10 +178,10 @@ class HostRing:
 
     def release(self) -> None:
         """Declares that all readers of the acquired slot were launched on the current stream."""
-        at = self._next
-        done = self._done[at] = self._launched[at]
-        done.record()
-        self._next = (at + 1) % self._depth
+        slot = self._slots[0]
+        slot.done = slot.launched
+        slot.done.record()
+        self._slots.rotate(-1)
 
     def send(self, words: Sequence[int] | Tensor, to: Tensor) -> None:
         """Launches a copy of int32 words to memory of the device that is contiguous and as long. Waits like acquire."""
@@ -183,6 +192,6 @@ class HostRing:
 
     def release_to_graph(self) -> None:
         """Declares that a graph takes the acquired slot, which is marked TAKEN_BY_GRAPH. The ring is_fixed."""
-        at = self._next
-        self._done[at] = self._taken[at]
-        self._next = (at + 1) % self._depth
+        slot = self._slots[0]
+        slot.done = slot.taken
+        self._slots.rotate(-1)

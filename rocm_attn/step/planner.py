@@ -83,8 +83,7 @@ class Planner:
         self._plan_of_key: dict[GraphKey, StepPlan] = {}
         # Plans of steps that no graph replays: by shape, max_q_len, max_kv_len and may_capture, the latest one last.
         self._ragged: dict[tuple[PaddedShape, int, int, bool], StepPlan] = {}
-        # The first and the last length of the last bucket; all lengths if no kernel bakes one in.
-        self._bucket = (1, 0) if self._bakes_kv_len else (0, max_kv_len)
+        self._bucket = (1, 0)  # the first and the last length of the last bucket, if a kernel bakes lengths in
         # Keyed by everything that a plan depends on, so that a step of known sizes costs one look-up.
         self._plan_of_sizes: dict[tuple[object, ...], StepPlan] = {}
 
@@ -93,13 +92,11 @@ class Planner:
         # In one statement, so that no interrupt leaves plans of one policy under another.
         self.padding, self._plan_of_key, self._plan_of_sizes, self._ragged = padding, {}, {}, {}
 
-    def plan(self, batch: StepBatch, pad_to: PadTo | None, num_children: int) -> StepPlan:
+    def plan(self, batch: StepBatch, pad_to: PadTo | None = None, num_children: int = 1) -> StepPlan:
         """The plan of a batch that runs whole, or as two halves; see AttentionRuntime.plan. pad_to: of PaddingPolicy"""
         if pad_to is not None:
             require_pad_to(pad_to)
-        first, last = self._bucket
-        is_alike = pad_to is None and first <= self._longest(batch) <= last  # true for most steps
-        max_kv_len = last if is_alike else self._max_kv_len_of(batch, pad_to)
+        max_kv_len = self._max_kv_len_of(batch, pad_to) if self._bakes_kv_len else self._max_kv_len
         sizes: tuple[object, ...]
         if batch.decodes and pad_to is None and num_children == 1:  # true for most steps
             sizes = batch.num_seqs, max_kv_len
@@ -181,6 +178,9 @@ class Planner:
         if not self._bakes_kv_len:
             return self._max_kv_len
         longest = self._longest(batch)
+        first, last = self._bucket
+        if pad_to is None and first <= longest <= last:
+            return last
         if pad_to is not None and pad_to.kv_len:
             if pad_to.kv_len < longest:
                 raise NeverFits(

@@ -35,7 +35,7 @@ from rocm_attn.kernels.driver_call import (
     driver_call,
     with_maps,
 )
-from rocm_attn.kernels.launch import Launch, does_only_launch, is_observed, note_launches
+from rocm_attn.kernels.launch import Launch, does_only_launch, note_launches, observers
 from rocm_attn.paging.storage import PagePool
 from rocm_attn.providers.by_tokens import KernelByTokens, SchedulesByTokens
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
@@ -72,18 +72,18 @@ class PreparedCall:
         return tuple([(run, arguments(values)) for run, arguments in self.made_of])
 
 
-# The stream's handle; then the addresses, 0 for missing tensors, and the forms of the call's own tensors.
-Given = tuple[int, tuple[int, ...], tuple[object, ...]]
-
-
 class LastCall(NamedTuple):
     """The last launches of a layer, with the arguments that they were made for.
 
-    owners: see _LayerMemory
-    same:   for a call that was repeated, a check that tensors have the same forms; see forms_alike
+    stream:    its handle
+    addresses: of the call's own tensors; forms: of each, see _form
+    owners:    see _LayerMemory
+    same:      for a call that was repeated, a check that tensors have the same forms; see forms_alike
     """
 
-    given: Given
+    stream: int
+    addresses: tuple[int, ...]
+    forms: tuple[object, ...]
     owners: tuple[object, object]
     launches: Launches
     same: Callable[..., bool] | None = None
@@ -91,7 +91,7 @@ class LastCall(NamedTuple):
 
 LastCalls = dict[int, LastCall]  # by layer
 # For a layer that was called once: its launches are kept from the second time on, as many views serve only one step.
-_NOT_KEPT = LastCall((-1, (), ()), (None, None), ())
+_NOT_KEPT = LastCall(-1, (), (), (None, None), ())
 
 
 @dataclass(slots=True, eq=False)
@@ -194,7 +194,7 @@ class RepeatedLauncher:
 
     def __call__(self) -> None:
         """Launches on the current stream."""
-        if self._stream is None or is_observed():
+        if self._stream is None or observers:
             self.launcher()
         elif not self._launches.again(self._stream()):
             with self._launches.noting(self._arguments):
@@ -303,7 +303,7 @@ class AddressedCall(NamedTuple):
     """A layer call in the form of PreparedCalls.
 
     form:      see PreparedCalls
-    addresses: of the call's own tensors, then of the layer's; 0 if there is none
+    addresses: of the call's own tensors, then of the layer's; 0 if the layer has none
     num_own:   how many belong to the call
     """
 
@@ -339,104 +339,107 @@ class LayerForms:
     def __init__(
         self, kind_of_layer: Sequence[int], pool: PagePool, head_weights: LayerHeadWeights, stream: Callable[[], int]
     ) -> None:
-        self._kind_of_layer, self._pool, self._head_weights = kind_of_layer, pool, head_weights
+        self._kind_of_layer = kind_of_layer
+        self._pages_of, self._weights_of = pool.layer, head_weights.of
         self._stream = stream
         self._numbers: dict[Hashable, int] = {}
         self._memories: dict[tuple[str, int], _LayerMemory] = {}
 
-    # The following code runs at every layer of every eager step. So arguments are written out in a tuple that is
-    # compared before it is hashed, with addresses first, where calls mostly differ.
+    # The following code runs at every layer of every eager step.
 
     def store(self, prepared: PreparedCalls, layer: int, k: Tensor, v: Tensor) -> AddressedCall | None:
         """Makes a call of Layers.store if one of its form was prepared; else returns it, so that it can be prepared."""
-        pages = self._pool.layer(layer)
-        given = self._stream(), (k.data_ptr(), v.data_ptr()), (_form(k), _form(v))
-        if _made_again(prepared.stored.get(layer, _NOT_KEPT), given, pages, None):
-            return None
-        return self._make(prepared, prepared.stored, layer, "store", given, (pages, None))
+        return self._call(prepared, prepared.stored, layer, "store", (k, v), None)
 
     def rope_and_store(
         self, prepared: PreparedCalls, layer: int, projected: Projected, work: QkvWork
     ) -> AddressedCall | None:
         """Does the same as `store`, for Layers.rope_and_store."""
-        pages, (q, k, v, q_out) = self._pool.layer(layer), projected
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), q_out.data_ptr()
-        given = self._stream(), addresses, (_form(q), _form(k), _form(v), _form(q_out))
-        if _made_again(prepared.roped.get(layer, _NOT_KEPT), given, pages, work):
-            return None
-        return self._make(prepared, prepared.roped, layer, "rope", given, (pages, work))
+        return self._call(prepared, prepared.roped, layer, "rope", projected, work)
 
     def attend(
         self, prepared: PreparedCalls, layer: int, q: Tensor, out: Tensor, lse: Tensor | None
     ) -> AddressedCall | None:
         """Does the same as `store`, for Layers.attend. Raises WrongState for a layer that lacks head weights."""
-        pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
-        of_q, of_out = (q.shape, q.stride(), q.dtype, q.device), (out.shape, out.stride(), out.dtype, out.device)
-        at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
-        given = self._stream(), (q.data_ptr(), out.data_ptr(), at_lse), (of_q, of_out, of_lse)
-        if _made_again(prepared.attended.get(layer, _NOT_KEPT), given, pages, weights):
-            return None
-        return self._make(prepared, prepared.attended, layer, "attend", given, (pages, weights))
+        given = (q, out) if lse is None else (q, out, lse)
+        return self._call(prepared, prepared.attended, layer, "attend", given, self._weights_of(layer))
 
     def store_and_attend(
         self, prepared: PreparedCalls, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
     ) -> AddressedCall | None:
         """Does the same as `store`, for Layers.store_and_attend. Raises WrongState if the layer lacks head weights."""
-        pages, weights = self._pool.layer(layer), self._head_weights.of(layer)
-        at_lse, of_lse = (0, None) if lse is None else (lse.data_ptr(), _form(lse))
-        addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), at_lse
-        given = self._stream(), addresses, (_form(k), _form(v), _form(q), _form(out), of_lse)
-        if _made_again(prepared.both.get(layer, _NOT_KEPT), given, pages, weights):
-            return None
-        return self._make(prepared, prepared.both, layer, "store and attend", given, (pages, weights))
+        given = (k, v, q, out) if lse is None else (k, v, q, out, lse)
+        return self._call(prepared, prepared.both, layer, "store and attend", given, self._weights_of(layer))
 
     def both_again(self, prepared: PreparedCalls, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
         """Repeats a layer's last store and attend if the arguments are the same, without lse; returns whether it did.
 
         Raises WrongState for a layer that lacks head weights.
         """
-        last = prepared.both.get(layer, _NOT_KEPT)
-        stream, addresses, forms = last.given
-        if addresses != (k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr(), 0) or stream != self._stream():
-            return False
-        if last.owners[0] is not self._pool.layer(layer) or last.owners[1] is not self._head_weights.of(layer):
-            return False
-        # Asking four tensors for their forms takes half as long as the driver takes to launch a kernel.
-        if last.same is None or not last.same(k, v, q, out):
-            if forms != (_form(k), _form(v), _form(q), _form(out), None):
-                return False
-            if last.same is not _cannot_say:
-                prepared.both[layer] = last._replace(same=forms_alike(k, v, q, out) or _cannot_say)
-        for run, arguments in last.launches:
-            run(*arguments)
-        return True
+        addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
+        return self._again(prepared.both, layer, addresses, (k, v, q, out), self._weights_of(layer))
 
     def join(self, prepared: PreparedCalls, layer: int) -> None:
         """Notes that a layer has stored and attended in one call, without lse: keeps both as one, if both are kept."""
         stored, attended = prepared.stored.get(layer, _NOT_KEPT), prepared.attended.get(layer, _NOT_KEPT)
         if not (stored.launches and attended.launches):
             return
-        (stream, addresses, forms), (other, more, more_forms) = stored.given, attended.given
         # Either may be from an earlier call, if this one's was not prepared; then no call has the arguments of both.
-        if stream == other and stored.owners[0] is attended.owners[0]:
-            given = stream, (*addresses, *more), (*forms, *more_forms)
-            prepared.both[layer] = LastCall(given, attended.owners, (*stored.launches, *attended.launches))
+        if stored.stream == attended.stream and stored.owners[0] is attended.owners[0]:
+            prepared.both[layer] = LastCall(
+                stored.stream,
+                stored.addresses + attended.addresses,
+                stored.forms + attended.forms,
+                attended.owners,
+                stored.launches + attended.launches,
+            )
 
-    def _make(
-        self, prepared: PreparedCalls, last: LastCalls, layer: int, operation: str, given: Given, owners: Owners
+    def _again(
+        self, calls: LastCalls, layer: int, addresses: tuple[int, ...], tensors: tuple[Tensor, ...], other: object
+    ) -> bool:
+        """Repeats a layer's last launches if it has the same arguments and owners; returns whether it did.
+
+        calls: of this operation; other: the owner in addition to the layer's pages
+        """
+        last = calls.get(layer, _NOT_KEPT)
+        stream, known, forms, (pages, owner), launches, same = last
+        if known != addresses or stream != self._stream() or pages is not self._pages_of(layer) or owner is not other:
+            return False
+        # Asking four tensors for their forms takes half as long as the driver takes to launch a kernel.
+        if same is None or not same(*tensors):
+            if forms != tuple(map(_form, tensors)):
+                return False
+            if same is not _cannot_say:
+                calls[layer] = last._replace(same=forms_alike(*tensors) or _cannot_say)
+        for run, arguments in launches:
+            run(*arguments)
+        return True
+
+    def _call(
+        self,
+        prepared: PreparedCalls,
+        calls: LastCalls,
+        layer: int,
+        operation: str,
+        tensors: tuple[Tensor, ...],
+        other: QkvWork | HeadWeights | None,
     ) -> AddressedCall | None:
         """Makes a call of a form that was prepared, and keeps it as the layer's last one; returns any other call."""
-        memory = self._memories.get((operation, layer))
-        if memory is None or memory.owners[0] is not owners[0] or memory.owners[1] is not owners[1]:
+        own = tuple(map(Tensor.data_ptr, tensors))
+        if self._again(calls, layer, own, tensors, other):
+            return None
+        owners, memory = (self._pages_of(layer), other), self._memories.get((operation, layer))
+        if memory is None or memory.owners[0] is not owners[0] or memory.owners[1] is not other:
             memory = self._memories[operation, layer] = self._memory(layer, owners)
-        stream, own, forms = given
+        forms = tuple(map(_form, tensors))
         form = operation, memory.layout, tuple(map(own.index, own)), forms
         addresses = (*own, *memory.addresses)
         call = prepared.by_form.get(form)
         if call is None or _are_odd(own):
             return AddressedCall(form, addresses, len(own))
+        stream = self._stream()
         launches = call.launches(stream, addresses)
-        last[layer] = LastCall(given, owners, launches) if layer in last else _NOT_KEPT
+        calls[layer] = LastCall(stream, own, forms, owners, launches) if layer in calls else _NOT_KEPT
         for run, arguments in launches:
             run(*arguments)
         return None
@@ -461,15 +464,6 @@ class LayerForms:
         # Calls that were prepared with other addresses may rely on the alignment of these.
         layout = self._kind_of_layer[layer], pages.format, numbers, forms, same, _are_odd(addresses)
         return _LayerMemory(owners, addresses, self._numbers.setdefault(layout, len(self._numbers)))
-
-
-def _made_again(last: LastCall, given: Given, pages: object, other: object) -> bool:
-    """Repeats a layer's last launches if it has the same arguments and the same owners."""
-    if last.given != given or last.owners[0] is not pages or last.owners[1] is not other:
-        return False
-    for run, arguments in last.launches:
-        run(*arguments)
-    return True
 
 
 def _are_odd(addresses: tuple[int, ...]) -> bool:

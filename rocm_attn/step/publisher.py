@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,11 +32,10 @@ from rocm_attn.kernels.metadata.slot_layout import (
     NO_ECHO,
     SEQ_PARTS,
     STEP,
-    STEP_BEFORE,
     TAKEN_BY_GRAPH,
     UNREAD,
-    pack_header,
     slot_parts,
+    slot_writer,
 )
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.paging.kv_pool import HybridKVPool
@@ -82,24 +82,25 @@ class StepChain:
     counts: of the step that was published last
     number: its number
     rest:   inputs of a step without sequences; its counts replace those whose memory is given up
-    recent: numbers and request rows of the last steps, oldest first
+    recent: numbers and request rows of the last steps, oldest first; rows as bytes of int32
     """
 
-    def __init__(self, ring: HostRing, check_echo: Callable[[Int32Array], None], device: torch.device) -> None:
+    def __init__(self, ring: HostRing, check_echo: Callable[[memoryview], None], device: torch.device) -> None:
         self.ring, self.check_echo = ring, check_echo
         self.counts: Tensor | None = None
         self.number = 0
         self.rest = _no_sequences(device)
-        self.recent: deque[tuple[int, Int32Array]] = deque(maxlen=_REMEMBERED_STEPS)
+        self.recent: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED_STEPS)
 
     def _add(self, fault: DeviceFault, found: Found) -> None:
         """Adds a fault once, with its step's request rows. It is found again if clearing its trace was interrupted."""
         # Searched from the last one, because a number whose launch failed was used again.
-        fault.rows = next((tuple(rows.tolist()) for number, rows in reversed(self.recent) if number == fault.step), ())
+        rows = next((rows for number, rows in reversed(self.recent) if number == fault.step), b"")
+        fault.rows = tuple(np.frombuffer(rows, np.int32).tolist())
         if str(fault) not in map(str, found):
             found.append(fault)
 
-    def look(self, words: Int32Array, found: Found) -> None:
+    def look(self, words: memoryview, found: Found) -> None:
         """Finds the fault in a slot's echo if that is not 0, then clears the echo."""
         if words[ECHO]:
             try:
@@ -108,7 +109,7 @@ class StepChain:
                 self._add(fault, found)
             words[ECHO] = 0
 
-    def settle(self, words: Int32Array, counts: Tensor, number: int, *, by_graph: bool) -> bool:
+    def settle(self, words: memoryview, counts: Tensor, number: int, *, by_graph: bool) -> bool:
         """Finds out, for a publication that an exception has interrupted, whether the kernel that reads its slot runs.
 
         Until then the host must not write to the slot, because that kernel writes the echo of the step before there.
@@ -141,7 +142,7 @@ class StepChain:
 
 # A publication whose launches have begun: its line, the words of its ring slot, counts and number, and whether a graph
 # takes it. If it ends early, it is not known whether the first launch was made.
-_Launching = tuple[StepChain, Int32Array, Tensor, int, bool]
+_Launching = tuple[StepChain, memoryview, Tensor, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class PublishingGuards:
 
     ring_wait: Callable[[Fence], None] = wait_for
     deliver: Callable[[Callable[[], None], Callable[[], None]], None] = launch_then_forget
-    new_echo_check: Callable[[], Callable[[Int32Array], None]] = EchoCheck
+    new_echo_check: Callable[[], Callable[[memoryview], None]] = EchoCheck
     of_last_step: OfLastStep = fault_of_counts
 
 
@@ -234,6 +235,7 @@ class Publisher:
     ) -> None:
         self.device = pool.device
         self._ops, self._table, self._pool, self._states = ops, table, pool, states
+        self._has_states = not table.states.is_empty
         self._deliver, self._of_last_step = guards.deliver, guards.of_last_step
         # One ring for each child, so that the host may be as many split steps ahead as others.
         words = slot_parts(table.max_num_seqs, _ID_WORDS).stored.stop, HEADER_WORDS
@@ -259,27 +261,28 @@ class Publisher:
                 self._copy_pages(table)
             if pending.cells:
                 self._update(table.pending_updates(), table.entries, pending.cells.clear)
-        states = self._table.states
-        if states.changed:
-            self._update(states.pending_updates(), self._states.tags, states.changed.clear)
-        if states.copies:
-            self._deliver(partial(self._states.copy, tuple(states.copies)), states.copies.clear)
+        if self._has_states:
+            states = self._table.states
+            if states.changed:
+                self._update(states.pending_updates(), self._states.tags, states.changed.clear)
+            if states.copies:
+                self._deliver(partial(self._states.copy, tuple(states.copies)), states.copies.clear)
 
     def _update(self, updates: Int32Array, entries: Tensor, forget: Callable[[], None]) -> None:
         """Launches changes of entries of a table. updates: int32 [n, 3], each (row, column, entry)"""
-        slot, words, _ = self._updates.acquire(updates.size)
-        words[: updates.size] = updates.reshape(-1)
-        self._deliver(partial(self._ops.table_update, slot, entries, num_updates=len(updates)), forget)
+        slot = self._updates.acquire(updates.size)
+        slot.words[: updates.size] = updates.reshape(-1).data
+        self._deliver(partial(self._ops.table_update, slot.tensor, entries, num_updates=len(updates)), forget)
         self._updates.release()
 
     def _copy_pages(self, table: PageTable) -> None:
         """Launches a space's pending copies. No target is a source, so a launch that failed halfway may run again."""
         copies = table.pending.copies
-        slot, words, _ = self._updates.acquire(2 * len(copies))
-        words[: len(copies)], words[len(copies) : 2 * len(copies)] = list(copies), list(copies.values())
+        slot = self._updates.acquire(2 * len(copies))
+        slot.words[: 2 * len(copies)] = np.array([*copies, *copies.values()], np.int32).data
         try:
             # int64 on the device, because a copy that converts would convert on the host, and wait.
-            ids = slot[: 2 * len(copies)].to(self._pool.device, non_blocking=True).to(torch.int64)
+            ids = slot.tensor[: 2 * len(copies)].to(self._pool.device, non_blocking=True).to(torch.int64)
             target, source = ids[: len(copies)], ids[len(copies) :]
             copy_pages = self._pool.in_space(table.space).copy_pages
             self._deliver(partial(copy_pages, source, target), table.copies_made)
@@ -313,54 +316,56 @@ class Publisher:
             data = b"".join(each.tobytes() for each in (batch.rows, batch.start + q_len, q_len, batch.token_ids))
         line = self._lines[child]
         ring = line.ring
-        slot, words, raw = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
-        if words.item(ECHO):
+        slot = ring.acquire(HEADER_WORDS + SEQ_PARTS * num_seqs + num_ids)
+        words = slot.words
+        if words[ECHO]:
             line.look(words, self.found)
             self.runs.lose_count()  # the lost launch may have been the run of a graph
         if self.found:
             self._report_at_once()
-        counts = step.spaces[0].counts
+        before, counts = line.counts, step.spaces[0].counts
         # The memory of the previous step's counts must be a graph's too.
         takes = (
             to_graph
             and (is_plain or (batch.inputs is HOST_INPUTS and batch.mask is NO_MASK))
             and ring.is_fixed
-            and (line.counts is counts or (line.counts is not None and line.counts.data_ptr() == counts.data_ptr()))
+            and (before is counts or (before is not None and before.data_ptr() == counts.data_ptr()))
         )
         number = (self.step_number + 1) & INT32_MAX
         runs = self.runs.next() if takes else 0
-        # Written at once as bytes, which takes a third of the time of writing parts of an array.
-        data = pack_header(num_seqs, num_fed, number, num_ids > 0, line.number, 0, 0, runs) + data
-        raw[: len(data)] = data
+        slot_writer(len(data))(slot.raw, 0, num_seqs, num_fed, number, num_ids > 0, line.number, 0, 0, runs, data)
         if not is_plain and isinstance(batch.prefixes, SharedPrefixes):
             parts = slot_parts(num_seqs, num_ids)
-            words[parts.prefix_len], words[parts.group_end] = batch.prefixes.prefix_len, batch.prefixes.group_end
+            words[parts.prefix_len] = batch.prefixes.prefix_len.data
+            words[parts.group_end] = batch.prefixes.group_end.data
         if takes:
             # In one statement, as below; the echo comes last, because the graph of another step may read the slot.
             words[ECHO], self.launching = TAKEN_BY_GRAPH, (line, words, counts, number, True)
             ring.release_to_graph()
-            line.recent.append((number, batch.rows))
+            line.recent.append((number, batch.row_bytes))
             return
         if not is_plain and isinstance(batch.inputs, DeviceInputs):
             self._write_limits(batch, words)
         # In one statement, so an interrupt comes before all of it or after.
         words[ECHO], self.launching = NO_ECHO, (line, words, counts, number, False)
         try:
-            self._ops.publish(slot, counts if line.counts is None else line.counts, step.spaces[0])
+            self._ops.publish(slot.tensor, counts if before is None else before, step.spaces[0])
             if not is_plain:
-                self._place_others(batch, slot, step, num_fed)
+                self._place_others(batch, slot.tensor, step, num_fed)
         finally:
             ring.release()
-        line.recent.append((number, batch.rows))
+        line.recent.append((number, batch.row_bytes))
         line.counts, line.number, self.step_number, self.launching = counts, number, number, None
         if child:
             self.steps_to_answer = _STEPS_TO_ANSWER
 
-    def _write_limits(self, batch: StepBatch, words: Int32Array) -> None:
+    def _write_limits(self, batch: StepBatch, words: memoryview) -> None:
         """Writes the limits of lengths on the device; lengths of the host were checked against the table."""
         parts, on_host = slot_parts(batch.num_seqs, len(batch.token_ids)), batch.inputs.lengths_on_host
-        words[parts.first_writable] = 0 if on_host else self._table.checks.first_writable_of(batch.rows)
-        words[parts.stored] = INT32_MAX if on_host else self._table.tokens.stored_len[batch.rows]
+        n, rows, table = batch.num_seqs, batch.rows, self._table
+        first_writable = as_many(n, 0) if on_host else table.checks.first_writable_of(rows)
+        stored = as_many(n, INT32_MAX) if on_host else table.tokens.stored_len[rows]
+        words[parts.first_writable], words[parts.stored] = first_writable.data, stored.data
 
     def _place_others(self, batch: StepBatch, slot: Tensor, step: DeviceStep, num_fed: int) -> None:
         """Launches the kernels that replace published inputs by those on the device, and place the mask.
@@ -451,14 +456,14 @@ class Publisher:
             self._settle()
         line = self._lines[1]
         if self.steps_to_answer == _STEPS_TO_ANSWER:
-            slot, words, _ = line.ring.acquire(HEADER_WORDS)
+            slot = line.ring.acquire(HEADER_WORDS)
+            words = slot.words
             line.look(words, self.found)
             self._report_at_once()
-            words[:HEADER_WORDS] = 0
-            words[STEP], words[STEP_BEFORE] = self.step_number, line.number
+            slot_writer(0)(slot.raw, 0, 0, 0, self.step_number, 0, line.number, 0, 0, 0, b"")
             words[ECHO], self.launching = NO_ECHO, (line, words, line.rest.counts, self.step_number, False)
             try:
-                self._ops.publish(slot, line.rest.counts if line.counts is None else line.counts, line.rest)
+                self._ops.publish(slot.tensor, line.rest.counts if line.counts is None else line.counts, line.rest)
             finally:
                 line.ring.release()
             line.counts, line.number, self.launching = line.rest.counts, self.step_number, None

@@ -168,7 +168,7 @@ VIEWS_OF_PART = [each.name for each in fields(Part) if each.type == "Tensor"]
 Series = tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
     """A step that was begun. Leaving it as a context ends it, also after an exception.
 
@@ -188,13 +188,27 @@ class Step:
     end:              closes the step, so that the next one may begin; see AttentionRuntime.end_step
     """
 
-    parts: Series
-    num_first: Tensor
-    num_first_tokens: Tensor
     plan: StepPlan
     children: tuple[DeviceStep, ...]
     fill: Callable[[], None]
     end: Callable[[], None]
+    # Makes the parts, of the children, when they are asked for: a step that a graph replays needs none.
+    _make_parts: Callable[[tuple[DeviceStep, ...]], Series]
+    _parts: Series = ()
+
+    @property
+    def parts(self) -> Series:
+        if not self._parts:
+            self._parts = self._make_parts(self.children)
+        return self._parts
+
+    @property
+    def num_first(self) -> Tensor:
+        return self.children[0].tensors.counts[0]
+
+    @property
+    def num_first_tokens(self) -> Tensor:
+        return self.children[0].tensors.counts[1]
 
     @property
     def halves(self) -> tuple[Series, ...]:

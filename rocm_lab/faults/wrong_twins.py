@@ -477,7 +477,7 @@ def wait_for_nothing(fence: Fence) -> None:
 class EchoIgnored:
     """Takes a ring slot back without a check of the device's echo in it."""
 
-    def __call__(self, words: Int32Array) -> None:
+    def __call__(self, words: memoryview) -> None:
         """Does nothing."""
 
 

@@ -133,8 +133,8 @@ def published_lengths(guards: Guards, num_steps: int) -> list[int]:
     to = StepTensors.of(nothing, Pads(0, 1), counts=counts, row_of_seq=row, kv_len=kv_len, q_len=q_len, token_ids=ids)
     for step in range(num_steps):
         parts = slot_parts(1, 0)
-        slot, words, _ = ring.acquire(parts.first_writable.stop)
-        words[: parts.q_len.stop] = [1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1]
+        slot = ring.acquire(parts.first_writable.stop).tensor
+        slot[: parts.q_len.stop] = torch.tensor([1, 1, step, 0, 0, 0, 0, 0, 1, 100 + step, 1])
         late.launch(partial(publish, slot, counts, to))
         late.launch(lambda: found.append(int(kv_len[0])))
         ring.release()

@@ -1,4 +1,4 @@
-"""The host's work in a step, counted in calls: times would show less, and differ between machines."""
+"""The host's work in a step, counted in calls and bytecodes: times would show less, and differ between machines."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import gc
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.slot_layout import ECHO
@@ -30,6 +33,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.core import LaunchGuards, StepGuards
 from rocm_attn.step.options import RuntimeOptions
+from rocm_attn.step.prepared import LastCall, _form
 from rocm_attn.step.publisher import PublishingGuards
 from rocm_attn.step.step import Part
 from rocm_lab.faults.wrong_twins import EchoIgnored
@@ -55,6 +59,28 @@ def calls_in(work: Callable[[], object]) -> int:
         if collects:
             gc.enable()
     return calls
+
+
+def bytecodes_in(work: Callable[[], object]) -> int:
+    """Returns the number of bytecodes that Python runs. Of its versions, 3.11 makes the most of a source."""
+    bytecodes = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal bytecodes
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        bytecodes += event == "opcode"
+        return count
+
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+        if collects:
+            gc.enable()
+    return bytecodes
 
 
 def operations_in(work: Callable[[], object]) -> int:
@@ -131,6 +157,7 @@ class Server:
         options = RuntimeOptions(
             num_pages=num_seqs * 16 + 1,
             max_num_seqs=num_seqs,
+            max_num_rows=num_seqs + 1,
             max_kv_len=256,
             provider="torch",
             capture_sizes=[num_seqs],
@@ -158,6 +185,13 @@ class Server:
         self.runtime.table.reserve_all(self.rows, self.kv_len)
         return self.make_batch()
 
+    def next_of(self, num_seqs: int) -> StepBatch:
+        """The next step of the first sequences."""
+        rows, kv_len = self.rows[:num_seqs], self.kv_len[:num_seqs] + 1
+        self.runtime.table.reserve_all(rows, kv_len)
+        self.kv_len = np.concatenate((kv_len, self.kv_len[num_seqs:]))
+        return StepBatch(rows, kv_len, self.ones[:num_seqs], rows)
+
     def make_batch(self) -> StepBatch:
         return StepBatch(self.rows, self.kv_len, self.ones, self.rows)
 
@@ -166,12 +200,49 @@ def test_a_replayed_step_makes_few_calls_however_many_sequences_it_has() -> None
     counts = []
     for num_seqs in (1, 64):
         server = Server(num_seqs)
-        batch, replays = server.next(), server.runner.counters.replays
-        counts.append(calls_in(lambda server=server, batch=batch: server.runner.run(batch)))  # type: ignore[misc]
-        assert server.runner.counters.replays == replays + 1
+        replays = server.runner.counters.replays
+        calls = calls_in(partial(server.runner.run, server.next()))
+        counts.append((calls, bytecodes_in(partial(server.runner.run, server.next()))))
+        assert server.runner.counters.replays == replays + 2
     assert counts[0] == counts[1]
-    assert 20 < counts[0] <= 52
+    calls, bytecodes = counts[0]
+    assert 20 < calls <= 45
+    assert 500 < bytecodes <= 995
     assert calls_in(server.make_batch) <= 26
+
+
+def test_a_replayed_step_of_other_sequences_than_the_last_one_makes_no_parts() -> None:
+    """It checks its rows, and cuts its outputs by one operation of torch."""
+    server, found = Server(64), list[int]()
+    for count in (operations_in, calls_in, bytecodes_in):
+        for num_seqs in (63, 64):
+            server.runner.run(server.next_of(num_seqs))
+        replays = server.runner.counters.replays
+        found.append(count(partial(server.runner.run, server.next_of(63))))
+        assert server.runner.counters.replays == replays + 1
+    operations, calls, bytecodes = found
+    assert operations == 1
+    assert 46 < calls <= 78
+    assert 1000 < bytecodes <= 1350
+
+
+def test_a_layer_that_stores_and_attends_again_makes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it repeats its launches. Here they are one call of a function, on a stream of any number."""
+    server, stream, launched = Server(8), 7, list[tuple[object, ...]]()
+    layers, step = server.runtime.core.layers, server.runtime.step(server.next())
+    monkeypatch.setattr(layers, "_launches_alone", True)
+    monkeypatch.setattr(layers.forms, "_stream", partial([stream].__getitem__, 0))
+    q, out, k, v = (torch.zeros(8, heads, 16) for heads in (8, 8, 2, 2))
+    addresses, forms = zip(*((each.data_ptr(), _form(each)) for each in (k, v, q, out)), strict=True)
+    owners = server.runtime.pool.layer(0), server.runtime.head_weights.of(0)
+    launches = ((launched.append, (("launched",),)),)
+    step.children[0].prepared.both[0] = LastCall(stream, addresses, forms, owners, launches)
+    again = partial(step.parts[0].layers.store_and_attend, 0, q, k, v, out)
+    again()
+    calls, bytecodes = calls_in(again), bytecodes_in(again)
+    assert launched == [("launched",)] * 3
+    assert 10 < calls <= 20
+    assert 100 < bytecodes <= 240
 
 
 def test_a_replayed_step_runs_no_operation_of_torch() -> None:
@@ -220,8 +291,17 @@ def test_a_step_that_runs_again_makes_few_calls_and_no_operation_of_torch() -> N
         server = _Rounds(num_seqs)
         server.begin()
         replays = server.runner.counters.replays
-        counts.append(calls_in(server.again))
-        assert server.runner.counters.replays == replays + 1
+        counts.append((calls_in(server.again), bytecodes_in(server.again)))
+        assert server.runner.counters.replays == replays + 2
         assert operations_in(server.again) == 0
     assert counts[0] == counts[1]
-    assert 10 < counts[0] <= 35
+    calls, bytecodes = counts[0]
+    server.runtime.table.admit()
+    assert calls_in(server.again) > calls, "the step's rows are compared with those that have changed"
+    server.again()
+    assert calls_in(server.again) == calls, "they are compared once"
+    server.runtime.table.truncate(int(server.rows[5]), 3)
+    with pytest.raises(WrongState, match=f"row {server.rows[5]} was freed, cut"):
+        server.again()
+    assert 10 < calls <= 30
+    assert 200 < bytecodes <= 440

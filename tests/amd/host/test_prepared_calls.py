@@ -400,7 +400,7 @@ def test_layers_of_a_kind_share_forms_and_have_addresses_of_their_own() -> None:
     assert first.form == second.form
     for layer, call in enumerate((first, second)):
         pages = pool.layer(layer)
-        assert call.addresses == (q.data_ptr(), out.data_ptr(), 0, pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, 0, 0)
+        assert call.addresses == (q.data_ptr(), out.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, 0, 0)
     k, v = kv()
     assert store(forms, 0, k, v).form == store(forms, 1, k, v).form
     assert store(forms, 0, k, v).form != attend(forms, 0, k, v, None).form

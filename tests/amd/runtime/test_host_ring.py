@@ -30,7 +30,7 @@ def test_a_dropped_ring_waits_for_its_readers_before_its_memory_goes() -> None:
             return True
 
     ring = HostRing(torch.device("cpu"), depth=2, new_fence=Fence)
-    slots.append(weakref.ref(ring.acquire(4)[0]))
+    slots.append(weakref.ref(ring.acquire(4).tensor))
     ring.release()
     assert not alive_at_wait
     del ring
@@ -75,11 +75,11 @@ def test_a_slot_for_a_graph_is_waited_for_until_it_is_taken_or_nothing_is_left_t
         return fences[-1]
 
     rings.append(HostRing(torch.device("cpu"), depth=1, new_fence=new_fence))
-    _, words, _ = rings[0].acquire(8)
+    words = rings[0].acquire(8).words
     words[ECHO] = TAKEN_BY_GRAPH
     rings[0].release_to_graph()
     made = len(fences)
-    _, words, _ = rings[0].acquire(8)
+    words = rings[0].acquire(8).words
     assert [fence.looks for fence in fences[made:]] == [looks]
     assert words[ECHO] == (0 if takes else TAKEN_BY_GRAPH)
     words[ECHO] = 0  # or it would be waited for when the ring is dropped

@@ -23,10 +23,10 @@ class Mixed:
         self.forks, self.forms = Mock(), Mock()
         self.forms.attend.return_value = None  # made again by its launches
         self.layers = cast(Any, object.__new__(Layers))
-        self.layers._kind_of_layer, self.layers._device, self.layers._forms = [0], torch.device("cpu"), self.forms
+        self.layers._kind_of_layer, self.layers._device, self.layers.forms = [0], torch.device("cpu"), self.forms
         self.layers._attend_args = self.layers._read_by = lambda *_: None
         monkeypatch.setattr(MixedAtOnce, "attend", self.forks)
-        monkeypatch.setattr(Layers, "_prepares", lambda _: True)
+        monkeypatch.setattr(Layers, "prepares", lambda _: True)
         monkeypatch.setattr(of_step, "is_capturing", lambda _: captures)
         bound = MixedAtOnce(TritonMixed(Mock(), Mock()))
         kernel = SimpleNamespace(bound=bound, entry=SimpleNamespace(clears_pads=True))

@@ -103,7 +103,10 @@ def kernels(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> tu
 
 
 def test_kernels_are_chosen_for_the_engines_pages(capsys: pytest.CaptureFixture[str]) -> None:
-    """In SGLang the rest of a last page may be in use, and a page of one token has none; in vLLM pages have gaps."""
+    """In engines the rest of a last page may be in use, and a page of one token has none.
+
+    In vLLM pages of K and V have gaps, and those of latent rows have none.
+    """
     sglang, vllm = ("--engine", "sglang@0.5.23"), ("--engine", "vllm@0.33")
     tail = "aiter.paged_attention_ragged: the tail of a sequence's last page must be zeroed for it, and these pages are"
     gaps = "it needs contiguous pages, and these may have other strides"
@@ -113,10 +116,11 @@ def test_kernels_are_chosen_for_the_engines_pages(capsys: pytest.CaptureFixture[
     assert any(tail in each for each in refusals)
     assert not any(gaps in each for each in refusals)
     one = "--page-size", "1"
-    assert kernels(capsys, "deepseek-v3", "--tp", "8", *one, *sglang)[0].startswith("aiter.mla_decode_fwd")
-    name, refusals = kernels(capsys, "deepseek-v3", "--tp", "8", *one, *vllm)
-    assert name == "triton.latent_decode"
-    assert any(f"aiter.mla_decode_fwd: {gaps}" in each for each in refusals)
+    for engine in (sglang, vllm):
+        assert kernels(capsys, "deepseek-v3", "--tp", "8", *one, *engine)[0].startswith("aiter.mla_decode_fwd")
+    name, refusals = kernels(capsys, "llama-3-8b", "--page-size", "16", *vllm)
+    assert name.startswith("triton.")
+    assert any(f"aiter.paged_attention_ragged: {gaps}" in each for each in refusals)
 
 
 def test_an_engine_without_a_plug_in_has_our_own_pages(capsys: pytest.CaptureFixture[str]) -> None:

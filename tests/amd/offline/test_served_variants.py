@@ -147,8 +147,9 @@ def test_prewarming_compiles_the_kernels_of_picks_and_an_engine_those_of_its_mod
 def test_compiles_after_the_start_are_counted_and_those_before_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = CompileWatch(300.0)
     monkeypatch.setattr(engine_module, "compile_watch", lambda: watch)
+    loaded = wide_model(dtype=torch.bfloat16)
     with on_an_absent_gpu():
-        engine = Engine(wide_model(dtype=torch.bfloat16), OPTIONS)
+        engine = Engine(loaded, OPTIONS)
         watch.ended(was_cached=False)
         assert engine.report().metrics.compiles_after_start == 1
         with noted_variants(set()):

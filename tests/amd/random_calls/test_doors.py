@@ -29,6 +29,7 @@ _GATE = "steps, runners and tables call it; each verb goes through it"
 _SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
 _FOLDS = "no layer of these runs has rows of several tokens: tests/amd/runtime/test_compressed_layers.py"
 _VALUES = "it touches nothing that a runtime or an engine holds"
+_HALVES = "no step of these runs is split: tests/amd/runtime/test_split_steps.py"
 _HOST = "no page of these runs moves to host memory: tests/amd/integrations/test_host_pages.py"
 _SERVER = "it is driven by the soak, and by the tests of tests/amd/runner and tests/amd/server"
 NOT_DRIVEN: dict[str, str] = {
@@ -42,6 +43,7 @@ NOT_DRIVEN: dict[str, str] = {
         for name in ("select", "select_among", "store_index", "give_selection", "attend_selected")
     },
     "AdoptedPages.index": _SELECTS,
+    **dict.fromkeys(("Step.num_first", "Step.num_first_tokens"), _HALVES),
     **dict.fromkeys(("StepLayers.fold", "WrappedLayers.fold", "AdoptedPages.state"), _FOLDS),
     **dict.fromkeys(("among", "known_target", "default_ladder", "eager_steps_before_capture"), _VALUES),
     **dict.fromkeys(("guards_from_settings", "pick_tokens", "merge_states", "arithmetic_id"), _VALUES),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -106,22 +106,36 @@ def _others() -> Iterator[str]:
         if str(row) in SHOWN:
             yield from lines_of(row)
     for arch in EXTEND_ARCHS:
-        yield from extend_lines(arch)
+        yield from (extend_line(arch, layer) for layer in EXTENDS)
 
 
-def extend_lines(arch: str) -> Iterator[str]:
-    """The lines of extend for CDNA on an arch: each pair of dims that it serves, in 16 bits and in codes."""
-    for dims, heads in (((128, 128), (32, 8)), ((192, 128), (32, 32)), ((64, 64), (64, 8))):
-        for kv in (None, EXTEND_CODES[arch]):
-            if (dims, kv) == ((64, 64), None):
-                continue
-            scales = Scales.NONE if kv is None else Scales.HEAD
-            kernel = compiled_extend(arch, replace(PLAIN, heads=heads, dims=dims, kv=kv, scales=scales))
-            count = count_of(kernel, arch)
-            assert count is not None
-            codes = "" if kv is None else f"-{kv.value.removeprefix('float8_')}"
-            of_layer = f"{'x'.join(map(str, heads))}-{'-'.join(map(str, dims))}-bfloat16{codes}-page16"
-            yield f"| `{kernel.name}` | {arch} | {of_layer} | {cells(count)} |\n"
+@dataclass(frozen=True, slots=True)
+class ExtendedLayer:
+    """A layer that extend for CDNA serves. is_coded: whether its pages hold codes, with a scale for each head"""
+
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    is_coded: bool
+
+
+EXTENDS = (
+    ExtendedLayer((32, 8), (128, 128), is_coded=False),
+    ExtendedLayer((32, 8), (128, 128), is_coded=True),
+    ExtendedLayer((32, 32), (192, 128), is_coded=False),
+    ExtendedLayer((32, 32), (192, 128), is_coded=True),
+    ExtendedLayer((64, 8), (64, 64), is_coded=True),
+)
+
+
+def extend_line(arch: str, layer: ExtendedLayer) -> str:
+    """The line of extend for CDNA on an arch."""
+    kv, scales = (EXTEND_CODES[arch], Scales.HEAD) if layer.is_coded else (None, Scales.NONE)
+    kernel = compiled_extend(arch, replace(PLAIN, heads=layer.heads, dims=layer.dims, kv=kv, scales=scales))
+    count = count_of(kernel, arch)
+    assert count is not None
+    codes = "" if kv is None else f"-{kv.value.removeprefix('float8_')}"
+    of_layer = f"{'x'.join(map(str, layer.heads))}-{'-'.join(map(str, layer.dims))}-bfloat16{codes}-page16"
+    return f"| `{kernel.name}` | {arch} | {of_layer} | {cells(count)} |\n"
 
 
 def lines_of(row: Row) -> Iterator[str]:

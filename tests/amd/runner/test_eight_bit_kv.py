@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -39,16 +39,30 @@ def pages_of(engine: Engine) -> list[LayerPages]:
     return [engine.runtime.pool.layer(layer) for layer in range(3)]
 
 
+def middles_of(code: torch.dtype) -> Tensor:
+    """Returns the values that lie in the middle of two codes, float64."""
+    values = torch.arange(256, dtype=torch.uint8).view(code).double()
+    codes = torch.tensor(sorted({*values[values.isfinite()].tolist()}), dtype=torch.float64)
+    return (codes[1:] + codes[:-1]) / 2
+
+
 @dataclass(frozen=True)
 class RoundedAttention(DenseAttention):
-    """Keeps K and V in eight bits with one scale for each; a latent row has the one of K."""
+    """Keeps K and V in eight bits with one scale for each; a latent row has the one of K.
+
+    margins: of each K and V, the least distance of a value from the middle of two codes, as a part of the largest value
+    """
 
     code: torch.dtype = torch.float8_e4m3fn
     scale_values: tuple[float, float] = (1.0, 1.0)
+    margins: list[float] = field(default_factory=list)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         is_latent = v.data_ptr() == k.data_ptr()
         k_scale_value, v_scale_value = self.scale_values[0], self.scale_values[0 if is_latent else 1]
+        for x, scale_value in ((k, k_scale_value), (v, v_scale_value)):
+            distances = x.double().reshape(-1, 1) / scale_value - middles_of(self.code)
+            self.margins.append(float(distances.abs().min() / (x.abs().max() / scale_value)))
         super().store(layer, self._rounded(k, k_scale_value), self._rounded(v, v_scale_value))
 
     def _rounded(self, x: Tensor, scale_value: float) -> Tensor:
@@ -62,6 +76,24 @@ def rounded_logits(loaded: LoadedModel, tokens: Tensor, code: torch.dtype, scale
     return dense_logits_of(model, attention, tokens)
 
 
+def surely_rounded(loaded: LoadedModel, code: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns random tokens, and the logits of each.
+
+    They are those of twenty draws whose keys and values lie farthest from the middle of two codes. There the order of a
+    sum decides: float32 sums of a recurrent model are off by 3e-6 of the largest value.
+    """
+    draws: list[tuple[float, Tensor, Tensor]] = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        tokens = random_tokens(30)
+        model, dense = dense_model(loaded, len(tokens))
+        attention = RoundedAttention(dense.problems, dense.head_weights, code=code)
+        logits = dense_logits_of(model, attention, tokens)
+        draws.append((min(attention.margins), tokens, logits))
+    _, tokens, logits = max(draws, key=lambda draw: draw[0])
+    return tokens, logits
+
+
 # Rounding is a layer's: three of four families are the night's.
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[pytest.mark.nightly] * (at % 8 > 0)) for at, family in enumerate(FAMILIES)]
@@ -69,12 +101,9 @@ def rounded_logits(loaded: LoadedModel, tokens: Tensor, code: torch.dtype, scale
 def test_served_logits_are_those_of_rounded_keys_and_values(family: str, tmp_path: Path) -> None:
     kv_dtype = list(CODES)[list(FAMILIES).index(family) % 3]
     loaded = load(save(family_model(family), tmp_path))
-    # No key or value of these tokens lies so near the middle of two codes that the order of a sum decides.
-    torch.manual_seed(1)
-    tokens = random_tokens(30)
+    tokens, expected = surely_rounded(loaded, CODES[kv_dtype])
     kv = KVFormat.named(kv_dtype, "layer", known_target("cpu"))
     (rows,), _ = served_logits(loaded, [tokens], [17], chunk=7, page_size=16, graphs=False, kv=kv)
-    expected = rounded_logits(loaded, tokens, CODES[kv_dtype], (1.0, 1.0))
     exact, _ = served_logits(loaded, [tokens], [17], chunk=7, page_size=16, graphs=False, kv=AS_COMPUTED)
     for place, row in rows.items():
         assert_layers_close(row, expected[place])

@@ -45,7 +45,7 @@ class StoredTokens:
         """int32 [num_rows]: tokens whose K and V are stored in every layer. Read-only: mark() writes."""
         rows, kv_len = self.last
         if rows:
-            # As int64, which NumPy looks up in a third of the time.
+            # NumPy looks int64 up in a third of the time.
             self._stored_len[np.frombuffer(rows, np.int32).astype(np.int64)] = np.frombuffer(kv_len, np.int32)
         return self._stored_len
 

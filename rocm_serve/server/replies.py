@@ -98,7 +98,7 @@ def without_new_tokens(completion: Completion) -> Completion:
 
 
 class _WithChoices:
-    """What answers with choices have in common.
+    """The common part of answers with choices.
 
     kind:    of the chunks
     emitted: writes logprobs

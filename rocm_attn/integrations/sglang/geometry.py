@@ -116,7 +116,7 @@ class ModelLayers:
         self._looked_up: dict[int, tuple[RadixAttentionView, int]] = {}
         self._sinks = [each.sinks for each in found]
         windowed = windowed_layers(pool)
-        # Of the layers that have an indexer, by their places.
+        # Those of layers that have an indexer, by their places.
         self.index_pages = {
             place: IndexPages(each.layer.layer_id, each.indexer, page_size, index_encoding)
             for place, each in enumerate(found)

@@ -62,7 +62,7 @@ def calls_in(work: Callable[[], object]) -> int:
 
 
 def bytecodes_in(work: Callable[[], object]) -> int:
-    """Returns the number of bytecodes that Python runs. Of its versions, 3.11 makes the most of a source."""
+    """Returns the number of bytecodes that Python runs. Python 3.11 makes the most of a source."""
     bytecodes = 0
 
     def count(frame: FrameType, event: str, arg: object) -> Any:

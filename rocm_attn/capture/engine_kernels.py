@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -19,10 +19,11 @@ from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import DeviceFault
 from rocm_attn.external import Bounds, ExternalAttention
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.machine.compile_watch import compile_watch
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.named_pages import name_pages
 from rocm_attn.problem import AllKeys, Indexer, Problem
-from rocm_attn.step.external_step import DeviceSpans, ExternalStep
+from rocm_attn.step.external_step import ONE_EACH, Boundaries, DeviceSpans, ExternalStep
 from rocm_attn.step.protocols import LayerCalls
 
 # Chooses the keys of a step's tokens in a layer that has an indexer: the calls, the layer, its problem, the tokens.
@@ -41,14 +42,14 @@ def by_own_indexer(layers: LayerCalls, layer: int, problem: Problem, inputs: Zer
 class StepsAhead:
     """The steps that an engine makes.
 
-    step:     new tokens of each sequence, and padded sequences -> a step in the engine's form. Sequence i has row i,
-              and no tokens in its KV but the new ones
+    own_form: a step -> the same step as the engine makes it. The given one has int32 lengths, boundaries unless each
+              sequence has one new token, and no rows
     most_new: new tokens of a sequence, at most
     stores:   whether the layers store K and V by our kernels
     choose:   how they choose keys
     """
 
-    step: Callable[[Sequence[int], int], ExternalStep]
+    own_form: Callable[[ExternalStep], ExternalStep]
     most_new: int = MOST_TOKENS
     stores: bool = True
     choose: Choose = by_own_indexer
@@ -66,7 +67,7 @@ def run_ahead(attention: ExternalAttention, ahead: StepsAhead) -> int:
     inputs, done = ZeroInputs(attention.device), 0
     nowhere = torch.full((_most_tokens(bounds),), -1, dtype=torch.int64, device=attention.device)
     for shape, q_len in _steps(bounds, ahead.most_new):
-        for step in _each_form(attention, ahead.step(q_len, shape.num_seqs)):
+        for step in _each_kind(attention, ahead.own_form(_new_step(q_len, shape.num_seqs, attention.device))):
             attention.begin(step)
             num_tokens = step.shape.num_tokens
             attention.fill(nowhere[:num_tokens])
@@ -83,33 +84,21 @@ def log_run_ahead(log: logging.Logger, attention: ExternalAttention, ahead: Step
     """
     if not attention.kernels().selections[0].target.is_gpu:
         return
-    started, compiled = time.perf_counter(), list[str]()
+    watch, started = compile_watch(), time.perf_counter()
+    compiled_before = watch.num_compiled
     try:
-        with _noting_compiles(compiled):
-            done = run_ahead(attention, ahead)
+        done = run_ahead(attention, ahead)
     except torch.OutOfMemoryError as error:  # an engine may leave little
         log.warning("the kernels of later steps were not run ahead: %s", error)
     except DeviceFault as error:
         log.error("running the kernels of later steps ahead met a fault of the device: %s", error)
     else:
-        seconds = time.perf_counter() - started
-        log.info("ran %d steps ahead: %d kernels compiled, %.1f s", done, len(compiled), seconds)
+        compiled, seconds = watch.num_compiled - compiled_before, time.perf_counter() - started
+        log.info("ran %d steps ahead: %d kernels compiled, %.1f s", done, compiled, seconds)
 
 
 def run_nothing(attention: ExternalAttention, ahead: StepsAhead) -> None:
     """Runs no step ahead: in the place of log_run_ahead."""
-
-
-@contextmanager
-def _noting_compiles(names: list[str]) -> Iterator[None]:
-    from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
-
-    def note(event: CompileEvent) -> None:
-        if not event.was_cached:
-            names.append(event.name)
-
-    with observe_compiles(note):
-        yield
 
 
 def _steps(bounds: Bounds, most_new: int) -> Iterator[tuple[PaddedShape, list[int]]]:
@@ -141,7 +130,24 @@ def _num_seqs(most: int) -> Iterator[int]:
     yield most
 
 
-def _each_form(attention: ExternalAttention, step: ExternalStep) -> Iterator[ExternalStep]:
+def _new_step(q_len: Sequence[int], padded_seqs: int, device: torch.device) -> ExternalStep:
+    """Returns a step of sequences without other tokens than these new ones. Sequence i has row i."""
+    decodes = max(q_len) == 1
+    starts = torch.tensor([0, *accumulate(q_len)], dtype=torch.int32, device=device)
+    return ExternalStep(
+        num_seqs=len(q_len),
+        padded_seqs=padded_seqs,
+        padded_tokens=padded_seqs if decodes else sum(q_len),
+        kv_len=torch.tensor([*q_len, *[0] * (padded_seqs - len(q_len))], dtype=torch.int32, device=device),
+        q=ONE_EACH if decodes else Boundaries(starts),
+        rows=None,
+        min_q_len=min(q_len),
+        max_q_len=max(q_len),
+        max_kv_len=max(q_len),
+    )
+
+
+def _each_kind(attention: ExternalAttention, step: ExternalStep) -> Iterator[ExternalStep]:
     """A step in each causality that there is, and with a mask if the layers take one."""
     for causality in attention.options.causalities:
         yield replace(step, causality=causality)

@@ -153,7 +153,7 @@ def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: Pool
 
 
 def _every_row(name: str, bind_selected: Callable[[Problem, Target, int], AnySelected]) -> Bind:
-    """Returns what binds a kernel. bind_selected: attention over a selection of so many rows"""
+    """Returns a function that binds a kernel. bind_selected: binds attention over a selection of that number of rows"""
 
     def bind(problem: Problem, target: Target, pool: PoolSize) -> TritonEveryRow:
         return TritonEveryRow(f"triton.{name}", bind_selected(problem, target, _most_rows(problem, pool)))

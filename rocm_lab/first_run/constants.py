@@ -3,7 +3,7 @@
     max(loaded / hbm, own + waits latency, busy) + ends latency + launches
 
 The terms loaded, own, waits, busy and ends are known of each layer (DecodeWork). With a decode's largest part known,
-its time is linear in 1 / hbm, latency and launches. So parts are guessed from the model's constants, and constants
+its time is linear in 1 / hbm, latency and launches. So parts are estimated from the model's constants, and constants
 fitted to parts, in turns, until the parts are those that the constants make the largest. Errors are relative, as the
 times of layers differ by 100 times.
 

@@ -33,7 +33,7 @@ from rocm_attn.integrations.sglang.seen import (
     Runner,
     slot_map,
 )
-from rocm_attn.integrations.sglang.steps import StepMaker, has_tree
+from rocm_attn.integrations.sglang.steps import StepMaker, as_sglang_makes_it, has_tree
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.paging.adopted import Source, TableSource, TableUnit
 from rocm_attn.paging.index_spaces import Space
@@ -178,7 +178,7 @@ class AttentionHooks:
         serving.tried(attention, lambda count: self._bind(attention, self._layers.lent(self.token_to_kv_pool, count)))
         self._pool_seen = self.token_to_kv_pool
         self._bind(attention, self._pool_seen)
-        serving.ran_ahead(attention, StepsAhead(self._steps.ahead))
+        serving.ran_ahead(attention, StepsAhead(as_sglang_makes_it))
         for space, source in self._sources().items():
             attention.tables.use(source, space)
         return attention

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.integrations.sglang.images import CausalImages
 from rocm_attn.integrations.sglang.seen import PAD_ROW, ForwardBatchView, on_host, real_sequences
-from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, ExternalStep, NewLengths, NoCells
+from rocm_attn.step.external_step import NO_CELLS, ONE_EACH, BoolCells, Boundaries, ExternalStep, NewLengths, NoCells
 
 
 class KvLengths:
@@ -97,25 +96,6 @@ class StepMaker:
         count, rows = kv_len.shape[0], batch.req_pool_indices[: batch.batch_size] if branches == 1 else None
         return ExternalStep(count, count, count, kv_len, ONE_EACH, rows, 1, 1, self.max_kv_len, captured)
 
-    def ahead(self, q_len: Sequence[int], padded_seqs: int) -> ExternalStep:
-        """Returns a step without a request, in the form of eager(). Sequence i has row i.
-
-        q_len: new tokens of each sequence, which has no others
-        """
-        decodes, device = max(q_len) == 1, self.device
-        pads = [0] * (padded_seqs - len(q_len))
-        return ExternalStep(
-            num_seqs=len(q_len),
-            padded_seqs=padded_seqs,
-            padded_tokens=padded_seqs if decodes else sum(q_len),
-            kv_len=torch.tensor([*q_len, *pads], dtype=torch.int64, device=device),
-            q=ONE_EACH if decodes else NewLengths(torch.tensor([*q_len, *pads], dtype=torch.int32, device=device)),
-            rows=torch.arange(padded_seqs, device=device),
-            min_q_len=min(q_len),
-            max_q_len=max(q_len),
-            max_kv_len=max(q_len),
-        )
-
     def _decode(
         self, batch: ForwardBatchView, num_seqs: int, *, captured: bool, hides_pads: bool = False
     ) -> ExternalStep:
@@ -198,3 +178,10 @@ def _cells(batch: ForwardBatchView) -> BoolCells | NoCells:
     if not has_tree(batch):
         return NO_CELLS
     return BoolCells(batch.spec_info.custom_mask, batch.positions)
+
+
+def as_sglang_makes_it(step: ExternalStep) -> ExternalStep:
+    """Returns a step in the form of StepMaker.eager(): int64 lengths and rows, and new tokens as lengths."""
+    q = NewLengths(step.q.of_seq.diff()) if isinstance(step.q, Boundaries) else step.q
+    rows = torch.arange(step.num_seqs, device=step.kv_len.device)
+    return replace(step, kv_len=step.kv_len.long(), q=q, rows=rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,7 +23,7 @@ from rocm_attn.integrations.vllm.idle_blocks import IdleBlocks, no_blocks
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.spans import GroupSpans
-from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, external_step, step_ahead
+from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, as_vllm_makes_it, external_step
 from rocm_attn.kernels.cache.layer_pages import has_even_slots
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.target import detect_target
@@ -349,7 +348,7 @@ class KVGroup:
 
             self._options.tried(attention, lend)
             self._use_all(attention, caches)
-            self._options.ran_ahead(attention, StepsAhead(partial(step_ahead, self._device)))
+            self._options.ran_ahead(attention, StepsAhead(as_vllm_makes_it))
             attention.tables.use(_all_rows(block_table, sizes.num_seqs))
         self._options.said(attention.kernels().selections)
         return attention

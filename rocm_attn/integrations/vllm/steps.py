@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from rocm_attn.errors import Unsupported
@@ -124,22 +122,6 @@ def external_step(
     )
 
 
-def step_ahead(device: torch.device, q_len: Sequence[int], padded_seqs: int) -> ExternalStep:
-    """Returns a step without a request, in the form of external_step().
-
-    q_len: new tokens of each sequence, which has no others
-    """
-    decodes = max(q_len) == 1
-    starts = torch.tensor([0, *accumulate(q_len)], dtype=torch.int32, device=device)
-    kv_len = torch.tensor([*q_len, *[0] * (padded_seqs - len(q_len))], dtype=torch.int32, device=device)
-    return ExternalStep(
-        num_seqs=len(q_len),
-        padded_seqs=padded_seqs,
-        padded_tokens=padded_seqs if decodes else sum(q_len),
-        kv_len=kv_len,
-        q=ONE_EACH if decodes else Boundaries(starts),
-        rows=None,
-        min_q_len=1,
-        max_q_len=max(q_len),
-        max_kv_len=max(q_len),
-    )
+def as_vllm_makes_it(step: ExternalStep) -> ExternalStep:
+    """Returns a step in the form of external_step(): vLLM does not say the fewest new tokens of a sequence."""
+    return replace(step, min_q_len=1)

@@ -26,7 +26,7 @@ def make_table(num_pages: int = 9, page_size: int = 4, max_num_seqs: int = 3, ma
 
 
 def holding(table: RequestTable, num_tokens: int) -> int:
-    """Returns a new row that has room for so many tokens."""
+    """Returns a new row that has room for num_tokens tokens."""
     row = table.admit()
     table.reserve(row, num_tokens)
     return row

@@ -16,6 +16,7 @@ from rocm_attn.capture.engine_kernels import StepsAhead, log_run_ahead, run_ahea
 from rocm_attn.errors import DeviceFault
 from rocm_attn.external import Bounds, ExternalAttention
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
+from rocm_attn.integrations.sglang.steps import as_sglang_makes_it
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.integrations.vllm.layer_terms import MaskTerms
 from rocm_attn.machine.target import known_target
@@ -181,17 +182,13 @@ def test_nothing_is_run_ahead_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_without_a_request_has_the_form_of_the_engines_own(device: torch.device) -> None:
     """One form of lengths, rows and boundaries is one variant of the kernels that read them."""
-    forms: list[Any] = []
-
-    def note(attention: ExternalAttention, ahead: StepsAhead) -> None:
-        forms.extend(ahead.step(q_len, 2) for q_len in ([1, 1], [5, 1]))
-
-    engine = Engine("torch", device, serve=False)
-    hooks = AttentionHooks(engine.runner, replace(engine.serving, ran_ahead=note))
+    engine = Engine("torch", device)
+    hooks = engine.hooks
     requests = [engine.admit(), engine.admit()]
     extend = hooks._steps.eager(engine.batch(Mode.EXTEND, requests, [5, 1]))
     decode = hooks._steps.eager(engine.batch(Mode.DECODE, requests, [1, 1]))
-    for own, step in ((decode, forms[0]), (extend, forms[1])):
+    for own, q_len in ((decode, [1, 1]), (extend, [5, 1])):
+        step = as_sglang_makes_it(engine_kernels._new_step(q_len, 2, device))
         assert own is not None
         assert (own.shape, own.lengths.q_form) == (step.shape, step.lengths.q_form)
         for name in ("kv_len", "rows"):

@@ -28,6 +28,17 @@ def offline(arch: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def launched_offline(arch: str) -> Iterator[None]:
+    """Like offline(), with each launch on Triton's ordinary path: the fast path keeps what only a device can run."""
+
+    def launch(thunk: Thunk) -> None:
+        thunk()
+
+    with offline(arch), observe_launches(launch):
+        yield
+
+
 def compiled_by(call: Callable[[], object], arch: str) -> list[CompiledKernel]:
     """The kernels that call launches through rocm_attn.kernels.launch, compiled for arch, in order of launch."""
     kernels: list[Any] = []

@@ -26,12 +26,11 @@ from rocm_attn.integrations.vllm import group as vllm_group
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import CommonMetadata
-from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.target import Target, known_target
 from tests.amd.integrations import sglang_stand_in
 from tests.amd.integrations.sglang_stand_in import Engine, Mode
-from tests.amd.offline.offline_driver import offline
-from tests.amd.offline.test_prewarm_sizes import HOPPER, Variant, noted_variants
+from tests.amd.offline.offline_driver import launched_offline
+from tests.amd.offline.test_prewarm_sizes import HOPPER, Variant, names_of, noted_variants
 
 CPU, CDNA = torch.device("cpu"), known_target("gfx942")
 SEQS, TOKENS, LONGEST, BLOCK, NUM_BLOCKS = 24, 1024, 2048, 16, 200
@@ -39,10 +38,6 @@ LLAMA = LayerTerms(32, 128, 128**-0.5, 8)
 STEPS = 60
 
 RanAhead = Callable[[ExternalAttention, StepsAhead], None]
-
-
-def run(launch: Thunk) -> None:
-    launch()
 
 
 @contextmanager
@@ -54,7 +49,7 @@ def on_an_absent_gpu(target: Target) -> Iterator[None]:
         patch.setattr(external, "guards_from_settings", lambda: Guards().without("echo_check"))
         patch.setattr(ExternalAttention, "check_device", lambda attention: None)
         patch.setattr(torch, "empty", torch.zeros)
-        with offline(target.arch), observe_launches(run):
+        with launched_offline(target.arch):
             yield
 
 
@@ -100,7 +95,7 @@ class VllmSteps:
         self.table = torch.zeros(SEQS, LONGEST // BLOCK, dtype=torch.int32)
 
     def step(self, new: Sequence[int], cached: int) -> None:
-        """Runs a step of sequences with so many tokens in the cache."""
+        """Runs a step. new: new tokens of each sequence; cached: tokens that each has in the cache, at most"""
         num_tokens, longest = sum(new), min(LONGEST, cached + max(new))
         step = self.group.begin(
             CommonMetadata(
@@ -134,7 +129,7 @@ class SglangSteps:
         self.hooks = AttentionHooks(self.engine.runner, serving)
 
     def step(self, new: Sequence[int], cached: int) -> None:
-        """Runs a step of sequences with so many tokens in the cache."""
+        """Runs a step. new: new tokens of each sequence; cached: tokens that each has in the cache, at most"""
         count, lens = len(new), torch.tensor([min(LONGEST, cached + each) for each in new])
         batch: Any = SimpleNamespace(
             forward_mode=Mode.DECODE if max(new) == 1 else Mode.EXTEND,
@@ -167,10 +162,6 @@ def ahead_and_served(new_engine: Callable[[RanAhead], Any], target: Target) -> t
             for _ in range(STEPS):
                 engine.step(new_tokens(random), int(2 ** random.uniform(0, 11)))
     return ahead, served
-
-
-def names_of(variants: set[Variant]) -> list[str]:
-    return sorted(name for name, _ in variants)
 
 
 PLAIN, SPANS = MaskTerms(), MaskTerms(spans=True, spans_pass_window=True)

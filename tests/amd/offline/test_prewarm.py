@@ -23,12 +23,11 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels import compile_only
 from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
-from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.target import known_target, target_elsewhere
 from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.offline.offline_driver import offline
+from tests.amd.offline.offline_driver import launched_offline
 
 # One worker runs them, because the first prewarm is done once for all of them.
 pytestmark = pytest.mark.xdist_group("prewarm")
@@ -119,10 +118,7 @@ def serve(problem: Problem, sizes: RuntimeOptions, num_steps: int = 40) -> list[
     )
     rows = np.array([runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
 
-    def run(launch: Thunk) -> None:
-        launch()
-
-    with offline(ARCH), observe_launches(run), observe_compiles(events.append):
+    with launched_offline(ARCH), observe_compiles(events.append):
         for number in range(num_steps):
             num_seqs = int(random.integers(1, sizes.max_num_seqs + 1))
             longest = (1, 1, 4, 17)[number % 4]

@@ -26,7 +26,6 @@ from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.prewarm import MOST_TOKENS, eager_steps, prewarm, run_every_kernel
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
-from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
@@ -37,7 +36,7 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from tests.amd.offline.offline_driver import offline
+from tests.amd.offline.offline_driver import launched_offline
 
 CPU = torch.device("cpu")
 
@@ -57,6 +56,11 @@ SIZES = RuntimeOptions(num_pages=64, max_num_seqs=20, max_kv_len=2048, provider=
 
 # A kernel and the key by which Triton tells its variants apart.
 Variant = tuple[str, str]
+
+
+def names_of(variants: set[Variant]) -> list[str]:
+    """The kernel of each variant, sorted."""
+    return sorted(name for name, _ in variants)
 
 
 class NotedKernel:
@@ -98,10 +102,6 @@ def noted_variants(found: set[Variant]) -> Iterator[None]:
         yield
 
 
-def _run(launch: Thunk) -> None:
-    launch()
-
-
 def target_of(arch: str | Target) -> Target:
     return known_target(arch) if isinstance(arch, str) else arch
 
@@ -134,7 +134,7 @@ class Served:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """While active, launches are recorded."""
-        with noted_variants(self.found), offline(self.target.arch), observe_launches(_run):
+        with noted_variants(self.found), launched_offline(self.target.arch):
             yield
 
     def assert_prewarmed(self) -> None:
@@ -248,7 +248,7 @@ def test_a_layer_that_reuses_a_choice_is_compiled_after_the_one_that_makes_it() 
     runtime = build_runtime(
         layers, SIZES, device=CPU, target=known_target("gfx942"), guards=Guards().without("echo_check")
     )
-    with noted_variants(found), offline("gfx942"), observe_launches(_run):
+    with noted_variants(found), launched_offline("gfx942"):
         run_every_kernel(runtime, 4)
     kernels = {"_index_scores_kernel", "_choose_kernel", "_leave_out_kernel", "_selected_attention_kernel"}
     assert kernels <= {name for name, _ in found}

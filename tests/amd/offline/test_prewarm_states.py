@@ -20,7 +20,6 @@ from rocm_attn.capture import prewarm as capture_prewarm
 from rocm_attn.capture.prewarm import prewarm
 from rocm_attn.cli import DONE, main
 from rocm_attn.guards.registry import Guards
-from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.problem import Problem
@@ -29,7 +28,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
-from tests.amd.offline.offline_driver import offline
+from tests.amd.offline.offline_driver import launched_offline
 from tests.amd.offline.test_prewarm_sizes import HOPPER, Variant, noted_variants
 from tests.amd.runner.hf_models import PUBLISHED
 
@@ -55,10 +54,6 @@ KERNELS = {
 }
 # New tokens of the sequences of steps: decode, verification of up to as many drafts as a state keeps, and prompts.
 STEPS = ([1], [1, 1, 1], [2, 1], [3, 4, 1], [4, 4, 4], [5, 1], [7], [11, 13], [15, 15, 15], [16], [40, 1], [300, 9, 1])
-
-
-def _run(launch: Thunk) -> None:
-    launch()
 
 
 def prewarmed(recurrent: RecurrentLayers, target: Target, options: RuntimeOptions = SIZES) -> set[Variant]:
@@ -108,7 +103,7 @@ def served(recurrent: RecurrentLayers, target: Target, options: RuntimeOptions =
     guards = Guards().without("echo_check")  # kernels that are only compiled compute no answer
     runtime: AttentionRuntime = build_runtime([ATTENTION], options, recurrent, device=CPU, target=target, guards=guards)
     found = set[Variant]()
-    with noted_variants(found), offline(target.arch), observe_launches(_run):
+    with noted_variants(found), launched_offline(target.arch):
         for q_len in STEPS:
             rows, new = [runtime.table.admit() for _ in q_len], np.array(q_len, np.int32)
             runtime.table.reserve_all(np.array(rows, np.int32), new)

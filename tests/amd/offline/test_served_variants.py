@@ -16,7 +16,6 @@ import torch
 
 from rocm_attn.capture import prewarm as capture_prewarm
 from rocm_attn.guards.registry import guards_from_settings
-from rocm_attn.kernels.launch import Thunk, observe_launches
 from rocm_attn.machine.compile_watch import CompileWatch
 from rocm_attn.machine.target import known_target
 from rocm_attn.models.config import AttentionConfig, LayerConfig
@@ -31,8 +30,8 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
-from tests.amd.offline.offline_driver import offline
-from tests.amd.offline.test_prewarm_sizes import Variant, noted_variants
+from tests.amd.offline.offline_driver import launched_offline
+from tests.amd.offline.test_prewarm_sizes import Variant, names_of, noted_variants
 from tests.amd.runner.tiny_model import CONFIG, RECURRENCE, RECURRENT_LAYER, tiny_model
 from tests.amd.runner.wide_model import CONTEXT, wide_model
 
@@ -51,10 +50,6 @@ REQUESTS = (
 )
 
 
-def run(launch: Thunk) -> None:
-    launch()
-
-
 @contextmanager
 def on_an_absent_gpu() -> Iterator[None]:
     """While active, engines are built for ARCH, launches are recorded, and no fault of the device is looked for."""
@@ -64,7 +59,7 @@ def on_an_absent_gpu() -> Iterator[None]:
         patch.setattr(build, "guards_from_settings", lambda: guards_from_settings().without("echo_check"))
         patch.setattr(Engine, "_check_device", lambda engine: None)
         patch.setattr(torch, "empty", torch.zeros)
-        with offline(ARCH), observe_launches(run):
+        with launched_offline(ARCH):
             yield
 
 
@@ -85,10 +80,6 @@ def compiled_and_served(
                 engine.step()
             engine.generate(requests[:1])
     return compiled, served
-
-
-def names_of(variants: set[Variant]) -> list[str]:
-    return sorted(name for name, _ in variants)
 
 
 @pytest.mark.parametrize("changes", [{}, {"speculative": "ngram", "draft_tokens": 3}], ids=str)

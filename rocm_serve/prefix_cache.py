@@ -23,9 +23,8 @@ steps, and never if the step that completed it had a fault.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -33,17 +32,13 @@ import numpy as np
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.request_table import RequestTable
+from rocm_serve.cached_pages import NO_PAGE, NOT_KEPT, CachedPages
 from rocm_serve.page_tier import NO_TIER, PageTier
 
 # 32 bytes: two chains with one key cannot be found, even by someone who tries in order to read another tenant's pages.
 _KEY_BYTES = 32
 
 _FULL = 0  # of table.spaces
-
-# Pages of rows that were freed which a step takes note of: all 2,048 of a prompt of 32k tokens take a step's time.
-_RELEASED_AT_A_STEP = 256
-
-_NOT_KEPT = -1
 
 _SALT = blake2b(digest_size=_KEY_BYTES, person=b"salt")
 _PAGE = blake2b(digest_size=_KEY_BYTES, person=b"page")
@@ -63,25 +58,6 @@ def page_key(before: bytes, content: bytes) -> bytes:
     return page.digest()
 
 
-@dataclass(slots=True, eq=False)
-class CachedPage:
-    """A page that can be found.
-
-    before:   the page before it; None: it is a first one
-    after:    key -> a page that comes after it
-    kept_id:  returned by RequestTable.keep()
-    step:     the step that entered it
-    num_rows: per space: rows that hold it there; _NOT_KEPT if the cache does not keep it
-    """
-
-    key: bytes
-    before: CachedPage | None
-    kept_id: int
-    step: int
-    num_rows: list[int]
-    after: dict[bytes, CachedPage] = field(default_factory=dict)
-
-
 class CachedRow:
     """The cache's record of a sequence: the keys of its pages, and the cached pages that its row holds while it runs.
 
@@ -95,12 +71,12 @@ class CachedRow:
         self.salt = salt
         self.is_cached = is_cached
         self.keys: list[bytes] = []  # page_no -> key, as far as keys were needed
-        # page_no -> the page; None if the row holds a page of its own with the same tokens, or one that is not cached
-        self.pages: list[CachedPage | None] = []
+        # page_no -> the page's number; NO_PAGE if the row has its own with the same tokens, or one that is not cached
+        self.pages: list[int] = []
         self.first_held: list[int] = []  # per space: page_no of the first page that the row has not given back
         self.moves_at = 0  # stored tokens at which the next page leaves a window
         self.states_at: tuple[int, ...] = ()  # tokens of the prompt after which states of recurrent layers are to stay
-        self.newest_state: CachedPage | None = None  # the last page with a state that is less useful than a later one
+        self.newest_state = NO_PAGE  # the last page with a state that is less useful than a later one
 
     def keys_up_to(self, num_pages: int, token_ids: Sequence[int], page_size: int) -> list[bytes]:
         """The keys of the first num_pages pages, at least."""
@@ -132,14 +108,13 @@ class PrefixCache:
         self._windowed = [
             (space, pages) for space, pages in enumerate(table.spaces) if pages.pages.window_left != ALL_KEYS
         ]
-        self._pages: dict[bytes, CachedPage] = {}
+        self._columns = CachedPages(table.full.pages.num_pages, len(table.spaces))
+        self._pages: dict[bytes, int] = {}  # key -> the page's number
         # Per space: pages that only the cache holds, the least recently used first. In the full space the end of a
         # chain comes before its beginning: a row that held a page also held those before it, and released them later.
-        self._idle: tuple[OrderedDict[CachedPage, None], ...] = tuple(OrderedDict() for _ in table.spaces)
+        self._idle: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in table.spaces)
         # The pages with states of recurrent layers, the first to be given back first.
-        self._states: OrderedDict[CachedPage, None] = OrderedDict()
-        # The pages of rows that were freed, with their keys and first_held: still counted as held by these rows.
-        self._left: deque[tuple[list[CachedPage | None], list[bytes], list[int]]] = deque()
+        self._states: OrderedDict[int, None] = OrderedDict()
         self._has_states, self._spacing = not table.states.is_empty, table.states.spacing
         self._step = 0
         self._right_until = 0
@@ -166,29 +141,29 @@ class PrefixCache:
 
     def num_idle(self, space: int) -> int:
         """Number of pages that only the cache holds. space: by its number in table.spaces"""
-        self._release_left(INT32_MAX)
         return len(self._idle[space])
 
-    @property
-    def least_idle(self) -> int:
-        """num_idle() of the full space, without the pages of rows that were freed just now."""
-        return len(self._idle[_FULL])
+    def num_held(self, space: int, pages: Sequence[int]) -> int:
+        """Number of these pages that rows hold. space: likewise; pages: of find()"""
+        return int(np.count_nonzero(self._columns.num_rows[space].take(pages) > 0)) if pages else 0
 
-    def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[CachedPage]:
+    def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[int]:
         """The pages of the longest cached prefix, without the last token, which is always computed."""
-        self._release_left(INT32_MAX)
         row.states_at = ()
         if not row.is_cached:
             return []
         most = (len(token_ids) - 1) // self._page_size
-        found: list[CachedPage] = []
+        found: list[int] = []
         for page_no in range(most):
             if page_no >= len(row.keys):  # at most twice as far as pages are found: all would take a step's time
                 row.keys_up_to(min(most, 2 * page_no + 1), token_ids, self._page_size)
             page = self._pages.get(row.keys[page_no])
-            if page is None or page.step > self._right_until:
+            if page is None:
                 break
             found.append(page)
+        if found:
+            is_unknown = self._columns.step[found] > self._right_until
+            found = found[: int(is_unknown.argmax())] if is_unknown.any() else found
         if self._has_states:
             ends = len(found) * self._page_size, len(token_ids) - 1
             row.states_at = tuple(end // self._spacing * self._spacing for end in ends)
@@ -198,22 +173,23 @@ class PrefixCache:
         """The number of tokens, above num_stored, at which a chunk of the row's prompt is to end; INT32_MAX: any."""
         return min((end for end in row.states_at if end > num_stored), default=INT32_MAX)
 
-    def admit(self, row: CachedRow, found: Sequence[CachedPage]) -> int:
+    def admit(self, row: CachedRow, found: Sequence[int]) -> int:
         """Admits a row of the table that begins with the pages that were found; returns its number."""
         self._has_rows = self._has_rows or row.is_cached
-        start = len(found) * self._page_size
-        number = self._table.kept.admit_over([page.kept_id for page in found], start) if found else self._table.admit()
-        row.pages, row.newest_state = list(found), None
+        columns, start = self._columns, len(found) * self._page_size
+        number = self._table.kept.admit_over(columns.kept_id[found], start) if found else self._table.admit()
+        row.pages, row.newest_state = list(found), NO_PAGE
         if found and self._has_states:
             self._states.move_to_end(found[-1])
         row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
         row.moves_at = self._next_move(row)
+        if found:
+            columns.num_named[found] += 1
         for space, first in enumerate(row.first_held):
-            idle = self._idle[space]
-            for page in found[first:]:
-                if page.num_rows[space] == 0:
-                    del idle[page]
-                page.num_rows[space] += 1
+            idle, held = self._idle[space], np.array(found[first:], np.int64)
+            for page in held[columns.num_rows[space, held] == 0].tolist():
+                del idle[page]
+            columns.num_rows[space, held] += 1
         return number
 
     def num_in_tier(self, row: CachedRow, token_ids: Sequence[int]) -> int:
@@ -238,8 +214,8 @@ class PrefixCache:
         page_nos = np.arange(first, first + num, dtype=np.int32)
         ids = kept.keep_all(np.full(num, number, np.int32), page_nos).tolist()
         for key, kept_id in zip(keys, ids, strict=False):
-            before = row.pages[-1] if row.pages else None
-            page = CachedPage(key, before, kept_id, self._right_until, [_NOT_KEPT] * len(self._idle))
+            page = self._columns.make(key, row.pages[-1] if row.pages else NO_PAGE)
+            self._columns.kept_id[page], self._columns.step[page] = kept_id, self._right_until
             self._put(page)
             row.pages.append(page)
         return num
@@ -249,7 +225,7 @@ class PrefixCache:
 
         rows: for each row the CachedRow, its number, its sequence's tokens, and how many of them are stored
         """
-        fresh: dict[bytes, CachedPage] = {}
+        fresh: dict[bytes, int] = {}
         owners: list[CachedRow] = []
         numbers: list[int] = []
         page_nos: list[int] = []
@@ -264,13 +240,13 @@ class PrefixCache:
             if self._has_states:
                 due = np.flatnonzero(kept.states_due(*of_pages)).tolist()
                 self._make_room_for_states(len(due), [owners[at] for at in due])
-            ids = kept.keep_all(*of_pages)
-            for page, kept_id in zip(fresh.values(), ids.tolist(), strict=True):
-                page.kept_id = kept_id
+            ids, pages = kept.keep_all(*of_pages), list(fresh.values())
+            self._columns.kept_id[pages], self._columns.step[pages] = ids, self._step
+            for page in pages:
                 self._put(page)
             if self._has_states:
                 with_states = kept.have_states(ids).tolist()
-                for page, page_no, row, has_state in zip(fresh.values(), page_nos, owners, with_states, strict=True):
+                for page, page_no, row, has_state in zip(pages, page_nos, owners, with_states, strict=True):
                     if has_state:
                         self._put_state(page, (page_no + 1) * self._page_size, row)
 
@@ -281,40 +257,50 @@ class PrefixCache:
         """
         for space, pages in self._windowed:
             first = pages.pages.first_needed(num_stored, self._page_size)
-            for page_no in range(row.first_held[space], min(first, len(row.pages))):
-                page = row.pages[page_no]
-                if page is not None:
-                    self._release(page, space)
+            self._release(space, row.pages[row.first_held[space] : first])
             row.first_held[space] = max(first, row.first_held[space])
         row.moves_at = self._next_move(row)
 
     def leave(self, row: CachedRow) -> None:
         """Records that the row is freed. Its pages stay, and count as used now."""
-        self._left.append((row.pages, row.keys, row.first_held))
-        row.pages, row.newest_state = [], None
+        columns, idle = self._columns, self._idle[_FULL]
+        pages = np.array(row.pages, np.int64)
+        named = pages[pages != NO_PAGE]
+        columns.num_named[named] -= 1
+        for space, first in enumerate(row.first_held):
+            if space != _FULL:
+                self._release(space, row.pages[first:][::-1])
+        # Where another row's page of the same tokens is kept, it counts as if this row had held it.
+        is_own = pages != NO_PAGE
+        is_own[is_own] = columns.num_rows[_FULL, named] != NOT_KEPT
+        held = pages[is_own]
+        columns.num_rows[_FULL, held] -= 1
+        for page_no in (~is_own).nonzero()[0].tolist():
+            pages[page_no] = self._pages.get(row.keys[page_no], NO_PAGE)
+        used = pages[pages != NO_PAGE][::-1]
+        for page in used[columns.num_rows[_FULL, used] == 0].tolist():
+            idle[page] = None
+            idle.move_to_end(page)
+        columns.free_unused(named[columns.num_rows[_FULL, named] == NOT_KEPT].tolist())
+        row.pages, row.newest_state = [], NO_PAGE
 
     def make_room(self, space: int, num_pages: int) -> None:
         """Gives idle pages back until num_pages are free in a space, or no idle one is left."""
-        self._release_left(INT32_MAX)
         idle, missing = self._idle[space], num_pages - self._table.spaces[space].num_free_pages
+        columns = self._columns
         if space == _FULL:
-            removed: list[CachedPage] = []
+            removed: list[int] = []
             while idle and missing > 0:
                 missing -= self._remove(next(iter(idle)), removed)
-            self._move_to_tier([page for page in removed if page.step <= self._right_until])
-            self._table.kept.drop([page.kept_id for page in removed])
+            self._move_to_tier([page for page in removed if columns.step[page] <= self._right_until])
+            self._drop(removed)
         else:
-            given_back: list[int] = []
-            while idle and missing > 0:
-                page, _ = idle.popitem(last=False)
-                page.num_rows[space] = _NOT_KEPT
-                given_back.append(page.kept_id)
-                missing -= 1
-            self._table.kept.drop(given_back, (self._table.spaces[space].space,))
+            given_back = [idle.popitem(last=False)[0] for _ in range(min(len(idle), max(0, missing)))]
+            columns.num_rows[space, given_back] = NOT_KEPT
+            self._table.kept.drop(columns.kept_id[given_back], (self._table.spaces[space].space,))
 
     def end_step(self) -> None:
         """Counts a step that has run without reporting a fault of the steps before it."""
-        self._release_left(_RELEASED_AT_A_STEP)
         self._step += 1
         self._right_until = max(self._right_until, self._step - self._steps_until_known)
 
@@ -324,11 +310,11 @@ class PrefixCache:
 
     def forget_unknown(self) -> None:
         """Forgets pages of steps that are not known to be free of faults, because a step had one."""
-        self._forget([page for page in self._pages.values() if page.step > self._right_until])
+        self._forget([page for page in self._pages.values() if self._columns.step[page] > self._right_until])
 
     def forget_row(self, row: CachedRow) -> None:
         """Forgets the pages of a row whose sequence has failed, and all pages after them."""
-        self._forget([page for page in row.pages if page is not None])
+        self._forget([page for page in row.pages if page != NO_PAGE])
 
     def clear(self) -> None:
         """Forgets all pages, those of the tier too. Rows go on; pages that follow theirs are not entered."""
@@ -336,53 +322,50 @@ class PrefixCache:
         self._tier.clear()
 
     def _missing(
-        self, row: CachedRow, number: int, token_ids: Sequence[int], end: int, fresh: dict[bytes, CachedPage]
+        self, row: CachedRow, number: int, token_ids: Sequence[int], end: int, fresh: dict[bytes, int]
     ) -> list[int]:
         """The page_no of the pages [., end) completed by row that are to be entered. They are put into fresh."""
         first = len(row.pages)
         keys = row.keys_up_to(end, token_ids, self._page_size)
-        before = (fresh.get(keys[first - 1]) or self._pages.get(keys[first - 1])) if first else None
+        before = fresh.get(keys[first - 1], self._pages.get(keys[first - 1], NO_PAGE)) if first else NO_PAGE
         missing = []
         for page_no in range(first, end):
             key = keys[page_no]
             page = fresh.get(key)
             if page is None:
-                there = self._pages.get(key)
-                if there is None and page_no and before is None:
+                page = self._pages.get(key)
+                if page is None and page_no and before == NO_PAGE:
                     # No chain leads to it: the page before it was given back, or has failed.
-                    row.pages += [None] * (end - page_no)
+                    row.pages += [NO_PAGE] * (end - page_no)
                     break
-                if there is None or self._lacks_a_window(there) or self._lacks_a_state(there, number, page_no):
-                    page = CachedPage(key, before, 0, self._step, [_NOT_KEPT] * len(self._idle))
-                    fresh[key] = before = page
+                if page is None or self._lacks_a_window(page) or self._lacks_a_state(page, number, page_no):
+                    fresh[key] = before = self._columns.make(key, before)
                     missing.append(page_no)
-                    row.pages.append(page)
+                    row.pages.append(before)
                     continue
-                page = there
-            row.pages.append(None)
+            row.pages.append(NO_PAGE)
             before = page
         return missing
 
-    def _put(self, page: CachedPage) -> None:
+    def _put(self, page: int) -> None:
         """Makes a page available that is kept in every space and held by one row."""
-        old = self._pages.get(page.key)
+        columns, key = self._columns, self._columns.key[page]
+        old = self._pages.get(key)
         if old is not None:  # it lacks a window or a state, or is not known to be right, as one of the tier is
-            page.after, old.after = old.after, {}
-            for after in page.after.values():
-                after.before = page
-            self._table.kept.drop([self._give_up(old)])
-        self._pages[page.key] = page
-        page.num_rows = [1] * len(self._idle)
-        if page.before is not None:
-            page.before.after[page.key] = page
+            columns.move_after(old, page)
+            self._give_up(old)
+            self._drop([old])
+        self._pages[key] = page
+        columns.num_rows[:, page] = 1
+        columns.link(page)
 
-    def _longest(self, found: Sequence[CachedPage]) -> int:
+    def _longest(self, found: Sequence[int]) -> int:
         """The number of these pages that a row can begin with: every page in its windows is there, and its state."""
         longest, present = 0, [0] * len(self._windowed)
         for num_pages, page in enumerate(found, 1):
             is_whole = not self._has_states or page in self._states
             for at, (space, pages) in enumerate(self._windowed):
-                present[at] = 0 if page.num_rows[space] == _NOT_KEPT else present[at] + 1
+                present[at] = 0 if self._columns.num_rows[space, page] == NOT_KEPT else present[at] + 1
                 first = pages.pages.first_needed(num_pages * self._page_size, self._page_size)
                 is_whole &= present[at] >= num_pages - first
             if is_whole:
@@ -397,10 +380,10 @@ class PrefixCache:
         )
         return min(moves, default=INT32_MAX)
 
-    def _lacks_a_window(self, page: CachedPage) -> bool:
-        return any(page.num_rows[space] == _NOT_KEPT for space, _ in self._windowed)
+    def _lacks_a_window(self, page: int) -> bool:
+        return any(self._columns.num_rows[space, page] == NOT_KEPT for space, _ in self._windowed)
 
-    def _lacks_a_state(self, page: CachedPage, row: int, page_no: int) -> bool:
+    def _lacks_a_state(self, page: int, row: int, page_no: int) -> bool:
         """True if a page has no state of recurrent layers, and a row of the table has the state after its tokens."""
         if not self._has_states or page in self._states:
             return False
@@ -408,84 +391,67 @@ class PrefixCache:
 
     def _make_room_for_states(self, num: int, rows: Sequence[CachedRow] = ()) -> None:
         """Gives states back until `num` are free, or none is left. rows: their texts have passed their states"""
-        self._release_left(INT32_MAX)
         for row in rows:
             passed = row.newest_state
-            if passed is not None and passed in self._states and passed.num_rows[_FULL] <= 1:  # no other row holds it
+            if passed in self._states and self._columns.num_rows[_FULL, passed] <= 1:  # no other row holds it
                 self._states.move_to_end(passed, last=False)
-        kept, given_back = self._table.kept, list[int]()
-        while self._states and kept.num_free_states + len(given_back) < num:
-            page, _ = self._states.popitem(last=False)
-            given_back.append(page.kept_id)
-        kept.drop_states(given_back)
+        kept, missing = self._table.kept, num - self._table.kept.num_free_states
+        given_back = [self._states.popitem(last=False)[0] for _ in range(min(len(self._states), max(0, missing)))]
+        kept.drop_states(self._columns.kept_id[given_back])
 
-    def _put_state(self, page: CachedPage, num_tokens: int, row: CachedRow) -> None:
+    def _put_state(self, page: int, num_tokens: int, row: CachedRow) -> None:
         """Notes that a page is kept with the state after its last token, num_tokens from the beginning."""
         self._states[page] = None
-        row.newest_state = None if num_tokens in row.states_at else page
+        row.newest_state = NO_PAGE if num_tokens in row.states_at else page
 
-    def _release_left(self, most: int) -> None:
-        """Takes note of up to `most` pages of rows that were freed, the ends of their chains first."""
-        while self._left and most > 0:
-            pages, keys, first_held = self._left[0]
-            for _ in range(min(most, len(pages))):
-                page, page_no, most = pages.pop(), len(pages), most - 1
-                if page is not None and page.num_rows[_FULL] != _NOT_KEPT:
-                    for space, first in enumerate(first_held):
-                        if page_no >= first:
-                            self._release(page, space)
-                    continue
-                # Another row's page of these tokens counts as if this row had held it.
-                there = self._pages.get(keys[page_no])
-                if there is not None and there.num_rows[_FULL] == 0:
-                    self._idle[_FULL].move_to_end(there)
-            if not pages:
-                self._left.popleft()
+    def _release(self, space: int, pages: Sequence[int]) -> None:
+        """A row no longer holds pages in a space, in which the cache may have forgotten some. The first goes first."""
+        num_rows, held = self._columns.num_rows[space], np.array(pages, np.int64)
+        held = held[held != NO_PAGE]
+        held = held[num_rows[held] > 0]
+        num_rows[held] -= 1
+        for page in held[num_rows[held] == 0].tolist():
+            self._idle[space][page] = None
 
-    def _release(self, page: CachedPage, space: int) -> None:
-        """One row less holds a page in a space, unless the cache has forgotten the page there."""
-        if page.num_rows[space] > 0:
-            page.num_rows[space] -= 1
-            if page.num_rows[space] == 0:
-                self._idle[space][page] = None
-
-    def _forget(self, pages: Iterable[CachedPage]) -> None:
-        removed: list[CachedPage] = []
+    def _forget(self, pages: Iterable[int]) -> None:
+        removed: list[int] = []
         for page in pages:
-            if page.num_rows[_FULL] != _NOT_KEPT:
+            if self._columns.num_rows[_FULL, page] != NOT_KEPT:
                 self._remove(page, removed)
-        self._table.kept.drop([page.kept_id for page in removed])
+        self._drop(removed)
 
-    def _move_to_tier(self, pages: Sequence[CachedPage]) -> None:
+    def _move_to_tier(self, pages: Sequence[int]) -> None:
         """Copies pages whose ids are not dropped yet."""
         if pages:
-            ids = [page.kept_id for page in pages]
-            self._tier.put([page.key for page in pages], self._table.kept.pages(ids))
+            of_table = self._table.kept.pages(self._columns.kept_id[pages])
+            self._tier.put([self._columns.key[page] for page in pages], of_table)
 
-    def _remove(self, page: CachedPage, removed: list[CachedPage]) -> int:
+    def _remove(self, page: int, removed: list[int]) -> int:
         """Makes a page unavailable, and all pages after it; returns how many pages of the full space become free.
 
-        removed: gets the pages, whose ids are to be dropped
+        removed: gets the pages, which are to be dropped
         """
-        if page.before is not None:
-            del page.before.after[page.key]
         num_free, pages = 0, [page]
         while pages:
             page = pages.pop()
-            pages += page.after.values()
-            page.after = {}
-            num_free += page.num_rows[_FULL] == 0
+            pages += self._columns.after(page)
+            num_free += int(self._columns.num_rows[_FULL, page] == 0)
             self._give_up(page)
             removed.append(page)
-            del self._pages[page.key]
+            del self._pages[self._columns.key[page]]
         return num_free
 
-    def _give_up(self, page: CachedPage) -> int:
-        """Forgets which rows hold a page; returns its id, which is to be dropped."""
-        for space, num_rows in enumerate(page.num_rows):
+    def _give_up(self, page: int) -> None:
+        """Forgets which rows hold a page, which is to be dropped."""
+        for space, num_rows in enumerate(self._columns.num_rows[:, page].tolist()):
             if num_rows == 0:
                 del self._idle[space][page]
-            page.num_rows[space] = _NOT_KEPT
+        self._columns.num_rows[:, page] = NOT_KEPT
         self._states.pop(page, None)
-        page.before = None
-        return page.kept_id
+        self._columns.unlink(page)
+
+    def _drop(self, pages: Sequence[int]) -> None:
+        """Gives back pages that were given up."""
+        if pages:
+            self._table.kept.drop(self._columns.kept_id[pages])
+            self._columns.free_unused(pages)

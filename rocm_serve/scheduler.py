@@ -47,7 +47,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.step.metrics import Metrics
 from rocm_serve.appended import NOWHERE, AppendedTokens, Pick, appended_of
 from rocm_serve.page_tier import NO_TIER, PageTier
-from rocm_serve.prefix_cache import CachedPage, PrefixCache
+from rocm_serve.prefix_cache import PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
 from rocm_serve.scheduled_step import NO_SEQUENCE, Lengths, PromptRoom, ScheduledStep, Verified, picking_first, step_of
 from rocm_serve.speculation.drafts import DraftTree
@@ -553,16 +553,16 @@ class Scheduler:
             if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):
                 self._give_back_room()
 
-    def _has_room(self, newcomer: Sequence, found: Many[CachedPage]) -> bool:
+    def _has_room(self, newcomer: Sequence, found: Many[int]) -> bool:
         """True if there are pages for a sequence that begins with the found ones, next to those of running ones."""
         return self._fits(newcomer, found, self._claimed(self._running))
 
-    def _fits(self, newcomer: Sequence, found: Many[CachedPage], claimed: NDArray[np.int64]) -> bool:
+    def _fits(self, newcomer: Sequence, found: Many[int], claimed: NDArray[np.int64]) -> bool:
         """True if there are pages next to those that the running sequences have claimed of each space."""
         for space, pages in enumerate(self._table.spaces):
             needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
             if pages.window_left == ALL_KEYS:
-                needed -= sum(page.num_rows[space] > 0 for page in found)  # other rows already hold these
+                needed -= self._cache.num_held(space, found)  # by other rows
             if needed + claimed[space] > pages.num_free_pages + self._cache.num_idle(space):
                 return False
         return True
@@ -586,7 +586,7 @@ class Scheduler:
         """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
         return pages.pages.most_held(kv_len, q_len, self._table.page_size)
 
-    def _admit(self, sequence: Sequence, found: Many[CachedPage]) -> None:
+    def _admit(self, sequence: Sequence, found: Many[int]) -> None:
         """Makes a waiting sequence run, which begins with the found pages and those of the tier after them."""
         row = sequence.cached_row
         self._waiting.remove(sequence)
@@ -612,4 +612,4 @@ class Scheduler:
         self._table.reserve(sequence.row, kv_len)
 
     def _count_cached_pages(self) -> None:
-        self._metrics.cached_pages = self._cache.least_idle if self._running else self._cache.num_idle(0)
+        self._metrics.cached_pages = self._cache.num_idle(0)

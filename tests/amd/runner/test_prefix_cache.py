@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from rocm_attn.paging import kept_pages, page_table, request_table
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
-from rocm_serve import prefix_cache
+from rocm_serve.cached_pages import NO_PAGE, NOT_KEPT, CachedPages
 from rocm_serve.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
 
@@ -161,8 +162,7 @@ def test_what_is_found_is_what_a_brute_force_finds(
         elif action == "right":
             pages.cache.all_is_right()
             pages.known = dict.fromkeys(pages.known, -STEPS_UNTIL_KNOWN)
-        if action in ("idle", "right", "fail"):  # it takes note of rows that have left
-            check_cache(pages.cache, pages.table)
+        check_cache(pages.cache, pages.table)
     for row in rows:
         pages.leave(row)
     pages.cache.clear()
@@ -181,7 +181,7 @@ def test_a_prefix_is_as_long_as_there_are_windows_for_it(
     for tokens in prompts:
         found = pages.cache.find(CachedRow(), tokens)
         keys = CachedRow().keys_up_to(pages.longest_known(tokens, "") // PAGE, tokens, PAGE)
-        known = [pages.cache._pages[key].kept_id for key in keys]
+        known = [int(pages.cache._columns.kept_id[pages.cache._pages[key]]) for key in keys]
         kept = pages.table.kept.pages(known, Space.SWA)
         lengths = range(len(known) + 1)
         assert len(found) == max(num for num in lengths if kept[max(0, num * PAGE - window_left) // PAGE : num].all())
@@ -212,28 +212,61 @@ def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:
     check_cache(pages.cache, pages.table)
 
 
-def test_the_pages_of_a_long_row_are_released_over_several_steps_and_at_once_if_they_are_needed() -> None:
-    at_a_step = prefix_cache._RELEASED_AT_A_STEP
-    pages = Pages(3 * at_a_step + 8, max_kv_len=3 * at_a_step * PAGE)
-    tokens = tuple(range((2 * at_a_step + 1) * PAGE))
-    row, _ = pages.serve(tokens)
-    pages.idle_steps()
-    pages.leave(row)
-    idle = [pages.cache.least_idle]
-    for _ in range(3):
-        pages.idle_steps(1)
-        idle.append(pages.cache.least_idle)
-    assert idle == [0, at_a_step, 2 * at_a_step, 2 * at_a_step + 1]
-    row, found = pages.serve((*tokens, 1))
-    assert found == len(tokens)
-    pages.leave(row)
-    pages.idle_steps(1)
-    again, found = pages.serve((*tokens, 1))  # they are needed at once
-    assert (found, pages.cache.least_idle) == (len(tokens), 0)
-    pages.leave(again)
-    pages.cache.make_room(0, pages.table.full.num_usable_pages)
-    assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages
+def test_a_cache_holds_no_object_for_each_of_its_pages() -> None:
+    pages = Pages(600, max_kv_len=1100)
+    gc.collect()
+    before = len(gc.get_objects())
+    pages.leave(pages.serve(tuple(range(1000)))[0])
+    pages.known.clear()
+    gc.collect()
+    assert len(pages.cache) == 500
+    assert len(gc.get_objects()) < before + 50
+
+
+def test_a_number_is_given_to_another_page_only_when_no_row_names_it() -> None:
+    pages = Pages(40)
+    first = pages.serve((0, 1, 2, 3, 4))[0]
+    named = set(first.cached.pages)
+    pages.cache.clear()
+    second = pages.serve((5, 6, 7, 8, 9))[0]
+    assert named.isdisjoint(second.cached.pages)
+    pages.leave(first)
+    third = pages.serve((10, 11, 12, 13, 14))[0]
+    assert named == set(third.cached.pages)
     check_cache(pages.cache, pages.table)
+
+
+def test_more_pages_than_the_columns_had_room_for_get_numbers() -> None:
+    columns = CachedPages(2, 1)
+    pages = [columns.make(bytes([number]), NO_PAGE) for number in range(9)]
+    assert sorted(pages) == list(range(9))
+    assert [columns.key[page] for page in pages] == [bytes([number]) for number in range(9)]
+    assert columns.num_rows[0, pages].tolist() == [NOT_KEPT] * 9
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["link", "unlink", "move"]), st.integers(0, 7), st.integers(0, 7)), max_size=40)
+)
+def test_pages_after_one_are_those_that_were_linked(actions: list[tuple[str, int, int]]) -> None:
+    columns, after = CachedPages(8, 1), {page: list[int]() for page in range(8)}
+    for page in range(8):
+        assert columns.make(b"", NO_PAGE) == page
+    for action, page, other in actions:
+        before = columns.before[page]
+        if action == "link" and before == NO_PAGE:
+            columns.before[page] = other
+            columns.link(page)
+            after[other].append(page)
+        elif action == "unlink":
+            columns.unlink(page)
+            if before != NO_PAGE:
+                after[before].remove(page)
+        elif action == "move" and not after[other] and page != other:
+            columns.move_after(page, other)
+            after[other], after[page] = after[page], []
+        for each, wanted in after.items():
+            assert sorted(columns.after(each)) == sorted(wanted)
+            assert all(columns.before[one] == each for one in wanted)
 
 
 def test_keys_are_the_same_in_every_process_and_a_salt_is_no_page() -> None:

@@ -16,6 +16,7 @@ that a step does not count in `pending` is undefined too, and neither is read.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,12 +80,19 @@ class StatePlaces:
         assert self.max_q_len >= 1
 
 
+class Update(enum.Enum):
+    """How a token changes the state. RecurrenceRule has the formulas."""
+
+    DELTA = "delta rule"
+    SUM = "sums"
+
+
 class RecurrenceRule(NamedTuple):
-    """The recurrence of a layer, for each v head with state S [dk, dv] and each token t:
+    """The recurrence of a layer, for each v head with state S [dk, dv] and each token t, as plain numbers for kernels:
 
         S <- exp(decay_t) * S           a head's decay, or row i of S by that of channel i
-        u  = beta_t * (v_t - S^T k_t)   delta
-        u  = beta_t * v_t               otherwise
+        u  = beta_t * (v_t - S^T k_t)   Update.DELTA
+        u  = beta_t * v_t               Update.SUM
         S <- S + k_t u^T
         out_t = scale * S^T q_t
 
@@ -100,6 +108,11 @@ class RecurrenceRule(NamedTuple):
     delta: bool
     scale: float
     normalises: bool
+
+    @classmethod
+    def of(cls, update: Update, scale: float, *, normalises: bool) -> RecurrenceRule:
+        """The rule of a layer whose tokens change the state by an update."""
+        return cls(update is Update.DELTA, scale, normalises)
 
 
 class RecurrentTokens(NamedTuple):

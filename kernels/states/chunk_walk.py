@@ -21,7 +21,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.chunk_space import chunk_geometry, exact, least_block, rows_of, words_of
-from rocm_attn.kernels.states.fold_token import fold_token, load_token, scale_of_row
+from rocm_attn.kernels.states.updates import fold_token, load_token
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
@@ -100,10 +100,7 @@ def _chunk_walk_kernel(
                     is_column,
                     G.CHANNELS,
                 )
-                decay_row = decay_of if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay_of
-                k_of = k_row.to(tl.float32)
-                k_scale = scale_of_row(k_of, G.NORMALISES)
-                states = fold_token(states, k_of, k_scale, v_row.to(tl.float32), decay_row, beta_of, G.DELTA)
+                states = fold_token(states, k_row, v_row, decay_of, beta_of, G)
         row = tl.arange(0, _CHUNK)
         place = first_token // _CHUNK + seq
         for begin in range(0, q_len, _CHUNK):
@@ -114,7 +111,7 @@ def _chunk_walk_kernel(
             in_v = is_row[:, None] & is_column[None, :]
             changes = tl.load(of.u[:, None] + column[None, :], mask=in_v, other=0.0).to(tl.float32)
             operand = states.to(rows.dtype.element_ty)
-            if G.DELTA:
+            if G.RULE.delta:
                 w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
                 changes -= tl.dot(w, operand, input_precision=exact())
             words = words_of(chunk_words, place + begin // _CHUNK, head, G)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from rocm_attn.errors import Unsupported
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.models.shards import Shard
-from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.recurrence import Convolution, Recurrence
 
 
 class Rule(enum.Enum):

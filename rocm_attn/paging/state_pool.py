@@ -18,7 +18,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.states.arguments import HEADER_WORDS, ConvolutionSlots, RecurrentSlots
 from rocm_attn.machine.settings import whole_number
-from rocm_attn.recurrence import Recurrence
+from rocm_attn.recurrence import Recurrence, tensors_of
 
 # The two parts of a layer that a step stores.
 CONVOLUTION, STATE = "convolution", "state"
@@ -73,15 +73,11 @@ class _Part:
 
 def _parts_of(layer: Recurrence, kept: int) -> list[_Part]:
     """The tensors of a layer's slot: its convolution's inputs, its state, and the kept k, v, decay and beta."""
-    convolution, heads = layer.convolution, layer.num_heads
-    decays = (layer.k_dim,) if layer.channel_decay else ()
+    convolution, of_token = layer.convolution, tensors_of(layer)
     return [
         _Part(layer.dtype, (convolution.width - 1 + kept, convolution.channels)),
-        _Part(layer.state_dtype, (heads, layer.k_dim, layer.v_dim)),
-        _Part(layer.dtype, (kept, layer.num_k_heads, layer.k_dim)),
-        _Part(layer.dtype, (kept, heads, layer.v_dim)),
-        _Part(torch.float32, (kept, heads, *decays)),
-        _Part(torch.float32, (kept, heads)),
+        _Part(layer.state_dtype, (layer.num_heads, layer.k_dim, layer.v_dim)),
+        *(_Part(of_token[name].dtype, (kept, *of_token[name].shape)) for name in ("k", "v", "decay", "beta")),
     ]
 
 

@@ -17,8 +17,9 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.paging.state_pool import RecurrentLayers
-from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.recurrence import Convolution, Recurrence
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.outputs import PerToken

@@ -1,6 +1,6 @@
 """Recurrence: what a model fixes about a layer that keeps a state in place of K and V: delta nets, KDA, Mamba2.
 
-The formulas and their sources are those of kernels/states/arguments.py `RecurrenceRule`.
+Update has the formulas and their sources.
 """
 
 from __future__ import annotations

@@ -81,31 +81,33 @@ class StatePlaces:
 
 
 class Update(enum.Enum):
-    """How a token changes the state. RecurrenceRule has the formulas."""
+    """How a token changes the state.
+
+    For each v head, the state S is a matrix [dk, dv], and a token does this in order:
+
+        S <- exp(decay) * S                      a head's decay, or row i of S by that of channel i
+        S <- S + k (beta * (v - S^T k))^T        DELTA
+        S <- S + k (beta * v)^T                  SUM
+        out = scale * S^T q
+
+    DELTA is from Gated Delta Networks (arXiv 2412.06464), decays of channels from Kimi Linear (arXiv 2510.26692), and
+    SUM from Mamba2 (arXiv 2405.21060), in whose names k is B, q is C, v is x, beta is dt, and decay is dt * A.
+    """
 
     DELTA = "delta rule"
     SUM = "sums"
 
 
 class RecurrenceRule(NamedTuple):
-    """The recurrence of a layer, for each v head with state S [dk, dv] and each token t, as plain numbers for kernels:
+    """The recurrence of a layer, as plain numbers for kernels. Update has the formulas.
 
-        S <- exp(decay_t) * S           a head's decay, or row i of S by that of channel i
-        u  = beta_t * (v_t - S^T k_t)   Update.DELTA
-        u  = beta_t * v_t               Update.SUM
-        S <- S + k_t u^T
-        out_t = scale * S^T q_t
-
-    delta:      whether u is the difference to v that the state predicts
+    corrects:   whether what a token adds depends on the state, which predicts v
     scale:      of outputs
-    normalises: whether q and k are divided by their norms first: x / sqrt(sum(x^2) + 1e-6)
-
-    The gated delta rule is from Gated Delta Networks (arXiv 2412.06464), decays of channels are from Kimi Linear (arXiv
-    2510.26692), and the form without delta is from Mamba 2 (arXiv 2405.21060): k is B, q is C, beta is the step size dt
-    and decay is dt * A. The norm is transformers' l2norm (modeling_qwen3_next.py).
+    normalises: whether q and k are divided by their norms first: x / sqrt(sum(x^2) + 1e-6), transformers' l2norm
+                (modeling_qwen3_next.py)
     """
 
-    delta: bool
+    corrects: bool
     scale: float
     normalises: bool
 

@@ -4,7 +4,7 @@ Numbers of a chunk are i, j in [0, CHUNK). With G[i] the sum of the decays of to
 
     A[i, j] = beta[i] * sum over channels: k[i] * k[j] * exp(G[i] - G[j])      for j < i, else 0
     P[i, j] = scale * sum over channels: q[i] * k[j] * exp(G[i] - G[j])        for j <= i, else 0
-    T       = (1 + A)^-1                                                       1 without delta
+    T       = (1 + A)^-1                                                       1 for sums
     u       = T (beta * v)                     w = T (beta * k * exp(G))
     read[i] = scale * q[i] * exp(G[i])         write[i] = k[i] * exp(G[last] - G[i])
 
@@ -229,7 +229,7 @@ def _chunk_rows_kernel(
             _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
             a = tl.where(is_before, a * strength[:, None], 0.0)
             inverse = inverse_of(a, num_rows, G.RULE, k.dtype.element_ty)
-            if G.CHANNELS or G.RULE.delta:
+            if G.CHANNELS or G.RULE.corrects:
                 for first in range(0, G.DK, G.DK_PART):
                     channel = first + tl.arange(0, G.DK_PART)
                     k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
@@ -245,7 +245,7 @@ def _chunk_rows_kernel(
                         w *= since
                     else:
                         w *= since_first[:, None]
-                    if G.RULE.delta:
+                    if G.RULE.corrects:
                         _store_rows(to.w, is_row, channel, solved(inverse, w, G.RULE), G.DK, G.DK_PART)
             for first in range(0, G.DV, G.DV_PART):
                 column = first + tl.arange(0, G.DV_PART)

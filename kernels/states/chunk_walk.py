@@ -2,7 +2,7 @@
 
 With the values that chunk_rows.py has written of a chunk, and S the state before it:
 
-    changes = u - w S              without delta: u
+    changes = u - w S              for sums: u
     out     = read S + P changes
     S       <- exp(G[last]) * S + write^T changes
 
@@ -111,7 +111,7 @@ def _chunk_walk_kernel(
             in_v = is_row[:, None] & is_column[None, :]
             changes = tl.load(of.u[:, None] + column[None, :], mask=in_v, other=0.0).to(tl.float32)
             operand = states.to(rows.dtype.element_ty)
-            if G.RULE.delta:
+            if G.RULE.corrects:
                 w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
                 changes -= tl.dot(w, operand, input_precision=exact())
             words = words_of(chunk_words, place + begin // _CHUNK, head, G)
@@ -163,7 +163,7 @@ def launch_chunk_walk(
     itemsize = slots.k.itemsize
     of_bytes = state_bytes // (geometry.DK_BLOCK * itemsize)
     columns = max(least_block(slots), min(geometry.DV_BLOCK, most_columns, of_bytes))
-    rows_of_k = 3 if recurrence.delta else 2
+    rows_of_k = 3 if recurrence.corrects else 2
     chunk_bytes = arguments.CHUNK * (rows_of_k * geometry.DK_BLOCK + columns + arguments.CHUNK) * itemsize
     stages = max(1, min(3, _MOST_BYTES_AHEAD // chunk_bytes))
     options = {"num_stages": stages} if on_nvidia() else {"num_stages": 1, "waves_per_eu": 2}

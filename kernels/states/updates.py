@@ -39,7 +39,7 @@ def fold_token(state, k_row, v_row, decay, beta, G: tl.constexpr):
     k_scale = scale_of_row(k, G.RULE)
     change = v_row.to(tl.float32)
     state = state * tl.exp(decay_row)[:, None]
-    if G.RULE.delta:
+    if G.RULE.corrects:
         change -= tl.sum(state * k[:, None], 0) * k_scale
     return state + k[:, None] * (beta * k_scale * change)[None, :]
 
@@ -54,7 +54,7 @@ def scale_of_row(row, RULE: tl.constexpr):
 def inverse_of(a, num_rows, RULE: tl.constexpr, dtype: tl.constexpr):
     """T of a chunk for solved(), of dtype. a: A, [CHUNK, CHUNK], 0 from row num_rows on"""
     inverse = tl.zeros([_CHUNK, _CHUNK], dtype)
-    if RULE.delta:
+    if RULE.corrects:
         row = tl.arange(0, _CHUNK)
         # With D the part of A within blocks, B that between the blocks of a pair, and T = (1 + D)^-1: B T B = 0, and
         # (1 + D + B)^-1 = T - T B T. Blocks of one token have T = 1.
@@ -71,7 +71,7 @@ def inverse_of(a, num_rows, RULE: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def solved(inverse, rows, RULE: tl.constexpr):
     """T times rows [CHUNK, n] of float32."""
-    if RULE.delta:
+    if RULE.corrects:
         rows = tl.dot(inverse, rows.to(inverse.dtype), input_precision=exact())
     return rows
 

@@ -18,8 +18,8 @@ from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.recurrent import RecurrentLayer, Rule
 from rocm_attn.problem import EarlierSelection
 
-GATED_DELTA = Rule("gated delta rule")
-KIMI_DELTA = Rule("Kimi delta attention", channel_decay=True)
+GATED_DELTA = Rule("gated delta rule", Update.DELTA)
+KIMI_DELTA = Rule("Kimi delta attention", Update.DELTA, channel_decay=True)
 STATE_SPACE = Rule("Mamba2", Update.SUM, scale=1.0, normalises=False, norms_groups=True)
 
 _LINEAR = "linear_attention"

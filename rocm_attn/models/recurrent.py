@@ -22,7 +22,7 @@ class Rule:
     """
 
     name: str
-    update: Update = Update.DELTA
+    update: Update
     channel_decay: bool = False
     scale: float = 0.0
     normalises: bool = True

@@ -42,7 +42,7 @@ class StateCalls(Protocol):
         ...
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
-        """Folds tokens into the states of their sequences, and reads the states with q; see rocm_attn/recurrence.py.
+        """Folds tokens into the states of their sequences, and reads the states with q; see Update.
 
         q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; any strides but the last. Padded tokens of out receive
                 zeros

@@ -1,7 +1,7 @@
 """Hybrid: a runtime of one attention layer and recurrent layers of every kind, and requests whose tokens are ids.
 
-The reference is a recurrence in float64, token by token, written from the papers that rocm_attn/recurrence.py names. It
-knows no slots, no chunks and no kept tokens: each output follows from the request's tokens alone.
+The reference is a recurrence in float64, token by token, written from the papers that Update names. It knows no
+slots, no chunks and no kept tokens: each output follows from the request's tokens alone.
 """
 
 from __future__ import annotations

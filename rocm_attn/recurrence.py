@@ -112,17 +112,17 @@ def rule_of(layer: Recurrence) -> RecurrenceRule:
     return RecurrenceRule.of(layer.update, layer.scale, normalises=layer.normalises)
 
 
-class OfToken(NamedTuple):
-    """A token's part of a tensor."""
+class TensorForm(NamedTuple):
+    """The shape of a tensor for one token, or for one slot, and its dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def tensors_of(layer: Recurrence) -> dict[str, OfToken]:
+def tensors_of(layer: Recurrence) -> dict[str, TensorForm]:
     """The tensors of RecurrentTokens, in order, by name."""
-    keys = OfToken((layer.num_k_heads, layer.k_dim), layer.dtype)
-    values = OfToken((layer.num_heads, layer.v_dim), layer.dtype)
+    keys = TensorForm((layer.num_k_heads, layer.k_dim), layer.dtype)
+    values = TensorForm((layer.num_heads, layer.v_dim), layer.dtype)
     decay = (layer.num_heads, layer.k_dim) if layer.channel_decay else (layer.num_heads,)
-    beta = OfToken((layer.num_heads,), torch.float32)
-    return {"q": keys, "k": keys, "v": values, "decay": OfToken(decay, torch.float32), "beta": beta, "out": values}
+    beta = TensorForm((layer.num_heads,), torch.float32)
+    return {"q": keys, "k": keys, "v": values, "decay": TensorForm(decay, torch.float32), "beta": beta, "out": values}

@@ -58,13 +58,13 @@ def inverse_of(a, num_rows, RULE: tl.constexpr, dtype: tl.constexpr):
         row = tl.arange(0, _CHUNK)
         # With D the part of A within blocks, B that between the blocks of a pair, and T = (1 + D)^-1: B T B = 0, and
         # (1 + D + B)^-1 = T - T B T. Blocks of one token have T = 1.
-        exactly = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - tl.where(_is_pair(row), a, 0.0)
+        exact_inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - tl.where(_is_pair(row), a, 0.0)
         size = 2
         while size < num_rows:
-            between = tl.dot(tl.where(_is_pair(row // size), a, 0.0), exactly, input_precision=close(dtype))
-            exactly -= tl.dot(exactly, between, input_precision=close(dtype))
+            between = tl.dot(tl.where(_is_pair(row // size), a, 0.0), exact_inverse, input_precision=close(dtype))
+            exact_inverse -= tl.dot(exact_inverse, between, input_precision=close(dtype))
             size *= 2
-        inverse = exactly.to(dtype)
+        inverse = exact_inverse.to(dtype)
     return inverse
 
 

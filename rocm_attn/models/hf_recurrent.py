@@ -135,8 +135,7 @@ def mamba(fields: Fields) -> RecurrentLayer:
         raise BadModel(
             f"config.json: time_step_limit is {shown(fields.values['time_step_limit'])}; it must be 0 and infinity"
         )
-    sizes = (fields.count(f"mamba_{name}") for name in ("d_state", "d_conv"))
-    rows, width = sizes
+    rows, width = (fields.count(f"mamba_{name}") for name in ("d_state", "d_conv"))
     return RecurrentLayer(STATE_SPACE, groups, heads, rows, dim, width)
 
 

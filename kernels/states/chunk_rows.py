@@ -228,7 +228,7 @@ def _chunk_rows_kernel(
             p = tl.where(row[:, None] >= row[None, :], p * G.RULE.scale, 0.0)
             _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
             a = tl.where(is_before, a * strength[:, None], 0.0)
-            inverse = inverse_of(a, num_rows, G.RULE, k.dtype.element_ty)
+            inverse = inverse_of(a, num_rows, G, k.dtype.element_ty)
             if G.CHANNELS or G.RULE.corrects:
                 for first in range(0, G.DK, G.DK_PART):
                     channel = first + tl.arange(0, G.DK_PART)
@@ -246,10 +246,10 @@ def _chunk_rows_kernel(
                     else:
                         w *= since_first[:, None]
                     if G.RULE.corrects:
-                        _store_rows(to.w, is_row, channel, solved(inverse, w, G.RULE), G.DK, G.DK_PART)
+                        _store_rows(to.w, is_row, channel, solved(inverse, w, G), G.DK, G.DK_PART)
             for first in range(0, G.DV, G.DV_PART):
                 column = first + tl.arange(0, G.DV_PART)
-                u = solved(inverse, _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None], G.RULE)
+                u = solved(inverse, _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None], G)
                 _store_rows(to.u, is_row, column, u, G.DV, G.DV_PART)
 
 

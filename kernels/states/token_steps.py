@@ -186,7 +186,7 @@ def _token_steps_kernel(
                 states = fold_token(states, k_row, v_row, decay_of, beta_of, G)
                 if is_new:
                     q_of = tl.load(q_new + token * q_token, mask=is_channel, other=0.0).to(tl.float32)
-                    row = tl.sum(states * q_of[:, None], 0) * (scale_of_row(q_of, G.RULE) * G.RULE.scale)
+                    row = tl.sum(states * q_of[:, None], 0) * (scale_of_row(q_of, G) * G.RULE.scale)
                     tl.store(out_rows + token * out_token, row.to(out.dtype.element_ty), mask=is_column)
                     if is_kept:
                         room = tl.cast(new, tl.int64)

@@ -1,6 +1,7 @@
 """The updates of a recurrence (arguments.RecurrenceRule): by one token, and by all tokens of a chunk at once.
 
-Kernels ask here for all that depends on how tokens change a state. chunk_rows.py has the formulas of chunks.
+Kernels ask here for all that depends on how tokens change a state. chunk_rows.py has the formulas of chunks. G is a
+StepGeometry or a ChunkGeometry; Triton 3.6 passes no tuple within it to a function.
 """
 
 from __future__ import annotations
@@ -29,14 +30,11 @@ def load_token(k_at, v_at, decay_at, beta_at, channel, is_channel, column, is_co
 
 @triton.jit
 def fold_token(state, k_row, v_row, decay, beta, G: tl.constexpr):
-    """The state [dk, columns], float32, with a token folded in, as load_token returns it.
-
-    G: StepGeometry or ChunkGeometry
-    """
+    """The state [dk, columns], float32, with a token folded in, as load_token returns it."""
     DK_BLOCK: tl.constexpr = G.DK_BLOCK
     decay_row = decay if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay
     k = k_row.to(tl.float32)
-    k_scale = scale_of_row(k, G.RULE)
+    k_scale = scale_of_row(k, G)
     change = v_row.to(tl.float32)
     state = state * tl.exp(decay_row)[:, None]
     if G.RULE.corrects:
@@ -45,16 +43,16 @@ def fold_token(state, k_row, v_row, decay, beta, G: tl.constexpr):
 
 
 @triton.jit
-def scale_of_row(row, RULE: tl.constexpr):
+def scale_of_row(row, G: tl.constexpr):
     """The factor of a row in float32: by its norm, or 1. Columns of a state are fewer than channels of a row."""
-    return tl.rsqrt(tl.sum(row * row, 0) + NORM_EPSILON) if RULE.normalises else 1.0
+    return tl.rsqrt(tl.sum(row * row, 0) + NORM_EPSILON) if G.RULE.normalises else 1.0
 
 
 @triton.jit
-def inverse_of(a, num_rows, RULE: tl.constexpr, dtype: tl.constexpr):
+def inverse_of(a, num_rows, G: tl.constexpr, dtype: tl.constexpr):
     """T of a chunk for solved(), of dtype. a: A, [CHUNK, CHUNK], 0 from row num_rows on"""
     inverse = tl.zeros([_CHUNK, _CHUNK], dtype)
-    if RULE.corrects:
+    if G.RULE.corrects:
         row = tl.arange(0, _CHUNK)
         # With D the part of A within blocks, B that between the blocks of a pair, and T = (1 + D)^-1: B T B = 0, and
         # (1 + D + B)^-1 = T - T B T. Blocks of one token have T = 1.
@@ -69,9 +67,9 @@ def inverse_of(a, num_rows, RULE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def solved(inverse, rows, RULE: tl.constexpr):
+def solved(inverse, rows, G: tl.constexpr):
     """T times rows [CHUNK, n] of float32."""
-    if RULE.corrects:
+    if G.RULE.corrects:
         rows = tl.dot(inverse, rows.to(inverse.dtype), input_precision=exact())
     return rows
 

@@ -23,7 +23,7 @@ steps, and never if the step that completed it had a fault.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -39,6 +39,9 @@ from rocm_serve.page_tier import NO_TIER, PageTier
 _KEY_BYTES = 32
 
 _FULL = 0  # of table.spaces
+
+# Pages of rows that were freed which a step takes note of: all 2,048 of a prompt of 32k tokens take a step's time.
+_RELEASED_AT_A_STEP = 256
 
 _NOT_KEPT = -1
 
@@ -135,6 +138,8 @@ class PrefixCache:
         self._idle: tuple[OrderedDict[CachedPage, None], ...] = tuple(OrderedDict() for _ in table.spaces)
         # The pages with states of recurrent layers, the first to be given back first.
         self._states: OrderedDict[CachedPage, None] = OrderedDict()
+        # The pages of rows that were freed, with their keys and first_held: still counted as held by these rows.
+        self._left: deque[tuple[list[CachedPage | None], list[bytes], list[int]]] = deque()
         self._has_states, self._spacing = not table.states.is_empty, table.states.spacing
         self._step = 0
         self._right_until = 0
@@ -161,10 +166,17 @@ class PrefixCache:
 
     def num_idle(self, space: int) -> int:
         """Number of pages that only the cache holds. space: by its number in table.spaces"""
+        self._release_left(INT32_MAX)
         return len(self._idle[space])
+
+    @property
+    def least_idle(self) -> int:
+        """num_idle() of the full space, without the pages of rows that were freed just now."""
+        return len(self._idle[_FULL])
 
     def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[CachedPage]:
         """The pages of the longest cached prefix, without the last token, which is always computed."""
+        self._release_left(INT32_MAX)
         row.states_at = ()
         if not row.is_cached:
             return []
@@ -278,21 +290,12 @@ class PrefixCache:
 
     def leave(self, row: CachedRow) -> None:
         """Records that the row is freed. Its pages stay, and count as used now."""
-        for page_no in range(len(row.pages) - 1, -1, -1):
-            page = row.pages[page_no]
-            if page is not None and page.num_rows[_FULL] != _NOT_KEPT:
-                for space, first in enumerate(row.first_held):
-                    if page_no >= first:
-                        self._release(page, space)
-                continue
-            # Another row's page of these tokens counts as if this row had held it.
-            there = self._pages.get(row.keys[page_no])
-            if there is not None and there.num_rows[_FULL] == 0:
-                self._idle[_FULL].move_to_end(there)
+        self._left.append((row.pages, row.keys, row.first_held))
         row.pages, row.newest_state = [], None
 
     def make_room(self, space: int, num_pages: int) -> None:
         """Gives idle pages back until num_pages are free in a space, or no idle one is left."""
+        self._release_left(INT32_MAX)
         idle, missing = self._idle[space], num_pages - self._table.spaces[space].num_free_pages
         if space == _FULL:
             removed: list[CachedPage] = []
@@ -311,6 +314,7 @@ class PrefixCache:
 
     def end_step(self) -> None:
         """Counts a step that has run without reporting a fault of the steps before it."""
+        self._release_left(_RELEASED_AT_A_STEP)
         self._step += 1
         self._right_until = max(self._right_until, self._step - self._steps_until_known)
 
@@ -404,6 +408,7 @@ class PrefixCache:
 
     def _make_room_for_states(self, num: int, rows: Sequence[CachedRow] = ()) -> None:
         """Gives states back until `num` are free, or none is left. rows: their texts have passed their states"""
+        self._release_left(INT32_MAX)
         for row in rows:
             passed = row.newest_state
             if passed is not None and passed in self._states and passed.num_rows[_FULL] <= 1:  # no other row holds it
@@ -418,6 +423,24 @@ class PrefixCache:
         """Notes that a page is kept with the state after its last token, num_tokens from the beginning."""
         self._states[page] = None
         row.newest_state = None if num_tokens in row.states_at else page
+
+    def _release_left(self, most: int) -> None:
+        """Takes note of up to `most` pages of rows that were freed, the ends of their chains first."""
+        while self._left and most > 0:
+            pages, keys, first_held = self._left[0]
+            for _ in range(min(most, len(pages))):
+                page, page_no, most = pages.pop(), len(pages), most - 1
+                if page is not None and page.num_rows[_FULL] != _NOT_KEPT:
+                    for space, first in enumerate(first_held):
+                        if page_no >= first:
+                            self._release(page, space)
+                    continue
+                # Another row's page of these tokens counts as if this row had held it.
+                there = self._pages.get(keys[page_no])
+                if there is not None and there.num_rows[_FULL] == 0:
+                    self._idle[_FULL].move_to_end(there)
+            if not pages:
+                self._left.popleft()
 
     def _release(self, page: CachedPage, space: int) -> None:
         """One row less holds a page in a space, unless the cache has forgotten the page there."""

@@ -612,4 +612,4 @@ class Scheduler:
         self._table.reserve(sequence.row, kv_len)
 
     def _count_cached_pages(self) -> None:
-        self._metrics.cached_pages = self._cache.num_idle(0)
+        self._metrics.cached_pages = self._cache.least_idle if self._running else self._cache.num_idle(0)

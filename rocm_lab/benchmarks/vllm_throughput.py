@@ -1,4 +1,4 @@
-"""vLLM with our attention backend and with another one: tokens per second, and whether the text is the same.
+"""vLLM with our attention backend and with others: tokens per second, and whether the text is the same.
 
 python -m rocm_lab.benchmarks.vllm_throughput --model smollm2 --dtype float32 --out RESULTS/vllm_h200.json
 
@@ -34,7 +34,7 @@ from typing import Any
 from rocm_lab.bench.machine import version_of
 from rocm_lab.benchmarks.script import parser_of, printed, write
 
-OURS, AGAINST = "CUSTOM", "TRITON_ATTN"
+OURS, AGAINST = "CUSTOM", ("TRITON_ATTN", "FLASH_ATTN")
 MODES = ("eager", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 _WARM_UP_TOKENS, _WARM_UP_PART = 8, 4
 _VOCABULARY, _KV_BYTES = 1000, 8 << 30
@@ -64,15 +64,14 @@ def main() -> None:
     if args.run:
         generate(args)
         return
-    runs = [(backend, mode) for mode in args.modes for backend in (AGAINST, OURS)]
+    runs = [(backend, mode) for mode in args.modes for backend in (OURS, *args.against)]
     found = {run: in_its_process(*run) for run in runs}
-    rows = printed(row for mode in args.modes for row in compared(found, mode))
+    rows = printed(row for mode in args.modes for other in args.against for row in compared(found, mode, other))
     write(
         args.out,
         of_machine={"vllm": version_of("vllm")},
         model=Path(args.model).name,
         dtype=args.dtype,
-        against=AGAINST,
         compiled=not args.no_compile,
         turns=args.turns,
         rows=rows,
@@ -103,17 +102,18 @@ def in_its_process(backend: str, mode: str) -> dict[str, Any]:
     return found
 
 
-def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str) -> list[dict[str, Any]]:
-    """Returns a row for each workload of a mode that both backends have generated."""
-    ours, theirs = found.get((OURS, mode)), found.get((AGAINST, mode))
+def compared(found: Mapping[tuple[str, str], Mapping[str, Any]], mode: str, other: str) -> list[dict[str, Any]]:
+    """Returns a row for each workload of a mode that our backend and another one have generated."""
+    ours, theirs = found.get((OURS, mode)), found.get((other, mode))
     if not ours or not theirs:
         return []
     rows = []
     for name in ours:
         pairs = list(zip(ours[name]["tokens"], theirs[name]["tokens"], strict=True))
-        row = {"mode": mode, "workload": name, "requests": len(pairs), "equal": sum(a == b for a, b in pairs)}
+        row = {"against": other, "mode": mode, "workload": name, "requests": len(pairs)}
+        row["equal"] = sum(a == b for a, b in pairs)
         for speed in ("tokens_per_s", "decode_tokens_per_s"):
-            row[f"ours_{speed}"], row[f"{AGAINST.lower()}_{speed}"] = ours[name][speed], theirs[name][speed]
+            row[f"ours_{speed}"], row[f"theirs_{speed}"] = ours[name][speed], theirs[name][speed]
             row[f"{speed}_ratio"] = round(ours[name][speed] / theirs[name][speed], 3)
             row[f"{speed}_of_turns"] = [ours[name][f"{speed}_of_turns"], theirs[name][f"{speed}_of_turns"]]
         rows.append(row)
@@ -212,6 +212,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dummy", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--no-compile", action="store_true", help="full graphs of a model as it is, without Inductor")
+    parser.add_argument("--against", nargs="+", default=list(AGAINST), help="vLLM's names of other backends")
     parser.add_argument("--modes", nargs="+", default=["eager", "FULL"], choices=MODES)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest prompt")

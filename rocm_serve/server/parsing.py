@@ -18,6 +18,18 @@ from pydantic import TypeAdapter
 FAST: TypeAdapter[Any] = TypeAdapter(Any)
 # Bytes of a body that takes a millisecond to parse.
 LONG_BODY = 2**16
+# Turns of the event loop until a token that has come is written: its pipe is read, the stream that waits for it is
+# woken, and writes. One more where the engine is a thread of this process.
+_TURNS = 4
+
+
+async def let_streams_write(num_bytes: int) -> None:
+    """Lets all streams write the tokens that came during a pass over a long body, before the next pass.
+
+    num_bytes: of the body. A short one has no turn
+    """
+    for _ in range(_TURNS if num_bytes > LONG_BODY else 0):
+        await asyncio.sleep(0)
 
 
 def parsed(body: bytes) -> Any:
@@ -38,8 +50,7 @@ class ParsedRequest(Request):
             body = (await self.receive())["body"]  # the gate gives it whole
             if body:
                 self._json, num_bytes, body = parsed(body), len(body), b" "
-                if num_bytes > LONG_BODY:
-                    await asyncio.sleep(0)
+                await let_streams_write(num_bytes)
             self._body = body
         return self._body
 

@@ -25,6 +25,7 @@ from rocm_serve.server.call_grammar import calls_only, lead_of
 from rocm_serve.server.call_reader import AnswerReader, Reader, TextReader
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.parsing import let_streams_write
 from rocm_serve.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody
 from rocm_serve.server.tokenising import Tokenising
 from rocm_serve.server.tools import NamedTool
@@ -45,6 +46,8 @@ from rocm_serve.text.written_forms import (
 _COMPLETION_TOKENS = 16
 # More than the tokens of a mark that begins reasoning, and of blanks after it.
 _TOKENS_OF_A_MARK = 32
+# Bytes of a token's id in a body, with its comma.
+_ID_BYTES = 6
 # Fields of a body that Sampling has under the same name and with the same meaning; the others are converted.
 _CONVERTED = {"top_k", "seed", "logit_bias"}
 _SAMPLED = {each.name for each in fields(Sampling)} & GenerationBody.model_fields.keys() - _CONVERTED
@@ -237,10 +240,11 @@ class ServedModel:
 
     async def _tokens(self, prompt: str | Sequence[int]) -> array[int]:
         if not isinstance(prompt, str):
-            await asyncio.sleep(0)  # streams have a turn before a pass over a long list, and after it
+            num_bytes = _ID_BYTES * len(prompt)
+            await let_streams_write(num_bytes)
             with suppress(OverflowError):
                 token_ids = array("i", prompt)
-                await asyncio.sleep(0)
+                await let_streams_write(num_bytes)
                 if not prompt or np.asarray(token_ids).min() >= 0:
                     return token_ids
             raise bad_request(SHAPES["prompt"], "prompt")

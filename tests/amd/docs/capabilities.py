@@ -34,7 +34,7 @@ shape](providers.md#the-probe).
 *Dense* is a layer of 32 query heads over 8 KV heads of 128 elements, as in Llama 3.1 8B. Where nothing else is said a
 layer is in bfloat16, over K and V pages of 16 tokens, causal, without a window. FP8 is the encoding that the GPU's
 matrix units read, E4M3FNUZ on an MI300X and E4M3FN on the others. Layers with the same kernels share a row.
-[Selecting keys](sparse.md), [shared prefixes](shared_prefixes.md), [masks](steps.md#masks) and [deterministic
+[Selecting keys](sparse.md), [shared prefixes](steps.md#shared-prefixes), [masks](steps.md#masks) and [deterministic
 mode](deterministic.md) have kernels of their own, Triton's or torch's.
 """
 

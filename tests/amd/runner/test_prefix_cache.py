@@ -17,6 +17,7 @@ from rocm_attn.paging import kept_pages, page_table, request_table
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
+from rocm_serve import prefix_cache
 from rocm_serve.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
 
@@ -44,6 +45,7 @@ class Pages:
     """
 
     num_pages: int
+    max_kv_len: int = 64
     swa_pages: int = 0
     window_left: int = 0
     known: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
@@ -53,7 +55,7 @@ class Pages:
         window = SpacePages(Space.SWA, self.swa_pages, window_left=self.window_left) if self.swa_pages else None
         self.table = RequestTable(
             max_num_seqs=8,
-            max_kv_len=64,
+            max_kv_len=self.max_kv_len,
             num_pages=self.num_pages,
             page_size=PAGE,
             device=torch.device("cpu"),
@@ -159,7 +161,8 @@ def test_what_is_found_is_what_a_brute_force_finds(
         elif action == "right":
             pages.cache.all_is_right()
             pages.known = dict.fromkeys(pages.known, -STEPS_UNTIL_KNOWN)
-        check_cache(pages.cache, pages.table)
+        if action in ("idle", "right", "fail"):  # it takes note of rows that have left
+            check_cache(pages.cache, pages.table)
     for row in rows:
         pages.leave(row)
     pages.cache.clear()
@@ -174,7 +177,7 @@ def test_a_prefix_is_as_long_as_there_are_windows_for_it(
     prompts: list[tuple[int, ...]], window_left: int, swa_pages: int
 ) -> None:
     """Rows come and go, and pages of their windows with them: the longest prefix that a row could be admitted over."""
-    pages, rows = Pages(100, swa_pages, window_left), list[Row]()
+    pages, rows = Pages(100, swa_pages=swa_pages, window_left=window_left), list[Row]()
     for tokens in prompts:
         found = pages.cache.find(CachedRow(), tokens)
         keys = CachedRow().keys_up_to(pages.longest_known(tokens, "") // PAGE, tokens, PAGE)
@@ -206,6 +209,30 @@ def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:
     pages.idle_steps()
     assert pages.find((*tokens, 1)) == 12
     assert len(pages.cache) == 6
+    check_cache(pages.cache, pages.table)
+
+
+def test_the_pages_of_a_long_row_are_released_over_several_steps_and_at_once_if_they_are_needed() -> None:
+    at_a_step = prefix_cache._RELEASED_AT_A_STEP
+    pages = Pages(3 * at_a_step + 8, max_kv_len=3 * at_a_step * PAGE)
+    tokens = tuple(range((2 * at_a_step + 1) * PAGE))
+    row, _ = pages.serve(tokens)
+    pages.idle_steps()
+    pages.leave(row)
+    idle = [pages.cache.least_idle]
+    for _ in range(3):
+        pages.idle_steps(1)
+        idle.append(pages.cache.least_idle)
+    assert idle == [0, at_a_step, 2 * at_a_step, 2 * at_a_step + 1]
+    row, found = pages.serve((*tokens, 1))
+    assert found == len(tokens)
+    pages.leave(row)
+    pages.idle_steps(1)
+    again, found = pages.serve((*tokens, 1))  # they are needed at once
+    assert (found, pages.cache.least_idle) == (len(tokens), 0)
+    pages.leave(again)
+    pages.cache.make_room(0, pages.table.full.num_usable_pages)
+    assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages
     check_cache(pages.cache, pages.table)
 
 

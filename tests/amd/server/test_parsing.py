@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
 
 from rocm_serve.limits import RequestLimits
 from rocm_serve.request import Request
-from rocm_serve.server import gate, parsing
+from rocm_serve.server import gate, parsing, served_model
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.parsing import LONG_BODY, ParsedRequest, parsed
+from rocm_serve.server.parsing import LONG_BODY, ParsedRequest, let_streams_write, parsed
 from rocm_serve.server.schema import CompletionBody
 from rocm_serve.server.served_model import ServedModel
 from tests.amd.runner.async_engines import engine
@@ -78,7 +79,9 @@ def test_a_bodys_bytes_are_forgotten_before_its_request_runs(monkeypatch: pytest
     assert before == [1]
 
 
-async def test_other_work_has_a_turn_between_two_passes_over_a_long_body() -> None:
+async def test_a_token_that_comes_during_a_pass_over_a_long_body_is_written_before_the_next_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ids = [1] * LONG_BODY
     body = json.dumps({"prompt": ids}).encode()
 
@@ -86,14 +89,34 @@ async def test_other_work_has_a_turn_between_two_passes_over_a_long_body() -> No
         return {"type": "http.request", "body": body}
 
     model = ServedModel("tiny", None, RequestLimits(2 * LONG_BODY, 2 * LONG_BODY, 64, None), ServerOptions())
-    for passing in (
-        ParsedRequest({"type": "http", "headers": []}, receive).json(),
-        model.completion_requests(CompletionBody(model="tiny", prompt=ids), ""),
-    ):
-        turns: list[int] = []
-        asyncio.get_running_loop().call_soon(turns.append, 1)
-        await passing
-        assert turns
+    reading = ParsedRequest({"type": "http", "headers": []}, receive).json()
+    making = model.completion_requests(CompletionBody(model="tiny", prompt=ids), "")
+    loop, num_bytes = asyncio.get_running_loop(), list[int]()
+
+    async def noted(size: int) -> None:
+        """A token comes through a pipe and a queue of the loop, and its stream waits for it."""
+        num_bytes.append(size)
+        ours, theirs = socket.socketpair()
+        token, written = loop.create_future(), list[bool]()
+        loop.add_reader(ours, lambda: (loop.remove_reader(ours), loop.call_soon_threadsafe(token.set_result, True)))
+
+        async def stream() -> None:
+            written.append(await token)
+
+        waiting = asyncio.create_task(stream())
+        await asyncio.sleep(0)
+        with ours, theirs:
+            theirs.send(b"1")
+            await let_streams_write(size)
+            assert written == [True]
+        await waiting
+
+    monkeypatch.setattr(parsing, "let_streams_write", noted)
+    monkeypatch.setattr(served_model, "let_streams_write", noted)
+    await reading
+    await making
+    assert num_bytes[0] == len(body)
+    assert len(num_bytes) == 3
 
 
 async def test_long_bodies_are_parsed_at_a_pace_that_leaves_others_most_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,17 @@
 """Recurrence: what a model fixes about a layer that keeps a state in place of K and V: delta nets, KDA, Mamba2.
 
-    S <- exp(decay) * S                        for each head; S is [k_dim, v_dim]
-    S <- S + k (beta * (v - S^T k))^T          the delta rule (DELTA), or
-    S <- S + k (beta * v)^T                    sums (SUM)
-    out = scale * S^T q
-
-Sources: Gated Delta Networks (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba2 (arXiv 2405.21060). In Mamba2's
-names q is C, k is B, v is x, beta is dt, and decay is dt * A.
+Update has the formulas and their sources.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from rocm_attn.errors import BadProblem, BadSetting
+from rocm_attn.kernels.states.arguments import RecurrenceRule, Update
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE
 
@@ -28,13 +23,6 @@ def _whole_numbers(value: object, of: str, *names: str) -> None:
             object.__setattr__(value, name, whole_number(f"{name} of {of}", getattr(value, name)))
         except BadSetting as error:
             raise BadProblem(str(error)) from None
-
-
-class Update(enum.Enum):
-    """How a token changes the state."""
-
-    DELTA = "delta rule"
-    SUM = "sums"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +105,24 @@ class Recurrence:
             object.__setattr__(self, "scale", self.k_dim**-0.5)
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:
             raise BadProblem(f"scale is {self.scale}; it must be a positive number from 2**-100 to 2**100")
+
+
+def rule_of(layer: Recurrence) -> RecurrenceRule:
+    """The recurrence as kernels take it."""
+    return RecurrenceRule.of(layer.update, layer.scale, normalises=layer.normalises)
+
+
+class TensorForm(NamedTuple):
+    """The shape of a tensor for one token, or for one slot, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def tensors_of(layer: Recurrence) -> dict[str, TensorForm]:
+    """The tensors of RecurrentTokens, in order, by name."""
+    keys = TensorForm((layer.num_k_heads, layer.k_dim), layer.dtype)
+    values = TensorForm((layer.num_heads, layer.v_dim), layer.dtype)
+    decay = (layer.num_heads, layer.k_dim) if layer.channel_decay else (layer.num_heads,)
+    beta = TensorForm((layer.num_heads,), torch.float32)
+    return {"q": keys, "k": keys, "v": values, "decay": TensorForm(decay, torch.float32), "beta": beta, "out": values}

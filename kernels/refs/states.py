@@ -89,7 +89,7 @@ def recur(
     for of_seq, token, is_taken, is_first in steps:
         first_state = torch.where(is_first, state, first_state)
         decayed, column = state * factor[of_seq], k[of_seq][..., None]
-        change = v[of_seq] - (column * decayed).sum(2) if recurrence.delta else v[of_seq]
+        change = v[of_seq] - (column * decayed).sum(2) if recurrence.corrects else v[of_seq]
         change = beta[of_seq][..., None] * change
         state = torch.where(is_taken, decayed + column * change[..., None, :], state)
         results[token] = recurrence.scale * (q[of_seq][..., None] * state).sum(2)

@@ -16,6 +16,7 @@ that a step does not count in `pending` is undefined too, and neither is read.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,27 +80,41 @@ class StatePlaces:
         assert self.max_q_len >= 1
 
 
-class RecurrenceRule(NamedTuple):
-    """The recurrence of a layer, for each v head with state S [dk, dv] and each token t:
+class Update(enum.Enum):
+    """How a token changes the state.
 
-        S <- exp(decay_t) * S           a head's decay, or row i of S by that of channel i
-        u  = beta_t * (v_t - S^T k_t)   delta
-        u  = beta_t * v_t               otherwise
-        S <- S + k_t u^T
-        out_t = scale * S^T q_t
+    For each v head, the state S is a matrix [dk, dv], and a token does this in order:
 
-    delta:      whether u is the difference to v that the state predicts
-    scale:      of outputs
-    normalises: whether q and k are divided by their norms first: x / sqrt(sum(x^2) + 1e-6)
+        S <- exp(decay) * S                      a head's decay, or row i of S by that of channel i
+        S <- S + k (beta * (v - S^T k))^T        DELTA
+        S <- S + k (beta * v)^T                  SUM
+        out = scale * S^T q
 
-    The gated delta rule is from Gated Delta Networks (arXiv 2412.06464), decays of channels are from Kimi Linear (arXiv
-    2510.26692), and the form without delta is from Mamba 2 (arXiv 2405.21060): k is B, q is C, beta is the step size dt
-    and decay is dt * A. The norm is transformers' l2norm (modeling_qwen3_next.py).
+    DELTA is from Gated Delta Networks (arXiv 2412.06464), decays of channels from Kimi Linear (arXiv 2510.26692), and
+    SUM from Mamba2 (arXiv 2405.21060), in whose names k is B, q is C, v is x, beta is dt, and decay is dt * A.
     """
 
-    delta: bool
+    DELTA = "delta rule"
+    SUM = "sums"
+
+
+class RecurrenceRule(NamedTuple):
+    """The recurrence of a layer, as plain numbers for kernels. Update has the formulas.
+
+    corrects:   whether what a token adds depends on the state, which predicts v
+    scale:      of outputs
+    normalises: whether q and k are divided by their norms first: x / sqrt(sum(x^2) + 1e-6), transformers' l2norm
+                (modeling_qwen3_next.py)
+    """
+
+    corrects: bool
     scale: float
     normalises: bool
+
+    @classmethod
+    def of(cls, update: Update, scale: float, *, normalises: bool) -> RecurrenceRule:
+        """The rule of a layer whose tokens change the state by an update."""
+        return cls(update is Update.DELTA, scale, normalises)
 
 
 class RecurrentTokens(NamedTuple):

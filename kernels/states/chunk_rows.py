@@ -4,7 +4,7 @@ Numbers of a chunk are i, j in [0, CHUNK). With G[i] the sum of the decays of to
 
     A[i, j] = beta[i] * sum over channels: k[i] * k[j] * exp(G[i] - G[j])      for j < i, else 0
     P[i, j] = scale * sum over channels: q[i] * k[j] * exp(G[i] - G[j])        for j <= i, else 0
-    T       = (1 + A)^-1                                                       1 without delta
+    T       = (1 + A)^-1                                                       1 for sums
     u       = T (beta * v)                     w = T (beta * k * exp(G))
     read[i] = scale * q[i] * exp(G[i])         write[i] = k[i] * exp(G[last] - G[i])
 
@@ -34,9 +34,9 @@ from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.chunk_space import chunk_geometry, close, exact, rows_of, words_of
-from rocm_attn.kernels.states.fold_token import NORM_EPSILON
+from rocm_attn.kernels.states.chunk_space import chunk_geometry, exact, rows_of, words_of
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
+from rocm_attn.kernels.states.updates import NORM_EPSILON, inverse_of, solved
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
@@ -49,33 +49,6 @@ _STRONGEST = tl.constexpr(-128.0)
 def _most_decay(dtype: tl.dtype) -> float:
     """The logarithm to base 2 of the strongest decay that operands of dtype are divided by: no digit is lost."""
     return {tl.bfloat16: -80.0, tl.float16: -3.0}.get(dtype, -1.0)
-
-
-@triton.jit
-def _inverse(a, num_rows, dtype: tl.constexpr):
-    """(1 + a)^-1 of a strictly lower triangular matrix [CHUNK, CHUNK]; a is 0 from row num_rows on.
-
-    dtype: that the result is rounded to
-    """
-    row = tl.arange(0, _CHUNK)
-    # With D the part of a within blocks, B that between the blocks of a pair, and T = (1 + D)^-1: B T B = 0, and
-    # (1 + D + B)^-1 = T - T B T. Blocks of one token have T = 1.
-    inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - tl.where(_is_pair(row), a, 0.0)
-    size = 2
-    while size < num_rows:
-        between = tl.dot(tl.where(_is_pair(row // size), a, 0.0), inverse, input_precision=close(dtype))
-        inverse -= tl.dot(inverse, between, input_precision=close(dtype))
-        size *= 2
-    return inverse
-
-
-@triton.jit
-def _is_pair(block):
-    """[CHUNK, CHUNK]: whether a row's block is the second one of a pair, and a column's the first one of the same pair.
-
-    block: the number of each token's block
-    """
-    return (block % 2 == 1)[:, None] & (block[:, None] == block[None, :] + 1)
 
 
 @triton.jit
@@ -220,7 +193,7 @@ def _chunk_rows_kernel(
                 channel = first + tl.arange(0, G.DK_PART)
                 q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART)
                 k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART)
-                if G.NORMALISES:
+                if G.RULE.normalises:
                     of_q += tl.sum(q_rows * q_rows, 1)
                     of_k += tl.sum(k_rows * k_rows, 1)
                 if G.CHANNELS:
@@ -230,7 +203,7 @@ def _chunk_rows_kernel(
                     earlier = tl.trans(k_rows.to(k.dtype.element_ty))
                     a = tl.dot(k_rows.to(k.dtype.element_ty), earlier, a, input_precision=exact())
                     p = tl.dot(q_rows.to(k.dtype.element_ty), earlier, p, input_precision=exact())
-            if G.NORMALISES:
+            if G.RULE.normalises:
                 of_q = tl.rsqrt(of_q + NORM_EPSILON)
                 of_k = tl.rsqrt(of_k + NORM_EPSILON)
                 a *= of_k[:, None] * of_k[None, :]
@@ -250,15 +223,13 @@ def _chunk_rows_kernel(
                 since_first = tl.exp(tl.cumsum(decays, 0))
                 until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
                 tl.store(words.decay, tl.exp(tl.sum(decays, 0)))
-                tl.store(words.read + row, since_first * of_q * G.SCALE, mask=is_row)
+                tl.store(words.read + row, since_first * of_q * G.RULE.scale, mask=is_row)
                 tl.store(words.write + row, until_last * of_k, mask=is_row)
-            p = tl.where(row[:, None] >= row[None, :], p * G.SCALE, 0.0)
+            p = tl.where(row[:, None] >= row[None, :], p * G.RULE.scale, 0.0)
             _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
-            inverse = tl.zeros([_CHUNK, _CHUNK], k.dtype.element_ty)
-            if G.DELTA:
-                inverse = _inverse(tl.where(is_before, a * strength[:, None], 0.0), num_rows, k.dtype.element_ty)
-                inverse = inverse.to(k.dtype.element_ty)
-            if G.CHANNELS or G.DELTA:
+            a = tl.where(is_before, a * strength[:, None], 0.0)
+            inverse = inverse_of(a, num_rows, G, k.dtype.element_ty)
+            if G.CHANNELS or G.RULE.corrects:
                 for first in range(0, G.DK, G.DK_PART):
                     channel = first + tl.arange(0, G.DK_PART)
                     k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
@@ -269,19 +240,16 @@ def _chunk_rows_kernel(
                         until_last = tl.exp2(_sums(decays, row[:, None] < row[None, :], k.dtype.element_ty))
                         _store_rows(to.write, is_row, channel, k_rows * until_last, G.DK, G.DK_PART)
                         since = tl.exp2(_sums(decays, row[:, None] >= row[None, :], k.dtype.element_ty))
-                        q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.SCALE)[:, None]
+                        q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.RULE.scale)[:, None]
                         _store_rows(to.read, is_row, channel, q_rows * since, G.DK, G.DK_PART)
                         w *= since
                     else:
                         w *= since_first[:, None]
-                    if G.DELTA:
-                        w = tl.dot(inverse, w.to(k.dtype.element_ty), input_precision=exact())
-                        _store_rows(to.w, is_row, channel, w, G.DK, G.DK_PART)
+                    if G.RULE.corrects:
+                        _store_rows(to.w, is_row, channel, solved(inverse, w, G), G.DK, G.DK_PART)
             for first in range(0, G.DV, G.DV_PART):
                 column = first + tl.arange(0, G.DV_PART)
-                u = _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None]
-                if G.DELTA:
-                    u = tl.dot(inverse, u.to(k.dtype.element_ty), input_precision=exact())
+                u = solved(inverse, _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None], G)
                 _store_rows(to.u, is_row, column, u, G.DV, G.DV_PART)
 
 

@@ -36,7 +36,6 @@ class ChunkGeometry(NamedTuple):
     DK_PART, DV_PART:   columns of rows that are in registers at the same time, before the walk
     ROW, WORDS:         RecurrentSlots.row_elements and chunk_words
     CHANNELS:           whether each channel decays by itself
-    DELTA, SCALE, NORMALISES: the recurrence
     """
 
     HEADS: int
@@ -50,9 +49,7 @@ class ChunkGeometry(NamedTuple):
     ROW: int
     WORDS: int
     CHANNELS: bool
-    DELTA: bool
-    SCALE: float
-    NORMALISES: bool
+    RULE: RecurrenceRule
 
 
 @constexpr_function
@@ -124,9 +121,7 @@ def chunk_geometry(
         ROW=slots.row_elements,
         WORDS=slots.chunk_words,
         CHANNELS=slots.has_channels,
-        DELTA=recurrence.delta,
-        SCALE=recurrence.scale,
-        NORMALISES=recurrence.normalises,
+        RULE=recurrence,
     )
     return geometry, workspace[: words - num_words].view(slots.k.dtype), workspace[words - num_words : words]
 

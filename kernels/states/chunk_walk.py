@@ -2,7 +2,7 @@
 
 With the values that chunk_rows.py has written of a chunk, and S the state before it:
 
-    changes = u - w S              without delta: u
+    changes = u - w S              for sums: u
     out     = read S + P changes
     S       <- exp(G[last]) * S + write^T changes
 
@@ -21,7 +21,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.chunk_space import chunk_geometry, exact, least_block, rows_of, words_of
-from rocm_attn.kernels.states.fold_token import fold_token, load_token, scale_of_row
+from rocm_attn.kernels.states.updates import fold_token, load_token
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
@@ -100,10 +100,7 @@ def _chunk_walk_kernel(
                     is_column,
                     G.CHANNELS,
                 )
-                decay_row = decay_of if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay_of
-                k_of = k_row.to(tl.float32)
-                k_scale = scale_of_row(k_of, G.NORMALISES)
-                states = fold_token(states, k_of, k_scale, v_row.to(tl.float32), decay_row, beta_of, G.DELTA)
+                states = fold_token(states, k_row, v_row, decay_of, beta_of, G)
         row = tl.arange(0, _CHUNK)
         place = first_token // _CHUNK + seq
         for begin in range(0, q_len, _CHUNK):
@@ -114,7 +111,7 @@ def _chunk_walk_kernel(
             in_v = is_row[:, None] & is_column[None, :]
             changes = tl.load(of.u[:, None] + column[None, :], mask=in_v, other=0.0).to(tl.float32)
             operand = states.to(rows.dtype.element_ty)
-            if G.DELTA:
+            if G.RULE.corrects:
                 w = tl.load(of.w[:, None] + channel[None, :], mask=in_k, other=0.0)
                 changes -= tl.dot(w, operand, input_precision=exact())
             words = words_of(chunk_words, place + begin // _CHUNK, head, G)
@@ -166,7 +163,7 @@ def launch_chunk_walk(
     itemsize = slots.k.itemsize
     of_bytes = state_bytes // (geometry.DK_BLOCK * itemsize)
     columns = max(least_block(slots), min(geometry.DV_BLOCK, most_columns, of_bytes))
-    rows_of_k = 3 if recurrence.delta else 2
+    rows_of_k = 3 if recurrence.corrects else 2
     chunk_bytes = arguments.CHUNK * (rows_of_k * geometry.DK_BLOCK + columns + arguments.CHUNK) * itemsize
     stages = max(1, min(3, _MOST_BYTES_AHEAD // chunk_bytes))
     options = {"num_stages": stages} if on_nvidia() else {"num_stages": 1, "waves_per_eu": 2}

@@ -19,7 +19,7 @@ from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.fold_token import fold_token, load_token, scale_of_row
+from rocm_attn.kernels.states.updates import fold_token, load_token, scale_of_row
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
@@ -39,7 +39,6 @@ class StepGeometry(NamedTuple):
     STATE_ROW:     elements between a state's rows
     MOST_KEPT:     tokens that a slot has room for
     CHANNELS:      whether each channel decays by itself
-    DELTA, SCALE, NORMALISES: the recurrence
     CLEARS:        whether rows of out that belong to no sequence are cleared
     """
 
@@ -51,9 +50,7 @@ class StepGeometry(NamedTuple):
     STATE_ROW: int
     MOST_KEPT: int
     CHANNELS: bool
-    DELTA: bool
-    SCALE: float
-    NORMALISES: bool
+    RULE: RecurrenceRule
     CLEARS: bool
 
 
@@ -186,13 +183,10 @@ def _token_steps_kernel(
                         is_column,
                         G.CHANNELS,
                     )
-                decay_row = decay_of if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay_of
-                k_of = k_row.to(tl.float32)
-                k_scale = scale_of_row(k_of, G.NORMALISES)
-                states = fold_token(states, k_of, k_scale, v_row.to(tl.float32), decay_row, beta_of, G.DELTA)
+                states = fold_token(states, k_row, v_row, decay_of, beta_of, G)
                 if is_new:
                     q_of = tl.load(q_new + token * q_token, mask=is_channel, other=0.0).to(tl.float32)
-                    row = tl.sum(states * q_of[:, None], 0) * (scale_of_row(q_of, G.NORMALISES) * G.SCALE)
+                    row = tl.sum(states * q_of[:, None], 0) * (scale_of_row(q_of, G) * G.RULE.scale)
                     tl.store(out_rows + token * out_token, row.to(out.dtype.element_ty), mask=is_column)
                     if is_kept:
                         room = tl.cast(new, tl.int64)
@@ -253,9 +247,7 @@ def launch_token_steps(
             STATE_ROW=slots.state.stride(2),
             MOST_KEPT=slots.most_kept,
             CHANNELS=slots.has_channels,
-            DELTA=recurrence.delta,
-            SCALE=recurrence.scale,
-            NORMALISES=recurrence.normalises,
+            RULE=recurrence,
             CLEARS=clears,
         ),
         num_warps=1 if on_nvidia() else 4,

@@ -11,7 +11,7 @@ from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.states.arguments import RecurrentTokens
 from rocm_attn.problem import Indexer, PoolKind, Problem
-from rocm_attn.recurrence import Recurrence
+from rocm_attn.recurrence import Recurrence, tensors_of
 
 
 class ZeroInputs:
@@ -68,23 +68,19 @@ class ZeroInputs:
 
         A layer without such a convolution gets rows that lie one after the other.
         """
-        k_shape, v_shape = (form.num_k_heads, form.k_dim), (form.num_heads, form.v_dim)
-        widths, dtype = [math.prod(k_shape), math.prod(k_shape), math.prod(v_shape)], form.dtype
+        of_token = tensors_of(form)
+
+        def zeros(name: str) -> Tensor:
+            shape, dtype = of_token[name]
+            return self._zeros(name, (num_tokens, *shape), dtype)
+
+        widths = [math.prod(of_token[name].shape) for name in "qkv"]
         if form.convolution.channels == sum(widths):
-            rows = self._zeros("convolved", (num_tokens, sum(widths)), dtype)
-            q, k, v = torch.split(rows, widths, 1)
+            sides = torch.split(self._zeros("convolved", (num_tokens, sum(widths)), form.dtype), widths, 1)
+            q, k, v = (side.view(num_tokens, *of_token[name].shape) for name, side in zip("qkv", sides, strict=True))
         else:
-            named = zip(("q", "k", "v"), widths, strict=True)
-            q, k, v = (self._zeros(name, (num_tokens, width), dtype) for name, width in named)
-        channels = (form.k_dim,) if form.channel_decay else ()
-        return RecurrentTokens(
-            q.view(num_tokens, *k_shape),
-            k.view(num_tokens, *k_shape),
-            v.view(num_tokens, *v_shape),
-            self._zeros("decay", (num_tokens, form.num_heads, *channels), torch.float32),
-            self._zeros("beta", (num_tokens, form.num_heads), torch.float32),
-            self._zeros("out", (num_tokens, *v_shape), dtype),
-        )
+            q, k, v = map(zeros, "qkv")
+        return RecurrentTokens(q, k, v, *map(zeros, ("decay", "beta", "out")))
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape)

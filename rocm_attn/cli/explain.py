@@ -314,7 +314,7 @@ def _state(layer: RecurrentLayer, dtype: torch.dtype) -> dict[str, Any]:
         "conv_channels": layer.conv_channels,
         "bytes_per_slot": layer.num_bytes(dtype),
     }
-    return {**asdict(layer), "rule": layer.rule.value, **sizes}
+    return {**asdict(layer), "rule": layer.rule.name, **sizes}
 
 
 def _shared(kind: LayerKind) -> list[str]:

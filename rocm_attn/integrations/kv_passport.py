@@ -19,11 +19,12 @@ from rocm_attn.errors import BadSetting, BadTensor, Unsupported
 from rocm_attn.integrations.owners import Owner, pool_of, problems_of, spaces_of, states_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.paging.storage import PagePool
 from rocm_attn.problem import DTYPES, UNLIMITED_WINDOW, Problem
-from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.recurrence import Convolution, Recurrence
 
 # The version of the passport and of the buffer's order. Any other version is refused.
 VERSION = 2

@@ -73,17 +73,8 @@ class AttentionConfig:
         return replace(self, attention=self.attention.on_one_of(num_ranks))
 
 
-class RecurrentTensors(enum.Enum):
-    """How a file holds the matrices around a recurrent layer."""
-
-    BY_KEY_HEAD = "the rows of q, k, v and the gate of a key head, then those of the next one"
-    BY_KIND = "q, k and v in one tensor, the gate in another"
-    MAMBA = "the rows of the gate, v, k and q, and the step sizes"
-    KIMI = "q, k and v each, with a convolution each; gates of a rank"
-
-
 class GatedNorm(enum.Enum):
-    """Where the norm of a Mamba2 layer is, over the heads of each group."""
+    """Where the norm of a recurrent layer is, over the value heads of each key head."""
 
     AFTER_GATE = "on the product of output and gate"
     BEFORE_GATE = "on the output, which the gate multiplies then"
@@ -96,14 +87,15 @@ class RecurrentProjections:
 
     in_bias, out_bias: whether the projections of the input and of the output add a bias
     convolved_bias:    whether the convolution adds one
-    norm:              of Mamba2
+    norm:              where the norm is, if files of this kind differ in that
+    by_key_head:       whether a file holds the rows of q, k, v and the gate of a key head, then those of the next one
     """
 
-    tensors: RecurrentTensors
     in_bias: bool = False
     convolved_bias: bool = False
     out_bias: bool = False
     norm: GatedNorm = GatedNorm.AFTER_GATE
+    by_key_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)

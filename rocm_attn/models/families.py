@@ -74,17 +74,21 @@ from rocm_attn.models.hf_projections import (
     Projections,
     bias_everywhere_if_said,
     bias_on_qkv,
-    by_key_head,
-    by_kind,
     gated_heads,
     interleaved_rows,
     no_bias,
     normed_heads,
-    of_kimi,
-    of_mamba,
     rows_with_indexers,
 )
-from rocm_attn.models.hf_recurrent import HybridAttention, gated_delta, kimi_delta, mamba
+from rocm_attn.models.hf_recurrent import (
+    HybridAttention,
+    by_key_head,
+    gated_delta,
+    kimi_delta,
+    mamba,
+    of_mamba,
+    plain_recurrence,
+)
 from rocm_attn.models.hf_rope import no_rope, one_rope, rope_of_each_kind, rope_of_first_elements
 from rocm_attn.models.hf_spans import WithSpans, gemma4_image_layers, paligemma_layers
 from rocm_attn.models.mlp_config import Mlp
@@ -144,7 +148,7 @@ class Decoder:
     own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
     has_layer_factors: bool = False
     gguf: str = ""
-    recurrent_projections: Callable[[Fields], RecurrentProjections] = by_kind
+    recurrent_projections: Callable[[Fields], RecurrentProjections] = plain_recurrence
     renamed: Mapping[str, str] = field(default_factory=dict)
     factors: Callable[[Fields], RowFactors] = no_factors
     unread: tuple[str, ...] = ()
@@ -391,7 +395,6 @@ _KIMI_LINEAR_FAMILY = Family(
         kimi_experts,
         interleaved_rows,
         no_rope,
-        recurrent_projections=of_kimi,
         renamed={
             ".block_sparse_moe.": ".mlp.",
             ".w1.": ".gate_proj.",

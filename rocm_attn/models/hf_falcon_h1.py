@@ -10,8 +10,7 @@ from dataclasses import replace
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import GatedNorm, Multipliers, RecurrentProjections, RowFactors
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
-from rocm_attn.models.hf_projections import of_mamba
-from rocm_attn.models.hf_recurrent import Places, mamba
+from rocm_attn.models.hf_recurrent import Places, mamba, of_mamba
 
 # Defaults of transformers' FalconH1Config for absent fields.
 FALCON_H1_DEFAULTS: dict[str, object] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.config import HeadProjections, LatentProjections, RecurrentProjections, RecurrentTensors
+from rocm_attn.models.config import HeadProjections, LatentProjections
 from rocm_attn.models.fields import Fields
 from rocm_attn.models.hf_indexer import own_indexers
 
@@ -39,32 +39,6 @@ def gated_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
     """[layers] Like normed_heads, with a gate on the output of each head."""
     has_bias = fields.flag("attention_bias", False)
     return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True, gate=True),) * num_layers
-
-
-def by_key_head(fields: Fields) -> RecurrentProjections:
-    """The projections of Qwen3-Next's recurrent layers."""
-    return RecurrentProjections(RecurrentTensors.BY_KEY_HEAD)
-
-
-def by_kind(fields: Fields) -> RecurrentProjections:
-    """The projections of Qwen3.5's recurrent layers."""
-    return RecurrentProjections(RecurrentTensors.BY_KIND)
-
-
-def of_kimi(fields: Fields) -> RecurrentProjections:
-    """The projections of Kimi's recurrent layers."""
-    return RecurrentProjections(RecurrentTensors.KIMI)
-
-
-def of_mamba(fields: Fields) -> RecurrentProjections:
-    """The projections of Mamba2's layers, which add a bias as mamba_proj_bias and mamba_conv_bias say."""
-    has_bias = fields.flag("mamba_proj_bias", False)
-    return RecurrentProjections(
-        RecurrentTensors.MAMBA,
-        in_bias=has_bias,
-        convolved_bias=fields.flag("mamba_conv_bias", True),
-        out_bias=has_bias,
-    )
 
 
 def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple[Projections, ...]]:

@@ -11,10 +11,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.kernels.states.arguments import Update
+from rocm_attn.models.config import RecurrentProjections
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.recurrent import RecurrentLayer, Rule
 from rocm_attn.problem import EarlierSelection
+
+GATED_DELTA = Rule("gated delta rule", Update.DELTA)
+KIMI_DELTA = Rule("Kimi delta attention", Update.DELTA, channel_decay=True)
+STATE_SPACE = Rule("Mamba2", Update.SUM, scale=1.0, normalises=False, norms_groups=True)
 
 _LINEAR = "linear_attention"
 _TYPES = (_LINEAR, "full_attention", "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
@@ -85,7 +91,17 @@ def gated_delta(fields: Fields) -> RecurrentLayer:
         )
     key_dim, value_dim = fields.count("linear_key_head_dim"), fields.count("linear_value_head_dim")
     width = fields.count("linear_conv_kernel_dim")
-    return RecurrentLayer(Rule.GATED_DELTA, key_heads, value_heads, key_dim, value_dim, width)
+    return RecurrentLayer(GATED_DELTA, key_heads, value_heads, key_dim, value_dim, width)
+
+
+def plain_recurrence(fields: Fields) -> RecurrentProjections:
+    """The projections of recurrent layers whose files have one form: Qwen3.5's and Kimi's."""
+    return RecurrentProjections()
+
+
+def by_key_head(fields: Fields) -> RecurrentProjections:
+    """The projections of Qwen3-Next's recurrent layers."""
+    return RecurrentProjections(by_key_head=True)
 
 
 def kimi_delta(fields: Fields) -> RecurrentLayer:
@@ -95,7 +111,7 @@ def kimi_delta(fields: Fields) -> RecurrentLayer:
     heads, dim, width = (
         older.count(old) if older.has(old) else fields.count(f"linear_{name}") for old, name in names.items()
     )
-    return RecurrentLayer(Rule.KIMI_DELTA, heads, heads, dim, dim, width)
+    return RecurrentLayer(KIMI_DELTA, heads, heads, dim, dim, width)
 
 
 def mamba(fields: Fields) -> RecurrentLayer:
@@ -119,9 +135,16 @@ def mamba(fields: Fields) -> RecurrentLayer:
         raise BadModel(
             f"config.json: time_step_limit is {shown(fields.values['time_step_limit'])}; it must be 0 and infinity"
         )
-    sizes = (fields.count(f"mamba_{name}") for name in ("d_state", "d_conv"))
-    rows, width = sizes
-    return RecurrentLayer(Rule.STATE_SPACE, groups, heads, rows, dim, width)
+    rows, width = (fields.count(f"mamba_{name}") for name in ("d_state", "d_conv"))
+    return RecurrentLayer(STATE_SPACE, groups, heads, rows, dim, width)
+
+
+def of_mamba(fields: Fields) -> RecurrentProjections:
+    """The projections of Mamba2's layers, which add a bias as mamba_proj_bias and mamba_conv_bias say."""
+    has_bias = fields.flag("mamba_proj_bias", False)
+    return RecurrentProjections(
+        in_bias=has_bias, convolved_bias=fields.flag("mamba_conv_bias", True), out_bias=has_bias
+    )
 
 
 # transformers writes infinity as an object.

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
 
 import torch
 
 from rocm_attn.errors import Unsupported
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.models.shards import Shard
-from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.recurrence import Convolution, Recurrence
 
 
-class Rule(enum.Enum):
-    """How a layer folds a token into its state: the delta rule, with decays of heads or of elements of k; or sums."""
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A kind of recurrent layer: how it folds tokens into its state. hf_recurrent.py has the kinds.
 
-    GATED_DELTA = "gated delta rule"
-    KIMI_DELTA = "Kimi delta attention"
-    STATE_SPACE = "Mamba2"
+    name: in words
+    update, channel_decay, scale, normalises: see Recurrence
+    norms_groups: whether there is a norm over the value heads of each key head, which ranks cannot cut
+    """
+
+    name: str
+    update: Update
+    channel_decay: bool = False
+    scale: float = 0.0
+    normalises: bool = True
+    norms_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +57,29 @@ class RecurrentLayer:
 
     def recurrence(self, dtype: torch.dtype) -> Recurrence:
         """The layer as the attention runtime takes it. Raises BadProblem."""
-        sums = self.rule is Rule.STATE_SPACE
+        rule = self.rule
         return Recurrence(
             num_heads=self.num_value_heads,
             num_k_heads=self.num_key_heads,
             k_dim=self.key_dim,
             v_dim=self.value_dim,
             dtype=dtype,
-            update=Update.SUM if sums else Update.DELTA,
-            channel_decay=self.rule is Rule.KIMI_DELTA,
-            scale=1.0 if sums else self.key_dim**-0.5,
+            update=rule.update,
+            channel_decay=rule.channel_decay,
+            scale=rule.scale,
             convolution=Convolution(self.conv_channels, self.conv_width),
-            normalises=not sums,
+            normalises=rule.normalises,
         )
 
     def on_one_of(self, num_ranks: int) -> RecurrentLayer:
         """The part of one tensor-parallel rank: value heads are cut like query heads, key heads like KV heads.
 
-        Raises Unsupported if a norm of Mamba2 would be cut that is not one over all heads.
+        Raises Unsupported if a norm would be cut that is not one over all heads.
         """
-        if self.rule is Rule.STATE_SPACE and self.num_key_heads > 1 and self.num_key_heads % num_ranks:
+        if self.rule.norms_groups and self.num_key_heads > 1 and self.num_key_heads % num_ranks:
             raise Unsupported(
-                f"Mamba2's {self.num_key_heads} groups, each with a norm over its heads, are not divided over "
-                f"{num_ranks} ranks; use a number of ranks that divides the groups",
+                f"{self.rule.name}'s {self.num_key_heads} groups, each with a norm over its heads, are not divided "
+                f"over {num_ranks} ranks; use a number of ranks that divides the groups",
                 [],
             )
         heads = Shard(0, num_ranks).heads(self.num_value_heads, self.num_key_heads)

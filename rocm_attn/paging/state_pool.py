@@ -18,7 +18,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.states.arguments import HEADER_WORDS, ConvolutionSlots, RecurrentSlots
 from rocm_attn.machine.settings import whole_number
-from rocm_attn.recurrence import Recurrence
+from rocm_attn.recurrence import Recurrence, TensorForm, tensors_of
 
 # The two parts of a layer that a step stores.
 CONVOLUTION, STATE = "convolution", "state"
@@ -59,35 +59,23 @@ class RecurrentLayers:
 NO_RECURRENT_LAYERS = RecurrentLayers()
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor of a layer's slot."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return -(-math.prod(self.shape) * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def _parts_of(layer: Recurrence, kept: int) -> list[_Part]:
+def _parts_of(layer: Recurrence, kept: int) -> list[TensorForm]:
     """The tensors of a layer's slot: its convolution's inputs, its state, and the kept k, v, decay and beta."""
-    convolution, heads = layer.convolution, layer.num_heads
-    decays = (layer.k_dim,) if layer.channel_decay else ()
+    convolution, of_token = layer.convolution, tensors_of(layer)
     return [
-        _Part(layer.dtype, (convolution.width - 1 + kept, convolution.channels)),
-        _Part(layer.state_dtype, (heads, layer.k_dim, layer.v_dim)),
-        _Part(layer.dtype, (kept, layer.num_k_heads, layer.k_dim)),
-        _Part(layer.dtype, (kept, heads, layer.v_dim)),
-        _Part(torch.float32, (kept, heads, *decays)),
-        _Part(torch.float32, (kept, heads)),
+        TensorForm((convolution.width - 1 + kept, convolution.channels), layer.dtype),
+        TensorForm((layer.num_heads, layer.k_dim, layer.v_dim), layer.state_dtype),
+        *(TensorForm((kept, *of_token[name].shape), of_token[name].dtype) for name in ("k", "v", "decay", "beta")),
     ]
+
+
+def _bytes_of(part: TensorForm) -> int:
+    return -(-math.prod(part.shape) * part.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
 def slot_bytes(recurrent: RecurrentLayers) -> int:
     """Bytes of a slot, over all layers."""
-    return sum(part.num_bytes for layer in recurrent.layers for part in _parts_of(layer, recurrent.kept))
+    return sum(_bytes_of(part) for layer in recurrent.layers for part in _parts_of(layer, recurrent.kept))
 
 
 class StatePool:
@@ -117,7 +105,7 @@ class StatePool:
             for part in _parts_of(layer, recurrent.kept):
                 cells = self.memory[:, begin : begin + math.prod(part.shape) * part.dtype.itemsize]
                 views.append(cells.view(part.dtype).view(num_slots, *part.shape))
-                begin += part.num_bytes
+                begin += _bytes_of(part)
             self.convolution.append(ConvolutionSlots(views[0]))
             self.state.append(RecurrentSlots(*views[1:]))
 

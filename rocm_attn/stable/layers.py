@@ -12,7 +12,7 @@ from rocm_attn.kernels.sparse.arguments import Indexing as Indexing
 from rocm_attn.kernels.sparse.arguments import LastUnit as LastUnit
 from rocm_attn.kernels.sparse.arguments import Pooling as Pooling
 from rocm_attn.recurrence import Recurrence as Recurrence
-from rocm_attn.recurrence import Update as Update
+from rocm_attn.kernels.states.arguments import Update as Update
 from rocm_attn.recurrence import Convolution as Convolution
 from rocm_attn.paging.state_pool import RecurrentLayers as RecurrentLayers
 from rocm_attn.step.head_weights import HeadWeights as HeadWeights

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
@@ -16,7 +15,7 @@ from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.state_pool import CONVOLUTION, STATE, StatePool
 from rocm_attn.paging.stored_tokens import Sides, StepStores
 from rocm_attn.providers.launches import StepOps
-from rocm_attn.recurrence import Recurrence, Update
+from rocm_attn.recurrence import Recurrence, rule_of, tensors_of
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.tensor_checks import TensorChecks
 
@@ -43,7 +42,7 @@ class StateCalls(Protocol):
         ...
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
-        """Folds tokens into the states of their sequences, and reads the states with q; see rocm_attn/recurrence.py.
+        """Folds tokens into the states of their sequences, and reads the states with q; see Update.
 
         q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; any strides but the last. Padded tokens of out receive
                 zeros
@@ -60,11 +59,8 @@ class StateLayers(TensorChecks):
         super().__init__(states.device)
         self._states, self._ops, self._sides, self._deterministic = states, ops, sides, deterministic
         self._layers = states.recurrent.layers
-        self._tokens = [_tokens_of(layer) for layer in self._layers]
-        self._rules = [
-            arguments.RecurrenceRule(layer.update is Update.DELTA, layer.scale, layer.normalises)
-            for layer in self._layers
-        ]
+        self._tokens = [tensors_of(layer) for layer in self._layers]
+        self._rules = [rule_of(layer) for layer in self._layers]
 
     def of(self, layer: int) -> Recurrence:
         """A layer's recurrence. Raises BadTensor for a layer that does not exist."""
@@ -93,27 +89,13 @@ class StateLayers(TensorChecks):
 
     def recur(self, step: DeviceStep, layer: int, tokens: RecurrentTokens) -> None:
         num_tokens = step.states.num_tokens
-        for (name, shape, dtype), tensor in zip(self._tokens[layer], tokens, strict=True):
+        for (name, (shape, dtype)), tensor in zip(self._tokens[layer].items(), tokens, strict=True):
             self._check(name, tensor, (num_tokens, *shape), dtype)
         slots, workspace = self._states.state[layer], step.workspace
         with on_device(self._device):
             self._ops.recur(
                 tokens, self._rules[layer], slots, step.states, workspace, deterministic=self._deterministic
             )
-
-
-def _tokens_of(layer: Recurrence) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """The tensors of RecurrentTokens, in order: name, shape after the tokens, dtype."""
-    keys, values = (layer.num_k_heads, layer.k_dim), (layer.num_heads, layer.v_dim)
-    decays = (layer.num_heads, layer.k_dim) if layer.channel_decay else (layer.num_heads,)
-    return [
-        ("q", keys, layer.dtype),
-        ("k", keys, layer.dtype),
-        ("v", values, layer.dtype),
-        ("decay", decays, torch.float32),
-        ("beta", (layer.num_heads,), torch.float32),
-        ("out", values, layer.dtype),
-    ]
 
 
 @dataclass(slots=True, eq=False)

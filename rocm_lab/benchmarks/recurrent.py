@@ -23,7 +23,7 @@ from rocm_attn.kernels.refs import states as refs
 from rocm_attn.kernels.states.arguments import BEGINS, RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.paging.state_pool import RecurrentLayers, StatePool
-from rocm_attn.recurrence import Recurrence
+from rocm_attn.recurrence import Recurrence, rule_of, tensors_of
 from rocm_lab.bench.clocks import GraphClock, median_us
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 
@@ -87,8 +87,7 @@ def prepared(case: StateCase) -> StateTensors:
         return torch.randn(num_tokens, *shape, generator=generator, device=_DEVICE, dtype=torch.bfloat16)
 
     keys, values = (layer.num_k_heads, layer.k_dim), (layer.num_heads, layer.v_dim)
-    channels = (layer.k_dim,) if layer.channel_decay else ()
-    decay = -random(layer.num_heads, *channels).float().exp() / 8
+    decay = -random(*tensors_of(layer)["decay"].shape).float().exp() / 8
     beta = random(layer.num_heads).float().sigmoid()
     tokens = RecurrentTokens(random(*keys), random(*keys), random(*values), decay, beta, random(*values))
     pool = StatePool(RecurrentLayers([layer], kept=case.kept), num_rows=case.num_seqs + 1, device=_DEVICE)
@@ -108,8 +107,7 @@ def prepared(case: StateCase) -> StateTensors:
         case.q_len,
     )
     words = slots.workspace_words(num_tokens, case.num_seqs)
-    rule = RecurrenceRule(delta=True, scale=layer.scale, normalises=True)
-    return StateTensors(tokens, slots, places, torch.empty(words, device=_DEVICE), rule)
+    return StateTensors(tokens, slots, places, torch.empty(words, device=_DEVICE), rule_of(layer))
 
 
 def error_of(made: StateTensors) -> float:

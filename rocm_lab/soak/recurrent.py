@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.kernels.states.arguments import Update
+from rocm_attn.recurrence import Convolution, Recurrence, tensors_of
 from rocm_attn.step.step import Part
 
 Floats = npt.NDArray[np.float64]
@@ -59,11 +60,10 @@ class RecurrentTables:
             return values
 
         width, channels = form.convolution.width, form.convolution.channels
-        decays = (form.k_dim,) if form.channel_decay else ()
         return cls(
             form,
             rows(2 * form.num_k_heads * form.k_dim + form.num_heads * form.v_dim).to(form.dtype),
-            -rows(form.num_heads, *decays).exp() / 4,
+            -rows(*tensors_of(form)["decay"].shape).exp() / 4,
             rows(form.num_heads).sigmoid(),
             (torch.randn(channels, width, generator=generator) / 2).to(form.dtype),
             (torch.randn(channels, generator=generator) / 4).to(form.dtype),

@@ -9,7 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_serve.models.linears import Linears
-from rocm_serve.models.weights import OwnInput
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnInput:
+    """Weights with which a layer uses its own input of a token.
+
+    gate:     [per_layer_dim, hidden]
+    out:      [hidden, per_layer_dim]
+    out_norm: [hidden]
+    """
+
+    gate: Tensor
+    out: Tensor
+    out_norm: Tensor
 
 
 @dataclass(frozen=True, slots=True)

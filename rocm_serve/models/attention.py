@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,16 +21,12 @@ from rocm_serve.models.attention_weights import (
     KVHeadWeights,
     LatentWeights,
 )
-from rocm_serve.models.step_calls import StepCalls
+from rocm_serve.models.step_calls import CosSin, StepCalls
 from rocm_serve.models.weights import MixerWeights
 
 # The epsilon of norms on rows that q is made of, on latent rows and on index keys. transformers' DeepSeek, GLM-5 and
 # MiniCPM3 use this value, whatever the epsilon of the model's other norms is.
 _LATENT_NORM_EPS = 1e-6
-
-
-# The cos and sin of each rope for index keys: [T, 2, dim], see rotate. The runtime turns all other rows.
-CosSin = Mapping[Rope, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

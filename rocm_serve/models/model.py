@@ -25,7 +25,7 @@ from rocm_serve.models.attention import LayerAttention, layer_attention
 from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.linears import Linears, linears_over
 from rocm_serve.models.mlp import add_mlp
-from rocm_serve.models.recurrent import RecurrentMixer, recurrent_layer
+from rocm_serve.models.recurrent import AnyRecurrentMixer, recurrent_mixer
 from rocm_serve.models.step_calls import StepCalls
 from rocm_serve.models.weights import MixerWeights, ModelWeights
 from rocm_serve.ranks import ONE_RANK, Ranks
@@ -91,15 +91,15 @@ class Model:
             if isinstance(of_attention, KVHeadWeights) and of_attention.sinks is not None:
                 head_weights.set(layer, HeadWeights(sinks=of_attention.sinks))
 
-    def _mixers_of(self, max_kv_len: int) -> list[list[LayerAttention | RecurrentMixer]]:
+    def _mixers_of(self, max_kv_len: int) -> list[list[LayerAttention | AnyRecurrentMixer]]:
         """The attention and the recurrences of every layer; each kind has numbers of its own."""
         config, weights, arithmetic = self.config, self.weights, self._arithmetic
         turns = {layer.rope: layer.rope.turns(max_kv_len, weights.device) for layer in config.attending}
         reads, recurrent = iter(enumerate(config.attention.reads)), count()
 
-        def made(mixer: MixerConfig, of_mixer: MixerWeights) -> LayerAttention | RecurrentMixer:
+        def made(mixer: MixerConfig, of_mixer: MixerWeights) -> LayerAttention | AnyRecurrentMixer:
             if isinstance(mixer, RecurrentConfig):
-                return recurrent_layer(next(recurrent), mixer, of_mixer, arithmetic)
+                return recurrent_mixer(next(recurrent), mixer, of_mixer, arithmetic)
             return layer_attention(*next(reads), mixer, of_mixer, arithmetic, turns[mixer.rope])
 
         of_layers = zip(config.layers, weights.layers, strict=True)

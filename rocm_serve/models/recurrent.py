@@ -1,37 +1,59 @@
-"""Layers that fold tokens into a state in place of attention: projections, convolution, recurrence, gated norm."""
+"""Layers that fold tokens into a state in place of attention: weights, convolution, recurrence, gated norm.
+
+KINDS has the kinds. Each reads a rank's part of its weights, and computes the rows [T, value_heads * value_dim] that
+the output's matrix takes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.models.config import GatedNorm, RecurrentConfig
-from rocm_attn.models.recurrent import RecurrentLayer
+from rocm_attn.models.hf_recurrent import GATED_DELTA, KIMI_DELTA, STATE_SPACE
+from rocm_attn.models.recurrent import Rule
+from rocm_attn.models.shards import GroupedRows, Shard, ShardRange
+from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
 from rocm_serve.models.arithmetic import Arithmetic
-from rocm_serve.models.attention import CosSin
-from rocm_serve.models.recurrent_weights import DeltaNetWeights, KimiDeltaWeights, StateSpaceWeights
-from rocm_serve.models.step_calls import StepCalls
-from rocm_serve.models.weights import MixerWeights
+from rocm_serve.models.recurrent_parts import RecurrentMixer, RecurrentTensors
+from rocm_serve.models.step_calls import CosSin, StepCalls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GatedDeltaNet:
-    """A gated delta net (arXiv 2412.06464), as transformers' Qwen3NextGatedDeltaNet computes it.
+class DeltaNetWeights:
+    """Weights of a gated delta net, or a rank's part of them: then the heads are the rank's. A matrix is [out, in].
 
-        decay = decay_factor * softplus(a + decay_bias)        beta = sigmoid(b)
-        out   = norm(recurrence) * silu(gate)                  for each head
-
-    number: among the recurrent layers
-    form:   of the rank's part
+    first:        [channels + value_heads * (value_dim + 2), hidden]; rows of q, k and v, which are the convolution's
+                  channels, then of the gate, of beta and of the decay
+    convolution:  [channels, width]
+    decay_factor: float32 [value_heads], below 0
+    decay_bias:   float32 [value_heads]
+    norm:         float32 [value_dim], on each head of the output
+    out:          [hidden, value_heads * value_dim]
     """
 
-    number: int
-    form: RecurrentLayer
-    weights: DeltaNetWeights
-    arithmetic: Arithmetic
+    first: Tensor
+    convolution: Tensor
+    decay_factor: Tensor
+    decay_bias: Tensor
+    norm: Tensor
+    out: Tensor
+    out_bias: None = None
+
+
+class GatedDeltaNet(RecurrentMixer[DeltaNetWeights]):
+    """A gated delta net (arXiv 2412.06464), as transformers' Qwen3NextGatedDeltaNet computes it.
+
+    decay = decay_factor * softplus(a + decay_bias)        beta = sigmoid(b)
+    out   = norm(recurrence) * silu(gate)                  for each head
+    """
+
+    __slots__ = ()
 
     def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, value_heads * value_dim]; see OverHeads."""
@@ -39,29 +61,97 @@ class GatedDeltaNet:
         heads, values = form.num_value_heads, form.num_value_heads * form.value_dim
         rows = self.arithmetic.linears.linear(x, weights.first)
         inputs, gate, b, a = torch.split(rows, [form.conv_channels, values, heads, heads], 1)
-        q, k, v = convolved(step, self.number, form, inputs, weights.convolution, None)
+        q, k, v = self.convolved(step, inputs, weights.convolution, None)
         decay = weights.decay_factor * F.softplus(a.float() + weights.decay_bias)
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        step.states.recur(self.number, q, k, v, decay, b.float().sigmoid(), out)
+        out = self.recurred(step, q, k, v, decay, b.float().sigmoid())
         normed = self.arithmetic.norm(out.float(), weights.norm)
         return (normed * F.silu(gate.float().view(out.shape))).to(out.dtype).flatten(1)
 
 
+def _read_delta(part: RecurrentTensors) -> DeltaNetWeights:
+    layer, reader, of_heads = part.layer, part.reader, (part.layer.num_value_heads,)
+    first = reader.join(*(_delta_by_key_head if part.projections.by_key_head else _delta_by_kind)(part))
+    channels = _delta_channels(part, "conv1d.weight", (layer.conv_channels, 1, layer.conv_width))
+    return DeltaNetWeights(
+        first=first,
+        convolution=reader.join(*channels).squeeze(1),
+        decay_factor=part.decay_factor(of_heads, part.heads.q),
+        decay_bias=part.in_float32("dt_bias", of_heads, part.heads.q),
+        norm=part.in_float32("norm.weight", (layer.value_dim,)),
+        out=part.output("out_proj.weight"),
+    )
+
+
+def _delta_channels(part: RecurrentTensors, name: str, whole: Shape) -> Iterator[TensorPart]:
+    """Rows of q, of k and of v, of a tensor that holds those of all heads in this order."""
+    keys, values = part.heads.kv.of_elements(part.layer.key_dim), part.heads.q.of_elements(part.layer.value_dim)
+    of_all = part.layer.num_key_heads * part.layer.key_dim
+    for begin, span in ((0, keys), (of_all, keys), (2 * of_all, values)):
+        yield part.piece(name, whole, span.after(begin))
+
+
+def _delta_by_kind(part: RecurrentTensors) -> Iterator[TensorPart]:
+    """The rows of DeltaNetWeights.first, of tensors for each kind of row."""
+    yield from _delta_channels(part, "in_proj_qkv.weight", (part.layer.conv_channels, part.hidden))
+    values = part.heads.q.of_elements(part.layer.value_dim)
+    yield part.piece("in_proj_z.weight", (part.num_values, part.hidden), values)
+    for name in "ba":
+        yield part.piece(f"in_proj_{name}.weight", (part.layer.num_value_heads, part.hidden), part.heads.q)
+
+
+def _delta_by_key_head(part: RecurrentTensors) -> Iterator[TensorPart]:
+    """The rows of DeltaNetWeights.first, of tensors with the rows of a key head, then those of the next one."""
+    key_dim, value_dim, (values, keys) = part.layer.key_dim, part.layer.value_dim, (part.heads.q, part.heads.kv)
+    group = part.layer.num_value_heads // part.layer.num_key_heads
+    of_values, rows = group * value_dim, 2 * (key_dim + group * value_dim)
+    of_key = [(keys, GroupedRows(1, rows, begin, key_dim)) for begin in (0, key_dim)]
+    begins = (2 * key_dim, 2 * key_dim + of_values)
+    of_value = [(values, GroupedRows(group, rows, begin, value_dim)) for begin in begins]
+    for heads, grouped in (*of_key, *of_value):
+        for span in heads.of_each(grouped):
+            whole = (part.layer.conv_channels + part.num_values, part.hidden)
+            yield part.piece("in_proj_qkvz.weight", whole, span)
+    for begin in (0, group):
+        for span in values.of_each(GroupedRows(group, 2 * group, begin, 1)):
+            yield part.piece("in_proj_ba.weight", (2 * part.layer.num_value_heads, part.hidden), span)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class StateSpace:
-    """A Mamba2 layer (arXiv 2405.21060), as transformers' BambaMixer, NemotronHMamba2Mixer and FalconH1Mixer have it.
+class StateSpaceWeights:
+    """Weights of a Mamba2 layer, or a rank's part of them, as in DeltaNetWeights. A bias that the model lacks is None.
 
-        step  = softplus(dt + step_bias)        decay = decay_factor * step
-        out   = norm((recurrence + skip * x) * silu(gate))        over the heads of each group; see GatedNorm
-
-    number, form: see GatedDeltaNet
+    first:            [channels + value_heads * (value_dim + 1), hidden]; rows of C, B and x, which are q, k and v and
+                      the convolution's channels, then of the gate and of the step size
+    convolution:      [channels, width], convolution_bias: [channels]
+    decay_factor:     float32 [value_heads], below 0; A
+    step_bias:        float32 [value_heads]
+    skip:             float32 [value_heads, 1]; D
+    norm:             float32 [value_heads * value_dim], over the heads of a group
+    num_normed:       elements of a group, over all ranks
+    out:              [hidden, value_heads * value_dim]
     """
 
-    number: int
-    form: RecurrentLayer
-    norm: GatedNorm
-    weights: StateSpaceWeights
-    arithmetic: Arithmetic
+    first: Tensor
+    first_bias: Tensor | None
+    convolution: Tensor
+    convolution_bias: Tensor | None
+    decay_factor: Tensor
+    step_bias: Tensor
+    skip: Tensor
+    norm: Tensor | None
+    num_normed: int
+    out: Tensor
+    out_bias: Tensor | None
+
+
+class StateSpace(RecurrentMixer[StateSpaceWeights]):
+    """A Mamba2 layer (arXiv 2405.21060), as transformers' BambaMixer, NemotronHMamba2Mixer and FalconH1Mixer have it.
+
+    step  = softplus(dt + step_bias)        decay = decay_factor * step
+    out   = norm((recurrence + skip * x) * silu(gate))        over the heads of each group; see GatedNorm
+    """
+
+    __slots__ = ()
 
     def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, value_heads * value_dim]; see OverHeads."""
@@ -69,14 +159,13 @@ class StateSpace:
         heads, values = form.num_value_heads, form.num_value_heads * form.value_dim
         rows = self.arithmetic.linears.linear(x, weights.first, weights.first_bias)
         inputs, gate, dt = torch.split(rows, [form.conv_channels, values, heads], 1)
-        q, k, v = convolved(step, self.number, form, inputs, weights.convolution, weights.convolution_bias)
+        q, k, v = self.convolved(step, inputs, weights.convolution, weights.convolution_bias)
         size = F.softplus(dt.float() + weights.step_bias)
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        step.states.recur(self.number, q, k, v, weights.decay_factor * size, size, out)
+        out = self.recurred(step, q, k, v, weights.decay_factor * size, size)
         gate, rows = F.silu(gate.float()), torch.addcmul(out.float(), weights.skip, v.float()).flatten(1)
         if weights.norm is None:
             return (rows * gate).to(x.dtype)
-        if self.norm is GatedNorm.BEFORE_GATE:
+        if self.projections.norm is GatedNorm.BEFORE_GATE:
             return (self._normed(rows) * weights.norm * gate).to(x.dtype)
         return (self._normed(rows * gate) * weights.norm).to(x.dtype)
 
@@ -89,20 +178,75 @@ class StateSpace:
         return (groups * torch.rsqrt(squares / self.weights.num_normed + self.arithmetic.eps)).flatten(1)
 
 
+def _read_state_space(part: RecurrentTensors) -> StateSpaceWeights:
+    layer, projections, reader, heads = part.layer, part.projections, part.reader, part.heads.q
+    channels, of_heads = layer.conv_channels, (layer.num_value_heads,)
+    of_first = channels + part.num_values + layer.num_value_heads
+    first = reader.join(*_state_space_rows(part, "in_proj.weight", (of_first, part.hidden)))
+    first_bias = reader.join(*_state_space_rows(part, "in_proj.bias", (of_first,))) if projections.in_bias else None
+    convolution = reader.join(*_state_space_rows(part, "conv1d.weight", (channels, 1, layer.conv_width)))
+    of_bias = _state_space_rows(part, "conv1d.bias", (channels,))
+    of_norm = (part.num_values,), heads.of_elements(layer.value_dim)
+    return StateSpaceWeights(
+        first=first,
+        first_bias=first_bias,
+        convolution=convolution.squeeze(1),
+        convolution_bias=reader.join(*of_bias) if projections.convolved_bias else None,
+        decay_factor=part.decay_factor(of_heads, heads),
+        step_bias=part.in_float32("dt_bias", of_heads, heads),
+        skip=part.in_float32("D", of_heads, heads)[:, None],
+        num_normed=layer.num_value_heads // layer.num_key_heads * layer.value_dim,
+        norm=part.in_float32("norm.weight", *of_norm) if projections.norm is not GatedNorm.NONE else None,
+        out=part.output("out_proj.weight"),
+        out_bias=part.join("out_proj.bias", (part.hidden,)) if projections.out_bias else None,
+    )
+
+
+def _state_space_rows(part: RecurrentTensors, name: str, whole: Shape) -> Iterator[TensorPart]:
+    """The rows of StateSpaceWeights.first or .convolution; files have those of the gate first, and then x, B, C."""
+    layer, heads = part.layer, part.heads
+    values, keys = heads.q.of_elements(layer.value_dim), heads.kv.of_elements(layer.key_dim)
+    of_values, of_keys = part.num_values, layer.num_key_heads * layer.key_dim
+    is_first = name.startswith("in_proj")
+    x = of_values * is_first
+    for begin, span in ((x + of_values + of_keys, keys), (x + of_values, keys), (x, values)):
+        yield part.piece(name, whole, span.after(begin))
+    if is_first:
+        yield part.piece(name, whole, values)
+        yield part.piece(name, whole, heads.q.after(x + layer.conv_channels))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class KimiDelta:
-    """Kimi delta attention (arXiv 2510.26692), as transformers' KimiLinearDeltaAttention computes it.
+class KimiDeltaWeights:
+    """Weights of Kimi delta attention, or a rank's part of them, as in DeltaNetWeights. dim: of a row of q, k and v
 
-        decay = decay_factor * softplus(decay @ a + decay_bias)        for each element of k; beta = sigmoid(b)
-        out   = norm(recurrence) * sigmoid(gate @ g)                   for each head
-
-    number, form: see GatedDeltaNet
+    first:        [channels + 2 * dim + heads, hidden]; rows of q, k and v, which the convolution takes, then of
+                  the inputs of decay and gate, whole on every rank, and of beta
+    decay_factor: float32 [heads, 1], below 0
+    decay:        [heads * dim, dim], decay_bias: float32 [heads * dim]
+    gate:         [heads * dim, dim]
+    norm:         float32 [dim], on each head of the output
     """
 
-    number: int
-    form: RecurrentLayer
-    weights: KimiDeltaWeights
-    arithmetic: Arithmetic
+    first: Tensor
+    convolution: Tensor
+    decay_factor: Tensor
+    decay: Tensor
+    decay_bias: Tensor
+    gate: Tensor
+    norm: Tensor
+    out: Tensor
+    out_bias: None = None
+
+
+class KimiDelta(RecurrentMixer[KimiDeltaWeights]):
+    """Kimi delta attention (arXiv 2510.26692), as transformers' KimiLinearDeltaAttention computes it.
+
+    decay = decay_factor * softplus(decay @ a + decay_bias)        for each element of k; beta = sigmoid(b)
+    out   = norm(recurrence) * sigmoid(gate @ g)                   for each head
+    """
+
+    __slots__ = ()
 
     def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, value_heads * value_dim]; see OverHeads."""
@@ -110,41 +254,71 @@ class KimiDelta:
         heads, dim = form.num_value_heads, form.value_dim
         rows = linears.linear(x, weights.first)
         inputs, a, g, b = torch.split(rows, [form.conv_channels, dim, dim, heads], 1)
-        q, k, v = convolved(step, self.number, form, inputs, weights.convolution, None)
+        q, k, v = self.convolved(step, inputs, weights.convolution, None)
         rates = F.softplus(linears.linear(a, weights.decay).float() + weights.decay_bias)
-        decay = weights.decay_factor * rates.view(v.shape)
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        step.states.recur(self.number, q, k, v, decay, b.float().sigmoid(), out)
+        out = self.recurred(step, q, k, v, weights.decay_factor * rates.view(v.shape), b.float().sigmoid())
         gate = linears.linear(g, weights.gate).float().sigmoid().view(v.shape)
         return (self.arithmetic.norm(out.float(), weights.norm) * gate).to(out.dtype).flatten(1)
 
 
-RecurrentMixer = GatedDeltaNet | StateSpace | KimiDelta
+def _read_kimi(part: RecurrentTensors) -> KimiDeltaWeights:
+    reader, heads, dim, width = part.reader, part.heads.q, part.layer.value_dim, part.layer.conv_width
+    num_heads, rows, one = part.layer.num_value_heads, heads.of_elements(dim), ShardRange.whole(1)
+    projected = [part.piece(f"{name}_proj.weight", (part.num_values, part.hidden), rows) for name in "qkv"]
+    inputs = [part.piece(f"{name}_a_proj.weight", (dim, part.hidden)) for name in "fg"]
+    beta = part.piece("b_proj.weight", (num_heads, part.hidden), heads)
+    factor = part.decay_factor((1, 1, num_heads, 1), one, one, heads)
+    first = reader.join(*projected, *inputs, beta)
+    convolved = (part.piece(f"{name}_conv1d.weight", (part.num_values, 1, width), rows) for name in "qkv")
+    return KimiDeltaWeights(
+        first=first,
+        convolution=reader.join(*convolved).squeeze(1),
+        decay_factor=factor.view(-1, 1),
+        decay=part.join("f_b_proj.weight", (part.num_values, dim), rows),
+        decay_bias=part.in_float32("dt_bias", (part.num_values,), rows),
+        gate=part.join("g_b_proj.weight", (part.num_values, dim), rows),
+        norm=part.in_float32("o_norm.weight", (dim,)),
+        out=part.output("o_proj.weight"),
+    )
 
 
-def convolved(
-    step: StepCalls, number: int, form: RecurrentLayer, inputs: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k [T, key_heads, key_dim], and v [T, value_heads, value_dim], after the convolution of a layer.
+RecurrentWeights = DeltaNetWeights | StateSpaceWeights | KimiDeltaWeights
+AnyRecurrentMixer = GatedDeltaNet | StateSpace | KimiDelta
 
-    inputs: [T, channels]; weight, bias: see StateCalls.convolve
+
+class Kind(NamedTuple):
+    """A kind of recurrent layer in models that run here.
+
+    prefix: the start of its tensors' names, within the layer
+    read:   reads a rank's part of its weights
+    mixer:  takes those, and what else a RecurrentMixer has
     """
-    out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
-    step.states.convolve(number, inputs, weight, bias, out)
-    keys, num_tokens = form.num_key_heads * form.key_dim, inputs.shape[0]
-    q, k, v = torch.split(out, [keys, keys, form.conv_channels - 2 * keys], 1)
-    q, k = (side.view(num_tokens, form.num_key_heads, form.key_dim) for side in (q, k))
-    return q, k, v.view(num_tokens, form.num_value_heads, form.value_dim)
+
+    prefix: str
+    read: Callable[[RecurrentTensors], RecurrentWeights]
+    mixer: Callable[..., AnyRecurrentMixer]
 
 
-def recurrent_layer(
-    number: int, layer: RecurrentConfig, weights: MixerWeights, arithmetic: Arithmetic
-) -> RecurrentMixer:
-    """The recurrence of layer `number` among the recurrent layers."""
-    form = layer.recurrent
-    if isinstance(weights, StateSpaceWeights):
-        return StateSpace(number, form, layer.projections.norm, weights, arithmetic)
-    if isinstance(weights, KimiDeltaWeights):
-        return KimiDelta(number, form, weights, arithmetic)
-    assert isinstance(weights, DeltaNetWeights), "weights are read by their config"
-    return GatedDeltaNet(number, form, weights, arithmetic)
+KINDS: Mapping[Rule, Kind] = {
+    GATED_DELTA: Kind("linear_attn.", _read_delta, GatedDeltaNet),
+    STATE_SPACE: Kind("mamba.", _read_state_space, StateSpace),
+    KIMI_DELTA: Kind("self_attn.", _read_kimi, KimiDelta),
+}
+
+
+def read_recurrent(
+    reader: TensorReader, layer: RecurrentConfig, prefix: str, shard: Shard, hidden: int
+) -> RecurrentWeights:
+    """Reads a rank's part of the weights around a recurrence. Raises BadModel.
+
+    layer:  of the whole model
+    prefix: the start of the layer's names
+    hidden: elements of a token
+    """
+    kind = KINDS[layer.recurrent.rule]
+    return kind.read(RecurrentTensors(reader, prefix + kind.prefix, shard, hidden, layer.recurrent, layer.projections))
+
+
+def recurrent_mixer(number: int, layer: RecurrentConfig, weights: object, arithmetic: Arithmetic) -> AnyRecurrentMixer:
+    """The recurrence of layer `number` among the recurrent layers, with the weights that were read for it."""
+    return KINDS[layer.recurrent.rule].mixer(number, layer.recurrent, layer.projections, weights, arithmetic)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
+from torch import Tensor
+
+from rocm_attn.models.rope import Rope
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.state_layers import StateCalls
+
+# The cos and sin of each rope for index keys: [T, 2, dim], see rotate. The runtime turns all other rows.
+CosSin = Mapping[Rope, Tensor]
 
 
 class StepCalls(Protocol):

@@ -20,10 +20,11 @@ from rocm_attn.models.config import LatentProjections, LayerConfig, MixerConfig,
 from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors, Mlp, NoMlp
 from rocm_attn.models.shards import WHOLE, Shard, ShardRange
 from rocm_attn.models.tensors import Shape, ShapesOfReads, TensorPart, TensorReader, TensorSource
+from rocm_serve.models.arithmetic import OwnInput
 from rocm_serve.models.attention_weights import AttentionWeights, OfAttention, read_heads, read_latent
 from rocm_serve.models.kv_scales import KV_SCALES, kv_scale_values
 from rocm_serve.models.mlp_weights import MlpWeights, read_mlp
-from rocm_serve.models.recurrent_weights import RecurrentWeights, read_recurrent
+from rocm_serve.models.recurrent import RecurrentWeights, read_recurrent
 
 # Six times the tensors of 61 layers with 256 experts; their names alone take a hundred megabytes.
 _MOST_TENSORS = 300_000
@@ -31,20 +32,6 @@ _MOST_TENSORS = 300_000
 
 # The weights of attention, or of a recurrence in its place.
 MixerWeights = AttentionWeights | RecurrentWeights
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnInput:
-    """Weights with which a layer uses its own input of a token.
-
-    gate:     [per_layer_dim, hidden]
-    out:      [hidden, per_layer_dim]
-    out_norm: [hidden]
-    """
-
-    gate: Tensor
-    out: Tensor
-    out_norm: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,7 +281,7 @@ def _mixer(
 ) -> MixerWeights:
     prefix, hidden = f"model.layers.{number}.", config.hidden_size
     if isinstance(mixer, RecurrentConfig):
-        return read_recurrent(reader, mixer.recurrent, mixer.projections, prefix, shard, hidden)
+        return read_recurrent(reader, mixer, prefix, shard, hidden)
     tensors = OfAttention(reader, f"{prefix}self_attn.", shard, hidden, width)
     if isinstance(mixer.projections, LatentProjections):
         return read_latent(tensors, mixer.attention, mixer.projections)

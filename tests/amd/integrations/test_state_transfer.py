@@ -13,9 +13,10 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, WrongState
 from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.paging.state_pool import RecurrentLayers, StatePool, StateSource
 from rocm_attn.paging.state_record import RecordHead, num_record_bytes, read_head, write_record
-from rocm_attn.recurrence import Recurrence, Update
+from rocm_attn.recurrence import Recurrence
 from tests.amd.worlds.hybrid import ALL_KINDS, CHANNELS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid, Told
 from tests.amd.worlds.problems import providers
 

@@ -99,7 +99,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "states/chunk_rows.py": state_checks.chunks,
     "states/chunk_walk.py": state_checks.chunks,
     "states/convolve.py": state_checks.convolution,
-    "states/fold_token.py": state_checks.token_steps,
     "states/places.py": state_checks.places,
     "states/token_steps.py": state_checks.token_steps,
+    "states/updates.py": state_checks.token_steps,
 }

@@ -153,7 +153,7 @@ def _of_recurrence(recur: Callable[..., None], *, deterministic: bool) -> Callab
     def of_tensors(*tensors: Tensor) -> None:
         q, k, v, decay, beta, workspace, out, state, *kept = tensors[4:]
         tokens, slots = RecurrentTokens(q, k, v, decay, beta, out), RecurrentSlots(state, *kept)
-        form = RecurrenceRule(delta=True, scale=0.5, normalises=False)
+        form = RecurrenceRule(corrects=True, scale=0.5, normalises=False)
         recur(tokens, form, slots, _of_places(tensors[:4], len(q)), workspace, deterministic=deterministic)
         _round(out, state)
 

@@ -25,7 +25,7 @@ FILES_BY_DAY = (
     "sampling/likeliest.py",
     "sparse/top_k.py",
     "speculative/accept_drawn.py",
-    "states/fold_token.py",
+    "states/updates.py",
 )
 JUDGES_BY_DAY = {CHECKS[path] for path in FILES_BY_DAY}
 BY_DAY = {mutant.path: mutant for mutant in reversed(MUTANTS) if mutant.path in FILES_BY_DAY}

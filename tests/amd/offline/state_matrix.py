@@ -8,12 +8,12 @@ import torch
 
 from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.states.arguments import ConvolutionWeights, RecurrenceRule, StatePlaces
+from rocm_attn.kernels.states.arguments import ConvolutionWeights, StatePlaces, Update
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StatePool, slot_bytes
-from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.recurrence import Convolution, Recurrence, rule_of
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,7 +54,7 @@ class StateRow:
             of_step = dict.fromkeys(("row_of_seq", "kv_len", "q_len"), at)
             step = StepTensors.of(at, counts=torch.empty(4, dtype=torch.int32), **of_step)
             launch_state_places(step, pool.tags, pool.headers, places, kept=_MOST_KEPT)
-            rule = RecurrenceRule(form.update is Update.DELTA, form.scale, form.normalises)
+            rule = rule_of(form)
             workspace = torch.empty(slots.workspace_words(num_tokens, _NUM_SEQS))
             tokens = inputs.of_recurrence(form, num_tokens)
             launch_recur(tokens, rule, slots, places, workspace, deterministic=False)

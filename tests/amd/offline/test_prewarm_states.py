@@ -20,10 +20,11 @@ from rocm_attn.capture import prewarm as capture_prewarm
 from rocm_attn.capture.prewarm import prewarm
 from rocm_attn.cli import DONE, main
 from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.problem import Problem
-from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.recurrence import Convolution, Recurrence
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions

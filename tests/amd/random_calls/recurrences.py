@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from rocm_attn.recurrence import Update
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.step.step import Part
 from rocm_lab.soak.recurrent import RecurrentTables
 from tests.amd.random_calls.oracle import FLOAT32_ROUNDING, UNKNOWN, Answer, Floats, Tokens

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from rocm_attn.batch.drafts import Drafts
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.recurrence import Convolution, Recurrence
 from rocm_attn.step.options import RuntimeOptions
 
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)

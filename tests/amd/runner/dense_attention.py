@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.kernels.cache.row_work import QkvWork
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.problem import Indexer, PoolKind, Problem
-from rocm_attn.recurrence import Recurrence, Update
+from rocm_attn.recurrence import Recurrence
 from rocm_attn.step.head_weights import LayerHeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model

@@ -14,6 +14,7 @@ from rocm_attn.errors import BadModel, RocmAttnError, Unsupported
 from rocm_attn.kernels.sparse.arguments import LastUnit
 from rocm_attn.models.families import attention_geometry
 from rocm_attn.models.geometry import AttentionGeometry
+from rocm_attn.models.hf_recurrent import GATED_DELTA, KIMI_DELTA
 from rocm_attn.models.recurrent import Rule
 from rocm_attn.problem import ALL_KEYS, AllKeys, EarlierSelection, Indexer, Indexing, Row
 
@@ -61,19 +62,19 @@ _DSA = {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 8, "index_kpool"
 
 # Model of transformers -> its config class, settings, and the rule of its recurrent layers
 HYBRIDS: dict[str, tuple[str, dict[str, Any], Rule]] = {
-    "Qwen3NextForCausalLM": ("Qwen3NextConfig", _GDN, Rule.GATED_DELTA),
-    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", _GDN, Rule.GATED_DELTA),
-    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", _GDN, Rule.GATED_DELTA),
-    "Qwen4ExpForCausalLM": ("Qwen4ExpTextConfig", {**_GDN, **_QSA}, Rule.GATED_DELTA),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", _GDN, GATED_DELTA),
+    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", _GDN, GATED_DELTA),
+    "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeTextConfig", _GDN, GATED_DELTA),
+    "Qwen4ExpForCausalLM": ("Qwen4ExpTextConfig", {**_GDN, **_QSA}, GATED_DELTA),
     "KimiLinearForCausalLM": (
         "KimiLinearConfig",
         {**_LATENT, **_KDA, "qk_rope_head_dim": 8, "num_hidden_layers": 6},
-        Rule.KIMI_DELTA,
+        KIMI_DELTA,
     ),
     "Glm5NextForConditionalGeneration": (
         "Glm5NextTextConfig",
         {**_LATENT, **_KDA, **_DSA, "num_hidden_layers": 8},
-        Rule.KIMI_DELTA,
+        KIMI_DELTA,
     ),
 }
 

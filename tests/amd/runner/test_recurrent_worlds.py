@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from rocm_attn.models.config import RecurrentConfig, RecurrentProjections, RecurrentTensors
-from rocm_attn.models.recurrent import Rule
+from rocm_attn.models.config import RecurrentConfig, RecurrentProjections
+from rocm_attn.models.hf_recurrent import GATED_DELTA, KIMI_DELTA, STATE_SPACE
 from rocm_attn.paging.state_pool import StateCopy, StatePool
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
@@ -24,11 +24,7 @@ from tests.amd.runner.engine_worlds import PLAIN, SCRIPT, WINDOWS, Run, World
 from tests.amd.runner.tiny_model import CONFIG, LAYOUTS, RECURRENCE, tiny_model, with_nan_token, with_windows
 
 nightly = pytest.mark.nightly
-KINDS = (
-    (Rule.GATED_DELTA, RecurrentTensors.BY_KIND),
-    (Rule.KIMI_DELTA, RecurrentTensors.KIMI),
-    (Rule.STATE_SPACE, RecurrentTensors.MAMBA),
-)
+KINDS = (GATED_DELTA, KIMI_DELTA, STATE_SPACE)
 WAYS = (PLAIN, SCRIPT, PLAIN, NGRAM, SCRIPT)
 
 
@@ -62,10 +58,10 @@ class RecurrentWorld(World):
 
     def model(self, device: torch.device | None = None) -> LoadedModel:
         """A new model of this world."""
-        rule, tensors = KINDS[self.seed % len(KINDS)]
+        rule = KINDS[self.seed % len(KINDS)]
         # Each head of Kimi delta attention has a k of its own.
-        form = replace(RECURRENCE.recurrent, rule=rule, num_key_heads=2 if rule is Rule.KIMI_DELTA else 1)
-        mixer = RecurrentConfig(form, RecurrentProjections(tensors))
+        form = replace(RECURRENCE.recurrent, rule=rule, num_key_heads=2 if rule is KIMI_DELTA else 1)
+        mixer = RecurrentConfig(form, RecurrentProjections())
         base = LAYOUTS[self.seed // 2 % len(LAYOUTS)](CONFIG, mixer)
         loaded = tiny_model(base=with_windows(base, *self.window_left), device=device)
         return with_nan_token(loaded) if self.way == PLAIN else loaded

@@ -16,12 +16,12 @@ from rocm_attn.models.config import (
     ModelConfig,
     RecurrentConfig,
     RecurrentProjections,
-    RecurrentTensors,
 )
 from rocm_attn.models.gates import ReluSquared, SwiGLU
 from rocm_attn.models.geometry import AttentionLayer
+from rocm_attn.models.hf_recurrent import GATED_DELTA
 from rocm_attn.models.mlp_config import DenseMlp, NoMlp
-from rocm_attn.models.recurrent import RecurrentLayer, Rule
+from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.rope import Rope
 from rocm_attn.models.tensors import Shape
 from rocm_serve.models.loading import LoadedModel
@@ -42,8 +42,8 @@ CONFIG = ModelConfig(
     eos_token_ids=(),
 )
 RECURRENCE = RecurrentConfig(
-    RecurrentLayer(Rule.GATED_DELTA, 1, 2, key_dim=8, value_dim=8, conv_width=4),
-    RecurrentProjections(RecurrentTensors.BY_KIND),
+    RecurrentLayer(GATED_DELTA, 1, 2, key_dim=8, value_dim=8, conv_width=4),
+    RecurrentProjections(),
 )
 RECURRENT_LAYER = LayerConfig((RECURRENCE,), DenseMlp(40, SwiGLU()))
 # The same model with a recurrent layer first, so that K and V follow from states too.

@@ -1,7 +1,7 @@
 """Hybrid: a runtime of one attention layer and recurrent layers of every kind, and requests whose tokens are ids.
 
-The reference is a recurrence in float64, token by token, written from the papers that rocm_attn/recurrence.py names. It
-knows no slots, no chunks and no kept tokens: each output follows from the request's tokens alone.
+The reference is a recurrence in float64, token by token, written from the papers that Update names. It knows no
+slots, no chunks and no kept tokens: each output follows from the request's tokens alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.guards.registry import Guards
+from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.paging.state_pool import RecurrentLayers
-from rocm_attn.recurrence import Convolution, Recurrence, Update
+from rocm_attn.recurrence import Convolution, Recurrence
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.outputs import PerToken

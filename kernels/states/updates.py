@@ -1,0 +1,83 @@
+"""The updates of a recurrence (arguments.RecurrenceRule): by one token, and by all tokens of a chunk at once.
+
+Kernels ask here for all that depends on how tokens change a state. chunk_rows.py has the formulas of chunks. G is a
+StepGeometry or a ChunkGeometry; Triton 3.6 passes no tuple within it to a function.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rocm_attn.kernels.states import arguments
+from rocm_attn.kernels.states.chunk_space import close, exact
+
+_CHUNK = tl.constexpr(arguments.CHUNK)
+NORM_EPSILON = tl.constexpr(arguments.NORM_EPSILON)
+
+
+@triton.jit
+def load_token(k_at, v_at, decay_at, beta_at, channel, is_channel, column, is_column, CHANNELS: tl.constexpr):
+    """k [dk] and v [columns] of a token, its decay, one or [dk], and its beta.
+
+    k_at, v_at, decay_at, beta_at: addresses where its rows begin
+    """
+    k_row = tl.load(k_at + channel, mask=is_channel, other=0.0)
+    v_row = tl.load(v_at + column, mask=is_column, other=0.0)
+    decay = tl.load(decay_at + channel, mask=is_channel, other=0.0) if CHANNELS else tl.load(decay_at)
+    return k_row, v_row, decay, tl.load(beta_at)
+
+
+@triton.jit
+def fold_token(state, k_row, v_row, decay, beta, G: tl.constexpr):
+    """The state [dk, columns], float32, with a token folded in, as load_token returns it."""
+    DK_BLOCK: tl.constexpr = G.DK_BLOCK
+    decay_row = decay if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay
+    k = k_row.to(tl.float32)
+    k_scale = scale_of_row(k, G)
+    change = v_row.to(tl.float32)
+    state = state * tl.exp(decay_row)[:, None]
+    if G.RULE.corrects:
+        change -= tl.sum(state * k[:, None], 0) * k_scale
+    return state + k[:, None] * (beta * k_scale * change)[None, :]
+
+
+@triton.jit
+def scale_of_row(row, G: tl.constexpr):
+    """The factor of a row in float32: by its norm, or 1. Columns of a state are fewer than channels of a row."""
+    return tl.rsqrt(tl.sum(row * row, 0) + NORM_EPSILON) if G.RULE.normalises else 1.0
+
+
+@triton.jit
+def inverse_of(a, num_rows, G: tl.constexpr, dtype: tl.constexpr):
+    """T of a chunk for solved(), of dtype. a: A, [CHUNK, CHUNK], 0 from row num_rows on"""
+    inverse = tl.zeros([_CHUNK, _CHUNK], dtype)
+    if G.RULE.corrects:
+        row = tl.arange(0, _CHUNK)
+        # With D the part of A within blocks, B that between the blocks of a pair, and T = (1 + D)^-1: B T B = 0, and
+        # (1 + D + B)^-1 = T - T B T. Blocks of one token have T = 1.
+        exact_inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0) - tl.where(_is_pair(row), a, 0.0)
+        size = 2
+        while size < num_rows:
+            between = tl.dot(tl.where(_is_pair(row // size), a, 0.0), exact_inverse, input_precision=close(dtype))
+            exact_inverse -= tl.dot(exact_inverse, between, input_precision=close(dtype))
+            size *= 2
+        inverse = exact_inverse.to(dtype)
+    return inverse
+
+
+@triton.jit
+def solved(inverse, rows, G: tl.constexpr):
+    """T times rows [CHUNK, n] of float32."""
+    if G.RULE.corrects:
+        rows = tl.dot(inverse, rows.to(inverse.dtype), input_precision=exact())
+    return rows
+
+
+@triton.jit
+def _is_pair(block):
+    """[CHUNK, CHUNK]: whether a row's block is the second one of a pair, and a column's the first one of the same pair.
+
+    block: the number of each token's block
+    """
+    return (block % 2 == 1)[:, None] & (block[:, None] == block[None, :] + 1)

@@ -240,7 +240,9 @@ def _attend(state, query, block, first, keys, logits, G: gl.constexpr, MASKED: g
         v = gl.permute(gl.reshape(v, [CHUNK, EIGHTHS, 8]), (2, 1, 0))
     v = gl.reshape(v, [G.COLUMNS, G.CHUNKS * CHUNK])
     decay = gl.exp2(state.maximum - maximum)
-    weights = gl.convert_layout(rounded(weights, DTYPE, G.CDNA > 3), gl.DotOperandLayout(1, P, DEPTH), assert_trivial=True)
+    weights = gl.convert_layout(
+        rounded(weights, DTYPE, G.CDNA > 3), gl.DotOperandLayout(1, P, DEPTH), assert_trivial=True
+    )
     v = gl.convert_layout(v, gl.DotOperandLayout(0, P, DEPTH), assert_trivial=True)
     acc = gl.amd.cdna3.mfma(v, weights, state.acc * decay[None, :])
     return Softmax(acc, maximum, state.total * decay + total)

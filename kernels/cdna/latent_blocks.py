@@ -256,20 +256,20 @@ def attend_latent_blocks(query, rows, first, end, kv_len, qk_scale, G: gl.conste
     P: gl.constexpr = score_layout(G)
     DTYPE: gl.constexpr = query[0].dtype
     k_pages = ()
-    for i in gl.static_range(BLOCKS + 1):
+    keys = ()
+    for i in gl.static_range(BLOCKS):
         k_pages += (_pages_of(rows, first + i, K, G),)  # type: ignore[assignment]
+    next_k_pages = _pages_of(rows, first + BLOCKS, K, G)
     first_v_pages = _pages_of(rows, first, V, G)
     next_v_pages = _pages_of(rows, first + 1, V, G)
-    next_k_pages = k_pages[BLOCKS]
     # In the order of the loop: its waits count what is in flight when it begins, too.
     sched_barrier()
-    keys = (_load_keys(rows, k_pages[0], first, G),)
-    sched_barrier()
-    values = _load_values(rows, first_v_pages, first, G)
-    for i in gl.static_range(1, BLOCKS):
-        sched_barrier()
+    for i in gl.static_range(BLOCKS):
         keys += (_load_keys(rows, k_pages[i], first + i, G),)  # type: ignore[assignment]
-    sched_barrier()
+        sched_barrier()
+        if i == 0:
+            values = _load_values(rows, first_v_pages, first, G)
+            sched_barrier()
     state = Softmax(
         gl.full([WAVES, V_DIM, ROWS], 0.0, gl.float32, layout=value_layout(G)),
         gl.full([WAVES, ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, P)),

@@ -20,6 +20,7 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import RowCut
+from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.key_blocks import rounded
 from rocm_attn.kernels.latent import limits
 from rocm_attn.kernels.tuning import cdna_tiles
@@ -259,10 +260,10 @@ def attend_latent_blocks(query, rows, first, end, kv_len, qk_scale, G: gl.conste
     keys = ()
     for i in gl.static_range(BLOCKS):
         k_pages += (_pages_of(rows, first + i, K, G),)  # type: ignore[assignment]
-    next_k_pages = _pages_of(rows, first + BLOCKS, K, G)
+    # In the order of the loop, whose waits count what is in flight when it begins. Otherwise LLVM would load these last.
+    next_k_pages = here(_pages_of(rows, first + BLOCKS, K, G))
     first_v_pages = _pages_of(rows, first, V, G)
-    next_v_pages = _pages_of(rows, first + 1, V, G)
-    # In the order of the loop: its waits count what is in flight when it begins, too.
+    next_v_pages = here(_pages_of(rows, first + 1, V, G))
     sched_barrier()
     for i in gl.static_range(BLOCKS):
         keys += (_load_keys(rows, k_pages[i], first + i, G),)  # type: ignore[assignment]
@@ -291,6 +292,7 @@ def attend_latent_blocks(query, rows, first, end, kv_len, qk_scale, G: gl.conste
             values = _load_values(rows, v_pages, block + i + 1, G)
             sched_barrier()
             next_keys += (_load_keys(rows, k_of_block, block + i + BLOCKS, G),)  # type: ignore[assignment]
+            sched_barrier()
         keys = next_keys
     # Fewer than BLOCKS whole blocks, and one that is not: BLOCKS in all, at most.
     for i in gl.static_range(BLOCKS):

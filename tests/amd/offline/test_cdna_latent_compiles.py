@@ -78,5 +78,6 @@ def test_its_loop_needs_no_more_than_assembly(layer: str, arch: str) -> None:
     # A row as K and, without its rest, as V; and the numbers of the pages of a lane's keys, one and four of a chunk.
     rows, numbers = keys * (576 + 512) * 2, 5 * 4 * CDNA_LATENT_TILES.num_stages
     assert loaded_bytes(loop) == rows // (LANES * CDNA_LATENT_TILES.num_warps) + numbers
-    # Of that, V of rows whose K has come is in a cache; the K of a whole block is on its way from memory.
+    # V of rows whose K has come is in a cache; the K of a whole block is always on its way from memory.
+    assert bytes_in_flight(loop) >= CDNA_LATENT_TILES.key_block * 576 * 2 // (LANES * CDNA_LATENT_TILES.num_warps)
     assert bytes_in_flight(loop) >= 2 * AITER.in_flight

@@ -260,7 +260,7 @@ def attend_latent_blocks(query, rows, first, end, kv_len, qk_scale, G: gl.conste
     keys = ()
     for i in gl.static_range(BLOCKS):
         k_pages += (_pages_of(rows, first + i, K, G),)  # type: ignore[assignment]
-    # In the order of the loop, whose waits count what is in flight when it begins. Otherwise LLVM would load these last.
+    # In the order of the loop, whose waits count what is in flight when it begins. LLVM would load these numbers last.
     next_k_pages = here(_pages_of(rows, first + BLOCKS, K, G))
     first_v_pages = _pages_of(rows, first, V, G)
     next_v_pages = here(_pages_of(rows, first + 1, V, G))

@@ -22,6 +22,7 @@ from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.providers.triton_cdna_latent import CdnaLatentDecode
 from rocm_attn.step.prepared import works_by_launches
+from rocm_lab.tune.jobs import jobs_of, shapes_named
 from tests.amd.host.choices import reasons, with_triton
 from tests.amd.host.test_measured_rows import row_of
 
@@ -93,6 +94,13 @@ def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
         "tiles of triton.latent_decode were measured for this layer on such a GPU; those of triton.cdna_latent_decode "
         "were not"
     }
+
+
+def test_steps_that_it_serves_are_not_searched() -> None:
+    """A row of the other kernel would take its place, and was not compared with it."""
+    jobs, left_out = jobs_of([LAYER], on("gfx942"), shapes_named("64d4k"))
+    assert not jobs
+    assert [line.endswith("no row is for 64d4k alone") for line in left_out] == [True]
 
 
 def test_a_program_for_each_compute_unit_and_the_same_decode_in_mixed_steps() -> None:

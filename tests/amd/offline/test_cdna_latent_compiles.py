@@ -3,7 +3,7 @@ AITER's assembly does."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,37 +15,22 @@ from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_lab.simulator.assembly import parse_assembly
 from rocm_lab.simulator.launcher import ARCHS
 from rocm_lab.waits.check import Word, check_waits
-from tests.amd.kernels.cdna_latent_cases import SMALL
-from tests.amd.offline.cdna_latent import compiled_latents
+from tests.amd.kernels.attention_cases import build
+from tests.amd.kernels.cdna_latent_cases import SMALL, launch_cdna_latent
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.hot_loop import bytes_in_flight, hot_loop_of, lds_bytes, loaded_bytes
+from tests.amd.offline.offline_driver import last_compiled_by
 
 pytestmark = pytest.mark.skipif(
     Release.of(triton_version()) not in TRITONS, reason=f"it needs Triton {' or '.join(map(str, TRITONS))}"
 )
 
-LANES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class OfLoop:
-    """Figures of a wave's loop. keys: of the program's four waves in an iteration
-
-    instructions, waits, barriers: of an iteration
-    lds:                           bytes that a lane stores to LDS or reads there
-    in_flight:                     the fewest bytes of a lane that a wait for loads leaves in flight
-    """
-
-    keys: int
-    instructions: int
-    waits: int
-    barriers: int
-    lds: int
-    in_flight: int
-
-
-# mla_dec_stage1_bf16_a16w16_subQ16_mqa16.co of ROCm/aiter e4048607a5, the same code for both archs, by llvm-objdump.
-AITER = OfLoop(keys=128, instructions=849, waits=16, barriers=10, lds=1368, in_flight=128)
+# A wave's loop over as many keys in mla_dec_stage1_bf16_a16w16_subQ16_mqa16.co of ROCm/aiter e4048607a5, the same
+# code for both archs, by llvm-objdump: instructions, waits, the fewest bytes of a lane that a wait leaves in flight.
+AITER_INSTRUCTIONS, AITER_WAITS, AITER_IN_FLIGHT = 849, 16, 128
+TILES = CDNA_LATENT_TILES
+LANES = 64 * TILES.num_warps
+NAME = "_cdna_latent_decode_kernel"
 LAYERS: dict[str, dict[str, Any]] = {
     "pages_of_64": {},
     "tokens": {"page_size": 1},
@@ -63,21 +48,19 @@ LAYERS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_its_loop_needs_no_more_than_assembly(layer: str, arch: str) -> None:
-    kernel = compiled_latents(arch, replace(SMALL, spread=False, **LAYERS[layer]))
+    tensors = build(replace(SMALL, spread=False, **LAYERS[layer]), torch.device("cpu"))
+    kernel = last_compiled_by(lambda: launch_cdna_latent(arch, tensors), arch, [NAME])[NAME]
     code, loop = read_amd_code(kernel), hot_loop_of(kernel)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert check_waits(parse_assembly(kernel.asm["amdgcn"]), arch).word is Word.PROVED
-    keys = CDNA_LATENT_TILES.key_block * CDNA_LATENT_TILES.num_stages
-    assert keys == AITER.keys
     names = [each.name for each in loop.body]
-    assert len(names) <= AITER.instructions * 0.75
-    assert names.count("s_waitcnt") <= AITER.waits
+    assert len(names) <= AITER_INSTRUCTIONS * 0.75
+    assert names.count("s_waitcnt") <= AITER_WAITS
     # Waves exchange nothing. On CDNA 3 lanes exchange maxima by LDS, two words of a chunk.
     assert names.count("s_barrier") == 0
-    assert lds_bytes(loop) <= 2 * 4 * CDNA_LATENT_TILES.num_stages
+    assert lds_bytes(loop) <= 2 * 4 * TILES.num_stages
     # A row as K and, without its rest, as V; and the numbers of the pages of a lane's keys, one and four of a chunk.
-    rows, numbers = keys * (576 + 512) * 2, 5 * 4 * CDNA_LATENT_TILES.num_stages
-    assert loaded_bytes(loop) == rows // (LANES * CDNA_LATENT_TILES.num_warps) + numbers
+    rows = TILES.key_block * TILES.num_stages * (576 + 512) * 2
+    assert loaded_bytes(loop) == rows // LANES + 5 * 4 * TILES.num_stages
     # V of rows whose K has come is in a cache; the K of a whole block is always on its way from memory.
-    assert bytes_in_flight(loop) >= CDNA_LATENT_TILES.key_block * 576 * 2 // (LANES * CDNA_LATENT_TILES.num_warps)
-    assert bytes_in_flight(loop) >= 2 * AITER.in_flight
+    assert bytes_in_flight(loop) >= max(TILES.key_block * 576 * 2 // LANES, AITER_IN_FLIGHT)

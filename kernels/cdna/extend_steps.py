@@ -90,7 +90,7 @@ def _with(tiles, at: gl.constexpr, tile):
 
 
 @gluon.jit
-def _here(x):
+def here(x):
     """x, which the compiler computes here and not where it is used: an empty instruction of assembly."""
     return gl.inline_asm_elementwise(
         "", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=32 // x.dtype.primitive_bitwidth
@@ -117,21 +117,21 @@ def _weigh(STEP: gl.constexpr, r, raw, done, maximum, total, scale, DTYPE: gl.co
         if AT == 0:
             r = registers(raw[EIGHTH])
         base = gl.convert_layout(maximum, r[AT].type.layout, assert_trivial=True)
-        r = _with(r, AT, _here(gl.fma(r[AT], scale, -base)))
+        r = _with(r, AT, here(gl.fma(r[AT], scale, -base)))
     if KIND == _EXP_2:
-        r = _with(r, AT, _here(gl.exp2(r[AT])))
+        r = _with(r, AT, here(gl.exp2(r[AT])))
     if KIND == _ADD:
-        total = _here(total + r[AT])
+        total = here(total + r[AT])
     if KIND == _ROUND:
         bits = r[AT].to(gl.uint32, bitcast=True)
-        r = _with(r, AT, _here(bits + 0x7FFF + ((bits >> 16) & 1)))
+        r = _with(r, AT, here(bits + 0x7FFF + ((bits >> 16) & 1)))
     if KIND == _PACK:
         if r[0].dtype == gl.uint32:
             r = (r[0] >> 16, r[1] >> 16, r[2] >> 16, r[3] >> 16)
             weights = _eighth_of(r, raw[EIGHTH].type.layout).to(gl.uint16).to(DTYPE, bitcast=True)
         else:
             weights = _eighth_of(r, raw[EIGHTH].type.layout).to(DTYPE)
-        done += (_here(weights),)
+        done += (here(weights),)
     return r, total, done
 
 

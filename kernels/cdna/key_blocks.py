@@ -202,9 +202,9 @@ def _values(chunk, first, keys, DTYPE: gl.constexpr, G: gl.constexpr, MASKED: gl
 
 
 @gluon.jit
-def _rounded(weights, DTYPE: gl.constexpr, G: gl.constexpr):
+def rounded(weights, DTYPE: gl.constexpr, HAS_ROUNDING: gl.constexpr):
     """Weights in DTYPE: the nearest number, the even one of two. bfloat16 by hand on CDNA 3, see softmax.rounded."""
-    if G.CDNA == 3 and gl.bfloat16 == DTYPE:
+    if not HAS_ROUNDING and gl.bfloat16 == DTYPE:
         bits = weights.to(gl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         result = bits.to(gl.uint16).to(gl.bfloat16, bitcast=True)
@@ -240,7 +240,9 @@ def _attend(state, query, block, first, keys, logits, G: gl.constexpr, MASKED: g
         v = gl.permute(gl.reshape(v, [CHUNK, EIGHTHS, 8]), (2, 1, 0))
     v = gl.reshape(v, [G.COLUMNS, G.CHUNKS * CHUNK])
     decay = gl.exp2(state.maximum - maximum)
-    weights = gl.convert_layout(_rounded(weights, DTYPE, G), gl.DotOperandLayout(1, P, DEPTH), assert_trivial=True)
+    weights = gl.convert_layout(
+        rounded(weights, DTYPE, G.CDNA > 3), gl.DotOperandLayout(1, P, DEPTH), assert_trivial=True
+    )
     v = gl.convert_layout(v, gl.DotOperandLayout(0, P, DEPTH), assert_trivial=True)
     acc = gl.amd.cdna3.mfma(v, weights, state.acc * decay[None, :])
     return Softmax(acc, maximum, state.total * decay + total)

@@ -178,6 +178,9 @@ SEGMENT_ROWS = TableFile(LatentSegmentTileChoice, "latent.json", "segment")
 # Blocks of 32 keys are slower.
 HOPPER_LATENT_TILES = HopperLatentTiles(LatentTiles(64, 64, 4, 2, early=True, even=True), 128, 48)
 
+# For decode on CDNA (cdna/latent_blocks.py). Two blocks take 490 of a wave's 512 registers.
+CDNA_LATENT_TILES = LatentTiles(query_rows=16, key_block=64, num_warps=4, num_stages=2)
+
 
 def latent_decode_tiles(
     arch: str, *, num_rows: int, dims: tuple[int, int], dtype: torch.dtype, is_coded: bool

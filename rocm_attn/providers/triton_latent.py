@@ -23,7 +23,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
-from rocm_attn.providers import triton_hopper_latent
+from rocm_attn.providers import triton_cdna_latent, triton_hopper_latent
 from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutSegmentDecode, Maskable, MaskableExtend
 from rocm_attn.providers.mixed import TritonMixed
@@ -35,6 +35,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of,
     latent_extend_tiles_of_table,
 )
+from rocm_attn.providers.triton_cdna_latent import CdnaLatentDecode
 from rocm_attn.providers.triton_entries import (
     ARCHS,
     Ranged,
@@ -149,8 +150,17 @@ def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonMixe
 
 
 def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    few = _decode(problem, target, fewest=2, most=limits.MOST_SPLIT_TOKENS)
-    return TritonMixed(_bind_decode(problem, target, pool), _with_longer(few, target))
+    return _mixed(_bind_decode(problem, target, pool), target)
+
+
+def _bind_mixed_cdna(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+    return _mixed(triton_cdna_latent.bind_decode(problem, target, pool), target)
+
+
+def _mixed(decode: LatentDecode | CdnaLatentDecode, target: Target) -> TritonMixed:
+    """Combines decode with kernels for the sequences that have more new tokens."""
+    few = _decode(decode.problem, target, fewest=2, most=limits.MOST_SPLIT_TOKENS)
+    return TritonMixed(decode, _with_longer(few, target))
 
 
 def _with_longer(few: LatentDecode, target: Target) -> TritonMixed:
@@ -217,6 +227,13 @@ def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> Tr
 
 
 ENTRIES = (
+    triton_entry(
+        "cdna_latent_decode",
+        StepKind.DECODE,
+        triton_cdna_latent.LIMITS,
+        triton_cdna_latent.bind_decode,
+        is_probed=True,
+    ),
     triton_entry("hopper_latent_decode", StepKind.DECODE, triton_hopper_latent.DECODE_LIMITS, _bind_decode_hopper),
     triton_entry("latent_decode", StepKind.DECODE, _LIMITS, _bind_decode),
     # Its programs know sequences, and none has the tokens after them.
@@ -230,6 +247,9 @@ ENTRIES = (
         triton_hopper_latent.LIMITS,
         _bind_mixed_hopper,
         clears_pads=False,
+    ),
+    triton_entry(
+        "latent_extend+cdna_latent_decode", StepKind.MIXED, triton_cdna_latent.LIMITS, _bind_mixed_cdna, is_probed=True
     ),
     triton_entry("latent_extend+decode", StepKind.MIXED, _LIMITS, _bind_mixed),
     triton_entry("latent_masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),

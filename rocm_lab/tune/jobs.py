@@ -24,6 +24,7 @@ from rocm_attn.providers.tiles import (
     layer_of,
 )
 from rocm_attn.providers.triton_cdna import CdnaDecode, CdnaExtend
+from rocm_attn.providers.triton_cdna_latent import CdnaLatentDecode
 from rocm_attn.providers.triton_hopper import HopperExtend
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
 from rocm_lab.bench.batch_spec import BatchSpec
@@ -108,9 +109,11 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[BatchSpec]) -> I
     static = replace(target, measured=())
     if problem.pool is PoolKind.LATENT:
         chosen = select(problem, static, "triton")
-        if decodes and isinstance(chosen.kernel(StepKind.DECODE).bound, HopperLatentDecode):
+        decode = chosen.kernel(StepKind.DECODE).bound
+        if decodes and isinstance(decode, HopperLatentDecode):
             yield TuneJob.of(TileTable.HOPPER_LATENT_DECODE, problem, hopper_latent_tiles_of(problem, static), decodes)
-        elif decodes:
+        # CDNA's kernel is written for its tiles; a row of latent decode would take its place without a comparison.
+        elif decodes and not isinstance(decode, CdnaLatentDecode):
             yield TuneJob.of(
                 TileTable.LATENT_DECODE, problem, latent_decode_tiles_of_table(problem, target, 1), decodes
             )

@@ -165,7 +165,7 @@ def test_latent_layers_are_asked_for_with_their_heads_on_a_rank(
         line for line in printed.splitlines() if "decode: not" in line and "its offsets reach 4294967295" in line
     )
     assert "aiter.mla_decode_fwd" in line
-    assert "  decode: triton.latent_decode\n" in printed
+    assert "  decode: triton.cdna_latent_decode\n" in printed
 
 
 def test_the_page_of_kernels_is_current() -> None:

@@ -193,6 +193,8 @@ def test_a_probe_looks_at_it_before_it_serves(monkeypatch: pytest.MonkeyPatch, t
         *DECODE_ALONE,
         EXTEND_ALONE[1],
         "triton.cdna_extend",
+        "triton.cdna_latent_decode",
+        "triton.latent_extend+cdna_latent_decode",
     }
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     probed = []

@@ -33,6 +33,19 @@ def loaded_bytes(loop: Loop) -> int:
     return sum(_load_bytes(each.text) for each in loop.body if is_load(each.text))
 
 
+def bytes_in_flight(loop: Loop) -> int:
+    """The fewest bytes of a lane that a wait for loads leaves in flight, once the loop goes round."""
+    flight: list[int] = []
+    left: list[int] = []
+    for each in loop.body * 2:
+        if is_load(each.text):
+            flight.append(_load_bytes(each.text))
+        elif found := re.match(r"s_waitcnt .*vmcnt\((\d+)\)", each.text):
+            flight = flight[max(len(flight) - int(found[1]), 0) :]
+            left.append(sum(flight))
+    return min(left[len(left) // 2 :])
+
+
 def is_load(instruction: str) -> bool:
     """True if it loads from memory, into registers or LDS; scalar loads are not counted."""
     return instruction.startswith(_LOADS)

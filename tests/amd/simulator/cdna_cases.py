@@ -1,4 +1,4 @@
-"""Runs of decode and extend for CDNA on a simulated arch, compared with float64."""
+"""Runs of decode, extend and latent decode for CDNA on a simulated arch, compared with float64."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from tests.amd.kernels.cdna_cases import LARGE, assert_decoded, cdna_cut, launch
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.kernels.cdna_extend_cases import NAMES, assert_extended, case_of, run_cdna_extend
+from tests.amd.kernels.cdna_latent_cases import CASES as LATENTS
+from tests.amd.kernels.cdna_latent_cases import LARGE as LATENTS_ABOVE
+from tests.amd.kernels.cdna_latent_cases import launch_cdna_latent
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.large_steps import in_large_pools
 
-_IN_EVERY_RUN = ("plain", "window", "extend-plain")
+_IN_EVERY_RUN = ("plain", "window", "extend-plain", "latent-plain")
 
 
 def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
@@ -40,13 +43,27 @@ def simulate_extend(arch: str, case: Case, *, is_large: bool = False) -> Simulat
     return simulation
 
 
+def run_latents(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
+    """Runs a decode over latent pages; it skips other sequences. is_large: true if the pool is above 4 GiB"""
+    tensors = build(case, torch.device("cpu"))
+    if is_large:
+        tensors = in_large_pools(tensors)
+    with simulated(arch) as simulation:
+        launch_cdna_latent(arch, tensors)
+    assert_decoded(tensors)
+    return simulation
+
+
 def cdna_cases(arch: str) -> list[KernelCase]:
     """A case of every run."""
     return [case for case in _cases(arch) if case.name.removeprefix("cdna-") in _IN_EVERY_RUN]
 
 
 def more_cdna_cases(arch: str) -> list[KernelCase]:
-    above = [KernelCase("cdna-above", arch, partial(run_cdna, arch, LARGE, is_large=True))]
+    above = [
+        KernelCase("cdna-above", arch, partial(run_cdna, arch, LARGE, is_large=True)),
+        KernelCase("cdna-latent-above", arch, partial(run_latents, arch, LATENTS_ABOVE, is_large=True)),
+    ]
     if arch in EXTEND_ARCHS:
         run = partial(simulate_extend, arch, EXTEND_ABOVE, is_large=True)
         above.append(KernelCase("cdna-extend-above", arch, run))
@@ -58,6 +75,7 @@ def _cases(arch: str) -> list[KernelCase]:
     extends = NAMES if arch in EXTEND_ARCHS else ()
     return [
         *(KernelCase(f"cdna-{name}", arch, partial(run_cdna, arch, case)) for name, case in cases.items()),
+        *(KernelCase(f"cdna-latent-{name}", arch, partial(run_latents, arch, case)) for name, case in LATENTS.items()),
         *(
             KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case_of(name, arch)))
             for name in extends

@@ -45,6 +45,7 @@ CASES_OF_BARRIERS = {
     "_accept_sampled_kernel": "gfx950-speculative/accept_sampled",
     "_add_norm_kernel": "gfx950-model-float16",
     "_cdna_extend_kernel": "gfx950-cdna-extend-plain",
+    "_cdna_latent_decode_kernel": "gfx950-cdna-latent-plain",
     "_check_pages_kernel": "gfx942-metadata/check_pages",
     "_chunk_rows_kernel": "gfx950-states-channels",
     "_chunk_walk_kernel": "gfx950-states-channels",
@@ -91,7 +92,8 @@ CASES_OF_OTHER_BARRIERS = {
         "gfx942-cdna-extend-wide",
         "gfx950-cdna-extend-wide",
         "gfx950-cdna-extend-codes",
-    )
+    ),
+    "_cdna_latent_decode_kernel": ("gfx942-cdna-latent-plain",),
 }
 _CASES = {str(case): case for case in GRID}
 

@@ -10,7 +10,7 @@ import torch
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import Problem
+from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.selection import probe_runs
@@ -20,6 +20,7 @@ from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
 from tests.amd.kernels.cdna_extend_cases import assert_extended, run_cdna_extend
 
 LAYER = Problem(4, 2, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125, wants_lse=True)
+LATENTS = Problem(4, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=0.05, wants_lse=True, pool=PoolKind.LATENT)
 
 
 @pytest.mark.nightly
@@ -32,6 +33,17 @@ def test_the_probes_steps_are_right(arch: str, monkeypatch: pytest.MonkeyPatch) 
     with simulated(arch) as simulation:
         assert probe_runs.random_run(selection, torch.device("cpu")) is None
     assert simulation.kernels.count("_cdna_decode_kernel") == 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
+def test_the_probes_steps_over_latents_are_right(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New sequences, a decode over them, and a mixed step."""
+    monkeypatch.setattr(probe_runs, "_STEPS", ((5, 2, 17), (1, 1, 1), (3, 1, 1)))
+    target = replace(known_target(arch), releases=Releases(triton=TRITONS[-1]), compute_units=1)
+    with simulated(arch) as simulation:
+        assert probe_runs.random_run(select(LATENTS, target, "triton"), torch.device("cpu")) is None
+    assert simulation.kernels.count("_cdna_latent_decode_kernel") == 2
 
 
 @pytest.mark.nightly

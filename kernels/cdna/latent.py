@@ -1,0 +1,268 @@
+"""Latent decode for CDNA, in Gluon: latent/decode.py's results for one new token of up to 16 query heads.
+
+    out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows of 512 + 64 elements
+
+A program is four waves. Its rows, the programs that share them and the parts that they leave are those of latent
+decode: the schedule is decode_schedule.py's, and merge.py adds up the parts that several programs hold of a row.
+latent_blocks.py says how the waves read keys; at the end of a row they add up what each of them has, by LDS.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import constexpr_function
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.bundles import HeadRows
+from rocm_attn.kernels.attention.cuts import DecodeCut
+from rocm_attn.kernels.attention.decode_schedule import (
+    PROGRAM_DONE,
+    PROGRAM_KV_LEN,
+    PROGRAM_ROW,
+    PROGRAM_SEQ,
+    PROGRAM_WORK,
+    next_row,
+    words_of_program,
+)
+from rocm_attn.kernels.attention.merge import launch_merge
+from rocm_attn.kernels.attention.scores import Scores
+from rocm_attn.kernels.attention.softmax import LN_2
+from rocm_attn.kernels.cdna.latent_blocks import (
+    REST,
+    ROWS,
+    V_DIM,
+    WAVES,
+    CdnaLatentGeometry,
+    LatentLine,
+    attend_latent_blocks,
+    load_query,
+    total_layout,
+    value_layout,
+)
+from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
+from rocm_attn.kernels.latent.limits import check_latent
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_UNITS
+from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
+
+# Columns of a part of the accumulator in which waves add it up, so that all of their parts fit into LDS.
+PART = gl.constexpr(128)
+_PART_COLUMNS = [[0, 0, 1 << i] for i in range(7)]
+
+
+class LatentOutputs(NamedTuple):
+    """The destinations of a row's results: out, lse or None; partial results of programs, and their maxima and sums."""
+
+    out: Any
+    lse: Any
+    parts: Any
+    sums: Any
+
+
+@constexpr_function
+def _part_in_lds() -> gl.constexpr:
+    """A part of the accumulators of all waves, [WAVES, ROWS, PART], in LDS."""
+    rows = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]]
+    bits = [*_PART_COLUMNS, *rows, [1, 0, 0], [2, 0, 0]]
+    return gl.PaddedSharedLayout([[PART.value, 4]], bits, [], [WAVES.value, ROWS.value, PART.value])
+
+
+@constexpr_function
+def _part_of_waves() -> gl.constexpr:
+    """The layout in which a wave adds up the parts of all waves, of some query heads."""
+    registers = [*_PART_COLUMNS[:2], [1, 0, 0], [2, 0, 0], [0, 8, 0]]
+    lanes, waves = [*_PART_COLUMNS[2:], [0, 1, 0]], [[0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, waves, [], [WAVES.value, ROWS.value, PART.value])
+
+
+@gluon.jit
+def _parts_of(acc):
+    """The accumulators' parts of PART columns, each [WAVES, ROWS, PART]."""
+    acc = gl.reshape(acc, [WAVES, 8, 2, 2, V_DIM // 32, ROWS])
+    even, odd = gl.split(gl.permute(acc, (0, 5, 4, 1, 2, 3)))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _store_row(state, to, token, part, is_whole, G: gl.constexpr):
+    """Adds up the waves' states and stores the results of a row, or the program's part of a row that others share."""
+    R: gl.constexpr = G.rows
+    X: gl.constexpr = gl.SliceLayout(0, _part_of_waves())
+    H: gl.constexpr = gl.SliceLayout(1, X)
+    maximum = gl.max(state.maximum, 0)
+    # A wave that had no key: 0.
+    scale = gl.exp2(state.maximum - maximum[None, :])
+    total = state.total * gl.convert_layout(scale, gl.SliceLayout(1, total_layout()))[:, None, :]
+    total = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), H)
+    maximum = gl.convert_layout(maximum, H)
+    parts = _parts_of(state.acc * gl.convert_layout(scale, gl.SliceLayout(1, value_layout(G)))[:, None, :])
+    head = gl.arange(0, ROWS, layout=H)
+    is_head = head < R.GQA_RATIO
+    line = part * R.Q_ROWS + head
+    if is_whole:
+        if to.lse is not None:
+            lse = to.lse.at + token * to.lse.token + head.to(gl.int64) * to.lse.head
+            gl.store(lse, (maximum + gl.log2(total)) * LN_2, mask=is_head)
+    else:
+        gl.store(to.sums + line * 2, maximum, mask=is_head)
+        gl.store(to.sums + line * 2 + 1, total, mask=is_head)
+    lds = gl.allocate_shared_memory(gl.float32, [WAVES, ROWS, PART], _part_in_lds())
+    column = gl.arange(0, PART, layout=gl.SliceLayout(0, X))[None, :]
+    for i in gl.static_range(V_DIM // PART):
+        lds.store(gl.reshape(parts[i], [WAVES, ROWS, PART]))
+        value = gl.sum(lds.load(_part_of_waves()), 0)
+        if is_whole:
+            out = to.out.at + token * to.out.token + head.to(gl.int64)[:, None] * to.out.head
+            result = (value / total[:, None]).to(to.out.at.dtype.element_ty)
+            gl.store(out + (i * PART + column), result, mask=is_head[:, None])
+        else:
+            gl.store(to.parts + line[:, None] * V_DIM + (i * PART + column), value, mask=is_head[:, None])
+
+
+@gluon.jit
+def _store_nothing(to, token, G: gl.constexpr):
+    """Stores the results of a sequence without keys."""
+    X: gl.constexpr = gl.SliceLayout(0, _part_of_waves())
+    head = gl.arange(0, ROWS, layout=gl.SliceLayout(1, X))
+    is_head = head < G.rows.GQA_RATIO
+    zeros = gl.full([ROWS, PART], 0.0, to.out.at.dtype.element_ty, layout=X)
+    column = gl.arange(0, PART, layout=gl.SliceLayout(0, X))[None, :]
+    out = to.out.at + token * to.out.token + head.to(gl.int64)[:, None] * to.out.head
+    for i in gl.static_range(V_DIM // PART):
+        gl.store(out + (i * PART + column), zeros, mask=is_head[:, None])
+    if to.lse is not None:
+        lse = to.lse.at + token * to.lse.token + head.to(gl.int64) * to.lse.head
+        gl.store(lse, gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, X)), mask=is_head)
+
+
+@gluon.jit(do_not_specialize=["num_programs"])
+def _cdna_latent_decode_kernel(
+    q,
+    pages,
+    table: tl.const,
+    row_of_seq: tl.const,
+    q_indptr: tl.const,
+    schedule: tl.const,
+    partials,
+    out,
+    lse,
+    qk_scale,
+    num_programs,
+    q_token,
+    q_head,
+    p_page,
+    p_token,
+    table_row,
+    out_token,
+    out_head,
+    lse_token,
+    lse_head,
+    G: gl.constexpr,
+):
+    R: gl.constexpr = G.rows
+    program = gl.program_id(0)
+    words = words_of_program(schedule, program)
+    seq = gl.load(words + PROGRAM_SEQ)
+    row = gl.load(words + PROGRAM_ROW)
+    done = gl.load(words + PROGRAM_DONE)
+    work = gl.load(words + PROGRAM_WORK)
+    kv_len = gl.load(words + PROGRAM_KV_LEN)
+    sums = partials + num_programs * (2 * R.Q_ROWS * V_DIM)
+    to = LatentOutputs(
+        HeadRows(out, out_token, out_head), None if lse is None else HeadRows(lse, lse_token, lse_head), partials, sums
+    )
+    while work > 0:
+        num_blocks = (kv_len + R.KEY_BLOCK - 1) // R.KEY_BLOCK
+        row_cost = gl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
+        take = gl.minimum(work, row_cost - done)
+        first_block = gl.maximum(done - R.ROW_COST, 0)
+        end_block = done + take - R.ROW_COST
+        token = gl.load(q_indptr + seq).to(gl.int64)
+        # The program that begins a sequence without keys writes its zeros.
+        if (kv_len == 0) & (done == 0):
+            _store_nothing(to, token, G)
+        if end_block > first_block:
+            rows = LatentLine(
+                pages.to(gl.pointer_type(gl.int32)),
+                p_page // 2,
+                p_token // 2,
+                table + gl.load(row_of_seq + seq).to(gl.int64) * table_row,
+                gl.minimum(end_block * R.KEY_BLOCK, kv_len) - 1,
+            )
+            of_token = HeadRows(q + token * q_token, q_token, q_head)
+            query = (load_query(of_token, 0, V_DIM, G), load_query(of_token, V_DIM, REST, G))
+            state = attend_latent_blocks(query, rows, first_block, end_block, kv_len, qk_scale, G)
+            # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
+            part = 2 * program + (first_block == 0).to(gl.int32)
+            _store_row(state, to, token, part, end_block - first_block == num_blocks, G)
+        work -= take
+        done = 0
+        seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
+
+
+def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut) -> None:
+    """Like `launch_latent_decode`, but for one new token of up to 16 query heads, without windows, caps, sinks, masks,
+    over rows of 512 + 64 elements in q's dtype.
+
+    arch: one of cdna_tiles.EXTEND_ARCHS
+    cut:  of latent_decode_cut, for CDNA_LATENT_TILES
+
+    Raises ValueError for heads, dims, pages or dtypes that the kernel does not serve.
+    """
+    queries, table, pages = args.queries, args.table, args.pages.k
+    geometry = _geometry(args, arch, scores, cut)
+    launch(
+        _cdna_latent_decode_kernel,
+        (cut.programs,),
+        args.q,
+        args.pages.raw_k,
+        table,
+        queries.row_of_seq,
+        queries.q_indptr,
+        args.schedule,
+        args.workspace,
+        args.out,
+        args.lse,
+        scores.base_2_scale,
+        cut.programs,
+        args.q.stride(0),
+        args.q.stride(1),
+        pages.stride(0),
+        pages.stride(1),
+        table.stride(0),
+        *args.written_strides,
+        G=geometry,
+        num_warps=WAVES.value,
+    )
+    launch_merge(args, cut, geometry.rows)
+
+
+def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> CdnaLatentGeometry:
+    """Checks the arguments and returns the values that the launch is compiled for."""
+    check_latent(args, "latent decode on CDNA")
+    num_heads, pages = args.q.shape[1], args.pages
+    assert (args.q.shape[2], args.out.shape[2]) == (V_DIM.value + REST.value, V_DIM.value), "limits refuse other rows"
+    assert num_heads <= ROWS.value, "the limits refuse more heads"
+    assert pages.format.encoding.dtype == args.q.dtype, "the limits refuse codes"
+    assert pages.raw_k.data_ptr() % 4 == 0, "elements are read two by two"
+    assert not any(stride % 2 for stride in pages.raw_k.stride()[:2]), "elements are read two by two"
+    assert not scores.visibility.windowed, "the limits refuse windows"
+    assert not scores.soft_cap, "the limits refuse caps"
+    assert args.sinks is None, "the limits refuse sinks"
+    assert args.queries.first_page is None, "shared prefixes are for launch_latent_decode"
+    cut.check(args.schedule, args.queries.num_seqs)
+    assert cut.key_block == CDNA_LATENT_TILES.key_block, "the schedule was cut for other tiles"
+    assert cut.tokens.MOST == 1, "the schedule was cut for more tokens"
+    args.check_workspace(latent_partials_words(cut, num_heads=num_heads, v_head_dim=V_DIM.value))
+    return CdnaLatentGeometry(
+        rows=latent_row_cut(cut, num_heads),
+        PAGE_SIZE=pages.format.page_size,
+        BLOCKS=CDNA_LATENT_TILES.num_stages,
+        UNITS=EXTEND_UNITS[arch],
+    )

@@ -1,0 +1,67 @@
+"""Decode over latent pages for CDNA of the triton provider: its limits, and the bound kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.latent import limits
+from rocm_attn.kernels.launch import only_launches
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, ROWS
+from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES, LatentTiles
+from rocm_attn.kernels.tuning.measured import TileTable
+from rocm_attn.kernels.tuning.tiles import NoTiles
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
+from rocm_attn.providers.scores import scores_of
+from rocm_attn.providers.split_latents import SplitLatents, cut_of_latents
+from rocm_attn.providers.tiles import measured_choice
+from rocm_attn.providers.triton_cdna import TRITONS
+from rocm_attn.providers.triton_later import cdna_launches
+
+LIMITS = Limits(
+    archs=EXTEND_ARCHS,
+    dtypes=(torch.bfloat16, torch.float16),
+    head_dim=(limits.MAX_HEAD_DIM, limits.MAX_HEAD_DIM),
+    v_head_dim=(limits.MAX_V_HEAD_DIM, limits.MAX_V_HEAD_DIM),
+    page_size=(1, limits.MAX_PAGE_SIZE),
+    max_gqa_ratio=ROWS,
+    window=False,
+    soft_cap=False,
+    sinks=False,
+    pools=(PoolKind.LATENT,),
+    non_causal=True,
+    short_kv=True,
+    page_strides=True,
+    aligned_rows=True,
+    tritons=TRITONS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CdnaLatentDecode(SplitLatents[LatentTiles]):
+    """Latent decode of one new token by CDNA's own kernel."""
+
+    arch: str
+
+    def describe(self) -> str:
+        return f"triton.cdna_latent_decode({self.problem}, {self.arch}, programs={self.cut.programs})"
+
+    @only_launches
+    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
+        cdna_launches.launch_cdna_latent_decode(args, arch=self.arch, scores=self.scores, cut=self.cut)
+
+
+def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CdnaLatentDecode:
+    """Binds decode for a problem within LIMITS. Raises NoTiles if the layer has measured tiles of latent decode."""
+    if measured_choice(TileTable.LATENT_DECODE, problem, target) is not None:
+        raise NoTiles(
+            "tiles of triton.latent_decode were measured for this layer on such a GPU; those of "
+            "triton.cdna_latent_decode were not"
+        )
+    cut = cut_of_latents(CDNA_LATENT_TILES, problem, target)
+    return CdnaLatentDecode(problem, scores_of(problem), CDNA_LATENT_TILES, cut, target.arch)

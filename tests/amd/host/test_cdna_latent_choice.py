@@ -1,0 +1,106 @@
+"""The choice of latent decode for CDNA, and the reasons against it elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS
+from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
+from rocm_attn.kernels.tuning.measured import TileTable
+from rocm_attn.machine.releases import Release
+from rocm_attn.machine.target import Target
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolTerms
+from rocm_attn.providers.mixed import TritonMixed
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton_cdna import TRITONS
+from rocm_attn.providers.triton_cdna_latent import CdnaLatentDecode
+from rocm_attn.step.prepared import works_by_launches
+from rocm_lab.tune.jobs import jobs_of, shapes_named
+from tests.amd.host.choices import reasons, with_triton
+from tests.amd.host.test_measured_rows import row_of
+
+# DeepSeek-V3's layer on one of eight GPUs.
+LAYER = Problem(16, 1, 576, torch.bfloat16, v_head_dim=512, page_size=64, scale=192**-0.5, pool=PoolKind.LATENT)
+KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+CDNA = ("triton.cdna_latent_decode", "triton.latent_extend", "triton.latent_extend+cdna_latent_decode")
+PLAIN = ("triton.latent_decode", "triton.latent_extend", "triton.latent_extend+decode")
+
+
+def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
+    return with_triton(arch, triton)
+
+
+def names(problem: Problem, target: Target, terms: PoolTerms = OWN_POOL) -> tuple[str, ...]:
+    """Returns names of the kernels of each kind."""
+    selection = select(problem, target, "triton", pool=replace(SMALLEST_POOL, terms=terms))
+    return tuple(selection.kernel(kind).entry.name for kind in KINDS)
+
+
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"num_q_heads": 1, "page_size": 1},
+        {"page_size": 48, "dtype": torch.float16},
+        {"wants_lse": True},
+        {"window_right": UNLIMITED_WINDOW},
+    ],
+    ids=str,
+)
+def test_it_serves_one_token_of_few_heads(arch: str, more: dict[str, Any]) -> None:
+    layer = replace(LAYER, **more)
+    assert names(layer, on(arch)) == CDNA
+    selection = select(layer, on(arch), "triton")
+    decode, mixed = (selection.kernel(kind).bound for kind in (StepKind.DECODE, StepKind.MIXED))
+    assert isinstance(decode, CdnaLatentDecode)
+    assert decode.cut.programs == on(arch).compute_units
+    assert isinstance(mixed, TritonMixed)
+    assert mixed.decode == decode
+    assert works_by_launches(decode, "attend", PaddedShape(StepKind.DECODE, 4, 4))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_q_heads": 17},
+        {"head_dim": 512},
+        {"window_left": 4095},
+        {"logits_soft_cap": 30.0},
+        {"has_sinks": True},
+        {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.LAYER},
+    ],
+    ids=str,
+)
+def test_what_it_does_not_serve_the_plain_kernels_do(more: dict[str, Any]) -> None:
+    assert names(replace(LAYER, **more), on("gfx942")) == PLAIN
+
+
+def test_with_another_triton_or_over_unaligned_rows_the_plain_kernels_serve() -> None:
+    assert names(LAYER, on("gfx942", Release.of("3.6.0"))) == PLAIN
+    assert names(LAYER, on("gfx942"), PoolTerms(page_strides=True)) == CDNA
+    assert names(LAYER, on("gfx942"), PoolTerms(unaligned_rows=True)) == PLAIN
+
+
+def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
+    row = row_of(LAYER, TileTable.LATENT_DECODE, LatentTiles(16, 16, 4, 1, wide=True))
+    target = replace(on("gfx942"), measured=(row,))
+    assert names(LAYER, target) == PLAIN
+    assert reasons(select(LAYER, target, "triton"), CDNA[0]) == {
+        "tiles of triton.latent_decode were measured for this layer on such a GPU; those of triton.cdna_latent_decode "
+        "were not"
+    }
+
+
+def test_steps_that_it_serves_are_not_searched() -> None:
+    """A row of the other kernel would take its place, and was not compared with it."""
+    jobs, left_out = jobs_of([LAYER], on("gfx942"), shapes_named("64d4k"))
+    assert not jobs
+    assert [line.endswith("no row is for 64d4k alone") for line in left_out] == [True]

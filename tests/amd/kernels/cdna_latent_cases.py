@@ -1,0 +1,45 @@
+"""Decodes over latent pages for CDNA, for the simulator and for a GPU. Memory that no sequence sees is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.cdna.latent import launch_cdna_latent_decode
+from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
+from rocm_attn.problem import UNLIMITED_WINDOW
+from tests.amd.kernels.attention_cases import Case, Tensors
+from tests.amd.kernels.latent_cases import latent_decode_args
+
+# A row that several programs share, new tokens that decode does not serve, no new token, no key, one key, a whole block
+# and one key more.
+PLAIN = Case(
+    [700, 20, 17, 0, 0, 65, 1, 64],
+    [1, 9, 1, 0, 1, 1, 1, 1],
+    heads=(16, 1),
+    dims=(576, 512),
+    dtype=torch.bfloat16,
+    page_size=64,
+    latent=True,
+    tail=2,
+    spread=True,
+)
+SMALL = replace(PLAIN, kv_len=[90, 33], q_len=[1, 1], tail=0)
+CASES = {
+    "plain": PLAIN,
+    "tokens": replace(PLAIN, page_size=1, dtype=torch.float16),
+    # Maxima that rise from block to block scale what was added before.
+    "steep": replace(PLAIN, page_size=16, heads=(10, 1), steep=16.0, spread=False),
+    "to_all": replace(PLAIN, page_size=48, heads=(1, 1), window_right=UNLIMITED_WINDOW),
+}
+# Pages next to each other, at the end of large pools.
+LARGE = replace(SMALL, page_size=16, spread=False)
+
+
+def launch_cdna_latent(arch: str, tensors: Tensors, compute_units: int = 3) -> None:
+    """Runs schedule, decode and merge, with scratch memory of NaN or garbage."""
+    args, cut = latent_decode_args(tensors, CDNA_LATENT_TILES, compute_units=compute_units)
+    launch_decode_schedule(tensors.queries, args.schedule, cut)
+    launch_cdna_latent_decode(args, arch=arch, scores=tensors.scores, cut=cut)

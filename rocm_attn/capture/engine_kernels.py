@@ -74,7 +74,8 @@ def run_ahead(attention: ExternalAttention, ahead: StepsAhead) -> int:
             attention.begin(step)
             num_tokens = step.shape.num_tokens
             attention.fill(nowhere[:num_tokens])
-            _attend(attention, step, ahead, inputs)
+            with torch.inference_mode():  # an engine's pages may be made in it, and are written in no other
+                _attend(attention, step, ahead, inputs)
             done += 1
     attention.check_device()
     return done

@@ -85,6 +85,16 @@ def test_vllms_blocks_stay_and_its_steps_are_right_afterwards(
     assert ahead.done > 8
 
 
+def test_steps_run_ahead_over_blocks_that_vllm_makes_in_inference_mode() -> None:
+    """So vLLM makes those over which it measures its graphs."""
+    ahead = Ahead()
+    with torch.inference_mode():
+        runner = Runner(device=CPU, provider="torch", ran_ahead=ahead)
+        runner.admit()
+        runner.step([9])
+    assert ahead.done > 8
+
+
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(
     "kind",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -59,6 +60,18 @@ def deprecated(name: str) -> Callable[..., Result]:
 
     forward.__qualname__ = name
     return as_in_flashinfer(forward)
+
+
+def as_plan(function: Callable[[Any, Given], None]) -> Callable[..., None]:
+    """Gives a PlannedWrapper's plan the parameters of FlashInfer's. Whatever it raises, nothing is planned then."""
+    plan = as_in_flashinfer(function)
+
+    @functools.wraps(plan)
+    def planning(wrapper: PlannedWrapper, *args: Any, **named: Any) -> None:
+        wrapper._geometry = None
+        plan(wrapper, *args, **named)
+
+    return planning
 
 
 class PlannedWrapper(Wrapper):

@@ -56,8 +56,9 @@ def _runs(entry: KernelEntry, device: torch.device) -> bool:
 
 def _verdict(selection: Selection, device: torch.device, runs: Sequence[Run]) -> Mapping[str, str]:
     place = _place(selection, device)
-    if place is not None and place.is_file():
-        return _read(place)
+    kept = None if place is None else _read(place)
+    if kept is not None:
+        return kept
     found = (outcome(run, selection, device) for run in runs)
     wrong = next((each for each in found if each is not None), None)
     verdict = {} if wrong is None else {wrong.kernel: f"switched off by its probe: {wrong.what}"}
@@ -90,9 +91,14 @@ def _place(selection: Selection, device: torch.device) -> Path | None:
     return Path(home) / "rocm_attn" / "probes" / f"{name}.json"
 
 
-def _read(place: Path) -> Mapping[str, str]:
-    verdict: dict[str, str] = json.loads(place.read_text())
-    return verdict
+def _read(place: Path) -> Mapping[str, str] | None:
+    """The verdict that is kept in a file. None if there is none that this user can read; the probe then runs again."""
+    try:
+        verdict = json.loads(place.read_text())
+    except (OSError, ValueError):
+        return None
+    is_verdict = isinstance(verdict, dict) and all(isinstance(why, str) for why in verdict.values())
+    return verdict if is_verdict else None
 
 
 def _write(place: Path, wrong: Mapping[str, str]) -> None:

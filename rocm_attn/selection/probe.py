@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from rocm_attn.machine import releases
+from rocm_attn.machine.measured_choices import user_cache
 from rocm_attn.providers.contract import KernelEntry
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, outcome, random_run, selected_run
@@ -87,8 +88,7 @@ def _place(selection: Selection, device: torch.device) -> Path | None:
         "probe": ALL_OF_IT,
     }
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "rocm_attn" / "probes" / f"{name}.json"
+    return user_cache() / "probes" / f"{name}.json"
 
 
 def _read(place: Path) -> Mapping[str, str] | None:

@@ -68,7 +68,7 @@ def as_plan(function: Callable[[Any, Given], None]) -> Callable[..., None]:
 
     @functools.wraps(plan)
     def planning(wrapper: PlannedWrapper, *args: Any, **named: Any) -> None:
-        wrapper._geometry = None
+        wrapper._forget_plan()
         plan(wrapper, *args, **named)
 
     return planning
@@ -128,6 +128,10 @@ class PlannedWrapper(Wrapper):
         planned = self._planned or self._new_planned(batch, each_one=each_one)
         planned.plan(batch, geometry)
         self._planned, self._geometry, self._out_dtype = planned, geometry, out_dtype
+
+    def _forget_plan(self) -> None:
+        """Makes run() raise WrongState until a plan succeeds."""
+        self._geometry = None
 
     def _keep(self, arguments: Sequence[Tensor]) -> None:
         """Copies arguments of plan() to the beginnings of the buffers, if run() is captured. Raises NeverFits."""

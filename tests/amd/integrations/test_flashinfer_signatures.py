@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,7 +64,7 @@ def test_an_argument_that_is_not_served_is_refused_before_anything_else(name: st
     ]
     given = [None if each.default is each.empty else each.default for each in plain if each.name != argument]
     if method:
-        given[0] = SimpleNamespace()  # a wrapper that was not made
+        given[0] = object.__new__(getattr(flashinfer, owner))  # a wrapper that was not made
     named = {} if argument == "args" else {argument: torch.ones(2)}
     at = next((place for place, each in enumerate(plain) if each.name == argument), len(plain))
     with pytest.raises(Unsupported, match=f"^{argument} is not served: .+"):

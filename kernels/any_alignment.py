@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import triton
+from torch import Tensor
 from triton.runtime.jit import JITFunction
+
+_INT32_BYTES = 2**31
 
 
 def at_any_alignment(kernel: Any) -> Any:
@@ -18,3 +21,13 @@ def at_any_alignment(kernel: Any) -> Any:
         return kernel
     names = [param.name for param in kernel.params if not param.is_constexpr]
     return triton.jit(kernel.fn, do_not_specialize=kernel.do_not_specialize, do_not_specialize_on_alignment=names)
+
+
+def is_far(tensor: Tensor) -> bool:
+    """True if a tensor takes 2 GiB or more, gaps included. Triton's variant of a smaller one may not reach all of it.
+
+    On AMD GPUs places are then computed in 32 bits. So a kept launch has to be told apart by this, if a caller's tensor
+    may be as large.
+    """
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.itemsize >= _INT32_BYTES

@@ -59,9 +59,12 @@ class StepsAhead:
 def run_ahead(attention: ExternalAttention, ahead: StepsAhead) -> int:
     """Runs steps that together need every kernel of the engine's steps; returns their number.
 
-    Bind the engine's pages before, and its own tables again afterwards. One layer of each kind runs, over zeros.
+    Bind the engine's pages before, and its own tables again afterwards. One layer of each kind runs, over zeros. None
+    runs over page 0 alone, which belongs to no request: vLLM measures graphs over one block if it serves one sequence.
     """
     bounds, tables = attention.bounds, attention.tables
+    if bounds.num_pages == 1:
+        return 0
     pages = torch.ones(num_pages(bounds.kv_len, tables.page_size), dtype=torch.int64, device=attention.device)
     name_pages(tables, pages, pages, bounds.num_seqs)
     inputs, done = ZeroInputs(attention.device), 0
@@ -71,7 +74,8 @@ def run_ahead(attention: ExternalAttention, ahead: StepsAhead) -> int:
             attention.begin(step)
             num_tokens = step.shape.num_tokens
             attention.fill(nowhere[:num_tokens])
-            _attend(attention, step, ahead, inputs)
+            with torch.inference_mode():  # an engine's pages may be made in it, and are written in no other
+                _attend(attention, step, ahead, inputs)
             done += 1
     attention.check_device()
     return done

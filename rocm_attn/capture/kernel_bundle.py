@@ -8,6 +8,7 @@ fills.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -38,7 +39,7 @@ def save_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
         "facts": dict(facts),
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
     }
-    part = file.with_name(f"{file.name}.part")
+    part = _part_of(file)
     with tarfile.open(part, "w:gz") as bundle:
         for name, content in {_MANIFEST: json.dumps(manifest).encode(), **contents}.items():
             member = tarfile.TarInfo(name)
@@ -46,6 +47,14 @@ def save_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
             bundle.addfile(member, io.BytesIO(content))
     part.replace(file)
     return len(contents)
+
+
+def require_place(file: Path) -> None:
+    """Raises OSError if no bundle can be written to this file. Making one takes long."""
+    if file.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    _part_of(file).touch()
+    _part_of(file).unlink()
 
 
 def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
@@ -68,6 +77,11 @@ def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
         part.write_bytes(content)
         part.replace(to)
     return len(contents)
+
+
+def _part_of(file: Path) -> Path:
+    """The file in which a bundle lies until it is whole."""
+    return file.with_name(f"{file.name}.part")
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, bytes]]:

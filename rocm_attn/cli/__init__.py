@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from rocm_attn.cli.streams import Stdout, StdoutFailed, say
-from rocm_attn.cli.torch_failures import torch_failure
+from rocm_attn.cli.torch_failures import memory_failure, torch_failure
 from rocm_attn.errors import BadModel, BadProblem, BadRequest, BadSetting, RocmAttnError
 from rocm_attn.machine.distributions import installing
 
@@ -68,6 +68,9 @@ def _answer(error: BaseException) -> int:
         return BAD_INPUT if isinstance(error, _BAD_INPUT_ERRORS) else FAILED
     if sentence := about_a_library(error):
         say(f"rocm-attn: {sentence}")
+        return FAILED
+    if what := memory_failure(error):
+        say(f"rocm-attn: out of memory ({what}); ask for fewer pages, tokens or sequences")
         return FAILED
     raise error
 

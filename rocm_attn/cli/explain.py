@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -220,7 +221,7 @@ def _with_measured_choices(target: Target, named: str | None) -> tuple[Target, s
     """
     if named is None:
         place = place_of(settings().tuning)
-        if place is None or not place.is_file():
+        if place is None or not os.path.isfile(place):
             return target, ""
         try:
             return with_choices_of(target, place)

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 import torch
 
-from rocm_attn.capture.kernel_bundle import load_bundle, save_bundle
+from rocm_attn.capture.kernel_bundle import load_bundle, require_place, save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli.arguments import pages_as_json, planned_runtime
 from rocm_attn.cli.progress_bar import ProgressBar
@@ -60,19 +60,37 @@ def _with_bundles(
     if options.check is not None:
         return _checked(Path(options.check), target, compile_all)
     if options.bundle is None:
+        if target.is_gpu:
+            _require_cache()
         return compile_all()
     from rocm_attn.kernels.compile_only import cache_at
 
-    # An empty cache, so that the bundle has the kernels of this model and no others.
-    with TemporaryDirectory() as folder, cache_at(folder):
-        try:
+    try:
+        require_place(Path(options.bundle))
+        # An empty cache, so that the bundle has the kernels of this model and no others.
+        with TemporaryDirectory() as folder, cache_at(folder):
             report = compile_all()
             if not report.compiled:
                 raise BadSetting(f"--bundle has nothing to write: {report.lines()[0]}")
             save_bundle(Path(options.bundle), Path(folder), bundle_facts(target))
-        except OSError as error:
-            raise BadSetting(f"--bundle cannot write {options.bundle}: {error}") from error
+    except OSError as error:
+        raise BadSetting(f"--bundle cannot write {options.bundle}: {error}") from error
     return replace(report, cache=options.bundle)
+
+
+def _require_cache() -> None:
+    """Raises BadSetting if Triton cannot write its cache."""
+    from rocm_attn.kernels.compile_only import cache_folder
+
+    folder = Path(cache_folder())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadSetting(
+            f"Triton's cache {folder} cannot be written ({error.strerror}); set TRITON_CACHE_DIR to another folder"
+        ) from error
 
 
 def bundle_facts(target: Target) -> dict[str, str]:

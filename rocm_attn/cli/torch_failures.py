@@ -1,4 +1,4 @@
-"""A torch that is missing, or that cannot be imported, in a sentence."""
+"""Failures of torch that are no bugs: one that is missing or cannot be imported, and memory that is full."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def torch_failure(error: BaseException) -> str:
     if "torch" not in {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}:
         return ""
     return f"torch cannot be imported ({first_line(error)}); rocm-attn doctor says what is wrong with it"
+
+
+def memory_failure(error: BaseException) -> str:
+    """The first line of an error for want of memory; "" for any other error."""
+    # On a CPU torch has no class for it.
+    is_full = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_full = is_full or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    return first_line(error) if is_full else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -35,17 +35,22 @@ class SortedChoices:
     passed_over: str
 
 
+def user_cache() -> Path:
+    """The package's folder in the user's cache. A user without a home has none, and a folder that is named so."""
+    # Path.home() and Path.expanduser() raise then.
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rocm_attn"
+
+
 def default_place() -> Path:
     """The file in the user's cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "rocm_attn" / "tuning.json"
+    return user_cache() / "tuning.json"
 
 
 def place_of(named: str) -> Path | None:
     """The file that a setting names; None if it is off."""
     if named.lower() == OFF:
         return None
-    return Path(named).expanduser() if named else default_place()
+    return Path(os.path.expanduser(named)) if named else default_place()
 
 
 def sorted_for(target: Target, rows: Sequence[MeasuredTileChoice]) -> SortedChoices:

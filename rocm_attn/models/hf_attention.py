@@ -103,7 +103,7 @@ def _layer_types(fields: Fields, num_layers: int, meaning: Mapping[str, int]) ->
     if len(types) != num_layers:
         raise BadModel(f"config.json: {len(types)} layer_types for num_hidden_layers {num_layers}")
     for layer_type in types:
-        if layer_type not in meaning:
+        if layer_type not in list(meaning):
             raise Unsupported(
                 f"layer type {shown(layer_type)} is not served; layer_types may hold {', '.join(meaning)}"
             )

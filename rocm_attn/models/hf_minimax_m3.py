@@ -54,7 +54,7 @@ def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
         types = [_SPARSE if each else "full_attention" for each in frequency]
     else:
         types = ["full_attention"] * num_layers
-    if len(types) != num_layers or not set(types) <= {_SPARSE, "full_attention"}:
+    if len(types) != num_layers or any(each not in (_SPARSE, "full_attention") for each in types):
         raise BadModel(
             f"config.json: layer_types is {shown(types)}; it must hold {_SPARSE!r} or 'full_attention' for each of "
             f"{num_layers} layers"

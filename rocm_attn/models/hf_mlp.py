@@ -135,7 +135,7 @@ def _after_dense(fields: Fields, num_layers: int, routing: Routing) -> tuple[Mlp
 def mlps_by_type(fields: Fields, dense: Mlp, experts: Mlp, num_layers: int) -> tuple[Mlp, ...]:
     """[layers] MLPs in the order of mlp_layer_types. Raises BadModel."""
     kinds, types = {"dense": dense, "sparse": experts}, fields.list("mlp_layer_types")
-    if len(types) != num_layers or not set(types) <= set(kinds):
+    if len(types) != num_layers or any(each not in list(kinds) for each in types):
         raise BadModel(
             f"config.json: mlp_layer_types is {shown(types)}; it must hold 'dense' or 'sparse' for each of "
             f"{num_layers} layers"

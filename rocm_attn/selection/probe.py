@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from rocm_attn.machine import releases
+from rocm_attn.machine.measured_choices import user_cache
 from rocm_attn.providers.contract import KernelEntry
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, outcome, random_run, selected_run
@@ -56,8 +57,9 @@ def _runs(entry: KernelEntry, device: torch.device) -> bool:
 
 def _verdict(selection: Selection, device: torch.device, runs: Sequence[Run]) -> Mapping[str, str]:
     place = _place(selection, device)
-    if place is not None and place.is_file():
-        return _read(place)
+    kept = None if place is None else _read(place)
+    if kept is not None:
+        return kept
     found = (outcome(run, selection, device) for run in runs)
     wrong = next((each for each in found if each is not None), None)
     verdict = {} if wrong is None else {wrong.kernel: f"switched off by its probe: {wrong.what}"}
@@ -86,13 +88,17 @@ def _place(selection: Selection, device: torch.device) -> Path | None:
         "probe": ALL_OF_IT,
     }
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "rocm_attn" / "probes" / f"{name}.json"
+    return user_cache() / "probes" / f"{name}.json"
 
 
-def _read(place: Path) -> Mapping[str, str]:
-    verdict: dict[str, str] = json.loads(place.read_text())
-    return verdict
+def _read(place: Path) -> Mapping[str, str] | None:
+    """The verdict that is kept in a file. None if there is none that this user can read; the probe then runs again."""
+    try:
+        verdict = json.loads(place.read_text())
+    except (OSError, ValueError):
+        return None
+    is_verdict = isinstance(verdict, dict) and all(isinstance(why, str) for why in verdict.values())
+    return verdict if is_verdict else None
 
 
 def _write(place: Path, wrong: Mapping[str, str]) -> None:

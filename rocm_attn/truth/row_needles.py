@@ -72,6 +72,8 @@ class RowNeedles:
 
     def why_none(self) -> str:
         """Returns why no layer can be checked; empty if one can."""
+        if self.prompt_len < 1:
+            return f"a row has room for {self.kv_len} tokens, and its needles take {1 + _DECODE_STEPS} or more"
         for layer in range(len(self._problems)):
             if reason := self._why_blind(layer):
                 self.not_checked[layer] = reason

@@ -94,7 +94,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_result(path: Path) -> ResultFile:
-    """Reads a result file. Raises BadSetting if it is missing, or is no result file of this schema."""
+    """Reads a result file. Raises BadSetting if it is missing or damaged, or is no result file of this schema."""
     try:
         found = json.loads(path.read_text())
     except OSError as error:
@@ -104,8 +104,30 @@ def read_result(path: Path) -> ResultFile:
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != SCHEMA:
         raise BadSetting(f"{path} has the schema {schema!r}, and this release reads {SCHEMA!r}; measure again")
+    if not _is_whole(found):
+        raise BadSetting(f"{path} is damaged: it lacks what rocm-attn bench writes; measure again")
     rest = {name: value for name, value in found.items() if name not in ("kind", "machine", "rows")}
-    return ResultFile(found["kind"], found["machine"], found["rows"], rest)
+    return ResultFile(str(found.get("kind")), found["machine"], found["rows"], rest)
+
+
+def _is_whole(found: Mapping[str, Any]) -> bool:
+    """True if a result has its parts, and each row of kernels what tells it apart, and samples that are numbers."""
+    machine, rows, is_of_kernels = found.get("machine"), found.get("rows"), found.get("kind") == KERNELS
+    if not isinstance(machine, dict) or not isinstance(rows, list):
+        return False
+    words = ("suite", "case", "batch", "provider", "status") if is_of_kernels else ()
+    if is_of_kernels and not isinstance(machine.get("device"), str):
+        return False
+    return all(
+        isinstance(row, dict)
+        and all(isinstance(row.get(name), str) for name in words)
+        and _are_numbers(row.get("samples_us", []))
+        for row in rows
+    )
+
+
+def _are_numbers(samples: object) -> bool:
+    return isinstance(samples, list) and all(type(sample) in (int, float) for sample in samples)
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

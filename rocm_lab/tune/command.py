@@ -174,7 +174,7 @@ def problems_of(options: argparse.Namespace, target: Target) -> tuple[Problem, .
 def output_place(named: str | None) -> Path:
     """The file of --output, else that of the setting, else the one in the cache. Raises BadSetting."""
     if named is not None:
-        return Path(named).expanduser()
+        return Path(os.path.expanduser(named))
     if settings().tuning.lower() == OFF:
         raise BadSetting(f"{TUNING} is {OFF}, so no runtime would read the rows; name a file with --output")
     return place_of(settings().tuning) or default_place()

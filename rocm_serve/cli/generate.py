@@ -12,12 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
 from rocm_attn.capture.step_times import MOST_SEQS
 from rocm_attn.cli.arguments import device_named
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
+from rocm_attn.cli.torch_failures import memory_failure
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
 from rocm_serve.cli.engine_start import EngineStart
 from rocm_serve.cli.options import ON_GENERATE
@@ -88,11 +87,8 @@ def run(options: argparse.Namespace) -> None:
     try:
         _generate(options, prompts)
     except (RuntimeError, MemoryError) as error:
-        # On a CPU torch has no class for this error.
-        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not full:
+        if not (what := memory_failure(error)):
             raise
-        what = (str(error).splitlines() or [type(error).__name__])[0]
         raise NeverFits(
             f"out of memory ({what}); lower --max-batch-size, --num-pages or --swa-pages, or use a smaller model"
         ) from error

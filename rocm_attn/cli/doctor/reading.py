@@ -37,7 +37,7 @@ _NVIDIA_NODE = re.compile(r"nvidia\d+")
 
 def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
     """Reads all facts that the checks use."""
-    home = Path(environment.get("HOME", str(Path.home())))
+    home = Path(environment.get("HOME") or os.path.expanduser("~"))  # Path.home() raises for a user without one
     distributions = tuple(read_distributions())
     torch, copies = _torch(), aiter_copies()
     jit = jit_folder(environment, home, copies)

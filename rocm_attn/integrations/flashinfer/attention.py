@@ -17,7 +17,7 @@ from rocm_attn.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCac
 from rocm_attn.integrations.flashinfer.ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
 from rocm_attn.integrations.flashinfer.requests import geometry_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
-from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan
 
 __all__ = [
     "BatchAttention",
@@ -34,7 +34,7 @@ class BatchAttention(PlannedWrapper):
         workspace = torch.empty(0, dtype=torch.uint8, device=given.device)
         super().__init__(Given(float_workspace_buffer=workspace, kv_layout=given.kv_layout))
 
-    @as_in_flashinfer
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans a batch for later calls of run().
 

@@ -98,8 +98,9 @@ def attend(
     check_rows("out", out, shape, out_dtype, planned.device)
     is_whole = out.dtype == geometry.dtype and out.stride(-1) == 1
     computed = out if is_whole else torch.empty(shape, dtype=geometry.dtype, device=planned.device)
-    lse = _lse_rows(call, (num_tokens, geometry.num_q_heads), planned.device)
+    of_caller, lse = _lse_rows(call, (num_tokens, geometry.num_q_heads), planned.device)
     k_scale = v_scale = None
+    _check_one(call.v_scale)
     scale_value = _number(call.q_scale)
     if geometry.is_coded:
         k_scale, v_scale = _factor(call.k_scale, planned.device), _factor(call.v_scale, planned.device)
@@ -113,38 +114,46 @@ def attend(
         out.mul_(call.v_scale)
     if lse is None:
         return out
-    lse = _finished(lse, call)
-    return (out, lse) if call.return_lse else out
-
-
-def _lse_rows(call: RunArguments, shape: tuple[int, int], device: torch.device) -> Tensor | None:
-    """Returns float32 [tokens, heads], the caller's own memory if given; None if no log-sum-exp is asked for."""
-    if call.lse is None:
-        return torch.empty(shape, dtype=torch.float32, device=device) if call.return_lse else None
-    check_rows("lse", call.lse, shape if call.lse_layout == "NH" else shape[::-1], torch.float32, device)
-    return call.lse if call.lse_layout == "NH" else call.lse.t()
-
-
-def _finished(lse: Tensor, call: RunArguments) -> Tensor:
-    """Converts a natural log to the base and layout that are asked for."""
     if call.lse_base == "log2":
         lse.mul_(LOG2_E)
-    if call.lse_layout == "NH":
-        return lse
-    return call.lse if call.lse is not None else lse.t().contiguous()
+    if of_caller is not None and of_caller is not lse:
+        of_caller.copy_(lse)
+    if not call.return_lse:
+        return out
+    if call.lse is not None:
+        return out, call.lse
+    return out, lse if call.lse_layout == "NH" else lse.t().contiguous()
+
+
+def _lse_rows(call: RunArguments, shape: tuple[int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the caller's memory, and that into which kernels write: both float32 [tokens, heads], or None.
+
+    They are one tensor if the caller's has its heads one after the other.
+    """
+    if call.lse is None:
+        return None, torch.empty(shape, dtype=torch.float32, device=device) if call.return_lse else None
+    check_rows("lse", call.lse, shape if call.lse_layout == "NH" else shape[::-1], torch.float32, device)
+    of_caller = call.lse if call.lse_layout == "NH" else call.lse.t()
+    is_whole = of_caller.stride(-1) == 1
+    return of_caller, of_caller if is_whole else torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _number(scale: Scale) -> float:
-    """Returns a scale as a float on the host; waits for a tensor."""
+    """Returns a scale as a float on the host; waits for a tensor. Raises BadTensor for one of several elements."""
+    _check_one(scale)
     return 1.0 if scale is None else float(scale)
 
 
 def _factor(scale: Scale, device: torch.device) -> Tensor:
     """Returns a scale as float32 [1] on the device. Raises BadTensor."""
-    if isinstance(scale, Tensor) and scale.numel() == 1:
-        return scale.to(device, torch.float32).reshape(1)
+    _check_one(scale)
     if isinstance(scale, Tensor):
-        raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; K and V have one scale each")
+        return scale.to(device, torch.float32).reshape(1)
     if scale is not None and not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise BadTensor(f"a scale of K or V is {scale}; it must be a positive number from 2**-100 to 2**100")
     return torch.full((1,), 1.0 if scale is None else scale, dtype=torch.float32, device=device)
+
+
+def _check_one(scale: Scale) -> None:
+    if isinstance(scale, Tensor) and scale.numel() != 1:
+        raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; q, K and V have one scale each")

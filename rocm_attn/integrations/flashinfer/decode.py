@@ -16,7 +16,7 @@ from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, pages_
 from rocm_attn.integrations.flashinfer.requests import ScoreRules, as_dtype, geometry_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
-from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, deprecated
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan, deprecated
 from rocm_attn.problem import UNLIMITED_WINDOW
 
 # Arguments of _plan_impl() that plan() never took by position after page_size; the others it did, in this order.
@@ -56,7 +56,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
         """The value that the wrapper was made with."""
         return self._use_tensor_cores
 
-    @as_in_flashinfer
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans a batch for later calls of run(). Takes _plan_impl's optional arguments, by position with a warning.
 
@@ -74,7 +74,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
             warnings.warn(
                 "arguments of plan() after page_size are deprecated by position; name them",
                 DeprecationWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
             once = dict(zip(allowed, by_position, strict=False))
             if twice := sorted(once.keys() & named.keys()):
@@ -82,7 +82,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
             named |= once
         self._plan_impl(**values, **named)
 
-    @as_in_flashinfer
+    @as_plan
     def _plan_impl(self, given: Given) -> None:
         """Does the work of plan().
 

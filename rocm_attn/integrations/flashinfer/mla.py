@@ -19,7 +19,7 @@ from rocm_attn.integrations.flashinfer.latent_batch import MLAPlanMetadata, batc
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.requests import Geometry, as_dtype, check_rows
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer, refuse
-from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan
 from rocm_attn.problem import PoolKind
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"]
@@ -48,7 +48,7 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
         self._over_copies: PlannedAttention | None = None
         self._batch: PlannedBatch | None = None
 
-    @as_in_flashinfer
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans a batch for later calls of run(), given by metadata or by its tensors alone.
 

@@ -60,6 +60,11 @@ def get_batch_indices_positions(
         batch_indices.fill_(-1)
         positions.zero_()
         return batch_indices, positions
+    if seq_lens.dim() != 1 or len(seq_lens) < append_indptr.shape[0] - 1:
+        raise BadTensor(
+            f"append_indptr names {append_indptr.shape[0] - 1} sequences and seq_lens is {list(seq_lens.shape)}; give "
+            "one length for each"
+        )
     indptr, kv_len = append_indptr.long(), seq_lens.to(device).long()
     token = torch.arange(nnz, device=device)
     seq = torch.searchsorted(indptr[1:].contiguous(), token, right=True)
@@ -98,7 +103,14 @@ def append_paged_mla_kv_cache(append_ckv: Tensor, given: Given) -> None:
 
 
 def _slots(given: Given, num_pages: int, page_size: int) -> Tensor:
-    """Returns int32 [nnz]: page * page_size + offset of each token, or -1 if it has no place."""
+    """Returns int32 [nnz]: page * page_size + offset of each token, or -1 if it has no place. Raises BadTensor."""
+    for name in ("batch_indices", "positions"):
+        tensor = getattr(given, name)
+        if tensor.dim() != 1 or tensor.is_floating_point() or len(tensor) != len(given.batch_indices):
+            raise BadTensor(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be integers, one for each of "
+                f"{len(given.batch_indices)} new tokens"
+            )
     indices, indptr = given.kv_indices, given.kv_indptr
     num_seqs = indptr.shape[0] - 1
     if num_seqs < 1 or not len(indices):

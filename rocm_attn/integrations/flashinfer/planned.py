@@ -128,12 +128,10 @@ class PlannedAttention:
         batch = self.batch
         if not batch.lengths.num_tokens:
             return
-        low, high = batch.page_ids
-        if low < 0 or high >= inputs.k.shape[0]:
-            raise BadTensor(
-                f"the plan names pages {low} to {high}; the KV cache has pages 0 to {inputs.k.shape[0] - 1}"
-            )
-        if not len(inputs.k):
+        (low, high), num_pages = batch.page_ids, min(len(inputs.k), len(inputs.v))
+        if low < 0 or high >= num_pages:
+            raise BadTensor(f"the plan names pages {low} to {high}; the KV cache has pages 0 to {num_pages - 1}")
+        if not num_pages:
             _see_nothing(inputs)
             return
         geometry = replace(geometry, sinks=inputs.sinks is not None).scaled(scale_value)

@@ -13,7 +13,7 @@ from rocm_attn.integrations.flashinfer.ragged import BatchPrefillWithRaggedKVCac
 from rocm_attn.integrations.flashinfer.requests import ScoreRules, as_dtype, geometry_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
-from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, deprecated
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan, deprecated
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -60,7 +60,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
     def __init__(self, given: Given) -> None:
         super().__init__(given)
 
-    @as_in_flashinfer
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans a batch for later calls of run().
 

@@ -16,7 +16,7 @@ from rocm_attn.integrations.flashinfer.cells import Masks
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, on_host
 from rocm_attn.integrations.flashinfer.requests import as_dtype, geometry_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer, refuse
-from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, deprecated
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan, deprecated
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
@@ -35,7 +35,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
             )
         super().__init__(given)
 
-    @as_in_flashinfer
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans a batch for later calls of run().
 

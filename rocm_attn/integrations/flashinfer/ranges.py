@@ -16,7 +16,7 @@ from rocm_attn.integrations.flashinfer.cells import ranged_cells
 from rocm_attn.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.requests import NO_POSITIONS, Geometry, as_dtype, geometry_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
-from rocm_attn.integrations.flashinfer.wrapped import deprecated
+from rocm_attn.integrations.flashinfer.wrapped import as_plan, deprecated
 
 __all__ = ["BatchPrefillWithCausalBidirectionalRangesWrapper"]
 
@@ -50,14 +50,17 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self._made_with["o_data_type"] = given.o_data_type or given.q_data_type
         self._given: tuple[PlannedBatch, Geometry] | None = None
 
-    @as_in_flashinfer
+    def _forget_plan(self) -> None:
+        super()._forget_plan()
+        self._given = None
+
+    @as_plan
     def plan(self, given: Given) -> None:
         """Takes a batch for later calls of run(), which plan it with their spans.
 
         What run() determines is refused here, as in FlashInfer: causality, masks and windows.
         Raises Unsupported, BadSetting, BadBatch, BadTensor. Then nothing is planned.
         """
-        self._given = None
         defaults = inspect.signature(self.plan).parameters
         given.logits_soft_cap = given.logits_soft_cap or None
         for name in _OF_RUN:

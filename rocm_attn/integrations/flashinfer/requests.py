@@ -118,6 +118,8 @@ class Geometry:
             )
         if self.alibi and self.soft_cap:
             raise Unsupported("ALIBI with a logits_soft_cap is not served: the bias is added after the cap here")
+        if min(self.head_dim, self.v_head_dim) < 1:
+            raise BadProblem(f"head dims are {self.head_dim} and {self.v_head_dim}; each must be at least 1")
         if not 1 <= self.num_kv_heads <= self.num_q_heads:
             raise BadProblem(
                 f"{self.num_q_heads} query heads over {self.num_kv_heads} KV heads; each must be at least 1"

@@ -17,7 +17,7 @@ from rocm_attn.integrations.flashinfer.cells import Masks
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, on_host
 from rocm_attn.integrations.flashinfer.requests import as_dtype, geometry_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer, refuse
-from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, deprecated
+from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan, deprecated
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
@@ -40,7 +40,7 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
         super().__init__(given)
         self._num_keys = 0
 
-    @as_in_flashinfer
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans M queries in rows of R and N keys in columns of C for later calls of run(). The last row may be short.
 
@@ -109,7 +109,7 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
         super().__init__(given)
         self._num_kv_heads = 0
 
-    @as_in_flashinfer
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans blocks for later calls of run().
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -61,6 +62,18 @@ def deprecated(name: str) -> Callable[..., Result]:
     return as_in_flashinfer(forward)
 
 
+def as_plan(function: Callable[[Any, Given], None]) -> Callable[..., None]:
+    """Gives a PlannedWrapper's plan the parameters of FlashInfer's. Whatever it raises, nothing is planned then."""
+    plan = as_in_flashinfer(function)
+
+    @functools.wraps(plan)
+    def planning(wrapper: PlannedWrapper, *args: Any, **named: Any) -> None:
+        wrapper._forget_plan()
+        plan(wrapper, *args, **named)
+
+    return planning
+
+
 class PlannedWrapper(Wrapper):
     """A wrapper whose plan() is called once per step, and whose run() is called for each layer.
 
@@ -115,6 +128,10 @@ class PlannedWrapper(Wrapper):
         planned = self._planned or self._new_planned(batch, each_one=each_one)
         planned.plan(batch, geometry)
         self._planned, self._geometry, self._out_dtype = planned, geometry, out_dtype
+
+    def _forget_plan(self) -> None:
+        """Makes run() raise WrongState until a plan succeeds."""
+        self._geometry = None
 
     def _keep(self, arguments: Sequence[Tensor]) -> None:
         """Copies arguments of plan() to the beginnings of the buffers, if run() is captured. Raises NeverFits."""

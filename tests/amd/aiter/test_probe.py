@@ -178,6 +178,36 @@ def test_a_wrong_verdict_on_disk_holds(aiter: StandIn) -> None:
     assert chosen.entry.name == "aiter.unified_attention"
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b"\xff"], ids=str)
+def test_a_damaged_verdict_on_disk_is_found_again(content: bytes, aiter: StandIn, own_cache: Path) -> None:
+    world(PROBLEM)
+    (verdict,) = own_cache.iterdir()
+    verdict.write_bytes(content)
+    aiter.calls.clear()
+    world(PROBLEM)
+    assert aiter.calls
+    assert json.loads(verdict.read_text()) == {}
+
+
+def test_a_cache_that_this_user_may_not_read_does_not_stop_a_runtime(
+    aiter: StandIn, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test may run as root, who may read everything."""
+
+    def refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(path: Path, *given: Any, **named: Any) -> Any:
+            if own_cache in path.parents:
+                raise PermissionError(13, "Permission denied", str(path))
+            return method(path, *given, **named)
+
+        return called
+
+    for name in ("read_text", "stat"):
+        monkeypatch.setattr(Path, name, refusing(getattr(Path, name)))
+    assert wrong_kernels([partly_torch(PROBLEM)], CPU) == {}
+    assert aiter.calls
+
+
 def test_a_cache_that_cannot_be_written_does_not_stop_a_runtime(
     aiter: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

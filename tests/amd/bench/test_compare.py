@@ -133,6 +133,28 @@ def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path, caps
         assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"machine": {}},
+        {"machine": None},
+        {"rows": None},
+        {"rows": [1]},
+        {"rows": [{"suite": "decode"}]},
+        {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": [1.0, None]}]},
+        {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": 5}]},
+    ],
+    ids=str,
+)
+def test_a_damaged_file_is_refused(damage: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row("one", samples(100, 0.01, 1))]
+    good = result_file(tmp_path / "a.json", rows)
+    kept = json.loads(good.read_text())
+    (tmp_path / "b.json").write_text(json.dumps(kept | damage))
+    assert main(["bench", "compare", str(good), str(tmp_path / "b.json")]) == BAD_INPUT
+    assert "b.json is damaged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("command", "complaint"), [("compare", "a file of serving"), ("plot", "no server has made")])
 def test_a_file_of_a_server_without_tokens_is_refused(
     command: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

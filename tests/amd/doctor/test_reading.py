@@ -259,3 +259,12 @@ def test_a_sandbox_that_hides_the_driver_has_the_gpus_that_torch_counts(
         "rocm_attn.cli.doctor.reading.probe", lambda *what: torch_for_cuda if what == ("torch",) else GONE
     )
     assert read_machine({"HOME": "/nowhere"}, tmp_path).nvidia_gpus == ("NVIDIA GPU", "NVIDIA GPU")
+
+
+def test_a_machine_is_read_for_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user of whom its system knows nothing."""
+    monkeypatch.setattr("rocm_attn.cli.doctor.reading.probe", lambda *what: GONE)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987654)
+    machine = read_machine({}, tmp_path)
+    assert "~/.triton/cache" in [folder.path for folder in machine.folders]

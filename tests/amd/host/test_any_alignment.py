@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+import torch
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.any_alignment import at_any_alignment
+from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
+from rocm_attn.kernels.metadata import gather_table
+from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 
 
 @triton.jit(do_not_specialize=["num"])  # type: ignore[untyped-decorator]
@@ -20,3 +26,31 @@ def test_no_argument_is_specialised_on_its_alignment_and_numbers_stay_as_they_we
     assert [each.name for each in after if each.do_not_specialize] == ["num"]
     assert [each.name for each in after if each.is_constexpr] == ["BLOCK"]
     assert not any(each.do_not_specialize_on_alignment for each in before)
+
+
+# Rows of a table of slots for 2048 requests of 256k tokens, and one row that stands for all of them.
+ROWS, WIDTH = 2049, 2**18
+TABLE, ROW = (torch.empty(rows, WIDTH, dtype=torch.int32, device="meta") for rows in (ROWS, 1))
+
+
+def test_elements_that_lie_2_gib_apart_are_far_whatever_the_tensor_holds() -> None:
+    assert is_far(TABLE)
+    assert is_far(TABLE[:, :1])
+    assert not is_far(TABLE[:-2])
+    assert not is_far(ROW.expand(ROWS, -1))
+    assert not is_far(TABLE[:0])
+
+
+def test_a_large_table_is_not_gathered_by_the_kept_launch_of_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On AMD GPUs Triton's variant for a storage below 2 GiB computes places in 32 bits."""
+    kept: list[tuple[object, ...]] = []
+
+    def variant(*of: object) -> Callable[..., None]:
+        kept.append(of)
+        return lambda *arguments, **options: None
+
+    monkeypatch.setattr(gather_table, "_variant", variant)
+    of_seq, pages = (torch.empty(size, dtype=torch.int32, device="meta") for size in ((1,), (2, WIDTH)))
+    for entries in (ROW, ROW.expand(ROWS, -1), TABLE, TABLE[:, :64]):
+        gather_table.launch_gather_table(GatherSource(entries, has_slots=True), of_seq, of_seq, pages, page_size=64)
+    assert kept[0] == kept[1] != kept[2] == kept[3]

@@ -246,6 +246,19 @@ def test_a_cache_that_is_closed_to_the_user_stops_no_runtime(tmp_path: Path, mon
     assert with_measured_choices(GFX942) == GFX942
 
 
+@pytest.mark.parametrize("named", ["", "~no-such-user/tuning.json"])
+def test_a_user_without_a_home_stops_no_runtime(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987654)
+    monkeypatch.chdir(tmp_path)
+    served_with(monkeypatch, named)
+    assert with_measured_choices(GFX942) == GFX942
+    assert ("no-such-user/tuning.json cannot be read" in caplog.text) is bool(named)
+
+
 def test_tiles_that_no_kernel_takes_have_a_reason() -> None:
     layer, odd = layer_of(LAYER), layer_of(replace(LAYER, num_q_heads=3, num_kv_heads=3))
     assert refusal(TileTable.DECODE, TUNED, layer) == ""

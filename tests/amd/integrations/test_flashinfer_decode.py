@@ -177,6 +177,7 @@ REFUSED_PLANS = [
     ({"is_causal": True}, Unsupported, "leave it None"),
     ({"q_len_per_req": 0}, BadBatch, "it must be at least 1"),
     ({"sm_scale": -1.0}, ValueError, "must be a positive number"),
+    ({"jit_args": [1]}, TypeError, "unexpected keyword argument 'jit_args'"),
 ]
 
 
@@ -186,6 +187,7 @@ def test_what_is_not_served_is_refused_by_plan(
 ) -> None:
     batch = new_batch((6, 3), 4, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32")
     with pytest.raises(error, match=message):
         wrapper.plan(*batch.lists, *SIZES, 4, **more)
     with pytest.raises(WrongState, match=r"call plan.. before run"):
@@ -203,6 +205,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
         ({"window_left": 4}, BadSetting, "planned with 5"),
         ({"out": torch.empty_like(q).half()}, BadTensor, "out is torch.float16"),
         ({"lse": torch.empty(2, device=device), "return_lse": True}, BadTensor, "lse is torch.float32 .2."),
+        *[({name: q[0, 0]}, BadTensor, f"a scale of shape .{DIM}.") for name in ("q_scale", "k_scale", "v_scale")],
     ]
     for more, error, message in cases:
         with pytest.raises(error, match=message):
@@ -213,6 +216,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
         (q[:1], cache, "q is torch.float32"),
         (q.half(), cache, "q is torch.float16"),
         (q, cache[:2], "the KV cache has pages 0 to 1"),
+        (q, (cache[:, 0], cache[:2, 1]), "the KV cache has pages 0 to 1"),
         (q, cache.half(), "layer 0: k is torch.float16"),
         (q, cache[:, :, :2], "pages of 2 tokens"),
         (q, cache[0], "a tuple of K and V"),

@@ -45,6 +45,8 @@ def test_positions_of_new_tokens_follow_from_lengths(device: torch.device) -> No
     assert flashinfer.get_batch_indices_positions(ints([0], device), ints([], device), 2)[0].tolist() == [-1, -1]
     with pytest.raises(BadTensor, match=r"positions is torch.int32"):
         flashinfer.get_batch_indices_positions(append_indptr, ints([5] * 4, device), 9, positions=given[1])
+    with pytest.raises(BadTensor, match=r"names 3 sequences and seq_lens is .2."):
+        flashinfer.get_batch_indices_positions(ints([0, 1, 2, 3], device), ints([1, 1], device), 3)
 
 
 @pytest.mark.parametrize(("page_size", "layout"), [(4, "NHD"), (5, "HND")])
@@ -92,6 +94,14 @@ def test_what_cannot_be_appended_is_refused(device: torch.device) -> None:
     ]:
         with pytest.raises(BadTensor, match=message):
             flashinfer.append_paged_kv_cache(*rows, seqs, places, batch.cache, *lists)
+    for at, message in [
+        ((seqs, places[:1]), "positions is torch.int32 .1.; it must be integers, one for each of 19 new tokens"),
+        ((seqs[:1], places), "positions is torch.int32 .19.; it must be integers, one for each of 1 new tokens"),
+        ((seqs, places.float()), "positions is torch.float32"),
+        ((seqs[None], places), "batch_indices is torch.int32 .1, 19."),
+    ]:
+        with pytest.raises(BadTensor, match=message):
+            flashinfer.append_paged_kv_cache(k, v, *at, batch.cache, *lists)
     codes = batch.cache.to(torch.float8_e4m3fn)
     with pytest.raises(Unsupported, match="cannot be appended to"):
         flashinfer.append_paged_kv_cache(k.to(codes.dtype), v.to(codes.dtype), seqs, places, codes, *lists)

@@ -116,6 +116,23 @@ def test_ragged_k_and_v_are_read_where_they_lie(scores: Scores, layout: str, dev
     check(found, (out, (lse * np.log(2)).T))
 
 
+@pytest.mark.parametrize("base", ["log2", "ln"])
+def test_a_log_sum_exp_is_written_to_memory_of_either_layout(base: str, device: torch.device) -> None:
+    batch = new_batch(KV_LENS, 4, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, causal=True, sm_scale=0.3, q_data_type="float32")
+    q = queries(sum(Q_LENS), device=device)
+    out, lse = wanted(batch, q, Q_LENS, [Scores(0.3)] * len(Q_LENS))
+    lse = lse if base == "log2" else lse * np.log(2)
+    room = torch.full((*lse.shape, 2), 7.0, device=device)  # heads with gaps between them
+    for layout, given in {"HN": torch.empty(lse.shape[::-1], device=device), "NH": room[..., 0]}.items():
+        found = wrapper.run(q, batch.cache, lse=given, return_lse=True, lse_base=base, lse_layout=layout)
+        assert isinstance(found, tuple)
+        assert found[1] is given
+        check(found, (out, lse if layout == "NH" else lse.T))
+    assert (room[..., 1] == 7).all()
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_one_sequence_needs_no_plan(layout: str, device: torch.device) -> None:
     batch = new_batch((9,), 4, device=device)

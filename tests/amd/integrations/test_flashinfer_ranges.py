@@ -90,6 +90,10 @@ def test_other_ranges_graphs_and_a_run_before_a_plan_are_refused(device: torch.d
     for wrong in (ranges(device).long(), ranges(device)[1:], ranges(device).T.contiguous().T):
         with pytest.raises(BadTensor, match=r"they must be int32 \[15, 2\], contiguous"):
             wrapper.run(q, batch.cache, wrong)
+    with pytest.raises(TypeError):
+        wrapper.plan()
+    with pytest.raises(WrongState, match="call plan"):
+        wrapper.run(q, batch.cache, ranges(device))
     kind = flashinfer.BatchPrefillWithCausalBidirectionalRangesWrapper
     with pytest.raises(WrongState, match="call plan"):
         kind(workspace(device), **DTYPES).run(q, batch.cache, ranges(device))

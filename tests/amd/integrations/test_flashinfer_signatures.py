@@ -63,6 +63,8 @@ def test_an_argument_that_is_not_served_is_refused_before_anything_else(name: st
         each for each in inspect.signature(function).parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD
     ]
     given = [None if each.default is each.empty else each.default for each in plain if each.name != argument]
+    if method:
+        given[0] = object.__new__(getattr(flashinfer, owner))  # a wrapper that was not made
     named = {} if argument == "args" else {argument: torch.ones(2)}
     at = next((place for place, each in enumerate(plain) if each.name == argument), len(plain))
     with pytest.raises(Unsupported, match=f"^{argument} is not served: .+"):

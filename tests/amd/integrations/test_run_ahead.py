@@ -20,6 +20,7 @@ from rocm_attn.integrations.sglang.steps import as_sglang_makes_it
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
 from rocm_attn.integrations.vllm.layer_terms import MaskTerms
 from rocm_attn.machine.target import known_target
+from tests.amd.integrations import vllm_runner
 from tests.amd.integrations.sglang_stand_in import Engine, Mode
 from tests.amd.integrations.test_sglang_truth import sparse_engine
 from tests.amd.integrations.test_vllm_latent import Rank
@@ -84,6 +85,16 @@ def test_vllms_blocks_stay_and_its_steps_are_right_afterwards(
     assert ahead.done > 8
 
 
+def test_steps_run_ahead_over_blocks_that_vllm_makes_in_inference_mode() -> None:
+    """So vLLM makes those over which it measures its graphs."""
+    ahead = Ahead()
+    with torch.inference_mode():
+        runner = Runner(device=CPU, provider="torch", ran_ahead=ahead)
+        runner.admit()
+        runner.step([9])
+    assert ahead.done > 8
+
+
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(
     "kind",
@@ -102,6 +113,16 @@ def test_sglangs_pool_stays_and_its_steps_are_right_afterwards(
     engine.run(Mode.EXTEND, [one, two], [7, 3])
     engine.run(Mode.DECODE, [one, two], [1, 1])
     assert ahead.done > 8
+
+
+def test_no_step_runs_ahead_over_the_null_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM measures its graphs over one block if it serves one sequence at a time. A step there would be a fault."""
+    monkeypatch.setattr(vllm_runner, "NUM_BLOCKS", 1)
+    ahead = Ahead()
+    runner = Runner(device=CPU, provider="torch", ran_ahead=ahead)
+    runner.capture(1, 1, 1)
+    runner.groups[0].attention.check_device()
+    assert ahead.done == 0
 
 
 def test_layers_with_an_indexer_choose_in_the_steps_that_are_run_ahead() -> None:

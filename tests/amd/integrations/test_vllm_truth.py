@@ -20,6 +20,7 @@ from rocm_attn.kernels.sparse.arguments import LastTokens, SelectedArgs
 from rocm_attn.truth.adopted import log_truth, probe_adopted
 from rocm_attn.truth.choosers import BY_INDEXERS, ByEngines
 from rocm_attn.truth.verdict import TruthVerdict
+from tests.amd.integrations import vllm_runner
 from tests.amd.integrations.test_vllm_latent import MAX_LEN, Rank, rows_of, store_rows
 from tests.amd.integrations.vllm_runner import HEADS, TERMS, Runner
 from tests.amd.planted import (
@@ -70,6 +71,20 @@ def test_right_kernels_find_every_needle_and_vllms_blocks_stay_as_they_are(
     (verdict,) = found([TERMS, replace(TERMS, **changes)], heads_first=heads_first)
     assert (verdict.word, verdict.not_checked) == ("right", {})
     assert verdict.num_keys > 0
+
+
+@pytest.mark.parametrize(("name", "most", "room"), [("NUM_BLOCKS", 1, 0), ("MAX_LEN", 3, 3)], ids=["block", "tokens"])
+def test_a_row_without_room_for_needles_is_not_checked(
+    name: str, most: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM measures its graphs over one block, the null block, if it serves one sequence at a time."""
+    monkeypatch.setattr(vllm_runner, name, most)
+    verdicts: list[TruthVerdict] = []
+    runner = Runner(device=CPU, provider="torch", tried=lambda *lent: verdicts.append(probe_adopted(*lent)))
+    runner.capture(1, 1, 1)
+    (verdict,) = verdicts
+    assert verdict.word == "not checked"
+    assert verdict.sentence.startswith(f"a row has room for {room} tokens")
 
 
 @pytest.mark.parametrize("mask", [MaskTerms(chunk=16), MaskTerms(spans=True, spans_pass_window=True)], ids=str)

@@ -255,6 +255,33 @@ def test_the_command_writes_a_bundle_of_this_model_alone(
     assert json.loads(capsys.readouterr().out)["cached"] == compiled
 
 
+def nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise AssertionError("something is compiled")
+
+    monkeypatch.setattr("rocm_attn.cli.prewarm.prewarm", refuse)
+
+
+def test_a_bundle_that_cannot_be_written_is_refused_before_anything_is_compiled(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing_is_compiled(monkeypatch)
+    for file in (tmp_path, tmp_path / "none" / "kernels.tgz"):
+        assert main(["prewarm", str(config), *COMMAND, "--bundle", str(file)]) == BAD_INPUT
+        assert f"--bundle cannot write {file}: " in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_refused_in_a_sentence(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing_is_compiled(monkeypatch)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(config / "cache"))
+    assert main(["prewarm", str(config), *COMMAND]) == BAD_INPUT
+    sentence = f"Triton's cache {config / 'cache'} cannot be written (Not a directory); set TRITON_CACHE_DIR to another"
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_the_command_prewarms_deterministic_mode(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["prewarm", str(config), *COMMAND]

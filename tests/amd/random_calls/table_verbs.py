@@ -360,6 +360,7 @@ def _import_pages(scene: Scene, sent: Sent, what: str) -> None:
     if row is REFUSED:
         return
     scene.admitted(row)
+    scene.unsure.add(row)  # what its window needs is not there yet
 
     def run() -> None:
         scene.movers.import_(importer.pages_of(row, sent.extent.kv_len), sent)
@@ -367,3 +368,4 @@ def _import_pages(scene: Scene, sent: Sent, what: str) -> None:
 
     if scene.call(f"import the {what} of row {row}", run) is not REFUSED:
         scene.oracle.begin(row, list(sent.stored))
+        scene.unsure.discard(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -41,6 +42,18 @@ def test_a_published_file_is_read_as_transformers_reads_it(name: str) -> None:
     whole = {**getattr(transformers, architecture).config_class(**fields).to_dict(), "architectures": [architecture]}
     read: Any = config_from_json if architecture in DECODERS else attention_geometry
     assert read(config) == read(whole)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("gpt_oss", "layer_types"), ("minimax_m3", "layer_types"), ("minimax_m3", "mlp_layer_types")],
+)
+@pytest.mark.parametrize("kind", [["sparse"], {"sparse": 1}, "other"], ids=str)
+def test_a_layer_of_no_known_kind_is_named_as_the_file_has_it(family: str, name: str, kind: object) -> None:
+    class_name, settings = FAMILIES[family]
+    config = small_hf_config(class_name, **settings).to_dict() | {"architectures": [f"{class_name}ForCausalLM"]}
+    with pytest.raises((BadModel, Unsupported), match=re.escape(repr(kind))):
+        config_from_json(config | {name: [*config[name][:-1], kind]})
 
 
 def test_scores_of_deepseek_without_mscale_are_not_sharpened() -> None:

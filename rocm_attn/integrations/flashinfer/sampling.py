@@ -160,12 +160,11 @@ def top_p_sampling_from_probs(probs: Tensor, given: Given) -> Samples:
 
 @as_in_flashinfer
 def top_k_sampling_from_probs(probs: Tensor, given: Given) -> Samples:
-    """Returns samples of the top_k likeliest tokens, a number or one for each sample. Raises BadTensor, BadSetting."""
-    rows, indices = _rows("probs", probs, check_nan=given.check_nan), given.indices
-    if indices is not None and isinstance(given.top_k, Tensor):
-        # Limits of samples: each gets a row of its own.
-        rows = rows[indices.long().clamp(0, len(rows) - 1)]
-        given.indices = torch.arange(len(indices), dtype=indices.dtype, device=rows.device)
+    """Returns samples of the top_k likeliest tokens, a number or [rows]. Raises BadTensor, BadSetting.
+
+    Limits are of rows, also with indices, as of release 0.7.2 (sampling.cuh). In 0.6 they were of samples.
+    """
+    rows = _rows("probs", probs, check_nan=given.check_nan)
     return _sampled(rows.where(_in_top_k(rows, given.top_k), 0), given)
 
 

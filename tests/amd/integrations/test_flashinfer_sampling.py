@@ -125,13 +125,13 @@ def test_limits_may_be_one_for_each_row(device: torch.device) -> None:
     for row, p in enumerate(top_p.tolist()):
         expected = shares(rows[row], kept(rows[row], top_p=p))
         torch.testing.assert_close(renormed[row].cpu().double(), torch.from_numpy(expected), atol=1e-6, rtol=0)
-    # A limit for each sample, whose rows are chosen by indices.
-    indices = torch.tensor([2, 2, 2, 0, 1, 1], device=device)
-    limits = torch.tensor([1, 1, 1, 1, 1, 1], device=device)
-    best = probs.argmax(1)[indices]
-    found = flashinfer.top_k_sampling_from_probs(probs, limits, indices)
-    assert isinstance(found, Tensor)
-    assert found.equal(best)
+    # Limits are of rows, as many as the samples, whose rows are chosen by indices.
+    indices = torch.tensor([2, 2, 2, 0], device=device)
+    limits = torch.tensor([VOCAB, VOCAB, 1, VOCAB], device=device)
+    for seed in range(8):
+        found = flashinfer.top_k_sampling_from_probs(probs, limits, indices, seed=seed, offset=0)
+        assert isinstance(found, Tensor)
+        assert found[:3].equal(probs[2].argmax().expand(3))
     assert flashinfer.top_k_renorm_probs(probs.half(), 2).dtype == torch.float16
 
 

@@ -331,7 +331,7 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
         assert not any(stride % 2 for stride in side.stride()[:3]), "elements are read two by two"
         assert side.data_ptr() % 4 == 0, "elements are read two by two"
     assert tiles.q_rows(gqa_ratio) <= ROWS.value
-    assert tiles.head_blocks == 1
+    assert tiles.head_blocks == tiles.num_stages == 1
     return CdnaGeometry(
         rows=cut.row_cut(tiles, gqa_ratio),
         CDNA=_CDNA[arch],
@@ -339,7 +339,6 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
         COLUMNS=head_dim * tiles.heads_per_row,
         PAGE_SIZE=pages.format.page_size,
         CHUNKS=tiles.key_block // CHUNK.value,
-        BLOCKS=tiles.num_stages,
         SAME_OFFSETS=args.same_offsets,
         WHOLE_ROWS=has_whole_rows(
             num_seqs * cut.rows, num_programs=cut.programs, window_left=scores.visibility.window_left, head_dim=head_dim

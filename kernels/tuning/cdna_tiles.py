@@ -26,8 +26,10 @@ class _CdnaTileChoice:
     tiles: CdnaTiles
 
 
-# A block is as deep as a product with V: 16 keys on CDNA 3, 32 on CDNA 4. num_stages is the blocks that are in flight.
-# Heads of 256 have none on gfx950: 270 VGPRs leave a SIMD one wave, and with waves_per_eu registers spill.
+# Keys of a block, by arch, in whole products with V: 16 on CDNA 3, 32 on CDNA 4. Longer blocks have fewer maxima to
+# exchange and fewer waits, and a block's K and V are its registers: with 128 keys no SIMD has room for a wave.
+KEY_BLOCKS = {"gfx942": (16, 32, 64), "gfx950": (32, 64)}
+# Heads of 256 have none on gfx950: blocks of 32 take 293 VGPRs, which leave a SIMD one wave.
 _TILES = {(choice.arch, choice.head_dim): choice.tiles for choice in TableFile(_CdnaTileChoice, "cdna.json", "cdna")}
 
 ARCHS = tuple(dict.fromkeys(arch for arch, _ in _TILES))

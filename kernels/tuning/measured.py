@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rocm_attn.kernels.tuning.cdna_tiles import KEY_BLOCKS
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles, LatentTiles
 from rocm_attn.kernels.tuning.tiles import (
@@ -253,14 +254,15 @@ def _decode_refusal(tiles: DecodeTiles, layer: MeasuredLayer) -> str:
 
 
 def _cdna_refusal(tiles: CdnaTiles, layer: MeasuredLayer) -> str:
-    """Only the numbers below are searched; the arch and the layer determine blocks and programs."""
-    searched = ("num_stages", "programs_per_cu", "row_cost", "row_end", "waves_per_eu")
+    """Only these numbers and blocks are searched."""
+    searched = ("programs_per_cu", "row_cost", "row_end", "waves_per_eu")
     given = {name: getattr(tiles, name) for name in searched}
     heads = 2 if layer.head_dim == 64 else 1
-    blocks = [CdnaTiles(key_block, 1, heads_per_row=heads, **given) for key_block in (16, 32)]
-    if tiles not in blocks:
+    blocks = {each for of_arch in KEY_BLOCKS.values() for each in of_arch}
+    if tiles.key_block not in blocks or tiles != CdnaTiles(tiles.key_block, 1, 1, heads_per_row=heads, **given):
         return (
-            f"decode for CDNA has blocks of 16 or 32 keys, one wave, {heads} KV heads a row, and nothing else changed"
+            f"decode for CDNA has blocks of {', '.join(map(str, sorted(blocks)))} keys, one of them in flight, one "
+            f"wave, {heads} KV heads a row, and nothing else changed"
         )
     return ""
 

@@ -15,9 +15,10 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-# Rows that several programs share, a row with one program, one key, no key, and sequences that decode does not serve.
+# Rows of several blocks that several programs share, a row with one program, one key, no key, and sequences that decode
+# does not serve.
 PLAIN = Case(
-    [150, 20, 17, 0, 0, 49, 1], [1, 9, 1, 0, 1, 1, 1], heads=(8, 2), dims=(128, 128), dtype=BF16, tail=2, spread=True
+    [470, 20, 17, 0, 0, 49, 1], [1, 9, 1, 0, 1, 1, 1], heads=(8, 2), dims=(128, 128), dtype=BF16, tail=2, spread=True
 )
 # Windows that begin within a chunk, and at a page's edge; each row has one program.
 WINDOW = replace(PLAIN, heads=(6, 2), window_left=30, sinks=True, page_size=32, dtype=FP16)

@@ -63,7 +63,5 @@ def figures_of(row: Row) -> tuple[DecodeFigures, ...]:
 def _figures(row: Row, case: Case, tiles: CdnaTiles, kind: str) -> DecodeFigures:
     compiled = compiled_decode(row.arch, case, tiles)
     code, loop = read_amd_code(compiled), hot_loop_of(compiled)
-    # An iteration takes all blocks that are in flight.
-    iteration = replace(tiles, key_block=tiles.key_block * tiles.num_stages)
-    cost = cost_of_loop(row, iteration, loop, loop_cycles(loop, row.arch), code.waves_per_simd)
+    cost = cost_of_loop(row, tiles, loop, loop_cycles(loop, row.arch), code.waves_per_simd)
     return DecodeFigures(CDNA, row.arch, row.dims[0], kind, tiles, loop_figures(cost))

@@ -51,16 +51,16 @@ ACCEPTED_VGPRS = {
     ("gfx942", 64): 268,
     ("gfx942", 128): 268,
     ("gfx942", 256): 264,
-    ("gfx950", 64): 233,
-    ("gfx950", 128): 233,
+    ("gfx950", 64): 260,
+    ("gfx950", 128): 260,
 }
 # Instructions of an iteration per key, plus a tenth: the vector unit bounds it.
 ACCEPTED_INSTRUCTIONS = {
-    ("gfx942", 64): 8.4,
-    ("gfx942", 128): 8.4,
-    ("gfx942", 256): 12.7,
-    ("gfx950", 64): 6.5,
-    ("gfx950", 128): 6.5,
+    ("gfx942", 64): 6.1,
+    ("gfx942", 128): 6.1,
+    ("gfx942", 256): 12.0,
+    ("gfx950", 64): 5.1,
+    ("gfx950", 128): 5.1,
 }
 # K and V of a key do not pass LDS. On CDNA 3 the maximum and the sum of scores do: a lane's words of a block.
 MOST_LDS_BYTES = {"gfx942": 16, "gfx950": 0}
@@ -97,13 +97,13 @@ def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.vgprs <= MOST_VGPRS
     assert code.lds_bytes <= 4096
-    assert lds_bytes(loop) <= MOST_LDS_BYTES[arch] * tiles.num_stages
-    keys = tiles.key_block * tiles.num_stages
+    assert lds_bytes(loop) <= MOST_LDS_BYTES[arch]
+    keys = tiles.key_block
     # Sixteen bytes per lane, for K and V once, and no other loads: page numbers are scalar loads.
     loads = [each.name for each in loop.body if re.match(r"(buffer|global)_load_", each.name)]
     assert set(loads) == {"buffer_load_dwordx4"}
     assert len(loads) * 16 * 64 == 2 * keys * dim * tiles.heads_per_row * 2
-    assert sum(each.name == "s_load_dword" for each in loop.body) == keys // 16
+    assert sum(each.name == "s_load_dword" for each in loop.body) == -(-keys // case.page_size)
     if layer == "plain":
         assert code.vgprs <= ACCEPTED_VGPRS[arch, dim]
         per_key = len(loop.body) / keys

@@ -191,11 +191,15 @@ def refusal(table: TileTable, tiles: Tiles, layer: MeasuredLayer) -> str:
     return "what is read in pairs has V's columns in two parts, not wide" if tiles.paired and tiles.wide else ""
 
 
+_CDNA_BLOCKS = tuple(sorted({keys for of_arch in KEY_BLOCKS.values() for keys in of_arch}))
+
+
 def _wrong_numbers(tiles: Tiles) -> list[str]:
     """Fields that no kernel accepts, with the allowed values, in words; those of tiles within tiles too."""
     blocks, registers = _powers(16, _LARGEST_BLOCK), (range(24, 241, 8), "a multiple of 8 from 24 to 240")
     fields: dict[tuple[str, ...], tuple[tuple[int, ...] | range, str]] = {
-        ("key_block", "query_rows"): blocks,
+        ("query_rows",): blocks,
+        ("key_block",): (_CDNA_BLOCKS, " or ".join(map(str, _CDNA_BLOCKS))) if isinstance(tiles, CdnaTiles) else blocks,
         ("share_block",): ((0, *blocks[0]), f"0 or {blocks[1]}"),
         ("dim_block", "v_dim_block"): ((0, *_powers(16, 512)[0]), "0 or a power of two from 16 to 512"),
         ("num_warps",): (_WARPS, "1, 2, 4, 8 or 16"),
@@ -258,12 +262,8 @@ def _cdna_refusal(tiles: CdnaTiles, layer: MeasuredLayer) -> str:
     searched = ("programs_per_cu", "row_cost", "row_end", "waves_per_eu")
     given = {name: getattr(tiles, name) for name in searched}
     heads = 2 if layer.head_dim == 64 else 1
-    blocks = {each for of_arch in KEY_BLOCKS.values() for each in of_arch}
-    if tiles.key_block not in blocks or tiles != CdnaTiles(tiles.key_block, 1, 1, heads_per_row=heads, **given):
-        return (
-            f"decode for CDNA has blocks of {', '.join(map(str, sorted(blocks)))} keys, one of them in flight, one "
-            f"wave, {heads} KV heads a row, and nothing else changed"
-        )
+    if tiles != CdnaTiles(tiles.key_block, 1, 1, heads_per_row=heads, **given):
+        return f"decode for CDNA has one block in flight, one wave, {heads} KV heads a row, and nothing else changed"
     return ""
 
 

@@ -103,7 +103,14 @@ def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:
 
 def cdna_tiles_of_table(problem: Problem, arch: str) -> CdnaTiles:
     """The tiles of CDNA decode from the table, without measured ones. Raises NoTiles."""
-    return cdna_tiles(arch, num_kv_heads=problem.num_kv_heads, gqa_ratio=problem.gqa_ratio, head_dim=problem.head_dim)
+    return cdna_tiles(
+        arch,
+        num_kv_heads=problem.num_kv_heads,
+        gqa_ratio=problem.gqa_ratio,
+        head_dim=problem.head_dim,
+        encoding=problem.page_format.encoding,
+        scales=problem.kv_scales,
+    )
 
 
 def extend_choices_of(problem: Problem, target: Target) -> tuple[ExtendTileChoice, ...]:

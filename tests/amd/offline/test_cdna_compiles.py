@@ -19,12 +19,14 @@ from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_cdna import TRITONS
+from rocm_lab.cycles.traffic import loop_traffic
 from rocm_lab.simulator.assembly import parse_assembly
 from rocm_lab.waits.check import Word, check_waits
 from tests.amd.kernels.attention_cases import Case
+from tests.amd.kernels.cdna_cases import tiles_of_case
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import PLAIN
-from tests.amd.offline.cdna_decode import compiled_decode, tiles_of
+from tests.amd.offline.cdna_decode import compiled_decode
 from tests.amd.offline.cdna_extend import compiled_extend
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.cycle_counts import count_of
@@ -68,7 +70,7 @@ MOST_LDS_BYTES = {"gfx942": 16, "gfx950": 0}
 
 def has_tiles(arch: str, dim: int) -> bool:
     try:
-        tiles_of(arch, replace(CASE, dims=(dim, dim)))
+        tiles_of_case(arch, replace(CASE, dims=(dim, dim)))
     except NoTiles:
         return False
     return True
@@ -91,7 +93,7 @@ def test_every_tile_has_accepted_figures() -> None:
 )
 def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str) -> None:
     case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
-    tiles = tiles_of(arch, case)
+    tiles = tiles_of_case(arch, case)
     kernel = compiled_decode(arch, case, tiles)
     code, loop = read_amd_code(kernel), hot_loop_of(kernel)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
@@ -108,6 +110,43 @@ def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str)
         assert code.vgprs <= ACCEPTED_VGPRS[arch, dim]
         per_key = len(loop.body) / keys
         assert per_key <= ACCEPTED_INSTRUCTIONS[arch, dim], per_key
+
+
+@pytest.mark.parametrize(
+    ("arch", "layer"),
+    [pytest.param(arch, layer, marks=[pytest.mark.nightly] * (layer != "plain")) for arch in ARCHS for layer in LAYERS],
+)
+def test_codes_spill_nothing_and_leave_a_simd_two_waves(arch: str, layer: str) -> None:
+    case = replace(CASE, dims=(128, 128), kv=EXTEND_CODES[arch], scales=Scales.HEAD, **LAYERS[layer])
+    kernel = compiled_decode(arch, case, tiles_of_case(arch, case))
+    code, loop = read_amd_code(kernel), hot_loop_of(kernel)
+    assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
+    assert code.vgprs <= MOST_VGPRS
+    assert lds_bytes(loop) <= MOST_LDS_BYTES[arch]
+
+
+# AITER's assembly, as docs/cycles.md counts it: instructions, matrix ones, waits and bytes of LDS of a KiB of K and V,
+# and KiB in flight of a SIMD. gfx942 has no instruction that makes 16-bit numbers of codes, see there.
+AITER = {2: (14.48, 2.0, 0.19, 296, 40), 1: (21.97, 2.0, 0.69, 704, 40)}
+BEYOND = {("gfx942", 1): (35.0, 4.0)}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("item_bytes", [2, 1])
+def test_a_byte_takes_no_more_than_in_the_assembly_of_aiter(arch: str, item_bytes: int) -> None:
+    coded = {"kv": EXTEND_CODES[arch], "scales": Scales.HEAD} if item_bytes == 1 else {}
+    case = replace(CASE, heads=(64, 8), dims=(128, 128), **coded)
+    kernel = compiled_decode(arch, case, tiles_of_case(arch, case))
+    found = loop_traffic(parse_assembly(kernel.asm["amdgcn"]))
+    assert found is not None
+    instructions, matrix, waits, lds, in_flight = AITER[item_bytes]
+    instructions, matrix = BEYOND.get((arch, item_bytes), (instructions, matrix))
+    assert found.of_kib(found.instructions) <= instructions
+    assert found.of_kib(found.matrix) <= matrix
+    assert found.of_kib(found.waits) <= waits
+    assert found.barriers == 0
+    assert found.of_kib(found.lds_bytes) <= lds
+    assert read_amd_code(kernel).waves_per_simd * found.in_flight >= in_flight * 1024
 
 
 EXTENDS: dict[str, dict[str, Any]] = {

@@ -102,7 +102,7 @@ def in_word(G: CdnaGeometry) -> int:
 @constexpr_function
 def key_elements(G: CdnaGeometry) -> int:
     """Neighbouring elements of a key that a lane has: 16 bytes."""
-    return 4 * in_word(G)
+    return 16 if is_coded(G.CODING.ENCODING) else 8
 
 
 @constexpr_function
@@ -424,6 +424,8 @@ def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
         gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, P)),
         gl.full([CHUNK, ROWS], 0.0, gl.float32, layout=P),
     )
+    # q has come before the loop: otherwise each of its rounds would wait for it, and so for loads that follow it.
+    query = gl.inline_asm_elementwise("", "=v,0", [query], dtype=query.dtype, is_pure=False, pack=2)
     first = blocks.first
     if G.rows.WINDOWED:
         # The window's first block may be seen in part, as may the last block.

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.cdna import decode, extend, extend_steps, key_blocks
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.launcher import ARCHS, Simulation
 from tests.amd.kernels import cdna_cases, cdna_extend_cases
@@ -23,6 +25,11 @@ pytestmark = pytest.mark.nightly
 
 SMALL = replace(PLAIN, kv_len=[40, 33], q_len=[1, 1], heads=(4, 2))
 
+
+def _coded_decode(arch: str) -> Simulation:
+    return run_cdna(arch, replace(SMALL, kv=EXTEND_CODES[arch], scales=Scales.HEAD))
+
+
 # Name of a mistake -> text of key_blocks.py, its replacement, a run that must fail, the exception and its message.
 IN_KEY_BLOCKS = {
     "pages_in_32_bits": (
@@ -33,8 +40,8 @@ IN_KEY_BLOCKS = {
         STRAYS,
     ),
     "values_are_not_masked": (
-        "pairs = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_pairs(G)), G)[:, None], pairs, 0)",
-        "pairs = pairs",
+        "words = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_words(G)), G)[:, None], words, 0)",
+        "words = words",
         partial(run_cdna, case=SMALL),
         AssertionError,
         "nan",
@@ -71,6 +78,20 @@ IN_KEY_BLOCKS = {
         "k = _load(k_side, places, G)",
         "k = k",
         partial(run_cdna, case=PLAIN),
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
+    "codes_of_two_keys_are_swapped": (
+        "[odd, even, 0x05010400]",
+        "[odd, even, 0x01050004]",
+        lambda arch: _coded_decode("gfx950"),
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
+    "the_last_codes_of_a_word_are_the_first": (
+        "_numbers(words, 1, DTYPE, G)",
+        "_numbers(words, 0, DTYPE, G)",
+        _coded_decode,
         AssertionError,
         "Tensor-likes are not close",
     ),
@@ -180,6 +201,16 @@ MISTAKES = {
         )
         for name, (right, wrong, run, notices, says) in IN_KEY_BLOCKS.items()
     },
+    "values_have_no_scale": Mistake(
+        decode,
+        "softmax = scaled_values(softmax, row_scale(v_scale, first_kv_head, G.CODING), G.CODING)",
+        "softmax = softmax",
+        "launch_cdna_decode",
+        cdna_cases,
+        _coded_decode,
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
     "queries_see_the_other_head_too": Mistake(
         decode,
         "query = gl.load(at, mask=own & (line < heads.num)[:, None], other=0.0)",

@@ -194,8 +194,9 @@ def _reads(num: int, chunks: int) -> str:
 
 @gluon.jit
 def _wait_for(chunks, G: gl.constexpr):
-    """Waits for chunks at once: an empty instruction reads them."""
+    """Waits for chunks at once, and not before what comes before: an empty instruction reads them."""
     NUM: gl.constexpr = G.COLUMNS // (4 * in_word(G))
+    sched_barrier()
     gl.inline_asm_elementwise("", _reads(NUM, G.CHUNKS), chunks, dtype=gl.int32, is_pure=False, pack=NUM)
     sched_barrier()
 
@@ -394,16 +395,18 @@ def _add_values(state, weights, chunks, first, keys, G: gl.constexpr, MASKED: gl
 
 @gluon.jit
 def _attend(state, query, k, v, places, sides, block, read, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """Adds a block to a state, and loads the one at places: returns the state, and its K and V."""
+    """Adds a block to a state, and loads the next one, at places: returns the state, its K and V, and the one after."""
     k_side, v_side = sides
     first = block * (G.CHUNKS * CHUNK)
     _wait_for(k, G)
     scores = _all_scores(query, k, first, read.keys, logits, G, MASKED)
     k = _load(k_side, places, G)
+    # Page numbers come while weights are computed, and take the registers of those that K was loaded by.
+    next_places = _places(read, block + 2, G)
     state, weights = _weigh(state, scores, logits.qk_scale, query.dtype, G)
     _wait_for(v, G)
     state = _add_values(state, weights, v, first, read.keys, G, MASKED)
-    return state, k, _load(v_side, places, G)
+    return state, k, _load(v_side, places, G), next_places
 
 
 @gluon.jit
@@ -429,13 +432,11 @@ def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
     first = blocks.first
     if G.rows.WINDOWED:
         # The window's first block may be seen in part, as may the last block.
-        state, k, v = _attend(state, query, k, v, places, sides, first, read, logits, G, True)
+        state, k, v, places = _attend(state, query, k, v, places, sides, first, read, logits, G, True)
         first += 1
-        places = _places(read, first + 1, G)
     end = gl.maximum(gl.minimum(blocks.end, read.keys.end // KEYS), first)
     for block in range(first, end):
-        state, k, v = _attend(state, query, k, v, places, sides, block, read, logits, G, False)
-        places = _places(read, block + 2, G)
+        state, k, v, places = _attend(state, query, k, v, places, sides, block, read, logits, G, False)
     if end < blocks.end:
-        state, _, _ = _attend(state, query, k, v, places, sides, end, read, logits, G, True)
+        state, _, _, _ = _attend(state, query, k, v, places, sides, end, read, logits, G, True)
     return Softmax(state.acc, state.maximum, gl.sum(state.total, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ def _coded_decode(arch: str) -> Simulation:
 
 
 # Name of a mistake -> text of key_blocks.py, its replacement, a run that must fail, the exception and its message.
-IN_KEY_BLOCKS = {
+IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Exception], str]] = {
     "pages_in_32_bits": (
         "page.to(gl.int64) * side.page",
         "page * side.page",

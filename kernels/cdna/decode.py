@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale, scaled_values
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
@@ -38,6 +39,7 @@ from rocm_attn.kernels.attention.key_rows import near
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.cdna.key_blocks import (
     CHUNK,
     ROWS,
@@ -45,13 +47,16 @@ from rocm_attn.kernels.cdna.key_blocks import (
     ChunkBlocks,
     ChunkSide,
     attend_key_blocks,
-    key_pairs,
-    pair_offsets,
+    in_word,
+    key_elements,
+    key_words,
     product_layout,
     query_layout,
-    value_pairs,
+    value_words,
+    word_offsets,
 )
 from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 
 # The number of each arch's matrix units in Gluon.
@@ -99,7 +104,7 @@ def _load_query(q, heads, G: gl.constexpr):
     at = q.at + (heads.first + line.to(gl.int64))[:, None] * q.head + (column % G.HEAD_DIM)[None, :]
     query = gl.load(at, mask=own & (line < heads.num)[:, None], other=0.0)
     P: gl.constexpr = product_layout(G)
-    return gl.convert_layout(gl.permute(query, (1, 0)), gl.DotOperandLayout(1, P, 8), assert_trivial=True)
+    return gl.convert_layout(gl.permute(query, (1, 0)), gl.DotOperandLayout(1, P, key_elements(G)), assert_trivial=True)
 
 
 @gluon.jit
@@ -176,6 +181,8 @@ def _cdna_decode_kernel(
     q,
     k_pages,
     v_pages,
+    k_scale: tl.const,
+    v_scale: tl.const,
     table: tl.const,
     row_of_seq: tl.const,
     q_indptr: tl.const,
@@ -225,8 +232,8 @@ def _cdna_decode_kernel(
         done = gl.load(words + PROGRAM_DONE)
         work = gl.load(words + PROGRAM_WORK)
         kv_len = gl.load(words + PROGRAM_KV_LEN)
-    k_offsets = pair_offsets(near(kp_token), near(kp_head), key_pairs(G), G)
-    v_offsets = pair_offsets(near(vp_token), near(vp_head), value_pairs(G), G)
+    k_offsets = word_offsets(near(kp_token), near(kp_head), key_words(G), G)
+    v_offsets = word_offsets(near(vp_token), near(vp_head), value_words(G), G)
     sums = partials + num_programs * (2 * R.Q_ROWS * G.HEAD_DIM)
     to = RowOutputs(
         HeadRows(out, out_token, out_head), None if lse is None else HeadRows(lse, lse_token, lse_head), partials, sums
@@ -250,6 +257,9 @@ def _cdna_decode_kernel(
                 line = TableLine(line.at + skipped, width - skipped)
             blocks = KeyRange(window_block + first_block, window_block + end_block)
             last_key = gl.minimum(blocks.end * KEYS, kv_len) - 1
+            qk_scaled, tanh_scaled = coded_scales(
+                qk_scale, tanh_scale, row_scale(k_scale, first_kv_head, G.CODING), G.CAPPED, G.CODING
+            )
             softmax = attend_key_blocks(
                 _load_query(HeadRows(q + token * q_token, q_token, q_head), heads, G),
                 ChunkSide(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_offsets),
@@ -257,9 +267,10 @@ def _cdna_decode_kernel(
                 ChunkBlocks(
                     line, blocks, KeyRange(first_key, kv_len), gl.minimum(last_key // CHUNK, line.width * A_PAGE - 1)
                 ),
-                Logits(qk_scale, tanh_scale, None),
+                Logits(qk_scaled, tanh_scaled, None),
                 G,
             )
+            softmax = scaled_values(softmax, row_scale(v_scale, first_kv_head, G.CODING), G.CODING)
             if G.WHOLE_ROWS or end_block - first_block == num_blocks:
                 _store_whole(softmax, to, sinks, token, heads, G)
             else:
@@ -288,6 +299,8 @@ def launch_cdna_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: Deco
         args.q,
         pages.raw_k,
         pages.raw_v,
+        pages.k_scale,
+        pages.v_scale,
         table,
         queries.row_of_seq,
         queries.q_indptr,
@@ -323,26 +336,32 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
     args.check_workspace(cut.partials_words(gqa_ratio=gqa_ratio, v_head_dim=head_dim, tiles=tiles))
     assert cut.row_cost + cut.row_end >= 1, "some program must write the zeros of a row without keys"
     assert args.slopes is None, "no slopes are served"
-    assert pages.format.encoding.dtype == args.q.dtype, "pages in q's dtype are served"
+    encoding = pages.format.encoding
+    assert encoding in (EXTEND_CODES[arch], Encoding.of(args.q.dtype)), (
+        "the arch's codes or pages in q's dtype are served"
+    )
+    assert pages.format.scales is not Scales.TOKEN, "scales of a layer or of heads are served"
+    assert not encoding.is_fp8 or head_dim == 128, "codes of heads of 128 are served"
     assert pages.format.head_dim == pages.format.v_head_dim, "rows of K and of V that are equally long are served"
     assert pages.format.page_size % CHUNK.value == 0, "pages of whole chunks are served"
     assert pages.is_near
-    for side in (pages.raw_k, pages.raw_v):
-        assert not any(stride % 2 for stride in side.stride()[:3]), "elements are read two by two"
-        assert side.data_ptr() % 4 == 0, "elements are read two by two"
     assert tiles.q_rows(gqa_ratio) <= ROWS.value
-    assert tiles.head_blocks == 1
-    return CdnaGeometry(
+    assert tiles.head_blocks == tiles.num_stages == 1
+    geometry = CdnaGeometry(
         rows=cut.row_cut(tiles, gqa_ratio),
         CDNA=_CDNA[arch],
         HEAD_DIM=head_dim,
         COLUMNS=head_dim * tiles.heads_per_row,
         PAGE_SIZE=pages.format.page_size,
         CHUNKS=tiles.key_block // CHUNK.value,
-        BLOCKS=tiles.num_stages,
         SAME_OFFSETS=args.same_offsets,
         WHOLE_ROWS=has_whole_rows(
             num_seqs * cut.rows, num_programs=cut.programs, window_left=scores.visibility.window_left, head_dim=head_dim
         ),
         CAPPED=scores.soft_cap > 0,
+        CODING=pages.coding,
     )
+    for side in (pages.raw_k, pages.raw_v):
+        assert not any(stride % in_word(geometry) for stride in side.stride()[:3]), "words are read"
+        assert side.data_ptr() % 4 == 0, "words are read"
+    return geometry

@@ -5,24 +5,32 @@
                     operand of eight products, whose rows are every eighth element; and the weights that S^T left in it
                     belong to the same keys
 
-So none of them moves between lanes, by LDS or otherwise. K and V are loaded as pairs of elements: single elements
-would be taken apart after the load. A block is one or two chunks of CHUNK keys, each in one page.
+So none of them moves between lanes, by LDS or otherwise. K and V are loaded as words of two elements or four codes:
+single elements would be taken apart after the load. A lane has sixteen neighbouring codes of a key, eight of one of V,
+and makes numbers of those that it has loaded. A block is some chunks of CHUNK keys, each in one page. Its K is in
+flight while the block before it meets V, and its V while its own scores are computed: a wave waits once for each.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd.hint import sched_barrier
+from triton.language import PropagateNan
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import KeyRange, Softmax, TableLine
 from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.softmax import capped, in_range
+from rocm_attn.kernels.cache.codes import is_coded
+from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning import cdna_tiles
 
 CHUNK = gl.constexpr(cdna_tiles.CHUNK)
+_NAN = gl.constexpr(PropagateNan.ALL)
 ROWS = gl.constexpr(cdna_tiles.ROWS)
 
 
@@ -35,10 +43,10 @@ class CdnaGeometry(NamedTuple):
     COLUMNS:    of a row of work: its KV heads' elements side by side, 128 or 256
     PAGE_SIZE:  tokens of a page, a multiple of CHUNK
     CHUNKS:     chunks of a block
-    BLOCKS:     blocks that are in flight
     SAME_OFFSETS: whether K and V of a token lie at the same place of their pages: takes fewer scalar registers
     WHOLE_ROWS: whether every row has a program of its own
     CAPPED:     whether scores have a cap
+    CODING:     of K and V: elements in q's dtype, or the codes that the arch's hardware reads, in 128 columns
     """
 
     rows: RowCut
@@ -47,28 +55,21 @@ class CdnaGeometry(NamedTuple):
     COLUMNS: int
     PAGE_SIZE: int
     CHUNKS: int
-    BLOCKS: int
     SAME_OFFSETS: bool
     WHOLE_ROWS: bool
     CAPPED: bool
+    CODING: Coding
 
 
 class ChunkPlace(NamedTuple):
-    """The place of a chunk: page number, and its first token there."""
+    """The place of neighbouring chunks: page number, and their first token there."""
 
     page: Any
     token: Any
 
 
-class Chunk(NamedTuple):
-    """K and V of a chunk, int32 [CHUNK, COLUMNS / 2]: pairs of elements."""
-
-    k: Any
-    v: Any
-
-
 class ChunkSide(NamedTuple):
-    """K or V of a row: pointer, strides between pages and between tokens, offsets of pairs in a chunk."""
+    """K or V of a row: pointer, strides between pages and between tokens, offsets of words in a chunk."""
 
     at: Any
     page: Any
@@ -93,82 +94,167 @@ def product_layout(G: CdnaGeometry) -> gl.constexpr:
 
 
 @constexpr_function
-def key_pairs(G: CdnaGeometry) -> gl.constexpr:
-    """Layout of K as it is loaded: 16 lanes have a key each; four times four pairs side by side make 32 elements."""
-    more = [[0, 16 << i] for i in range((G.COLUMNS // 32).bit_length() - 1)]
-    lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, 4], [0, 8]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], *more], lanes, [], [], [16, G.COLUMNS // 2])
+def in_word(G: CdnaGeometry) -> int:
+    """Elements of a word."""
+    return 4 if is_coded(G.CODING.ENCODING) else 2
 
 
 @constexpr_function
-def value_pairs(G: CdnaGeometry) -> gl.constexpr:
+def key_elements(G: CdnaGeometry) -> int:
+    """Neighbouring elements of a key that a lane has: 16 bytes."""
+    return 16 if is_coded(G.CODING.ENCODING) else 8
+
+
+@constexpr_function
+def key_words(G: CdnaGeometry) -> gl.constexpr:
+    """Layout of K as it is loaded: 16 lanes have a key each; four times four words side by side make 64 bytes."""
+    words = G.COLUMNS // in_word(G)
+    more = [[0, 16 << i] for i in range((words // 16).bit_length() - 1)]
+    lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, 4], [0, 8]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *more], lanes, [], [], [16, words])
+
+
+@constexpr_function
+def value_words(G: CdnaGeometry) -> gl.constexpr:
     """Layout of V as it is loaded: 16 lanes have 128 elements of a key, and each lane those of four keys in turn."""
-    more = [[0, 64 << i] for i in range((G.COLUMNS // 128).bit_length() - 1)]
-    lanes = [[0, 4], [0, 8], [0, 16], [0, 32], [4, 0], [8, 0]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [1, 0], [2, 0], *more], lanes, [], [], [16, G.COLUMNS // 2])
+    lane = 8 // in_word(G)
+    own = [[0, 1 << i] for i in range(lane.bit_length() - 1)]
+    more = [[0, 16 * lane << i] for i in range((G.COLUMNS // 128).bit_length() - 1)]
+    lanes = [[0, lane], [0, 2 * lane], [0, 4 * lane], [0, 8 * lane], [4, 0], [8, 0]]
+    return gl.DistributedLinearLayout([*own, [1, 0], [2, 0], *more], lanes, [], [], [16, G.COLUMNS // in_word(G)])
 
 
 @constexpr_function
 def query_layout(G: CdnaGeometry) -> gl.constexpr:
     """The layout of q as it is loaded, [ROWS, COLUMNS]; transposed it is an operand."""
-    more = [[0, 32 << i] for i in range((G.COLUMNS // 32).bit_length() - 1)]
-    lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, 8], [0, 16]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *more], lanes, [], [], [16, G.COLUMNS])
+    lane = key_elements(G)
+    own = [[0, 1 << i] for i in range(lane.bit_length() - 1)]
+    more = [[0, 4 * lane << i] for i in range((G.COLUMNS // (4 * lane)).bit_length() - 1)]
+    lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, lane], [0, 2 * lane]]
+    return gl.DistributedLinearLayout([*own, *more], lanes, [], [], [16, G.COLUMNS])
 
 
 @gluon.jit
-def pair_offsets(token, head, L: gl.constexpr, G: gl.constexpr):
-    """Offsets of a chunk's pairs from its first element, in pairs, int32 [CHUNK, COLUMNS / 2]. token, head: strides"""
-    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None] * (token // 2)
-    pair = gl.arange(0, G.COLUMNS // 2, layout=gl.SliceLayout(0, L))
+def word_offsets(token, head, L: gl.constexpr, G: gl.constexpr):
+    """Offsets of a chunk's words from its first one, in words, int32 [CHUNK, words of a row]. token, head: strides"""
+    IN_WORD: gl.constexpr = in_word(G)
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None] * (token // IN_WORD)
+    word = gl.arange(0, G.COLUMNS // IN_WORD, layout=gl.SliceLayout(0, L))
     if G.rows.HEADS_PER_ROW > 1:
-        HALF: gl.constexpr = G.HEAD_DIM // 2
-        pair = pair // HALF * (head // 2) + pair % HALF
-    return row + pair[None, :]
+        HALF: gl.constexpr = G.HEAD_DIM // IN_WORD
+        word = word // HALF * (head // IN_WORD) + word % HALF
+    return row + word[None, :]
+
+
+@constexpr_function
+def _chunks_of_place(G: CdnaGeometry) -> gl.constexpr:
+    """Chunks of a block that lie next to each other, in one page."""
+    return math.gcd(G.PAGE_SIZE // CHUNK.value, G.CHUNKS)
 
 
 @gluon.jit
 def _places(read, block, G: gl.constexpr):
-    """A tuple of ChunkPlace, for a block's chunks. The last chunk that is read stands for later ones.
+    """The places of a block, a tuple of ChunkPlace. The last one that is read stands for later ones.
 
-    With a window the first chunk that is seen stands for those before it, whose pages may have been given back.
+    With a window the first place that is seen stands for those before it, whose pages may have been given back.
     """
-    A_PAGE: gl.constexpr = G.PAGE_SIZE // CHUNK
-    CHUNKS: gl.constexpr = G.CHUNKS
+    OF_PLACE: gl.constexpr = _chunks_of_place(G)
+    PLACES: gl.constexpr = G.CHUNKS // OF_PLACE
+    A_PAGE: gl.constexpr = G.PAGE_SIZE // (CHUNK * OF_PLACE)
+    line = read.line.at.to(gl.pointer_type(gl.int8, const=True))
     found = ()
-    for i in gl.static_range(CHUNKS):
-        chunk = gl.minimum(block * CHUNKS + i, read.last_chunk)
-        if G.rows.WINDOWED and i + 1 < CHUNKS:
-            chunk = gl.maximum(chunk, read.keys.first // CHUNK)
-        found += (ChunkPlace(gl.load(read.line.at + chunk // A_PAGE), chunk % A_PAGE * CHUNK),)  # type: ignore[assignment]
+    for i in gl.static_range(PLACES):
+        place = gl.minimum(block * PLACES + i, read.last_chunk // OF_PLACE)
+        if G.rows.WINDOWED and i + 1 < PLACES:
+            place = gl.maximum(place, read.keys.first // (CHUNK * OF_PLACE))
+        # An offset in bytes without a sign is a part of the scalar load.
+        page = gl.load((line + (place // A_PAGE * 4).to(gl.uint32)).to(read.line.at.dtype))
+        found += (ChunkPlace(page, place % A_PAGE * (CHUNK * OF_PLACE)),)  # type: ignore[assignment]
     return found
 
 
 @gluon.jit
-def _load(side, place):
-    """Pairs of a chunk, none of which lies outside its page. Pairs that no row sees are masked when they are used."""
-    page, token = place
-    at = side.at + page.to(gl.int64) * side.page + token * side.token
-    return gl.amd.cdna3.buffer_load(at.to(gl.pointer_type(gl.int32)), side.offsets)
-
-
-@gluon.jit
-def _load_block(k_side, v_side, places, G: gl.constexpr):
-    """Loads a block, a tuple of Chunk."""
+def _load(side, places, G: gl.constexpr):
+    """Words of each chunk, none of which lies outside its page. What no row sees is masked when it is used."""
     CHUNKS: gl.constexpr = G.CHUNKS
-    block = ()
+    OF_PLACE: gl.constexpr = _chunks_of_place(G)
+    chunks = ()
     for i in gl.static_range(CHUNKS):
-        k = _load(k_side, places[i])
-        block += (Chunk(k, _load(v_side, places[i])),)  # type: ignore[assignment]
-    return block
+        page, token = places[i // OF_PLACE]
+        at = side.at + page.to(gl.int64) * side.page + (token + i % OF_PLACE * CHUNK) * side.token
+        chunks += (gl.amd.cdna3.buffer_load(at.to(gl.pointer_type(gl.int32)), side.offsets),)  # type: ignore[assignment]
+    return chunks
+
+
+@constexpr_function
+def _reads(num: int, chunks: int) -> str:
+    """The constraints of an instruction of assembly that reads num registers of each chunk, and could write as many."""
+    return ",".join(["=v"] * num + ["v"] * num * chunks)
 
 
 @gluon.jit
-def _elements(pairs, DTYPE: gl.constexpr, G: gl.constexpr):
-    """The elements of pairs, [CHUNK, COLUMNS] in DTYPE."""
+def _wait_for(chunks, G: gl.constexpr):
+    """Waits for chunks at once, and not before what comes before: an empty instruction reads them."""
+    NUM: gl.constexpr = G.COLUMNS // (4 * in_word(G))
+    sched_barrier()
+    gl.inline_asm_elementwise("", _reads(NUM, G.CHUNKS), chunks, dtype=gl.int32, is_pure=False, pack=NUM)
+    sched_barrier()
+
+
+@constexpr_function
+def _conversion(G: CdnaGeometry, DTYPE: gl.dtype, half: int) -> str:
+    """The instruction that makes two numbers of two codes, the first or the last of a word: exactly, NaN as NaN."""
+    if G.CDNA == 3:
+        return f"v_cvt_pk_f32_fp8_sdwa $0, $1 src0_sel:WORD_{half}"
+    return f"v_cvt_scalef32_pk_{'bf16' if gl.bfloat16 == DTYPE else 'f16'}_fp8 $0, $1, 1.0 op_sel:[{half},0,0]"
+
+
+@gluon.jit
+def _numbers(words, half: gl.constexpr, DTYPE: gl.constexpr, G: gl.constexpr):
+    """Two numbers of each word: in 64 bits as float32 on CDNA 3, in 32 bits as DTYPE on CDNA 4."""
+    ASSEMBLY: gl.constexpr = _conversion(G, DTYPE, half)
+    if G.CDNA == 3:
+        pairs = gl.inline_asm_elementwise(ASSEMBLY, "=v,v", [words], dtype=gl.int64, is_pure=True, pack=1)
+    else:
+        pairs = gl.inline_asm_elementwise(ASSEMBLY, "=v,v", [words], dtype=gl.int32, is_pure=True, pack=1)
+    return pairs
+
+
+@gluon.jit
+def _elements(words, DTYPE: gl.constexpr, G: gl.constexpr):
+    """The elements of words, [CHUNK, COLUMNS] in DTYPE."""
+    pairs = words
+    if is_coded(G.CODING.ENCODING):
+        pairs = gl.join(_numbers(words, 0, DTYPE, G), _numbers(words, 1, DTYPE, G))
+        pairs = gl.reshape(pairs, [CHUNK, G.COLUMNS // 2])
+    if pairs.dtype == gl.int64:
+        both = gl.join(pairs.to(gl.int32), (pairs >> 32).to(gl.int32))
+        if gl.bfloat16 == DTYPE:
+            elements = (both >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
+        else:
+            elements = both.to(gl.float32, bitcast=True).to(DTYPE)
+    else:
+        low = pairs.to(gl.uint16).to(DTYPE, bitcast=True)
+        high = (pairs >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
+        elements = gl.join(low, high)
+    return gl.reshape(elements, [CHUNK, G.COLUMNS])
+
+
+@gluon.jit
+def _elements_of_two_keys(words, DTYPE: gl.constexpr, G: gl.constexpr):
+    """_elements of V's codes: those of a product's neighbours, two keys, are put next to each other as codes."""
+    PERM: gl.constexpr = "v_perm_b32 $0, $1, $2, $3"
+    even, odd = gl.split(gl.permute(gl.reshape(words, [CHUNK // 2, 2, G.COLUMNS // 4]), (0, 2, 1)))
+    first = gl.inline_asm_elementwise(PERM, "=v,v,v,s", [odd, even, 0x05010400], dtype=gl.int32, is_pure=True, pack=1)
+    last = gl.inline_asm_elementwise(PERM, "=v,v,v,s", [odd, even, 0x07030602], dtype=gl.int32, is_pure=True, pack=1)
+    pairs = gl.join(
+        gl.join(_numbers(first, 0, DTYPE, G), _numbers(last, 0, DTYPE, G)),
+        gl.join(_numbers(first, 1, DTYPE, G), _numbers(last, 1, DTYPE, G)),
+    )
+    pairs = gl.reshape(pairs, [CHUNK // 2, G.COLUMNS])
     low = pairs.to(gl.uint16).to(DTYPE, bitcast=True)
     high = (pairs >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
-    return gl.reshape(gl.join(low, high), [CHUNK, G.COLUMNS])
+    return gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [CHUNK, G.COLUMNS])
 
 
 @gluon.jit
@@ -179,26 +265,50 @@ def _is_seen(first, keys, L: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _scores(query, chunk, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """The scores of a chunk, [CHUNK, ROWS], without qk_scale."""
+def _scores(query, words, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
+    """The scores of a chunk, [CHUNK, ROWS], without qk_scale. words: its K"""
     P: gl.constexpr = product_layout(G)
-    pairs, _ = chunk
-    k = gl.convert_layout(_elements(pairs, query.dtype, G), gl.DotOperandLayout(0, P, 8), assert_trivial=True)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, P, key_elements(G))
+    k = gl.convert_layout(_elements(words, query.dtype, G), OPERAND, assert_trivial=True)
     scores = gl.amd.cdna3.mfma(k, query, gl.full([CHUNK, ROWS], 0.0, gl.float32, layout=P))
     if G.CAPPED:
         scores = capped(scores, logits.tanh_scale)
     if MASKED:
+        # Masks of all chunks at once would take more scalar registers than there are.
+        sched_barrier()
         scores = gl.where(_is_seen(first, keys, gl.SliceLayout(1, P), G)[:, None], scores, float("-inf"))
     return scores
 
 
 @gluon.jit
-def _values(chunk, first, keys, DTYPE: gl.constexpr, G: gl.constexpr, MASKED: gl.constexpr):
+def _values(words, first, keys, DTYPE: gl.constexpr, G: gl.constexpr, MASKED: gl.constexpr):
     """V of a chunk; 0 for keys that are not seen, whatever their memory holds: 0 times NaN is NaN."""
-    _, pairs = chunk
     if MASKED:
-        pairs = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_pairs(G)), G)[:, None], pairs, 0)
-    return _elements(pairs, DTYPE, G)
+        words = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_words(G)), G)[:, None], words, 0)
+    if is_coded(G.CODING.ENCODING) and G.CDNA == 4:
+        elements = _elements_of_two_keys(words, DTYPE, G)
+    else:
+        elements = _elements(words, DTYPE, G)
+    return elements
+
+
+@constexpr_function
+def _chunks_at_once(G: CdnaGeometry) -> gl.constexpr:
+    """Chunks that a product with V takes."""
+    return 1 if G.CDNA == 3 else 2
+
+
+@gluon.jit
+def _by_key(chunks, G: gl.constexpr):
+    """The chunks [CHUNK, X] that a product with V takes, as [X, keys] in the product's order.
+
+    A lane has four neighbouring keys of a chunk. On CDNA 4 it has eight of a product: four each of two chunks.
+    """
+    AT_ONCE: gl.constexpr = _chunks_at_once(G)
+    X: gl.constexpr = chunks[0].shape[1]
+    both = chunks[0] if AT_ONCE == 1 else gl.join(chunks[0], chunks[1])
+    both = gl.reshape(both, [CHUNK // 4, 4, X, AT_ONCE])
+    return gl.reshape(gl.permute(both, (2, 0, 3, 1)), [X, AT_ONCE * CHUNK])
 
 
 @gluon.jit
@@ -214,79 +324,119 @@ def rounded(weights, DTYPE: gl.constexpr, HAS_ROUNDING: gl.constexpr):
 
 
 @gluon.jit
-def _attend(state, query, block, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """Adds a block to a Softmax: acc [COLUMNS, ROWS], whose rows are 8 i + j at COLUMNS / 8 j + i."""
-    P: gl.constexpr = product_layout(G)
-    DEPTH: gl.constexpr = 4 if G.CDNA == 3 else 8
-    EIGHTHS: gl.constexpr = G.COLUMNS // 8
-    DTYPE: gl.constexpr = query.dtype
-    scores = _scores(query, block[0], first, keys, logits, G, MASKED)
-    v = _values(block[0], first, keys, DTYPE, G, MASKED)
-    if G.CHUNKS == 2:
-        more = _scores(query, block[1], first + CHUNK, keys, logits, G, MASKED)
-        maximum = gl.maximum(state.maximum, gl.max(gl.maximum(scores, more), 0) * logits.qk_scale)
-        others = gl.exp2(more * logits.qk_scale - maximum[None, :])
-        weights = gl.exp2(scores * logits.qk_scale - maximum[None, :])
-        total = gl.sum(weights + others, 0)
-        # A lane's keys are four of one chunk and four of the other.
-        weights = gl.reshape(gl.join(weights, others), [4, 4, ROWS, 2])
-        weights = gl.reshape(gl.permute(weights, (0, 3, 1, 2)), [2 * CHUNK, ROWS])
-        v = gl.join(v, _values(block[1], first + CHUNK, keys, DTYPE, G, MASKED))
-        v = gl.permute(gl.reshape(v, [4, 4, EIGHTHS, 8, 2]), (3, 2, 0, 4, 1))
-    else:
-        maximum = gl.maximum(state.maximum, gl.max(scores, 0) * logits.qk_scale)
-        weights = gl.exp2(scores * logits.qk_scale - maximum[None, :])
-        total = gl.sum(weights, 0)
-        v = gl.permute(gl.reshape(v, [CHUNK, EIGHTHS, 8]), (2, 1, 0))
-    v = gl.reshape(v, [G.COLUMNS, G.CHUNKS * CHUNK])
+def _all_scores(query, chunks, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
+    """The scores of a block's chunks."""
+    CHUNKS: gl.constexpr = G.CHUNKS
+    AT_ONCE: gl.constexpr = G.CDNA - 1
+    scores = ()
+    for i in gl.static_range(CHUNKS):
+        if is_coded(G.CODING.ENCODING) and i % AT_ONCE == 0:
+            # Codes of all chunks at once would take more registers as numbers than there are.
+            sched_barrier()
+        scores += (_scores(query, chunks[i], first + i * CHUNK, keys, logits, G, MASKED),)  # type: ignore[assignment]
+    return scores
+
+
+@gluon.jit
+def _larger_or_nan(a, b):
+    """CDNA 4 has maxima of three in one instruction only if they keep NaN; CDNA 3 has none that does."""
+    return gl.maximum(a, b, propagate_nan=_NAN)
+
+
+@gluon.jit
+def _largest(scores, G: gl.constexpr):
+    """The largest score of each row."""
+    CHUNKS: gl.constexpr = G.CHUNKS
+    top = scores[0]
+    for i in gl.static_range(1, CHUNKS):
+        top = gl.maximum(top, scores[i]) if G.CDNA == 3 else _larger_or_nan(top, scores[i])
+    return gl.max(top, 0) if G.CDNA == 3 else gl.reduce(top, 0, _larger_or_nan)
+
+
+@gluon.jit
+def _weigh(state, scores, scale, DTYPE: gl.constexpr, G: gl.constexpr):
+    """The state with a block's keys in all but acc, which decays, and the weights of its chunks in DTYPE."""
+    CHUNKS: gl.constexpr = G.CHUNKS
+    maximum = gl.maximum(state.maximum, _largest(scores, G) * scale)
     decay = gl.exp2(state.maximum - maximum)
-    weights = gl.convert_layout(
-        rounded(weights, DTYPE, G.CDNA > 3), gl.DotOperandLayout(1, P, DEPTH), assert_trivial=True
-    )
-    v = gl.convert_layout(v, gl.DotOperandLayout(0, P, DEPTH), assert_trivial=True)
-    acc = gl.amd.cdna3.mfma(v, weights, state.acc * decay[None, :])
-    return Softmax(acc, maximum, state.total * decay + total)
+    total = state.total * decay[None, :]
+    weights = ()
+    for i in gl.static_range(CHUNKS):
+        weight = gl.exp2(scores[i] * scale - maximum[None, :])
+        total += weight
+        weights += (rounded(weight, DTYPE, G.CDNA > 3),)  # type: ignore[assignment]
+    return Softmax(state.acc * decay[None, :], maximum, total), weights
+
+
+@gluon.jit
+def _add_values(state, weights, chunks, first, keys, G: gl.constexpr, MASKED: gl.constexpr):
+    """The state with the weights' part of acc: [COLUMNS, ROWS], whose rows are 8 i + j at COLUMNS / 8 j + i."""
+    AT_ONCE: gl.constexpr = _chunks_at_once(G)
+    P: gl.constexpr = product_layout(G)
+    acc = state.acc
+    if MASKED:
+        # Masks of the scores are not kept for V.
+        first = gl.inline_asm_elementwise("", "=s,0", [first], dtype=gl.int32, is_pure=False, pack=1)
+    # The last chunks come first: their loads are the last ones, so that one wait is enough.
+    for i in gl.static_range(G.CHUNKS - AT_ONCE, -1, -AT_ONCE):
+        # Elements are not taken apart before: that would wait for their loads, and take registers.
+        sched_barrier()
+        values = ()
+        for j in gl.static_range(i, i + AT_ONCE):
+            v = _values(chunks[j], first + j * CHUNK, keys, weights[0].dtype, G, MASKED)
+            v = gl.reshape(gl.permute(gl.reshape(v, [CHUNK, G.COLUMNS // 8, 8]), (0, 2, 1)), [CHUNK, G.COLUMNS])
+            values += (v,)  # type: ignore[assignment]
+        v = gl.convert_layout(_by_key(values, G), gl.DotOperandLayout(0, P, 4 * AT_ONCE), assert_trivial=True)
+        weight = gl.permute(_by_key(weights[i : i + AT_ONCE], G), (1, 0))
+        weight = gl.convert_layout(weight, gl.DotOperandLayout(1, P, 4 * AT_ONCE), assert_trivial=True)
+        acc = gl.amd.cdna3.mfma(v, weight, acc)
+    return Softmax(acc, state.maximum, state.total)
+
+
+@gluon.jit
+def _attend(state, query, k, v, places, sides, block, read, logits, G: gl.constexpr, MASKED: gl.constexpr):
+    """Adds a block to a state, and loads the next one, at places: returns the state, its K and V, and the one after."""
+    k_side, v_side = sides
+    first = block * (G.CHUNKS * CHUNK)
+    _wait_for(k, G)
+    scores = _all_scores(query, k, first, read.keys, logits, G, MASKED)
+    k = _load(k_side, places, G)
+    # Page numbers come while weights are computed, and take the registers of those that K was loaded by.
+    next_places = _places(read, block + 2, G)
+    state, weights = _weigh(state, scores, logits.qk_scale, query.dtype, G)
+    _wait_for(v, G)
+    state = _add_values(state, weights, v, first, read.keys, G, MASKED)
+    return state, k, _load(v_side, places, G), next_places
 
 
 @gluon.jit
 def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
-    """Returns the softmax state of some key blocks for each row of q, laid out as in _attend.
+    """Returns the softmax state of some key blocks for each row of q, its acc laid out as in _add_values.
 
-    BLOCKS blocks are in flight, each in registers of its own, and their pages' numbers are loaded two rounds ahead. The
-    loop is written out BLOCKS times, so that nothing moves from one register to another, which would wait for its load.
+    The numbers of a block's pages are loaded two blocks ahead.
     """
     P: gl.constexpr = product_layout(G)
-    L: gl.constexpr = gl.SliceLayout(0, P)
-    BLOCKS: gl.constexpr = G.BLOCKS
     KEYS: gl.constexpr = G.CHUNKS * CHUNK
-    # With a window the first block may be seen in part, so all are masked: one loop is less code, and blocks are few.
-    WINDOWED: gl.constexpr = G.rows.WINDOWED
-    _, blocks, keys, _ = read
-    in_flight = ()
-    places = ()
-    for i in gl.static_range(BLOCKS):
-        in_flight += (_load_block(k_side, v_side, _places(read, blocks.first + i, G), G),)  # type: ignore[assignment]
-    for i in gl.static_range(BLOCKS):
-        places += (_places(read, blocks.first + BLOCKS + i, G),)  # type: ignore[assignment]
+    blocks, sides = read.blocks, (k_side, v_side)
+    here = _places(read, blocks.first, G)
+    k, v = _load(k_side, here, G), _load(v_side, here, G)
+    places = _places(read, blocks.first + 1, G)
+    # Each lane adds up the weights of its own keys until the end.
     state = Softmax(
         gl.full([G.COLUMNS, ROWS], 0.0, gl.float32, layout=P),
-        gl.full([ROWS], float("-inf"), gl.float32, layout=L),
-        gl.full([ROWS], 0.0, gl.float32, layout=L),
+        gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, P)),
+        gl.full([CHUNK, ROWS], 0.0, gl.float32, layout=P),
     )
-    # The last block may be seen in part: it is not in the whole rounds, unless all of its keys are seen.
-    whole = (gl.minimum(blocks.end, keys.end // KEYS) - blocks.first) // BLOCKS * BLOCKS
-    end = blocks.first + whole
-    for block in range(blocks.first, end, BLOCKS):
-        next_blocks = ()
-        next_places = ()
-        for i in gl.static_range(BLOCKS):
-            state = _attend(state, query, in_flight[i], (block + i) * KEYS, keys, logits, G, WINDOWED)
-            next_places += (_places(read, block + i + 2 * BLOCKS, G),)  # type: ignore[assignment]
-            next_blocks += (_load_block(k_side, v_side, places[i], G),)  # type: ignore[assignment]
-        in_flight = next_blocks
-        places = next_places
-    # Fewer than BLOCKS whole blocks, and one that is not: BLOCKS in all, at most.
-    for i in gl.static_range(BLOCKS):
-        if end + i < blocks.end:
-            state = _attend(state, query, in_flight[i], (end + i) * KEYS, keys, logits, G, True)
-    return state
+    # q has come before the loop: otherwise each of its rounds would wait for it, and so for loads that follow it.
+    query = gl.inline_asm_elementwise("", "=v,0", [query], dtype=query.dtype, is_pure=False, pack=2)
+    first = blocks.first
+    if G.rows.WINDOWED:
+        # The window's first block may be seen in part, as may the last block.
+        state, k, v, places = _attend(state, query, k, v, places, sides, first, read, logits, G, True)
+        first += 1
+    end = gl.maximum(gl.minimum(blocks.end, read.keys.end // KEYS), first)
+    for block in range(first, end):
+        state, k, v, places = _attend(state, query, k, v, places, sides, block, read, logits, G, False)
+    if end < blocks.end:
+        state, _, _, _ = _attend(state, query, k, v, places, sides, end, read, logits, G, True)
+    return Softmax(state.acc, state.maximum, gl.sum(state.total, 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rocm_attn.kernels.cache.page_format import Encoding
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.tile_choices import TableFile
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, ExtendTiles, NoTiles
 
@@ -21,17 +21,26 @@ ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class _CdnaTileChoice:
+    """item_bytes: of an element of K and V; 1: codes"""
+
     arch: str
     head_dim: int
+    item_bytes: int
     tiles: CdnaTiles
 
 
-# A block is as deep as a product with V: 16 keys on CDNA 3, 32 on CDNA 4. num_stages is the blocks that are in flight.
-# Heads of 256 have none on gfx950: 270 VGPRs leave a SIMD one wave, and with waves_per_eu registers spill.
-_TILES = {(choice.arch, choice.head_dim): choice.tiles for choice in TableFile(_CdnaTileChoice, "cdna.json", "cdna")}
+# Keys of a block, by arch, in whole products with V: 16 on CDNA 3, 32 on CDNA 4. Longer blocks have fewer maxima to
+# exchange and fewer waits; but K and V of a block are in registers. Of heads of 128, blocks of 64 keys in 16 bits and
+# of 96 codes leave a SIMD two waves, longer ones leave it one.
+KEY_BLOCKS = {"gfx942": (16, 32, 64, 96), "gfx950": (32, 64, 96)}
+# Heads of 256 have none on gfx950: blocks of 32 take 293 VGPRs, which leave a SIMD one wave.
+_TILES = {
+    (choice.arch, choice.head_dim, choice.item_bytes): choice.tiles
+    for choice in TableFile(_CdnaTileChoice, "cdna.json", "cdna")
+}
 
-ARCHS = tuple(dict.fromkeys(arch for arch, _ in _TILES))
-HEAD_DIMS = tuple(dict.fromkeys(dim for _, dim in _TILES))
+ARCHS = tuple(dict.fromkeys(arch for arch, _, _ in _TILES))
+HEAD_DIMS = tuple(dict.fromkeys(dim for _, dim, _ in _TILES))
 
 
 class ExtendUnits(NamedTuple):
@@ -100,11 +109,18 @@ def extend_heads(arch: str, *, head_dim: int, v_head_dim: int, encoding: Encodin
     return EXTEND_HEADS[head_dim, v_head_dim]
 
 
-def cdna_tiles(arch: str, *, num_kv_heads: int, gqa_ratio: int, head_dim: int) -> CdnaTiles:
-    """The tiles of an arch of ARCHS and heads of one of HEAD_DIMS. Raises NoTiles."""
-    tiles = _TILES.get((arch, head_dim))
+def cdna_tiles(
+    arch: str, *, num_kv_heads: int, gqa_ratio: int, head_dim: int, encoding: Encoding, scales: Scales
+) -> CdnaTiles:
+    """The tiles of an arch of ARCHS and heads of one of HEAD_DIMS. encoding, scales: of K and V. Raises NoTiles."""
+    if encoding.is_fp8 and encoding is not EXTEND_CODES[arch]:
+        raise NoTiles(f"it reads codes of {EXTEND_CODES[arch].value} on {arch}, not of {encoding.value}")
+    if scales is Scales.TOKEN:
+        raise NoTiles("it reads scales of layers and heads, not of tokens")
+    tiles = _TILES.get((arch, head_dim, encoding.dtype.itemsize))
     if tiles is None:
-        raise NoTiles(f"it has no faster tiles for heads of {head_dim} on {arch}")
+        bits = 8 * encoding.dtype.itemsize
+        raise NoTiles(f"it has no faster tiles for heads of {head_dim} in {bits} bits on {arch}")
     heads = tiles.heads_per_row
     if num_kv_heads % heads:
         raise NoTiles(f"it reads KV heads of {head_dim} in pairs, and there are {num_kv_heads}")

@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rocm_attn.kernels.tuning.cdna_tiles import KEY_BLOCKS
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles, LatentTiles
 from rocm_attn.kernels.tuning.tiles import (
@@ -190,11 +191,15 @@ def refusal(table: TileTable, tiles: Tiles, layer: MeasuredLayer) -> str:
     return "what is read in pairs has V's columns in two parts, not wide" if tiles.paired and tiles.wide else ""
 
 
+_CDNA_BLOCKS = tuple(sorted({keys for of_arch in KEY_BLOCKS.values() for keys in of_arch}))
+
+
 def _wrong_numbers(tiles: Tiles) -> list[str]:
     """Fields that no kernel accepts, with the allowed values, in words; those of tiles within tiles too."""
     blocks, registers = _powers(16, _LARGEST_BLOCK), (range(24, 241, 8), "a multiple of 8 from 24 to 240")
     fields: dict[tuple[str, ...], tuple[tuple[int, ...] | range, str]] = {
-        ("key_block", "query_rows"): blocks,
+        ("query_rows",): blocks,
+        ("key_block",): (_CDNA_BLOCKS, " or ".join(map(str, _CDNA_BLOCKS))) if isinstance(tiles, CdnaTiles) else blocks,
         ("share_block",): ((0, *blocks[0]), f"0 or {blocks[1]}"),
         ("dim_block", "v_dim_block"): ((0, *_powers(16, 512)[0]), "0 or a power of two from 16 to 512"),
         ("num_warps",): (_WARPS, "1, 2, 4, 8 or 16"),
@@ -253,15 +258,12 @@ def _decode_refusal(tiles: DecodeTiles, layer: MeasuredLayer) -> str:
 
 
 def _cdna_refusal(tiles: CdnaTiles, layer: MeasuredLayer) -> str:
-    """Only the numbers below are searched; the arch and the layer determine blocks and programs."""
-    searched = ("num_stages", "programs_per_cu", "row_cost", "row_end", "waves_per_eu")
+    """Only these numbers and blocks are searched."""
+    searched = ("programs_per_cu", "row_cost", "row_end", "waves_per_eu")
     given = {name: getattr(tiles, name) for name in searched}
     heads = 2 if layer.head_dim == 64 else 1
-    blocks = [CdnaTiles(key_block, 1, heads_per_row=heads, **given) for key_block in (16, 32)]
-    if tiles not in blocks:
-        return (
-            f"decode for CDNA has blocks of 16 or 32 keys, one wave, {heads} KV heads a row, and nothing else changed"
-        )
+    if tiles != CdnaTiles(tiles.key_block, 1, 1, heads_per_row=heads, **given):
+        return f"decode for CDNA has one block in flight, one wave, {heads} KV heads a row, and nothing else changed"
     return ""
 
 

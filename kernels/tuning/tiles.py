@@ -110,9 +110,9 @@ class DecodeTiles:
 
 @dataclass(frozen=True, slots=True)
 class CdnaTiles(DecodeTiles):
-    """The way decode for CDNA (kernels/cdna) walks the same rows: key_block is the keys that one product with V takes.
+    """The way decode for CDNA (kernels/cdna) walks the same rows: key_block is one of cdna_tiles.KEY_BLOCKS.
 
-    A program is one wave, which has all columns; num_stages blocks are in flight, in its registers.
+    A program is one wave, which has all columns; the next block is in flight, in its registers, and num_stages is 1.
     """
 
 

@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
-from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
+from rocm_attn.kernels.tuning.cdna_tiles import KEY_BLOCKS, cdna_tiles
 from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_choices
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, hopper_tiles
@@ -93,17 +93,24 @@ def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:
     if choice is None:
         return static
     assert isinstance(choice.tiles, CdnaTiles), "a row's tiles are those of its table"
-    if choice.tiles.key_block != static.key_block:
+    if choice.tiles.key_block not in KEY_BLOCKS[target.arch]:
         raise NoTiles(
-            f"its measured tiles have blocks of {choice.tiles.key_block} keys, and {target.arch} needs "
-            f"{static.key_block}"
+            f"its measured tiles have blocks of {choice.tiles.key_block} keys, and {target.arch} takes "
+            f"{' or '.join(map(str, KEY_BLOCKS[target.arch]))}"
         )
     return choice.tiles
 
 
 def cdna_tiles_of_table(problem: Problem, arch: str) -> CdnaTiles:
     """The tiles of CDNA decode from the table, without measured ones. Raises NoTiles."""
-    return cdna_tiles(arch, num_kv_heads=problem.num_kv_heads, gqa_ratio=problem.gqa_ratio, head_dim=problem.head_dim)
+    return cdna_tiles(
+        arch,
+        num_kv_heads=problem.num_kv_heads,
+        gqa_ratio=problem.gqa_ratio,
+        head_dim=problem.head_dim,
+        encoding=problem.page_format.encoding,
+        scales=problem.kv_scales,
+    )
 
 
 def extend_choices_of(problem: Problem, target: Target) -> tuple[ExtendTileChoice, ...]:

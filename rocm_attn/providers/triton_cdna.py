@@ -48,6 +48,8 @@ LIMITS = Limits(
     # A chunk of keys belongs to one page.
     page_size=(CHUNK, limits.MAX_PAGE_SIZE),
     page_sizes=(16, 32, 64, 128),
+    encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ),
+    scales=(Scales.NONE, Scales.LAYER, Scales.HEAD),
     max_gqa_ratio=ROWS,
     window=True,
     soft_cap=True,

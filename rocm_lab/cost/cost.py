@@ -40,7 +40,7 @@ from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonDecode
 from rocm_attn.providers.triton_cdna import CdnaDecode
 from rocm_lab.bench.batch_spec import BatchSpec, Group
-from rocm_lab.cost.static_figures import CDNA, LoopFigures, StaticFigures
+from rocm_lab.cost.static_figures import LoopFigures, StaticFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +205,11 @@ def _serving(problem: Problem, target: Target, shape: Group, deterministic: bool
 
 
 class Loop(NamedTuple):
-    """A decode loop: the kernel's name, its tiles, its figures, and the key blocks per iteration."""
+    """A decode loop: the kernel's name, its tiles, and its figures."""
 
     kernel: str
     tiles: DecodeTiles
     figures: LoopFigures
-    blocks: int
 
 
 def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | None:
@@ -226,8 +225,7 @@ def _loop_of(kernel: BoundKernel | None, problem: Problem, arch: str) -> Loop | 
     found = of_kind.get(kind, of_kind.get("plain"))
     if found is None:
         return None
-    # An iteration of decode for CDNA takes all blocks that are in flight.
-    return Loop(found.kernel, found.tiles, found.figures, found.tiles.num_stages if found.kernel == CDNA else 1)
+    return Loop(found.kernel, found.tiles, found.figures)
 
 
 def decode_work(problem: Problem, target: Target, shape: Group, loop: Loop) -> DecodeWork:
@@ -237,7 +235,7 @@ def decode_work(problem: Problem, target: Target, shape: Group, loop: Loop) -> D
     blocks = shape.num_seqs * tiles.rows_per_seq(problem.num_kv_heads) * -(-keys // tiles.key_block)
     # Programs that a CU has no room for run after the others.
     of_program = -(-blocks // (units * tiles.programs_per_cu))
-    iterations = -(-of_program // loop.blocks) * tiles.programs_per_cu / figures.programs
+    iterations = of_program * tiles.programs_per_cu / figures.programs
     merge = _merge_latencies(problem, units, shape.num_seqs, -(-keys // tiles.key_block), tiles)
     return DecodeWork(
         kernel=loop.kernel,

@@ -69,7 +69,7 @@ def published_decodes() -> Iterator[Published]:
     """Published speeds of AITER's decode."""
     problem, arch = Problem(64, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=64**-0.5), "gfx950"
     tiles = DecodeTiles(_KEYS_OF_AN_ITERATION, 4, 1, programs_per_cu=_FIGURES.programs)
-    loop = Loop("AITER in Gluon", tiles, _FIGURES, 1)
+    loop = Loop("AITER in Gluon", tiles, _FIGURES)
     for gpu, source, speeds in (
         ("MI350X", "triton#2778", _SGLANG),
         (GPUS[arch].name, "triton#2281", _EARLIER),

@@ -85,16 +85,18 @@ def _slot(instruction: Instruction, arch: str, *, is_back: bool) -> Slot:
 
 def _service(instruction: Instruction, unit: Unit, arch: str) -> int:
     """Clocks of a SIMD's quarter of LDS or of vector memory."""
-    name = instruction.name
+    rate = rates.VECTOR_MEMORY
     if unit is Unit.LOCAL_MEMORY:
-        found = _LDS_ACCESS.match(name)
-        lane = int(found[2]) // 8 * (2 if found[1] else 1) if found else _WORD
-        rate = RATES[arch].lds_write if "_write" in name else RATES[arch].lds_read
-    else:
-        found = _LOAD.match(name)
-        lane = _WORD * int((found and found[1]) or 1)
-        rate = rates.VECTOR_MEMORY
-    return -(-lane * rates.LANES * rates.SIMDS // rate)
+        rate = RATES[arch].lds_write if "_write" in instruction.name else RATES[arch].lds_read
+    return -(-lane_bytes(instruction.name) * rates.LANES * rates.SIMDS // rate)
+
+
+def lane_bytes(name: str) -> int:
+    """Bytes that a memory instruction moves for a lane; a word for elements of less and for exchanges of lanes."""
+    local, vector = _LDS_ACCESS.match(name), _LOAD.match(name)
+    if local:
+        return int(local[2]) // 8 * (2 if local[1] else 1)
+    return _WORD * int((vector and vector[1]) or 1)
 
 
 @dataclass(slots=True)

@@ -1,19 +1,24 @@
-"""Writes the count of a published kernel into a page, next to its measured clocks.
+"""Writes the count of a published kernel into a page, next to its measured clocks, or the traffic of AITER's assembly.
 
     python -m rocm_lab.cycles.page docs/cycles.md fav4 fav4.amdgcn
+    python -m rocm_lab.cycles.page docs/cycles.md aiter aiter/hsa
 
-The page has a table between two marks; the line of the same name is written anew. The names are those of PUBLISHED.
+The page has tables between two marks. The line of the same name is written anew; the names are those of PUBLISHED. The
+table of AITER's decodes is written whole; the files are those of DECODES, which one commit of AITER has.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_attn.errors import BadSetting
 from rocm_lab.cycles.count import LoopCount, count_loop
-from rocm_lab.waits.objects import kernels_of
+from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
+from rocm_lab.simulator.assembly import Assembly
+from rocm_lab.waits.objects import files_of, kernels_of
 
 _NOTES = "kernels/attention/note.md"
 
@@ -42,6 +47,21 @@ PUBLISHED = (
     Published("fav4-scale", "the same, scale in the loop", 4438, "kernels/attention/README.md 8"),
 )
 
+
+# Decodes of one token over pages of 16 tokens, and of 1,024 in the last one, as asm_pa.csv of each arch lists them.
+DECODES = (
+    "pa_bf16_noquant_gqa8_1tg_4w",
+    "pa_bf16_noquant_gqa16_1tg_4w",
+    "pa_fp16_noquant_gqa8_1tg_4w",
+    "pa_fp16_noquant_gqa16_1tg_4w",
+    "pa_bf16_pertokenFp8_gqa8_2tg_4w",
+    "pa_bf16_pertokenFp8_gqa16_2tg_4w",
+    "pa_bf16_pertokenFp8_gqa16_1tg_4w_qlen16_msk1_ps",
+)
+AITER_BEGIN, AITER_END = "<!-- aiter -->\n", "<!-- end of aiter -->\n"
+TRAFFIC = "instructions | matrix | waits | barriers | LDS bytes | KiB in flight of a wave | waves | of a SIMD"
+_REGISTERS, _REGISTERS_AT_ONCE = 512, 8
+_REGISTER = re.compile(r"\b([va])\[?(?:\d+:)?(\d+)\b")
 
 BEGIN, END = "<!-- published -->\n", "<!-- end of published -->\n"
 _HEAD = """\
@@ -86,6 +106,43 @@ def with_line(page: str, name: str, path: Path) -> str:
     return f"{before}{BEGIN}{_HEAD}{''.join(ordered)}{END}{after}"
 
 
+def traffic_cells(traffic: LoopTraffic, waves: int) -> str:
+    """The cells of TRAFFIC: numbers of a KiB of K and V, and KiB in flight. waves: those that a SIMD has room for"""
+    numbers = (traffic.instructions, traffic.matrix, traffic.waits, traffic.barriers)
+    each = [f"{traffic.of_kib(number):.2f}" for number in numbers]
+    flight = traffic.in_flight / 1024
+    return " | ".join(
+        [*each, f"{traffic.of_kib(traffic.lds_bytes):.0f}", f"{flight:.0f}", f"{waves}", f"{waves * flight:.0f}"]
+    )
+
+
+def waves_of_registers(assembly: Assembly) -> int:
+    """Waves of a SIMD for which there are registers, by the highest ones that instructions name; at most 8."""
+    highest = {"v": 0, "a": -1}
+    for each in assembly.instructions:
+        for kind, number in _REGISTER.findall(each.text):
+            highest[kind] = max(highest[kind], int(number))
+    rounded = (-(-(highest[kind] + 1) // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE for kind in "va")
+    return min(8, _REGISTERS // sum(rounded))
+
+
+def with_aiter(page: str, hsa: Path) -> str:
+    """The page with the traffic of the files of DECODES in AITER's folder hsa. Raises BadSetting if one is missing."""
+    lines = [f"| file | {TRAFFIC} | code object |\n{'|---' * 10}|\n"]
+    for arch in ("gfx942", "gfx950"):
+        for name in DECODES:
+            (kernel,) = kernels_of(next(iter(files_of([hsa / arch / "pa" / f"{name}.co"]))))
+            traffic = loop_traffic(kernel.assembly)
+            assert traffic is not None
+            cells = traffic_cells(traffic, waves_of_registers(kernel.assembly))
+            lines.append(f"| `{arch}/pa/{name}.co` | {cells} | {kernel.sha256[:_HASH_CHARACTERS]} |\n")
+    before, _, rest = page.partition(AITER_BEGIN)
+    return f"{before}{AITER_BEGIN}{''.join(lines)}{AITER_END}{rest.partition(AITER_END)[2]}"
+
+
 if __name__ == "__main__":
     document, of_name, file = sys.argv[1:]
-    Path(document).write_text(with_line(Path(document).read_text(), of_name, Path(file)))
+    written = Path(document).read_text()
+    Path(document).write_text(
+        with_aiter(written, Path(file)) if of_name == "aiter" else with_line(written, of_name, Path(file))
+    )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rocm_attn.kernels.tuning.cdna_tiles import KEY_BLOCKS
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles, LatentTiles
 from rocm_attn.kernels.tuning.measured import Tiles, TileTable, refusal
@@ -111,6 +112,8 @@ def _values(job: TuneJob, target: Target) -> Values:
     if isinstance(job.tiles, HopperLatentTiles):
         return dict(hopper.latent_values())
     values = dict(_values_of(job))
+    if isinstance(job.tiles, CdnaTiles):
+        values["key_block"] = KEY_BLOCKS[target.arch]
     if target.is_amd:
         values["waves_per_eu"] = (0, 1, 2, 3)
     elif isinstance(job.tiles, ExtendTiles):
@@ -124,7 +127,6 @@ def _values(job: TuneJob, target: Target) -> Values:
 def _values_of(job: TuneJob) -> Iterator[tuple[str, tuple[object, ...]]]:
     tiles, problem = job.tiles, job.problem
     if isinstance(tiles, CdnaTiles):
-        yield "num_stages", _STAGES
         yield "programs_per_cu", (4, 6, 8, 12, 16)
         yield "row_cost", (1, 2, 4)
         return

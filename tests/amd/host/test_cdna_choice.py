@@ -12,6 +12,7 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Scales
@@ -76,7 +77,8 @@ def test_it_serves_decodes_of_what_models_use(arch: str, more: dict[str, Any]) -
         ({"page_size": 8}, "page_size 8 is not 16 or 32 or 64 or 128"),
         ({"num_kv_heads": 1}, "32 query heads share a KV head; at most 16 may"),
         ({"has_alibi_slopes": True}, "it has no ALiBi slopes"),
-        ({"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}, "it reads K and V as q, not"),
+        ({"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.HEAD}, "it reads K and V as q or float8_e4m3fn"),
+        ({"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.TOKEN}, "it reads no scales or"),
         (
             {"head_dim": 64, "v_head_dim": 64, "num_q_heads": 9, "num_kv_heads": 9},
             "it reads KV heads of 64 in pairs",
@@ -96,12 +98,28 @@ def test_what_it_does_not_serve_paged_decode_does_and_the_reason_is_said(
     assert any(reason.startswith(why) for reason in reasons(selection, CDNA[0])), reasons(selection, CDNA[0])
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
+def test_it_serves_heads_of_128_in_the_codes_that_the_arch_reads(arch: str, scales: Scales) -> None:
+    coded = replace(LAYER, kv_encoding=KVEncoding(EXTEND_CODES[arch].value), kv_scales=scales)
+    assert names(select(coded, on(arch), "triton")) == CDNA
+    narrow = select(replace(coded, head_dim=64, v_head_dim=64), on(arch), "triton")
+    assert names(narrow) == EXTEND_ALONE
+    assert reasons(narrow, CDNA[0]) == {f"it has no faster tiles for heads of 64 in 8 bits on {arch}"}
+    (other,) = {*EXTEND_CODES.values()} - {EXTEND_CODES[arch]}
+    foreign = select(replace(coded, kv_encoding=KVEncoding(other.value)), on(arch), "triton")
+    assert names(foreign) == PLAIN
+    assert reasons(foreign, CDNA[0]) == {
+        f"it reads codes of {EXTEND_CODES[arch].value} on {arch}, not of {other.value}"
+    }
+
+
 def test_heads_of_256_have_tiles_where_they_gain() -> None:
     wide = replace(LAYER, head_dim=256, v_head_dim=256)
     assert names(select(wide, on("gfx942"), "triton")) == DECODE_ALONE
     selection = select(wide, on("gfx950"), "triton")
     assert names(selection) == PLAIN
-    assert reasons(selection, CDNA[0]) == {"it has no faster tiles for heads of 256 on gfx950"}
+    assert reasons(selection, CDNA[0]) == {"it has no faster tiles for heads of 256 in 16 bits on gfx950"}
 
 
 @pytest.mark.parametrize("said", ["3.6.0", "3.8.0", "3.9.1", "3.9.0+git1234567", "3.9.0.dev20260801", ""])

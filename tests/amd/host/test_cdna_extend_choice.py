@@ -113,7 +113,7 @@ OWN_CODES = {"gfx942": KVEncoding.E4M3FNUZ, "gfx950": KVEncoding.E4M3FN}
     [
         {"num_kv_heads": 1},
         {"head_dim": 192, "num_kv_heads": 32},
-        {"kv_scales": Scales.HEAD},
+        {"kv_scales": Scales.HEAD, "num_kv_heads": 1},
         {"kv_scales": Scales.LAYER, "head_dim": 64, "v_head_dim": 64},
         {"kv_scales": Scales.HEAD, "head_dim": 192, "dtype": torch.float16},
     ],

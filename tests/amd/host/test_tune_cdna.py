@@ -10,6 +10,7 @@ import pytest
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.tile_choices import tile_choices
+from rocm_attn.kernels.tuning.cdna_tiles import KEY_BLOCKS
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Tiles, TileTable, refusal
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
 from rocm_attn.machine.measured_choices import sorted_for
@@ -26,7 +27,9 @@ from rocm_lab.tune.jobs import jobs_of
 from tests.amd.host.test_tune import Cost, FakeBench, options, plain
 
 TRITON = "3.9.0"
-GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
+GFX942, GFX950 = (
+    replace(known_target(arch), releases=Releases(triton=Release.of(TRITON))) for arch in ("gfx942", "gfx950")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +63,9 @@ def serving(row: MeasuredTileChoice) -> str:
 
 
 def cdna_is_best(tiles: Tiles, layer: Problem) -> float:
-    """Returns a cost that is lowest for two blocks in flight; paged decode is worse with any tiles."""
+    """Returns a cost that is lowest for blocks of 32 keys; paged decode is worse with any tiles."""
     if isinstance(tiles, CdnaTiles):
-        return 80.0 - 10.0 * (tiles.num_stages == 2)
+        return 80.0 - 10.0 * (tiles.key_block == 32)
     return 100.0 - 15.0 * (plain(tiles).key_block == 64)
 
 
@@ -83,8 +86,8 @@ def test_both_kernels_are_searched_and_compared_with_the_one_that_serves(arch: s
     assert ours.tiles == ours.in_use == paged.in_use
     assert paged.tiles == decode_tiles_of(layer(), target)
     of_ours, of_paged = ([each.tiles for each in candidates(job, target)] for job in (ours, paged))
-    assert {plain(each).num_stages for each in of_ours} == {1, 2, 3, 4}
-    assert {plain(each).key_block for each in of_ours} == {ours.tiles.key_block}, "what one product takes"
+    assert {plain(each).num_stages for each in of_ours} == {1}
+    assert {plain(each).key_block for each in of_ours} == set(KEY_BLOCKS[arch]), "whole products"
     assert of_paged[0] == paged.tiles, "the table's row is a candidate where it does not serve"
     for job, found in ((ours, of_ours), (paged, of_paged)):
         assert len(found) == len(set(found)) > 20
@@ -97,7 +100,7 @@ def test_its_best_tiles_are_found_and_bound(tmp_path: Path) -> None:
     search(place, cdna_is_best)
     row = only_row(place)
     assert row.table is TileTable.CDNA_DECODE
-    assert plain(row.tiles).num_stages == 2
+    assert plain(row.tiles).key_block == 32
     assert row.measured.gain == pytest.approx(1 / 8)
     assert serving(row) == "triton.cdna_decode"
     selection = select(layer(), replace(GFX942, measured=(row,)), "triton")
@@ -127,7 +130,15 @@ def test_where_it_is_wrong_paged_decode_is_searched_by_itself(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "changed", [{"num_warps": 2}, {"key_block": 64}, {"transposed": True}, {"heads_per_row": 2}, {"max_registers": 168}]
+    "changed",
+    [
+        {"num_warps": 2},
+        {"key_block": 128},
+        {"num_stages": 2},
+        {"transposed": True},
+        {"heads_per_row": 2},
+        {"max_registers": 168},
+    ],
 )
 def test_tiles_that_it_does_not_take_are_refused(changed: dict[str, int]) -> None:
     tiles = jobs_of([layer()], GFX942, [BatchSpec.parse("4d1k")])[0][0].tiles
@@ -137,15 +148,15 @@ def test_tiles_that_it_does_not_take_are_refused(changed: dict[str, int]) -> Non
 
 
 def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
-    """The size of their blocks is that of one matrix product of that arch."""
+    """Their blocks are no whole matrix products of this arch."""
     place = tmp_path / "t.json"
     search(place, cdna_is_best)
     row = only_row(place)
-    forged = replace(row, tiles=replace(plain(row.tiles), key_block=32))
-    selection = select(layer(), replace(GFX942, measured=(forged,)), "triton")
+    forged = replace(row, tiles=replace(plain(row.tiles), key_block=16))
+    selection = select(layer(), replace(GFX950, measured=(forged,)), "triton")
     assert selection.kernel(StepKind.DECODE).entry.name == "triton.decode"
     reasons = {each.reason for each in selection.refusals}
-    assert "its measured tiles have blocks of 32 keys, and gfx942 needs 16" in reasons
+    assert "its measured tiles have blocks of 16 keys, and gfx950 takes 32 or 64 or 96" in reasons
 
 
 def test_steps_that_extend_for_cdna_serves_are_not_searched() -> None:

@@ -8,16 +8,19 @@ import torch
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.cdna.decode import launch_cdna_decode
-from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, cdna_tiles
+from rocm_attn.kernels.tuning.tiles import CdnaTiles
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-# Rows that several programs share, a row with one program, one key, no key, and sequences that decode does not serve.
+# Rows of several blocks that several programs share, a row with one program, one key, no key, and sequences that decode
+# does not serve.
 PLAIN = Case(
-    [150, 20, 17, 0, 0, 49, 1], [1, 9, 1, 0, 1, 1, 1], heads=(8, 2), dims=(128, 128), dtype=BF16, tail=2, spread=True
+    [470, 20, 17, 0, 0, 49, 1], [1, 9, 1, 0, 1, 1, 1], heads=(8, 2), dims=(128, 128), dtype=BF16, tail=2, spread=True
 )
 # Windows that begin within a chunk, and at a page's edge; each row has one program.
 WINDOW = replace(PLAIN, heads=(6, 2), window_left=30, sinks=True, page_size=32, dtype=FP16)
@@ -36,17 +39,29 @@ NUM_PROGRAMS = 3
 NO_PAGE = -99
 
 
+def tiles_of_case(arch: str, case: Case) -> CdnaTiles:
+    """Those that serve a case. Raises NoTiles."""
+    (q_heads, kv_heads), (dim, _) = case.heads, case.dims
+    return cdna_tiles(
+        arch,
+        num_kv_heads=kv_heads,
+        gqa_ratio=q_heads // kv_heads,
+        head_dim=dim,
+        encoding=case.kv or Encoding.of(case.dtype),
+        scales=case.scales,
+    )
+
+
 def cdna_cut(arch: str, case: Case, num_programs: int = NUM_PROGRAMS) -> DecodeCut:
     """Returns the cut of a case in the arch's tiles."""
-    (q_heads, kv_heads), (dim, _) = case.heads, case.dims
-    tiles = cdna_tiles(arch, num_kv_heads=kv_heads, gqa_ratio=q_heads // kv_heads, head_dim=dim)
-    return DecodeCut.of(tiles, num_kv_heads=kv_heads, programs=num_programs, window_left=case.window_left)
+    tiles = tiles_of_case(arch, case)
+    return DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
 
 
 def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
     """Runs schedule, decode and merge, with scratch memory of NaN or garbage, and no page before windows."""
     case, tensors = tensors.case, _without_pages_before_windows(tensors)
-    tiles = cdna_tiles(arch, num_kv_heads=case.heads[1], gqa_ratio=tensors.gqa_ratio, head_dim=case.dims[0])
+    tiles = tiles_of_case(arch, case)
     schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
     launch_decode_schedule(tensors.queries, schedule, cut)
@@ -79,6 +94,10 @@ def served_cases(arch: str) -> dict[str, Case]:
     cases = {"plain": PLAIN, "window": WINDOW, "shared_window": SHARED_WINDOW, "capped": CAPPED, "paired": PAIRED}
     cases |= {"suffixes": SUFFIXES, "float16": replace(PLAIN, dtype=FP16)}
     cases |= {"paired_window": replace(WINDOW, heads=(8, 2), dims=(64, 64))}
+    codes = EXTEND_CODES[arch]
+    cases |= {"codes": replace(PLAIN, kv=codes, scales=Scales.HEAD)}
+    cases |= {"codes_window": replace(SHARED_WINDOW, kv=codes, scales=Scales.LAYER)}
+    cases |= {"codes_float16": replace(CAPPED, kv=codes, scales=Scales.HEAD, dtype=FP16)}
     if arch == "gfx942":
         cases |= {"wide": WIDE, "wide_window": replace(WIDE, window_left=20, soft_cap=5.0, dtype=BF16)}
     return cases

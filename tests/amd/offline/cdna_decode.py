@@ -10,13 +10,13 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.cdna.decode import launch_cdna_decode
-from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.triton_cdna import LIMITS, TRITONS
 from rocm_lab.cost.static_figures import CDNA, DecodeFigures
 from tests.amd.kernels.attention_cases import Case, build, garbage
+from tests.amd.kernels.cdna_cases import tiles_of_case
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.hot_loop import hot_loop_of
 from tests.amd.offline.matrix import Row
@@ -26,12 +26,6 @@ from tests.amd.offline.tile_cost import cost_of_loop, loop_figures
 
 # Kinds of layer that tiles which serve have figures of.
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window_left": 127}, "cap": {"soft_cap": 50.0}}
-
-
-def tiles_of(arch: str, case: Case) -> CdnaTiles:
-    """Those that serve a case. Raises NoTiles."""
-    (q_heads, kv_heads), (dim, _) = case.heads, case.dims
-    return cdna_tiles(arch, num_kv_heads=kv_heads, gqa_ratio=q_heads // kv_heads, head_dim=dim)
 
 
 def compiled_decode(arch: str, case: Case, tiles: CdnaTiles) -> CompiledKernel:
@@ -54,7 +48,7 @@ def figures_of(row: Row) -> tuple[DecodeFigures, ...]:
     if LIMITS.refusals(row.problems[0], target):
         return ()
     try:
-        tiles = tiles_of(row.arch, case)
+        tiles = tiles_of_case(row.arch, case)
     except NoTiles:
         return ()
     return tuple(_figures(row, replace(case, **changes), tiles, kind) for kind, changes in KINDS.items())
@@ -63,7 +57,5 @@ def figures_of(row: Row) -> tuple[DecodeFigures, ...]:
 def _figures(row: Row, case: Case, tiles: CdnaTiles, kind: str) -> DecodeFigures:
     compiled = compiled_decode(row.arch, case, tiles)
     code, loop = read_amd_code(compiled), hot_loop_of(compiled)
-    # An iteration takes all blocks that are in flight.
-    iteration = replace(tiles, key_block=tiles.key_block * tiles.num_stages)
-    cost = cost_of_loop(row, iteration, loop, loop_cycles(loop, row.arch), code.waves_per_simd)
+    cost = cost_of_loop(row, tiles, loop, loop_cycles(loop, row.arch), code.waves_per_simd)
     return DecodeFigures(CDNA, row.arch, row.dims[0], kind, tiles, loop_figures(cost))

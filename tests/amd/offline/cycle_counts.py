@@ -1,4 +1,4 @@
-"""Counts the hot loops of our kernels for CDNA into docs/cycles.md, next to their static figures.
+"""Counts the hot loops of our kernels for CDNA into docs/cycles.md, next to their static figures, and decode's bytes.
 
     python -m tests.amd.offline.cycle_counts docs
 
@@ -23,8 +23,11 @@ from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
 from rocm_lab.cost.static_figures import CDNA, DecodeFigures, StaticFigures
 from rocm_lab.cycles import rates
 from rocm_lab.cycles.count import LoopCount, count_loop, waves_of
+from rocm_lab.cycles.page import TRAFFIC, traffic_cells
+from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
 from rocm_lab.simulator.assembly import parse_assembly
 from tests.amd.kernels.attention_cases import Case
+from tests.amd.kernels.cdna_cases import tiles_of_case
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import PLAIN
 from tests.amd.offline.candidate_kernels import plain_kernel
@@ -48,11 +51,11 @@ _COUNTED = "clocks | products | vector | LDS | loads | of the ceiling"
 
 
 def main(docs: Path) -> None:
-    """Writes the two tables of the page."""
+    """Writes the three tables of the page."""
     # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     page = docs / "cycles.md"
-    tables = {"figures": "".join(_with_figures()), "others": "".join(_others())}
+    tables = {"figures": "".join(_with_figures()), "others": "".join(_others()), "decodes": "".join(decode_lines())}
     page.write_text(_SECTION.sub(lambda found: f"{found[1]}{tables[found[2]]}", page.read_text()))
 
 
@@ -146,6 +149,49 @@ def lines_of(row: Row) -> Iterator[str]:
         if count is not None:
             of_row = str(row).removeprefix(f"{row.arch}-").removesuffix("-below_2gib")
             yield f"| `{name}` | {row.arch} | {of_row} | {cells(count)} |\n"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedLayer:
+    """A layer with heads of 128, eight of them of K and V, and pages of 16. is_coded: whether pages hold codes"""
+
+    num_q_heads: int
+    dtype: torch.dtype
+    is_coded: bool
+
+
+# Those of AITER's assembly (page.py), 8 and 16 query heads for each of K and V.
+DECODES = tuple(
+    DecodedLayer(num_q_heads, dtype, is_coded)
+    for dtype, is_coded in ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True))
+    for num_q_heads in (64, 128)
+)
+
+
+def decode_traffic(arch: str, layer: DecodedLayer) -> tuple[CompiledKernel, LoopTraffic]:
+    """Decode for CDNA in the tiles that serve a layer, and the work of its loop."""
+    kv, scales = (EXTEND_CODES[arch], Scales.HEAD) if layer.is_coded else (None, Scales.NONE)
+    case = Case([300, 200], [1, 1], heads=(layer.num_q_heads, 8), dims=(128, 128), dtype=layer.dtype)
+    case = replace(case, kv=kv, scales=scales)
+    kernel = compiled_decode(arch, case, tiles_of_case(arch, case))
+    traffic = loop_traffic(parse_assembly(kernel.asm["amdgcn"]))
+    assert traffic is not None
+    return kernel, traffic
+
+
+def decode_lines() -> Iterator[str]:
+    """The table of decode for CDNA."""
+    yield f"| our decode | {TRAFFIC} |\n{'|---' * 9}|\n"
+    for arch in AMD_ARCHS:
+        yield from (decode_line(arch, layer) for layer in DECODES)
+
+
+def decode_line(arch: str, layer: DecodedLayer) -> str:
+    """The line of a layer: what a KiB of K and V takes."""
+    kernel, traffic = decode_traffic(arch, layer)
+    dtype, codes = str(layer.dtype).removeprefix("torch."), ", E4M3" if layer.is_coded else ""
+    of_layer = f"{arch}, {dtype}{codes}, {layer.num_q_heads // 8} query heads"
+    return f"| {of_layer} | {traffic_cells(traffic, read_amd_code(kernel).waves_per_simd)} |\n"
 
 
 if __name__ == "__main__":

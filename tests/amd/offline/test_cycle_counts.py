@@ -8,8 +8,17 @@ import pytest
 import triton
 
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
-from tests.amd.offline.compiling import IN_EVERY_RUN
-from tests.amd.offline.cycle_counts import EXTENDS, SHOWN, ExtendedLayer, extend_line, lines_of
+from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN
+from tests.amd.offline.cycle_counts import (
+    DECODES,
+    EXTENDS,
+    SHOWN,
+    DecodedLayer,
+    ExtendedLayer,
+    decode_line,
+    extend_line,
+    lines_of,
+)
 from tests.amd.offline.matrix import ROWS, Row
 
 PAGE = Path(__file__).parents[3] / "docs/cycles.md"
@@ -35,6 +44,15 @@ NEEDS_ITS_TRITON = pytest.mark.skipif(not triton.__version__.startswith("3.9."),
 )
 def test_the_count_of_extend_in_gluon_is_current(layer: ExtendedLayer, arch: str) -> None:
     assert extend_line(arch, layer) in PAGE.read_text(), "python -m tests.amd.offline.cycle_counts docs"
+
+
+@NEEDS_ITS_TRITON
+@pytest.mark.parametrize("arch", AMD_ARCHS)
+@pytest.mark.parametrize(
+    "layer", [DECODES[0], DECODES[-1], *(pytest.param(each, marks=pytest.mark.nightly) for each in DECODES[1:-1])]
+)
+def test_the_work_of_decode_for_a_byte_is_current(layer: DecodedLayer, arch: str) -> None:
+    assert decode_line(arch, layer) in PAGE.read_text(), "python -m tests.amd.offline.cycle_counts docs"
 
 
 @NEEDS_ITS_TRITON

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.cdna import decode, extend, extend_steps, key_blocks
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.launcher import ARCHS, Simulation
 from tests.amd.kernels import cdna_cases, cdna_extend_cases
@@ -23,8 +26,13 @@ pytestmark = pytest.mark.nightly
 
 SMALL = replace(PLAIN, kv_len=[40, 33], q_len=[1, 1], heads=(4, 2))
 
+
+def _coded_decode(arch: str) -> Simulation:
+    return run_cdna(arch, replace(SMALL, kv=EXTEND_CODES[arch], scales=Scales.HEAD))
+
+
 # Name of a mistake -> text of key_blocks.py, its replacement, a run that must fail, the exception and its message.
-IN_KEY_BLOCKS = {
+IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Exception], str]] = {
     "pages_in_32_bits": (
         "page.to(gl.int64) * side.page",
         "page * side.page",
@@ -33,8 +41,8 @@ IN_KEY_BLOCKS = {
         STRAYS,
     ),
     "values_are_not_masked": (
-        "pairs = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_pairs(G)), G)[:, None], pairs, 0)",
-        "pairs = pairs",
+        "words = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_words(G)), G)[:, None], words, 0)",
+        "words = words",
         partial(run_cdna, case=SMALL),
         AssertionError,
         "nan",
@@ -53,9 +61,51 @@ IN_KEY_BLOCKS = {
         AssertionError,
         "nan",
     ),
+    "the_first_block_of_a_window_is_whole": (
+        "_attend(state, query, k, v, places, sides, first, read, logits, G, True)",
+        "_attend(state, query, k, v, places, sides, first, read, logits, G, False)",
+        partial(run_cdna, case=WINDOW),
+        AssertionError,
+        "nan",
+    ),
+    "pages_before_a_window_are_read": (
+        "gl.maximum(place, read.keys.first // (CHUNK * OF_PLACE))",
+        "place",
+        partial(run_cdna, case=replace(WINDOW, page_size=16)),
+        SimulationFault,
+        STRAYS,
+    ),
+    "the_block_that_is_loaded_is_the_one_before": (
+        "k = _load(k_side, places, G)",
+        "k = k",
+        partial(run_cdna, case=PLAIN),
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
+    "codes_of_two_keys_are_swapped": (
+        "[odd, even, 0x05010400]",
+        "[odd, even, 0x01050004]",
+        lambda arch: _coded_decode("gfx950"),
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
+    "the_last_codes_of_a_word_are_the_first": (
+        "_numbers(words, 1, DTYPE, G)",
+        "_numbers(words, 0, DTYPE, G)",
+        _coded_decode,
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
+    "weights_of_other_lanes_are_not_added_up": (
+        "gl.sum(state.total, 0)",
+        "gl.max(state.total, 0)",
+        partial(run_cdna, case=SMALL),
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
     "the_last_chunk_is_passed": (
-        "gl.minimum(block * CHUNKS + i, read.last_chunk)",
-        "(block * CHUNKS + i) * 99",
+        "gl.minimum(block * PLACES + i, read.last_chunk // OF_PLACE)",
+        "(block * PLACES + i) * 99",
         partial(run_cdna, case=SMALL),
         SimulationFault,
         f"{STRAYS}|out of range: it wrapped around",
@@ -152,6 +202,16 @@ MISTAKES = {
         )
         for name, (right, wrong, run, notices, says) in IN_KEY_BLOCKS.items()
     },
+    "values_have_no_scale": Mistake(
+        decode,
+        "softmax = scaled_values(softmax, row_scale(v_scale, first_kv_head, G.CODING), G.CODING)",
+        "softmax = softmax",
+        "launch_cdna_decode",
+        cdna_cases,
+        _coded_decode,
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
     "queries_see_the_other_head_too": Mistake(
         decode,
         "query = gl.load(at, mask=own & (line < heads.num)[:, None], other=0.0)",

@@ -122,6 +122,8 @@ def test_codes_spill_nothing_and_leave_a_simd_two_waves(arch: str, layer: str) -
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.vgprs <= MOST_VGPRS
     assert lds_bytes(loop) <= MOST_LDS_BYTES[arch]
+    verdict = check_waits(parse_assembly(kernel.asm["amdgcn"]), arch)
+    assert (verdict.faults, verdict.reasons) == ((), ())
 
 
 # AITER's assembly, as docs/cycles.md counts it, in 16 bits and in codes: instructions, matrix ones, waits and bytes of

@@ -260,6 +260,8 @@ def _cdna_decode_kernel(
             qk_scaled, tanh_scaled = coded_scales(
                 qk_scale, tanh_scale, row_scale(k_scale, first_kv_head, G.CODING), G.CAPPED, G.CODING
             )
+            # Loaded here, since the loop's scalar registers are few.
+            value_scale = row_scale(v_scale, first_kv_head, G.CODING)
             softmax = attend_key_blocks(
                 _load_query(HeadRows(q + token * q_token, q_token, q_head), heads, G),
                 ChunkSide(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_offsets),
@@ -270,7 +272,7 @@ def _cdna_decode_kernel(
                 Logits(qk_scaled, tanh_scaled, None),
                 G,
             )
-            softmax = scaled_values(softmax, row_scale(v_scale, first_kv_head, G.CODING), G.CODING)
+            softmax = scaled_values(softmax, value_scale, G.CODING)
             if G.WHOLE_ROWS or end_block - first_block == num_blocks:
                 _store_whole(softmax, to, sinks, token, heads, G)
             else:

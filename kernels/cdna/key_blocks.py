@@ -25,7 +25,7 @@ from triton.runtime.jit import constexpr_function
 from rocm_attn.kernels.attention.bundles import KeyRange, Softmax, TableLine
 from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.softmax import capped, in_range
-from rocm_attn.kernels.cache.codes import is_coded
+from rocm_attn.kernels.cache.codes import decoded, is_coded
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning import cdna_tiles
 
@@ -180,6 +180,9 @@ def _load(side, places, G: gl.constexpr):
     OF_PLACE: gl.constexpr = _chunks_of_place(G)
     chunks = ()
     for i in gl.static_range(CHUNKS):
+        if is_coded(G.CODING.ENCODING):
+            # Addresses of all chunks at once would take more scalar registers than there are.
+            sched_barrier()
         page, token = places[i // OF_PLACE]
         at = side.at + page.to(gl.int64) * side.page + (token + i % OF_PLACE * CHUNK) * side.token
         chunks += (gl.amd.cdna3.buffer_load(at.to(gl.pointer_type(gl.int32)), side.offsets),)  # type: ignore[assignment]
@@ -201,60 +204,50 @@ def _wait_for(chunks, G: gl.constexpr):
     sched_barrier()
 
 
-@constexpr_function
-def _conversion(G: CdnaGeometry, DTYPE: gl.dtype, half: int) -> str:
-    """The instruction that makes two numbers of two codes, the first or the last of a word: exactly, NaN as NaN."""
-    if G.CDNA == 3:
-        return f"v_cvt_pk_f32_fp8_sdwa $0, $1 src0_sel:WORD_{half}"
-    return f"v_cvt_scalef32_pk_{'bf16' if gl.bfloat16 == DTYPE else 'f16'}_fp8 $0, $1, 1.0 op_sel:[{half},0,0]"
+@gluon.jit
+def _codes(words, G: gl.constexpr):
+    """The codes of words, uint8 [CHUNK, COLUMNS]."""
+    even = gl.join(words.to(gl.uint8), (words >> 16).to(gl.uint8))
+    odd = gl.join((words >> 8).to(gl.uint8), (words >> 24).to(gl.uint8))
+    return gl.reshape(gl.join(even, odd), [CHUNK, G.COLUMNS])
 
 
 @gluon.jit
-def _numbers(words, half: gl.constexpr, DTYPE: gl.constexpr, G: gl.constexpr):
-    """Two numbers of each word: in 64 bits as float32 on CDNA 3, in 32 bits as DTYPE on CDNA 4."""
-    ASSEMBLY: gl.constexpr = _conversion(G, DTYPE, half)
-    if G.CDNA == 3:
-        pairs = gl.inline_asm_elementwise(ASSEMBLY, "=v,v", [words], dtype=gl.int64, is_pure=True, pack=1)
+def _numbers(codes, DTYPE: gl.constexpr, G: gl.constexpr):
+    """Codes as DTYPE, exactly, NaN as NaN. gfx950 has an instruction that makes two numbers of two codes."""
+    if G.CDNA == 4:
+        numbers = codes.to(gl.float8e4nv, bitcast=True).to(DTYPE)
     else:
-        pairs = gl.inline_asm_elementwise(ASSEMBLY, "=v,v", [words], dtype=gl.int32, is_pure=True, pack=1)
-    return pairs
+        numbers = decoded(codes, G.CODING.ENCODING, DTYPE)
+    return numbers
 
 
 @gluon.jit
 def _elements(words, DTYPE: gl.constexpr, G: gl.constexpr):
     """The elements of words, [CHUNK, COLUMNS] in DTYPE."""
-    pairs = words
     if is_coded(G.CODING.ENCODING):
-        pairs = gl.join(_numbers(words, 0, DTYPE, G), _numbers(words, 1, DTYPE, G))
-        pairs = gl.reshape(pairs, [CHUNK, G.COLUMNS // 2])
-    if pairs.dtype == gl.int64:
-        both = gl.join(pairs.to(gl.int32), (pairs >> 32).to(gl.int32))
-        if gl.bfloat16 == DTYPE:
-            elements = (both >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
-        else:
-            elements = both.to(gl.float32, bitcast=True).to(DTYPE)
+        elements = _numbers(_codes(words, G), DTYPE, G)
     else:
-        low = pairs.to(gl.uint16).to(DTYPE, bitcast=True)
-        high = (pairs >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
-        elements = gl.join(low, high)
-    return gl.reshape(elements, [CHUNK, G.COLUMNS])
+        low = words.to(gl.uint16).to(DTYPE, bitcast=True)
+        high = (words >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
+        elements = gl.reshape(gl.join(low, high), [CHUNK, G.COLUMNS])
+    return elements
+
+
+@constexpr_function
+def _two_keys(G: CdnaGeometry) -> gl.constexpr:
+    """Layout of V's codes in a lane's registers: those of two keys, a product's neighbours, next to each other."""
+    lanes = [[0, 8], [0, 16], [0, 32], [0, 64], [4, 0], [8, 0]]
+    return gl.DistributedLinearLayout([[1, 0], [0, 1], [0, 2], [0, 4], [2, 0]], lanes, [], [], [16, G.COLUMNS])
 
 
 @gluon.jit
 def _elements_of_two_keys(words, DTYPE: gl.constexpr, G: gl.constexpr):
-    """_elements of V's codes: those of a product's neighbours, two keys, are put next to each other as codes."""
-    PERM: gl.constexpr = "v_perm_b32 $0, $1, $2, $3"
-    even, odd = gl.split(gl.permute(gl.reshape(words, [CHUNK // 2, 2, G.COLUMNS // 4]), (0, 2, 1)))
-    first = gl.inline_asm_elementwise(PERM, "=v,v,v,s", [odd, even, 0x05010400], dtype=gl.int32, is_pure=True, pack=1)
-    last = gl.inline_asm_elementwise(PERM, "=v,v,v,s", [odd, even, 0x07030602], dtype=gl.int32, is_pure=True, pack=1)
-    pairs = gl.join(
-        gl.join(_numbers(first, 0, DTYPE, G), _numbers(last, 0, DTYPE, G)),
-        gl.join(_numbers(first, 1, DTYPE, G), _numbers(last, 1, DTYPE, G)),
-    )
-    pairs = gl.reshape(pairs, [CHUNK // 2, G.COLUMNS])
-    low = pairs.to(gl.uint16).to(DTYPE, bitcast=True)
-    high = (pairs >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
-    return gl.reshape(gl.permute(gl.join(low, high), (0, 2, 1)), [CHUNK, G.COLUMNS])
+    """_elements of V's codes, which change registers as codes and not as numbers."""
+    codes = _codes(words, G)
+    L: gl.constexpr = codes.type.layout
+    numbers = _numbers(gl.convert_layout(codes, _two_keys(G)), DTYPE, G)
+    return gl.convert_layout(numbers, L)
 
 
 @gluon.jit

@@ -122,12 +122,14 @@ def test_codes_spill_nothing_and_leave_a_simd_two_waves(arch: str, layer: str) -
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.vgprs <= MOST_VGPRS
     assert lds_bytes(loop) <= MOST_LDS_BYTES[arch]
+    verdict = check_waits(parse_assembly(kernel.asm["amdgcn"]), arch)
+    assert (verdict.faults, verdict.reasons) == ((), ())
 
 
 # AITER's assembly, as docs/cycles.md counts it, in 16 bits and in codes: instructions, matrix ones, waits and bytes of
 # LDS of a KiB of K and V, and KiB in flight of a SIMD. The page says why codes take more on gfx942.
 AITER = {False: (14.48, 2.0, 0.19, 296, 40), True: (21.97, 2.0, 0.69, 704, 40)}
-BEYOND = {("gfx942", True): (34.0, 4.0)}
+BEYOND = {("gfx942", True): (32.5, 4.0)}
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -82,16 +82,9 @@ IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Excep
         AssertionError,
         "Tensor-likes are not close",
     ),
-    "codes_of_two_keys_are_swapped": (
-        "[odd, even, 0x05010400]",
-        "[odd, even, 0x01050004]",
-        lambda arch: _coded_decode("gfx950"),
-        AssertionError,
-        "Tensor-likes are not close",
-    ),
-    "the_last_codes_of_a_word_are_the_first": (
-        "_numbers(words, 1, DTYPE, G)",
-        "_numbers(words, 0, DTYPE, G)",
+    "the_last_code_of_a_word_is_the_one_before": (
+        "(words >> 24).to(gl.uint8)",
+        "(words >> 16).to(gl.uint8)",
         _coded_decode,
         AssertionError,
         "Tensor-likes are not close",
@@ -204,7 +197,7 @@ MISTAKES = {
     },
     "values_have_no_scale": Mistake(
         decode,
-        "softmax = scaled_values(softmax, row_scale(v_scale, first_kv_head, G.CODING), G.CODING)",
+        "softmax = scaled_values(softmax, value_scale, G.CODING)",
         "softmax = softmax",
         "launch_cdna_decode",
         cdna_cases,

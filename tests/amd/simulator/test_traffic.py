@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.cli import DONE, main
+from rocm_attn.errors import BadSetting
+from rocm_lab.cycles.page import AITER_BEGIN, AITER_END, DECODES, waves_of_registers, with_aiter
 from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
 from rocm_lab.simulator.assembly import parse_assembly
 from tests.amd.simulator.test_wait_files import assembly_text
@@ -105,3 +107,36 @@ def test_the_command_prints_the_figures(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["cycles", str(tmp_path), "--json"]) == DONE
     (kernel,) = json.loads(capsys.readouterr().out)["kernels"]
     assert kernel["traffic"]["kv_bytes"] == 2 * KIB
+
+
+@pytest.mark.parametrize(
+    ("lines", "waves"),
+    [
+        # Highest registers, rounded up to eights: 72; 128; 256 and 8 of both kinds; 256 of each.
+        (["v_mov_b32 v70, 0"], 7),
+        (["v_mov_b32 v127, 0"], 4),
+        (["v_mov_b32 v255, 0", "v_accvgpr_write_b32 a3, v0"], 1),
+        (["global_load_dwordx4 a[252:255], v[254:255], off"], 1),
+        (["v_mov_b32 v3, 0"], 8),
+    ],
+)
+def test_waves_are_those_for_which_there_are_registers(lines: list[str], waves: int) -> None:
+    assert waves_of_registers(parse_assembly(assembly_text(*(f"\t{line}\n" for line in lines), arch="gfx950"))) == waves
+
+
+def test_the_table_of_aiter_is_written_whole(tmp_path: Path) -> None:
+    for arch in ("gfx942", "gfx950"):
+        folder = tmp_path / arch / "pa"
+        folder.mkdir(parents=True)
+        for name in DECODES:
+            text = text_of(LOAD_16, LOAD_16, "s_waitcnt vmcnt(1)", PRODUCT).replace("gfx950", arch)
+            (folder / f"{name}.co").write_text(text.replace("16x16x32", "16x16x16") if arch == "gfx942" else text)
+    page = f"before\n{AITER_BEGIN}old\n{AITER_END}after\n"
+    written = with_aiter(page, tmp_path)
+    assert with_aiter(written, tmp_path) == written
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
+    assert written.count(".co` | 2.50 | 0.50 | 0.50 | 0.00 | 0 | 3 | 5 | 15 |") == 2 * len(DECODES)
+    (folder / f"{DECODES[0]}.co").unlink()
+    with pytest.raises(BadSetting, match="does not exist"):
+        with_aiter(page, tmp_path)

@@ -26,8 +26,8 @@ def at_any_alignment(kernel: Any) -> Any:
 def is_far(tensor: Tensor) -> bool:
     """True if a tensor takes 2 GiB or more, gaps included. Triton's variant of a smaller one may not reach all of it.
 
-    On AMD GPUs places are then computed in 32 bits. So a kept launch has to be told apart by this, if a caller's tensor
-    may be as large.
+    On AMD GPUs places are then computed in 32 bits. So a kept launch is for either kind alone, if a caller's tensor may
+    be as large.
     """
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.itemsize >= _INT32_BYTES

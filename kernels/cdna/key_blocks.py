@@ -175,7 +175,7 @@ def _places(read, block, G: gl.constexpr):
 
 @gluon.jit
 def _load(side, places, G: gl.constexpr):
-    """Words of each chunk, none of which lies outside its page. What no row sees is masked when it is used."""
+    """Words of each chunk, none of which lies outside its page. Keys that no row sees are masked when they are used."""
     CHUNKS: gl.constexpr = G.CHUNKS
     OF_PLACE: gl.constexpr = _chunks_of_place(G)
     chunks = ()

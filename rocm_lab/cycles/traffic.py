@@ -84,7 +84,7 @@ def _lds_bytes(instruction: Instruction) -> int:
 
 
 def _most_in_flight(body: Sequence[Instruction]) -> int:
-    """Of two iterations, so that the second one begins with what the first one left in flight."""
+    """The most of two iterations, so that the second one begins with what the first one left in flight."""
     flying, most = deque[int](maxlen=VM_MOST), 0
     for each in (*body, *body):
         if each.name.startswith(_VECTOR_MEMORY):

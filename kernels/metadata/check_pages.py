@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.any_alignment import at_any_alignment
+from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -26,7 +26,6 @@ from rocm_attn.kernels.metadata.step_tensors import StepTensors
 _PAGES_AT_ONCE = 1024
 # About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
 _PROGRAMS = 2048
-_INT32_BYTES = 2**31
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _NOT_IN_POOL = tl.constexpr(error_word.PAGE_NOT_IN_POOL)
 
@@ -82,7 +81,7 @@ def launch_check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, 
     """
     num_seqs, (_, table_width) = step.kv_len.shape[0], step.table.shape
     shares = min(-(-table_width // _PAGES_AT_ONCE), max(1, _PROGRAMS // num_seqs))
-    _variant(step.table.nbytes >= _INT32_BYTES, page_size)(
+    _variant(is_far(step.table), page_size)(
         step.counts.device,
         (num_seqs * shares, 1, 1),
         step.counts,

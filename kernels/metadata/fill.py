@@ -38,7 +38,7 @@ from operator import attrgetter
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.any_alignment import at_any_alignment
+from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.metadata.fill_roles import (
     PAGES_AT_ONCE,
@@ -61,8 +61,6 @@ from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, StepTensor
 _SEQS = tl.constexpr(SEQS_AT_ONCE)
 # Programs of a role that is shared out finely, about as many as run at a time on an H200 (2112) or an MI300X (2432).
 _PROGRAMS = 2048
-
-_INT32_BYTES = 2**31
 
 
 @at_any_alignment
@@ -189,8 +187,7 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
         step.mask_indptr.numel() > 0,
         step.group_indptr.numel() > 0,
     )
-    large = any(tensor.nbytes >= _INT32_BYTES for tensor in (step.table, step.page_list, step.block_table))
-    _variant(large, *fixed)(
+    _variant(any(map(is_far, (step.table, step.page_list, step.block_table))), *fixed)(
         step.counts.device,
         (num_programs, 1, 1),
         *_tensors(step),

@@ -15,9 +15,10 @@ import binascii
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -106,14 +107,20 @@ def _of_evidence(test: ReportedTest, packed: object, objdumps: Sequence[str]) ->
 
 
 def _of_tiles(report: GpuReport) -> Iterator[Discrepancy]:
-    for _, trials in report.measured("tile trials"):
-        for trial in trials:
-            in_use = trial["in_use"]["tiles"]
-            for each in trial["candidates"]:
-                if str(each["wrong"]).startswith("wrong"):
-                    changed = (f"{name} {value}" for name, value in each["tiles"].items() if in_use.get(name) != value)
-                    subject = f"{each['table']} with {', '.join(changed) or 'the tiles in use'}"
-                    yield Discrepancy("tiles", subject, "what the reference gives", each["wrong"])
+    for test, trials in report.measured("tile trials"):
+        try:
+            yield from [found for trial in trials for found in _of_trial(trial)]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise BadSetting(f"the trials of {test.name} are damaged ({type(error).__name__}: {error})") from error
+
+
+def _of_trial(trial: Mapping[str, Any]) -> Iterator[Discrepancy]:
+    in_use = trial["in_use"]["tiles"]
+    for each in trial["candidates"]:
+        if str(each["wrong"]).startswith("wrong"):
+            changed = (f"{name} {value}" for name, value in each["tiles"].items() if in_use.get(name) != value)
+            subject = f"{each['table']} with {', '.join(changed) or 'the tiles in use'}"
+            yield Discrepancy("tiles", subject, "what the reference gives", each["wrong"])
 
 
 def _of_kernels(report: GpuReport) -> Iterator[Discrepancy]:

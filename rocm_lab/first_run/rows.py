@@ -73,7 +73,7 @@ def _row(report: GpuReport, trial: Mapping[str, Any]) -> MeasuredTileChoice | st
     try:
         job, in_use = _job_of_today(report, trial), _tiles(trial["in_use"])
         candidates = [_candidate(each, len(trial["shapes"])) for each in trial["candidates"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadSetting(f"the times of tiles in the report are damaged ({type(error).__name__}: {error})") from error
     if job is None or job.in_use != in_use:
         said = job.in_use if job else "none that was searched"

@@ -81,7 +81,14 @@ _KEEP_A_HALF = ("v_fma_mixlo_f16", "v_fma_mixhi_f16", "v_cvt_pk_fp8_f32", "v_cvt
 
 
 def effects_of(instruction: Instruction) -> Effects:
-    """The effects of an instruction. Raises UnknownInstruction."""
+    """The effects of an instruction. Raises UnknownInstruction, also for one that lacks operands."""
+    try:
+        return _effects(instruction)
+    except (IndexError, ValueError) as error:
+        raise UnknownInstruction(f"the operands of {instruction.text!r}") from error
+
+
+def _effects(instruction: Instruction) -> Effects:
     name = instruction.name
     if name in control.BUILDERS:
         return _control(instruction)

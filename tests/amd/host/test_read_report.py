@@ -307,6 +307,16 @@ def test_damaged_times_of_tiles_are_refused(damage: Callable[[list[list[float]]]
         rows(read(content))
 
 
+@pytest.mark.parametrize("candidates", [None, [7], [{"table": "decode"}]])
+def test_damaged_trials_of_tiles_are_refused(candidates: object, read: Read) -> None:
+    content = Report(Gpu()).content
+    content["tests"]["tiles"]["measured"]["tile trials"][0]["candidates"] = candidates
+    report = read(content)
+    for reads in (rows, differences):
+        with pytest.raises(BadSetting, match="damaged"):
+            reads(report)
+
+
 def test_a_gpu_that_is_as_predicted_has_no_differences(read: Read) -> None:
     content = Report(AS_PREDICTED, candidates=CANDIDATES[:3]).content
     content["kernels"] += [kernel("_merge_kernel", num_waves=2, waves=1), kernel("_wide", num_waves=8, waves=3)]

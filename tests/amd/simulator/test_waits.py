@@ -322,6 +322,8 @@ UNREADABLE = {
     "s_setpc_b64 s[4:5]": "s_setpc_b64",
     "s_branch elsewhere": "the target",
     "v_mov_b32_e32 v1, ttmp4": "ttmp4",
+    "s_mov_b32": "the operands of 's_mov_b32'",
+    "v_mfma_f32_16x16x16_f16 a[0:3]": "the operands of 'v_mfma_f32_16x16x16_f16",
 }
 
 

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import torch
 
+from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
+from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
-from rocm_attn.kernels.cdna.decode import launch_cdna_decode
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, cdna_tiles
 from rocm_attn.kernels.tuning.tiles import CdnaTiles
+from rocm_attn.providers.triton_later import cdna_launches
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -56,6 +58,11 @@ def cdna_cut(arch: str, case: Case, num_programs: int = NUM_PROGRAMS) -> DecodeC
     """Returns the cut of a case in the arch's tiles."""
     tiles = tiles_of_case(arch, case)
     return DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
+
+
+def launch_cdna_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut, tiles: CdnaTiles) -> None:
+    """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
+    cdna_launches.launch_cdna_decode(args, arch=arch, scores=scores, cut=cut, tiles=tiles)
 
 
 def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:

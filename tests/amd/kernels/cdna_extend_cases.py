@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 
 import torch
 
@@ -14,6 +13,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES, EXTEND_TILES
 from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.providers.triton_later import cdna_launches
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -58,7 +58,7 @@ def case_of(name: str, arch: str) -> Case:
 
 def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: ExtendCut) -> None:
     """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
-    import_module("rocm_attn.kernels.cdna.extend").launch_cdna_extend(args, arch=arch, scores=scores, cut=cut)
+    cdna_launches.launch_cdna_extend(args, arch=arch, scores=scores, cut=cut)
 
 
 def cdna_extend_cut(tensors: Tensors) -> ExtendCut:

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import torch
 
+from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
-from rocm_attn.kernels.cdna.latent import launch_cdna_latent_decode
+from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
 from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.providers.triton_later import cdna_launches
 from tests.amd.kernels.attention_cases import Case, Tensors
 from tests.amd.kernels.latent_cases import latent_decode_args
 
@@ -36,6 +39,11 @@ CASES = {
 }
 # Pages next to each other, at the end of large pools.
 LARGE = replace(SMALL, page_size=16, spread=False)
+
+
+def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut) -> None:
+    """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
+    cdna_launches.launch_cdna_latent_decode(args, arch=arch, scores=scores, cut=cut)
 
 
 def launch_cdna_latent(arch: str, tensors: Tensors, compute_units: int = 3) -> None:

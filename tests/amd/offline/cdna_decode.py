@@ -9,14 +9,13 @@ import torch
 from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.cdna.decode import launch_cdna_decode
 from rocm_attn.kernels.tuning.tiles import CdnaTiles, NoTiles
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.triton_cdna import LIMITS, TRITONS
 from rocm_lab.cost.static_figures import CDNA, DecodeFigures
 from tests.amd.kernels.attention_cases import Case, build, garbage
-from tests.amd.kernels.cdna_cases import tiles_of_case
+from tests.amd.kernels.cdna_cases import launch_cdna_decode, tiles_of_case
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.hot_loop import hot_loop_of
 from tests.amd.offline.matrix import Row

@@ -20,6 +20,18 @@ class HeadRows(NamedTuple):
     head: Field
 
 
+class RowOutputs(NamedTuple):
+    """The destinations of a row's results: out, lse or None; partial results of programs, and their maxima and sums.
+
+    out, lse: HeadRows
+    """
+
+    out: Field
+    lse: Field
+    parts: Field
+    sums: Field
+
+
 class HeadsOfToken(NamedTuple):
     """Query heads, one of each row of a block, and which rows there are; one token, or each row's."""
 

@@ -54,18 +54,14 @@ from rocm_attn.kernels.attention.decode_columns import (
 )
 from rocm_attn.kernels.attention.decode_geometry import DecodeGeometry, has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
-    PROGRAM_DONE,
-    PROGRAM_KV_LEN,
-    PROGRAM_ROW,
-    PROGRAM_SEQ,
     PROGRAM_SHARE,
-    PROGRAM_WORK,
     SEQ_KV_LEN,
     heads_of_row,
     next_row,
     number_of_program,
     words_of_program,
     words_of_seq,
+    work_at,
 )
 from rocm_attn.kernels.attention.key_rows import (
     are_read_by_page,
@@ -362,11 +358,7 @@ def _decode_kernel(
         if R.SIDE_BY_SIDE:
             program = number_of_program(program, num_programs, R)
         words = words_of_program(schedule, program)
-        seq = tl.load(words + PROGRAM_SEQ)
-        row = tl.load(words + PROGRAM_ROW)
-        done = tl.load(words + PROGRAM_DONE)
-        work = tl.load(words + PROGRAM_WORK)
-        kv_len = tl.load(words + PROGRAM_KV_LEN)
+        seq, row, done, work, kv_len = work_at(words)
         if M.GROUP > 0:
             share = tl.load(words + PROGRAM_SHARE)
             position = program * share

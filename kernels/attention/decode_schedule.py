@@ -76,6 +76,16 @@ def words_of_program(schedule, program):
 
 
 @triton.jit
+def work_at(words):
+    """A program's first sequence and row, cost of that row that others do, cost of all its work, and kv_len."""
+    seq = tl.load(words + PROGRAM_SEQ)
+    row = tl.load(words + PROGRAM_ROW)
+    done = tl.load(words + PROGRAM_DONE)
+    work = tl.load(words + PROGRAM_WORK)
+    return seq, row, done, work, tl.load(words + PROGRAM_KV_LEN)
+
+
+@triton.jit
 def words_of_seq(schedule, num_programs, seq):
     """A pointer to the first word of a sequence."""
     return schedule + num_programs * PROGRAM_WORDS + seq * SEQ_WORDS

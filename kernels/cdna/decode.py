@@ -19,21 +19,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, RowOutputs, TableLine
 from rocm_attn.kernels.attention.coded import coded_scales, row_scale, scaled_values
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
-    PROGRAM_DONE,
-    PROGRAM_KV_LEN,
-    PROGRAM_ROW,
-    PROGRAM_SEQ,
-    PROGRAM_WORK,
     SEQ_KV_LEN,
     heads_of_row,
     next_row,
     words_of_program,
     words_of_seq,
+    work_at,
 )
 from rocm_attn.kernels.attention.key_rows import near
 from rocm_attn.kernels.attention.merge import launch_merge
@@ -61,15 +57,6 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles
 
 # The number of each arch's matrix units in Gluon.
 _CDNA = {"gfx942": 3, "gfx950": 4}
-
-
-class RowOutputs(NamedTuple):
-    """The destinations of a row's results: out, lse or None; partial results of programs, and their maxima and sums."""
-
-    out: Any
-    lse: Any
-    parts: Any
-    sums: Any
 
 
 class RowHeads(NamedTuple):
@@ -227,11 +214,7 @@ def _cdna_decode_kernel(
         work = gl.where(kv_len < 0, 0, blocks_of_row + (R.ROW_COST + R.ROW_END))
     else:
         words = words_of_program(schedule, program)
-        seq = gl.load(words + PROGRAM_SEQ)
-        row = gl.load(words + PROGRAM_ROW)
-        done = gl.load(words + PROGRAM_DONE)
-        work = gl.load(words + PROGRAM_WORK)
-        kv_len = gl.load(words + PROGRAM_KV_LEN)
+        seq, row, done, work, kv_len = work_at(words)
     k_offsets = word_offsets(near(kp_token), near(kp_head), key_words(G), G)
     v_offsets = word_offsets(near(vp_token), near(vp_head), value_words(G), G)
     sums = partials + num_programs * (2 * R.Q_ROWS * G.HEAD_DIM)

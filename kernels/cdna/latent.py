@@ -9,24 +9,18 @@ latent_blocks.py says how the waves read keys; at the end of a row they add up w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import HeadRows
+from rocm_attn.kernels.attention.bundles import HeadRows, RowOutputs
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import (
-    PROGRAM_DONE,
-    PROGRAM_KV_LEN,
-    PROGRAM_ROW,
-    PROGRAM_SEQ,
-    PROGRAM_WORK,
     next_row,
     words_of_program,
+    work_at,
 )
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
@@ -44,7 +38,7 @@ from rocm_attn.kernels.cdna.latent_blocks import (
     value_layout,
 )
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
-from rocm_attn.kernels.latent.limits import check_latent
+from rocm_attn.kernels.latent.limits import check_plain_latents
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_UNITS
 from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
@@ -52,15 +46,6 @@ from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
 # Columns of a part of the accumulator in which waves add it up, so that all of their parts fit into LDS.
 PART = gl.constexpr(128)
 _PART_COLUMNS = [[0, 0, 1 << i] for i in range(7)]
-
-
-class LatentOutputs(NamedTuple):
-    """The destinations of a row's results: out, lse or None; partial results of programs, and their maxima and sums."""
-
-    out: Any
-    lse: Any
-    parts: Any
-    sums: Any
 
 
 @constexpr_function
@@ -168,13 +153,9 @@ def _cdna_latent_decode_kernel(
     R: gl.constexpr = G.rows
     program = gl.program_id(0)
     words = words_of_program(schedule, program)
-    seq = gl.load(words + PROGRAM_SEQ)
-    row = gl.load(words + PROGRAM_ROW)
-    done = gl.load(words + PROGRAM_DONE)
-    work = gl.load(words + PROGRAM_WORK)
-    kv_len = gl.load(words + PROGRAM_KV_LEN)
+    seq, row, done, work, kv_len = work_at(words)
     sums = partials + num_programs * (2 * R.Q_ROWS * V_DIM)
-    to = LatentOutputs(
+    to = RowOutputs(
         HeadRows(out, out_token, out_head), None if lse is None else HeadRows(lse, lse_token, lse_head), partials, sums
     )
     while work > 0:
@@ -245,17 +226,12 @@ def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cu
 
 def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> CdnaLatentGeometry:
     """Checks the arguments and returns the values that the launch is compiled for."""
-    check_latent(args, "latent decode on CDNA")
+    check_plain_latents(args, scores, "latent decode on CDNA")
     num_heads, pages = args.q.shape[1], args.pages
-    assert (args.q.shape[2], args.out.shape[2]) == (V_DIM.value + REST.value, V_DIM.value), "limits refuse other rows"
     assert num_heads <= ROWS.value, "the limits refuse more heads"
     assert pages.format.encoding.dtype == args.q.dtype, "the limits refuse codes"
     assert pages.raw_k.data_ptr() % 4 == 0, "elements are read two by two"
     assert not any(stride % 2 for stride in pages.raw_k.stride()[:2]), "elements are read two by two"
-    assert not scores.visibility.windowed, "the limits refuse windows"
-    assert not scores.soft_cap, "the limits refuse caps"
-    assert args.sinks is None, "the limits refuse sinks"
-    assert args.queries.first_page is None, "shared prefixes are for launch_latent_decode"
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut.key_block == CDNA_LATENT_TILES.key_block, "the schedule was cut for other tiles"
     assert cut.tokens.MOST == 1, "the schedule was cut for more tokens"

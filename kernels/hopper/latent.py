@@ -54,7 +54,7 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 from rocm_attn.kernels.hopper.scaling import times_if_any
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
-from rocm_attn.kernels.latent.limits import check_latent
+from rocm_attn.kernels.latent.limits import check_plain_latents
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles
 
@@ -462,16 +462,10 @@ def launch_hopper_latent_decode(args: AttendArgs, *, scores: Scores, cut: Decode
 
 def _geometry(args: AttendArgs, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles) -> HopperLatentGeometry:
     """Checks the arguments and returns the values that the launch is compiled for."""
-    check_latent(args, "latent decode on Hopper")
+    check_plain_latents(args, scores, "latent decode on Hopper")
     num_heads, latent = args.q.shape[1], tiles.latent
-    dims = (args.q.shape[2], args.out.shape[2])
-    assert dims == (V_DIM.value + REST.value, V_DIM.value), "the limits refuse other rows"
     assert args.pages.raw_k.is_contiguous(), "the limits refuse other pages"
     assert args.pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
-    assert not scores.visibility.windowed, "the limits refuse windows"
-    assert not scores.soft_cap, "the limits refuse caps"
-    assert args.sinks is None, "the limits refuse sinks"
-    assert args.queries.first_page is None, "shared prefixes are for launch_latent_decode"
     cut.check(args.schedule, args.queries.num_seqs)
     assert cut.key_block == latent.key_block, "the schedule was cut for other tiles"
     assert latent.query_rows == GROUP_ROWS.value, "a program has the rows of a warp group"

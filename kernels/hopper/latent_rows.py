@@ -12,15 +12,11 @@ from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
-    PROGRAM_DONE,
-    PROGRAM_KV_LEN,
-    PROGRAM_ROW,
-    PROGRAM_SEQ,
-    PROGRAM_WORK,
     SEQ_KV_LEN,
     first_of_row,
     words_of_program,
     words_of_seq,
+    work_at,
 )
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS
 
@@ -98,13 +94,8 @@ class RowPart(NamedTuple):
 def work_of_program(step, G: gl.constexpr):
     """The beginning of the program's work."""
     words = words_of_program(step.schedule, gl.program_id(0) // G.HEAD_BLOCKS)
-    return Todo(
-        gl.load(words + PROGRAM_SEQ),
-        gl.load(words + PROGRAM_ROW),
-        gl.load(words + PROGRAM_DONE),
-        gl.load(words + PROGRAM_WORK),
-        gl.load(words + PROGRAM_KV_LEN),
-    )
+    seq, row, done, work, kv_len = work_at(words)
+    return Todo(seq, row, done, work, kv_len)
 
 
 @gluon.jit

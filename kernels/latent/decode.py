@@ -20,17 +20,13 @@ from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, Tabl
 from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
-    PROGRAM_DONE,
-    PROGRAM_KV_LEN,
     PROGRAM_PAD,
-    PROGRAM_ROW,
-    PROGRAM_SEQ,
-    PROGRAM_WORK,
     first_of_row,
     new_tokens,
     next_row,
     rows_of_tokens,
     words_of_program,
+    work_at,
 )
 from rocm_attn.kernels.attention.key_loop import SeenKeys
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
@@ -147,11 +143,7 @@ def _latent_decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     words = words_of_program(schedule, program)
-    seq = tl.load(words + PROGRAM_SEQ)
-    row = tl.load(words + PROGRAM_ROW)
-    done = tl.load(words + PROGRAM_DONE)
-    work = tl.load(words + PROGRAM_WORK)
-    kv_len = tl.load(words + PROGRAM_KV_LEN)
+    seq, row, done, work, kv_len = work_at(words)
     scale_value = row_scale(scale, 0, C)
     sums = partials + num_programs * (2 * R.Q_ROWS * K.V_HEAD_DIM)
     while work > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
+from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import PoolKind
 
 MAX_V_HEAD_DIM = 512
@@ -56,3 +57,13 @@ def check_latent(args: AttendArgs, kernel: str) -> None:
     assert args.lse is None or (args.lse.dtype == torch.float32 and args.lse.shape == (num_tokens, num_heads))
     sinks = args.sinks
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,) and sinks.stride(0) == 1)
+
+
+def check_plain_latents(args: AttendArgs, scores: Scores, kernel: str) -> None:
+    """Calls check_latent() for a kernel over the widest rows alone, and asserts that scores have nothing more."""
+    check_latent(args, kernel)
+    assert (args.q.shape[2], args.out.shape[2]) == (MAX_HEAD_DIM, MAX_V_HEAD_DIM), "the limits refuse other rows"
+    assert not scores.visibility.windowed, "the limits refuse windows"
+    assert not scores.soft_cap, "the limits refuse caps"
+    assert args.sinks is None, "the limits refuse sinks"
+    assert args.queries.first_page is None, "shared prefixes are for launch_latent_decode"

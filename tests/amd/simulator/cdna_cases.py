@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from rocm_lab.simulator.launcher import Simulation, simulated
-from tests.amd.kernels.attention_cases import Case, build
+from tests.amd.kernels.attention_cases import Case, Tensors, build
 from tests.amd.kernels.cdna_cases import LARGE, assert_decoded, cdna_cut, launch_cdna, served_cases
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
@@ -23,34 +24,29 @@ _IN_EVERY_RUN = ("plain", "window", "extend-plain", "latent-plain")
 
 def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
     """Runs a decode; it skips sequences with other than one new token. is_large: true if pools are above 4 GiB"""
-    tensors = build(case, torch.device("cpu"))
-    if is_large:
-        tensors = in_large_pools(tensors)
-    with simulated(arch) as simulation:
-        launch_cdna(arch, tensors, cdna_cut(arch, case))
-    assert_decoded(tensors)
-    return simulation
+    launches = partial(launch_cdna, arch, cut=cdna_cut(arch, case))
+    return _simulation(arch, case, is_large, launches, assert_decoded)
 
 
 def simulate_extend(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
-    """Runs an extend; it leaves sequences with one new token to decode. is_large: true if pools are above 4 GiB"""
-    tensors = build(case, torch.device("cpu"))
-    if is_large:
-        tensors = in_large_pools(tensors)
-    with simulated(arch) as simulation:
-        run_cdna_extend(arch, tensors)
-    assert_extended(tensors)
-    return simulation
+    """Runs an extend; it leaves sequences with one new token to decode. is_large: likewise"""
+    return _simulation(arch, case, is_large, partial(run_cdna_extend, arch), assert_extended)
 
 
 def run_latents(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
-    """Runs a decode over latent pages; it skips other sequences. is_large: true if the pool is above 4 GiB"""
+    """Runs a decode over latent pages; it skips other sequences. is_large: likewise"""
+    return _simulation(arch, case, is_large, partial(launch_cdna_latent, arch), assert_decoded)
+
+
+def _simulation(
+    arch: str, case: Case, is_large: bool, launches: Callable[[Tensors], object], check: Callable[[Tensors], None]
+) -> Simulation:
     tensors = build(case, torch.device("cpu"))
     if is_large:
         tensors = in_large_pools(tensors)
     with simulated(arch) as simulation:
-        launch_cdna_latent(arch, tensors)
-    assert_decoded(tensors)
+        launches(tensors)
+    check(tensors)
     return simulation
 
 

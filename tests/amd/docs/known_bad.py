@@ -22,8 +22,8 @@ _TITLES = {
 _HEAD = """# Known-bad releases
 
 These faults were reported in public by people who serve on an MI300 (gfx942) or an MI350 (gfx950). [The
-doctor](doctor.md) names those of the installed releases, and `rocm-attn explain CONFIG.json --arch gfx942 --engine
-vllm@0.33` those of an engine with a model. `python -m tests.amd.docs.known_bad` writes this page from
+doctor](debugging.md#it-does-not-start) names those of the installed releases, and `rocm-attn explain CONFIG.json --arch
+gfx942 --engine vllm@0.33` those of an engine with a model. `python -m tests.amd.docs.known_bad` writes this page from
 `rocm_attn/machine/known_bad.json`; a test holds that it is current. Nothing here was tried by this project: a row says
 what its thread says, as of September 2026, and a quote is a line of the thread.
 

@@ -1,4 +1,4 @@
-"""The page of compatibility has the versions that the code, the scripts and the packages have."""
+"""The page of the installation has the versions that the code, the scripts and the packages have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PAGE = (DOCS / "compatibility.md").read_text()
+PAGE = (DOCS / "install.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -54,7 +54,7 @@ def test_no_page_has_another_range_of_aiters_releases_and_all_have_the_release_t
         for place in re.finditer(r"v0\.\d+\.\d+\S* to v0\.\d+\.\d+", text):
             assert text.startswith(said, place.start()), f"{page.name}: {text[place.start() :][:60]}"
             found.add(page.name)
-    assert {"README.md", "compatibility.md", "aiter_ledger.md"} <= found
+    assert {"README.md", "install.md", "aiter_ledger.md"} <= found
     assert f"({IMAGE_RELEASES.aiter})" in said
 
 

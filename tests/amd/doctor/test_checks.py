@@ -10,7 +10,6 @@ from rocm_attn.cli.doctor.finding import Finding, Severity
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, TorchBuild, release_of
 from rocm_attn.cli.doctor.registry import CHECKS, diagnose
 from tests.amd.doctor.machines import BROKEN, CPU_ONLY, H200, HEALTHY, MI300, Broken
-from tests.amd.house.source_tree import ROOT
 
 BAD = (Severity.WARNING, Severity.PROBLEM)
 
@@ -101,10 +100,3 @@ def test_a_release_is_the_numbers_that_a_version_starts_with() -> None:
     assert release_of("7.2.4-93") == (7, 2, 4)
     assert release_of("0.1.21.post2+rocm7.2") == (0, 1, 21)
     assert release_of("") == release_of("unknown") == ()
-
-
-def test_the_documentation_lists_every_check() -> None:
-    text = (ROOT / "docs" / "doctor.md").read_text()
-    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
-    listed = [(cells[1].strip(" `"), cells[2].strip(), cells[3].strip()) for cells in rows]
-    assert listed == [(check.id, check.looks_at, check.report) for check in CHECKS]

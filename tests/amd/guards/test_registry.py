@@ -33,6 +33,7 @@ from rocm_lab.faults.wrong_twins import WRONG_TWINS
 from rocm_serve.engine import Engine
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
+from tests.amd.docs.guards import PAGE, page
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.tiny_model import tiny_model
 from tests.amd.worlds.problems import small_problem
@@ -96,9 +97,9 @@ def test_compiling_ahead_on_a_device_that_runs_nothing_is_no_alarm(caplog: pytes
 
 
 def test_the_documentation_lists_the_safeguards_as_they_are() -> None:
-    first_table, *measured = (ROOT / "docs" / "guards.md").read_text().split("<!-- guard table on ")
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", first_table, re.MULTILINE)
-    assert rows == [(guard.id, guard.prevents, guard.report) for guard in GUARDS]
+    text = PAGE.read_text()
+    assert text == page(), "python -m tests.amd.docs.guards writes it anew"
+    _, *measured = text.split("<!-- guard table on ")
     # Each table of the random tester has a row per guard, and ends in a part without guards.
     tables = [re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) for table in measured]
     assert [ids for ids in tables if ids] == [[guard.id for guard in GUARDS]] * 2

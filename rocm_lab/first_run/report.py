@@ -1,7 +1,4 @@
-"""GpuReport: the file that `bash scripts/test.sh rocm` leaves, read whole or refused with a sentence.
-
-docs/rocm.md has its fields.
-"""
+"""GpuReport: the file that `bash scripts/test.sh rocm` leaves, read whole or refused with a sentence."""
 
 from __future__ import annotations
 

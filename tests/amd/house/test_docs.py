@@ -102,8 +102,8 @@ def test_every_file_in_the_picture_of_the_architecture_exists() -> None:
     assert [file for file in files if not (ROOT / "rocm_attn" / file).exists()] == []
 
 
-def test_every_id_that_a_safeguard_cites_is_on_the_page_of_hazards() -> None:
-    listed = re.findall(r"^\| ([HG]?\d+) \| \S", prose(DOCS / "hazards.md"), re.MULTILINE)
+def test_every_id_that_a_safeguard_cites_is_explained_on_their_page() -> None:
+    listed = re.findall(r"^\| ([HG]?\d+) \| \S", prose(DOCS / "guards.md"), re.MULTILINE)
     assert not [name for name, times in Counter(listed).items() if times > 1]
     cited = {name for guard in GUARDS for name in re.findall(r"\b(?:[HG]|seed )\d+\b", guard.report)}
     assert cited

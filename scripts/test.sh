@@ -28,7 +28,7 @@
 #                    environments; needs a package registry (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
-#   simulator@VERSION  the simulator's full grid with another Triton; writes docs/simulator.md (not part of the default)
+#   simulator@VERSION  the simulator's full grid with another Triton; writes rocm_lab/simulator/README.md (not part of the default)
 #   aiter-source     AITER's own Triton and Gluon kernels in the simulator and the interpreter, from the checkout that
 #                    AITER_SOURCE names; fails where it names none (not part of the default)
 #   other-kernels    kernels of Triton's tutorials, AITER, fla, vLLM and SGLang in the simulator, from the folders that
@@ -231,7 +231,7 @@ run_stage() {
     # By one pytest, which has processes of its own for the kernels: each of several workers would run every case.
     simulator) run_pytest -m "not nightly" tests/amd/simulator ;;
     simulator-long) spread -m nightly tests/amd/simulator ;;
-    simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record docs/simulator.md ;;
+    simulator@*) with_triton "${1#simulator@}" python -m tests.amd.simulator.record rocm_lab/simulator/README.md ;;
     aiter-source) run_aiters_kernels ;;
     other-kernels) : "${OTHER_KERNELS:?names clones and folders of packages}" && run_pytest tests/amd/simulator/test_other_kernels.py ;;
     device) run_on_gpu -m "not nightly" ;;

@@ -1,6 +1,6 @@
 """Run the simulator's full grid with the Triton at hand and write the result into a document.
 
-    python -m tests.amd.simulator.record docs/simulator.md
+    python -m tests.amd.simulator.record rocm_lab/simulator/README.md
 
 The document has a table between two marks, with a line for each Triton version; this version's is written anew. Exits
 with 1, and leaves the document as it is, when a case fails.

@@ -35,5 +35,5 @@ def test_a_document_without_the_table_is_refused() -> None:
 
 
 def test_the_document_has_the_table() -> None:
-    document = (ROOT / "docs" / "simulator.md").read_text()
+    document = (ROOT / "rocm_lab" / "simulator" / "README.md").read_text()
     assert with_choice(document, ["9.9.9"]).count("| 9.9.9 |") == 1

@@ -41,7 +41,7 @@ def serve(rank: int) -> list[str]:
         return out
 
     made["linear"] = linear
-    engine = made["TinyEngine"](made["Llama"](config, part, num_rows=4), made["options"], chunk=48, agree=among_all())
+    engine = made["TinyEngine"](made["Llama"](config, part), made["options"], chunk=48, agree=among_all())
     requests = [made["Request"](prompt, max_new=24) for prompt in made["prompts"]]
     engine.generate(requests)
     made["linear"] = whole_linear

@@ -34,9 +34,9 @@ _PAGE = """\
 # Instructions that the simulator executes
 
 `python -m rocm_lab.simulator.coverage docs/simulator_instructions.md` writes this page. The instructions of an arch are
-those that LLVM's assembler in Triton {version} knows for it. [The simulator](../rocm_lab/simulator/README.md) executes those
-that Triton's compiler was seen to emit. A kernel that reaches another one ends with `UnknownInstruction`, which names
-it; so does one with an operand or a modifier that the simulator does not know.
+those that LLVM's assembler in Triton {version} knows for it. [The simulator](../rocm_lab/simulator/README.md) executes
+those that Triton's compiler was seen to emit. A kernel that reaches another one ends with `UnknownInstruction`, which
+names it; so does one with an operand or a modifier that the simulator does not know.
 
 | arch | instructions | executed |
 |---|---|---|

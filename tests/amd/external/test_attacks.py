@@ -53,7 +53,7 @@ def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider
             engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @each_page_size
 def test_a_window_that_was_given_back_too_early_is_reported(
@@ -70,7 +70,6 @@ def test_a_window_that_was_given_back_too_early_is_reported(
     engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 @each_engine
 def test_a_fault_is_reported_once_by_a_later_step_that_is_not_begun(
     make: MakeEngine, device: torch.device, provider: str
@@ -91,7 +90,6 @@ def test_a_fault_is_reported_once_by_a_later_step_that_is_not_begun(
     engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog: pytest.LogCaptureFixture) -> None:
     """Serving continues, as in a scheduler's loop that an exception would end."""
     policy = LogAndCount()

@@ -46,7 +46,7 @@ def evict(engine: Engine) -> None:
         engine.evict(request, max(0, request.kv_len - furthest))
 
 
-@pytest.mark.fast(4, interpreted=1)
+@pytest.mark.fast(4)
 @each_layout
 @each_page_size
 def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_size: int) -> None:
@@ -62,7 +62,7 @@ def test_eager_steps_of_an_engine_are_right(build: Build, layout: Layout, page_s
     engine.attention.check_device()
 
 
-@pytest.mark.fast(4, interpreted=0)
+@pytest.mark.fast(4)
 @each_layout
 @pytest.mark.parametrize(
     ("page_size", "width"),

@@ -195,7 +195,6 @@ def noticed() -> Iterator[None]:
         yield
 
 
-@pytest.mark.fast(interpreted=0)  # left out under the interpreter by day; on torch each runs every time
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter computes with NaN in NumPy
 @pytest.mark.parametrize("guard", CASES)
 def test_a_safeguard_that_is_off_is_noticed(guard: str, device: torch.device, provider: str) -> None:

@@ -66,7 +66,7 @@ def write_ahead(engine: Engine) -> None:
     engine.attention.begin = begin_and_write  # type: ignore[method-assign]
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("kind", "page_size"),
     [(CopiedSGLang, 1), (CopiedSGLang, 16), (CopiedVLLM, 16), (CopiedFlashInfer, 16)],
@@ -90,7 +90,6 @@ def test_a_table_that_is_copied_may_be_written_while_its_step_runs(
     engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("kind", [CopiedSGLang, CopiedVLLM, CopiedFlashInfer])
 def test_a_scheduler_may_write_a_table_from_its_own_stream_after_the_event_of_the_copies(
     kind: type[Engine], device: torch.device, provider: str
@@ -122,7 +121,6 @@ def test_a_scheduler_may_write_a_table_from_its_own_stream_after_the_event_of_th
     engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("kind", [CopiedSGLang, CopiedVLLM, CopiedFlashInfer])
 def test_the_event_is_recorded_once_a_step_after_its_rows_were_copied(
     kind: type[Engine], device: torch.device, provider: str, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +141,6 @@ def test_tables_that_are_read_in_place_or_in_fill_have_no_such_event(device: tor
             _ = engine.attention.tables.copied
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(("kind", "page_size"), [(SGLang, 1), (SGLang, 16), (VLLM, 16), (FlashInfer, 16)])
 def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
     kind: type[Engine], page_size: int, device: torch.device, provider: str
@@ -161,7 +158,6 @@ def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
         step()
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("kind", [SGLang, CopiedSGLang])
 def test_graphs_look_for_rows_in_the_table_as_it_is_now(
     kind: type[Engine], device: torch.device, provider: str

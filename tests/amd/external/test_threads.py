@@ -40,7 +40,6 @@ def decode(engine: Engine, request: Request) -> ExternalStep:
     return ExternalStep.decode(kv_len, num_seqs=1, max_kv_len=request.kv_len + 1, rows=rows)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_what_another_thread_calls_while_a_step_is_begun_is_refused(
     elsewhere: Elsewhere[object], device: torch.device, provider: str
 ) -> None:
@@ -74,7 +73,6 @@ def test_what_another_thread_calls_while_a_step_is_begun_is_refused(
     engine.run([first, second], [1, 1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_threads_that_serve_at_the_same_time_get_right_rows_or_an_error(device: torch.device, provider: str) -> None:
     with ThreadPoolExecutor(1) as pool:  # the thread ends, and then has no step
         engine, *requests = pool.submit(two_requests, device, provider).result()
@@ -104,7 +102,6 @@ def test_threads_that_serve_at_the_same_time_get_right_rows_or_an_error(device: 
     engine.run(requests, [1, 1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_thread_that_takes_over_goes_on_and_the_other_one_is_refused(
     elsewhere: Elsewhere[object], device: torch.device, provider: str
 ) -> None:
@@ -123,7 +120,6 @@ def test_a_thread_that_takes_over_goes_on_and_the_other_one_is_refused(
     engine.run([first, second], [1, 1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_step_that_has_begun_goes_along_with_what_takes_over(
     elsewhere: Elsewhere[object], device: torch.device, provider: str
 ) -> None:
@@ -145,7 +141,6 @@ def test_a_step_that_has_begun_goes_along_with_what_takes_over(
     engine.compare([first], [1], given, outs)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_thread_that_has_ended_has_no_step(device: torch.device, provider: str) -> None:
     engine, first, second = two_requests(device, provider)
     engine.attention.take_over()
@@ -164,7 +159,6 @@ def test_a_thread_whose_step_was_refused_has_none(
     elsewhere(lambda: engine.run([request], [1]))
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_graph_that_was_captured_in_one_thread_is_replayed_in_another(
     elsewhere: Elsewhere[object], device: torch.device, provider: str
 ) -> None:

@@ -12,9 +12,6 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import SIZES, check, indptr, ints, new_batch, queries, wanted
 from tests.amd.integrations.oracle import Scores
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 LENS, NEW = (7, 30, 16, 1), (3, 1, 16, 1)
 HEADS, KV_HEADS, DIM = SIZES
 
@@ -29,6 +26,7 @@ def planned(device: torch.device, layout: str = "NHD", page_size: int = 4, **mor
     return wrapper, batch
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("layout", "page_size"), [("NHD", 4), ("HND", 5), ("NHD", 1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_decodes_and_prompts_of_a_batch_are_attended_at_once(

@@ -15,9 +15,6 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, ints, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Scores
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 LENS = (1, 17, 0, 33, 16)
 
 

@@ -36,8 +36,6 @@ from tests.amd.integrations.flashinfer_engines import (
 )
 from tests.amd.integrations.oracle import Scores
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 SINKS = np.array([0.5, -1.0, 2.0, 0.0])
 PAGE_SIZE, ROOM = 4, 24
 

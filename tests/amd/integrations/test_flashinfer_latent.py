@@ -18,9 +18,6 @@ from rocm_attn.integrations.flashinfer.latent_batch import needed
 from tests.amd.integrations.batches import check, indptr, ints, workspace
 from tests.amd.integrations.oracle import Array, Scores, attention
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 HEADS, CKV, KPE, PAGE_SIZE, ROOM = 4, 32, 16, 4, 24
 SIZES: dict[str, Any] = {
     "num_heads": HEADS,

@@ -12,8 +12,6 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import SIZES, check, indptr, ints, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Scores
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 
 # NumPy's packbits is what FlashInfer's docstring refers to.
 @pytest.mark.parametrize("bitorder", ["big", "little"])

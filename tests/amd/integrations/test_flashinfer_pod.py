@@ -31,8 +31,6 @@ from tests.amd.integrations.batches import (
 )
 from tests.amd.integrations.oracle import Scores, attention
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 PAGE_SIZE = 4
 
 

@@ -14,8 +14,6 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, KV_HEADS, NAN, Q_HEADS, check, indptr, ints, workspace
 from tests.amd.integrations.oracle import Array, Scores, attention
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 SIZES = Q_HEADS, KV_HEADS, DIM
 
 

@@ -17,8 +17,6 @@ from rocm_attn.integrations.interfaces import Interfaces, compare, main, record,
 from rocm_attn.integrations.plugins import PLUGINS, VLLM, Plugin
 from rocm_attn.machine.settings import UNTESTED_ENGINES, Settings, read_settings
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 each_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
 ON = Settings()
 

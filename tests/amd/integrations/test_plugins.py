@@ -28,9 +28,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Left out under the interpreter by day: no Triton kernel runs here, and the stage host runs it every time.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 each_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
 ON = Settings()
 

@@ -176,7 +176,6 @@ def engine(provider: str, device: torch.device) -> Engine:
     return Engine(provider, device)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_texts_are_read_after_their_encoders_and_see_all_of_them(engine: Engine) -> None:
     """A prompt is longer than its encoder, one comes in parts, and one has none."""
     one, two, none = (engine.admit(rows) for rows in (13, 5, 0))
@@ -191,7 +190,6 @@ def test_texts_are_read_after_their_encoders_and_see_all_of_them(engine: Engine)
         hooks.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_row_that_goes_to_another_request_is_read_after_the_new_encoder(engine: Engine) -> None:
     one, two = engine.admit(9), engine.admit(3)
     engine.run(Mode.EXTEND, [one, two], [4, 2])
@@ -203,7 +201,6 @@ def test_a_row_that_goes_to_another_request_is_read_after_the_new_encoder(engine
     engine.run(Mode.DECODE, [again], [1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_captured_decode_serves_any_texts_and_encoders(engine: Engine) -> None:
     """SGLang leaves lengths of encoders in padded entries, and captures with some."""
     one, two, three = (engine.admit(rows) for rows in (13, 6, 21))
@@ -256,7 +253,6 @@ def test_a_captured_decode_serves_any_texts_and_encoders(engine: Engine) -> None
         of_layer.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_text_that_is_stored_elsewhere_than_after_its_encoder_is_reported(engine: Engine) -> None:
     one = engine.admit(5)
     engine.run(Mode.EXTEND, [one], [4])

@@ -13,9 +13,6 @@ import pytest
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.machine.settings import NEEDLES_EVERY, WATCH_STATES
 
-# Left out under the interpreter by day: no Triton kernel runs here, and the stage host runs it every time.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 STOCK = ["triton", "aiter"]
 REGISTRATION = "rocm_attn.integrations.sglang.registration"
 

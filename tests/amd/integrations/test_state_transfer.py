@@ -104,7 +104,7 @@ def begun_over_kept_pages(world: Hybrid) -> Told:
 LIVES = [whole, drafts, none_accepted, forked, begun_over_kept_pages]
 
 
-@pytest.mark.fast(5, interpreted=1)
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("life", LIVES, ids=lambda life: life.__name__)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @each_provider
@@ -148,7 +148,7 @@ def test_a_round_trip_between_pools_of_other_sizes_keeps_every_bit(
         world.runtime.check_device()
 
 
-@pytest.mark.fast(2, interpreted=1)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @each_provider
 def test_rows_and_kept_pages_go_on_with_their_states_after_a_reopen(

@@ -92,7 +92,6 @@ def options(provider: str, **features: Any) -> GroupOptions:
     return GroupOptions(ExternalOptions(provider=provider, page_strides=True, **features))
 
 
-@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 def test_tokens_of_an_encoder_see_all_of_their_prompt_and_no_other(
     kind: str, device: torch.device, provider: str
@@ -117,7 +116,6 @@ def test_tokens_of_an_encoder_see_all_of_their_prompt_and_no_other(
     group.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=1)
 def test_tokens_see_all_that_was_stored_of_their_encoder(device: torch.device, provider: str) -> None:
     """Prompts may be longer than it, and a graph serves any lengths. One without a first block is a warm-up's."""
     cache = torch.full((12, BLOCK, KV_HEADS, 2 * DIM), NAN, device=device).transpose(1, 2)

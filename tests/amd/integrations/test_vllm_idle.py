@@ -64,7 +64,6 @@ class Served:
             assert torch.equal(layer.kv_cache[others].view(torch.uint8), was), "blocks of requests were written"
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(
     "changes", [{}, {"sliding_window": 20}, {"kv_cache_dtype": "fp8"}], ids=["plain", "window", "FP8"]
 )

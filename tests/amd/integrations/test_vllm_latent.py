@@ -135,7 +135,6 @@ def wanted(q: Tensor, rows: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
-@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_share_a_sequence_merge_to_the_oracles_by_their_log_sum_exps(
     ranks: int, device: torch.device, provider: str
@@ -176,7 +175,6 @@ def test_a_part_without_tokens_weighs_nothing_whatever_a_kernel_has_written() ->
     assert (lse[1:] == 4).all()
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("width", [1, 3])
 def test_graphs_of_decodes_and_of_verification_are_what_mla_layers_declare(
     width: int, device: torch.device, provider: str
@@ -256,7 +254,7 @@ def test_sparse_layers_attend_to_what_was_chosen_in_any_order(width: int, device
     part.group.attention.check_device()
 
 
-@pytest.mark.fast(1, interpreted=0)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("platform", [torch.float8_e4m3fnuz, torch.float8_e4m3fn], ids=str)
 def test_sparse_layers_read_the_records_that_vllm_stores(
     platform: torch.dtype, device: torch.device, provider: str

@@ -155,7 +155,6 @@ class Rank:
             self.group.attend("layer", step, self.layer.kv_cache, q, out)
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(("stretch", "has_sinks"), [(1, False), (4, True)])
 def test_new_tokens_see_the_contexts_of_all_ranks_and_themselves(
     stretch: int, has_sinks: bool, device: torch.device, provider: str

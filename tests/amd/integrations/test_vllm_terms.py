@@ -29,9 +29,6 @@ from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, Mask
 from rocm_attn.machine import settings as machine_settings
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Scales
 
-# Left out under the interpreter by day: no Triton kernel runs here, and the stage host runs it every time.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 CACHE = CacheTerms(16, 64, torch.bfloat16, torch.float8_e4m3fn)
 TERMS = LayerTerms(32, 64, 0.125, 8)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ def leave_alone(kv_len: Tensor, slots: Tensor) -> None:
 
 
 class Engine(ABC):
-    """The common part of all engines. windows: of each layer, -1 for none"""
+    """The common part of all engines. windows: of each layer, -1 for none. copied: see tables()"""
 
     null_page = True
     first_page = 1
@@ -73,9 +73,10 @@ class Engine(ABC):
         spaces: Sequence[Space] | None = None,
         guards: Guards | None = None,
         empty: float = NAN,
+        copied: bool = False,
         **options: Any,
     ) -> None:
-        self.page_size, self.windows, self.device = page_size, tuple(windows), device
+        self.page_size, self.windows, self.device, self.copied = page_size, tuple(windows), device, copied
         self.spaces = tuple(spaces) if spaces is not None else (Space.FULL,) * len(windows)
         self.random, self.empty = np.random.default_rng(0), empty
         self.num_pages = 1 + NUM_REQUESTS * -(-ROOM // page_size)
@@ -105,7 +106,7 @@ class Engine(ABC):
         ]
         self.attention = ExternalAttention(
             [LayerSource(problem, space) for problem, space in zip(problems, self.spaces, strict=True)],
-            self.sources(),
+            self.tables(),
             device=device,
             bounds=self.bounds,
             options=ExternalOptions(provider=provider, **self.options(), **options),
@@ -124,7 +125,11 @@ class Engine(ABC):
 
     @abstractmethod
     def sources(self) -> Mapping[Space, Source]:
-        """Returns the tables."""
+        """Returns the tables, as steps read them in place."""
+
+    def tables(self) -> Mapping[Space, Source]:
+        """Returns the tables; copied ones if its scheduler writes the next step's as soon as begin() has run."""
+        return {space: replace(source, copied=self.copied) for space, source in self.sources().items()}
 
     @abstractmethod
     def put_pages(self, request: Request) -> None:

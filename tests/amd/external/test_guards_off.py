@@ -101,10 +101,12 @@ def late_fault(make: Make) -> None:
         kv_len[0] = ROOM + 5
 
     engine.run_unseen([first], [1], corrupt=lie)
+    number = engine.attention.step_number
     engine.run([second], [1])
     engine.run([second], [1])
-    with pytest.raises(DeviceFault):
+    with pytest.raises(DeviceFault, match=f"step {number}: .*a length on the device") as raised:
         engine.run([second], [1])
+    assert raised.value.step == number
 
 
 CASES: dict[str, Callable[[Make], None]] = {

@@ -102,24 +102,6 @@ def test_threads_that_serve_at_the_same_time_get_right_rows_or_an_error(device: 
     engine.run(requests, [1, 1])
 
 
-def test_a_thread_that_takes_over_goes_on_and_the_other_one_is_refused(
-    elsewhere: Elsewhere[object], device: torch.device, provider: str
-) -> None:
-    engine, first, second = two_requests(device, provider)
-
-    def take_over() -> None:
-        engine.attention.take_over()
-        engine.run([first], [1])
-
-    elsewhere(take_over)
-    with pytest.raises(WrongState, match=r"begin\(\) is refused unless this thread calls take_over\(\) first"):
-        engine.run([second], [1])
-    with pytest.raises(WrongState, match="belongs to another thread"):
-        engine.attention.fill()
-    engine.attention.take_over()
-    engine.run([first, second], [1, 1])
-
-
 def test_a_step_that_has_begun_goes_along_with_what_takes_over(
     elsewhere: Elsewhere[object], device: torch.device, provider: str
 ) -> None:

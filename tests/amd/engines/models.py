@@ -40,12 +40,10 @@ _GEMMA3: Mapping[str, Any] = {
 
 
 def model(name: str, cache: Path) -> Path:
-    """Returns the folder of one of MODELS, after writing it if necessary."""
     return written_once(name, MODELS[name], cache)
 
 
 def written_once(name: str, write: Callable[[Path], None], cache: Path) -> Path:
-    """Returns the folder of a model, after writing it if necessary."""
     folder = cache / "models" / name
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +156,6 @@ def write_llama4(folder: Path) -> None:
 
 
 def write_bert(folder: Path) -> None:
-    """Writes a small BERT with random weights."""
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
@@ -407,7 +404,6 @@ def write_random(folder: Path, build: Callable[[], torch.nn.Module]) -> None:
 
 
 def write(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
-    """Writes a folder in Hugging Face's layout."""
     save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 

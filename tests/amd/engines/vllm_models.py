@@ -333,7 +333,6 @@ def write_parallel_mamba(folder: Path) -> None:
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
-    """Returns a folder's tensors by name."""
     found: dict[str, Tensor] = load_file(folder / "model.safetensors")
     return found
 

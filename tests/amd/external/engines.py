@@ -46,8 +46,6 @@ class Request:
 
 @dataclass
 class Tensors:
-    """The tensors of a step: q, k, v per layer."""
-
     q: list[Tensor]
     k: list[Tensor]
     v: list[Tensor]
@@ -229,7 +227,6 @@ class Engine(ABC):
         return len(requests), self.ints(kv_len, torch.int64), self.new_tokens(new, padded), self.ints(rows, torch.int64)
 
     def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
-        """Returns q in the engine's form."""
         return ONE_EACH if set(new) == {1} else NewLengths(self.ints(new))
 
     def slot_tensor(self, slots: Sequence[int], padded: int) -> Tensor:
@@ -288,7 +285,6 @@ class Engine(ABC):
         return self.attention.layers
 
     def forward(self, given: Tensors) -> list[Tensor]:
-        """Stores and attends in every layer."""
         outs = []
         for layer in range(len(self.windows)):
             out = torch.full_like(given.q[layer][:, :, :1].expand(-1, -1, V_DIM), 7.0)

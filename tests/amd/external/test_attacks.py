@@ -31,7 +31,6 @@ def two_requests(make: MakeEngine, page_size: int, device: torch.device, provide
 
 
 def assert_unharmed(engine: Engine, *rows: int) -> None:
-    """Checks that the requests continue normally."""
     requests = [engine.requests[row] for row in rows]
     engine.run(requests, [1] * len(requests))
     engine.run(requests, [2] * len(requests))

@@ -93,7 +93,6 @@ class Filled:
         return out, lse
 
     def step(self, q_len: Sequence[int], kv_len: Sequence[int] | None = None, **others: object) -> ExternalStep:
-        """Returns a step with q_len new tokens in each sequence."""
         kv = self.kv_len[: len(q_len)] if kv_len is None else kv_len
         given = {"min_q_len": 0, "max_q_len": max(1, *q_len), "max_kv_len": 64, **others}
         q = NewLengths(torch.tensor(list(q_len), device=self.device))

@@ -26,7 +26,6 @@ def build(kind: type[Engine], make: Make, *windows: int, page_size: int = 16, **
 
 
 def sealed_tensors(engine: Engine) -> Mapping[str, Tensor]:
-    """Returns the tensors that graphs read, by name."""
     (core,) = engine.attention.cores.values()
     return core.sealed_tensors()
 

@@ -28,7 +28,6 @@ def scramble(engine: Engine) -> None:
 
 
 def write_ahead(engine: Engine) -> None:
-    """Makes the engine write its tables after each begin()."""
     begin = engine.attention.begin
 
     def begin_and_write(step: ExternalStep) -> StepPlan:

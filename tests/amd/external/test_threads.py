@@ -35,7 +35,6 @@ def two_requests(device: torch.device, provider: str) -> tuple[Engine, Request, 
 
 
 def decode(engine: Engine, request: Request) -> ExternalStep:
-    """Returns the next step of a request alone."""
     kv_len, rows = engine.ints([request.kv_len + 1]), engine.ints([request.row])
     return ExternalStep.decode(kv_len, num_seqs=1, max_kv_len=request.kv_len + 1, rows=rows)
 

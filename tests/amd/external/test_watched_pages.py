@@ -150,7 +150,6 @@ def test_requests_that_come_and_go_and_share_what_none_of_them_writes_are_no_fau
 
 
 def is_shared(one: Request, other: Request) -> bool:
-    """True if another request may read pages of this one."""
     return one is not other and bool(set(one.pages[Space.FULL]) & set(other.pages[Space.FULL]))
 
 

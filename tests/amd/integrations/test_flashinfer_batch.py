@@ -17,7 +17,6 @@ HEADS, KV_HEADS, DIM = SIZES
 
 
 def planned(device: torch.device, layout: str = "NHD", page_size: int = 4, **more: Any) -> tuple[Any, Any]:
-    """Returns a planned wrapper and its batch."""
     batch = new_batch(LENS, page_size, layout, device=device)
     wrapper = flashinfer.BatchAttention(layout, str(device))
     dtypes: dict[str, Any] = {"q_data_type": torch.float32, "kv_data_type": torch.float32}

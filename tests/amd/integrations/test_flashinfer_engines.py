@@ -41,7 +41,6 @@ PAGE_SIZE, ROOM = 4, 24
 
 
 def equal(found: Tensor, expected: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> None:
-    """Checks an output without its log-sum-exp."""
     check((found, found[..., 0]), (expected, found[..., 0].cpu().double().numpy()))
 
 

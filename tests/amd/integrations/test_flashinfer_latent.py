@@ -47,7 +47,6 @@ class Latents:
         )
 
     def dense(self) -> flashinfer.MLAPlanMetadata:
-        """Returns the same pages as a table."""
         table = torch.full((len(self.kv_lens), 9), -1, dtype=torch.int32)
         for seq, (first, last) in enumerate(itertools.pairwise(self.firsts)):
             table[seq, : last - first] = torch.tensor(self.pages[first:last], dtype=torch.int32)

@@ -23,7 +23,6 @@ THEIRS = of_flashinfer(Path(FOLDER)) if FOLDER else recorded()
 
 
 def parameters(function: Callable[..., Any]) -> str:
-    """Returns a function's parameters as the record has them."""
     signature = inspect.signature(function)
     return str(
         signature.replace(

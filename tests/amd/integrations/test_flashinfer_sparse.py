@@ -18,7 +18,6 @@ SIZES = Q_HEADS, KV_HEADS, DIM
 
 
 def rows_of(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """Returns random float32 values."""
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).float().to(device)
 
 

@@ -58,7 +58,6 @@ class Story:
         return torch.stack(each).to(self.device, self.problems[layer].dtype)
 
     def step(self, runtime: AttentionRuntime, row: int, kv_len: int, q_len: int) -> list[Tensor]:
-        """Stores and attends in every layer, and returns the outputs."""
         runtime.table.reserve(row, kv_len)
         step = runtime.step(StepBatch([row], [kv_len], [q_len])).parts[0]
         outs, first = [], kv_len - q_len
@@ -92,7 +91,6 @@ class Story:
 
 
 def room(num_bytes: int, device: torch.device) -> Tensor:
-    """Returns a buffer with poison around it."""
     return torch.full((num_bytes + 64,), POISON, dtype=torch.uint8, device=device)
 
 

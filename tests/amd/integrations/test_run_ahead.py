@@ -172,8 +172,6 @@ def test_no_step_is_larger_than_the_engines_largest() -> None:
 
 
 class OnGpu:
-    """The part of an attention that log_run_ahead reads."""
-
     def __init__(self, arch: str) -> None:
         self._arch = arch
 

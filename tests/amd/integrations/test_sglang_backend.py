@@ -24,8 +24,6 @@ BACKEND = "rocm_attn.integrations.sglang.backend"
 
 
 class SharedReadEnds(enum.Enum):
-    """Like SGLang's class."""
-
     PRE_REPLAY = 1
     IN_REPLAY = 2
     POST_REPLAY = 3
@@ -39,16 +37,12 @@ class AttentionBackend:
 
 
 class TreeMaskMode(enum.Enum):
-    """Like SGLang's class."""
-
     FULL_MASK = 1
     QLEN_ONLY = 2
 
 
 @dataclass(frozen=True)
 class VerifyMask:
-    """Like SGLang's class."""
-
     buffer: torch.Tensor
     mode: TreeMaskMode
     max_bs: int
@@ -56,8 +50,6 @@ class VerifyMask:
 
 
 class Server:
-    """The arguments of a server, as SGLang's context provides them."""
-
     def __init__(self) -> None:
         self.parallel = SimpleNamespace(attn_dcp_size=1, attn_tp_size=1)
         self.is_deterministic = False
@@ -119,7 +111,6 @@ def backend(server: Server) -> Iterator[Any]:
 
 @pytest.fixture
 def runner() -> Any:
-    """Returns the runner of a model on the CPU."""
     return runner_of(Engine("torch", torch.device("cpu"), serve=False))
 
 

@@ -123,7 +123,6 @@ class Engine:
         )
 
     def store(self, layer: int, request: Request, k: Tensor, v: Tensor) -> None:
-        """Records rows that a layer has stored."""
         before = self.stored.get((layer, request.row), (k[:0].double().cpu().numpy(),) * 2)
         rows = (each.double().cpu().numpy() for each in (k, v))
         self.stored[layer, request.row] = tuple(  # type: ignore[assignment]  # two of them
@@ -131,7 +130,6 @@ class Engine:
         )
 
     def run(self, mode: Mode, requests: Sequence[Request], new: Sequence[int]) -> None:
-        """Runs an eager step, and compares it with the reference."""
         batch = self.batch(mode, requests, new)
         self.hooks.init_forward_metadata(batch)
         q, k, v = (self.random_rows(sum(new), heads, DIM) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
@@ -149,7 +147,6 @@ class Engine:
         self.compare(requests, new, q, text, crossed)
 
     def keep(self, requests: Sequence[Request], new: Sequence[int], k: Tensor, v: Tensor) -> None:
-        """Records the rows of new text."""
         for request, rows, values in zip(requests, *(torch.split(each, list(new)) for each in (k, v)), strict=True):
             self.store(TEXT, request, rows, values)
             request.kv_len += len(rows)
@@ -157,7 +154,6 @@ class Engine:
     def compare(
         self, requests: Sequence[Request], new: Sequence[int], q: Tensor, text: Tensor, crossed: Tensor
     ) -> None:
-        """Checks each row of both layers."""
         for number, out in ((TEXT, text), (CROSS, crossed)):
             first = 0
             for request, count in zip(requests, new, strict=True):

@@ -45,7 +45,6 @@ POOLS: list[Any] = [
 
 
 def prompted(provider: str, device: torch.device, **fields: Any) -> tuple[Engine, Request]:
-    """Returns an engine with a request of three tokens."""
     engine = Engine(provider, device, **fields)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
@@ -215,7 +214,6 @@ class Drafts:
             self.engine.forward(step, hooks)
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Runs a round eagerly."""
         batch = self.batch(requests, len(requests))
         self.steps.init_forward_metadata(batch)
         steps = self.new_steps(batch, len(requests))
@@ -248,7 +246,6 @@ class Drafts:
         self.compare(requests, self.captured)
 
     def compare(self, requests: Sequence[Request], steps: Sequence[Step]) -> None:
-        """Compares the outputs with a reference."""
         seen: dict[tuple[int, int], tuple[Array, Array]] = {}
         for step, hooks in zip(steps, self.steps.attn_backends, strict=True):
             self._compare(requests, step, seen)

@@ -24,7 +24,6 @@ each_pool = pytest.mark.parametrize("with_window_pool", [False, True], ids=["one
 
 
 def inputs_of(places: Places) -> Any:
-    """Returns a request's MultimodalInputs; None without images."""
     if not places:
         return None
     items = [SimpleNamespace(is_image=lambda: True, offsets=[place]) for place in places]

@@ -71,7 +71,6 @@ class SGLang:
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> SGLang:
-    """Provides SGLang's modules."""
     stand = SGLang()
     install(monkeypatch, stand.modules())
     return stand

@@ -73,7 +73,6 @@ class Indexer(nn.Module):
 
     @property
     def keys_and_gates(self) -> tuple[Tensor, Tensor]:
-        """Weights of keys and gates."""
         if hasattr(self, "wk_weights_proj"):
             rows = self.wk_weights_proj.weight
             return rows[: self.head_dim], rows[self.head_dim :]
@@ -175,7 +174,6 @@ class SparseEngine(Engine):
         return float(2 ** math.ceil(math.log2(largest * math.sqrt(2) / 448)))
 
     def run_sparse(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], padded: int | None = None) -> Any:
-        """Runs an eager step, and compares it with the reference."""
         batch = self.batch(mode, requests, new)
         step = self.step_of(batch, new, padded=padded)
         x, q_lora = self.inputs(len(step.q[0]))

@@ -52,7 +52,6 @@ class Layers:
         }
 
     def rows(self, count: int, heads: int, pads: int = 3) -> Tensor:
-        """Returns random rows, and NaN in padded ones."""
         made = torch.from_numpy(self.random.standard_normal((count + pads, heads, DIM))).float().to(self.device)
         made[count:] = NAN
         return made

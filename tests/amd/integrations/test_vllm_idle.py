@@ -51,7 +51,6 @@ class Served:
         self.runner = Runner(terms, lent=lambda: self.now, tried_again=self._try, **options)
 
     def lend(self, count: int = 5) -> None:
-        """Lends blocks that no request has."""
         (free,) = self.runner.free
         self.now = IdleBlocks(self.now.turn + 1, [free.pop() for _ in range(count)], NUM_BLOCKS)
 

@@ -123,13 +123,11 @@ class Rank:
 
 
 def rows_of(lengths: Sequence[int]) -> list[Tensor]:
-    """Returns latent rows of sequences."""
     draw = np.random.default_rng(7)
     return [torch.from_numpy(draw.standard_normal((length, LATENT))).float() for length in lengths]
 
 
 def wanted(q: Tensor, rows: Tensor) -> Tensor:
-    """Returns the reference's output of a sequence's last tokens."""
     k = rows.double().numpy()[:, None]
     out, _ = attention(q.double().cpu().numpy(), k, k[..., :V_DIM], Scores(SCALE))
     return torch.from_numpy(out)

@@ -122,7 +122,6 @@ def test_a_prefix_that_all_requests_share_changes_nothing(ours: Any) -> None:
 
 
 def problem_of(ours: Any, layer: Any) -> Any:
-    """Returns the problem of a layer that is alone in its group."""
     made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}), CPU)
     made.build(0, step())
     (problem,) = made.group.attention.kernels().problems

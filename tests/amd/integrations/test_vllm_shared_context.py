@@ -95,8 +95,6 @@ class ThreadRanks:
 
 
 class Cache:
-    """vLLM's layer on a rank."""
-
     def __init__(self, kv_heads: int, device: torch.device) -> None:
         self.kv_cache = torch.full((NUM_BLOCKS, BLOCK, kv_heads, 2 * DIM), float("nan"), device=device).transpose(1, 2)
         self.kv_cache[0] = 0
@@ -148,7 +146,6 @@ class Rank:
         )
 
     def step(self, before: Sequence[int], new: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Runs one forward of the layer."""
         with torch.inference_mode():
             step = self.group.begin(self.common(before, new))
             self.group.store("layer", step, self.layer.kv_cache, k, v)

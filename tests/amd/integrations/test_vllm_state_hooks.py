@@ -50,8 +50,6 @@ class MambaSpec:
 
 
 class Layer(MambaBase):
-    """A recurrent layer. kind: its names in vLLM's calculators"""
-
     def __init__(self, vllm: Any, kind: str = "mamba2") -> None:
         self._utils, self._kind = vllm.utils, kind
         self.kv_cache: tuple[Any, ...] = (None, None, torch.zeros(NUM_SLOTS, HEADER_WORDS, dtype=torch.int32))

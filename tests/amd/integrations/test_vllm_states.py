@@ -57,7 +57,6 @@ class World:
     )
 
     def run(self, seqs: list[Sequence], num_pads: int = 1) -> bool:
-        """Runs a step, keeps its new tokens, and returns whether it was reported."""
         width = max(len(seq.written) for seq in seqs)
         starts = [len(self.tokens[seq.request]) for seq in seqs]
         step = self._step(seqs, starts, num_pads)

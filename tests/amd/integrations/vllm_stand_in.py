@@ -153,7 +153,6 @@ def layers_of(config: Config, layer_type: type, names: Iterable[str]) -> dict[st
 
 
 def spec() -> Any:
-    """Returns the spec of a KV cache group with layers of one kind."""
     return SimpleNamespace(block_size=BLOCK, head_size=DIM)
 
 

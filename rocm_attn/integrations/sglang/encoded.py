@@ -58,6 +58,8 @@ class TextRows:
 class EncodedHooks(AttentionHooks):
     """AttentionHooks for a model with an encoder: serves the layers over text, and hands cross attention on.
 
+    crossing: the hooks of cross attention
+
     Raises Unsupported for drafts and for pages of several tokens, and as AttentionHooks does.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,16 +21,11 @@ from rocm_attn.integrations.vllm.own_tokens import OwnTokens
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from tests.amd.integrations.oracle import Scores, attention
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 HEADS, KV_HEADS, DIM, SCALE, BLOCK = 4, 2, 16, 0.3, 16
 SIZES = GroupSizes(num_seqs=4, num_tokens=48, kv_len=64)
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
-    """Runs tests in inference mode, in which vLLM allocates and runs."""
-    with torch.inference_mode():
-        yield
 
 
 class Layers:

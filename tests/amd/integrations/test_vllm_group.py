@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,14 +16,9 @@ from rocm_attn.integrations.vllm.layer_terms import LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
 from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 WINDOW = replace(TERMS, sliding_window=20)
-
-
-@pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
-    """Runs tests in inference mode, in which vLLM allocates and runs."""
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture
@@ -267,22 +262,6 @@ def test_only_fills_of_captured_steps_are_recorded_and_replayed_for_their_shape(
 
 def _fails(*_: object) -> None:
     raise AssertionError("fill() is not called")
-
-
-@pytest.mark.parametrize("name", ["window", "plain", "FP8"])
-def test_a_decode_graph_serves_any_lengths_and_pads_change_nothing(
-    name: str, device: torch.device, provider: str
-) -> None:
-    runner = started(Runner([LAYERS[name]], device=device, provider=provider))
-    of_four, of_two = runner.capture(4, 4, 1), runner.capture(2, 2, 1)
-    for _ in range(4):
-        of_four.run([1, 1, 1])
-    runner.step([1, 20, 1])
-    of_two.run([1, 1])
-    runner.admit()
-    runner.step([1, 1, 1, 6])
-    of_four.run([1, 1, 1, 1])
-    runner.groups[0].attention.check_device()
 
 
 @pytest.mark.parametrize("name", ["window", "plain"])

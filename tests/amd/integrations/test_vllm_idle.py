@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +32,9 @@ from tests.amd.integrations.test_vllm_truth import Lines, by_a_wrong_scale
 from tests.amd.integrations.vllm_runner import MAX_SEQS, NUM_BLOCKS, TERMS, Runner
 from tests.amd.planted import reading_a_wrong_page
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
-    """Runs tests in inference mode, in which vLLM allocates and runs."""
-    with torch.inference_mode():
-        yield
 
 
 class Served:

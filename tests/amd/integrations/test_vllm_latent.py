@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,8 @@ from rocm_attn.truth.adopted import try_nothing
 from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.kernels.record_cases import POISON, RecordPages
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 HEADS, LATENT, V_DIM, BLOCK = 4, 80, 64, 16
 SEQS, MAX_LEN, NUM_BLOCKS = 4, 128, 40
 SCALE = 0.2
@@ -45,13 +47,6 @@ def store_rows(
     """Stores as vLLM's concat_and_cache_mla does in a cache that is not FP8."""
     assert kv_cache_dtype == "auto"
     kv_cache.view(-1, LATENT)[slots] = torch.cat([kv_c, k_pe.squeeze(1)], 1)
-
-
-@pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
-    """Runs tests in inference mode, in which vLLM allocates and runs."""
-    with torch.inference_mode():
-        yield
 
 
 class Layer:

@@ -109,3 +109,8 @@ def check(found: object, expected: tuple[Array, Array], tolerance: float = TOLER
     for its, its_wanted in zip(found, expected, strict=True):
         assert isinstance(its, Tensor)
         torch.testing.assert_close(its.cpu().double(), torch.from_numpy(its_wanted), atol=tolerance, rtol=tolerance)
+
+
+def check_out(found: Tensor, expected: Array) -> None:
+    """Checks an output without its log-sum-exp."""
+    check((found, found[..., 0]), (expected, found[..., 0].cpu().double().numpy()))

@@ -25,15 +25,11 @@ from rocm_attn.truth.adopted import EngineRow, probe_idle
 from rocm_attn.truth.verdict import TruthVerdict
 from tests.amd.integrations.modules import install
 from tests.amd.integrations.sglang_stand_in import ROOM, Engine, Mode, Request
-from tests.amd.integrations.test_sglang_hooks import POOLS as PLAIN_POOLS
+from tests.amd.integrations.test_sglang_truth import POOLS
 from tests.amd.planted import reading_a_wrong_page
 
 CPU = torch.device("cpu")
 IDLE_ROWS = "rocm_attn.integrations.sglang.idle_rows"
-POOLS: list[Any] = [
-    *PLAIN_POOLS,
-    pytest.param({"kv_dtype": torch.float8_e4m3fn, "k_scale_float": 0.5, "v_scale_float": 0.25}, id="FP8"),
-]
 
 
 class Allocator:

@@ -38,6 +38,13 @@ def ours() -> Iterator[Any]:
         yield found["backend"]
 
 
+def problem_of(ours: Any, layer: Any, **more: Any) -> Any:
+    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, **more), CPU)
+    made.build(0, step())
+    (problem,) = made.group.attention.kernels().problems
+    return problem
+
+
 def test_a_step_of_layers_with_chunks_stays_whole_and_may_be_captured(ours: Any) -> None:
     layer = gqa_layer(ours.RocmAttnImpl, attention_chunk_size=16)
     builder = chunked_builder(ours.RocmAttnBuilder)
@@ -71,9 +78,7 @@ def test_a_model_of_several_parts_says_of_images_what_its_layers_of_text_do_not(
     for is_open in (False, True):
         layer = gqa_layer(ours.RocmAttnImpl, use_mm_prefix=False, sliding_window=8)
         layer.impl.is_open = is_open
-        made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, has_images=True), CPU)
-        made.build(0, step())
-        (problem,) = made.group.attention.kernels().problems
+        problem = problem_of(ours, layer, has_images=True)
         assert problem.custom_mask
         assert problem.spans_pass_window is not is_open
 
@@ -105,13 +110,6 @@ def test_a_prefix_that_all_requests_share_changes_nothing(ours: Any) -> None:
     held = layer.kv_cache[1:3, 0].flatten(0, 1)[: BLOCK + 5, None].double().numpy()
     want, _ = attention(q.double().numpy(), held[..., :DIM], held[..., DIM:], Scores(SCALE))
     assert torch.allclose(out.double(), torch.from_numpy(want), atol=1e-5)
-
-
-def problem_of(ours: Any, layer: Any) -> Any:
-    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}), CPU)
-    made.build(0, step())
-    (problem,) = made.group.attention.kernels().problems
-    return problem
 
 
 @pytest.mark.parametrize("declared", ["by the model", "by the cache"])

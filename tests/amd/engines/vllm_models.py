@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.amd.engines.models import (
     LATENT_64,
@@ -18,11 +15,14 @@ from tests.amd.engines.models import (
     SMALL_DEEPSEEK,
     SPECIAL,
     VOCABULARY,
+    add_to_config,
+    weights_of,
     write,
     write_bert,
     write_embedding_gemma,
     write_gemma3,
     write_random,
+    write_weights,
     written_once,
 )
 from tests.amd.engines.vllm_images import IMAGE_SPANS, KEEPS_WINDOWS
@@ -57,7 +57,7 @@ def write_llama(folder: Path) -> None:
     embeddings = torch.randn(VOCABULARY, config.hidden_size, generator=random)
     weights["model.embed_tokens.weight"] = embeddings
     weights["lm_head.weight"] = embeddings[torch.randperm(VOCABULARY, generator=random)].contiguous()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, weights)
 
 
 def write_eagle(folder: Path) -> None:
@@ -219,8 +219,7 @@ def write_wide_images(folder: Path) -> None:
 
 def _write_images(folder: Path, more: Mapping[str, object]) -> None:
     write_gemma3(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **more}, indent=1))
+    add_to_config(folder, more)
 
 
 def write_sparse(folder: Path) -> None:
@@ -285,7 +284,7 @@ def write_repeating_delta_net(folder: Path) -> None:
     weights["model.embed_tokens.weight"] = embeddings
     weights["lm_head.weight"] = embeddings.clone()
     weights["lm_head.weight"][: len(before)] = embeddings[before]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, weights)
 
 
 def write_mamba(folder: Path) -> None:
@@ -330,11 +329,6 @@ def write_parallel_mamba(folder: Path) -> None:
         architectures=["FalconH1ForCausalLM"],
     )
     write_random(folder, lambda: FalconH1ForCausalLM(config))
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = load_file(folder / "model.safetensors")
-    return found
 
 
 _MODELS: Mapping[str, Callable[[Path], None]] = {

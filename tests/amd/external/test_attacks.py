@@ -13,21 +13,7 @@ from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.external import LogAndCount
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
-from tests.amd.external.engines import ENGINES, VLLM, Engine, MakeEngine, SGLang
-
-each_engine = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
-each_page_size = pytest.mark.parametrize("page_size", [16, 1])
-
-
-def two_requests(make: MakeEngine, page_size: int, device: torch.device, provider: str, **options: object) -> Engine:
-    """Returns an engine with requests of 9 and 20 tokens, and a third one that is served next to them later.
-
-    Pages hold numbers: a sequence with a false length reads pages of its own to which no token was stored.
-    """
-    engine = make(page_size, (-1, 5), device=device, provider=provider, empty=3.0, **options)
-    first, second, _ = (engine.admit() for _ in range(3))
-    engine.run([first, second], [9, 20])
-    return engine
+from tests.amd.external.engines import VLLM, Engine, MakeEngine, SGLang
 
 
 def assert_unharmed(engine: Engine, *rows: int) -> None:
@@ -61,7 +47,7 @@ def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider
 
 @pytest.mark.fast
 @pytest.mark.parametrize("make", [SGLang, VLLM])
-@each_page_size
+@pytest.mark.parametrize("page_size", [16, 1])
 def test_a_window_that_was_given_back_too_early_is_reported(
     make: MakeEngine, page_size: int, device: torch.device, provider: str
 ) -> None:
@@ -77,19 +63,24 @@ def test_a_window_that_was_given_back_too_early_is_reported(
 
 
 def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Serving continues, as in a scheduler's loop that an exception would end."""
+    """Serving continues, as in a scheduler's loop that an exception would end.
+
+    Pages hold numbers: a sequence with a false length reads pages of its own to which no token was stored.
+    """
     policy = LogAndCount()
-    engine = two_requests(VLLM, 16, device, provider, on_fault=policy)
+    engine = VLLM(16, (-1, 5), device=device, provider=provider, empty=3.0, on_fault=policy)
+    engine.begun(9, 20)
+    third = engine.admit()
 
     def lie(kv_len: Tensor, slots: Tensor) -> None:
         kv_len[0] = 2**30
 
     with caplog.at_level(logging.ERROR, logger="rocm_attn.external"):
-        engine.run_unseen([engine.requests[3]], [1], corrupt=lie)
+        engine.run_unseen([third], [1], corrupt=lie)
         for _ in range(3):
             assert_unharmed(engine, 1, 2)
         assert policy.count == 1
-        engine.run_unseen([engine.requests[3]], [1], corrupt=lie)
+        engine.run_unseen([third], [1], corrupt=lie)
         engine.attention.check_device()
     assert policy.count == 2
     assert len(caplog.records) == 2

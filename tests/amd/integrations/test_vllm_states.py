@@ -16,7 +16,7 @@ from rocm_attn.integrations.vllm.state_slots import slots_of
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WRONG_ENGINE_STATE
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
-PAGE_SIZE, NUM_PAGES, WIDTH = 4, 8, 64
+PAGE_SIZE, NUM_PAGES = 4, 8
 NUM_SLOTS = 9
 NUM_REQUESTS = 4
 GARBAGE = 7

@@ -366,21 +366,19 @@ def write_small_deepseek(folder: Path, **own: Any) -> None:
 
 def write_sparse_deepseek(folder: Path) -> None:
     """Writes a DeepSeek V3.2 of three layers, in which each token attends to 32 tokens chosen by an indexer."""
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-
-    config = DeepseekV32Config(
-        **SMALL_DEEPSEEK,
-        **LATENT_64,
-        mlp_layer_types=["dense"] * 3,
-        index_topk=32,
-        index_n_heads=4,
-        index_head_dim=128,
-        architectures=["DeepseekV32ForCausalLM"],
-    )
-    write_random(folder, lambda: DeepseekV32ForCausalLM(config))
+    write_small_sparse(folder, **LATENT_64, index_topk=32, index_n_heads=4, index_head_dim=128)
     # SGLang keeps these in bfloat16.
     weights = weights_of(folder).items()
     write_weights(folder, {name: each.bfloat16().float() if "weights_proj" in name else each for name, each in weights})
+
+
+def write_small_sparse(folder: Path, **own: Any) -> None:
+    """Writes a DeepSeek V3.2 of three dense layers with random weights. own: fields of its config"""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    make: Any = DeepseekV32Config  # only vLLM knows all of the names
+    config = make(**SMALL_DEEPSEEK, mlp_layer_types=["dense"] * 3, architectures=["DeepseekV32ForCausalLM"], **own)
+    write_random(folder, lambda: DeepseekV32ForCausalLM(config))
 
 
 def write_random(folder: Path, build: Callable[[], torch.nn.Module]) -> None:

@@ -12,7 +12,6 @@ import torch
 from tests.amd.engines.models import (
     LATENT_64,
     SMALL,
-    SMALL_DEEPSEEK,
     SPECIAL,
     VOCABULARY,
     add_to_config,
@@ -22,6 +21,7 @@ from tests.amd.engines.models import (
     write_embedding_gemma,
     write_gemma3,
     write_random,
+    write_small_sparse,
     write_weights,
     written_once,
 )
@@ -102,15 +102,13 @@ def write_block_drafts(folder: Path) -> None:
 
 def write_encoder(folder: Path) -> None:
     """Writes a small BERT, whose embedding of a prompt is that of its first token."""
-    from transformers import PreTrainedTokenizerFast
-
     write_bert(folder)
-    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
+    _write_words(folder)
 
 
 def write_local_encoder(folder: Path) -> None:
     """Writes a small ModernBERT: two layers whose tokens see 12 on each side for each layer whose tokens see all."""
-    from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast
+    from transformers import ModernBertConfig, ModernBertModel
 
     config = ModernBertConfig(
         hidden_size=128,
@@ -129,15 +127,13 @@ def write_local_encoder(folder: Path) -> None:
         dtype="float32",
     )
     write_random(folder, lambda: ModernBertModel(config))
-    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
+    _write_words(folder)
 
 
 def write_local_embeddings(folder: Path) -> None:
     """Writes the small EmbeddingGemma, and a tokenizer."""
-    from transformers import PreTrainedTokenizerFast
-
     write_embedding_gemma(folder)
-    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
+    _write_words(folder)
 
 
 def write_speech(folder: Path) -> None:
@@ -173,6 +169,12 @@ def write_speech(folder: Path) -> None:
     write_random(folder, lambda: WhisperForConditionalGeneration(config))
     features = WhisperFeatureExtractor(feature_size=16, chunk_length=2)
     WhisperProcessor(features, WhisperTokenizer(tokenizer_object=_words())).save_pretrained(folder)
+
+
+def _write_words(folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
 
 
 def _words() -> Any:
@@ -233,20 +235,8 @@ def write_sparse_plain(folder: Path) -> None:
 
 
 def _write_sparse(folder: Path, latent: Mapping[str, Any]) -> None:
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-
-    make: Any = DeepseekV32Config  # only vLLM knows all of the names
-    config = make(
-        **SMALL_DEEPSEEK,
-        **latent,
-        num_nextn_predict_layers=0,
-        mlp_layer_types=["dense"] * 3,
-        index_n_heads=16,
-        index_head_dim=32,
-        index_topk=24,
-        architectures=["DeepseekV32ForCausalLM"],
-    )
-    write_random(folder, lambda: DeepseekV32ForCausalLM(config))
+    own = {"num_nextn_predict_layers": 0, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}
+    write_small_sparse(folder, **latent, **own)
 
 
 def write_delta_net(folder: Path) -> None:

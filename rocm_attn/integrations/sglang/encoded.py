@@ -58,6 +58,8 @@ class TextRows:
 class EncodedHooks(AttentionHooks):
     """AttentionHooks for a model with an encoder: serves the layers over text, and hands cross attention on.
 
+    crossing: the hooks of cross attention
+
     Raises Unsupported for drafts and for pages of several tokens, and as AttentionHooks does.
     """
 
@@ -71,12 +73,7 @@ class EncodedHooks(AttentionHooks):
             )
         self._text_rows = TextRows(runner.req_to_token_pool.req_to_token)
         super().__init__(runner, serving)
-        self._crossing = CrossHooks(runner, replace(serving, tried=try_nothing, ran_ahead=run_nothing))
-
-    @property
-    def crossing(self) -> CrossHooks:
-        """The hooks of cross attention."""
-        return self._crossing
+        self.crossing = CrossHooks(runner, replace(serving, tried=try_nothing, ran_ahead=run_nothing))
 
     def _served(self, runner: Runner) -> list[ModelLayer]:
         # The layers of encoders that SGLang has store nothing and call no backend.
@@ -94,27 +91,27 @@ class EncodedHooks(AttentionHooks):
             return
         self._find_texts(forward_batch)
         super().init_forward_metadata(forward_batch)
-        self._crossing.begin_eager(forward_batch)
+        self.crossing.begin_eager(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *more: object, **named: object) -> None:
         """Fixes the memory that graphs read, of both. Raises NeverFits."""
         super().init_cuda_graph_state(max_bs, max_num_tokens, *more, **named)
-        self._crossing.init_cuda_graph_state(max_bs, max_num_tokens)
+        self.crossing.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatchView, in_capture: bool = False) -> None:
         """Begins a step of both outside of its graph, before its capture and each replay."""
         self._find_texts(forward_batch)
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
-        self._crossing.init_forward_metadata_out_graph(forward_batch, in_capture)
+        self.crossing.init_forward_metadata_out_graph(_OverEncoders(forward_batch), in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatchView) -> None:
         """Fills a step of both; captured in its graph before its layers."""
         super().init_forward_metadata_in_graph(forward_batch)
-        self._crossing.init_forward_metadata_in_graph(forward_batch)
+        self.crossing.fill(None)
 
     def _run(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttentionView, *call: Any) -> Tensor:
         if layer.is_cross_attention:
-            return self._crossing._run(q, k, v, layer, *call)
+            return self.crossing._run(q, k, v, layer, *call)
         return super()._run(q, k, v, layer, *call)
 
     def _find_texts(self, batch: ForwardBatchView) -> None:
@@ -136,14 +133,6 @@ class CrossHooks(AttentionHooks):
         step = self._steps.eager(_OverEncoders(batch))
         if step is not None:
             self.begin(step, None)
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatchView, in_capture: bool = False) -> None:
-        """Begins a step outside of its graph, before its capture and each replay."""
-        super().init_forward_metadata_out_graph(_OverEncoders(forward_batch), in_capture)
-
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatchView) -> None:
-        """Fills a step; captured in its graph before its layers."""
-        self.fill(None)
 
     def _run(
         self,

@@ -247,10 +247,8 @@ class AttentionHooks:
 
     def begin(self, step: ExternalStep, slots: Tensor | None) -> None:
         """Begins and fills an eager step. slots: of its new tokens; None: the table's"""
-        self._follow()
-        self._attention.begin(step)
-        self._attention.fill(slots)
-        self._tokens, self._chosen = step.shape.num_tokens, None
+        self.begin_graphed(step)
+        self.fill(slots)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *_: object, **__: object) -> None:
         """Fixes the memory that graphs read, with room for this many sequences and tokens. Raises NeverFits."""

@@ -6,7 +6,7 @@ builder, and a graph contains only store and attend. Fills of the steps that vLL
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -61,6 +61,26 @@ class GroupLayer:
     problem: Problem
     weights: Callable[[], HeadWeights] = lambda: NO_HEAD_WEIGHTS
     loads: WeightLoads | None = None
+
+
+class LoadedWeights:
+    """Gives an attention the head weights of a group's layers, at its first step and once vLLM has loaded them anew."""
+
+    def __init__(self, layers: Iterable[GroupLayer]) -> None:
+        self._layers = [
+            (index, each)
+            for index, each in enumerate(layers)
+            if each.problem.has_sinks or each.problem.has_alibi_slopes
+        ]
+        self._seen: dict[int, tuple[int, int] | None] = {}
+
+    def give(self, attention: ExternalAttention) -> None:
+        """Before each step."""
+        for index, each in self._layers:
+            seen = None if each.loads is None else each.loads.seen()
+            if index not in self._seen or seen != self._seen[index]:
+                attention.set_head_weights(index, each.weights())
+                self._seen[index] = seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +165,7 @@ class KVGroup:
     ) -> None:
         _require_kernels([each.problem for each in layers.values()], sizes, device, options.external)
         self._layers = dict(layers)
-        self._loads = {name: each.loads for name, each in layers.items() if each.problem.has_sinks and each.loads}
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._weights = LoadedWeights(layers.values())
         self._index = {name: index for index, name in enumerate(layers)}
         self._bound: dict[str, int] = {}
         self._sizes, self._device, self._options = sizes, device, options
@@ -277,10 +296,7 @@ class KVGroup:
     def _renewed(self, common: CommonMetadata) -> ExternalAttention:
         """Returns the attention over a step's table, with the head weights that were loaded last."""
         attention = self._attention_over(common.block_table_tensor)
-        for name, loads in self._loads.items():
-            if (seen := loads.seen()) != self._seen.get(name):
-                attention.set_head_weights(self._index[name], self._layers[name].weights())
-                self._seen[name] = seen
+        self._weights.give(attention)
         return attention
 
     def _try_again(self, common: CommonMetadata, lent: IdleBlocks) -> None:
@@ -332,9 +348,8 @@ class KVGroup:
                 options=self._external(caches),
                 agree=self._options.agree,
             )
+            self._weights.give(attention)
             for name, each in self._layers.items():
-                if (weights := each.weights()) != NO_HEAD_WEIGHTS:
-                    attention.set_head_weights(self._index[name], weights)
                 if (form := each.problem.index_format) is not None:
                     # vLLM's indexer selects, with keys of its own. These rows are never read, so all pages share one.
                     no_keys = torch.zeros(1, form.page_size, form.head_dim, dtype=each.problem.dtype)

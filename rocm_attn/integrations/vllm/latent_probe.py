@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -52,18 +53,12 @@ class LatentProbe:
         def keep(count: int) -> None:
             lent.extend(lend(count).values())
 
-        def stored_by_vllm(layers: LayerCalls, slots: Tensor) -> LayerCalls:
-            return StoredByEngine(layers, self._layers, lent, slots)
-
-        log_truth(self._log, attention, keep, self._choosers, stored_by_vllm)
+        log_truth(self._log, attention, keep, self._choosers, partial(StoredByEngine, self._layers, lent))
 
     def again(self, attention: ExternalAttention, row: EngineRow) -> None:
         """Sends them through a row of vLLM's own pages."""
-
-        def stored_by_vllm(layers: LayerCalls, slots: Tensor) -> LayerCalls:
-            return StoredByEngine(layers, self._layers, [layer.kv_cache for layer in self._layers], slots)
-
-        log_idle_truth(self._log, attention, row, self._choosers, stored_by_vllm)
+        caches = [layer.kv_cache for layer in self._layers]
+        log_idle_truth(self._log, attention, row, self._choosers, partial(StoredByEngine, self._layers, caches))
 
     def ahead(self, attention: ExternalAttention, ahead: StepsAhead) -> None:
         """Runs the kernels of attention ahead. vLLM stores, and its indexer chooses keys."""
@@ -74,13 +69,13 @@ class LatentProbe:
 class StoredByEngine(WrappedLayers):
     """The calls of a step in which vLLM's code stores the rows.
 
-    of_step: the calls that it makes otherwise
     caches:  of the layers
+    of_step: the calls that it makes otherwise
     slots:   of the step's tokens
     """
 
     def __init__(
-        self, of_step: LayerCalls, layers: Sequence[LatentLayer], caches: Sequence[Tensor], slots: Tensor
+        self, layers: Sequence[LatentLayer], caches: Sequence[Tensor], of_step: LayerCalls, slots: Tensor
     ) -> None:
         self._of_step, self._layers, self._caches, self._slots = of_step, layers, caches, slots
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
-from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, StepOfGroup
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, LoadedWeights, StepOfGroup
 from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape
 from rocm_attn.machine.devices import with_index
 from rocm_attn.paging.adopted import CsrSource
@@ -32,7 +32,7 @@ class OwnTokens:
     ) -> None:
         self._layers, device = dict(layers), with_index(device)
         self._index = {name: index for index, name in enumerate(layers)}
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._weights = LoadedWeights(layers.values())
         with torch.inference_mode(False):
             self._indptr = torch.zeros(sizes.num_seqs + 1, dtype=torch.int32, device=device)
             self.attention = ExternalAttention(
@@ -64,13 +64,7 @@ class OwnTokens:
         shape, seqs = ReplayShape.of(common), common.num_reqs
         starts = common.query_start_loc[: seqs + 1]
         self.attention.take_over()
-        for name, each in self._layers.items():
-            has_weights = each.problem.has_sinks or each.problem.has_alibi_slopes
-            seen = None if each.loads is None else each.loads.seen()
-            if has_weights and (seen is None or seen != self._seen.get(name)):
-                self.attention.set_head_weights(self._index[name], each.weights())
-                if seen is not None:
-                    self._seen[name] = seen
+        self._weights.give(self.attention)
         self._indptr[: seqs + 1] = starts
         self._indptr[seqs + 1 :] = starts[-1]
         self.attention.begin(

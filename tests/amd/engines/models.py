@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rocm_attn.models.mlp_config import DenseMlp
@@ -40,12 +40,10 @@ _GEMMA3: Mapping[str, Any] = {
 
 
 def model(name: str, cache: Path) -> Path:
-    """Returns the folder of one of MODELS, after writing it if necessary."""
     return written_once(name, MODELS[name], cache)
 
 
 def written_once(name: str, write: Callable[[Path], None], cache: Path) -> Path:
-    """Returns the folder of a model, after writing it if necessary."""
     folder = cache / "models" / name
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -105,14 +103,10 @@ def write_gemma3(folder: Path) -> None:
 
 def write_embedding_gemma(folder: Path) -> None:
     """Writes the small Gemma 3 as an EmbeddingGemma: tokens of layers with a window see 12 on each side, others all."""
-    from safetensors.torch import load_file
-
     write_gemma3(folder)
     # Published files have the layers alone.
-    weights = load_file(folder / "model.safetensors")
-    weights = {name.removeprefix("model."): each for name, each in weights.items()}
-    fields = json.loads((folder / "config.json").read_text())
-    write(folder, weights, {**fields, "architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True})
+    write_weights(folder, {name.removeprefix("model."): each for name, each in weights_of(folder).items()})
+    add_to_config(folder, {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True})
 
 
 def write_llama4(folder: Path) -> None:
@@ -158,7 +152,6 @@ def write_llama4(folder: Path) -> None:
 
 
 def write_bert(folder: Path) -> None:
-    """Writes a small BERT with random weights."""
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
@@ -183,7 +176,6 @@ IMAGE_PLACES = "image_places"
 
 def write_gemma3_images(folder: Path) -> None:
     """Writes a small Gemma 3 that takes images, with random weights, and says where prompts have some."""
-    from safetensors.torch import load_file
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     config = Gemma3Config(
@@ -207,22 +199,19 @@ def write_gemma3_images(folder: Path) -> None:
     )
     write_random(folder, lambda: Gemma3ForConditionalGeneration(config))
     # Published files have the same.
-    weights = load_file(folder / "model.safetensors")
-    named = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights.items()}
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**fields, IMAGE_PLACES: [[2, 33], [35, 39]]}, indent=1))
+    weights = weights_of(folder).items()
+    write_weights(folder, {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights})
+    add_to_config(folder, {IMAGE_PLACES: [[2, 33], [35, 39]]})
 
 
 def write_gemma3_draft(folder: Path) -> None:
     """Writes the small Gemma 3 with slightly different weights, so that some of its drafts agree with the original."""
-    from safetensors.torch import load_file
-
     write_gemma3(folder)
     random = torch.Generator().manual_seed(1)
-    weights = load_file(folder / "model.safetensors")
-    near = {name: each + 0.1 * each.std() * torch.randn(each.shape, generator=random) for name, each in weights.items()}
-    save_file(near, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = weights_of(folder).items()
+    write_weights(
+        folder, {name: each + 0.1 * each.std() * torch.randn(each.shape, generator=random) for name, each in weights}
+    )
 
 
 def write_llama(folder: Path) -> None:
@@ -377,23 +366,19 @@ def write_small_deepseek(folder: Path, **own: Any) -> None:
 
 def write_sparse_deepseek(folder: Path) -> None:
     """Writes a DeepSeek V3.2 of three layers, in which each token attends to 32 tokens chosen by an indexer."""
-    from safetensors.torch import load_file
+    write_small_sparse(folder, **LATENT_64, index_topk=32, index_n_heads=4, index_head_dim=128)
+    # SGLang keeps these in bfloat16.
+    weights = weights_of(folder).items()
+    write_weights(folder, {name: each.bfloat16().float() if "weights_proj" in name else each for name, each in weights})
+
+
+def write_small_sparse(folder: Path, **own: Any) -> None:
+    """Writes a DeepSeek V3.2 of three dense layers with random weights. own: fields of its config"""
     from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
-    config = DeepseekV32Config(
-        **SMALL_DEEPSEEK,
-        **LATENT_64,
-        mlp_layer_types=["dense"] * 3,
-        index_topk=32,
-        index_n_heads=4,
-        index_head_dim=128,
-        architectures=["DeepseekV32ForCausalLM"],
-    )
+    make: Any = DeepseekV32Config  # only vLLM knows all of the names
+    config = make(**SMALL_DEEPSEEK, mlp_layer_types=["dense"] * 3, architectures=["DeepseekV32ForCausalLM"], **own)
     write_random(folder, lambda: DeepseekV32ForCausalLM(config))
-    # SGLang keeps these in bfloat16.
-    weights = load_file(folder / "model.safetensors")
-    rounded = {name: each.bfloat16().float() if "weights_proj" in name else each for name, each in weights.items()}
-    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_random(folder: Path, build: Callable[[], torch.nn.Module]) -> None:
@@ -407,9 +392,22 @@ def write_random(folder: Path, build: Callable[[], torch.nn.Module]) -> None:
 
 
 def write(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
-    """Writes a folder in Hugging Face's layout."""
-    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, weights)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    return found
+
+
+def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def add_to_config(folder: Path, fields: Mapping[str, object]) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}, indent=1))
 
 
 MODELS: Mapping[str, Callable[[Path], None]] = {

@@ -59,7 +59,6 @@ def may_have_namespaces() -> bool:
 
 @contextmanager
 def two_nodes() -> Iterator[tuple[Node, Node]]:
-    """Makes two nodes that reach each other by their addresses."""
     if not may_have_namespaces():
         yield Node((), "127.0.0.1", "lo"), Node((), "127.0.0.2", "lo")
         return
@@ -125,7 +124,6 @@ def _answers(node: Node, port: int) -> bool:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """Ends a process and all that it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.amd.engines.models import model, written_once
+from tests.amd.engines.models import add_to_config, model, weights_of, write_weights, written_once
 from tests.amd.engines.vllm_models import vllm_model
 
 
@@ -31,27 +29,25 @@ def drafting_model(cache: Path) -> Path:
 
 def _write_drafted(cache: Path, folder: Path) -> None:
     shutil.copytree(hybrid_model("delta_net", cache), folder, dirs_exist_ok=True)
-    random, weights = torch.Generator().manual_seed(3), load_file(folder / "model.safetensors")
+    random, weights = torch.Generator().manual_seed(3), weights_of(folder)
     for name, each in weights.items():
         if "embed_tokens" in name:
             each.normal_(0, 1, generator=random)
         elif each.dim() > 1 and "lm_head" not in name:
             each.mul_(0.25)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, weights)
 
 
 def _write_drafting(cache: Path, folder: Path) -> None:
     shutil.copytree(model("eagle_target", cache), folder, dirs_exist_ok=True)
-    weights, others = (load_file(each / "model.safetensors") for each in (folder, drafted_model(cache)))
+    weights, others = map(weights_of, (folder, drafted_model(cache)))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert weights[name].shape == others[name].shape
         weights[name] = others[name].clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, weights)
 
 
 def _write(name: str, cache: Path, folder: Path) -> None:
     """SGLang reads which layers attend from a name that transformers does not write: one in four."""
     shutil.copytree(vllm_model(name, cache), folder, dirs_exist_ok=True)
-    fields = json.loads((folder / "config.json").read_text())
-    fields["full_attention_interval"] = 4
-    (folder / "config.json").write_text(json.dumps(fields))
+    add_to_config(folder, {"full_attention_interval": 4})

@@ -51,7 +51,6 @@ Undo = Callable[[], None]
 
 
 def register() -> None:
-    """Applies the settings; this is the entry point."""
     if os.environ.get(WINDOW_POOL) == "1":
         give_a_window_pool()
     if os.environ.get(SPARSE) == "1":
@@ -307,6 +306,5 @@ class Planter:
 
 
 def _write(log: Path, **line: Any) -> None:
-    """Adds a line of JSON."""
     with log.open("a") as out:
         print(json.dumps(line), file=out)

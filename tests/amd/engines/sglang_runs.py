@@ -38,8 +38,6 @@ SGLANG = "0.5.23"
 
 
 class SglangVenv(EngineVenv):
-    """The environment with SGLang."""
-
     ENGINE = "sglang"
     ENTRY_POINTS = """[sglang.srt.plugins]
 rocm_attn = rocm_attn.integrations.sglang:register
@@ -88,7 +86,6 @@ engine_test = tests.amd.engines.sglang_plugin:register
         return [Answer(**each) for each in kept_answers(self.folder, requested, stock_answers)]
 
     def kit(self, groups: Sequence[str], scratch: Path) -> dict[str, Tally]:
-        """Returns the results of SGLang's attention kit for our backend."""
         answered, _ = self.call("tests.amd.engines.sglang_kit", list(groups), scratch, {})
         return {name: Tally(**tally) for name, tally in answered.items()}
 

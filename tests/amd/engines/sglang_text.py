@@ -127,7 +127,6 @@ def answer(run: Run) -> Answer:
 
 
 def embedded(engine: Any, prompts: list[list[int]]) -> list[list[float]]:
-    """Returns the embedding of each prompt."""
     from sglang.srt.managers.io_struct import EmbeddingReqInput
 
     request = EmbeddingReqInput(input_ids=prompts)
@@ -136,7 +135,6 @@ def embedded(engine: Any, prompts: list[list[int]]) -> list[list[float]]:
 
 
 def lines(log: Path) -> list[str]:
-    """Returns the lines of a log, none if it does not exist."""
     return log.read_text().splitlines() if log.is_file() else []
 
 

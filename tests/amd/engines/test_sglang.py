@@ -430,7 +430,6 @@ def test_a_model_of_speech_gives_sglangs_own_tokens_and_faults_in_its_steps_are_
 
 
 def texts_that_differ(one: Answer, other: Answer) -> list[list[bool]]:
-    """Returns for each prompt of each round whether two answers differ."""
     return [[a != b for a, b in zip(*rounds, strict=True)] for rounds in zip(one.tokens, other.tokens, strict=True)]
 
 

@@ -61,7 +61,6 @@ def run(vllm: VllmVenv, name: str, new_tokens: int = 16, fault: str = "", **args
 
 
 def assert_equal(ours: Sequence[Answer], stock: Answer) -> None:
-    """Checks that all requests have the tokens of vLLM's own backend."""
     assert_equal_tokens([answer.tokens for answer in ours], stock.tokens)
 
 

@@ -52,7 +52,6 @@ def in_mode(mode: str) -> dict[str, Any]:
 
 
 def run(folder: Path, backend: str, mode: str = "eager", fault: str = "", **more: Any) -> Run:
-    """Returns the run of an engine over a model's folder."""
     args = {
         "model": str(folder),
         "attention_backend": backend,
@@ -128,8 +127,6 @@ _ONE_GPU = ("llama", "gemma3", "faults")
 
 
 class Process:
-    """A process with one engine. scratch: its folder"""
-
     def __init__(self, scratch: Path, requested: Run, more: Mapping[str, str]) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         self.requested, self._log, self._answers = requested, scratch / "log", scratch / "answers.json"
@@ -152,7 +149,6 @@ class Process:
             self._process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log)
 
     def answer(self) -> Answer | None:
-        """Waits for its end and returns its answer, or None if it failed."""
         self._process.wait()
         if not self._answers.is_file():
             return None
@@ -160,7 +156,6 @@ class Process:
         return Answer(**answer)
 
     def said(self) -> str:
-        """Returns the end of its log."""
         return self._log.read_text()[-3000:]
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.amd.engines.models import (
     LATENT_64,
     SMALL,
-    SMALL_DEEPSEEK,
     SPECIAL,
     VOCABULARY,
+    add_to_config,
+    weights_of,
     write,
     write_bert,
     write_embedding_gemma,
     write_gemma3,
     write_random,
+    write_small_sparse,
+    write_weights,
     written_once,
 )
 from tests.amd.engines.vllm_images import IMAGE_SPANS, KEEPS_WINDOWS
@@ -57,7 +57,7 @@ def write_llama(folder: Path) -> None:
     embeddings = torch.randn(VOCABULARY, config.hidden_size, generator=random)
     weights["model.embed_tokens.weight"] = embeddings
     weights["lm_head.weight"] = embeddings[torch.randperm(VOCABULARY, generator=random)].contiguous()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, weights)
 
 
 def write_eagle(folder: Path) -> None:
@@ -102,15 +102,13 @@ def write_block_drafts(folder: Path) -> None:
 
 def write_encoder(folder: Path) -> None:
     """Writes a small BERT, whose embedding of a prompt is that of its first token."""
-    from transformers import PreTrainedTokenizerFast
-
     write_bert(folder)
-    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
+    _write_words(folder)
 
 
 def write_local_encoder(folder: Path) -> None:
     """Writes a small ModernBERT: two layers whose tokens see 12 on each side for each layer whose tokens see all."""
-    from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerFast
+    from transformers import ModernBertConfig, ModernBertModel
 
     config = ModernBertConfig(
         hidden_size=128,
@@ -129,15 +127,13 @@ def write_local_encoder(folder: Path) -> None:
         dtype="float32",
     )
     write_random(folder, lambda: ModernBertModel(config))
-    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
+    _write_words(folder)
 
 
 def write_local_embeddings(folder: Path) -> None:
     """Writes the small EmbeddingGemma, and a tokenizer."""
-    from transformers import PreTrainedTokenizerFast
-
     write_embedding_gemma(folder)
-    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
+    _write_words(folder)
 
 
 def write_speech(folder: Path) -> None:
@@ -173,6 +169,12 @@ def write_speech(folder: Path) -> None:
     write_random(folder, lambda: WhisperForConditionalGeneration(config))
     features = WhisperFeatureExtractor(feature_size=16, chunk_length=2)
     WhisperProcessor(features, WhisperTokenizer(tokenizer_object=_words())).save_pretrained(folder)
+
+
+def _write_words(folder: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=_words()).save_pretrained(folder)
 
 
 def _words() -> Any:
@@ -219,8 +221,7 @@ def write_wide_images(folder: Path) -> None:
 
 def _write_images(folder: Path, more: Mapping[str, object]) -> None:
     write_gemma3(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **more}, indent=1))
+    add_to_config(folder, more)
 
 
 def write_sparse(folder: Path) -> None:
@@ -234,20 +235,8 @@ def write_sparse_plain(folder: Path) -> None:
 
 
 def _write_sparse(folder: Path, latent: Mapping[str, Any]) -> None:
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-
-    make: Any = DeepseekV32Config  # only vLLM knows all of the names
-    config = make(
-        **SMALL_DEEPSEEK,
-        **latent,
-        num_nextn_predict_layers=0,
-        mlp_layer_types=["dense"] * 3,
-        index_n_heads=16,
-        index_head_dim=32,
-        index_topk=24,
-        architectures=["DeepseekV32ForCausalLM"],
-    )
-    write_random(folder, lambda: DeepseekV32ForCausalLM(config))
+    own = {"num_nextn_predict_layers": 0, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}
+    write_small_sparse(folder, **latent, **own)
 
 
 def write_delta_net(folder: Path) -> None:
@@ -285,7 +274,7 @@ def write_repeating_delta_net(folder: Path) -> None:
     weights["model.embed_tokens.weight"] = embeddings
     weights["lm_head.weight"] = embeddings.clone()
     weights["lm_head.weight"][: len(before)] = embeddings[before]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, weights)
 
 
 def write_mamba(folder: Path) -> None:
@@ -330,12 +319,6 @@ def write_parallel_mamba(folder: Path) -> None:
         architectures=["FalconH1ForCausalLM"],
     )
     write_random(folder, lambda: FalconH1ForCausalLM(config))
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    """Returns a folder's tensors by name."""
-    found: dict[str, Tensor] = load_file(folder / "model.safetensors")
-    return found
 
 
 _MODELS: Mapping[str, Callable[[Path], None]] = {

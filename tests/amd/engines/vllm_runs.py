@@ -19,8 +19,6 @@ VLLM = "0.32.0"
 
 
 class VllmVenv(EngineVenv):
-    """The environment with vLLM."""
-
     ENGINE = "vllm"
     ENTRY_POINTS = """[vllm.general_plugins]
 rocm_attn = rocm_attn.integrations.vllm:register
@@ -54,7 +52,6 @@ images = tests.amd.engines.vllm_images:register
         return answers
 
     def stock(self, runs: Sequence[Run], scratch: Path) -> list[Answer]:
-        """Returns the answers of vLLM's own backends."""
 
         def stock_answers() -> list[dict[str, Any]]:
             answers, said = self._answers(runs, scratch, {"ROCM_ATTN_DISABLE_PLUGINS": "vllm"})
@@ -76,7 +73,6 @@ images = tests.amd.engines.vllm_images:register
         return {**vars(run), "args": args}
 
     def _answers(self, runs: Sequence[Run], scratch: Path, settings: dict[str, str]) -> tuple[list[Answer], str]:
-        """Returns the answers, and all that vLLM has logged."""
         # Two ranks get one core each: otherwise vLLM finds no place for them.
         ranks = max(
             math.prod(run.args.get(f"{each}_parallel_size", 1) for each in ("tensor", "pipeline")) for run in runs

@@ -99,7 +99,6 @@ class PlantedInStates:
         return self._our_numbers.get(self._faulty, self._faulty)
 
     def next_round(self) -> None:
-        """Says that all requests so far have ended."""
         self.seen_before |= self._seen
 
     def undo(self) -> None:

@@ -225,7 +225,6 @@ def counted_steps(found: Answer) -> Iterator[None]:
 
 
 def text_of_tokens(prompt: list[int]) -> dict[str, Any]:
-    """A prompt of tokens."""
     return {"prompt_token_ids": prompt}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,6 @@ class Request:
 
 @dataclass
 class Tensors:
-    """The tensors of a step: q, k, v per layer."""
-
     q: list[Tensor]
     k: list[Tensor]
     v: list[Tensor]
@@ -58,7 +56,7 @@ def leave_alone(kv_len: Tensor, slots: Tensor) -> None:
 
 
 class Engine(ABC):
-    """The common part of all engines. windows: of each layer, -1 for none"""
+    """The common part of all engines. windows: of each layer, -1 for none. copied: see tables()"""
 
     null_page = True
     first_page = 1
@@ -73,9 +71,10 @@ class Engine(ABC):
         spaces: Sequence[Space] | None = None,
         guards: Guards | None = None,
         empty: float = NAN,
+        copied: bool = False,
         **options: Any,
     ) -> None:
-        self.page_size, self.windows, self.device = page_size, tuple(windows), device
+        self.page_size, self.windows, self.device, self.copied = page_size, tuple(windows), device, copied
         self.spaces = tuple(spaces) if spaces is not None else (Space.FULL,) * len(windows)
         self.random, self.empty = np.random.default_rng(0), empty
         self.num_pages = 1 + NUM_REQUESTS * -(-ROOM // page_size)
@@ -105,7 +104,7 @@ class Engine(ABC):
         ]
         self.attention = ExternalAttention(
             [LayerSource(problem, space) for problem, space in zip(problems, self.spaces, strict=True)],
-            self.sources(),
+            self.tables(),
             device=device,
             bounds=self.bounds,
             options=ExternalOptions(provider=provider, **self.options(), **options),
@@ -124,7 +123,11 @@ class Engine(ABC):
 
     @abstractmethod
     def sources(self) -> Mapping[Space, Source]:
-        """Returns the tables."""
+        """Returns the tables, as steps read them in place."""
+
+    def tables(self) -> Mapping[Space, Source]:
+        """Returns the tables; copied ones if its scheduler writes the next step's as soon as begin() has run."""
+        return {space: replace(source, copied=self.copied) for space, source in self.sources().items()}
 
     @abstractmethod
     def put_pages(self, request: Request) -> None:
@@ -224,7 +227,6 @@ class Engine(ABC):
         return len(requests), self.ints(kv_len, torch.int64), self.new_tokens(new, padded), self.ints(rows, torch.int64)
 
     def new_tokens(self, new: Sequence[int], padded: int) -> OneEach | NewLengths | Boundaries:
-        """Returns q in the engine's form."""
         return ONE_EACH if set(new) == {1} else NewLengths(self.ints(new))
 
     def slot_tensor(self, slots: Sequence[int], padded: int) -> Tensor:
@@ -283,7 +285,6 @@ class Engine(ABC):
         return self.attention.layers
 
     def forward(self, given: Tensors) -> list[Tensor]:
-        """Stores and attends in every layer."""
         outs = []
         for layer in range(len(self.windows)):
             out = torch.full_like(given.q[layer][:, :, :1].expand(-1, -1, V_DIM), 7.0)

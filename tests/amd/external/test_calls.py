@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -30,12 +33,18 @@ from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLL
 from tests.amd.external.oracle import attention
 
 PAGE = 16
+Cells = npt.NDArray[Any]
 BOUNDS = Bounds(num_seqs=8, num_tokens=64, kv_len=64, num_pages=20)
 
 
 def problem(**features: object) -> Problem:
     given = {"num_q_heads": Q_HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "v_head_dim": V_DIM, "scale": SCALE}
     return Problem(**{**given, "dtype": torch.float32, "page_size": PAGE, **features})  # type: ignore[arg-type]
+
+
+def near(before: int, after: int, at: Cells, keys: Cells) -> Cells:
+    """Returns whether tokens at these places see keys: up to so many before them and after them."""
+    return (keys >= at - before) & (keys <= at + after)
 
 
 class Filled:
@@ -84,7 +93,6 @@ class Filled:
         return out, lse
 
     def step(self, q_len: Sequence[int], kv_len: Sequence[int] | None = None, **others: object) -> ExternalStep:
-        """Returns a step with q_len new tokens in each sequence."""
         kv = self.kv_len[: len(q_len)] if kv_len is None else kv_len
         given = {"min_q_len": 0, "max_q_len": max(1, *q_len), "max_kv_len": 64, **others}
         q = NewLengths(torch.tensor(list(q_len), device=self.device))
@@ -99,15 +107,23 @@ class Filled:
         *,
         causal: bool = True,
         kv_len: Sequence[int] = kv_len,
+        shown: Sequence[Cells | None] = (None,) * 4,
     ) -> None:
+        """shown: bool [new, tokens] per sequence: what new tokens see in place of what `causal` says"""
         first = 0
-        for (k, v), new, length in zip(self.stored, q_len, kv_len, strict=False):
+        for (k, v), new, length, seen in zip(self.stored, q_len, kv_len, shown, strict=False):
             rows = q[first : first + new].double().cpu().numpy()
-            out, lse = attention(rows, k[:length], v[:length], scale=SCALE, causal=causal)
+            cells = None if seen is None else seen.astype(np.float64)
+            out, lse = attention(rows, k[:length], v[:length], scale=SCALE, causal=causal, shown=cells)
             here = slice(first, first + new)
             assert np.allclose(found[0][here].cpu(), out, atol=2e-5)
             assert np.allclose(found[1][here].cpu(), lse, atol=2e-5)
             first += new
+
+    def cells(self, q_len: Sequence[int], see: Callable[[Cells, Cells], Cells]) -> list[Cells]:
+        """Returns what each sequence's new tokens see. see: of their places [new, 1] and those of keys [tokens]"""
+        lengths = zip(q_len, self.kv_len, strict=True)
+        return [see(np.arange(length - new, length)[:, None], np.arange(length)) for new, length in lengths]
 
 
 @pytest.mark.fast(interpreted=0)
@@ -129,15 +145,9 @@ def test_a_window_has_two_sides_without_causality(device: torch.device, provider
     filled = Filled(device, provider, options=ExternalOptions(provider=provider, causalities=both), window_left=3)
     q_len, q = [3, 9, 2, 1], filled.rows(15, Q_HEADS, DIM)
     for causality, later in ((Causality.OF_LAYERS, 0), (Causality.NOT_CAUSAL, 3), (Causality.OF_LAYERS, 0)):
-        out, _ = filled.attend(q_len, filled.step(q_len, causality=causality), q)
-        first = 0
-        for (k, v), new, length in zip(filled.stored, q_len, filled.kv_len, strict=False):
-            distance = np.arange(length) - np.arange(length - new, length)[:, None]
-            shown = ((distance >= -3) & (distance <= later)).astype(np.float64)
-            here = slice(first, first + new)
-            want, _ = attention(q[here].double().cpu().numpy(), k, v, scale=SCALE, shown=shown)
-            assert np.allclose(out[here].cpu(), want, atol=2e-5)
-            first += new
+        found = filled.attend(q_len, filled.step(q_len, causality=causality), q)
+        shown = filled.cells(q_len, partial(near, 3, later))
+        filled.assert_right(q_len, found, q, shown=shown)
     filled.attention.check_device()
 
 
@@ -175,17 +185,11 @@ def test_queries_that_outnumber_keys_are_cut_where_attention_is_causal(device: t
 def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.device, provider: str) -> None:
     filled = Filled(device, provider, custom_mask=True)
     q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
-    shown = [filled.random.random((new, length)) < 0.4 for new, length in zip(q_len, filled.kv_len, strict=True)]
+    shown = filled.cells(q_len, lambda at, keys: filled.random.random((len(at), len(keys))) < 0.4)
     cells = torch.from_numpy(np.concatenate([cell.reshape(-1) for cell in shown])).to(device, dtype)
     positions = torch.zeros(10, dtype=torch.int64, device=device)
-    found, lse = filled.attend(q_len, filled.step(q_len, mask=BoolCells(cells, positions)), q)
-    first = 0
-    for (k, v), new, seen in zip(filled.stored, q_len, shown, strict=True):
-        rows = q[first : first + new].double().cpu().numpy()
-        out, want = attention(rows, k, v, scale=SCALE, shown=seen.astype(np.float64))
-        assert np.allclose(found[first : first + new].cpu(), out, atol=2e-5)
-        assert np.allclose(lse[first : first + new].cpu(), want, atol=2e-5)
-        first += new
+    found = filled.attend(q_len, filled.step(q_len, mask=BoolCells(cells, positions)), q)
+    filled.assert_right(q_len, found, q, shown=shown)
     filled.attention.check_device()
     plain = Filled(device, provider)
     with pytest.raises(WrongState, match="no layer uses one; build with problems of custom_mask"):
@@ -196,18 +200,12 @@ def test_a_mask_of_bytes_says_what_tokens_see(dtype: torch.dtype, device: torch.
 def test_a_mask_of_bytes_counts_windows_from_its_own_positions(device: torch.device, provider: str) -> None:
     """In the first masked step too, after which the windows of an earlier one are in their places."""
     filled = Filled(device, provider, custom_mask=True, window_left=7)
-    q_len, q, first = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM), 0
-    places = [np.arange(length - new, length)[:, None] for new, length in zip(q_len, filled.kv_len, strict=True)]
-    shown = [np.arange(length) <= at for at, length in zip(places, filled.kv_len, strict=True)]
-    cells = torch.from_numpy(np.concatenate([each.reshape(-1) for each in shown])).to(device)
-    positions = torch.from_numpy(np.concatenate(places)[:, 0]).to(device)
-    found, _ = filled.attend(q_len, filled.step(q_len, mask=BoolCells(cells, positions)), q)
-    for (k, v), new, at, seen in zip(filled.stored, q_len, places, shown, strict=True):
-        rows = q[first : first + new].double().cpu().numpy()
-        in_window = seen & (np.arange(len(k)) >= at - 7)
-        out, _ = attention(rows, k, v, scale=SCALE, shown=in_window.astype(np.float64))
-        assert np.allclose(found[first : first + new].cpu(), out, atol=2e-5)
-        first += new
+    q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
+    given = filled.cells(q_len, partial(near, 64, 0))
+    cells = torch.from_numpy(np.concatenate([each.reshape(-1) for each in given])).to(device)
+    positions = torch.from_numpy(np.concatenate(filled.cells(q_len, lambda at, keys: at))[:, 0]).to(device)
+    found = filled.attend(q_len, filled.step(q_len, mask=BoolCells(cells, positions)), q)
+    filled.assert_right(q_len, found, q, shown=filled.cells(q_len, partial(near, 7, 0)))
 
 
 # Sequence, first key and end: one from before the new tokens on, one to past its sequence, one of no sequence.
@@ -224,18 +222,14 @@ def test_tokens_of_a_span_see_each_other(mask_cells: bool, passes: bool, device:
     q_len, q = [3, 8, 5, 1], filled.rows(17, Q_HEADS, DIM)
     spans = DeviceSpans(torch.tensor(SPANS, dtype=torch.int32, device=device))
     for mask, of_seq in ((spans, {row[0]: row[1:] for row in SPANS}), (DeviceSpans(spans.of_step[:0]), {})):
-        found, _ = filled.attend(q_len, filled.step(q_len, mask=mask), q)
-        first = 0
-        for seq, ((k, v), new) in enumerate(zip(filled.stored, q_len, strict=True)):
-            keys, places = np.arange(len(k)), np.arange(len(k) - new, len(k))[:, None]
+        found, shown = filled.attend(q_len, filled.step(q_len, mask=mask), q), list[Cells]()
+        for seq, (new, length) in enumerate(zip(q_len, filled.kv_len, strict=True)):
+            keys, places = np.arange(length), np.arange(length - new, length)[:, None]
             begin, end = of_seq.get(seq, (0, 0))
             of_span = (begin <= places) & (places < end) & (begin <= keys) & (keys < end)
             near = keys >= places - 5
-            shown = (keys <= places) & near | of_span & (near | passes)
-            rows = q[first : first + new].double().cpu().numpy()
-            out, _ = attention(rows, k, v, scale=SCALE, shown=shown.astype(np.float64))
-            assert np.allclose(found[first : first + new].cpu(), out, atol=2e-5), seq
-            first += new
+            shown.append((keys <= places) & near | of_span & (near | passes))
+        filled.assert_right(q_len, found, q, shown=shown)
     filled.attention.check_device()
     cells = torch.ones(sum(new * length for new, length in zip(q_len, filled.kv_len, strict=True)), dtype=torch.bool)
     of_cells = BoolCells(cells.to(device), torch.full((17,), 2**20, device=device))
@@ -243,8 +237,8 @@ def test_tokens_of_a_span_see_each_other(mask_cells: bool, passes: bool, device:
         with pytest.raises(WrongState, match="no memory is kept for them; build with mask_cells"):
             filled.attention.begin(filled.step(q_len, mask=of_cells))
         return
-    found, _ = filled.attend(q_len, filled.step(q_len, mask=of_cells), q)
-    assert not found.any()  # windows that are counted from places after all keys show none
+    nothing, _ = filled.attend(q_len, filled.step(q_len, mask=of_cells), q)
+    assert not nothing.any()  # windows that are counted from places after all keys show none
 
 
 def test_spans_of_another_form_are_refused_in_words() -> None:
@@ -258,14 +252,10 @@ def test_spans_of_another_form_are_refused_in_words() -> None:
 @pytest.mark.parametrize("q_len", [[3, 4, 2, 1], [1, 1, 1, 1]], ids=str)
 def test_chunks_are_seen_in_engines_pages(q_len: list[int], device: torch.device, provider: str) -> None:
     filled = Filled(device, provider, chunk=16)
-    q, first = filled.rows(sum(q_len), Q_HEADS, DIM), 0
-    found, _ = filled.attend(q_len, filled.step(q_len), q)
-    for (k, v), new, length in zip(filled.stored, q_len, filled.kv_len, strict=True):
-        places, keys = np.arange(length - new, length)[:, None], np.arange(length)
-        shown = (keys <= places) & (keys // 16 == places // 16)
-        out, _ = attention(q[first : first + new].double().cpu().numpy(), k, v, scale=SCALE, shown=shown.astype(float))
-        assert np.allclose(found[first : first + new].cpu(), out, atol=2e-5)
-        first += new
+    q = filled.rows(sum(q_len), Q_HEADS, DIM)
+    found = filled.attend(q_len, filled.step(q_len), q)
+    shown = filled.cells(q_len, lambda at, keys: (keys <= at) & (keys // 16 == at // 16))
+    filled.assert_right(q_len, found, q, shown=shown)
     masked = Filled(device, provider, chunk=16, custom_mask=True)
     cells = BoolCells(
         torch.ones(1000, dtype=torch.bool, device=device), torch.zeros(10, dtype=torch.int64, device=device)

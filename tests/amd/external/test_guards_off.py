@@ -26,7 +26,6 @@ def build(kind: type[Engine], make: Make, *windows: int, page_size: int = 16, **
 
 
 def sealed_tensors(engine: Engine) -> Mapping[str, Tensor]:
-    """Returns the tensors that graphs read, by name."""
     (core,) = engine.attention.cores.values()
     return core.sealed_tensors()
 
@@ -101,10 +100,12 @@ def late_fault(make: Make) -> None:
         kv_len[0] = ROOM + 5
 
     engine.run_unseen([first], [1], corrupt=lie)
+    number = engine.attention.step_number
     engine.run([second], [1])
     engine.run([second], [1])
-    with pytest.raises(DeviceFault):
+    with pytest.raises(DeviceFault, match=f"step {number}: .*a length on the device") as raised:
         engine.run([second], [1])
+    assert raised.value.step == number
 
 
 CASES: dict[str, Callable[[Make], None]] = {
@@ -195,7 +196,6 @@ def noticed() -> Iterator[None]:
         yield
 
 
-@pytest.mark.fast(interpreted=0)  # left out under the interpreter by day; on torch each runs every time
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter computes with NaN in NumPy
 @pytest.mark.parametrize("guard", CASES)
 def test_a_safeguard_that_is_off_is_noticed(guard: str, device: torch.device, provider: str) -> None:

@@ -20,17 +20,6 @@ def step_of(engine: Engine) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return given.q, outs
 
 
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.nightly), 16])
-def test_a_right_step_is_right(make: MakeEngine, page_size: int, device: torch.device, provider: str) -> None:
-    engine = make(page_size, WINDOWS, device=device, provider=provider)
-    q, outs = step_of(engine)
-    for layer in range(2):
-        assert shadow_check(engine.attention, layer, q[layer], outs[layer]) == []
-
-
-@pytest.mark.fast(interpreted=0)
 def test_a_page_that_left_the_window_is_not_looked_at(device: torch.device, provider: str) -> None:
     engine = SGLang(16, WINDOWS, spaces=(Space.FULL, Space.SWA), device=device, provider=provider)
     (request,) = engine.begun(40)
@@ -39,7 +28,6 @@ def test_a_page_that_left_the_window_is_not_looked_at(device: torch.device, prov
     assert [shadow_check(engine.attention, layer, given.q[layer], outs[layer]) for layer in range(2)] == [[], []]
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_a_wrong_row_is_found(make: MakeEngine, device: torch.device, provider: str) -> None:
     engine = make(16, WINDOWS, device=device, provider=provider)
@@ -50,7 +38,6 @@ def test_a_wrong_row_is_found(make: MakeEngine, device: torch.device, provider: 
     assert shadow_check(engine.attention, 1, q[1], outs[1], most_seqs=0) == []
 
 
-@pytest.mark.fast(interpreted=0)
 def test_kv_that_was_overwritten_is_found(device: torch.device, provider: str) -> None:
     engine = VLLM(16, WINDOWS, device=device, provider=provider)
     q, outs = step_of(engine)

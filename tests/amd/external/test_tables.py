@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 
 from rocm_attn.errors import DeviceFault, WrongState
-from rocm_attn.paging.adopted import CsrSource, Source, TableSource
+from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.external_step import ExternalStep
 from rocm_attn.step.plan import StepPlan
 from tests.amd.external.engines import VLLM, Engine, FlashInfer, SGLang
-
-
-def copied(sources: Mapping[Space, Source]) -> Mapping[Space, Source]:
-    """Returns the sources of an engine whose scheduler writes the next step's tables as soon as begin() has run."""
-    return {space: replace(source, copied=True) for space, source in sources.items()}
-
-
-class CopiedSGLang(SGLang):
-    """SGLang's engine, with copied tables of slots."""
-
-    def sources(self) -> Mapping[Space, Source]:
-        return copied(super().sources())
-
-
-class CopiedVLLM(VLLM):
-    """vLLM's engine, with copied block tables."""
-
-    def sources(self) -> Mapping[Space, Source]:
-        return copied(super().sources())
-
-
-class CopiedFlashInfer(FlashInfer):
-    """FlashInfer's engine, with copied lists of pages."""
-
-    def sources(self) -> Mapping[Space, Source]:
-        return copied(super().sources())
 
 
 def scramble(engine: Engine) -> None:
@@ -55,7 +28,6 @@ def scramble(engine: Engine) -> None:
 
 
 def write_ahead(engine: Engine) -> None:
-    """Makes the engine write its tables after each begin()."""
     begin = engine.attention.begin
 
     def begin_and_write(step: ExternalStep) -> StepPlan:
@@ -66,17 +38,17 @@ def write_ahead(engine: Engine) -> None:
     engine.attention.begin = begin_and_write  # type: ignore[method-assign]
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("kind", "page_size"),
-    [(CopiedSGLang, 1), (CopiedSGLang, 16), (CopiedVLLM, 16), (CopiedFlashInfer, 16)],
+    [(SGLang, 1), (SGLang, 16), (VLLM, 16), (FlashInfer, 16)],
 )
 @pytest.mark.parametrize("graphed", [False, True])
 def test_a_table_that_is_copied_may_be_written_while_its_step_runs(
     kind: type[Engine], page_size: int, graphed: bool, device: torch.device, provider: str
 ) -> None:
-    windows, spaces = ((-1, 20), (Space.FULL, Space.SWA)) if kind is CopiedSGLang else ((-1,), (Space.FULL,))
-    engine = kind(page_size, windows, spaces=spaces, device=device, provider=provider)
+    windows, spaces = ((-1, 20), (Space.FULL, Space.SWA)) if kind is SGLang else ((-1,), (Space.FULL,))
+    engine = kind(page_size, windows, spaces=spaces, device=device, provider=provider, copied=True)
     requests = engine.begun(20, 9)
     engine.attention.seal()
     graph = engine.capture(4)
@@ -90,13 +62,12 @@ def test_a_table_that_is_copied_may_be_written_while_its_step_runs(
     engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("kind", [CopiedSGLang, CopiedVLLM, CopiedFlashInfer])
+@pytest.mark.parametrize("kind", [SGLang, VLLM, FlashInfer])
 def test_a_scheduler_may_write_a_table_from_its_own_stream_after_the_event_of_the_copies(
     kind: type[Engine], device: torch.device, provider: str
 ) -> None:
     """The step's stream is late: a scheduler that does not wait writes before the step's rows were copied."""
-    engine = kind(16, device=device, provider=provider)
+    engine = kind(16, device=device, provider=provider, copied=True)
     requests = engine.begun(20, 9)
     begin, copied = engine.attention.begin, engine.attention.tables.copied
 
@@ -122,12 +93,11 @@ def test_a_scheduler_may_write_a_table_from_its_own_stream_after_the_event_of_th
     engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("kind", [CopiedSGLang, CopiedVLLM, CopiedFlashInfer])
+@pytest.mark.parametrize("kind", [SGLang, VLLM, FlashInfer])
 def test_the_event_is_recorded_once_a_step_after_its_rows_were_copied(
     kind: type[Engine], device: torch.device, provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = kind(16, device=device, provider=provider)
+    engine = kind(16, device=device, provider=provider, copied=True)
     request, tables = engine.admit(), engine.attention.tables
     found: list[list[int]] = []
     monkeypatch.setattr(tables, "note_copies", lambda: found.append(tables.spaces[0].entries[1, :2].tolist()))
@@ -143,7 +113,6 @@ def test_tables_that_are_read_in_place_or_in_fill_have_no_such_event(device: tor
             _ = engine.attention.tables.copied
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(("kind", "page_size"), [(SGLang, 1), (SGLang, 16), (VLLM, 16), (FlashInfer, 16)])
 def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
     kind: type[Engine], page_size: int, device: torch.device, provider: str
@@ -161,16 +130,13 @@ def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
         step()
 
 
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("kind", [SGLang, CopiedSGLang])
-def test_graphs_look_for_rows_in_the_table_as_it_is_now(
-    kind: type[Engine], device: torch.device, provider: str
-) -> None:
-    engine = kind(16, device=device, provider=provider, empty=3.0)
+@pytest.mark.parametrize("copied", [False, True])
+def test_graphs_look_for_rows_in_the_table_as_it_is_now(copied: bool, device: torch.device, provider: str) -> None:
+    engine = SGLang(16, device=device, provider=provider, empty=3.0, copied=copied)
     requests = engine.begun(20, 9)
     engine.attention.seal()
     graph = engine.capture(4)
-    source = engine.sources()[Space.FULL]
+    source = engine.tables()[Space.FULL]
     assert isinstance(source, TableSource)
     engine.attention.tables.use(replace(source, entries=source.entries[:2]))
     graph.run(requests[:1])

@@ -35,12 +35,10 @@ def two_requests(device: torch.device, provider: str) -> tuple[Engine, Request, 
 
 
 def decode(engine: Engine, request: Request) -> ExternalStep:
-    """Returns the next step of a request alone."""
     kv_len, rows = engine.ints([request.kv_len + 1]), engine.ints([request.row])
     return ExternalStep.decode(kv_len, num_seqs=1, max_kv_len=request.kv_len + 1, rows=rows)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_what_another_thread_calls_while_a_step_is_begun_is_refused(
     elsewhere: Elsewhere[object], device: torch.device, provider: str
 ) -> None:
@@ -74,7 +72,6 @@ def test_what_another_thread_calls_while_a_step_is_begun_is_refused(
     engine.run([first, second], [1, 1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_threads_that_serve_at_the_same_time_get_right_rows_or_an_error(device: torch.device, provider: str) -> None:
     with ThreadPoolExecutor(1) as pool:  # the thread ends, and then has no step
         engine, *requests = pool.submit(two_requests, device, provider).result()
@@ -104,26 +101,6 @@ def test_threads_that_serve_at_the_same_time_get_right_rows_or_an_error(device: 
     engine.run(requests, [1, 1])
 
 
-@pytest.mark.fast(interpreted=0)
-def test_a_thread_that_takes_over_goes_on_and_the_other_one_is_refused(
-    elsewhere: Elsewhere[object], device: torch.device, provider: str
-) -> None:
-    engine, first, second = two_requests(device, provider)
-
-    def take_over() -> None:
-        engine.attention.take_over()
-        engine.run([first], [1])
-
-    elsewhere(take_over)
-    with pytest.raises(WrongState, match=r"begin\(\) is refused unless this thread calls take_over\(\) first"):
-        engine.run([second], [1])
-    with pytest.raises(WrongState, match="belongs to another thread"):
-        engine.attention.fill()
-    engine.attention.take_over()
-    engine.run([first, second], [1, 1])
-
-
-@pytest.mark.fast(interpreted=0)
 def test_a_step_that_has_begun_goes_along_with_what_takes_over(
     elsewhere: Elsewhere[object], device: torch.device, provider: str
 ) -> None:
@@ -145,7 +122,6 @@ def test_a_step_that_has_begun_goes_along_with_what_takes_over(
     engine.compare([first], [1], given, outs)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_thread_that_has_ended_has_no_step(device: torch.device, provider: str) -> None:
     engine, first, second = two_requests(device, provider)
     engine.attention.take_over()
@@ -164,7 +140,6 @@ def test_a_thread_whose_step_was_refused_has_none(
     elsewhere(lambda: engine.run([request], [1]))
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_graph_that_was_captured_in_one_thread_is_replayed_in_another(
     elsewhere: Elsewhere[object], device: torch.device, provider: str
 ) -> None:

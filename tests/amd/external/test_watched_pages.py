@@ -61,7 +61,7 @@ def assert_reported(engine: Engine) -> None:
     engine.attention.check_device()
 
 
-@pytest.mark.fast(4, interpreted=0)
+@pytest.mark.fast(4)
 @each_table
 @each_page_size
 @pytest.mark.parametrize("graphed", [False, True])
@@ -88,7 +88,6 @@ def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_reported(
     engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 @each_table
 def test_a_page_that_its_own_row_is_given_twice_is_reported(
     make: MakeEngine, device: torch.device, provider: str
@@ -101,7 +100,7 @@ def test_a_page_that_its_own_row_is_given_twice_is_reported(
     assert_reported(engine)
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @each_table
 @each_page_size
 def test_a_page_that_two_rows_write_in_one_step_is_reported(
@@ -116,7 +115,7 @@ def test_a_page_that_two_rows_write_in_one_step_is_reported(
     assert_reported(engine)
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @each_engine
 @each_page_size
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
@@ -151,7 +150,6 @@ def test_requests_that_come_and_go_and_share_what_none_of_them_writes_are_no_fau
 
 
 def is_shared(one: Request, other: Request) -> bool:
-    """True if another request may read pages of this one."""
     return one is not other and bool(set(one.pages[Space.FULL]) & set(other.pages[Space.FULL]))
 
 
@@ -164,7 +162,6 @@ def end(engine: Engine, request: Request, shared: int) -> None:
     engine.free[Space.FULL] = free[own:] + free[:own]
 
 
-@pytest.mark.fast(interpreted=0)
 @each_page_size
 def test_a_row_whose_pages_are_replaced_by_those_of_a_cache_is_no_fault(
     page_size: int, device: torch.device, provider: str
@@ -190,7 +187,6 @@ def test_a_row_whose_pages_are_replaced_by_those_of_a_cache_is_no_fault(
     engine.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("is_said", [False, True])
 def test_a_row_that_goes_to_a_request_of_the_same_length_may_be_said_to(
     is_said: bool, device: torch.device, provider: str

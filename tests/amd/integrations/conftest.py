@@ -47,3 +47,10 @@ def kinds(provider: str, monkeypatch: pytest.MonkeyPatch) -> list[StepKind]:
 
     monkeypatch.setattr(ExternalAttention, "begin", noting)
     return found
+
+
+@pytest.fixture
+def inference_mode() -> Iterator[None]:
+    """Runs tests in inference mode, in which vLLM allocates and runs."""
+    with torch.inference_mode():
+        yield

@@ -39,7 +39,6 @@ def tables() -> dict[str, str]:
 
 
 def page() -> str:
-    """Returns the text of the page with these tables."""
     text = PAGE.read_text(encoding="utf-8")
     for name, table in tables().items():
         before, _, rest = text.partition(BEGIN.format(name))

@@ -70,8 +70,6 @@ class _Absent(ModuleType):
 
 
 class _Refusal:
-    """A FlashInfer object that we lack."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -108,8 +106,6 @@ class _FlashInfer(_Absent):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds flashinfer, and all of its modules."""
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] != "flashinfer":
             return None
@@ -152,8 +148,6 @@ def _properties(device: Any = None) -> Any:
 
 
 class _Generator(torch.Generator):
-    """A generator on the CPU."""
-
     def __new__(cls, device: Any = None) -> Any:
         return super().__new__(cls)
 
@@ -185,7 +179,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps some cases of each test."""
     of_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         of_test[item.nodeid.partition("[")[0]].append(item)

@@ -69,7 +69,6 @@ def outcomes(checkout: Path, name: str) -> dict[str, Any]:
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    """Returns a row of the table."""
     counts = Counter(each["outcome"] for each in found["outcomes"])
     why = Counter(_short(each) for each in found["outcomes"] if each["outcome"] != "passed")
     reasons = "; ".join(f"{reason} ({count})" for reason, count in why.most_common())
@@ -86,7 +85,6 @@ def _short(each: dict[str, str]) -> str:
 
 
 def table(checkout: Path) -> str:
-    """Returns the table of all files."""
     rows = []
     for name in FILES:
         found = outcomes(checkout, name)

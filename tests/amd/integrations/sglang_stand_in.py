@@ -55,8 +55,6 @@ class Mode(enum.Enum):
 
 
 class RadixAttention(nn.Module):
-    """A layer, with the fields of SGLang's."""
-
     def __init__(self, layer_id: int, **fields: Any) -> None:
         super().__init__()
         self.layer_id = layer_id
@@ -135,8 +133,6 @@ class WindowPool:
 
 @dataclass
 class Request:
-    """A request: its row, its pages and its tokens."""
-
     row: int
     pages: list[int]
     kv_len: int = 0
@@ -144,8 +140,6 @@ class Request:
 
 @dataclass
 class Step:
-    """A step's inputs, and the outputs of each layer."""
-
     batch: Any
     new: list[int]
     q: list[Tensor]
@@ -268,7 +262,6 @@ class Engine:
         return torch.from_numpy(self.random.standard_normal(shape)).float().to(self.device)
 
     def ints(self, values: Sequence[int]) -> Tensor:
-        """Returns int64, on the device."""
         return torch.tensor(list(values), dtype=torch.int64, device=self.device)
 
     def batch(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], **more: Any) -> Any:
@@ -319,7 +312,6 @@ class Engine:
         return Step(batch, list(new), rows(Q_HEADS, layer.qk_head_dim), k, v)
 
     def forward(self, step: Step, hooks: AttentionHooks | None = None, **more: Any) -> None:
-        """Runs the layers of the model."""
         hooks = self.hooks if hooks is None else hooks
         call: Any = hooks.forward_decode if step.batch.forward_mode is Mode.DECODE else hooks.forward_extend
         step.outs = []
@@ -329,7 +321,6 @@ class Engine:
             step.outs.append(call(q, k, v, layer, step.batch, **sinks, **more))
 
     def run(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], **more: Any) -> Step:
-        """Runs an eager step, and compares it with the reference."""
         step = self.begun(mode, requests, new, **more)
         self.finish(requests, step)
         return step
@@ -337,7 +328,6 @@ class Engine:
     def begun(
         self, mode: Mode, requests: Sequence[Request], new: Sequence[int], padded: int | None = None, **more: Any
     ) -> Step:
-        """Returns an eager step that has begun."""
         step = self.step_of(self.batch(mode, requests, new, **more), new, padded)
         self.hooks.init_forward_metadata(step.batch)
         return step
@@ -358,7 +348,6 @@ class Engine:
         return rows
 
     def keep(self, requests: Sequence[Request], step: Step) -> None:
-        """Records the rows that were stored."""
         for place, layer in enumerate(self.layers):
             first = 0
             for request, count in zip(requests, step.new, strict=True):

@@ -93,7 +93,7 @@ def compilable(model: Tiny, work: QkvWork) -> Callable[[Part], Tensor]:
     return forward_of(model, compiled_layers(model.runtime).of, work)
 
 
-@pytest.mark.fast(1, interpreted=0)  # interpreted: every run tests the operations by themselves, and on torch all of it
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
@@ -107,7 +107,6 @@ def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
     assert (runner.counters.replays > 0) == graphs
 
 
-@pytest.mark.fast(interpreted=0)
 def test_the_operations_by_themselves_give_the_bits_of_the_layers(provider: str, device: torch.device) -> None:
     model, work = Tiny.build(device, provider, layers=2), work_of(device)
     layers = serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime)
@@ -173,7 +172,6 @@ def test_compiled_code_keeps_every_operation_in_its_order(provider: str, device:
     assert found == ["store", "attend", "rope_and_store", "attend", "finish"]
 
 
-@pytest.mark.fast(interpreted=0)
 def test_what_fill_writes_is_read_after_it(provider: str, device: torch.device) -> None:
     """This includes compiled code, which could otherwise read the tokens of the previous step."""
     model = Tiny.build(device, provider, layers=2)
@@ -201,7 +199,6 @@ def checked(operation: Any, *args: Any) -> None:
     torch.library.opcheck(operation.default, args)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_what_is_declared_of_operations_holds(provider: str, device: torch.device) -> None:
     model = Tiny.build(device, provider, layers=2)
     step, calls = running(model)
@@ -223,7 +220,6 @@ def test_graphs_are_cut_at_every_operation_that_there_is() -> None:
     assert sorted(SPLITTING_OPS) == sorted({name for name in names if name.startswith("rocm_attn::")})
 
 
-@pytest.mark.fast(interpreted=0)
 def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, device: torch.device) -> None:
     """Cut as engines cut it, the pieces equal the whole."""
     model, work = Tiny.build(device, provider, layers=2), work_of(device)
@@ -254,7 +250,6 @@ def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, 
     assert kinds.count(False) >= 3
 
 
-@pytest.mark.fast(interpreted=0)  # left out under the interpreter by day: the shared part is torch's code
 def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider: str, device: torch.device) -> None:
     models, work = [Tiny.build(device, provider, layers=2) for _ in range(2)], work_of(device)
     models[1].projections[0] *= 2
@@ -367,7 +362,6 @@ class CompiledEngine(SGLang):
         return compiled_layers(self.attention)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_an_engines_own_pages_are_served_by_operations(provider: str, device: torch.device) -> None:
     engine = CompiledEngine(4, device=device, provider=provider)
     requests = [engine.admit(), engine.admit()]

@@ -12,15 +12,11 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import SIZES, check, indptr, ints, new_batch, queries, wanted
 from tests.amd.integrations.oracle import Scores
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 LENS, NEW = (7, 30, 16, 1), (3, 1, 16, 1)
 HEADS, KV_HEADS, DIM = SIZES
 
 
 def planned(device: torch.device, layout: str = "NHD", page_size: int = 4, **more: Any) -> tuple[Any, Any]:
-    """Returns a planned wrapper and its batch."""
     batch = new_batch(LENS, page_size, layout, device=device)
     wrapper = flashinfer.BatchAttention(layout, str(device))
     dtypes: dict[str, Any] = {"q_data_type": torch.float32, "kv_data_type": torch.float32}
@@ -29,6 +25,7 @@ def planned(device: torch.device, layout: str = "NHD", page_size: int = 4, **mor
     return wrapper, batch
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("layout", "page_size"), [("NHD", 4), ("HND", 5), ("NHD", 1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_decodes_and_prompts_of_a_batch_are_attended_at_once(

@@ -15,9 +15,6 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, ints, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Scores
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 LENS = (1, 17, 0, 33, 16)
 
 
@@ -122,16 +119,6 @@ def test_functions_without_a_plan_may_be_called_in_several_threads_at_a_time(dev
         check(tuple(torch.stack(pair) for pair in zip(first, second, strict=True)), expected)
 
 
-def test_several_new_tokens_of_each_request_see_no_later_ones(device: torch.device) -> None:
-    batch = new_batch((7, 2, 12), 4, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), use_tensor_cores=True)
-    wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.3, q_len_per_req=2)
-    q = queries(6, device=device)
-    check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, [2] * 3, [Scores(0.3)] * 3))
-    with pytest.raises(BadBatch, match="fewer tokens in its KV than q_len_per_req, 3"):
-        wrapper.plan(*batch.lists, *SIZES, 4, q_len_per_req=3)
-
-
 @pytest.mark.parametrize(("left", "right"), [(3, 1), (-1, 2), (4, -1), (0, 0), (-1, -1)])
 def test_windows_have_two_sides_among_a_requests_new_tokens(left: int, right: int, device: torch.device) -> None:
     batch = new_batch((9, 4, 21), 4, device=device)
@@ -176,6 +163,7 @@ REFUSED_PLANS = [
     ({"pos_encoding_mode": "ALIBI", "logits_soft_cap": 1.0}, Unsupported, "after the cap here"),
     ({"is_causal": True}, Unsupported, "leave it None"),
     ({"q_len_per_req": 0}, BadBatch, "it must be at least 1"),
+    ({"q_len_per_req": 4}, BadBatch, "fewer tokens in its KV than q_len_per_req, 4"),
     ({"sm_scale": -1.0}, ValueError, "must be a positive number"),
     ({"jit_args": [1]}, TypeError, "unexpected keyword argument 'jit_args'"),
 ]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadBatch, BadSetting
@@ -20,6 +19,7 @@ from tests.amd.integrations.batches import (
     Q_HEADS,
     SIZES,
     check,
+    check_out,
     indptr,
     ints,
     new_batch,
@@ -36,15 +36,8 @@ from tests.amd.integrations.flashinfer_engines import (
 )
 from tests.amd.integrations.oracle import Scores
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 SINKS = np.array([0.5, -1.0, 2.0, 0.0])
 PAGE_SIZE, ROOM = 4, 24
-
-
-def equal(found: Tensor, expected: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> None:
-    """Checks an output without its log-sum-exp."""
-    check((found, found[..., 0]), (expected, found[..., 0].cpu().double().numpy()))
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -106,7 +99,7 @@ def test_vllm_decodes(captured: bool, device: torch.device) -> None:
         else:
             recording.replay()
         scores = [Scores(0.3, window_left=9, sinks=SINKS)] * 3
-        equal(out, wanted(batch, q, [1] * 3, scores)[0])  # type: ignore[arg-type]
+        check_out(out, wanted(batch, q, [1] * 3, scores)[0])  # type: ignore[arg-type]
     # A split of -1 asks for nothing, and so not for deterministic kernels.
     geometry = wrapper._geometry
     assert geometry is not None
@@ -157,7 +150,7 @@ def test_vllm_prefills(sinks: bool, device: torch.device) -> None:
     impl.prefill(flashinfer, wrapper, q, batch.cache, out)
     scores = [Scores(0.3, window_left=9, cap=impl.logits_soft_cap or 0.0, sinks=SINKS if sinks else None)] * 3
     expected = wanted(batch, q, q_lens, scores)
-    equal(out, expected[0])
+    check_out(out, expected[0])
     if sinks:
         check(wrapper.run_return_lse(q, batch.cache, values, 0.3), expected)
         halved = [Scores(0.15, window_left=9, sinks=SINKS)] * 3
@@ -185,7 +178,7 @@ def test_sglang_decodes_in_a_graph(device: torch.device) -> None:
         decode.call_begin_forward(torch.tensor(kv_lens, dtype=torch.int32), batch.indices, in_capture=False)
         q.copy_(queries(3, device=device, seed=seed))
         recording.replay()
-        equal(out, wanted(batch, q, [1] * 3, [Scores(0.3)] * 3)[0])
+        check_out(out, wanted(batch, q, [1] * 3, [Scores(0.3)] * 3)[0])
 
 
 def test_what_needs_flashinfers_cuda_module_says_so(device: torch.device) -> None:

@@ -27,9 +27,6 @@ from tests.amd.integrations.batches import (
 )
 from tests.amd.integrations.oracle import Scores
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 ROOM, PAGE_SIZE = 24, 4
 
 

@@ -18,9 +18,6 @@ from rocm_attn.integrations.flashinfer.latent_batch import needed
 from tests.amd.integrations.batches import check, indptr, ints, workspace
 from tests.amd.integrations.oracle import Array, Scores, attention
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 HEADS, CKV, KPE, PAGE_SIZE, ROOM = 4, 32, 16, 4, 24
 SIZES: dict[str, Any] = {
     "num_heads": HEADS,
@@ -50,7 +47,6 @@ class Latents:
         )
 
     def dense(self) -> flashinfer.MLAPlanMetadata:
-        """Returns the same pages as a table."""
         table = torch.full((len(self.kv_lens), 9), -1, dtype=torch.int32)
         for seq, (first, last) in enumerate(itertools.pairwise(self.firsts)):
             table[seq, : last - first] = torch.tensor(self.pages[first:last], dtype=torch.int32)

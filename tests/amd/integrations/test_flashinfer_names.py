@@ -17,8 +17,6 @@ from rocm_attn.integrations.flashinfer.names import REFUSED, NotImportable, NotS
 from tests.amd.integrations import flashinfer_page
 from tests.amd.integrations.signatures import recorded_names
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 NAMES = recorded_names()
 REFUSED_NAMES = [name for names in REFUSED for name in names.split()]
 # Names here that are not at FlashInfer's top: its modules, a value of its mla, and the choice of kernels.

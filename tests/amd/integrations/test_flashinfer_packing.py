@@ -1,4 +1,4 @@
-"""packbits and segment_packbits give FlashInfer's bytes, and masks of plans read them."""
+"""packbits and segment_packbits give FlashInfer's bytes; test_flashinfer_prefill.py has plans that read them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor
 from rocm_attn.integrations import flashinfer
-from tests.amd.integrations.batches import SIZES, check, indptr, ints, new_batch, queries, wanted, workspace
-from tests.amd.integrations.oracle import Scores
-
-pytestmark = pytest.mark.fast(interpreted=0)
+from tests.amd.integrations.batches import indptr, ints
 
 
 # NumPy's packbits is what FlashInfer's docstring refers to.
@@ -40,27 +37,6 @@ def test_each_segment_begins_a_byte(device: torch.device) -> None:
     )
     assert packed.tolist() == np.concatenate([np.packbits(each, bitorder="little") for each in bits]).tolist()
     assert first.tolist() == [0, 0, 3, 4, 4, 5, 10]
-
-
-def test_a_plan_reads_packed_masks(device: torch.device) -> None:
-    batch, q_lens = new_batch((6, 11), 4, device=device), (3, 2)
-    random = np.random.default_rng(5)
-    shown = [random.integers(0, 2, (q_len, kv_len)) for q_len, kv_len in zip(q_lens, batch.kv_lens, strict=True)]
-    cells = torch.from_numpy(np.concatenate([each.ravel() for each in shown]))
-    packed, _ = flashinfer.segment_packbits(cells.to(device), ints([0, 18, 40], device), bitorder="little")
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
-    wrapper.plan(
-        indptr(q_lens, device),
-        *batch.lists,
-        *SIZES,
-        4,
-        packed_custom_mask=packed,
-        sm_scale=0.3,
-        q_data_type=torch.float32,
-    )
-    q = queries(5, device=device)
-    scores = [Scores(0.3, shown=each.astype(np.float64)) for each in shown]
-    check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, q_lens, scores))
 
 
 def test_wrong_inputs_are_refused(device: torch.device) -> None:

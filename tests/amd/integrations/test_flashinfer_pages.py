@@ -24,9 +24,6 @@ from tests.amd.integrations.batches import (
 )
 from tests.amd.integrations.oracle import Array, Scores
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 OLD, NEW = (3, 0, 6), (1, 7, 2)
 LENS = tuple(old + new for old, new in zip(OLD, NEW, strict=True))
 

@@ -14,9 +14,6 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, indptr, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Array, Scores
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 KV_LENS, Q_LENS = (1, 19, 9, 6), (1, 3, 9, 2)
 
 
@@ -45,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("kv_lens", "q_lens", "scores", "more"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
 )
@@ -67,6 +65,7 @@ def test_new_tokens_are_the_last_of_their_sequence(
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, q_lens, [scores] * len(q_lens)))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("window", [-1, 3])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_mask_says_what_is_seen(window: int, packed: bool, device: torch.device) -> None:
@@ -99,6 +98,7 @@ def test_a_mask_of_another_size_is_refused(device: torch.device) -> None:
             wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, **more)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("scores", [Scores(0.3), Scores(0.3, causal=False, window_left=4)], ids=["causal", "window"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_ragged_k_and_v_are_read_where_they_lie(scores: Scores, layout: str, device: torch.device) -> None:

@@ -16,9 +16,6 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, SIZES, Batch, check, indptr, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Array, Scores
 
-# Left out under the interpreter by day; test_flashinfer_program.py is in its short form.
-pytestmark = pytest.mark.fast(interpreted=0)
-
 LENS, NEW = (9, 21, 4), (6, 5, 4)
 # First and last key of the spans, in turn for the new tokens of each sequence; one begins before the new tokens, one
 # does not have its own token, and one token has none.

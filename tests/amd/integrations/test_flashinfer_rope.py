@@ -15,8 +15,6 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import indptr, ints
 from tests.amd.integrations.oracle import Array
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 TOKENS, Q_HEADS, K_HEADS, DIM = 9, 3, 2, 16
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 NAN = float("nan")

@@ -17,8 +17,6 @@ from rocm_attn.integrations.flashinfer import philox as philox_module
 from rocm_attn.integrations.flashinfer.philox import philox, uniforms
 from tests.amd.integrations.oracle import Array
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 ROWS, VOCAB, SAMPLES = 4, 23, 40_000
 # Five standard deviations of a share of SAMPLES.
 FIVE_SIGMA = 5 * 0.5 / SAMPLES**0.5

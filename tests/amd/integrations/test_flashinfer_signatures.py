@@ -17,15 +17,12 @@ from rocm_attn.integrations.flashinfer.requests import geometry_of
 from rocm_attn.integrations.flashinfer.signatures import ALWAYS_REFUSED, Given, recorded
 from tests.amd.integrations.signatures import LEFT_OUT, NAMES, of_flashinfer
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 # An unpacked wheel of FlashInfer; without one, the recorded signatures are used.
 FOLDER = os.environ.get("FLASHINFER_PACKAGE", "")
 THEIRS = of_flashinfer(Path(FOLDER)) if FOLDER else recorded()
 
 
 def parameters(function: Callable[..., Any]) -> str:
-    """Returns a function's parameters as the record has them."""
     signature = inspect.signature(function)
     return str(
         signature.replace(

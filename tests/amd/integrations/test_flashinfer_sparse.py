@@ -14,13 +14,10 @@ from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, KV_HEADS, NAN, Q_HEADS, check, indptr, ints, workspace
 from tests.amd.integrations.oracle import Array, Scores, attention
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 SIZES = Q_HEADS, KV_HEADS, DIM
 
 
 def rows_of(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """Returns random float32 values."""
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).float().to(device)
 
 

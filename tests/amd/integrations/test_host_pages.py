@@ -40,7 +40,6 @@ def tier_of(runtime: AttentionRuntime, memory: HostMemory, kind: type[HostPages]
 
 
 def stored(story: Story, runtime: AttentionRuntime) -> tuple[int, Int32Array]:
-    """Returns a row of whole pages, and the pages."""
     row = story.prefill(runtime, NUM_TOKENS)
     pages = runtime.table.pages_of(row)
     assert len(pages) == NUM_PAGES
@@ -48,14 +47,12 @@ def stored(story: Story, runtime: AttentionRuntime) -> tuple[int, Int32Array]:
 
 
 def free_and_fill(runtime: AttentionRuntime, row: int) -> None:
-    """Frees a row, and writes NaN to every page."""
     runtime.table.free(row)
     for layer in runtime.pool.in_space(runtime.table.spaces[0].space).layers:
         layer.fill_nan(slice(1, None))
 
 
 def come_back(runtime: AttentionRuntime, tier: HostPages, keys: Sequence[bytes]) -> tuple[int, int]:
-    """Returns a row with the pages of keys, and their number."""
     row = runtime.table.admit()
     runtime.table.reserve(row, NUM_TOKENS)
     right = tier.restore(keys, runtime.table.pages_of(row))

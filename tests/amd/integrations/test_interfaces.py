@@ -17,8 +17,6 @@ from rocm_attn.integrations.interfaces import Interfaces, compare, main, record,
 from rocm_attn.integrations.plugins import PLUGINS, VLLM, Plugin
 from rocm_attn.machine.settings import UNTESTED_ENGINES, Settings, read_settings
 
-pytestmark = pytest.mark.fast(interpreted=0)
-
 each_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
 ON = Settings()
 
@@ -81,7 +79,6 @@ GONE = "is gone"
 
 
 def engine(folder: Path) -> Path:
-    """Writes the engine's files. Returns the folder of its package."""
     for name, text in ENGINE.items():
         file = folder / "vllm" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +97,6 @@ def tested(tmp_path: Path) -> Interfaces:
 
 
 def edit(package: Path, file: str, before: str, after: str) -> None:
-    """Replaces a text in one of the engine's files."""
     text = (package / file).read_text()
     assert before in text
     (package / file).write_text(text.replace(before, after))

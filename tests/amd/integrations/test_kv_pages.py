@@ -9,10 +9,9 @@ import torch
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch
-from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.paging.index_spaces import Space
-from tests.amd.integrations.test_kv_transfer import Story, runtime_of, storages
+from tests.amd.integrations.test_kv_transfer import Story, of_row, runtime_of, unchanged
 from tests.amd.worlds.problems import small_problem
 
 
@@ -76,24 +75,19 @@ def test_pages_are_imported_into_an_empty_row_alone(device: torch.device) -> Non
     """import_pages() and import_layer() refuse the pages that import_row() refuses."""
     problems = [small_problem()]
     story, there, here = Story(problems, device), *(runtime_of(problems, device, "torch") for _ in range(2))
-    row, exporter = story.prefill(there, 10), KVExporter(there)
-    extent = exporter.extent(exporter.pages_of(row, 10), 10)
-    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    exporter.export_row(row, 10, buffer)
+    exporter, extent, buffer = of_row(there, story.prefill(there, 10), 10)
     importer, other = KVImporter(here, exporter.passport), story.prefill(here, 10)
     gone = importer.admit(extent)
     pages = importer.pages_of(gone, 10)
     here.table.free(gone)
-    before = [tensor.clone() for tensor in storages(here)]
-    for send in (importer.import_pages, partial(importer.import_layer, 0)):
+    with unchanged(here):
+        for send in (importer.import_pages, partial(importer.import_layer, 0)):
+            with pytest.raises(BadBatch, match=f"row {other} has 10 stored tokens already"):
+                send(importer.pages_of(other, 10), extent, buffer)
+            with pytest.raises(BadBatch, match="no row has these pages"):
+                send(pages, extent, buffer)
         with pytest.raises(BadBatch, match=f"row {other} has 10 stored tokens already"):
-            send(importer.pages_of(other, 10), extent, buffer)
-        with pytest.raises(BadBatch, match="no row has these pages"):
-            send(pages, extent, buffer)
-    with pytest.raises(BadBatch, match=f"row {other} has 10 stored tokens already"):
-        importer.import_row(other, extent, buffer)
-    for tensor, was in zip(storages(here), before, strict=True):
-        assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
+            importer.import_row(other, extent, buffer)
 
 
 def test_tokens_that_a_row_has_no_room_for_are_refused_before_they_are_written(
@@ -101,14 +95,8 @@ def test_tokens_that_a_row_has_no_room_for_are_refused_before_they_are_written(
 ) -> None:
     problems = [small_problem()]
     story, source = Story(problems, device), runtime_of(problems, device, provider)
-    exporter, importer = KVExporter(source), KVImporter(source, KVPassport.of(source))
-    row, short = story.prefill(source, 11), source.table.admit()
-    extent = exporter.extent(exporter.pages_of(row, 11), 11)
-    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    exporter.export_row(row, 11, buffer)
+    exporter, extent, buffer = of_row(source, story.prefill(source, 11), 11)
+    importer, short = KVImporter(source, exporter.passport), source.table.admit()
     source.table.reserve(short, 10)
-    before = [tensor.clone() for tensor in storages(source)]
-    with pytest.raises(BadBatch, match=f"row {short} has room for 10 tokens"):
+    with unchanged(source), pytest.raises(BadBatch, match=f"row {short} has room for 10 tokens"):
         importer.import_row(short, extent, buffer)
-    for tensor, was in zip(storages(source), before, strict=True):
-        assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.integrations.kv_passport import KVExtent, KVPassport, stretches
-from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
+from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter, Pages
+from rocm_attn.integrations.owners import Owner
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
@@ -58,7 +60,6 @@ class Story:
         return torch.stack(each).to(self.device, self.problems[layer].dtype)
 
     def step(self, runtime: AttentionRuntime, row: int, kv_len: int, q_len: int) -> list[Tensor]:
-        """Stores and attends in every layer, and returns the outputs."""
         runtime.table.reserve(row, kv_len)
         step = runtime.step(StepBatch([row], [kv_len], [q_len])).parts[0]
         outs, first = [], kv_len - q_len
@@ -92,8 +93,30 @@ class Story:
 
 
 def room(num_bytes: int, device: torch.device) -> Tensor:
-    """Returns a buffer with poison around it."""
     return torch.full((num_bytes + 64,), POISON, dtype=torch.uint8, device=device)
+
+
+def exported(owner: Owner, pages: Pages, kv_len: int) -> tuple[KVExporter, KVExtent, Tensor]:
+    """Returns an exporter, and the extent and the buffer of the tokens that it has sent."""
+    exporter = KVExporter(owner)
+    extent = exporter.extent(pages, kv_len)
+    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=exporter.device)
+    exporter.export(pages, extent, buffer)
+    return exporter, extent, buffer
+
+
+def of_row(runtime: AttentionRuntime, row: int, kv_len: int) -> tuple[KVExporter, KVExtent, Tensor]:
+    """Returns the same of a runtime's row."""
+    return exported(runtime, KVExporter(runtime).pages_of(row, kv_len), kv_len)
+
+
+@contextmanager
+def unchanged(runtime: AttentionRuntime) -> Iterator[None]:
+    """Checks that no page of a runtime is written."""
+    before = [tensor.clone() for tensor in storages(runtime)]
+    yield
+    for tensor, was in zip(storages(runtime), before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
 
 
 def moved(source: AttentionRuntime, row: int, kv_len: int, target: AttentionRuntime) -> int:
@@ -309,10 +332,8 @@ def test_an_engines_pages_are_sent_as_a_runtimes_are(
     one.run([request], [11])
     there = other.admit()
     other.reserve(there, 11)
-    exporter, importer = KVExporter(one.attention), KVImporter(other.attention, KVPassport.of(one.attention))
-    extent = exporter.extent(request.pages, 11)
-    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    exporter.export(request.pages, extent, buffer)
+    exporter, extent, buffer = exported(one.attention, request.pages, 11)
+    importer = KVImporter(other.attention, exporter.passport)
     importer.import_pages(there.pages, extent, buffer)
     for number in range(len(one.windows)):
         other.stored[number, there.row] = one.stored[number, request.row]
@@ -355,16 +376,15 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
     with pytest.raises(BadBatch, match="no row has these pages"):
         importer.import_pages(pages, extent, buffer)
     assert (buffer == POISON).all()
-    before = [tensor.clone() for tensor in storages(target)]
-    with pytest.raises(BadBatch, match="or a repeated page"):
+    with unchanged(target), pytest.raises(BadBatch, match="or a repeated page"):
         importer.import_pages({Space.FULL: [3, 3, 4]}, extent, buffer)
-    with pytest.raises(BadBatch, match="sees tokens from 0 on"):
+    with unchanged(target), pytest.raises(BadBatch, match="sees tokens from 0 on"):
         importer.import_pages({Space.FULL: [0, 3, 4]}, extent, buffer)
     shared = target.table.admit()
     target.table.reserve(shared, 11)
     target.table.mark_stored([shared], [11])
     target.table.fork(shared, 8)
-    with pytest.raises(BadBatch, match="shares pages with others"):
+    with unchanged(target), pytest.raises(BadBatch, match="shares pages with others"):
         importer.import_row(shared, extent, buffer)
     source_of_copy = target.table.admit()
     target.table.reserve(source_of_copy, 3)
@@ -372,10 +392,8 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
     target.table.reserve(child, 4)
     assert target.table.kept.num_holders(target.table.pages_of(source_of_copy)[0]) == 1, "the copy is still to be made"
     target.table.reserve(source_of_copy, 11)
-    with pytest.raises(BadBatch, match="shares pages with others"):
+    with unchanged(target), pytest.raises(BadBatch, match="shares pages with others"):
         importer.import_row(source_of_copy, extent, buffer)
-    for tensor, was in zip(storages(target), before, strict=True):
-        assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
 
 
 @pytest.mark.fast(interpreted=0)
@@ -383,13 +401,11 @@ def test_scales_that_change_later_are_refused_on_both_sides(provider: str, devic
     problems = coded(FN, Scales.LAYER)
     story, source = Story(problems, device), runtime_of(problems, device, provider)
     target = runtime_of(problems, device, provider)
-    exporter, importer = KVExporter(source), KVImporter(target, KVPassport.of(source))
+    importer = KVImporter(target, KVPassport.of(source))
     target.set_kv_scales(1, KVScales(0.5, 0.25))
     row = story.prefill(source, 11)
+    exporter, extent, buffer = of_row(source, row, 11)
     pages = exporter.pages_of(row, 11)
-    extent = exporter.extent(pages, 11)
-    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    exporter.export(pages, extent, buffer)
     with pytest.raises(WrongState, match="scales of layer 1 have changed"):
         importer.import_pages(dict(pages), extent, buffer)
     source.table.free(row)
@@ -406,11 +422,9 @@ def test_other_scales_at_the_address_of_those_that_are_gone_are_refused(
     story, source = Story(problems, device), runtime_of(problems, device, provider)
     # New scales may get the id() of freed old ones.
     monkeypatch.setattr("builtins.id", lambda each: 7)
-    exporter = KVExporter(source)
     row = story.prefill(source, 11)
+    exporter, extent, buffer = of_row(source, row, 11)
     pages = exporter.pages_of(row, 11)
-    extent = exporter.extent(pages, 11)
-    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
     layer = source.pool.layer(0)
     assert layer.k_scale is not None
     other = torch.full_like(layer.k_scale, 3.0)
@@ -444,10 +458,8 @@ def test_the_rest_of_a_last_page_becomes_zero_but_in_pages_whose_tails_are_kept(
     request, there = one.admit(), other.admit()
     one.run([request], [9])
     other.reserve(there, 9)
-    exporter, importer = KVExporter(one.attention), KVImporter(other.attention, KVPassport.of(one.attention))
-    extent = exporter.extent(request.pages, 9)
-    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    exporter.export(request.pages, extent, buffer)
+    exporter, extent, buffer = exported(one.attention, request.pages, 9)
+    importer = KVImporter(other.attention, exporter.passport)
     k, v = other.pages[0]
     page = there.pages[Space.FULL][-1]
     k[page, 1:], v[page, 1:] = 7, 8
@@ -474,12 +486,10 @@ def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
         attention.pages.bind(0, k, v)
         attentions.append((attention, k, v))
     (one, k, v), (other, new_k, new_v) = attentions
-    exporter, importer = KVExporter(one), KVImporter(other, KVPassport.of(one))
-    pages, there = {Space.FULL: [3, 0, 5]}, {Space.FULL: [0, 2, 1]}
-    extent = exporter.extent(pages, 12)
+    there = {Space.FULL: [0, 2, 1]}
+    exporter, extent, buffer = exported(one, {Space.FULL: [3, 0, 5]}, 12)
     assert extent.first == {"full": 0}
-    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    exporter.export(pages, extent, buffer)
+    importer = KVImporter(other, exporter.passport)
     importer.import_pages(there, extent, buffer)
     for side, new in ((k, new_k), (v, new_v)):
         assert torch.equal(side[[3, 0, 5]], new[[0, 2, 1]])
@@ -582,10 +592,7 @@ def test_nothing_is_imported_while_a_step_may_store(device: torch.device) -> Non
     story = Story(problems, device)
     there, here = runtime_of(problems, device, "torch"), runtime_of(problems, device, "torch")
     row = story.prefill(there, 11)
-    exporter = KVExporter(there)
-    extent = exporter.extent(exporter.pages_of(row, 11), 11)
-    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    exporter.export_row(row, 11, buffer)
+    exporter, extent, buffer = of_row(there, row, 11)
     importer = KVImporter(here, exporter.passport)
     old = here.table.admit()
     here.table.reserve(old, 11)
@@ -607,9 +614,7 @@ def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused
     one = VLLM(4, device=device, provider=provider)
     request = one.admit()
     one.run([request], [5])
-    exporter = KVExporter(one.attention)
-    extent = exporter.extent(request.pages, 5)
-    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter, extent, buffer = exported(one.attention, request.pages, 5)
     k, v = one.pages[0]
     strides = list(k.stride())
     strides[1], strides[2] = k.shape[3], k.shape[1] * k.shape[3]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from types import ModuleType
 
 import pytest
 import torch
@@ -27,9 +26,7 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-# Left out under the interpreter by day: no Triton kernel runs here, and the stage host runs it every time.
-pytestmark = pytest.mark.fast(interpreted=0)
+from tests.amd.integrations.modules import install
 
 each_plugin = pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.name)
 ON = Settings()
@@ -37,9 +34,7 @@ ON = Settings()
 
 def running(monkeypatch: pytest.MonkeyPatch, plugin: Plugin, version: str) -> None:
     """Behaves as if a version of the engine were imported."""
-    module = ModuleType(plugin.name)
-    module.__version__ = version  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, plugin.name, module)
+    install(monkeypatch, {plugin.name: {"__version__": version}})
 
 
 def never() -> None:

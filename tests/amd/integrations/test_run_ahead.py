@@ -59,7 +59,6 @@ class Ahead:
         assert all(map(torch.equal, before, bits(self.pages)))
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(
     ("changes", "mask"),
     [
@@ -95,7 +94,6 @@ def test_steps_run_ahead_over_blocks_that_vllm_makes_in_inference_mode() -> None
     assert ahead.done > 8
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(
     "kind",
     [{}, {"windows": (-1, 5), "with_window_pool": True}, {"is_latent": True}, {"with_trees": True}],
@@ -174,8 +172,6 @@ def test_no_step_is_larger_than_the_engines_largest() -> None:
 
 
 class OnGpu:
-    """The part of an attention that log_run_ahead reads."""
-
     def __init__(self, arch: str) -> None:
         self._arch = arch
 

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +17,13 @@ from rocm_attn.errors import Unsupported
 from rocm_attn.external import LogAndCount
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.encoded import EncodedHooks
+from tests.amd.integrations.modules import install
 from tests.amd.integrations.sglang_stand_in import Engine, Mode, RadixAttention
 
 BACKEND = "rocm_attn.integrations.sglang.backend"
 
 
 class SharedReadEnds(enum.Enum):
-    """Like SGLang's class."""
-
     PRE_REPLAY = 1
     IN_REPLAY = 2
     POST_REPLAY = 3
@@ -38,16 +37,12 @@ class AttentionBackend:
 
 
 class TreeMaskMode(enum.Enum):
-    """Like SGLang's class."""
-
     FULL_MASK = 1
     QLEN_ONLY = 2
 
 
 @dataclass(frozen=True)
 class VerifyMask:
-    """Like SGLang's class."""
-
     buffer: torch.Tensor
     mode: TreeMaskMode
     max_bs: int
@@ -55,8 +50,6 @@ class VerifyMask:
 
 
 class Server:
-    """The arguments of a server, as SGLang's context provides them."""
-
     def __init__(self) -> None:
         self.parallel = SimpleNamespace(attn_dcp_size=1, attn_tp_size=1)
         self.is_deterministic = False
@@ -68,25 +61,18 @@ class Server:
         self.dllm: str | None = None
         self.chunk, self.has_radix_cache = 8192, True
 
-    def modules(self) -> dict[str, ModuleType]:
-        names: dict[str, dict[str, Any]] = {
+    def modules(self) -> dict[str, dict[str, Any]]:
+        """Returns the values of SGLang's modules by their names."""
+        return {
             "sglang": {"__version__": "0.5.23"},
-            "sglang.srt": {},
-            "sglang.srt.layers": {},
-            "sglang.srt.layers.attention": {},
             "sglang.srt.layers.attention.base_attn_backend": {
                 "AttentionBackend": AttentionBackend,
                 "SharedReadEnds": SharedReadEnds,
             },
-            "sglang.kernels": {},
-            "sglang.kernels.ops": {},
-            "sglang.kernels.ops.quantization": {},
             "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": lambda: False},
             "sglang.srt.layers.attention.verify_mask": {"VerifyMask": VerifyMask},
             "sglang.srt.layers.radix_attention": {"RadixAttention": RadixAttention},
-            "sglang.srt.mem_cache": {},
             "sglang.srt.mem_cache.common": {"evict_from_tree_cache": lambda tree, num_tokens: None},
-            "sglang.srt.speculative": {},
             "sglang.srt.speculative.eagle_utils": {"TreeMaskMode": TreeMaskMode},
             "sglang.srt.runtime_context": {
                 "get_exec": lambda: SimpleNamespace(
@@ -105,19 +91,12 @@ class Server:
                 "attention_backends": lambda: self.backends,
             },
         }
-        modules = {name: ModuleType(name) for name in names}
-        for name, values in names.items():
-            modules[name].__path__ = []
-            for key, value in values.items():
-                setattr(modules[name], key, value)
-        return modules
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     stand = Server()
-    for name, module in stand.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    install(monkeypatch, stand.modules())
     monkeypatch.setenv("ROCM_ATTN_PROVIDER", "torch")
     return stand
 
@@ -132,7 +111,6 @@ def backend(server: Server) -> Iterator[Any]:
 
 @pytest.fixture
 def runner() -> Any:
-    """Returns the runner of a model on the CPU."""
     return runner_of(Engine("torch", torch.device("cpu"), serve=False))
 
 

@@ -18,22 +18,19 @@ from torch import Tensor, nn
 
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadBatch, DeviceFault, Unsupported
-from rocm_attn.external import raise_fault
 from rocm_attn.integrations.sglang.encoded import EncodedHooks
-from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
-from rocm_attn.machine.agreement import alone
+from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from tests.amd.external.oracle import attention
+from tests.amd.integrations import sglang_stand_in
 from tests.amd.integrations.sglang_stand_in import (
     DIM,
     KV_HEADS,
     NAN,
-    NUM_ROWS,
     Q_HEADS,
     ROOM,
     TOLERANCE,
     Mode,
     RadixAttention,
-    SplitPool,
     WindowPool,
 )
 
@@ -54,34 +51,16 @@ class Engine:
     """A decoder of one layer over text and one of cross attention, after an encoder that calls no backend."""
 
     def __init__(self, provider: str, device: torch.device, *, serve: bool = True, **of_cross: Any) -> None:
-        self.device, self.random = device, np.random.default_rng(0)
-        slots = 1 + (NUM_ROWS - 1) * ROOM
-        self.table = torch.zeros(NUM_ROWS, ROOM, dtype=torch.int32, device=device)
-        self.pool: Any = SplitPool([TEXT, CROSS], slots, torch.float32, device)
-        self.model = nn.Module()
-        for number in (TEXT, CROSS, ENCODER):
-            block = nn.Module()
-            block.attn = RadixAttention(number)
-            self.model.add_module(f"block{number}", block)
-        self.layers: list[Any] = [self.model.get_submodule(f"block{number}").attn for number in (TEXT, CROSS)]
+        plain = sglang_stand_in.Engine(provider, device, page_size=1, windows=(-1, -1), serve=False)
+        self.device, self.table, self.free, self.rows = device, plain.table, plain.free, plain.rows
+        self.ints, self.random_rows = plain.ints, plain.random_rows
+        self.layers: list[Any] = [*plain.layers]
         for name, value in {"is_cross_attention": True, **of_cross}.items():
             setattr(self.layers[CROSS], name, value)
-        encoder: Any = self.model.get_submodule(f"block{ENCODER}")
-        encoder.attn.attn_type = SimpleNamespace(value="encoder_only")
-        self.runner: Any = SimpleNamespace(
-            device=str(device),
-            dtype=torch.float32,
-            page_size=1,
-            model=self.model,
-            use_mla_backend=False,
-            req_to_token_pool=SimpleNamespace(req_to_token=self.table),
-            token_to_kv_pool=self.pool,
-            attention_chunk_size=None,
-            is_generation=True,
-        )
-        self.serving = Serving(RadixAttention, provider=provider, agree=alone, on_fault=raise_fault)
-        self.free = (1 + self.random.permutation(slots - 1)).tolist()
-        self.rows = list(range(1, NUM_ROWS))
+        block = nn.Module()
+        block.attn = RadixAttention(ENCODER, attn_type=SimpleNamespace(value="encoder_only"))
+        plain.model.add_module(f"block{ENCODER}", block)
+        self.runner, self.serving = plain.runner, plain.serving
         self.stored: dict[tuple[int, int], tuple[Any, Any]] = {}
         if serve:
             self.hooks = EncodedHooks(self.runner, self.serving)
@@ -91,12 +70,6 @@ class Engine:
         request = Request(self.rows.pop(0), encoded)
         self.table[request.row] = torch.tensor([self.free.pop() for _ in range(ROOM)]).int().to(self.device)
         return request
-
-    def ints(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
-
-    def random_rows(self, *shape: int) -> Tensor:
-        return torch.from_numpy(self.random.standard_normal(shape)).float().to(self.device)
 
     def batch(self, mode: Mode, requests: Sequence[Request], new: Sequence[int]) -> Any:
         """Returns a ForwardBatch. Lengths and slots of text are those after the encoder."""
@@ -123,7 +96,6 @@ class Engine:
         )
 
     def store(self, layer: int, request: Request, k: Tensor, v: Tensor) -> None:
-        """Records rows that a layer has stored."""
         before = self.stored.get((layer, request.row), (k[:0].double().cpu().numpy(),) * 2)
         rows = (each.double().cpu().numpy() for each in (k, v))
         self.stored[layer, request.row] = tuple(  # type: ignore[assignment]  # two of them
@@ -131,7 +103,6 @@ class Engine:
         )
 
     def run(self, mode: Mode, requests: Sequence[Request], new: Sequence[int]) -> None:
-        """Runs an eager step, and compares it with the reference."""
         batch = self.batch(mode, requests, new)
         self.hooks.init_forward_metadata(batch)
         q, k, v = (self.random_rows(sum(new), heads, DIM) for heads in (Q_HEADS, KV_HEADS, KV_HEADS))
@@ -149,7 +120,6 @@ class Engine:
         self.compare(requests, new, q, text, crossed)
 
     def keep(self, requests: Sequence[Request], new: Sequence[int], k: Tensor, v: Tensor) -> None:
-        """Records the rows of new text."""
         for request, rows, values in zip(requests, *(torch.split(each, list(new)) for each in (k, v)), strict=True):
             self.store(TEXT, request, rows, values)
             request.kv_len += len(rows)
@@ -157,7 +127,6 @@ class Engine:
     def compare(
         self, requests: Sequence[Request], new: Sequence[int], q: Tensor, text: Tensor, crossed: Tensor
     ) -> None:
-        """Checks each row of both layers."""
         for number, out in ((TEXT, text), (CROSS, crossed)):
             first = 0
             for request, count in zip(requests, new, strict=True):
@@ -176,7 +145,6 @@ def engine(provider: str, device: torch.device) -> Engine:
     return Engine(provider, device)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_texts_are_read_after_their_encoders_and_see_all_of_them(engine: Engine) -> None:
     """A prompt is longer than its encoder, one comes in parts, and one has none."""
     one, two, none = (engine.admit(rows) for rows in (13, 5, 0))
@@ -191,7 +159,6 @@ def test_texts_are_read_after_their_encoders_and_see_all_of_them(engine: Engine)
         hooks.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_row_that_goes_to_another_request_is_read_after_the_new_encoder(engine: Engine) -> None:
     one, two = engine.admit(9), engine.admit(3)
     engine.run(Mode.EXTEND, [one, two], [4, 2])
@@ -203,7 +170,6 @@ def test_a_row_that_goes_to_another_request_is_read_after_the_new_encoder(engine
     engine.run(Mode.DECODE, [again], [1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_captured_decode_serves_any_texts_and_encoders(engine: Engine) -> None:
     """SGLang leaves lengths of encoders in padded entries, and captures with some."""
     one, two, three = (engine.admit(rows) for rows in (13, 6, 21))
@@ -256,7 +222,6 @@ def test_a_captured_decode_serves_any_texts_and_encoders(engine: Engine) -> None
         of_layer.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_text_that_is_stored_elsewhere_than_after_its_encoder_is_reported(engine: Engine) -> None:
     one = engine.admit(5)
     engine.run(Mode.EXTEND, [one], [4])

@@ -45,14 +45,12 @@ POOLS: list[Any] = [
 
 
 def prompted(provider: str, device: torch.device, **fields: Any) -> tuple[Engine, Request]:
-    """Returns an engine with a request of three tokens."""
     engine = Engine(provider, device, **fields)
     one = engine.admit()
     engine.run(Mode.EXTEND, [one], [3])
     return engine, one
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("kind", POOLS)
 def test_prompts_in_chunks_decode_mixed_and_idle_steps_give_what_an_oracle_gives(
     kind: dict[str, Any], provider: str, device: torch.device
@@ -70,7 +68,7 @@ def test_prompts_in_chunks_decode_mixed_and_idle_steps_give_what_an_oracle_gives
     engine.hooks.attention.check_device()
 
 
-@pytest.mark.fast(4, interpreted=0)
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("says_padding", [True, False])
 def test_a_captured_step_serves_any_batch_up_to_its_bucket(
@@ -106,7 +104,6 @@ def tree_of(requests: Sequence[Request], new: int) -> Any:
     return cells
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_tree_of_drafts_is_verified_by_its_mask_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device, with_trees=True)
     requests = [engine.admit() for _ in range(3)]
@@ -157,7 +154,7 @@ def test_a_tree_is_refused_where_no_kernel_looks_at_masks(
         begin(batch)
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @pytest.mark.parametrize(("topk", "page_size"), [(1, 4), (2, 1), (2, 4), (3, 4)])
 @pytest.mark.parametrize("captured", [False, True])
 def test_draft_steps_see_their_request_and_their_own_branch(
@@ -217,7 +214,6 @@ class Drafts:
             self.engine.forward(step, hooks)
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Runs a round eagerly."""
         batch = self.batch(requests, len(requests))
         self.steps.init_forward_metadata(batch)
         steps = self.new_steps(batch, len(requests))
@@ -250,7 +246,6 @@ class Drafts:
         self.compare(requests, self.captured)
 
     def compare(self, requests: Sequence[Request], steps: Sequence[Step]) -> None:
-        """Compares the outputs with a reference."""
         seen: dict[tuple[int, int], tuple[Array, Array]] = {}
         for step, hooks in zip(steps, self.steps.attn_backends, strict=True):
             self._compare(requests, step, seen)
@@ -279,7 +274,7 @@ def test_a_table_of_branches_refuses_more_than_it_has_room_for() -> None:
         table.write(torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("is_latent", [False, True])
 def test_eight_bit_pages_are_read_with_the_layers_scales(
@@ -352,7 +347,7 @@ FAULTS: list[Any] = [
 ]
 
 
-@pytest.mark.fast(3, interpreted=0)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("corrupt", "said"), FAULTS)
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_fault_in_a_step_of_the_engine_is_reported_within_two_steps(
@@ -383,7 +378,6 @@ def test_a_fault_in_a_step_of_the_engine_is_reported_within_two_steps(
         step(lambda *_: None)
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_a_pool_that_moves_is_followed_until_graphs_read_it(side: str, provider: str, device: torch.device) -> None:
     engine, one = prompted(provider, device)
@@ -463,7 +457,6 @@ def test_metadata_of_another_batch_is_refused(provider: str, device: torch.devic
         engine.forward(step)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_graph_may_have_more_sequences_than_the_pool_has_rows(provider: str, device: torch.device) -> None:
     engine, one = prompted(provider, device)
     engine.hooks.init_cuda_graph_state(16, 16)
@@ -509,7 +502,6 @@ def test_what_the_engine_stored_itself_is_not_stored_again(provider: str, device
     engine.compare([one], step)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_in_the_deterministic_mode_a_request_has_the_same_bits_in_any_batch(
     provider: str, device: torch.device
 ) -> None:
@@ -568,7 +560,7 @@ def test_chunks_are_seen_by_the_layers_that_turn_and_by_no_others(provider: str,
         engine.hooks.forward_decode(q, k, v, other, batch)
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("kind", "windows"),
     [("encoder_only", (-1, -1)), ("encoder_only", (3, 1)), ("decoder_bidirectional", (5, -1))],
@@ -586,7 +578,6 @@ def test_tokens_of_an_encoder_see_their_sequence_or_a_window_to_both_sides(
     engine.hooks.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
     """DFlash: SGLang runs a draft model's block as a step that verifies drafts, in layers of the encoder's kind."""
     engine = Engine(provider, device, is_encoder=True, windows=(-1, 2))

@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,16 +23,13 @@ from rocm_attn.integrations.sglang.seen import PAD_ROW, slot_map
 from rocm_attn.machine.settings import NEEDLES_EVERY
 from rocm_attn.truth.adopted import EngineRow, probe_idle
 from rocm_attn.truth.verdict import TruthVerdict
+from tests.amd.integrations.modules import install
 from tests.amd.integrations.sglang_stand_in import ROOM, Engine, Mode, Request
-from tests.amd.integrations.test_sglang_hooks import POOLS as PLAIN_POOLS
+from tests.amd.integrations.test_sglang_truth import POOLS
 from tests.amd.planted import reading_a_wrong_page
 
 CPU = torch.device("cpu")
 IDLE_ROWS = "rocm_attn.integrations.sglang.idle_rows"
-POOLS: list[Any] = [
-    *PLAIN_POOLS,
-    pytest.param({"kv_dtype": torch.float8_e4m3fn, "k_scale_float": 0.5, "v_scale_float": 0.25}, id="FP8"),
-]
 
 
 class Allocator:
@@ -138,13 +135,11 @@ class Served:
 @pytest.fixture
 def lending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Yields our module over SGLang's, with needles before each step, hidden from other tests."""
-    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.common"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
     def evict(tree: Any, num_tokens: int) -> None:
         tree.evicted.append(num_tokens)
 
-    vars(sys.modules["sglang.srt.mem_cache.common"])["evict_from_tree_cache"] = evict
+    install(monkeypatch, {"sglang.srt.mem_cache.common": {"evict_from_tree_cache": evict}})
     monkeypatch.setenv(NEEDLES_EVERY, "1")
     yield importlib.import_module(IDLE_ROWS)
     del sys.modules[IDLE_ROWS]

@@ -24,7 +24,6 @@ each_pool = pytest.mark.parametrize("with_window_pool", [False, True], ids=["one
 
 
 def inputs_of(places: Places) -> Any:
-    """Returns a request's MultimodalInputs; None without images."""
     if not places:
         return None
     items = [SimpleNamespace(is_image=lambda: True, offsets=[place]) for place in places]
@@ -51,7 +50,7 @@ def prompt(engine: Engine, requests: Sequence[Request], new: Sequence[int], plac
     engine.compare(requests, step, lambda number: cells(requests[number].kv_len, new[number], places[number]))
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @each_pool
 @pytest.mark.parametrize("with_trees", [False, True])
 def test_tokens_of_an_image_see_each_other_as_far_as_windows_let(
@@ -78,7 +77,6 @@ def test_tokens_of_an_image_see_each_other_as_far_as_windows_let(
     engine.hooks.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_the_rest_of_an_image_after_a_cached_beginning_sees_all_of_it(provider: str, device: torch.device) -> None:
     """A radix cache keeps whole pages, and an image may end within one."""
     engine = Engine(provider, device, model_name=GEMMA3)

@@ -5,29 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.machine.settings import NEEDLES_EVERY, WATCH_STATES
-
-# Left out under the interpreter by day: no Triton kernel runs here, and the stage host runs it every time.
-pytestmark = pytest.mark.fast(interpreted=0)
+from tests.amd.integrations.modules import install
 
 STOCK = ["triton", "aiter"]
 REGISTRATION = "rocm_attn.integrations.sglang.registration"
-
-
-class Stand(ModuleType):
-    """A module with these names. It is a package too, so that modules within it are found."""
-
-    def __init__(self, name: str, **names: Any) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-        for key, value in names.items():
-            setattr(self, key, value)
 
 
 class SGLang:
@@ -46,8 +34,7 @@ class SGLang:
         self.lists = lists
         self.backends: dict[str, Callable[[Any], Any]] = {}
         self.hooks: dict[str, Callable[..., Any]] = {}
-        self.choices = Stand(
-            "sglang.srt.arg_groups.choices",
+        self.choices: Any = SimpleNamespace(
             **lists,
             add_attention_backend_choices=lists["ATTENTION_BACKEND_CHOICES"].extend,
             add_draft_attention_backend_choices=lists["DRAFT_ATTENTION_BACKEND_CHOICES"].extend,
@@ -64,40 +51,28 @@ class SGLang:
 
         return keep
 
-    def modules(self) -> dict[str, ModuleType]:
-        registry = Stand("attention_registry", register_attention_backend=self.register)
+    def modules(self) -> dict[str, dict[str, Any]]:
+        """Returns the values of SGLang's modules by their names."""
         hooks = SimpleNamespace(register=lambda target, hook, kind: self.hooks.__setitem__(target, hook))
-        registry_of_hooks = Stand(
-            "hook_registry", HookRegistry=hooks, HookType=SimpleNamespace(AROUND="around", AFTER="after")
-        )
-        context = Stand(
-            "runtime_context",
-            attention_backends=lambda: ("triton", "rocm_attn"),
-            get_spec=lambda: SimpleNamespace(speculative_attention_mode="prefill"),
-        )
-        within = {
-            "arg_groups": Stand("arg_groups", choices=self.choices),
-            "arg_groups.choices": self.choices,
-            "layers": Stand("layers"),
-            "layers.attention": Stand("attention"),
-            "layers.attention.attention_registry": registry,
-            "plugins": Stand("plugins"),
-            "plugins.hook_registry": registry_of_hooks,
-            "runtime_context": context,
-        }
         return {
-            "sglang": Stand("sglang", __version__="0.5.23"),
-            "sglang.srt": Stand("srt"),
-            **{f"sglang.srt.{name}": module for name, module in within.items()},
+            "sglang": {"__version__": "0.5.23"},
+            "sglang.srt.arg_groups": {"choices": self.choices},
+            "sglang.srt.layers.attention.attention_registry": {"register_attention_backend": self.register},
+            "sglang.srt.plugins.hook_registry": {
+                "HookRegistry": hooks,
+                "HookType": SimpleNamespace(AROUND="around", AFTER="after"),
+            },
+            "sglang.srt.runtime_context": {
+                "attention_backends": lambda: ("triton", "rocm_attn"),
+                "get_spec": lambda: SimpleNamespace(speculative_attention_mode="prefill"),
+            },
         }
 
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> SGLang:
-    """Provides SGLang's modules."""
     stand = SGLang()
-    for name, module in stand.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    install(monkeypatch, stand.modules())
     return stand
 
 
@@ -145,7 +120,7 @@ def test_draft_steps_are_ours_where_the_draft_model_or_the_server_names_us(
         made.append((runner, topk, num_steps))
         return SimpleNamespace(attn_backends=[SimpleNamespace(), SimpleNamespace()])
 
-    drafts = Stand("drafts", create_draft_steps=create)
+    drafts = SimpleNamespace(create_draft_steps=create)
     monkeypatch.setitem(sys.modules, "rocm_attn.integrations.sglang.drafts", drafts)
     registration.register_names()
     (decode,) = [hook for name, hook in sglang.hooks.items() if name.endswith("create_decode_backend")]
@@ -185,9 +160,9 @@ def test_states_are_watched_if_that_is_asked_for_and_the_model_has_some(
     """The backend of recurrent layers is made after ours."""
     order: list[str] = []
     for name, function in (
-        ("backend", Stand("backend", create=lambda runner: order.append("created"))),
-        ("state_hooks", Stand("state_hooks", watch=lambda: order.append("watched"))),
-        ("latent", Stand("latent", attend_over_latent_rows=None, choose_by_our_kernels=None)),
+        ("backend", SimpleNamespace(create=lambda runner: order.append("created"))),
+        ("state_hooks", SimpleNamespace(watch=lambda: order.append("watched"))),
+        ("latent", SimpleNamespace(attend_over_latent_rows=None, choose_by_our_kernels=None)),
     ):
         monkeypatch.setitem(sys.modules, f"rocm_attn.integrations.sglang.{name}", function)
     monkeypatch.setenv(WATCH_STATES, value)
@@ -206,6 +181,6 @@ def test_steps_are_hooked_only_where_needles_are_asked_for(
     run_batch = "sglang.srt.managers.scheduler.Scheduler.run_batch"
     assert (run_batch in sglang.hooks) == (every == "5")
     if every == "5":
-        idle_rows = Stand("idle_rows", lend=lambda original, *given: original(*given, "lent"))
+        idle_rows = SimpleNamespace(lend=lambda original, *given: original(*given, "lent"))
         monkeypatch.setitem(sys.modules, "rocm_attn.integrations.sglang.idle_rows", idle_rows)
         assert sglang.hooks[run_batch](lambda *given: given, "scheduler", "batch") == ("scheduler", "batch", "lent")

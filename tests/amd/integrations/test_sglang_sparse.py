@@ -73,7 +73,6 @@ class Indexer(nn.Module):
 
     @property
     def keys_and_gates(self) -> tuple[Tensor, Tensor]:
-        """Weights of keys and gates."""
         if hasattr(self, "wk_weights_proj"):
             rows = self.wk_weights_proj.weight
             return rows[: self.head_dim], rows[self.head_dim :]
@@ -175,7 +174,6 @@ class SparseEngine(Engine):
         return float(2 ** math.ceil(math.log2(largest * math.sqrt(2) / 448)))
 
     def run_sparse(self, mode: Mode, requests: Sequence[Request], new: Sequence[int], padded: int | None = None) -> Any:
-        """Runs an eager step, and compares it with the reference."""
         batch = self.batch(mode, requests, new)
         step = self.step_of(batch, new, padded=padded)
         x, q_lora = self.inputs(len(step.q[0]))
@@ -202,7 +200,7 @@ class RecordEngine(SparseEngine):
         return torch.stack(found)[:, None].numpy() if found else np.zeros((0, 1, values.shape[-1]))
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_prompts_in_chunks_decode_and_drafts_attend_to_what_the_indexer_chooses(
@@ -229,7 +227,6 @@ def graph_of(engine: SparseEngine, x: Tensor, q_lora: Tensor) -> Graph:
     return Graph(engine, 4)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     requests = [engine.admit() for _ in range(3)]
@@ -245,7 +242,6 @@ def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device
     engine.hooks.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_latent_rows_of_656_bytes_are_stored_and_read_as_records_in_graphs_too(
     provider: str, device: torch.device
 ) -> None:
@@ -313,7 +309,6 @@ def test_new_weights_of_the_norm_change_what_index_keys_are_worth(provider: str,
     engine.run_sparse(Mode.EXTEND, [engine.admit()], [9])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_index_pages_that_move_are_followed_until_graphs_read_them(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     one = engine.admit()

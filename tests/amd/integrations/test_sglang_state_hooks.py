@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import torch
 
 from rocm_attn.errors import DeviceFault, Unsupported
 from rocm_attn.integrations.state_watch import ALL_NEW
+from tests.amd.integrations.modules import install
 from tests.amd.integrations.sglang_stand_in import Engine, Graph, Mode, Request
 
 HOOKS = "rocm_attn.integrations.sglang.state_hooks"
@@ -128,17 +129,10 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     backend = type("HybridLinearAttnBackend", (HybridLinearAttnBackend,), dict(vars(HybridLinearAttnBackend)))
     getters = ("get_disagg", "get_exec", "get_memory", "get_parallel")
     modules: dict[str, dict[str, Any]] = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.layers": {},
-        "sglang.srt.layers.attention": {},
         "sglang.srt.layers.attention.hybrid_linear_attn_backend": {"HybridLinearAttnBackend": backend},
         "sglang.srt.runtime_context": dict.fromkeys(getters, lambda: settings),
     }
-    for name, values in modules.items():
-        module = ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
+    install(monkeypatch, modules)
     monkeypatch.delitem(sys.modules, HOOKS, raising=False)
     hooks = importlib.import_module(HOOKS)
     for _ in range(2):

@@ -68,7 +68,6 @@ def found(engine: Engine) -> TruthVerdict:
     return verdict
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("kind", POOLS)
 def test_right_kernels_find_every_needle_and_then_serve_sglangs_pool(
     kind: dict[str, Any], provider: str, device: torch.device
@@ -116,7 +115,6 @@ def test_a_map_of_windowed_layers_that_names_another_slot_is_found(monkeypatch: 
 SPARSE = pytest.mark.parametrize("new_engine", [sparse_engine, records_engine])
 
 
-@pytest.mark.fast(interpreted=0)
 @SPARSE
 def test_selected_keys_are_found_by_the_layers_own_indexer(
     new_engine: Callable[[str, torch.device], SparseEngine], provider: str, device: torch.device

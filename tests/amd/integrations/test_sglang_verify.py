@@ -76,7 +76,6 @@ def engine(provider: str, device: torch.device) -> Engine:
     return made
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_mask_that_is_written_in_place_is_read_there_in_every_replay(engine: Engine) -> None:
     requests = [engine.admit() for _ in range(3)]
     engine.run(Mode.EXTEND, requests, [9, 2, 5])
@@ -90,7 +89,6 @@ def test_a_mask_that_is_written_in_place_is_read_there_in_every_replay(engine: E
     engine.hooks.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_halves_of_an_overlapped_batch_read_their_parts_of_its_mask_in_graphs_of_their_own(engine: Engine) -> None:
     """SGLang writes the mask to the memory of the whole batch's backend, and passes each half a part of it."""
     whole, requests = engine.hooks, [engine.admit() for _ in range(3)]
@@ -121,7 +119,7 @@ def test_a_mask_without_room_is_refused(engine: Engine, device: torch.device) ->
         engine.hooks.init_forward_metadata_out_graph(batch)
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast
 @pytest.mark.parametrize("says_padding", [True, False])
 @pytest.mark.parametrize("mode", [Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2])
 def test_a_replay_allocates_nothing(mode: Mode, says_padding: bool, engine: Engine, device: torch.device) -> None:
@@ -155,7 +153,6 @@ def test_a_step_of_more_sequences_than_were_built_for_is_refused(engine: Engine)
         engine.hooks.init_forward_metadata(batch)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_chains_of_drafts_are_verified_by_kernels_for_verify_steps(
     kinds: list[StepKind], provider: str, device: torch.device
 ) -> None:

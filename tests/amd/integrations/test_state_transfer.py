@@ -17,6 +17,7 @@ from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.paging.state_pool import RecurrentLayers, StatePool, StateSource
 from rocm_attn.paging.state_record import RecordHead, num_record_bytes, read_head, write_record
 from rocm_attn.recurrence import Recurrence
+from tests.amd.integrations.test_kv_transfer import of_row
 from tests.amd.worlds.hybrid import ALL_KINDS, CHANNELS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid, Told
 from tests.amd.worlds.problems import providers
 
@@ -104,7 +105,7 @@ def begun_over_kept_pages(world: Hybrid) -> Told:
 LIVES = [whole, drafts, none_accepted, forked, begun_over_kept_pages]
 
 
-@pytest.mark.fast(5, interpreted=1)
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("life", LIVES, ids=lambda life: life.__name__)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @each_provider
@@ -148,7 +149,7 @@ def test_a_round_trip_between_pools_of_other_sizes_keeps_every_bit(
         world.runtime.check_device()
 
 
-@pytest.mark.fast(2, interpreted=1)
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @each_provider
 def test_rows_and_kept_pages_go_on_with_their_states_after_a_reopen(
@@ -209,11 +210,7 @@ def test_a_row_that_pages_come_into_has_no_state(on_host: bool, device: torch.de
     batch = world.batch([one], [world.ids(1)])
     lengths = torch.tensor(batch.kv_len, device=device)
     world.runner.run(batch if on_host else replace(batch, inputs=DeviceInputs(kv_len=lengths, ahead=0)))
-    exporter = KVExporter(world.runtime)
-    pages = exporter.pages_of(other.row, 6)
-    extent = exporter.extent(pages, 6)
-    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    exporter.export(pages, extent, buffer)
+    exporter, extent, buffer = of_row(world.runtime, other.row, 6)
     importer = KVImporter(world.runtime, exporter.passport)
     world.runtime.table.mark_stored([one.row], [0])
     importer.import_pages(importer.pages_of(one.row, 6), extent, buffer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -21,16 +21,11 @@ from rocm_attn.integrations.vllm.own_tokens import OwnTokens
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from tests.amd.integrations.oracle import Scores, attention
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 HEADS, KV_HEADS, DIM, SCALE, BLOCK = 4, 2, 16, 0.3, 16
 SIZES = GroupSizes(num_seqs=4, num_tokens=48, kv_len=64)
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
-    """Runs tests in inference mode, in which vLLM allocates and runs."""
-    with torch.inference_mode():
-        yield
 
 
 class Layers:
@@ -52,7 +47,6 @@ class Layers:
         }
 
     def rows(self, count: int, heads: int, pads: int = 3) -> Tensor:
-        """Returns random rows, and NaN in padded ones."""
         made = torch.from_numpy(self.random.standard_normal((count + pads, heads, DIM))).float().to(self.device)
         made[count:] = NAN
         return made
@@ -92,7 +86,6 @@ def options(provider: str, **features: Any) -> GroupOptions:
     return GroupOptions(ExternalOptions(provider=provider, page_strides=True, **features))
 
 
-@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 def test_tokens_of_an_encoder_see_all_of_their_prompt_and_no_other(
     kind: str, device: torch.device, provider: str
@@ -117,7 +110,6 @@ def test_tokens_of_an_encoder_see_all_of_their_prompt_and_no_other(
     group.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=1)
 def test_tokens_see_all_that_was_stored_of_their_encoder(device: torch.device, provider: str) -> None:
     """Prompts may be longer than it, and a graph serves any lengths. One without a first block is a warm-up's."""
     cache = torch.full((12, BLOCK, KV_HEADS, 2 * DIM), NAN, device=device).transpose(1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,14 +16,9 @@ from rocm_attn.integrations.vllm.layer_terms import LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
 from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 WINDOW = replace(TERMS, sliding_window=20)
-
-
-@pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
-    """Runs tests in inference mode, in which vLLM allocates and runs."""
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture
@@ -50,7 +45,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast
 @pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
@@ -64,7 +59,7 @@ def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
+@pytest.mark.fast
 @pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
@@ -88,7 +83,6 @@ def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too(
     device: torch.device, provider: str
 ) -> None:
@@ -105,7 +99,6 @@ def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too
     graph.run([1, 1, 1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.device, provider: str) -> None:
     runner = started(Runner([WINDOW, TERMS, WINDOW], (0, 1, 0), device=device, provider=provider))
     runner.evict(1, 0, 1)  # of 41 tokens, the first block has left the window
@@ -115,7 +108,6 @@ def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.d
         group.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("chunk", [16, 32])
 def test_local_chunks_are_seen_and_blocks_before_them_may_be_given_back(
     chunk: int, device: torch.device, provider: str
@@ -135,7 +127,7 @@ def test_local_chunks_are_seen_and_blocks_before_them_may_be_given_back(
 IMAGES = MaskTerms(spans=True, spans_pass_window=True)
 
 
-@pytest.mark.fast(interpreted=1)
+@pytest.mark.fast
 @pytest.mark.parametrize("mask", [IMAGES, MaskTerms(spans=True)], ids=["passes", "kept"])
 @pytest.mark.parametrize("terms", [replace(TERMS, sliding_window=7), TERMS], ids=["window", "plain"])
 def test_tokens_of_an_image_see_each_other(
@@ -160,7 +152,6 @@ def test_tokens_of_an_image_see_each_other(
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_an_image_of_which_a_step_has_only_a_part_is_refused(device: torch.device, provider: str) -> None:
     runner = Runner(device=device, provider=provider, mask=IMAGES)
     runner.images = {0: [(3, 9)]}
@@ -172,7 +163,6 @@ def test_an_image_of_which_a_step_has_only_a_part_is_refused(device: torch.devic
     runner.step([1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_images_in_layers_that_were_not_declared_to_see_them_are_refused(runner: Runner) -> None:
     """Other backends ignore them without a word (vllm#46754)."""
     runner.images = {0: [(1, 4)]}
@@ -182,7 +172,6 @@ def test_images_in_layers_that_were_not_declared_to_see_them_are_refused(runner:
         runner.step([2, 2, 2])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_an_image_of_which_the_first_tokens_were_found_in_the_cache_is_seen_whole(
     device: torch.device, provider: str
 ) -> None:
@@ -195,7 +184,6 @@ def test_an_image_of_which_the_first_tokens_were_found_in_the_cache_is_seen_whol
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("terms", [replace(TERMS, sliding_window=9), TERMS], ids=["window", "plain"])
 def test_tokens_of_a_request_that_is_not_causal_see_all_of_its_kv(
     terms: LayerTerms, device: torch.device, provider: str
@@ -212,7 +200,6 @@ def test_tokens_of_a_request_that_is_not_causal_see_all_of_its_kv(
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_window_that_would_hide_later_tokens_is_refused(device: torch.device, provider: str) -> None:
     """vLLM's windows of layers that are not causal have two sides."""
     window = replace(TERMS, sliding_window=4)
@@ -227,7 +214,6 @@ def test_a_window_that_would_hide_later_tokens_is_refused(device: torch.device, 
         passed.step([4, 4, 4])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_heads_may_have_scales_of_their_own(device: torch.device, provider: str) -> None:
     scales = ([0.5, 2.0], [0.25, 1.0])
     runner = started(Runner([LAYERS["FP8"]], device=device, provider=provider, scales=scales))
@@ -236,7 +222,6 @@ def test_heads_may_have_scales_of_their_own(device: torch.device, provider: str)
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.device, provider: str) -> None:
     shares = replace(TERMS, kv_sharing_target_layer_name="layers.0")
     runner = Runner([TERMS, shares], (0, 0), device=device, provider=provider)
@@ -248,7 +233,6 @@ def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.d
     runner.compare([20], given, outs)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_captured_steps_are_filled_by_a_graph(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = runner.capture(4, 4, 1)
     monkeypatch.setattr(ExternalAttention, "fill", _fails)
@@ -258,7 +242,6 @@ def test_captured_steps_are_filled_by_a_graph(runner: Runner, monkeypatch: pytes
         runner.step([1, 2, 1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_captured_step_whose_slots_lie_elsewhere_is_filled_from_there(runner: Runner) -> None:
     graph = runner.capture(4, 4, 1)
     runner.slots[0] = runner.slots[0].clone()
@@ -266,7 +249,6 @@ def test_a_captured_step_whose_slots_lie_elsewhere_is_filled_from_there(runner: 
     runner.groups[0].attention.check_device()  # its slots equal the table's: they were checked
 
 
-@pytest.mark.fast(interpreted=0)
 def test_only_fills_of_captured_steps_are_recorded_and_replayed_for_their_shape(runner: Runner) -> None:
     attention, recorder = runner.groups[0].attention, recorder_for(runner.device)
     with pytest.raises(WrongState, match="only a captured step without a mask"):
@@ -282,24 +264,6 @@ def _fails(*_: object) -> None:
     raise AssertionError("fill() is not called")
 
 
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("name", ["window", "plain", "FP8"])
-def test_a_decode_graph_serves_any_lengths_and_pads_change_nothing(
-    name: str, device: torch.device, provider: str
-) -> None:
-    runner = started(Runner([LAYERS[name]], device=device, provider=provider))
-    of_four, of_two = runner.capture(4, 4, 1), runner.capture(2, 2, 1)
-    for _ in range(4):
-        of_four.run([1, 1, 1])
-    runner.step([1, 20, 1])
-    of_two.run([1, 1])
-    runner.admit()
-    runner.step([1, 1, 1, 6])
-    of_four.run([1, 1, 1, 1])
-    runner.groups[0].attention.check_device()
-
-
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("name", ["window", "plain"])
 def test_drafts_of_n_grams_and_chains_are_verified_by_kernels_for_verify_steps(
     name: str, kinds: list[StepKind], device: torch.device, provider: str
@@ -324,7 +288,6 @@ def test_a_graph_of_any_steps_of_its_size_is_none_of_verify_steps(
     assert kinds[-2:] == [StepKind.MIXED] * 2
 
 
-@pytest.mark.fast(interpreted=0)
 def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -> None:
     for num_tokens, max_query_len in ((4, 1), (12, 3)):
         for table in runner.tables:
@@ -349,7 +312,6 @@ def assert_reported_two_steps_later(run: Callable[[Sequence[int]], object], what
         run([1, 1, 1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_stale_pad_is_reported(runner: Runner) -> None:
     runner.pad = 3.0
     graph = runner.capture(4, 4, 1)
@@ -361,7 +323,6 @@ def test_a_stale_pad_is_reported(runner: Runner) -> None:
     assert_reported_two_steps_later(graph.run_unseen, "a new token had no page of its own")
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> None:
     def lie(runner: Runner) -> None:
         runner.slots[0][0] = runner.slots[0][1] - 1  # request 1 has a token there
@@ -376,7 +337,6 @@ def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> 
         runner.compare_request(0, [1, 1, 1], given, outs)
 
 
-@pytest.mark.fast(interpreted=0)
 def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
     runner.prepare([1, 1, 1], 3, 3)
     common = runner.common(0, 3, 3, 1)
@@ -387,7 +347,6 @@ def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
         runner.forward([first], [given], [torch.empty_like(given[0])])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_a_step_that_is_not_causal_is_refused_in_layers_that_were_not_declared_so(runner: Runner) -> None:
     runner.open = {0, 1, 2}
     runner.step([1, 1, 1])  # the last token of its KV sees all of it anyway
@@ -397,7 +356,6 @@ def test_a_step_that_is_not_causal_is_refused_in_layers_that_were_not_declared_s
             runner.step([1, 2, 1])
 
 
-@pytest.mark.fast(interpreted=0)
 def test_two_graphs_of_one_size_that_a_step_cannot_tell_apart_are_refused(runner: Runner) -> None:
     runner.capture(4, 12, 3)
     with pytest.raises(Unsupported, match="vLLM captures two graphs for 4 sequences with 12 tokens"):
@@ -432,7 +390,7 @@ LEVELS: dict[str, Callable[[Runner], None]] = {
 }
 
 
-@pytest.mark.fast(3, interpreted=0)
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_what_is_declared_of_graphs_is_what_they_serve(layer: str, device: torch.device, provider: str) -> None:
     assert list(LEVELS)[-1] == GQA_GRAPHS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,20 +25,16 @@ from rocm_attn.truth.adopted import EngineRow, probe_idle
 from rocm_attn.truth.choosers import BY_INDEXERS, ByEngines
 from rocm_attn.truth.row_needles import MOST_TOKENS
 from rocm_attn.truth.verdict import TruthVerdict
+from tests.amd.integrations.modules import install
 from tests.amd.integrations.test_vllm_latent import Rank, rows_of
-from tests.amd.integrations.test_vllm_state_hooks import Names
+from tests.amd.integrations.test_vllm_state_hooks import REGISTRY, no_registry
 from tests.amd.integrations.test_vllm_truth import Lines, by_a_wrong_scale
 from tests.amd.integrations.vllm_runner import MAX_SEQS, NUM_BLOCKS, TERMS, Runner
 from tests.amd.planted import reading_a_wrong_page
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
-    """Runs tests in inference mode, in which vLLM allocates and runs."""
-    with torch.inference_mode():
-        yield
 
 
 class Served:
@@ -50,7 +46,6 @@ class Served:
         self.runner = Runner(terms, lent=lambda: self.now, tried_again=self._try, **options)
 
     def lend(self, count: int = 5) -> None:
-        """Lends blocks that no request has."""
         (free,) = self.runner.free
         self.now = IdleBlocks(self.now.turn + 1, [free.pop() for _ in range(count)], NUM_BLOCKS)
 
@@ -64,7 +59,6 @@ class Served:
             assert torch.equal(layer.kv_cache[others].view(torch.uint8), was), "blocks of requests were written"
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(
     "changes", [{}, {"sliding_window": 20}, {"kv_cache_dtype": "fp8"}], ids=["plain", "window", "FP8"]
 )
@@ -227,13 +221,8 @@ def engine_of(every: int, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> tuple[
         def execute_model(self, output: Output) -> IdleBlocks:
             return lent_blocks()
 
-    for name, class_ in (("core.sched.scheduler", Scheduler), ("worker.worker_base", WorkerWrapperBase)):
-        module = ModuleType(name)
-        setattr(module, class_.__name__, class_)
-        parts = f"vllm.v1.{name}".split(".")
-        for end in range(1, len(parts)):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
-        monkeypatch.setitem(sys.modules, f"vllm.v1.{name}", module)
+    engine = {"core.sched.scheduler": Scheduler, "worker.worker_base": WorkerWrapperBase}
+    install(monkeypatch, {f"vllm.v1.{name}": {class_.__name__: class_} for name, class_ in engine.items()})
     for _ in range(2):  # vLLM may load a plug-in again
         idle_blocks.lend_blocks(every)
     return Scheduler(), WorkerWrapperBase()
@@ -263,9 +252,8 @@ def test_a_scheduler_lends_blocks_before_every_so_many_steps_and_gets_them_back(
 
 @pytest.mark.parametrize("every", ["", "0", "5"])
 def test_vllm_is_hooked_only_where_needles_are_asked_for(every: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, hooked = ModuleType("vllm.v1.attention.backends.registry"), list[int]()
-    vars(registry).update(AttentionBackendEnum=Names, register_backend=lambda *_: None)
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    hooked = list[int]()
+    monkeypatch.setitem(sys.modules, REGISTRY, no_registry())
     monkeypatch.setattr(idle_blocks, "lend_blocks", hooked.append)
     monkeypatch.setenv(NEEDLES_EVERY, every)
     importlib.import_module("rocm_attn.integrations.vllm")._register_names()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,8 @@ from rocm_attn.truth.adopted import try_nothing
 from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.kernels.record_cases import POISON, RecordPages
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 HEADS, LATENT, V_DIM, BLOCK = 4, 80, 64, 16
 SEQS, MAX_LEN, NUM_BLOCKS = 4, 128, 40
 SCALE = 0.2
@@ -45,13 +47,6 @@ def store_rows(
     """Stores as vLLM's concat_and_cache_mla does in a cache that is not FP8."""
     assert kv_cache_dtype == "auto"
     kv_cache.view(-1, LATENT)[slots] = torch.cat([kv_c, k_pe.squeeze(1)], 1)
-
-
-@pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
-    """Runs tests in inference mode, in which vLLM allocates and runs."""
-    with torch.inference_mode():
-        yield
 
 
 class Layer:
@@ -123,19 +118,16 @@ class Rank:
 
 
 def rows_of(lengths: Sequence[int]) -> list[Tensor]:
-    """Returns latent rows of sequences."""
     draw = np.random.default_rng(7)
     return [torch.from_numpy(draw.standard_normal((length, LATENT))).float() for length in lengths]
 
 
 def wanted(q: Tensor, rows: Tensor) -> Tensor:
-    """Returns the reference's output of a sequence's last tokens."""
     k = rows.double().numpy()[:, None]
     out, _ = attention(q.double().cpu().numpy(), k, k[..., :V_DIM], Scores(SCALE))
     return torch.from_numpy(out)
 
 
-@pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_share_a_sequence_merge_to_the_oracles_by_their_log_sum_exps(
     ranks: int, device: torch.device, provider: str
@@ -176,7 +168,6 @@ def test_a_part_without_tokens_weighs_nothing_whatever_a_kernel_has_written() ->
     assert (lse[1:] == 4).all()
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("width", [1, 3])
 def test_graphs_of_decodes_and_of_verification_are_what_mla_layers_declare(
     width: int, device: torch.device, provider: str
@@ -256,7 +247,7 @@ def test_sparse_layers_attend_to_what_was_chosen_in_any_order(width: int, device
     part.group.attention.check_device()
 
 
-@pytest.mark.fast(1, interpreted=0)
+@pytest.mark.fast(1)
 @pytest.mark.parametrize("platform", [torch.float8_e4m3fnuz, torch.float8_e4m3fn], ids=str)
 def test_sparse_layers_read_the_records_that_vllm_stores(
     platform: torch.dtype, device: torch.device, provider: str

@@ -38,6 +38,13 @@ def ours() -> Iterator[Any]:
         yield found["backend"]
 
 
+def problem_of(ours: Any, layer: Any, **more: Any) -> Any:
+    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, **more), CPU)
+    made.build(0, step())
+    (problem,) = made.group.attention.kernels().problems
+    return problem
+
+
 def test_a_step_of_layers_with_chunks_stays_whole_and_may_be_captured(ours: Any) -> None:
     layer = gqa_layer(ours.RocmAttnImpl, attention_chunk_size=16)
     builder = chunked_builder(ours.RocmAttnBuilder)
@@ -71,9 +78,7 @@ def test_a_model_of_several_parts_says_of_images_what_its_layers_of_text_do_not(
     for is_open in (False, True):
         layer = gqa_layer(ours.RocmAttnImpl, use_mm_prefix=False, sliding_window=8)
         layer.impl.is_open = is_open
-        made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, has_images=True), CPU)
-        made.build(0, step())
-        (problem,) = made.group.attention.kernels().problems
+        problem = problem_of(ours, layer, has_images=True)
         assert problem.custom_mask
         assert problem.spans_pass_window is not is_open
 
@@ -95,38 +100,16 @@ def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: 
 def test_a_prefix_that_all_requests_share_changes_nothing(ours: Any) -> None:
     """Tables and lengths are whole, whatever vLLM says of a common prefix, and each request sees all of its keys."""
     layer, random = gqa_layer(ours.RocmAttnImpl), torch.Generator().manual_seed(0)
-    layer.kv_cache[1:5] = torch.randn(4, *layer.kv_cache.shape[1:], generator=random)
+    layer.kv_cache[1:3] = torch.randn(2, *layer.kv_cache.shape[1:], generator=random)
     made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}), CPU)
-    lengths, table = [BLOCK + 2, BLOCK + 5, 2 * BLOCK], torch.tensor([[1, 2], [1, 3], [1, 4]], dtype=torch.int32)
-    q = torch.randn(3, HEADS, DIM, generator=random)
-    kv = torch.randn(2, 3, 1, DIM, generator=random)
-    for common_prefix_len in (0, BLOCK):
-        common = step()
-        common.query_start_loc, common.seq_lens = torch.arange(4, dtype=torch.int32), torch.tensor(lengths).int()
-        common.num_reqs = common.num_actual_tokens = 3
-        common.max_seq_len = max(lengths)
-        common.block_table_tensor = torch.nn.functional.pad(table, (0, 2))
-        common.slot_mapping = torch.tensor(
-            [
-                int(table[seq, (length - 1) // BLOCK]) * BLOCK + (length - 1) % BLOCK
-                for seq, length in enumerate(lengths)
-            ]
-        )
-        out = torch.zeros(3, HEADS, DIM)
-        layer.impl.forward(layer, q, *kv, layer.kv_cache, made.build(common_prefix_len, common), out)
-        rows = layer.kv_cache[:, 0]
-        for seq, length in enumerate(lengths):
-            held = torch.cat([rows[block] for block in table[seq].tolist()])[:length, None].double().numpy()
-            want, _ = attention(q[seq : seq + 1].double().numpy(), held[..., :DIM], held[..., DIM:], Scores(SCALE))
-            assert torch.allclose(out[seq].double(), torch.from_numpy(want[0]), atol=1e-5)
-
-
-def problem_of(ours: Any, layer: Any) -> Any:
-    """Returns the problem of a layer that is alone in its group."""
-    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}), CPU)
-    made.build(0, step())
-    (problem,) = made.group.attention.kernels().problems
-    return problem
+    q, common = torch.randn(1, HEADS, DIM, generator=random), step(BLOCK + 5)
+    common.block_table_tensor[0, 1] = 2
+    common.slot_mapping = torch.tensor([2 * BLOCK + 4])
+    kv, out = torch.randn(2, 1, 1, DIM, generator=random), torch.zeros(1, HEADS, DIM)
+    layer.impl.forward(layer, q, *kv, layer.kv_cache, made.build(BLOCK, common), out)
+    held = layer.kv_cache[1:3, 0].flatten(0, 1)[: BLOCK + 5, None].double().numpy()
+    want, _ = attention(q.double().numpy(), held[..., :DIM], held[..., DIM:], Scores(SCALE))
+    assert torch.allclose(out.double(), torch.from_numpy(want), atol=1e-5)
 
 
 @pytest.mark.parametrize("declared", ["by the model", "by the cache"])

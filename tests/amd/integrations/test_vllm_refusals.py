@@ -43,7 +43,6 @@ def ours() -> Iterator[dict[str, Any]]:
 
 
 def backend_of(ours: dict[str, Any], kind: str) -> Any:
-    """Returns the backend class of a module of ours."""
     names = {"backend": "RocmAttnBackend", "mla": "RocmAttnMLABackend", "sparse_mla": "RocmAttnSparseMLABackend"}
     return getattr(ours[kind], names[kind])
 

@@ -95,8 +95,6 @@ class ThreadRanks:
 
 
 class Cache:
-    """vLLM's layer on a rank."""
-
     def __init__(self, kv_heads: int, device: torch.device) -> None:
         self.kv_cache = torch.full((NUM_BLOCKS, BLOCK, kv_heads, 2 * DIM), float("nan"), device=device).transpose(1, 2)
         self.kv_cache[0] = 0
@@ -148,14 +146,12 @@ class Rank:
         )
 
     def step(self, before: Sequence[int], new: Sequence[int], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Runs one forward of the layer."""
         with torch.inference_mode():
             step = self.group.begin(self.common(before, new))
             self.group.store("layer", step, self.layer.kv_cache, k, v)
             self.group.attend("layer", step, self.layer.kv_cache, q, out)
 
 
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize(("stretch", "has_sinks"), [(1, False), (4, True)])
 def test_new_tokens_see_the_contexts_of_all_ranks_and_themselves(
     stretch: int, has_sinks: bool, device: torch.device, provider: str

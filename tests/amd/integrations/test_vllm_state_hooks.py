@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import torch
 from rocm_attn.errors import DeviceFault, Unsupported
 from rocm_attn.integrations.state_watch import HEADER_WORDS
 from rocm_attn.machine.settings import WATCH_STATES
+from tests.amd.integrations.modules import install
 from tests.amd.integrations.vllm_runner import MAX_TOKENS, TERMS, Runner
 
 HOOKS = "rocm_attn.integrations.vllm.state_hooks"
@@ -49,8 +50,6 @@ class MambaSpec:
 
 
 class Layer(MambaBase):
-    """A recurrent layer. kind: its names in vLLM's calculators"""
-
     def __init__(self, vllm: Any, kind: str = "mamba2") -> None:
         self._utils, self._kind = vllm.utils, kind
         self.kv_cache: tuple[Any, ...] = (None, None, torch.zeros(NUM_SLOTS, HEADER_WORDS, dtype=torch.int32))
@@ -86,10 +85,12 @@ class SecondRunner:
         return input_batch.metadata
 
 
-class Names(Enum):
-    """Stands for AttentionBackendEnum."""
+REGISTRY = "vllm.v1.attention.backends.registry"
 
-    CUSTOM = 0
+
+def no_registry() -> Any:
+    """Stands for vLLM's module of REGISTRY, which keeps nothing."""
+    return SimpleNamespace(AttentionBackendEnum=Enum("Names", ["CUSTOM"]), register_backend=lambda *_: None)
 
 
 @pytest.fixture
@@ -108,25 +109,18 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(base, "bind_kv_cache", base.bind_kv_cache)
     monkeypatch.setattr(spec, "__init__", spec.__init__)
     modules: dict[str, dict[str, Any]] = {
-        "vllm": {},
         "vllm.config": {
             "VllmConfig": object,
             "get_layers_from_vllm_config": lambda config, kind: config.layers,
         },
         "vllm.forward_context": {"get_forward_context": lambda: context},
-        "vllm.model_executor": {},
-        "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.mamba": {"mamba_utils": utils},
         "vllm.model_executor.layers.mamba.abstract": {"MambaBase": base},
-        "vllm.v1": {},
         "vllm.v1.kv_cache_interface": {"MambaSpec": spec},
         "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": first},
         "vllm.v1.worker.gpu.model_states.mamba_hybrid": {"MambaHybridModelState": second},
     }
-    for name, values in modules.items():
-        module = ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
+    install(monkeypatch, modules)
     monkeypatch.delitem(sys.modules, HOOKS, raising=False)
     hooks = importlib.import_module(HOOKS)
     yield SimpleNamespace(hooks=hooks, utils=utils, context=context, first=first, second=second)
@@ -178,9 +172,7 @@ def test_states_of_two_kinds_get_one_header_that_is_copied_like_the_state(vllm: 
 def test_nothing_is_hooked_or_imported_unless_the_check_is_asked_for(
     value: str, vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = ModuleType("vllm.v1.attention.backends.registry")
-    vars(registry).update(AttentionBackendEnum=Names, register_backend=lambda *_: None)
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setitem(sys.modules, REGISTRY, no_registry())
     monkeypatch.setenv(WATCH_STATES, value)
     before = vars(vllm.utils.MambaStateShapeCalculator)["mamba2_state_shape"]
     sys.modules.pop(HOOKS)

@@ -16,7 +16,7 @@ from rocm_attn.integrations.vllm.state_slots import slots_of
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WRONG_ENGINE_STATE
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
-PAGE_SIZE, NUM_PAGES, WIDTH = 4, 8, 64
+PAGE_SIZE, NUM_PAGES = 4, 8
 NUM_SLOTS = 9
 NUM_REQUESTS = 4
 GARBAGE = 7
@@ -57,7 +57,6 @@ class World:
     )
 
     def run(self, seqs: list[Sequence], num_pads: int = 1) -> bool:
-        """Runs a step, keeps its new tokens, and returns whether it was reported."""
         width = max(len(seq.written) for seq in seqs)
         starts = [len(self.tokens[seq.request]) for seq in seqs]
         step = self._step(seqs, starts, num_pads)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import replace
 from enum import Enum
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,9 +26,7 @@ from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, MaskTerms
 from rocm_attn.machine import settings as machine_settings
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Scales
-
-# Left out under the interpreter by day: no Triton kernel runs here, and the stage host runs it every time.
-pytestmark = pytest.mark.fast(interpreted=0)
+from tests.amd.integrations.modules import install
 
 CACHE = CacheTerms(16, 64, torch.bfloat16, torch.float8_e4m3fn)
 TERMS = LayerTerms(32, 64, 0.125, 8)
@@ -206,11 +202,8 @@ class Registry:
         self.enum: Any = Enum("AttentionBackendEnum", [(name, name) for name in members])  # type: ignore[misc]
         if takes_names:
             self.enum.register = None
-        module: Any = ModuleType("vllm.v1.attention.backends.registry")
-        module.AttentionBackendEnum, module.register_backend = self.enum, self.register_backend
-        for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+        values = {"AttentionBackendEnum": self.enum, "register_backend": self.register_backend}
+        install(monkeypatch, {"vllm.v1.attention.backends.registry": values})
 
     def register_backend(self, backend: Any, class_path: str | None = None, is_mamba: bool = False) -> None:
         """Registers lazily: it keeps the path, and imports nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,15 +31,10 @@ from tests.amd.planted import (
     reading_by_a_wrong_scale,
 )
 
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
 CPU = torch.device("cpu")
 LOST = "ERROR: needles through 1 layers: wrong; the truth probe found 1 of 1 layers wrong; layer 0: key "
-
-
-@pytest.fixture(autouse=True)
-def inference_mode() -> Iterator[None]:
-    """Runs tests in inference mode, in which vLLM allocates and runs."""
-    with torch.inference_mode():
-        yield
 
 
 def found(terms: list[Any], groups: Sequence[int] = (), *, compares: bool = True, **options: Any) -> list[TruthVerdict]:

@@ -154,7 +154,6 @@ class Runner:
         }
 
     def admit(self) -> int:
-        """Adds a new request, in the next line."""
         self.requests.append(Request([[] for _ in self.tables]))
         for layer in self.layers:
             layer.stored[len(self.requests) - 1] = []
@@ -168,7 +167,6 @@ class Runner:
     def step_unseen(
         self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged
     ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[Tensor]]:
-        """Like step(), but without checking the results."""
         total = sum(new)
         self.prepare(new, len(new), total)
         corrupt(self)
@@ -231,13 +229,11 @@ class Runner:
         return values[0], values[1], values[2]
 
     def unwritten(self, num_tokens: int) -> Tensor:
-        """Returns an unwritten output."""
         return torch.full((num_tokens, HEADS, self.dim), 7.0, dtype=self.dtype, device=self.device)
 
     def forward(
         self, steps: Sequence[object], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
     ) -> None:
-        """Makes the calls of vLLM's layers."""
         for layer, (q, k, v), out in zip(self.layers, given, outs, strict=True):
             group, step = self.groups[layer.group], steps[layer.group]
             if layer.terms.stores:
@@ -262,14 +258,12 @@ class Runner:
     def compare(
         self, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
     ) -> None:
-        """Checks that every token's row equals the reference."""
         for row in range(len(new)):
             self.compare_request(row, new, given, outs)
 
     def compare_request(
         self, row: int, new: Sequence[int], given: Sequence[tuple[Tensor, Tensor, Tensor]], outs: Sequence[Tensor]
     ) -> None:
-        """Checks that the rows of one request equal the reference."""
         tokens = slice(sum(new[:row]), sum(new[: row + 1]))
         for layer, (q, _, _), out in zip(self.layers, given, outs, strict=True):
             terms = layer.terms
@@ -301,7 +295,6 @@ class Runner:
             request.blocks[group][index] = 0
 
     def capture(self, num_reqs: int, num_tokens: int, max_query_len: int) -> Graph:
-        """Captures a full graph of steps of a padded size."""
         return Graph(self, num_reqs, num_tokens, max_query_len)
 
 
@@ -323,12 +316,10 @@ class Graph:
         self.recording, _ = recorder_for(runner.device).record(lambda: runner.forward(steps, self.given, self.outs))
 
     def run(self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged) -> None:
-        """Replays the graph for the first requests, and compares it with the reference."""
         self.run_unseen(new, corrupt)
         self.runner.compare(new, self.given, self.outs)
 
     def run_unseen(self, new: Sequence[int], corrupt: Callable[[Runner], None] = unchanged) -> None:
-        """Like run(), but without checking the results."""
         runner, total = self.runner, sum(new)
         runner.prepare(new, self.num_reqs, self.num_tokens)
         corrupt(runner)

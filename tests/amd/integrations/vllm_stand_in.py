@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from tests.amd.integrations.modules import modules_of
 
 T = TypeVar("T")
 OURS = "rocm_attn.integrations.vllm"
@@ -151,7 +153,6 @@ def layers_of(config: Config, layer_type: type, names: Iterable[str]) -> dict[st
 
 
 def spec() -> Any:
-    """Returns the spec of a KV cache group with layers of one kind."""
     return SimpleNamespace(block_size=BLOCK, head_size=DIM)
 
 
@@ -263,7 +264,7 @@ def installed(version: str = "0.33.0", ranks: int = 2) -> Iterator[dict[str, Any
 
     ranks: number of ranks that share contexts, if a config asks for it
     """
-    stand_ins = _modules(version, ranks)
+    stand_ins = modules_of(_modules(version, ranks))
     names = [*stand_ins, *(f"{OURS}.{name}" for name in CLASSES)]
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     package = importlib.import_module(OURS)
@@ -280,9 +281,10 @@ def installed(version: str = "0.33.0", ranks: int = 2) -> Iterator[dict[str, Any
         vars(package).update(had)
 
 
-def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
+def _modules(version: str, ranks: int) -> dict[str, dict[str, Any]]:
+    """Returns the values of vLLM's modules by their names."""
     sharing = SimpleNamespace(world_size=ranks, rank_in_group=0)
-    names: dict[str, dict[str, Any]] = {
+    return {
         "vllm": {"__version__": version},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.config": {
@@ -291,15 +293,11 @@ def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
             "get_current_vllm_config": lambda: Config({}),
             "get_layers_from_vllm_config": layers_of,
         },
-        "vllm.distributed": {},
         "vllm.distributed.parallel_state": {
             "get_dcp_group": lambda: sharing,
             "get_tp_group": lambda: SimpleNamespace(world_size=1),
         },
-        "vllm.model_executor": {},
-        "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": SimpleNamespace},
-        "vllm.model_executor.layers.attention": {},
         "vllm.model_executor.layers.attention.mla_attention": {
             "MLACommonBackend": Backend,
             "MLACommonDecodeMetadata": Decodes,
@@ -310,8 +308,6 @@ def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
         },
         "vllm.model_executor.layers.attention.sparse_mla_attention": {"SparseMLACommonImpl": LatentImpl},
         "vllm.platforms": {"current_platform": SimpleNamespace(fp8_dtype=lambda: torch.float8_e4m3fn)},
-        "vllm.v1": {},
-        "vllm.v1.attention": {},
         "vllm.v1.attention.backend": {
             "AttentionBackend": Backend,
             "AttentionCGSupport": CGSupport,
@@ -319,17 +315,9 @@ def _modules(version: str, ranks: int) -> dict[str, ModuleType]:
             "AttentionMetadataBuilder": Builder,
             "MultipleOf": int,
         },
-        "vllm.v1.attention.backends": {},
         "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Names},
         "vllm.v1.kv_cache_interface": {
             "EncoderOnlyAttentionSpec": EncoderSpec,
             "KVCacheLayout": SimpleNamespace(LBNHC=0, LBHNC=1),
         },
     }
-    made = {}
-    for name, values in names.items():
-        made[name] = module = ModuleType(name)
-        vars(module).update(values)
-    # `import vllm.envs` names the package, and finds its part there.
-    made["vllm"].envs = made["vllm.envs"]  # type: ignore[attr-defined]
-    return made

@@ -51,8 +51,9 @@ def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider
 def test_a_window_that_was_given_back_too_early_is_reported(
     make: MakeEngine, page_size: int, device: torch.device, provider: str
 ) -> None:
-    spaces = (Space.FULL, Space.SWA)
-    engine = make(page_size, (-1, 20), spaces=spaces, device=device, provider=provider, empty=3.0)
+    """The layer with the longest window counts."""
+    spaces = (Space.FULL, Space.SWA, Space.SWA)
+    engine = make(page_size, (-1, 20, 6), spaces=spaces, device=device, provider=provider, empty=3.0)
     first, second = engine.begun(40, 40)
     engine.evict(first, 32)
     engine.run_unseen([first], [1])

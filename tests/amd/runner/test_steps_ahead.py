@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadSetting, DeviceFault
+from rocm_attn.errors import DeviceFault
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -164,12 +164,6 @@ def test_checked_and_replayed_steps_give_the_same_tokens(loaded: LoadedModel) ->
     metrics = engine.report().metrics
     assert metrics.replays > 5
     assert (metrics.samples > 10, metrics.rows_differ, metrics.attention_differs) == (True, 0, 0)
-
-
-@pytest.mark.parametrize("steps_ahead", [-1, 2])
-def test_only_one_step_may_be_ahead(steps_ahead: int) -> None:
-    with pytest.raises(BadSetting, match=f"steps_ahead is {steps_ahead}; it must be"):
-        EngineOptions(steps_ahead=steps_ahead)
 
 
 def test_a_gpu_is_kept_busy_and_a_cpu_has_nothing_to_wait_for() -> None:

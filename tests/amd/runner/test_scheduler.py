@@ -246,8 +246,9 @@ def served_in_turn(served: World) -> list[int]:
     return list(dict.fromkeys(sequence.number for step in served.steps for sequence in step.sequences))
 
 
-def test_lower_priorities_are_served_first_and_equal_ones_in_the_order_they_came() -> None:
-    served = World(page_size=4, num_pages=65, max_batch_size=1, chunk=8, max_kv_len=64)
+@pytest.mark.parametrize("priority_aging", [0, 1000])
+def test_lower_priorities_are_served_first_and_equal_ones_in_the_order_they_came(priority_aging: int) -> None:
+    served = World(4, 65, max_batch_size=1, chunk=8, max_kv_len=64, priority_aging=priority_aging)
     for number, priority in enumerate([5, 0, 5, -3, 0]):
         served.add(number, Request((number, 1, 2), 3, priority=priority))
     assert served_in_turn(served) == [3, 1, 4, 0, 2]
@@ -306,13 +307,6 @@ def test_a_worse_priority_beside_an_endless_stream_of_better_ones_ends_if_priori
     assert ends == sorted(set(ends))
     assert all(end <= (3 + 1) * aging + 4 for end, aging in zip(ends, (5, 20, 60), strict=True))
     assert ends == [steps_beside_better_ones(aging, most_steps=400) for aging in (5, 20, 60)], "no clock decides"
-
-
-def test_priorities_that_age_keep_the_order_of_those_that_come_at_a_time() -> None:
-    served = World(4, 65, max_batch_size=1, chunk=8, max_kv_len=64, priority_aging=1000)
-    for number, priority in enumerate([5, 0, 5, -3, 0]):
-        served.add(number, Request((number, 1, 2), 3, priority=priority))
-    assert served_in_turn(served) == [3, 1, 4, 0, 2]
 
 
 def test_none_gives_way_to_one_that_would_have_to_wait_all_the_same() -> None:

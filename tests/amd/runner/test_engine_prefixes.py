@@ -94,15 +94,6 @@ def test_in_deterministic_mode_a_hit_changes_no_bit(graphs: bool, loaded: Loaded
     assert found[0] == found[1]
 
 
-def test_pages_of_the_cache_are_given_back_before_a_sequence_is_preempted(loaded: LoadedModel) -> None:
-    served = engine(loaded, num_pages=25)
-    for first in range(12):
-        served.generate([Request((first, *SHARED), 12)])
-    metrics = served.report().metrics
-    assert metrics.preemptions == 0
-    assert metrics.cached_pages > 20
-
-
 def test_one_that_gave_way_finds_its_own_pages_again(loaded: LoadedModel) -> None:
     served = engine(loaded, max_batch_size=1)
     low = served.submit(Request(SHARED, 20, priority=1))

@@ -161,17 +161,6 @@ def test_without_either_safeguard_texts_are_wrong(
     assert wrong > 3
 
 
-def test_little_host_memory_keeps_what_was_used_last(loaded: LoadedModel) -> None:
-    record_bytes = HostPages.record_bytes(small_engine(loaded, **FEW).runtime)
-    served = small_engine(loaded, **{**FEW, "host_kv_bytes": 10 * record_bytes + 7})
-    for done in one_by_one(served, requests()):
-        assert_greedy(loaded, done)
-    memory = host(served)._memory
-    assert memory.num_slots == len(memory) == 10
-    with pytest.raises(NeverFits, match=f"host_kv_bytes is {record_bytes - 1}, and a page takes {record_bytes} bytes"):
-        small_engine(loaded, **{**FEW, "host_kv_bytes": record_bytes - 1})
-
-
 def test_tenants_do_not_find_each_others_pages_in_host_memory(loaded: LoadedModel) -> None:
     served = small_engine(loaded, **FEW)
     first, *others = requests(12)
@@ -320,3 +309,11 @@ def test_what_cannot_move_is_refused_in_one_sentence(loaded: LoadedModel) -> Non
         small_engine(tiny_model(base=RECURRENT), **{**FEW, "num_pages": 60})
     with pytest.raises(Unsupported, match="layers with a window have pages of their own"):
         small_engine(tiny_model(base=with_windows(CONFIG, 9, -1)), **{**FEW, "swa_pages": 20})
+
+
+def test_host_memory_has_as_many_pages_as_fit_and_at_least_one(loaded: LoadedModel) -> None:
+    record_bytes = HostPages.record_bytes(small_engine(loaded, **FEW).runtime)
+    served = small_engine(loaded, **{**FEW, "host_kv_bytes": 10 * record_bytes + 7})
+    assert host(served)._memory.num_slots == 10
+    with pytest.raises(NeverFits, match=f"host_kv_bytes is {record_bytes - 1}, and a page takes {record_bytes} bytes"):
+        small_engine(loaded, **{**FEW, "host_kv_bytes": record_bytes - 1})

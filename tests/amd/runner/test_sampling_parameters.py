@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.errors import BadLogits, BadRequest
 from rocm_attn.providers.torch_ref import TORCH
@@ -27,7 +26,6 @@ from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters
 from rocm_serve.sampling.sampling import Draw, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
-from rocm_serve.sampling.token_counts import TokenCounts
 from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.runner.with_parameters import ASKING, BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
 from tests.amd.tolerances import assert_logprobs_close
@@ -199,20 +197,6 @@ def test_penalties_hold_for_the_tokens_that_came_before(loaded: LoadedModel) -> 
     tokens = engine.generate([replace(request, sampling=strong)])[0].token_ids
     assert len(set(tokens)) == len(tokens) == 40
     assert not set(tokens) & set(PROMPT)
-
-
-def test_a_count_that_is_off_is_noticed(
-    loaded: LoadedModel, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the token that the host has not read yet, other tokens result: the test above depends on it."""
-    count = TokenCounts.rows
-
-    def without_pending(counts: TokenCounts, texts: Any, picked: Tensor) -> list[int]:
-        return count(counts, [text._replace(pending_at=-1) for text in texts], picked)
-
-    monkeypatch.setattr(TokenCounts, "rows", without_pending)
-    done = Engine(loaded, replace(BASE, steps_ahead=1)).generate([PLAIN, *ASKING])
-    assert [each.token_ids for each in done] != [each.token_ids for each in alone[: len(done)]]
 
 
 async def test_logprobs_come_with_the_tokens_to_events_pieces_and_completions(loaded: LoadedModel) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
 from rocm_serve.request_times import RequestTimes
@@ -15,8 +15,8 @@ from rocm_serve.text.constraint import Constraint
 
 if TYPE_CHECKING:  # a server's front has requests, and imports no torch
     from rocm_serve.prefix_cache import CachedRow
+    from rocm_serve.sampling.parameter_picker import RowParameters
     from rocm_serve.sampling.sampling import Sampler
-    from rocm_serve.sampling.sampling_parameters import SamplingParameters
 
 FinishReason = Literal["stop", "length", "error", "abort"]
 
@@ -200,6 +200,16 @@ class RequestsFaulted(RequestsFailed, DeviceFault):
     """RequestsFailed, because of a fault of the device."""
 
 
+class SequenceParameters(Protocol):
+    """The demands of a request beyond a draw; see SamplingParameters."""
+
+    @property
+    def needs_tokens(self) -> bool: ...
+    @property
+    def takes_drafts(self) -> bool: ...
+    def of(self, sequence: Sequence, place: int) -> RowParameters: ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request while it is served.
@@ -234,7 +244,7 @@ class Sequence:
     num_cached: int = 0
     pending_at: int = ALL_READ
     most_tokens: int = 0
-    parameters: SamplingParameters | None = None
+    parameters: SequenceParameters | None = None
     is_plain: bool = field(init=False)
     level: int = field(init=False)
 

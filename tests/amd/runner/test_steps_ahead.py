@@ -19,7 +19,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.prompt_logprobs import ComingPromptLogprobs
-from rocm_serve.request import Completion, Event, Request, TokenEvent
+from rocm_serve.request import Completion, Event, Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.speculation import StepPicks
@@ -107,17 +107,6 @@ def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
         until_done(engine)
     done = engine.completion(number)
     assert (done.token_ids, done.finish_reason) == (whole.token_ids[:last], "stop")
-
-
-def test_what_a_step_has_brought_is_there_after_settle(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, BASE)
-    number = engine.submit(Request((9, 10, 11), 5))
-    assert engine.step() == []
-    engine.settle()
-    (first,) = engine.step()
-    assert isinstance(first, TokenEvent)
-    until_done(engine)
-    assert engine.completion(number) == alone(loaded, Request((9, 10, 11), 5))
 
 
 def test_weights_that_change_between_two_steps_are_seen_by_no_cached_prefix(loaded: LoadedModel) -> None:

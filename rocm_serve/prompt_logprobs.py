@@ -23,11 +23,12 @@ from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_attn.step.outputs import PerToken
 from rocm_attn.step.protocols import RunsSteps
 from rocm_attn.step.step import Part
+from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Sequence
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
 from rocm_serve.scheduled_step import ScheduledStep
-from rocm_serve.speculation.last_rows import GivesRows, LastRows
+from rocm_serve.speculation.last_rows import HandingOver, LastRows
 
 # Most rows of logits at a time. Fewer if a step has fewer rows to pick from: that memory was measured.
 _MOST_ROWS = 256
@@ -91,7 +92,7 @@ class ComingPromptLogprobs:
 NO_PROMPT_LOGPROBS = ComingPromptLogprobs((), torch.empty(0, 1, dtype=torch.int32), NoFence())
 
 
-def with_hidden(model: GivesRows, options: EngineOptions) -> Forward[LogitsAndHidden]:
+def with_hidden(model: Model | HandingOver, options: EngineOptions) -> Forward[LogitsAndHidden]:
     """The forward of a model whose steps also give the last layer's output of each of their tokens."""
     last_rows = LastRows(model, options.rows_of_each)
 
@@ -111,7 +112,7 @@ class PromptLogprobs:
     """
 
     def __init__(
-        self, model: GivesRows, steps: RunsSteps[LogitsAndHidden], ops: StepOps, vocab: int, most_rows: int
+        self, model: Model | HandingOver, steps: RunsSteps[LogitsAndHidden], ops: StepOps, vocab: int, most_rows: int
     ) -> None:
         self._model, self._steps, self._ops, self._vocab = model, steps, ops, vocab
         self._most_rows = min(_MOST_ROWS, most_rows)

@@ -23,7 +23,7 @@
 #   oldest           one compile a kernel with the oldest supported Triton
 #   host-long, interpreter-long, mutation-long, text-long, offline-long, oldest-long, random-long, simulator-long,
 #   soak-long        what these leave out (not part of the default)
-#   load-long        attacks on a server, and LOAD_MINUTES (60) of mixed load (not part of the default)
+#   load-long        LOAD_MINUTES (60) of mixed load (not part of the default)
 #   walk-long        pages typed line by line, as an author, an operator and an owner of CI would, in new checkouts and
 #                    environments; needs a package registry (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)

@@ -16,7 +16,7 @@ from rocm_attn.errors import BadRequest, BadSetting
 from rocm_attn.watch.flight_recorder import FlightRecorder, dump_on_signal
 from rocm_serve.cli.engine_start import EngineStart
 from rocm_serve.engine import Engine
-from rocm_serve.models.loading import default_dtype, load_model, model_kind
+from rocm_serve.models.loading import default_dtype, load_model
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import ONE_RANK
 
@@ -56,7 +56,7 @@ def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:
     if name is not None:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
-    return default_dtype(model_kind(model), device.type)
+    return default_dtype(model, device.type)
 
 
 def _make_ready(engine: Engine | RankedEngine, device_type: str) -> None:

@@ -80,7 +80,7 @@ def _is_one_row(x: Tensor, weight: Tensor) -> bool:
     return x.dim() == 2 and x.dtype == weight.dtype and lies_right
 
 
-class BlocksOfRows:
+class BlocksOfRows(AllRows):
     """Computes blocks of ROWS rows, one product each, on one rank."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,9 +88,6 @@ class BlocksOfRows:
         filled = F.pad(x, (0, 0, 0, -rows % ROWS))
         blocks = torch.split(filled, ROWS)
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
-
-    def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.linear(x, weight, bias)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -101,9 +98,6 @@ class BlocksOfRows:
 
     def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
         return expert_products(x, weight, bias, groups, rows=ROWS, fixed=True)
-
-    def summed(self, x: Tensor) -> Tensor:
-        return x
 
 
 class OverRanks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -105,28 +104,17 @@ def open_model(path: str | Path) -> ModelFiles:
     return _open_directory(place) if place.is_dir() else _open_gguf(place)
 
 
-class ModelKind(enum.Enum):
-    """The form of a model's weights."""
-
-    SAFETENSORS = "a directory with config.json and safetensors"
-    GGUF = "a .gguf file"
-
-
-def model_kind(path: str | Path) -> ModelKind:
-    """The kind of the model at `path`, which is not opened. Raises BadModel if there is none."""
-    return ModelKind.SAFETENSORS if find_model(path).is_dir() else ModelKind.GGUF
-
-
-def default_dtype(kind: ModelKind, device_type: str) -> torch.dtype:
-    """The dtype that a model runs in by default.
+def default_dtype(path: str | Path, device_type: str) -> torch.dtype:
+    """The dtype that the model at `path` runs in by default. It is not opened. Raises BadModel if there is none.
 
     A CPU computes in float32. On a GPU a GGUF model runs in float16, whose 10 bits of mantissa hold a quantised weight
     more closely than bfloat16's 7: those flip near-ties of SmolLM2's logits, and the text becomes meaningless. Models
     from safetensors run in bfloat16, the dtype that most are published in, which does not overflow.
     """
+    is_gguf = not find_model(path).is_dir()
     if device_type == "cpu":
         return torch.float32
-    return torch.float16 if kind is ModelKind.GGUF else torch.bfloat16
+    return torch.float16 if is_gguf else torch.bfloat16
 
 
 def _check_dtype_and_device(dtype: torch.dtype, device: torch.device) -> None:

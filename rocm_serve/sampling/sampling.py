@@ -21,7 +21,7 @@ from rocm_attn.errors import BadLogits
 from rocm_attn.kernels.sampling.row_results import ALL_ZERO, NONE_LEFT
 from rocm_attn.providers.launches import PickRows
 from rocm_attn.providers.torch_ref import TORCH
-from rocm_attn.step.host_ring import Fence, NoFence
+from rocm_attn.step.host_ring import Fence, NoFence, wait_for_all
 from rocm_attn.step.prepared import RepeatedLauncher
 from rocm_serve.sampling.sampling_options import Sampling
 
@@ -160,7 +160,7 @@ class _HostMemory:
         self._rows: dict[int, _Rows] = {}
         self.done: Fence = torch.Event(tokens.device) if pinned else NoFence()
         # torch knows of no kernel that reads or writes pinned memory, and gives freed pinned memory to the next caller.
-        weakref.finalize(self, _hold_until, self.done, (self._terms, self._found)).atexit = False
+        weakref.finalize(self, wait_for_all, [self.done], (self._terms, self._found)).atexit = False
 
     def rows(self, rows: int) -> _Rows:
         """The first rows."""
@@ -169,10 +169,6 @@ class _HostMemory:
             views = self._terms[:rows], self._tokens[:rows], self._found[:rows]
             found = self._rows[rows] = _Rows(*views, PickedRows.of(self._found.numpy()[:rows]))
         return found
-
-
-def _hold_until(done: Fence, tensors: tuple[Tensor, ...]) -> None:
-    done.synchronize()
 
 
 class TokenPicker:

@@ -19,7 +19,7 @@ from rocm_serve.server.api_errors import given_up_at_shutdown
 from rocm_serve.server.app import build_app
 from rocm_serve.server.connections import MOST_HEAD_BYTES, bounded_protocol
 from rocm_serve.server.constraint_checks import ConstraintChecks
-from rocm_serve.server.descriptors import QuietAtTheLimit, connections_within, raise_limit
+from rocm_serve.server.descriptors import connections_within, raise_limit
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Jobs
@@ -134,7 +134,6 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
         self._listen(sockets)
-        self._loop.set_exception_handler(QuietAtTheLimit())
         if self._most_connections < self._options.max_connections:
             self._announce(
                 f"at most {self._most_connections} connections are served, and not {self._options.max_connections} "

@@ -73,26 +73,12 @@ class DraftTree:
         return None
 
     @classmethod
-    def tree(cls, branches: Sequence[Sequence[int]], most: int) -> DraftTree:
-        """At most `most` drafts of branches that all begin after the last token; equal beginnings are merged.
-
-        The first branch is whole, as far as `most` allows, and comes first; the likeliest one belongs there.
-        """
-        token_ids: list[int] = []
+    def tree(cls, branches: Sequence[Sequence[int]]) -> DraftTree:
+        """The drafts of branches that begin after the last token, with different ones. The likeliest comes first."""
         parents: list[int] = []
-        number_of: dict[tuple[int, int], int] = {}
         for branch in branches:
-            at = LAST_TOKEN
-            for token in branch:
-                number = number_of.get((at, token), -1)
-                if number < 0:
-                    if len(token_ids) == most:
-                        break
-                    number = number_of[at, token] = len(token_ids)
-                    token_ids.append(token)
-                    parents.append(at)
-                at = number
-        return cls(tuple(token_ids), tuple(parents))
+            parents += [LAST_TOKEN, *range(len(parents), len(parents) + len(branch) - 1)][: len(branch)]
+        return cls(tuple(token for branch in branches for token in branch), tuple(parents))
 
 
 @cache

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.step.step import Part
 from rocm_serve.models.model import Model
-from rocm_serve.models.weights import ModelWeights
 from rocm_serve.options import EngineOptions
-
-
-class GivesRows(Protocol):
-    """The methods that Model and HandingOver have in common."""
-
-    @property
-    def weights(self) -> ModelWeights: ...
-    def hidden(self, step: Part) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class HandingOver:
@@ -62,7 +50,7 @@ class LastRows:
     new tokens, the rows before its own are those of others and have no meaning.
     """
 
-    def __init__(self, model: GivesRows, num_rows: int) -> None:
+    def __init__(self, model: Model | HandingOver, num_rows: int) -> None:
         self._model, self._num_rows = model, num_rows
         self._back = torch.arange(1 - num_rows, 1, device=model.weights.device)
 

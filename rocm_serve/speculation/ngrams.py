@@ -50,7 +50,7 @@ class NgramDrafter(Drafter):
                 continue
             branches = text.continuations(sequence.token_ids, most, self._num_branches)
             if branches:
-                found[number] = DraftTree.tree(branches, most)
+                found[number] = DraftTree.tree(branches)
         return found
 
 

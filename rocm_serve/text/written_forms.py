@@ -151,15 +151,6 @@ CALL_FORMS = (
         '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n',
         is_list=True,
     ),
-    # DeepSeek-V4: SGLang's deepseekv4_detector.py; the name of the section alone differs
-    CallForm(
-        ("deepseek_v4",),
-        ("<｜DSML｜tool_calls>\n",),
-        '<｜DSML｜invoke name="{name}">\n{parameters}</｜DSML｜invoke>\n',
-        "</｜DSML｜tool_calls>",
-        '<｜DSML｜parameter name="{key}" string="{kind}">{value}</｜DSML｜parameter>\n',
-        is_list=True,
-    ),
     # Mistral's tokenizers from version 11 on: InstructTokenizerV11 and V13 of mistral_common. V11 writes an id between
     # name and arguments
     CallForm(("mistral",), ("[TOOL_CALLS]",), "{name}{any:}[ARGS]{json}"),

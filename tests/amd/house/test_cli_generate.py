@@ -18,7 +18,7 @@ from rocm_attn.cli.parser import build_parser
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.watch.flight_recorder import read_dump
 from rocm_serve.cli.ready_engine import dtype_of
-from rocm_serve.models.loading import LoadedModel, ModelFiles, ModelKind
+from rocm_serve.models.loading import LoadedModel, ModelFiles
 from rocm_serve.ranks import Ranks
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
@@ -52,7 +52,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves a tiny model of words under any name. "windowed" has a window; token w7 gives NaN to "poisoned"."""
     tokenizer = word_tokenizer()
 
@@ -69,7 +69,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rocm_serve.cli.generate.find_model", Path)
     monkeypatch.setattr("rocm_serve.cli.generate.open_model", open_tiny)
     monkeypatch.setattr("rocm_serve.cli.ready_engine.load_model", load_tiny)
-    monkeypatch.setattr("rocm_serve.cli.ready_engine.model_kind", lambda path: ModelKind.SAFETENSORS)
+    monkeypatch.setattr("rocm_serve.models.loading.find_model", lambda path: tmp_path)
     monkeypatch.setattr(sys, "stdin", Terminal())
 
 
@@ -317,16 +317,13 @@ def test_an_empty_file_of_prompts_is_bad_input(tmp_path: Path, capsys: pytest.Ca
     ("name", "device", "dtype"),
     [
         (None, "cpu", torch.float32),
-        (None, "cuda", torch.float16),
-        ("bfloat16", "cuda", torch.bfloat16),
+        (None, "cuda", torch.bfloat16),
+        ("float16", "cuda", torch.float16),
         ("float16", "cpu", torch.float16),
     ],
 )
-def test_what_dtype_says_goes_before_the_default(
-    name: str | None, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rocm_serve.cli.ready_engine.model_kind", lambda path: ModelKind.GGUF)
-    assert dtype_of(name, "m.gguf", torch.device(device)) is dtype
+def test_what_dtype_says_goes_before_the_default(name: str | None, device: str, dtype: torch.dtype) -> None:
+    assert dtype_of(name, "any", torch.device(device)) is dtype
 
 
 def test_a_memory_that_is_full_is_a_sentence(

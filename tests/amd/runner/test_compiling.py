@@ -204,8 +204,3 @@ def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.Monk
     served.generate([CONSTRAINED[2]])
     with pytest.raises(BadRequest, match=r"the library fails \(BaseException: a panic\)"):
         served.submit(replace(CONSTRAINED[2], constraint=Constraint.regex("new")))
-
-
-def test_a_constraint_that_no_text_can_begin_with_is_refused() -> None:
-    with pytest.raises(BadRequest, match="cannot be used: no text can begin with it"):
-        Engine(character_model(), BASE).submit(Request(PROMPT, 5, constraint=Constraint.json_schema({"$ref": "#"})))

@@ -20,7 +20,7 @@ from rocm_serve.request import Completion, Request, RequestsFailed
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.matching import TextMatcher
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
-from tests.amd.runner.with_parameters import BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
+from tests.amd.runner.with_parameters import BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +47,6 @@ def test_texts_match_their_constraints_and_end_where_they_may(alone: list[Comple
     assert re.fullmatch("[a-z]+", allowed.text)
     assert {*allowed.token_ids} <= {*range(9, 44, 2)}
     assert [emitted.token_id for emitted in schema.logprobs] == list(schema.token_ids)
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 6))])
-def test_every_seed_gives_a_text_that_the_schema_accepts(loaded: LoadedModel, seed: int) -> None:
-    request = replace(CONSTRAINED[0], sampling=drawn(seed=seed, temperature=2.0))
-    done = Engine(loaded, BASE).generate([request])[0]
-    assert done.finish_reason == "length" or json.loads(done.text)["b"] in ("x", "yes")
-
-
-def test_a_mask_that_does_not_know_the_last_token_is_noticed(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step ahead that did not wait would do this: the other tests here depend on the wait."""
-    mask = TextMatcher.mask
-
-    def one_late(matcher: TextMatcher, token_ids: Sequence[int], banned: Any) -> Int32Array:
-        return mask(matcher, token_ids[:-1], banned)
-
-    monkeypatch.setattr(TextMatcher, "mask", one_late)
-    with pytest.raises(RequestsFailed, match="doesn't satisfy the grammar"):
-        Engine(loaded, BASE).generate(CONSTRAINED)
 
 
 def nested(depth: int) -> dict[str, Any]:

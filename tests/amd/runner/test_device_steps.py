@@ -219,19 +219,6 @@ def test_the_host_plans_a_step_now_and_then(monkeypatch: pytest.MonkeyPatch) -> 
     assert [engine.completion(number)] == plainly([a_request(1, 100)])
 
 
-def test_pages_are_reserved_before_a_round_may_come_to_need_them() -> None:
-    engine = engine_of(page_size=1)
-    engine.submit(a_request(2, 250))
-    rounds, table = rounds_of(engine), engine.runtime.table
-    for _ in steps(engine):
-        series = rounds._series
-        if series is not None and not series.is_over and (table.room(series.rows) >= 0).all():
-            # The inputs of the round after the last one are made at once.
-            beyond = series.kv_len + 4 * series.num_pending
-            assert (beyond <= table.room(series.rows)).all()
-            assert (series.limit <= table.room(series.rows)).all()
-
-
 def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, for the longest possible text, and for the rounds that run on past its end."""
     monkeypatch.setattr(rounds_module, "_TOKENS_AHEAD", 8)

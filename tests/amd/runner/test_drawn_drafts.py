@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
 from rocm_attn.step.accepting import accept_sampled
 from rocm_serve.engine import Engine
@@ -169,12 +168,6 @@ def test_probabilities_are_those_of_plain_sampling() -> None:
     kept = logits[0].exp() * torch.tensor([1.0, 0.0, 1.0, 0.0])
     torch.testing.assert_close(first, kept / kept.sum())
     torch.testing.assert_close(second, (logits[1] * 2).softmax(-1))
-
-
-@pytest.mark.parametrize("speculative", ["ngram", "off"])
-def test_drafts_that_are_not_drawn_are_refused(speculative: str) -> None:
-    with pytest.raises(BadSetting, match="it needs a small model or an EAGLE head"):
-        replace(MANY, speculative=speculative)
 
 
 def test_a_tree_accepts_more_than_a_chain_of_its_depth(loaded: LoadedModel) -> None:

@@ -204,11 +204,6 @@ def test_a_prompt_as_long_as_the_pool_gets_one_token(loaded: LoadedModel) -> Non
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [
-        ({"page_size": 0}, BadSetting, "page_size is 0; it must be at least 1"),
-        ({"max_batch_size": -1}, BadSetting, "max_batch_size is -1; it must be at least 0"),
-        ({"latency": float("nan")}, BadSetting, "latency is nan; it must be at least 0"),
-        ({"chunk": -3}, BadSetting, "chunk is -3"),
-        ({"num_pages": 1}, BadSetting, "num_pages is 1; it must be at least 2"),
         ({"max_kv_len": 97}, BadSetting, "max_kv_len is 97; it must be at most the model's context, 96"),
         ({"kv_bytes": 1000}, CapacityExceeded, "1000 bytes for K and V hold 0 pages of 1024 bytes"),
         ({"provider": "cudnn"}, BadSetting, "provider 'cudnn' is not known"),

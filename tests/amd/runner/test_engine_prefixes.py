@@ -94,23 +94,6 @@ def test_in_deterministic_mode_a_hit_changes_no_bit(graphs: bool, loaded: Loaded
     assert found[0] == found[1]
 
 
-def test_without_the_option_nothing_is_looked_up_or_kept(loaded: LoadedModel) -> None:
-    served = engine(loaded, prefix_caching=False)
-    for _ in range(2):
-        served.generate([Request(SHARED, 5)])
-    metrics = served.report().metrics
-    assert (metrics.prefix_lookups, metrics.prefix_hits, metrics.cached_pages, metrics.pages_in_use) == (0, 0, 0, 0)
-
-
-def test_pages_of_the_cache_are_given_back_before_a_sequence_is_preempted(loaded: LoadedModel) -> None:
-    served = engine(loaded, num_pages=25)
-    for first in range(12):
-        served.generate([Request((first, *SHARED), 12)])
-    metrics = served.report().metrics
-    assert metrics.preemptions == 0
-    assert metrics.cached_pages > 20
-
-
 def test_one_that_gave_way_finds_its_own_pages_again(loaded: LoadedModel) -> None:
     served = engine(loaded, max_batch_size=1)
     low = served.submit(Request(SHARED, 20, priority=1))
@@ -122,15 +105,6 @@ def test_one_that_gave_way_finds_its_own_pages_again(loaded: LoadedModel) -> Non
     assert hits(served) == 20, "the pages of 13 + 9 tokens"
     for number in (low, high):
         assert_greedy(loaded, served.completion(number))
-
-
-def test_a_forgotten_prefix_is_not_found_and_weights_may_have_changed(loaded: LoadedModel) -> None:
-    served = engine(loaded)
-    served.generate([Request(SHARED, 5)])
-    served.forget_prefixes()
-    assert served.report().metrics.pages_in_use == 0
-    served.generate([Request(SHARED, 5)])
-    assert hits(served) == 0
 
 
 def poison(engine: Engine, number: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:

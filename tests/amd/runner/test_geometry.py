@@ -125,14 +125,6 @@ def test_ranks_share_heads_that_are_filled_up_and_a_kv_head_is_never_cut(
     assert (layer.num_q_heads, layer.num_kv_heads) == heads
 
 
-@pytest.mark.parametrize(("max_kv_len", "left"), [(8, -1), (9, 7)])
-def test_a_window_that_no_sequence_outgrows_is_no_window(max_kv_len: int, left: int) -> None:
-    config = {"num_attention_heads": 2, "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1}
-    geometry = attention_geometry({**config, "architectures": ["MistralForCausalLM"], "sliding_window": 8})
-    served = geometry.without_idle_windows(max_kv_len)
-    assert [layer.window_left for layer in served.layers] == [left, left]
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import BadSetting, NeverFits, Unsupported
+from rocm_attn.errors import NeverFits, Unsupported
 from rocm_attn.guards.registry import Guards
 from rocm_attn.integrations.host_pages import CHANGED, OTHER, HostPages
 from rocm_attn.paging.host_record import HEAD_WORDS
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.options import EngineOptions
 from rocm_serve.prefix_cache import CachedRow, PrefixCache
 from rocm_serve.request import Completion, Request
 from tests.amd.runner.cache_invariants import check_cache
@@ -160,17 +159,6 @@ def test_without_either_safeguard_texts_are_wrong(
             for key in memory._slots:
                 memory.at(key)[8 * HEAD_WORDS + 3 :: 4] ^= 0x80  # signs
     assert wrong > 3
-
-
-def test_little_host_memory_keeps_what_was_used_last(loaded: LoadedModel) -> None:
-    record_bytes = HostPages.record_bytes(small_engine(loaded, **FEW).runtime)
-    served = small_engine(loaded, **{**FEW, "host_kv_bytes": 10 * record_bytes + 7})
-    for done in one_by_one(served, requests()):
-        assert_greedy(loaded, done)
-    memory = host(served)._memory
-    assert memory.num_slots == len(memory) == 10
-    with pytest.raises(NeverFits, match=f"host_kv_bytes is {record_bytes - 1}, and a page takes {record_bytes} bytes"):
-        small_engine(loaded, **{**FEW, "host_kv_bytes": record_bytes - 1})
 
 
 def test_tenants_do_not_find_each_others_pages_in_host_memory(loaded: LoadedModel) -> None:
@@ -317,16 +305,15 @@ def test_every_output_of_random_worlds_is_that_of_dense_attention(seed: int, ste
 
 
 def test_what_cannot_move_is_refused_in_one_sentence(loaded: LoadedModel) -> None:
-    for options, why in (
-        ({"prefix_caching": False}, "host_kv_bytes is 4096 and prefix_caching is off"),
-        ({"speculative": "eagle:seeded"}, "speculative is eagle:seeded, which keeps K and V of its own"),
-        ({"speculative": "draft:small"}, "speculative is draft:small, which keeps K and V of its own"),
-    ):
-        with pytest.raises(BadSetting, match=why):
-            EngineOptions(host_kv_bytes=4096, **options)
-    with pytest.raises(BadSetting, match="host_kv_bytes is -1; it must be at least 0"):
-        EngineOptions(host_kv_bytes=-1)
     with pytest.raises(Unsupported, match="recurrent layers do not move to host memory"):
         small_engine(tiny_model(base=RECURRENT), **{**FEW, "num_pages": 60})
     with pytest.raises(Unsupported, match="layers with a window have pages of their own"):
         small_engine(tiny_model(base=with_windows(CONFIG, 9, -1)), **{**FEW, "swa_pages": 20})
+
+
+def test_host_memory_has_as_many_pages_as_fit_and_at_least_one(loaded: LoadedModel) -> None:
+    record_bytes = HostPages.record_bytes(small_engine(loaded, **FEW).runtime)
+    served = small_engine(loaded, **{**FEW, "host_kv_bytes": 10 * record_bytes + 7})
+    assert host(served)._memory.num_slots == 10
+    with pytest.raises(NeverFits, match=f"host_kv_bytes is {record_bytes - 1}, and a page takes {record_bytes} bytes"):
+        small_engine(loaded, **{**FEW, "host_kv_bytes": record_bytes - 1})

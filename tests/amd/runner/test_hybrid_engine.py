@@ -71,8 +71,6 @@ def test_a_pool_that_holds_no_window_and_chunk_is_refused(loaded: LoadedModel) -
         CapacityExceeded, match="in steps of up to 16, needs 8 pages of the SWA space and there are 5; "
     ):
         Engine(loaded, replace(BASE, swa_pages=6))
-    with pytest.raises(BadSetting, match="swa_pages is -1; it must be at least 0"):
-        replace(BASE, swa_pages=-1)
 
 
 @pytest.mark.parametrize("max_kv_len", [10, 64])

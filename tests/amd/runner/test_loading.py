@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadModel, BadSetting
-from rocm_serve.models.loading import ModelKind, default_dtype, load_model, model_kind
+from rocm_serve.models.loading import default_dtype, load_model
 from rocm_serve.models.places import find_model
 from tests.amd.runner.hf_models import save, small_hf_model
 
@@ -69,21 +69,18 @@ def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "device_type", "dtype"),
+    ("name", "device_type", "dtype"),
     [
-        (ModelKind.GGUF, "cuda", torch.float16),
-        (ModelKind.SAFETENSORS, "cuda", torch.bfloat16),
-        (ModelKind.GGUF, "cpu", torch.float32),
-        (ModelKind.SAFETENSORS, "cpu", torch.float32),
+        ("m.gguf", "cuda", torch.float16),
+        (".", "cuda", torch.bfloat16),
+        ("m.gguf", "cpu", torch.float32),
+        (".", "cpu", torch.float32),
     ],
 )
-def test_a_quantised_model_runs_in_float16_on_a_gpu(kind: ModelKind, device_type: str, dtype: torch.dtype) -> None:
-    assert default_dtype(kind, device_type) is dtype
-
-
-def test_the_kind_of_a_model_is_where_its_weights_lie(tmp_path: Path) -> None:
+def test_a_quantised_model_runs_in_float16_on_a_gpu(
+    name: str, device_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     (tmp_path / "m.gguf").touch()
-    assert model_kind(tmp_path) is ModelKind.SAFETENSORS
-    assert model_kind(tmp_path / "m.gguf") is model_kind("smollm2") is ModelKind.GGUF
+    assert default_dtype(tmp_path / name, device_type) is dtype
     with pytest.raises(BadModel, match="there is no model at"):
-        model_kind(tmp_path / "nowhere")
+        default_dtype(tmp_path / "nowhere", device_type)

@@ -299,7 +299,10 @@ def test_files_of_modern_bert_may_name_a_period_instead_of_layers() -> None:
 
 def test_a_window_that_no_sequence_outgrows_is_none_on_either_side() -> None:
     geometry = attention_geometry(CASES["ModernBERT"].file())
-    assert {layer.window_right for layer in geometry.without_idle_windows(6).layers} == {-1, 4}
+    assert {(layer.window_left, layer.window_right) for layer in geometry.without_idle_windows(6).layers} == {
+        (-1, -1),
+        (4, 4),
+    }
     assert {(layer.window_left, layer.window_right) for layer in geometry.without_idle_windows(5).layers} == {(-1, -1)}
     causal = attention_geometry(CASES["Llama 4 without chunks"].file()).without_idle_windows(1)
     assert {layer.window_right for layer in causal.layers} == {0}

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadRequest
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.prompt_logprobs import PromptLogprobs
@@ -135,9 +134,3 @@ def test_an_aborted_prompt_has_those_of_the_tokens_that_were_taken_in() -> None:
     served.abort(number)
     (done,) = served_to_the_end(served, [number])
     assert [each.token_id for each in done.prompt_logprobs] == list(range(9, 17))
-
-
-@pytest.mark.parametrize("wrong", [-2, 21])
-def test_a_number_that_cannot_be_is_refused(wrong: int) -> None:
-    with pytest.raises(BadRequest, match=f"prompt_logprobs is {wrong}; it must be -1"):
-        Request((1,), prompt_logprobs=wrong)

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.errors import BadLogits, BadRequest
 from rocm_attn.providers.torch_ref import TORCH
@@ -23,12 +22,10 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.request import Completion, Request, RequestsFailed
 from rocm_serve.request import Sequence as Served
-from rocm_serve.sampling.logprobs import NO_LOGPROBS
 from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters
 from rocm_serve.sampling.sampling import Draw, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
-from rocm_serve.sampling.token_counts import TokenCounts
 from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.runner.with_parameters import ASKING, BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
 from tests.amd.tolerances import assert_logprobs_close
@@ -202,20 +199,6 @@ def test_penalties_hold_for_the_tokens_that_came_before(loaded: LoadedModel) -> 
     assert not set(tokens) & set(PROMPT)
 
 
-def test_a_count_that_is_off_is_noticed(
-    loaded: LoadedModel, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the token that the host has not read yet, other tokens result: the test above depends on it."""
-    count = TokenCounts.rows
-
-    def without_pending(counts: TokenCounts, texts: Any, picked: Tensor) -> list[int]:
-        return count(counts, [text._replace(pending_at=-1) for text in texts], picked)
-
-    monkeypatch.setattr(TokenCounts, "rows", without_pending)
-    done = Engine(loaded, replace(BASE, steps_ahead=1)).generate([PLAIN, *ASKING])
-    assert [each.token_ids for each in done] != [each.token_ids for each in alone[: len(done)]]
-
-
 async def test_logprobs_come_with_the_tokens_to_events_pieces_and_completions(loaded: LoadedModel) -> None:
     request = replace(ASKING[0], stop=("8",))
     events: list[Any] = []
@@ -276,37 +259,6 @@ def test_rows_that_ask_for_nothing_are_picked_from_as_ever(
     monkeypatch.setattr(ParameterPicker, "pick", refuse)
     requests = [PLAIN, Request(PROMPT, 8, drawn(top_p=0.9)), Request(PROMPT, 8, Sampling(top_k=3, min_p=0.5))]
     Engine(loaded, BASE).generate(requests)
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"top_k": -1}, "top_k is -1; it must be at least 0"),
-        ({"min_p": 1.5}, "min_p is 1.5; it must be at least 0 and at most 1"),
-        ({"presence_penalty": NAN}, "presence_penalty is nan; it must be at least -2"),
-        ({"frequency_penalty": 2.5}, "frequency_penalty is 2.5"),
-        ({"repetition_penalty": 5e-324}, "repetition_penalty is 5e-324; it must be at least 0.01"),
-        ({"logit_bias": ((1, 200.0),)}, "logit_bias of token 1 is 200.0"),
-        ({"logit_bias": ((1, 2.0), (1, 3.0))}, "logit_bias has a token twice"),
-        ({"logit_bias": tuple((token, 1.0) for token in range(1025))}, "logit_bias has 1025 tokens"),
-    ],
-)
-def test_sampling_without_sense_is_refused(values: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadRequest, match=sentence):
-        Sampling(**values)
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"min_tokens": 9}, "min_tokens is 9; it must be at least 0 and at most max_new_tokens, which is 8"),
-        ({"logprobs": 21}, "logprobs is 21; it must be -1"),
-        ({"logprobs": NO_LOGPROBS - 1}, "logprobs is -2"),
-    ],
-)
-def test_requests_without_sense_are_refused(values: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(BadRequest, match=sentence):
-        Request((1,), 8, **values)
 
 
 def test_a_bias_of_a_token_that_does_not_exist_is_refused_and_allowing_it_is_too(loaded: LoadedModel) -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadSetting, DeviceFault
+from rocm_attn.errors import DeviceFault
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.prompt_logprobs import ComingPromptLogprobs
-from rocm_serve.request import Completion, Event, Request, TokenEvent
+from rocm_serve.request import Completion, Event, Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.speculation import StepPicks
@@ -109,17 +109,6 @@ def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(
     assert (done.token_ids, done.finish_reason) == (whole.token_ids[:last], "stop")
 
 
-def test_what_a_step_has_brought_is_there_after_settle(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, BASE)
-    number = engine.submit(Request((9, 10, 11), 5))
-    assert engine.step() == []
-    engine.settle()
-    (first,) = engine.step()
-    assert isinstance(first, TokenEvent)
-    until_done(engine)
-    assert engine.completion(number) == alone(loaded, Request((9, 10, 11), 5))
-
-
 def test_weights_that_change_between_two_steps_are_seen_by_no_cached_prefix(loaded: LoadedModel) -> None:
     """forget_prefixes() reads the step that runs: its pages are not entered afterwards."""
     engine = Engine(tiny_model(), BASE)
@@ -164,12 +153,6 @@ def test_checked_and_replayed_steps_give_the_same_tokens(loaded: LoadedModel) ->
     metrics = engine.report().metrics
     assert metrics.replays > 5
     assert (metrics.samples > 10, metrics.rows_differ, metrics.attention_differs) == (True, 0, 0)
-
-
-@pytest.mark.parametrize("steps_ahead", [-1, 2])
-def test_only_one_step_may_be_ahead(steps_ahead: int) -> None:
-    with pytest.raises(BadSetting, match=f"steps_ahead is {steps_ahead}; it must be"):
-        EngineOptions(steps_ahead=steps_ahead)
 
 
 def test_a_gpu_is_kept_busy_and_a_cpu_has_nothing_to_wait_for() -> None:

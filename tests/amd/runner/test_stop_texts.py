@@ -172,17 +172,6 @@ def test_what_was_held_back_comes_with_an_abort(loaded: LoadedModel, text: str) 
     assert said == engine.completion(number).text == text[: len(said)]
 
 
-@pytest.mark.parametrize(
-    ("stop", "sentence"),
-    [(("",), "has 0 characters"), (("a" * 1025,), "has 1025 characters"), (("a",) * 65, "stop has 65 texts")],
-)
-def test_stops_without_sense_are_refused(stop: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(BadRequest, match=sentence):
-        Request((1,), stop=stop)
-    with pytest.raises(BadRequest, match="give a tuple of texts"):
-        Request((1,), stop="abc")  # type: ignore[arg-type]
-
-
 def test_stops_need_a_tokenizer() -> None:
     with pytest.raises(BadRequest, match="stop texts and the model has no tokenizer"):
         Engine(tiny_model(), BASE).submit(Request((1,), stop=("a",)))

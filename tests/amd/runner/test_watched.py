@@ -30,7 +30,6 @@ from rocm_attn.step.protocols import NO_EVIDENCE, Evidence, WrongLayer
 from rocm_attn.watch.evidence import EvidenceFile
 from rocm_attn.watch.few_sequences import LayerOfStep
 from rocm_serve import watched
-from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.request import RequestsFaulted
@@ -252,11 +251,3 @@ def test_the_shipped_model_runs_split_steps(graphs: bool, loaded: LoadedModel) -
         results.append(torch.stack(outs))
     whole, halves = results
     assert_layers_close(halves, whole)
-
-
-def test_an_engine_says_what_looks_on_in_its_options(loaded: LoadedModel) -> None:
-    with pytest.raises(BadSetting, match="check_every is -1; it must be at least 0"):
-        engine(loaded, check_every=-1)
-    with pytest.raises(BadSetting, match=r"hang_after is -0\.5; it must be at least 0"):
-        engine(loaded, hang_after=-0.5)
-    assert isinstance(engine(loaded, check_every=5), Engine)

@@ -1,10 +1,7 @@
-"""The limit of open files: it is raised, it bounds the connections, and a server that reaches it logs one line."""
+"""The limit of open files: it is raised, and it bounds the connections."""
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import logging
 import resource
 import socket
 from collections.abc import Iterator
@@ -12,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.server.descriptors import QuietAtTheLimit, connections_within
+from rocm_serve.server.descriptors import connections_within
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.server.raw import send
@@ -72,56 +69,6 @@ def test_a_server_announces_that_it_serves_fewer_connections(
                 client.close()
 
 
-class Exhausted(socket.socket):
-    """A listening socket of a process that has as many open files as it may, at its first 50 tries."""
-
-    num_tries = 0
-
-    def accept(self) -> tuple[socket.socket, object]:
-        self.num_tries += 1
-        if self.num_tries > 50:
-            raise BlockingIOError
-        raise OSError(errno.EMFILE, "Too many open files")
-
-
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
-@pytest.fixture
-def lines() -> Iterator[Lines]:
-    """The lines of the server's log."""
-    logger, kept = logging.getLogger("uvicorn.error"), Lines()
-    logger.addHandler(kept)
-    try:
-        yield kept
-    finally:
-        logger.removeHandler(kept)
-
-
-async def test_connections_that_cannot_be_accepted_are_one_line(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
-    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.0)
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(QuietAtTheLimit())
-    with Exhausted() as listening:
-        listening.bind(("127.0.0.1", 0))
-        server = await loop.create_server(asyncio.Protocol, sock=listening, backlog=1)
-        with socket.create_connection(listening.getsockname()):
-            while listening.num_tries <= 50:
-                await asyncio.sleep(0)
-        server.close()
-    (line,) = lines.records
-    assert "no connection can be accepted at present (Too many open files)" in line.getMessage()
-    assert line.exc_info is None
-
-
 def test_a_server_accepts_once_before_it_does_something_else(loaded: LoadedModel) -> None:
     """At the limit, Python's loop goes on for as often as the backlog that it was given; the kernel has its own."""
     with running(engine(loaded)) as server:
@@ -130,10 +77,3 @@ def test_a_server_accepts_once_before_it_does_something_else(loaded: LoadedModel
         server.wait_until(lambda: len(server.server.server_state.connections) >= 50)
         for client in clients:
             client.close()
-
-
-async def test_other_errors_of_the_loop_are_logged_as_before(caplog: pytest.LogCaptureFixture) -> None:
-    loop = asyncio.get_running_loop()
-    QuietAtTheLimit()(loop, {"message": "a mistake", "exception": ValueError("wrong")})
-    QuietAtTheLimit()(loop, {"message": "a pipe", "exception": OSError(errno.EMFILE, "no files")})
-    assert [record.getMessage().splitlines()[0] for record in caplog.records] == ["a mistake", "a pipe"]

@@ -217,6 +217,7 @@ def test_what_changes_nothing_is_ignored(server: Running) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/nothing", 404, "not_found"),
+        ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/nobody", 404, "model_not_found"),

@@ -19,7 +19,8 @@ from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.server.raw import CHAT, Reply, post
 from tests.amd.server.running import NAME, Running, running
-from tests.amd.server.test_tools import ASKED, CALL, forced
+from tests.amd.server.test_tools import ASKED, CALL, forced, thought_of
+from tests.amd.server.test_tools import ask as answered
 from tests.amd.server.tool_models import TEMPLATES, WEATHER, tokenizer, tool_engine
 
 # Begins reasoning unless it is told not to, as Qwen3's and DeepSeek-V3.1's templates do.
@@ -134,26 +135,10 @@ def test_a_template_of_a_file_is_checked_before_weights_are_read(tmp_path: Path)
         _template(ServerOptions(chat_template=tmp_path / "missing"))
 
 
-def reasoned(server: Running, **fields: Any) -> tuple[str | None, str | None, int]:
+def reasoned(server: Running, **fields: Any) -> tuple[str, str | None, int]:
     """Reasoning, text, and the number of calls."""
-    fields = {"model": NAME, "messages": ASKED, "max_tokens": 200, "seed": 3, **fields}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        (choice,) = client.chat.completions.create(**fields).choices
-    message = choice.message
-    return getattr(message, "reasoning_content", None), message.content, len(message.tool_calls or ())
-
-
-def test_a_stream_has_the_reasoning_and_the_text_that_a_whole_answer_has(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forced(monkeypatch, f"Hm.</think>I look.{CALL['hermes']}")
-    fields: dict[str, Any] = {"model": NAME, "messages": ASKED, "max_tokens": 200, "tools": [WEATHER]}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **fields)]
-    streamed = (
-        "".join(getattr(delta, name, None) or "" for delta in deltas) for name in ("reasoning_content", "content")
-    )
-    assert tuple(streamed) == ("Hm.", "I look.")
+    (choice,) = answered(server, **{"tools": openai.omit, **fields})
+    return thought_of(choice.message), choice.message.content, len(choice.message.tool_calls or ())
 
 
 def test_reasoning_comes_apart_from_text_and_calls(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +148,7 @@ def test_reasoning_comes_apart_from_text_and_calls(server: Running, monkeypatch:
     assert reasoned(server) == ("Hm. It {rains}?", text, 0)
     forced(monkeypatch, "I look.")
     without = {"chat_template_kwargs": {"enable_thinking": False}}
-    assert reasoned(server, extra_body=without) == (None, "I look.", 0)
+    assert reasoned(server, extra_body=without) == ("", "I look.", 0)
 
 
 def test_a_form_that_is_named_is_used_and_none_reads_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +159,7 @@ def test_a_form_that_is_named_is_used_and_none_reads_none(monkeypatch: pytest.Mo
         assert reasoned(served, tools=[WEATHER]) == ("Hm.", "I look.", 1)
     none: dict[str, Any] = {"tool_parser": "none", "reasoning_parser": "none"}
     with running(tool_engine("hermes"), tokenizer=tokenizer("hermes"), **none) as served:
-        assert reasoned(served)[:2] == (None, f"<think>Hm.</think>I look.{CALL['hermes']}")
+        assert reasoned(served)[:2] == ("", f"<think>Hm.</think>I look.{CALL['hermes']}")
         assert "this server reads no calls (--tool-parser none)" in ask(served, tools=[WEATHER]).error["message"]
 
 

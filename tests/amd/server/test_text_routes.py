@@ -143,8 +143,3 @@ def test_a_path_that_is_not_served_says_why_and_so_does_each_below_it(server: Ru
             assert reply.error["message"].startswith(f"not served: {path}; ")
     for method in ("GET", "DELETE"):
         assert send(server, method, "/v1/responses/resp_1").error["code"] == "not_served"
-
-
-def test_another_path_is_not_found(server: Running) -> None:
-    reply = send(server, "GET", "/v1/nothing")
-    assert (reply.status, reply.error["code"]) == (404, "not_found")

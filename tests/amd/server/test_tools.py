@@ -62,16 +62,22 @@ def reported(choice: Any) -> Any:
     said = choice.message
     calls = [[call.function.name, call.function.arguments] for call in said.tool_calls or ()]
     assert all(call.id.startswith("call_") and call.type == "function" for call in said.tool_calls or ())
-    return [choice.index, choice.finish_reason, said.content or "", calls]
+    return [choice.index, choice.finish_reason, said.content or "", calls, thought_of(said)]
+
+
+def thought_of(said: Any) -> str:
+    """The reasoning of a message or of a delta, which OpenAI's types do not name."""
+    return getattr(said, "reasoning_content", None) or ""
 
 
 def streamed(chunks: Iterable[Any], num_choices: int) -> list[Any]:
     """Likewise, of the deltas of a stream, put together as OpenAI's documentation has it."""
-    found: list[Any] = [[index, None, "", []] for index in range(num_choices)]
+    found: list[Any] = [[index, None, "", [], ""] for index in range(num_choices)]
     for chunk in chunks:
         for choice in chunk.choices:
             said = found[choice.index]
             said[1], said[2] = choice.finish_reason, said[2] + (choice.delta.content or "")
+            said[4] += thought_of(choice.delta)
             for call in choice.delta.tool_calls or ():
                 if call.id is not None:
                     assert (call.id[:5], call.type, call.index) == ("call_", "function", len(said[3]))

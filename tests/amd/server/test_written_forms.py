@@ -135,7 +135,6 @@ EXAMPLES = [
     Example("deepseek_v32", f"Hm.</think>I look.\n\n{DSML}", BOTH, "I look.", "Hm.", "deepseek_v3", is_inside=True),
     Example("deepseek_v32", DSML.replace('string="false"', 'string="true"'),
             [("get_weather", {"city": "Oslo", "days": "3"}), ("get-time", {})]),
-    Example("deepseek_v4", DSML.replace("function_calls", "tool_calls"), BOTH),
     Example("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3}[TOOL_CALLS]get-time[ARGS]{}', BOTH),
     Example("mistral", '[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Oslo", "days": 3}', OSLO),
     Example("mistral", '[THINK]Hm.[/THINK]I look.[TOOL_CALLS]get-time[ARGS]{}', BOTH[1:], "I look.", "Hm.", "mistral"),

@@ -124,15 +124,3 @@ def test_any_number_of_sequences_and_any_drafts_change_no_token(num_seqs: int, t
         engine = with_drafter(Engine(loaded, options), script)
         assert engine.generate(requests) == expected
         assert engine.report().metrics.accepted_drafts > 0
-
-
-@pytest.mark.nightly
-def test_a_model_drafts_for_itself_by_its_name(loaded: LoadedModel, plain: list[Completion]) -> None:
-    engine = Engine(loaded, replace(BASE, speculative="draft:smollm2"))
-    assert engine.generate(requests_of(loaded, PROMPTS, NEW_TOKENS)) == plain
-    metrics = engine.report().metrics
-    # A prompt gives the first token, and the last round of a text ends with it.
-    rounds, rest = divmod(NEW_TOKENS - 1, 1 + BASE.draft_tokens)
-    assert rest > 1
-    assert metrics.drafts == len(PROMPTS) * (rounds + 1) * BASE.draft_tokens
-    assert metrics.accepted_drafts == len(PROMPTS) * (rounds * BASE.draft_tokens + rest - 1)

@@ -1,7 +1,7 @@
-"""Attacks, and the mixed load for some minutes with two drains: python -m tests.amd.server.load --minutes 30
+"""The mixed load for some minutes with two drains: python -m tests.amd.server.load --minutes 30
 
 It prints the counts of the requests' results as JSON (rocm_lab/benchmarks/results/mixed_load_cpu.json is one), and
-exits with 1 if an answer was wrong or lost, if pages leaked, if memory grew, or if a bound of attacks.py does not hold.
+exits with 1 if an answer was wrong or lost, if pages leaked, or if memory grew.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 from rocm_lab.bench.machine import describe_machine
-from tests.amd.server.load.attacks import attack
 from tests.amd.server.load.mixed import MOST_GROWTH, MixedLoad
 from tests.amd.server.load.model_folder import write_model
 
@@ -26,10 +25,8 @@ PARTS, DRAINS = 10, (1, 3)
 
 
 async def run(options: argparse.Namespace, folder: Path) -> bool:
-    """Runs the attacks and the load. True if all was right, none was lost, and each bound held."""
+    """Runs the load. True if all was right, none was lost, and no server's memory grew."""
     flags = shlex.split(options.serve)
-    attacked = await asyncio.to_thread(attack, folder, *flags, rounds=options.rounds)
-    errors = attacked.errors()
     load = MixedLoad(
         folder, *flags, at_a_time=options.clients, seed=options.seed, port=options.port, max_tokens=options.tokens
     )
@@ -44,8 +41,6 @@ async def run(options: argparse.Namespace, folder: Path) -> bool:
                 await load.settle()
             sys.stderr.write(f"{time.monotonic() - begun:.0f} s: {dict(load.tally.kinds)}\n")
     tally = load.tally
-    if tally.grown >= MOST_GROWTH:
-        errors.append(f"a server's memory grew by {tally.grown / 2**20:.0f} MiB under the mixed load")
     print(
         json.dumps(
             {
@@ -58,21 +53,19 @@ async def run(options: argparse.Namespace, folder: Path) -> bool:
                 "wrong": tally.wrong[:20],
                 "lost": tally.lost[:20],
                 "pages_at_quiet_moments": tally.pages,
-                "attacked": attacked.as_dict(),
-                "errors": errors,
+                "grown_mib": round(tally.grown / 2**20, 1),
                 "resident_mib": [[round(each / 2**20, 1) for each in server] for server in tally.resident],
             },
             indent=1,
         )
     )
-    return tally.is_right and not errors
+    return tally.is_right and tally.grown < MOST_GROWTH
 
 
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of large bodies")
     parser.add_argument("--clients", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=12, help="most new tokens of a request")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,80 @@
+"""Options, requests and samplings without sense are refused in one sentence, before anything has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rocm_attn.errors import BadRequest, BadSetting
+from rocm_serve.options import EngineOptions
+from rocm_serve.request import Request
+from rocm_serve.sampling.sampling_options import Sampling
+
+NAN = float("nan")
+
+
+def request(**fields: Any) -> Request:
+    return Request(**{"prompt_token_ids": (1,), "max_new_tokens": 8, **fields})
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "sentence"),
+    [
+        (Sampling, {"temperature": -0.1}, "temperature is -0.1; it must be at least 0"),
+        (Sampling, {"temperature": NAN}, "temperature is nan"),
+        (Sampling, {"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
+        (Sampling, {"top_p": 1.5}, "top_p is 1.5"),
+        (Sampling, {"seed": -1}, "seed is -1; it must be at least 0"),
+        (Sampling, {"top_k": -1}, "top_k is -1; it must be at least 0"),
+        (Sampling, {"min_p": 1.5}, "min_p is 1.5; it must be at least 0 and at most 1"),
+        (Sampling, {"presence_penalty": NAN}, "presence_penalty is nan; it must be at least -2"),
+        (Sampling, {"frequency_penalty": 2.5}, "frequency_penalty is 2.5"),
+        (Sampling, {"repetition_penalty": 5e-324}, "repetition_penalty is 5e-324; it must be at least 0.01"),
+        (Sampling, {"logit_bias": ((1, 200.0),)}, "logit_bias of token 1 is 200.0"),
+        (Sampling, {"logit_bias": ((1, 2.0), (1, 3.0))}, "logit_bias has a token twice"),
+        (Sampling, {"logit_bias": tuple((token, 1.0) for token in range(1025))}, "logit_bias has 1025 tokens"),
+        (request, {"min_tokens": 9}, "min_tokens is 9; it must be at least 0 and at most max_new_tokens, which is 8"),
+        (request, {"logprobs": 21}, "logprobs is 21; it must be -1"),
+        (request, {"logprobs": -2}, "logprobs is -2"),
+        (request, {"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be -1"),
+        (request, {"prompt_logprobs": -2}, "prompt_logprobs is -2; it must be -1"),
+        (request, {"stop": ("",)}, "has 0 characters"),
+        (request, {"stop": ("a" * 1025,)}, "has 1025 characters"),
+        (request, {"stop": ("a",) * 65}, "stop has 65 texts"),
+        (request, {"stop": "abc"}, "give a tuple of texts"),
+        (EngineOptions, {"speculative": "guess"}, "speculative 'guess' is not known; give off, ngram, draft:MODEL"),
+        (EngineOptions, {"speculative": "draft:"}, "speculative 'draft:' is not known"),
+        (EngineOptions, {"speculative": "ngram", "topk": 5}, "topk is 5 and draft_tokens is 4"),
+        (EngineOptions, {"draft_tokens": 0}, "draft_tokens is 0; it must be at least 1"),
+        (EngineOptions, {"sampled_drafts": True, "speculative": "ngram"}, "it needs a small model or an EAGLE head"),
+        (EngineOptions, {"sampled_drafts": True}, "it needs a small model or an EAGLE head"),
+        (EngineOptions, {"steps_ahead": -1}, "steps_ahead is -1; it must be"),
+        (EngineOptions, {"steps_ahead": 2}, "steps_ahead is 2; it must be"),
+        (EngineOptions, {"gpu_memory_share": 0}, "gpu_memory_share is 0; it must be above 0 and at most 1"),
+        (EngineOptions, {"gpu_memory_share": 1.01}, "gpu_memory_share is 1.01; it must be above 0 and at most 1"),
+        (EngineOptions, {"page_size": 0}, "page_size is 0; it must be at least 1"),
+        (EngineOptions, {"max_batch_size": -1}, "max_batch_size is -1; it must be at least 0"),
+        (EngineOptions, {"latency": NAN}, "latency is nan; it must be at least 0"),
+        (EngineOptions, {"chunk": -3}, "chunk is -3"),
+        (EngineOptions, {"num_pages": 1}, "num_pages is 1; it must be at least 2"),
+        (EngineOptions, {"swa_pages": -1}, "swa_pages is -1; it must be at least 0"),
+        (EngineOptions, {"check_every": -1}, "check_every is -1; it must be at least 0"),
+        (EngineOptions, {"hang_after": -0.5}, r"hang_after is -0\.5; it must be at least 0"),
+        (EngineOptions, {"host_kv_bytes": -1}, "host_kv_bytes is -1; it must be at least 0"),
+        (
+            EngineOptions,
+            {"host_kv_bytes": 4096, "prefix_caching": False},
+            "host_kv_bytes is 4096 and prefix_caching is off",
+        ),
+        (
+            EngineOptions,
+            {"host_kv_bytes": 4096, "speculative": "eagle:seeded"},
+            "speculative is eagle:seeded, which keeps K and V of its own",
+        ),
+    ],
+)
+def test_a_value_without_sense_is_refused(make: Callable[..., object], values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((BadRequest, BadSetting), match=sentence):
+        make(**values)

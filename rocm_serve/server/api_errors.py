@@ -110,6 +110,8 @@ def api_error(error: RocmAttnError, retry_after: int) -> ApiError:
     if isinstance(error, BadRequest | BadModel):
         return bad_request(str(error))
     if isinstance(error, RequestFailed):
+        if error.completion.is_own_fault:
+            return bad_request(str(error))
         return ApiError(500, f"the request has failed: {error}", code="request_failed")
     if isinstance(error, EngineEnded):
         return ApiError(503, str(error), code="engine_ended")

@@ -36,7 +36,8 @@ def picky_tokenizer() -> Tokenizer:
     """Its template refuses a system message, and fails on an assistant's."""
     words = word_tokenizer()
     template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here: ' + m.content) }}{% endif %}"
+        "{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('no system here: ' + m.content) }}{% endif %}"
         "{% if m.role == 'assistant' %}{{ m.content.nothing.at_all }}{% endif %}{{ m.content }} {% endfor %}"
     )
     return Tokenizer(words.backend, None, ChatTemplate(template))

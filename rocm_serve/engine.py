@@ -386,7 +386,9 @@ class Engine:
         return LiveTruth(self.runtime, self._scheduler.make_room, self.options.chunk, self._evidence).run(seed)
 
     def completion(self, number: int) -> Completion:
-        """Returns the completion of a finished request; the engine forgets it."""
+        """Returns the completion of a finished request; the engine forgets it. Raises BadRequest if there is none."""
+        if number not in self._done:
+            raise BadRequest(f"request {number} has no completion: it goes on, was handed over, or was never submitted")
         return self._done.pop(number)
 
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:

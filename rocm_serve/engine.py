@@ -51,7 +51,7 @@ from rocm_serve.request_times import RequestTimes, StepTimes
 from rocm_serve.sampling.compared import RankComparison
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
 from rocm_serve.sampling.parameter_picker import ParameterPicker
-from rocm_serve.sampling.sampling import Sampler, TokenPicker
+from rocm_serve.sampling.sampling import NothingAllowed, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
 from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
 from rocm_serve.scheduler import Scheduler
@@ -386,7 +386,9 @@ class Engine:
         return LiveTruth(self.runtime, self._scheduler.make_room, self.options.chunk, self._evidence).run(seed)
 
     def completion(self, number: int) -> Completion:
-        """Returns the completion of a finished request; the engine forgets it."""
+        """Returns the completion of a finished request; the engine forgets it. Raises BadRequest if there is none."""
+        if number not in self._done:
+            raise BadRequest(f"request {number} has no completion: it goes on, was handed over, or was never submitted")
         return self._done.pop(number)
 
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
@@ -520,6 +522,7 @@ class Engine:
                 self._publish(output, token_ids, reason, emitted.get(place, ()) if emitted else (), pending)
             elif reason == "error" and isinstance(pick, BadLogits):
                 self._recent.leave(sequence.number, pending.number, pending.picks.speculative_step_number)
+                output.is_own_fault = isinstance(pick, NothingAllowed)
                 self._fail(sequence.number, str(pick))
         seconds = self._times.note(pending.started, pending.launched, got, num_tokens, read_at)
         if pending.picks.speculative_step_number != NO_ROUND:

@@ -21,6 +21,7 @@ class Output:
     prompt_logprobs: of the prompt's tokens from the second on that steps have taken in
     reason:     why it has ended; None: it goes on
     error:      why it has failed
+    is_own_fault: see Completion
     """
 
     sequence: Sequence
@@ -31,6 +32,7 @@ class Output:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: FinishReason | None = None
     error: str = ""
+    is_own_fault: bool = False
     _written: RequestText = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Output:
             self.sequence.num_cached,
             times.queue_seconds,
             tuple(self.prompt_logprobs),
+            self.is_own_fault,
         )
 
     def _with_text(

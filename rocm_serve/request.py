@@ -121,6 +121,7 @@ class Completion:
     queue_seconds: from taking the request to its first step; 0 if it had none
     prompt_logprobs: of each token of the prompt except the first, if the request asks for them, else none; of fewer
                    tokens if it was ended before its prompt was taken in
+    is_own_fault:  whether it failed because its own options exclude every token
 
     Completions that differ only in cached_tokens and queue_seconds are equal.
     """
@@ -134,6 +135,7 @@ class Completion:
     cached_tokens: int = field(default=0, compare=False)
     queue_seconds: float = field(default=0.0, compare=False)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    is_own_fault: bool = False
 
 
 # A tuple: every token makes one, and a tuple takes a quarter of the time of a class with fields.

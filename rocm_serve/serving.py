@@ -24,8 +24,10 @@ def serve_all(
     for request in requests:
         engine.check(request)
     with HeldInterrupts() as interrupts:
-        numbers = [engine.submit(request) for request in requests]
+        numbers: list[int] = []
         try:
+            for request in requests:
+                numbers.append(engine.submit(request))  # may refuse a constraint, which only compiling shows
             faults = _served(engine, on_event, interrupts)
         except BaseException:
             for number in numbers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -73,7 +72,4 @@ def around_layers(forward: Forward, wrap: Callable[[LayerCalls], LayerCalls]) ->
 def _dump(flight: Flight, sentence: str) -> None:
     """Writes the flight record of a step that hangs, if one is kept."""
     if isinstance(flight, FlightRecorder):
-        try:
-            flight.dump(sentence)
-        except OSError as failure:  # in a thread of the watchdog, which nothing waits for
-            logging.getLogger(__name__).warning("the last steps could not be written (%s)", failure)
+        flight.dump_or_log(sentence)

@@ -72,6 +72,9 @@ def _answer(error: BaseException) -> int:
     if what := memory_failure(error):
         say(f"rocm-attn: out of memory ({what}); ask for fewer pages, tokens or sequences")
         return FAILED
+    if isinstance(error, OSError) and error.filename is not None:
+        say(f"rocm-attn: {error.filename} cannot be used ({error.strerror}); look at its path and its permissions")
+        return BAD_INPUT
     raise error
 
 

@@ -143,7 +143,7 @@ class KVPassport:
                     [_recurrence_from_json(each) for each in fields["recurrent"]], fields["kept"]
                 )
                 return cls(tuple(_from_json(layer) for layer in fields["layers"]), recurrent)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadSetting(
                 f"this is not the passport of a KV pool ({error}); give the text that KVPassport.to_json() wrote"
             ) from error

@@ -6,7 +6,7 @@ import faulthandler
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO
 
 
@@ -42,7 +42,8 @@ class Watchdog:
         sentence = f"rocm-attn: {what} has not finished after {self._seconds:g} s"
         stream = self._stream if self._stream is not None else sys.__stderr__
         if stream is not None:
-            print(sentence, file=stream, flush=True)
+            with suppress(OSError):  # a full disk must not keep on_hang from its work
+                print(sentence, file=stream, flush=True)
             faulthandler.dump_traceback(stream)
         if self._on_hang is not None:
             self._on_hang(sentence)

@@ -74,15 +74,22 @@ class EvidenceFile(Evidence):
         if self._is_kept:
             return
         try:
-            content = self._content(wrong)
-            part = self.path.with_name(self.path.name + ".part")
-            torch.save(content, part)
-            os.replace(part, self.path)
+            self._write(self._content(wrong))
         except (OSError, ValueError, ImportError, torch.OutOfMemoryError) as reason:
             _log().warning("no evidence of layer %d is kept: %s", wrong.layer, reason)
             return
         self._is_kept = True
         _log().warning("evidence is in %s; see rocm-attn replay-step --simulate", self.path)
+
+    def _write(self, content: dict[str, Any]) -> None:
+        """Writes the file, whole or not at all. Raises OSError."""
+        part = self.path.with_name(self.path.name + ".part")
+        try:
+            torch.save(content, part)
+        except RuntimeError as error:  # of torch's writer, which raises no OSError if the disk is full
+            part.unlink(missing_ok=True)
+            raise OSError(f"{part} could not be written: {error}") from error
+        os.replace(part, self.path)
 
     def _content(self, wrong: WrongLayer) -> dict[str, Any]:
         # Kernels without Triton have no code to keep; the module imports Triton.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import signal
 from collections.abc import Mapping
@@ -97,6 +98,13 @@ class FlightRecorder(Flight):
         os.replace(part, self.path)
         return self.path
 
+    def dump_or_log(self, reason: str) -> None:
+        """Writes them, or a line of the log if the file cannot be written: no step is at fault for that."""
+        try:
+            self.dump(reason)
+        except OSError as failure:
+            logging.getLogger(__name__).warning("the last steps could not be written (%s)", failure)
+
     def steps(self) -> list[NotedStep]:
         """The remembered steps, oldest first."""
         noted = [step for step in self._ring if step is not None]
@@ -107,7 +115,7 @@ def dump_on_signal(recorder: FlightRecorder, number: signal.Signals = signal.SIG
     """Dumps whenever the process gets the signal. For the main thread of a program, not for a library."""
 
     def dump(received: int, frame: FrameType | None) -> None:
-        recorder.dump(f"signal {signal.Signals(received).name}")
+        recorder.dump_or_log(f"signal {signal.Signals(received).name}")
 
     signal.signal(number, dump)
 

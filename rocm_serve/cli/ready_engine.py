@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import FrameType
 
 import torch
 
@@ -48,7 +52,16 @@ def loaded_engine(start: EngineStart) -> Iterator[Engine | RankedEngine]:
         yield engine
         return
     with RankedEngine(load, start.options, num_ranks=start.num_ranks, device_type=device.type) as ranked:
+        if start.options.flight_record is not None:
+            signal.signal(signal.SIGUSR1, _pass_on)
         yield ranked
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Passes a signal on to the ranks, each of which writes its own flight record."""
+    for rank in multiprocessing.active_children():
+        if rank.pid is not None:
+            os.kill(rank.pid, number)
 
 
 def dtype_of(name: str | None, model: str, device: torch.device) -> torch.dtype:

@@ -49,7 +49,8 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
     words: takes the process's stdout and stderr
     """
     threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the front ends us
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes; the front ends us
+        signal.signal(number, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(words.fileno(), stream.fileno())
         assert hasattr(stream, "reconfigure")

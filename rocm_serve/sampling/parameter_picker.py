@@ -24,7 +24,16 @@ from rocm_attn.machine.sending import coming, sent
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.host_ring import Fence, NoFence
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
-from rocm_serve.sampling.sampling import GREEDY, NOTHING_LEFT, Draw, PickedRows, PickedTokens, TokenPicker, terms_of
+from rocm_serve.sampling.sampling import (
+    GREEDY,
+    NOTHING_LEFT,
+    Draw,
+    NothingAllowed,
+    PickedRows,
+    PickedTokens,
+    TokenPicker,
+    terms_of,
+)
 from rocm_serve.sampling.token_counts import CountedText, TokenCounts
 
 Biases = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
@@ -83,7 +92,7 @@ class TokensWithLogprobs:
         shapes, found = self._shaped
         for row, pick in zip(shapes, PickedTokens(PickedRows.of(found.numpy()), NoFence()).read(), strict=True):
             if not isinstance(picks[row], BadLogits):
-                picks[row] = pick if isinstance(pick, int) else BadLogits(shapes[row].why_none or NOTHING_LEFT)
+                picks[row] = pick if isinstance(pick, int) else NothingAllowed(shapes[row].why_none or NOTHING_LEFT)
         return picks
 
     def logprobs(self, picks: Sequence[int | BadLogits]) -> dict[int, TokenLogprobs]:

@@ -267,10 +267,14 @@ NOTHING_LEFT = (
 )
 
 
+class NothingAllowed(BadLogits):
+    """A request's own options rule every token out that the model gives."""
+
+
 def _bad_logits(token: int, best: float) -> BadLogits:
     """Why no token is picked from a row. token, best: see PickedRows"""
     if token == NONE_LEFT:
-        return BadLogits(NOTHING_LEFT)
+        return NothingAllowed(NOTHING_LEFT)
     what = f"the largest logit of the next token is {best}" if best else "every logit of the next token is 0"
     return BadLogits(
         f"{what}, so no token can be sampled; look for weights that are too large for the dtype, or use a wider "

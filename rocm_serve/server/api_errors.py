@@ -27,7 +27,8 @@ class ApiError(Exception):
         self, status: int, message: str, *, code: str, param: str = "", retry_after: int | None = None
     ) -> None:
         self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
-        super().__init__(message)
+        # A chat template may refuse a message in that message's words, with half of a character in them.
+        super().__init__(message.encode(errors="backslashreplace").decode())
 
     def body(self) -> dict[str, object]:
         """Returns the body in the form that OpenAI's clients read, and the request's id."""
@@ -110,6 +111,8 @@ def api_error(error: RocmAttnError, retry_after: int) -> ApiError:
     if isinstance(error, BadRequest | BadModel):
         return bad_request(str(error))
     if isinstance(error, RequestFailed):
+        if error.completion.is_own_fault:
+            return bad_request(str(error))
         return ApiError(500, f"the request has failed: {error}", code="request_failed")
     if isinstance(error, EngineEnded):
         return ApiError(503, str(error), code="engine_ended")

@@ -131,7 +131,8 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
     if any(each.arg is None for each in node.keywords):
         raise ValueError("it unpacks a dict")
     arguments = {each.arg: ast.literal_eval(_JsonConstants().visit(each.value)) for each in node.keywords}
-    return node.func.id, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return node.func.id, written.encode(errors="backslashreplace").decode()  # half of a character stays an escape
 
 
 class _JsonConstants(ast.NodeTransformer):

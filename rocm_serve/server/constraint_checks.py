@@ -122,6 +122,8 @@ class ConstraintChecks:
     def _taken(self, begin: Callable[[], TrialProcess]) -> TrialProcess:
         """Returns an idle process, or a new one. Raises BadRequest when the server ends."""
         with self._lock:
+            while self._idle and self._idle[-1].has_ended:  # something else has ended it, such as a lack of memory
+                self._idle.pop().close()
             idle = self._idle.pop() if self._idle else None
         # A new one reads megabytes when Python has started there. close() does not wait for that.
         trial = idle if idle is not None else begin()

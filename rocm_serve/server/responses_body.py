@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -116,6 +117,7 @@ class ResponsesBody(BaseModel):
         """The same request for /v1/chat/completions. Raises ApiError, and ValidationError of pydantic."""
         extra = self.model_extra or {}
         refuse_unserved(extra, OF_RESPONSES)
+        self._check_returned()
         form = self.text.format
         if form.type == "json_schema" and form.content is None:
             raise bad_request("text.format has no schema; give one, or another type", "text")
@@ -146,6 +148,18 @@ class ResponsesBody(BaseModel):
         if self.reasoning is not None and self.reasoning.effort is not None:
             fields["reasoning_effort"] = self.reasoning.effort
         return ChatBody.model_validate(fields)
+
+    def _check_returned(self) -> None:
+        """Raises ApiError for fields that the answer returns, and that JSON cannot hold."""
+        tools, text = [tool.model_dump() for tool in self.tools], self.text.model_dump()
+        returned = {"instructions": self.instructions, "metadata": self.metadata, "text": text, "tools": tools}
+        for name, value in returned.items():
+            try:
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            except (ValueError, RecursionError) as error:  # Python's parser reads more than JSON is
+                raise bad_request(
+                    f"the answer cannot return {name} ({error}); give finite numbers and whole characters", name
+                ) from error
 
     def _messages(self) -> list[dict[str, Any]]:
         """The conversation. An answer's reasoning, text and calls are items here, and one message there."""

@@ -7,7 +7,7 @@ import logging
 from itertools import count
 
 from rocm_attn.truth.verdict import TruthVerdict
-from rocm_serve.async_engine import EngineClient
+from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.server.health import Health
 
 
@@ -38,10 +38,15 @@ class TruthProbe:
         return verdict, self._loop.time() - self._began
 
     async def run_every(self, seconds: float) -> None:
-        """Runs the probe again and again, until the engine ends."""
+        """Runs the probe again and again, until the engine ends. A run that fails, as without memory, is logged."""
         while True:
             await asyncio.sleep(seconds)
-            await self.verdict()
+            try:
+                await self.verdict()
+            except EngineEnded:
+                return
+            except Exception as error:  # of the run alone
+                logging.getLogger(__name__).error("the truth probe could not run: %s", error)
 
     async def _probe(self) -> TruthVerdict:
         verdict = await self._front.truth(next(self._seeds))

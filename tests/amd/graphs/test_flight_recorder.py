@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -151,7 +152,7 @@ def own_handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_handler")
-def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
+def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny, path = Tiny.build(device, "torch"), tmp_path / "dump.json"
     runner, flight = flown(tiny, path, graphs=False)
     serve(runner, tiny.runtime)
@@ -159,6 +160,9 @@ def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     assert read_dump(path).reason == "signal SIGUSR1"
     serve(runner, tiny.runtime)
+    shutil.rmtree(tmp_path)
+    os.kill(os.getpid(), signal.SIGUSR1)  # whatever step runs now goes on
+    assert "the last steps could not be written" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -150,3 +150,10 @@ def test_a_step_that_hangs_is_named_and_comes_out_the_same(
     slow = WatchedSteps(SlowSteps(runner, reports), reports.watchdog())
     assert same(outs, serve(slow, tiny.runtime))
     assert "step 2 (3 sequences, 3 tokens) has not finished" in reports.text()
+
+
+def test_a_hang_that_cannot_be_written_is_handed_over() -> None:
+    said: list[str] = []
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as full:  # raised when it is closed
+        Watchdog(SECONDS, stream=full, on_hang=said.append)._report("a step")
+    assert said == [f"rocm-attn: a step has not finished after {SECONDS} s"]

@@ -224,6 +224,12 @@ def test_explain_answers_bad_input_with_one_sentence(
     assert printed.out == ""
 
 
+def test_a_path_that_cannot_be_looked_at_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """As one in a folder of another user's."""
+    assert main(["explain", "a" * 300, "--arch", "gfx942"]) == 2
+    assert "aaa cannot be used (File name too long); look at its path" in capsys.readouterr().err
+
+
 def test_env_reports_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json"]) == DONE
     facts = json.loads(capsys.readouterr().out)

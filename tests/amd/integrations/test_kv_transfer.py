@@ -535,7 +535,7 @@ def test_a_passport_is_text_with_a_version() -> None:
     passport = KVPassport.of(runtime)
     assert KVPassport.from_json(passport.to_json()) == passport
     assert passport.layers[2].scale_values == ((1.0,), (1.0,), ())
-    for text in ("{}", "nonsense", "[]", '{"version": 2, "layers": [{}]}'):
+    for text in ("{}", "nonsense", "[]", '{"version": 2, "layers": [{}]}', "[" * 100_000):
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(text)
     for field, value in (
@@ -546,6 +546,7 @@ def test_a_passport_is_text_with_a_version() -> None:
         ('"factors": [[1.0], [1.0], []]', '"factors": [[1.0], [-1.0], []]'),
         ('"factors": [[1.0], [1.0], []]', '"factors": [[1.0, 1.0], [1.0], []]'),
         ('"factors": [[1.0], [1.0], []]', '"factors": [[1.0], [NaN], []]'),
+        ('"factors": [[1.0], [1.0], []]', f'"factors": [[1.0], [{10**400}], []]'),
         ('"key_tokens": 1', '"key_tokens": 3'),
     ):
         assert field in passport.to_json(), field

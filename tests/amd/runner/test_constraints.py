@@ -73,12 +73,12 @@ def nested(depth: int) -> dict[str, Any]:
 def test_constraints_without_sense_are_refused_with_the_reason(
     loaded: LoadedModel, constraint: Any, sentence: str
 ) -> None:
-    """check(), which needs no model, and an engine refuse them; the engine keeps no trace of them."""
+    """check(), which needs no model, and an engine refuse them; it keeps no trace of them, and of those before them."""
     with pytest.raises(BadRequest, match=sentence):
         constraint().check()
     engine = Engine(loaded, BASE)
     with pytest.raises(BadRequest, match=sentence):
-        engine.submit(Request(PROMPT, 5, constraint=constraint()))
+        engine.generate([PLAIN, Request(PROMPT, 5, constraint=constraint())])
     assert not engine.has_work
 
 

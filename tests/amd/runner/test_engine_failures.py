@@ -339,7 +339,7 @@ def test_a_cancelled_request_leaves_its_pages_and_no_trace(steps: int, loaded: L
     assert {event.request for event in events} == {kept}
     assert engine.completion(kept) == alone(loaded, Request((5, 6), 3))
     for number in (gone, also_gone):
-        with pytest.raises(KeyError):
+        with pytest.raises(BadRequest, match="has no completion: it goes on, was handed over"):
             engine.completion(number)
     assert all_pages_are_free(engine)
 

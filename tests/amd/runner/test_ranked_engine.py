@@ -115,6 +115,13 @@ def test_what_cannot_be_served_is_refused_and_the_ranks_go_on(ranked: RankedEngi
     assert ranked.generate(REQUESTS[:1]) == alone[:1]
 
 
+def test_a_signal_to_all_processes_is_for_the_one_in_front(ranked: RankedEngine, alone: list[Completion]) -> None:
+    """A manager of services sends SIGTERM to each; the server drains then."""
+    for rank in ranked._processes._ranks:
+        rank.process.terminate()
+    assert ranked.generate(REQUESTS[:1]) == alone[:1]
+
+
 def test_an_aborted_request_ends_on_all_ranks_and_the_others_go_on(
     ranked: RankedEngine, alone: list[Completion]
 ) -> None:

@@ -238,6 +238,7 @@ def test_a_request_that_allows_no_token_fails_alone(
         engine.generate([Request(PROMPT, 5, min_tokens=2, **fields), PLAIN])
     none, plain = failed.value.completions
     assert none.error.startswith("no token is left that the request allows: its constraint, its biases, allowed_token_")
+    assert none.is_own_fault
     assert plain == alone[0]
 
 

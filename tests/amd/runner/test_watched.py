@@ -116,6 +116,19 @@ def test_a_wrong_layer_is_handed_over_with_a_way_to_run_it_again(
         engine(loaded, evidence=tmp_path / "gone" / "wrong.evidence")
 
 
+def test_evidence_that_cannot_be_written_does_not_stop_serving(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(EvidenceFile, "_content", lambda file, wrong: {"out": torch.zeros(9)})
+    monkeypatch.setattr(LayerOfStep, "wrong_seqs", lambda layer, q, out, seqs: sorted(seqs)[:1])
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    served = engine(loaded, check_every=4, evidence=folder / "wrong.evidence")
+    folder.rmdir()
+    assert served.generate(some_requests())
+    assert "wrong.evidence.part could not be written" in caplog.text
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_rank_does_not_run_a_step_again_alone(
     num_ranks: int, loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

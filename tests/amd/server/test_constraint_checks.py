@@ -129,6 +129,14 @@ def test_a_constraint_that_is_known_to_be_fine_is_not_tried_again(
     assert ask(server, {"enum": ["x"]}).status == 200
 
 
+def test_a_process_that_was_ended_while_idle_refuses_no_constraint(server: Running) -> None:
+    assert ask(server, {"enum": ["x"]}).status == 200
+    (trial,) = server.server._checks._idle
+    trial._process.kill()
+    trial._process.wait()
+    assert ask(server, {"enum": ["yes"]}).status == 200
+
+
 async def test_a_server_that_ends_waits_for_no_process_that_begins() -> None:
     began: list[TrialProcess] = []
 

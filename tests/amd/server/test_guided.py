@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rocm_serve.engine import Engine
-from tests.amd.runner.with_parameters import PROMPT
-from tests.amd.server.raw import post, requested
+from tests.amd.runner.with_parameters import END, PROMPT
+from tests.amd.server.raw import post, requested, send
 from tests.amd.server.running import Running, letter_model, running
 from tests.amd.server.test_requested import OPTIONS
 
@@ -89,3 +89,11 @@ def test_a_constraint_that_cannot_be_followed_is_refused(fields: dict[str, Any],
     assert reply.status == 400
     assert says in reply.error["message"]
     assert server.holds_nothing()
+
+
+def test_a_constraint_that_the_requests_other_options_contradict_is_the_clients_fault(server: Running) -> None:
+    for _ in range(6):  # as many as the server's own failures would need for /health to say so
+        reply = asked(server, guided_regex="a+", allowed_token_ids=[END])
+        assert reply.status == 400
+        assert "no token is left that the request allows" in reply.error["message"]
+    assert send(server, "GET", "/health").status == 200

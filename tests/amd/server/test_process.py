@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import math
@@ -18,7 +19,8 @@ import pytest
 from rocm_attn.cli import BAD_INPUT, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import API_KEYS
-from rocm_serve.cli.ready_engine import _make_ready
+from rocm_serve.cli.engine_start import EngineStart
+from rocm_serve.cli.ready_engine import _make_ready, loaded_engine
 from rocm_serve.engine import Engine
 from rocm_serve.engine_thread import EngineThread
 from rocm_serve.options import EngineOptions
@@ -29,6 +31,7 @@ from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import serve
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.text.constraint import Constraint, library
+from tests.amd.forked import context
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.runner.with_parameters import PROMPT, character_model
 from tests.amd.server.load.model_folder import write_model
@@ -68,6 +71,22 @@ def test_ranks_serve_what_one_rank_serves(model: Path) -> None:
         counts.assert_empty()
         ranks.send(signal.SIGTERM)
         assert ranks.end() == 0
+
+
+def test_the_signal_that_writes_flight_records_is_passed_on_to_the_ranks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rocm_serve.cli.ready_engine.RankedEngine", lambda *given, **named: contextlib.nullcontext())
+    options, before = EngineOptions(flight_record=tmp_path / "last.json"), signal.getsignal(signal.SIGUSR1)
+    rank = context().Process(target=signal.pause)
+    rank.start()
+    try:
+        with loaded_engine(EngineStart("tiny", str(model), options, "cpu", None, 2)):
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    rank.join()
+    assert rank.exitcode == -signal.SIGUSR1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])

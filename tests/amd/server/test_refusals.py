@@ -36,7 +36,8 @@ def picky_tokenizer() -> Tokenizer:
     """Its template refuses a system message, and fails on an assistant's."""
     words = word_tokenizer()
     template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('no system here: ' + m.content) }}{% endif %}"
         "{% if m.role == 'assistant' %}{{ m.content.nothing.at_all }}{% endif %}{{ m.content }} {% endfor %}"
     )
     return Tokenizer(words.backend, None, ChatTemplate(template))
@@ -188,7 +189,7 @@ def test_what_the_engine_refuses_is_the_requests_fault(fields: dict[str, Any], s
         ([{"role": "king", "content": "w1"}], "messages must be"),
         ([{"role": "user"}], "messages must be"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages must be"),
-        ([{"role": "system", "content": "w1"}], "the model's chat template refuses the messages: no system here"),
+        ([{"role": "system", "content": "\ud800"}], "the model's chat template refuses the messages: no system here"),
         ([{"role": "assistant", "content": "w1"}], "the model's chat template fails"),
         ([{"role": "user", "content": " "}], "the prompt is empty"),
     ],

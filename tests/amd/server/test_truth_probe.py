@@ -106,19 +106,24 @@ def test_clients_that_ask_often_cost_one_run(loaded: LoadedModel, monkeypatch: p
         assert send(server, "GET", "/health/truth").json["age_seconds"] >= 0
 
 
-def test_it_runs_by_itself_where_that_is_asked_for(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_by_itself_where_that_is_asked_for(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     served = engine(loaded)
     has_run = threading.Event()
 
     def probe(seed: int) -> TruthVerdict:
+        if seed == 0:
+            raise RuntimeError("HIP out of memory")
         if seed > 1:
             has_run.set()
         return WRONG
 
     monkeypatch.setattr(served, "probe_truth", probe)
     with running(served, truth_every=0.01, truth_seconds=1e-9) as server:
-        has_run.wait()
+        assert has_run.wait(60), "a run that failed was the last one"
         assert send(server, "GET", "/health").status == 503
+    assert "the truth probe could not run: HIP out of memory" in caplog.text
 
 
 def test_a_server_on_a_gpu_says_before_it_listens_that_its_layers_are_wrong(

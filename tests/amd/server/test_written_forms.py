@@ -168,6 +168,7 @@ EXAMPLES = [
     Example("llama3_json", '<|python_tag|>{"name": "get-time", "parameters": {}}', BOTH[1:]),
     Example("pythonic", "[get_weather(city='Oslo', days=3), f(a=[1, {'b': None}], c=-1.5, d=true)]",
             [*OSLO, ("f", {"a": [1, {"b": None}], "c": -1.5, "d": True})]),
+    Example("pythonic", '[f(h="\\ud800 é")]', [("f", {"h": "\ud800 é"})]),
     Example("llama4_pythonic", '<|python_start|>[get_weather(city="Os]lo", days=3)]<|python_end|>',
             [("get_weather", {"city": "Os]lo", "days": 3})]),
     # The edges of a call as JSON.
@@ -234,6 +235,7 @@ def found_in(example: Example, pieces: list[str]) -> tuple[str, str, Calls]:
     reader = AnswerReader(form, example.functions, reasoning, is_inside=example.is_inside)
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     calls = [(part.name, json.loads(part.arguments)) for part in parts if isinstance(part, ToolCall)]
+    assert all(part.arguments.encode() for part in parts if isinstance(part, ToolCall)), "they can be sent"
     thought = "".join(part.text for part in parts if isinstance(part, Thought))
     return thought, "".join(part for part in parts if isinstance(part, str)), calls
 

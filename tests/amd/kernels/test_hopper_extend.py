@@ -102,7 +102,7 @@ def run_hopper(
 
 
 # Every page size of codes, then pages without boxes of eight keys, and a size that does not divide a tile.
-CODED_FORMS = [
+CODED_FORMS: list[dict[str, Any]] = [
     {"page_size": 8, "heads": (6, 2), "dtype": torch.float16},
     {"page_size": 16, "heads": (8, 2)},
     {"page_size": 32, "heads": (2, 2)},

@@ -16,7 +16,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
-from rocm_attn.kernels.refs.attention import TokenBlocks, by_row, by_token, clear, seq_of_tokens, tile_cut
+from rocm_attn.kernels.refs.attention import TokenBlocks, by_row, by_token, clear, tile_cut
 
 TILE_LEN = 8
 SEGMENT_LEN = 128
@@ -24,28 +24,14 @@ SEGMENT_LEN = 128
 _GROUP_ELEMENTS = 1 << 20
 
 
-def segment_decode(args: AttendArgs, *, scores: Scores) -> None:
-    """Attends for every sequence with exactly one new token; all other tokens of out and lse stay unchanged.
-
-    Twin of launch_segment_decode; schedule and workspace have no meaning here.
-    """
-    out, lse, num_tokens = args.out, args.lse, args.q.shape[0]
-    mine = args._replace(out=out.clone(), lse=None if lse is None else lse.clone())
-    segment_extend(mine._replace(queries=replace(args.queries, max_q_len=num_tokens)), scores=scores)
-    seq_of_token, is_token = seq_of_tokens(args.queries.q_indptr, num_tokens)
-    is_mine = is_token & (args.queries.q_indptr.diff()[seq_of_token] == 1)
-    out.copy_(torch.where(is_mine[:, None, None], mine.out, out))
-    if lse is not None and mine.lse is not None:
-        lse.copy_(torch.where(is_mine[:, None], mine.lse, lse))
-
-
 def segment_extend(
     args: AttendArgs, *, scores: Scores, segment_len: int = SEGMENT_LEN, mask: VisibleKeys | None = None
 ) -> None:
     """Attends for every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
 
-    Twin of launch_segment_extend; schedule and workspace have no meaning here, segments have segment_len keys. Without
-    a schedule there is no min_q_len. The work is proportional to max_kv_len.
+    Twin of launch_segment_extend and, in steps of one new token each, of launch_segment_decode; schedule and workspace
+    have no meaning here, segments have segment_len keys. Without a schedule there is no min_q_len. The work is
+    proportional to max_kv_len.
     """
     queries = args.queries
     if queries.num_tokens == 0 or queries.num_seqs == 0:

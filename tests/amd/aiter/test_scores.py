@@ -19,8 +19,8 @@ from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import GFX942, plain_problem, vectorised_problem, world
-from tests.amd.aiter.signatures import V0_1_10, V0_1_14
-from tests.amd.aiter.stand_in import StandIn, install
+from tests.amd.aiter.signatures import V0_1_10
+from tests.amd.aiter.stand_in import StandIn
 from tests.amd.worlds.world import page_zero_is_zero
 
 SMALL = plain_problem(16, dims=(64, 64))  # as in gpt-oss: no mha_batch_prefill_func
@@ -58,34 +58,16 @@ PROBLEMS: Mapping[str, tuple[Problem, Sequence[str]]] = {
 STEPS = ([70, 31, 16], [1, 1, 1], [9, 2, 40], [1, 25, 3])
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(7)
 @pytest.mark.parametrize(("problem", "served_by"), PROBLEMS.values(), ids=PROBLEMS)
-def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[str], aiter: StandIn) -> None:
-    check_scores(problem, served_by, aiter)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(("problem", "served_by"), PROBLEMS.values(), ids=PROBLEMS)
-def test_scores_are_those_of_the_oracle_in_the_release_before(
-    problem: Problem, served_by: Sequence[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_scores(problem, served_by, install(V0_1_14, monkeypatch))
-
-
-@pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    ("problem", "served_by"), [pytest.param(*both, id=name) for name, both in PROBLEMS.items() if both[0].causal]
-)
-def test_the_first_release_extends_with_another_function(
-    problem: Problem, served_by: Sequence[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first release had no mha_batch_prefill_func on pages of 16."""
-    served_by = [UNIFIED if function == PAGED else function for function in served_by]
-    check_scores(problem, served_by, install(V0_1_10, monkeypatch))
-
-
-def check_scores(problem: Problem, served_by: Sequence[str], release: StandIn) -> None:
-    """Checks that every kind of step equals the reference, and that the named function computed it."""
+def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[str], release: StandIn) -> None:
+    """The first release had no mha_batch_prefill_func on pages of 16, and extends nothing that is not causal."""
+    if release.release is V0_1_10:
+        if not problem.causal:
+            with pytest.raises(Unsupported, match="serves extend and mixed steps"):
+                world(problem, max_kv_len=300)
+            return
+        served_by = [UNIFIED if function == PAGED else function for function in served_by]
     serving = world(problem, max_kv_len=300)
     release.calls.clear()
     requests = serving.served(*STEPS)
@@ -230,9 +212,3 @@ TOGETHER = [
 @pytest.mark.parametrize(("problem", "line"), TOGETHER)
 def test_scores_that_a_function_gets_wrong_together_are_refused_with_the_reason(problem: Problem, line: str) -> None:
     assert line in select(problem, GFX942, "auto").lines()
-
-
-def test_the_first_release_extends_nothing_that_is_not_causal(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(V0_1_10, monkeypatch)
-    with pytest.raises(Unsupported, match="serves extend and mixed steps"):
-        world(PROBLEMS["not causal"][0], max_kv_len=300)

@@ -26,6 +26,7 @@ from rocm_attn.kernels.refs.attention import paged_decode, paged_extend
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTiles, ExtendTiles
+from rocm_attn.machine.target import detect_target
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # The initial value of every tensor that a kernel must overwrite or leave unchanged.
@@ -159,6 +160,11 @@ class Tensors:
         return len(self.case.kv_len)
 
     @property
+    def arch(self) -> str:
+        """This device's name in tuning tables."""
+        return detect_target(self.q.device).arch
+
+    @property
     def gqa_ratio(self) -> int:
         return self.case.heads[0] // self.case.heads[1]
 
@@ -198,12 +204,41 @@ class Tensors:
         )
 
 
+# Windows, soft caps, slopes, sinks and attention to later keys; rows of K and V of different lengths.
+FEATURES: Mapping[str, dict[str, Any]] = {
+    "window_0": {"window_left": 0},
+    "window_1": {"window_left": 1},
+    "window_a_tile_less_one": {"window_left": 15},
+    "window_a_tile": {"window_left": 16},
+    "window_longer_than_any": {"window_left": 500},
+    "cap": {"soft_cap": 0.7},
+    "slopes": {"slopes": True},
+    "sinks": {"sinks": True},
+    "gptoss": {"window_left": 20, "sinks": True, "heads": (16, 2)},
+    "gemma2": {"window_left": 18, "soft_cap": 0.5},
+    "all": {"window_left": 9, "soft_cap": 1.5, "slopes": True, "sinks": True, "heads": (6, 2)},
+    "padded_dims": {"window_left": 9, "sinks": True, "dims": (40, 24)},
+    "narrow_v": {"dims": (64, 32)},
+    "wide_v": {"dims": (16, 64)},
+    "not_causal": {"window_right": UNLIMITED_WINDOW},
+    "not_causal_all": {"window_right": UNLIMITED_WINDOW, "soft_cap": 1.5, "slopes": True, "sinks": True},
+}
+
+
+def with_features(case: Case) -> dict[str, Case]:
+    """Returns the case with each of FEATURES."""
+    return {name: replace(case, **feature) for name, feature in FEATURES.items()}
+
+
 # A kernel, or its twin, over the tensors of a step.
 Run = Callable[..., object]
 
 
 def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
-    """Returns random q, K and V. Pages of no sequence, page tails, gaps, and K and V that no token sees are NaN."""
+    """Returns random q, K and V. Pages of no sequence, page tails, gaps, and K and V that no token sees are NaN.
+
+    So is q of padded tokens, and of sequences without keys, as those that pad a decode step.
+    """
     generator = torch.Generator().manual_seed(seed)
     num_q_heads, (head_dim, v_head_dim) = case.heads[0], case.dims
     page_size, num_seqs = case.page_size, len(case.kv_len)
@@ -257,6 +292,8 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
             seen = [range(*each) for each in drawn_ranges]
         else:
             seen = [_visible(case, length, kv_index) for kv_index in range(length - new, length)]
+        if not length:
+            q[token : token + new] = float("nan")
         unseen = set(range(length)).difference(*seen)
         for page_no in range(pages_of_seq[seq]):
             page, first = free.pop(), page_no * page_size
@@ -276,6 +313,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
                 )
             token += 1
 
+    q[token:] = float("nan")
     out = torch.full((num_tokens, num_q_heads, v_head_dim), UNTOUCHED, dtype=case.dtype)
     lse = torch.full((num_tokens, num_q_heads), UNTOUCHED)
     q_len = torch.tensor(case.q_len, dtype=torch.int32)
@@ -478,19 +516,9 @@ def _spread(values: Tensor, order: tuple[int, ...], nan: float = float("nan")) -
     return memory.copy_(ordered).permute([order.index(i) for i in range(len(order))])
 
 
-def arch_of(tensors: Tensors) -> str:
-    """Returns this device's name in tuning tables."""
-    if not tensors.q.is_cuda:
-        return "interpreter"
-    properties = torch.cuda.get_device_properties(tensors.q.device)
-    if torch.version.hip is not None:
-        return str(properties.gcnArchName.split(":")[0])
-    return f"sm_{properties.major}{properties.minor}"
-
-
 def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
     """Returns this device's tiles from the tuning table."""
-    arch, case = arch_of(tensors), tensors.case
+    arch, case = tensors.arch, tensors.case
     shape: dict[str, Any] = {
         "gqa_ratio": tensors.gqa_ratio,
         "num_kv_heads": case.heads[1],

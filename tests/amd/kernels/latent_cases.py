@@ -20,7 +20,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_extend_tiles,
     latent_segment_tiles,
 )
-from tests.amd.kernels.attention_cases import Put, Tensors, arch_of, as_it_is, garbage
+from tests.amd.kernels.attention_cases import Put, Tensors, as_it_is, garbage
 
 
 def run_latent_decode(
@@ -36,7 +36,7 @@ def run_latent_decode(
     case = tensors.case
     if tiles is None:
         tiles = latent_decode_tiles(
-            arch_of(tensors),
+            tensors.arch,
             num_rows=case.heads[0] * most,
             dims=case.dims,
             dtype=case.dtype,
@@ -72,7 +72,7 @@ def run_latent_extend(
     """Runs schedule and extend, with a schedule that is garbage before."""
     case = tensors.case
     if tiles is None:
-        tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype, is_coded=case.kv is not None)
+        tiles = latent_extend_tiles(tensors.arch, dims=case.dims, dtype=case.dtype, is_coded=case.kv is not None)
     cut: ExtendCut = latent_extend_cut(tiles, num_heads=case.heads[0], min_q_len=min_q_len)
     schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
     launch_extend_schedule(tensors.queries, schedule, cut)
@@ -84,7 +84,7 @@ def run_latent_segment_decode(
 ) -> None:
     """Runs schedule, deterministic decode and merge, with scratch memory that is NaN or garbage before."""
     case = tensors.case
-    tiles = tiles or latent_segment_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype)
+    tiles = tiles or latent_segment_tiles(tensors.arch, dims=case.dims, dtype=case.dtype)
     cut = latent_decode_cut(
         tiles.decode(case.heads[0]), num_heads=case.heads[0], compute_units=compute_units, window_left=case.window_left
     )
@@ -101,7 +101,7 @@ def run_latent_segment_extend(
 ) -> None:
     """Runs schedule and deterministic extend, with a schedule that is garbage before."""
     case = tensors.case
-    tiles = tiles or latent_segment_tiles(arch_of(tensors), dims=case.dims, dtype=case.dtype)
+    tiles = tiles or latent_segment_tiles(tensors.arch, dims=case.dims, dtype=case.dtype)
     cut = latent_extend_cut(tiles.block, num_heads=case.heads[0], min_q_len=min_q_len)
     schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
     launch_extend_schedule(tensors.queries, schedule, cut)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -91,16 +91,24 @@ def of_pages(launch: Launch) -> Launch:
     return lambda *tensors: launch(*tensors[:-2], LayerPages.plain(*tensors[-2:]))
 
 
+def _to_step(launch: Launch, num_given: int, names: Sequence[str], pads: Pads = NO_PADS) -> Launch:
+    """Returns launch(num_given tensors, tensors of the step with these names, and numbers by name)."""
+
+    def of_tensors(*tensors: Tensor, **numbers: int) -> None:
+        to = step_of(dict(zip(names, tensors[num_given:], strict=True)), pads)
+        launch(*tensors[:num_given], **numbers, to=to)
+
+    return of_tensors
+
+
 def of_publish(publish: Launch, pads: Pads) -> Launch:
     """Returns publish(slot, counts before, counts, row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)."""
-    return lambda slot, before, *tensors: publish(
-        slot, before, step_of(dict(zip(_PUBLISHED, tensors, strict=True)), pads)
-    )
+    return _to_step(publish, 2, _PUBLISHED, pads)
 
 
 def of_take_inputs(take: Launch, pads: Pads) -> Launch:
     """Returns take(slots, runs, counts, row_of_seq, kv_len, q_len, prefix_len, group_end, token_ids)."""
-    return lambda slots, runs, *tensors: take(slots, runs, step_of(dict(zip(_PUBLISHED, tensors, strict=True)), pads))
+    return _to_step(take, 2, _PUBLISHED, pads)
 
 
 def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
@@ -119,24 +127,17 @@ def of_device_inputs(place: Launch, ahead: int = 0) -> Launch:
 
 def of_place_mask(place: Launch) -> Launch:
     """Returns place(bits, positions, *_PLACED, keys_before=, window_left=)."""
-
-    def of_tensors(bits: Tensor, positions: Tensor, *tensors: Tensor, keys_before: int, window_left: int) -> None:
-        place(bits, positions, keys_before, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
-
-    return of_tensors
+    return _to_step(place, 2, _PLACED)
 
 
 def of_place_trees(place: Launch) -> Launch:
     """Returns place(parents, *_PLACED, nodes_before=, branches=, window_left=)."""
-
-    def of_tensors(parents: Tensor, *tensors: Tensor, nodes_before: int, branches: int, window_left: int) -> None:
-        place(parents, nodes_before, branches, window_left, step_of(dict(zip(_PLACED, tensors, strict=True))))
-
-    return of_tensors
+    return _to_step(place, 1, _PLACED)
 
 
 def of_place_spans(place: Launch) -> Launch:
-    return lambda spans, *tensors: place(spans, step_of(dict(zip(SPANNED, tensors, strict=True))))
+    """Returns place(spans, *SPANNED)."""
+    return _to_step(place, 1, SPANNED)
 
 
 def of_visible_ranges(write: Launch, visibility: Visibility) -> Launch:
@@ -183,11 +184,7 @@ def of_check_pages(check: Launch, pads: Pads) -> Launch:
 
 def of_pack_mask(pack_mask: Launch) -> Launch:
     """Returns pack_mask(cells, positions, *_PACKED, window_left=)."""
-
-    def of_tensors(cells: Tensor, positions: Tensor, *tensors: Tensor, window_left: int) -> None:
-        pack_mask(cells, positions, window_left, step_of(dict(zip(_PACKED, tensors, strict=True))))
-
-    return of_tensors
+    return _to_step(pack_mask, 2, _PACKED)
 
 
 def of_watch_pages(watch_pages: Launch, terms: TableTerms = OWN_TABLE) -> Launch:

@@ -72,10 +72,6 @@ def all_shared(tiles: SegmentTiles, programs: int) -> RowSharing:
     return ALL_SHARED._replace(programs=programs, most_keys=most_keys, segment_len=tiles.segment_len)
 
 
-def run_decode_twin(tensors: Tensors) -> None:
-    twins.segment_decode(tensors.args(), scores=tensors.scores)
-
-
 def run_extend_twin(tensors: Tensors) -> None:
     """Runs the torch twin of run_extend; it has no min_q_len."""
     twins.segment_extend(tensors.args(), scores=tensors.scores, mask=tensors.mask)

@@ -32,15 +32,6 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 UNTOUCHED = -77
 
 
-def arch_of(device: torch.device) -> str:
-    """Returns the name of the device's tiles."""
-    if device.type != "cuda":
-        return "interpreter"
-    properties = torch.cuda.get_device_properties(device)
-    is_amd = torch.version.hip is not None
-    return properties.gcnArchName.split(":")[0] if is_amd else f"sm_{properties.major}{properties.minor}"
-
-
 @dataclass(frozen=True)
 class Step:
     """Tokens of sequences over a block table: the last q_len tokens of each sequence's kv_len, then a padded tail."""

@@ -118,43 +118,30 @@ def test_a_path_goes_on_as_long_as_a_child_has_the_token_that_was_drawn(
     check(to, trees, [path for path, _ in walks], [token for _, token in walks])
 
 
-def with_prompts(accept: Callable[[Verified, Accepted], None], device: torch.device) -> Accepted:
-    """Runs a tree between a prompt with more tokens than a tree and one with fewer. Their tokens look like drafts."""
+@pytest.mark.parametrize(
+    "accept", [launch_accept_drawn, twins.accept_drawn, launch_accept_sampled, twins.accept_sampled]
+)
+def test_a_prompt_in_the_same_step_is_no_tree(accept: Accept, kernel_device: torch.device) -> None:
+    """A tree lies between a prompt with more tokens than a tree and one with fewer.
+
+    Each token is followed by the next larger one, so that prompts would be accepted as drafts. They are stored whole,
+    and the tokens chosen after their last tokens come next.
+    """
     trees = [Tree(3, [-1, *range(8)], range(9)), Tree(5, [-1, 0, 1], [4, 5, 6]), Tree(0, [-2, 0], [0, 1])]
-    given, to = verified(trees, device, more_seqs=1)
+    given, _ = verified(trees, kernel_device, more_seqs=1)
     given = given._replace(parents=given.parents[:, :4])
-    to = Accepted.empty(given.num_seqs, 4, device)
-    accept(given, to)
-    return to
-
-
-def check_with_prompts(to: Accepted) -> None:
-    """Checks that the prompts are stored whole, and that the tokens chosen after their last tokens come next."""
+    to, following = Accepted.empty(given.num_seqs, 4, kernel_device), given.token_ids + 1
+    if accept in (launch_accept_drawn, twins.accept_drawn):
+        accept(following, given, to)
+    else:
+        rows = torch.eye(11, device=kernel_device)[following.long()]
+        half = torch.full_like(following, 0.5, dtype=torch.float32)
+        accept(Probabilities(rows, rows, half, half), given, to)
     assert to.num_accepted.tolist() == [0, 2, 0, 0]
     assert to.next_token.tolist() == [9, 7, 2, -1]
     assert to.kv_len.tolist() == [12, 8, 2, 0]
     assert to.path.tolist() == [[0, -1, -1, -1], [0, 1, 2, -1], [0, -1, -1, -1], [-1] * 4]
     assert to.token_ids[:3].tolist() == [[9, -1, -1, -1], [5, 6, 7, -1], [2, -1, -1, -1]]
-
-
-@by_drawn
-def test_a_prompt_in_the_same_step_is_no_tree(accept: Accept, kernel_device: torch.device) -> None:
-    """Each token is followed by the next larger one, so that prompts would be accepted as drafts."""
-
-    def by_next(given: Verified, to: Accepted) -> None:
-        accept(given.token_ids + 1, given, to)
-
-    check_with_prompts(with_prompts(by_next, kernel_device))
-
-
-@by_sampled
-def test_a_prompt_in_the_same_step_is_no_tree_that_was_drawn(accept: Accept, kernel_device: torch.device) -> None:
-    def by_next(given: Verified, to: Accepted) -> None:
-        rows = torch.eye(11, device=kernel_device)[given.token_ids.long() + 1]
-        half = torch.full((len(given.token_ids),), 0.5, device=kernel_device)
-        accept(Probabilities(rows, rows, half, half), given, to)
-
-    check_with_prompts(with_prompts(by_next, kernel_device))
 
 
 @by_drawn

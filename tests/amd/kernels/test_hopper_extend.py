@@ -1,7 +1,11 @@
-"""Extend for Hopper against a float64 reference, with NaN in everything that may not be read. It needs that GPU."""
+"""Extend for Hopper against a float64 reference, over pages of every kind, with NaN in everything that may not be read.
+
+It needs that GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -14,12 +18,13 @@ from triton import JITFunction
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.cuts import SHARE_WORDS, ExtendCut, RowSharing
+from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.hopper_tiles import (
     DIMS,
     HEAD_DIMS,
+    HopperTiles,
     hopper_segment_tiles,
     hopper_tiles,
 )
@@ -27,7 +32,7 @@ from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.select import select
-from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM
+from rocm_attn.providers.triton_hopper import LIMITS, MIN_HEAD_DIM
 from rocm_attn.providers.triton_later import hopper_launches
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
@@ -45,7 +50,6 @@ from tests.amd.kernels.attention_cases import (
     run_extend_twin,
 )
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
-from tests.amd.kernels.hopper_cases import FORMS, NONE_SHARED, RAGGED, assert_right, run_hopper
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.runtime.token_stories import Story, Teller
 from tests.amd.schedule_twins import extend_schedule
@@ -56,15 +60,77 @@ pytestmark = OF_HOPPERS_KERNELS
 
 of_dims = pytest.mark.parametrize("dims", DIMS, ids=str)
 
+# A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
+RAGGED = Case(
+    kv_len=[260, 0, 40, 333, 1, 130, 12, 400],
+    q_len=[41, 0, 40, 2, 1, 1, 0, 33],
+    tail=3,
+    heads=(8, 2),
+    dims=(128, 128),
+    dtype=torch.bfloat16,
+)
+# No row is shared: the cost is too high.
+NONE_SHARED = ALL_SHARED._replace(split_keys=NEVER_SPLIT)
 
-# Pages without boxes of eight keys, and a size that does not divide a tile.
-GATHERED_FORMS = [
-    (1, (6, 2), torch.float16),
-    (2, (8, 2), torch.bfloat16),
-    (4, (2, 2), torch.bfloat16),
-    (12, (16, 1), torch.bfloat16),
+
+def run_hopper(
+    tensors: Tensors, sharing: RowSharing, *, min_q_len: int = 1, tiles: HopperTiles | None = None, launches: int = 1
+) -> ExtendCut:
+    """Runs schedule, extend and merge, with scratch memory that is NaN or garbage before.
+
+    min_q_len: 2 as in mixed steps; with 1, extend and merge are launched early
+    launches:  over one schedule
+    """
+    tiles = tiles or hopper_tiles(*tensors.case.dims, tensors.case.page_size, coded=tensors.case.kv is not None)
+    tiles = replace(tiles, extend=replace(tiles.extend, early=min_q_len == 1))
+    if tiles.segment_len:
+        sharing = sharing._replace(most_keys=tiles.most_keys)
+    cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
+    device = tensors.q.device
+    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
+    words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=tensors.case.dims[1])
+    if tiles.segment_len:
+        words = tiles.segment_words(programs=sharing.programs, v_head_dim=tensors.case.dims[1])
+    partials = torch.full((words,), float("nan"), device=device)
+    launch_extend_schedule(tensors.queries, schedule, cut)
+    args = tensors.args(schedule, partials)
+    for _ in range(launches):
+        if launches > 1:
+            tensors.out.fill_(UNTOUCHED)
+        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
+    return cut
+
+
+# Every page size of codes, then pages without boxes of eight keys, and a size that does not divide a tile.
+CODED_FORMS: list[dict[str, Any]] = [
+    {"page_size": 8, "heads": (6, 2), "dtype": torch.float16},
+    {"page_size": 16, "heads": (8, 2)},
+    {"page_size": 32, "heads": (2, 2)},
+    {"page_size": 64, "heads": (16, 1), "dtype": torch.float16},
+    {"page_size": 128, "heads": (5, 1)},
 ]
-FORMS_WITHOUT_CODES = [*FORMS, *GATHERED_FORMS, (48, (5, 1), torch.float16)]
+FORMS = [
+    *CODED_FORMS,
+    {"page_size": 1, "heads": (6, 2), "dtype": torch.float16},
+    {"page_size": 2, "heads": (8, 2)},
+    {"page_size": 4, "heads": (2, 2)},
+    {"page_size": 12, "heads": (16, 1)},
+    {"page_size": 48, "heads": (5, 1), "dtype": torch.float16},
+]
+SCORES: list[dict[str, Any]] = [
+    {"window_left": 0, "page_size": 128},
+    {"window_left": 5},
+    {"window_left": 100},
+    {"window_left": 5000, "page_size": 64},
+    {"sinks": True},
+    {"sinks": True, "window_left": 63, "page_size": 128},
+    {"window_right": UNLIMITED_WINDOW},
+    {"window_right": UNLIMITED_WINDOW, "sinks": True, "page_size": 128},
+]
+AROUND = [edge + more for edge in (8, 16, 64, 128, 192) for more in (-1, 0, 1)]
+AROUND_TILES = [(length, new) for length in AROUND for new in (1, 7, 8, 9, length) if new <= length]
+LENGTHS = {"kv_len": [length for length, _ in AROUND_TILES], "q_len": [new for _, new in AROUND_TILES]}
+# Memory after a row of these heads, of another head or of none, is NaN if no token sees it.
 PADDED_DIMS = [
     *((dim, dim) for dim in (MIN_HEAD_DIM, 72, 80, 112, 144, 200, 224)),
     (96, 64),
@@ -72,52 +138,59 @@ PADDED_DIMS = [
     (256, 144),
     (128, 40),
 ]
+PADDED: list[dict[str, Any]] = [
+    {"page_size": 16},
+    {"page_size": 2, "heads": (6, 2), "window_left": 100},
+    {"page_size": 1, "sinks": True, "soft_cap": 30.0, "window_right": UNLIMITED_WINDOW},
+    {"page_size": 64, "dtype": torch.float16, "window_left": 5000},
+]
+CAPS: list[dict[str, Any]] = [
+    {"soft_cap": 1.5},
+    {"soft_cap": 30.0, "page_size": 64},
+    {"soft_cap": 30.0, "dtype": torch.float16},
+    {"soft_cap": 60.0, "sinks": True, "window_left": 100},
+    {"soft_cap": 61.0, "sinks": True},
+    {"soft_cap": 50.0, "window_right": UNLIMITED_WINDOW},
+    {"soft_cap": 50.0, "kv": Encoding.E4M3FN, "scales": Scales.HEAD},
+    {"soft_cap": 50.0, "kv": Encoding.E5M2, "scales": Scales.TOKEN, "dtype": torch.float16},
+]
+FEW_HEADS = {"kv_len": [90, 1, 33], "q_len": [5, 1, 3]}
+CODINGS = [
+    *((Encoding.E4M3FN, scales) for scales in (Scales.LAYER, Scales.HEAD, Scales.TOKEN)),
+    *((Encoding.E5M2, scales) for scales in (Scales.HEAD, Scales.TOKEN)),
+]
+CODED_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (64, 128), (256, 256), (80, 48), (16, 16)]
+coded_dims = pytest.mark.parametrize("dims", CODED_DIMS, ids=str)
+CASES: list[dict[str, Any]] = [
+    *({"dims": dims, **more} for dims in DIMS for more in (*FORMS, *SCORES)),
+    *({"dims": dims, "page_size": page_size, **LENGTHS} for dims in DIMS for page_size in (1, 4, 8, 64)),
+    *({"dims": dims, **more} for dims in PADDED_DIMS for more in PADDED),
+    *({"dims": (dim, dim), **more} for dim in HEAD_DIMS for more in CAPS),
+    *(
+        {"dims": (dim, dim), "heads": heads, **FEW_HEADS}
+        for heads, dim in (((1, 1), 64), ((3, 1), 128), ((40, 1), 128), ((65, 1), 64), ((128, 1), 192))
+    ),
+    *(
+        {"dims": dims, "kv": kv, "scales": scales, **more}
+        for dims in CODED_DIMS
+        for kv, scales in CODINGS
+        for more in (*CODED_FORMS, *(SCORES[at] for at in (2, 5, 6)))
+    ),
+]
 
 
-@of_dims
-@pytest.mark.parametrize(("page_size", "heads", "dtype"), FORMS_WITHOUT_CODES)
-def test_extend_equals_the_reference(
-    page_size: int, heads: tuple[int, int], dtype: torch.dtype, dims: tuple[int, int], device: torch.device
-) -> None:
-    """This includes the padded tail: output 0 and LSE -inf."""
-    assert_right(replace(RAGGED, heads=heads, page_size=page_size, dtype=dtype, dims=dims), device)
+@pytest.mark.parametrize("more", CASES)
+def test_extend_equals_the_reference(more: dict[str, Any], device: torch.device) -> None:
+    """This includes the padded tail: output 0 and LSE -inf; and NaN in codes and scales that no token sees."""
+    for sharing in (ALL_SHARED, NONE_SHARED):
+        tensors = build(replace(RAGGED, **more), device)
+        run_hopper(tensors, sharing)
+        assert_served(tensors)
 
 
-@of_dims
-@pytest.mark.parametrize(
-    "scores",
-    [
-        {"window_left": 0, "page_size": 128},
-        {"window_left": 5},
-        {"window_left": 100},
-        {"window_left": 5000, "page_size": 64},
-        {"sinks": True},
-        {"sinks": True, "window_left": 63, "page_size": 128},
-        {"window_right": UNLIMITED_WINDOW},
-        {"window_right": UNLIMITED_WINDOW, "sinks": True, "page_size": 128},
-    ],
-    ids=str,
-)
-def test_windows_sinks_and_attention_to_all_keys_are_right(
-    scores: dict[str, Any], dims: tuple[int, int], device: torch.device
-) -> None:
-    assert_right(replace(RAGGED, dims=dims, **scores), device)
-
-
-@pytest.mark.parametrize("dims", PADDED_DIMS, ids=str)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"page_size": 16},
-        {"page_size": 2, "heads": (6, 2), "window_left": 100},
-        {"page_size": 1, "sinks": True, "soft_cap": 30.0, "window_right": UNLIMITED_WINDOW},
-        {"page_size": 64, "dtype": torch.float16, "window_left": 5000},
-    ],
-    ids=str,
-)
-def test_heads_that_fill_no_tile_are_right(more: dict[str, Any], dims: tuple[int, int], device: torch.device) -> None:
-    """Memory after a row, of another head or of none, is NaN if no token sees it."""
-    assert_right(replace(RAGGED, dims=dims, **more), device)
+def test_every_page_size_of_codes_has_a_form() -> None:
+    assert tuple(form["page_size"] for form in CODED_FORMS) == LIMITS.coded_page_sizes
+    assert {replace(RAGGED, **form).dtype for form in CODED_FORMS} == set(LIMITS.dtypes)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
@@ -185,24 +258,6 @@ def test_a_score_of_nan_makes_every_row_nan_that_sees_it(dims: tuple[int, int], 
     assert not of_rows[:80].any()
 
 
-CAPS: list[dict[str, Any]] = [
-    {"soft_cap": 1.5},
-    {"soft_cap": 30.0, "page_size": 64},
-    {"soft_cap": 30.0, "dtype": torch.float16},
-    {"soft_cap": 60.0, "sinks": True, "window_left": 100},
-    {"soft_cap": 61.0, "sinks": True},
-    {"soft_cap": 50.0, "window_right": UNLIMITED_WINDOW},
-    {"soft_cap": 50.0, "kv": Encoding.E4M3FN, "scales": Scales.HEAD},
-    {"soft_cap": 50.0, "kv": Encoding.E5M2, "scales": Scales.TOKEN, "dtype": torch.float16},
-]
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("scores", CAPS, ids=str)
-def test_soft_caps_are_right(scores: dict[str, Any], dim: int, device: torch.device) -> None:
-    assert_right(replace(RAGGED, dims=(dim, dim), **scores), device)
-
-
 @of_dims
 @pytest.mark.parametrize("cap", [30.0, 60.0, 61.0, 400.0])
 def test_scores_at_both_ends_of_a_cap_are_right(cap: float, dims: tuple[int, int], device: torch.device) -> None:
@@ -219,27 +274,6 @@ def test_scores_at_both_ends_of_a_cap_are_right(cap: float, dims: tuple[int, int
         seen = torch.arange(292, 301, device=device).log().repeat(2)[:, None]
         ends = torch.tensor([-cap, cap], device=device).repeat_interleave(9)[:, None]
         torch.testing.assert_close(lse, (seen + ends).expand_as(lse), rtol=1e-4, atol=1e-3)
-
-
-@of_dims
-@pytest.mark.parametrize("page_size", [1, 4, 8, 64])
-def test_every_length_around_pages_and_tiles_is_right(
-    page_size: int, dims: tuple[int, int], device: torch.device
-) -> None:
-    around = [edge + more for edge in (8, 16, 64, 128, 192) for more in (-1, 0, 1)]
-    lengths = [(length, new) for length in around for new in (1, 7, 8, 9, length) if new <= length]
-    kv_len, q_len = map(list, zip(*lengths, strict=True))
-    assert_right(replace(RAGGED, kv_len=kv_len, q_len=q_len, page_size=page_size, dims=dims), device)
-
-
-@pytest.mark.parametrize(
-    ("heads", "dim"), [((1, 1), 64), ((3, 1), 128), ((40, 1), 128), ((65, 1), 64), ((128, 1), 192)]
-)
-def test_every_number_of_query_heads_on_a_kv_head_is_right(
-    heads: tuple[int, int], dim: int, device: torch.device
-) -> None:
-    case = replace(RAGGED, kv_len=[90, 1, 33], q_len=[5, 1, 3], heads=heads, dims=(dim, dim))
-    assert_right(case, device)
 
 
 @of_dims
@@ -269,14 +303,6 @@ def test_a_step_of_nothing_but_padding_is_all_zeros(
     run_hopper(tensors, ALL_SHARED)
     assert_served(tensors)
     assert (tensors.out == 0).all()
-
-
-@of_dims
-def test_padded_tokens_never_change_a_real_one(dims: tuple[int, int], device: torch.device) -> None:
-    tensors = build(replace(RAGGED, tail=11, dims=dims), device)
-    tensors.q[-11:] = float("nan")
-    run_hopper(tensors, ALL_SHARED)
-    assert_served(tensors)
 
 
 @of_dims
@@ -492,7 +518,6 @@ LAYERS = {
     ),
     "one_kv_head": small_problem(16, torch.bfloat16, num_q_heads=128, num_kv_heads=1, head_dim=192, v_head_dim=192),
 }
-DECODE = {"one_kv_head": "triton.hopper_decode"}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
@@ -502,7 +527,7 @@ def test_a_runtime_serves_extend_and_mixed_steps_by_it(layer: str, graphs: bool,
     chosen = select(problem, detect_target(device), "triton")
     assert chosen.kernel(StepKind.EXTEND).entry.name == "triton.hopper_extend"
     assert chosen.kernel(StepKind.MIXED).entry.name == "triton.hopper_extend+decode"
-    assert chosen.kernel(StepKind.DECODE).entry.name == DECODE.get(layer, "triton.decode")
+    assert chosen.kernel(StepKind.DECODE).entry.name == "triton.decode"
     teller = Teller(device, "triton", problem, graphs=graphs, deterministic=False, max_kv_len=1024, num_pages=200)
     reported, beside = (teller.begin(Story.random(problem, 1000, seed)) for seed in (1, 2))
     teller.step([(reported, 500)])
@@ -541,3 +566,64 @@ def test_layers_of_an_eager_step_after_the_first_launch_what_it_did(layer: str, 
         assert not outs[0].isnan().any()
         assert counts[0] > 0
         assert counts[-1] == counts[0], "a later layer was launched by Triton"
+
+
+@coded_dims
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
+def test_rows_of_zeros_see_all_keys_alike_however_small_the_scale_of_k_is(
+    scales: Scales, dims: tuple[int, int], device: torch.device
+) -> None:
+    """Rows are converted to float16 with a scale, and the product of both scales and -inf must not be NaN."""
+    case = replace(RAGGED, dims=dims, kv=Encoding.E5M2, scales=scales, tail=0)
+    tensors = build(case, device)
+    assert tensors.k_scale is not None
+    tensors.q.zero_()
+    tensors.k_scale.fill_(2.0**-40)
+    run_hopper(tensors, NONE_SHARED)
+    seen = [key + 1 for length, new in zip(case.kv_len, case.q_len, strict=True) for key in range(length - new, length)]
+    lse = torch.tensor(seen, device=device).float().log()[:, None].expand_as(tensors.lse)
+    torch.testing.assert_close(tensors.lse, lse)
+
+
+Sides = tuple[torch.Tensor, torch.Tensor]
+
+
+def packed(k: torch.Tensor, v: torch.Tensor, between: int = 0) -> Sides:
+    """Returns pages in which K and V of a head lie next to each other, as vLLM packs them, with NaN around them.
+
+    between: pages between a page and the next one, as of other layers
+    """
+    shape = (len(k), 1 + between, *k.shape[1:3], k.shape[3] + v.shape[3])
+    memory = torch.full(shape, float("nan"), device=k.device, dtype=k.dtype)
+    memory[:, 0] = torch.cat([k, v], 3)
+    return memory[:, 0, ..., : k.shape[3]], memory[:, 0, ..., k.shape[3] :]
+
+
+def between_layers(k: torch.Tensor, v: torch.Tensor) -> Sides:
+    """The same, with pages of two other layers between."""
+    return packed(k, v, between=2)
+
+
+def heads_first(k: torch.Tensor, v: torch.Tensor) -> Sides:
+    """Returns pages with the tokens of a head next to each other."""
+    k, v = (side.transpose(1, 2).contiguous().transpose(1, 2) for side in (k, v))
+    return k, v
+
+
+ALIKE = [(64, 64), (80, 80), (128, 128), (256, 256)]
+
+
+@pytest.mark.parametrize("lay_out", [packed, between_layers, heads_first], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("page_size", [2, 16, 48])
+@pytest.mark.parametrize(
+    ("dims", "in_segments"), [*((dims, False) for dims in [*ALIKE, (192, 128)]), *((dims, True) for dims in ALIKE)]
+)
+def test_pages_whose_slots_lie_at_equal_distances_are_read_where_they_are(
+    dims: tuple[int, int], in_segments: bool, page_size: int, lay_out: Callable[..., Sides], device: torch.device
+) -> None:
+    tensors = build(replace(RAGGED, dims=dims, page_size=page_size), device)
+    k, v = lay_out(tensors.k_pages, tensors.v_pages)
+    assert not k.is_contiguous()
+    tiles = hopper_segment_tiles(dims[0], page_size) if in_segments else None
+    run_hopper(replace(tensors, k_pages=k, v_pages=v), NONE_SHARED if in_segments else ALL_SHARED, tiles=tiles)
+    assert_served(tensors)

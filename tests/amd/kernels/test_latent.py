@@ -23,7 +23,6 @@ from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
     Case,
     Tensors,
-    arch_of,
     assert_served,
     assert_serves,
     build,
@@ -154,7 +153,7 @@ def test_blocks_of_one_word_and_of_two_read_their_bits(
 def test_extend_equals_the_reference(case: Case, kernel_device: torch.device) -> None:
     for dtype in latent_dtypes(kernel_device)[-1:]:
         tensors = build(replace(case, dtype=dtype), kernel_device)
-        tiles = latent_extend_tiles(arch_of(tensors), dims=case.dims, dtype=dtype, is_coded=case.kv is not None)
+        tiles = latent_extend_tiles(tensors.arch, dims=case.dims, dtype=dtype, is_coded=case.kv is not None)
         run_latent_extend(tensors, tiles=tiles.of_masked_steps() if case.masked else tiles)
         assert_served(tensors)
 
@@ -205,17 +204,6 @@ def test_each_kernel_leaves_the_others_tokens_alone(kernel_device: torch.device)
         assert_lse_close(tensors.lse[~waiting], tensors.reference_lse[~waiting], case.dtype)
 
 
-def test_padded_sequences_get_zeros_and_never_change_a_real_one(kernel_device: torch.device) -> None:
-    """Pads have one new token, no keys, and the row of the reserved page."""
-    tensors = build(replace(DECODES, kv_len=[20, 33, 0, 0, 0], q_len=[1] * 5, dtype=torch.float16), kernel_device)
-    row = int(tensors.row_of_seq[2])
-    tensors.table[row] = 0
-    tensors.row_of_seq[2:] = row
-    tensors.q[2:] = float("nan")
-    run_latent_decode(tensors)
-    assert_served(tensors)
-
-
 def test_a_table_without_an_entry_to_spare_is_enough(kernel_device: torch.device) -> None:
     tensors = build(replace(DECODES, kv_len=[48, 16], q_len=[1, 1], dtype=torch.float16), kernel_device)
     run_latent_decode(replace(tensors, table=tensors.table[:, :3].clone()))
@@ -252,7 +240,7 @@ def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
     for dtype in latent_dtypes(kernel_device)[-1:]:
         extended = build(replace(case, dtype=dtype), kernel_device)
         decoded = last_tokens(extended)
-        tiles = latent_segment_tiles(arch_of(extended), dims=case.dims, dtype=dtype)
+        tiles = latent_segment_tiles(extended.arch, dims=case.dims, dtype=dtype)
         tiles = replace(tiles, segment_len=64)
         run_latent_segment_extend(extended, tiles=tiles)
         run_latent_segment_decode(decoded, tiles=tiles)
@@ -264,7 +252,7 @@ def test_the_last_tokens_of_an_extend_are_those_of_a_decode_bit_by_bit(
 def test_deterministic_decode_refuses_rows_that_are_cut_alike(kernel_device: torch.device) -> None:
     """The padding after such rows has no slots."""
     tensors = build(DECODES, kernel_device)
-    tiles = latent_segment_tiles(arch_of(tensors), dims=DECODES.dims, dtype=DECODES.dtype)
+    tiles = latent_segment_tiles(tensors.arch, dims=DECODES.dims, dtype=DECODES.dtype)
     even = replace(tiles, decoders=(), block=replace(tiles.of_decode(DECODES.heads[0]), even=True))
     with pytest.raises(AssertionError, match="partial results have slots"):
         run_latent_segment_decode(tensors, tiles=even)

@@ -13,11 +13,13 @@ from tests.amd.kernels.attention_cases import (
     Case,
     Run,
     assert_served,
+    assert_serves,
     build,
     run_decode,
     run_decode_twin,
     run_extend,
     run_extend_twin,
+    run_shared_decode,
     run_shared_extend,
 )
 
@@ -85,3 +87,15 @@ def test_pages_beyond_two_to_the_31_elements_are_read(run: Run, kernel_device: t
         pools.append(pool)
     run(replace(tensors, k_pages=pools[0], v_pages=pools[1], table=tensors.table + first))
     assert_served(tensors)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("window_left", [0, 1, 2, 14, 15, 16, 17, 31, 32, 33])
+def test_every_window_around_tiles_is_right_at_every_length(window_left: int, kernel_device: torch.device) -> None:
+    lengths = [*range(1, 5), 14, 15, 16, 17, 18, 30, 31, 32, 33, 34, 47, 48, 49, 50, 64]
+    case = Case(lengths, [1] * len(lengths), heads=(1, 1), dims=(16, 16), page_size=5, window_left=window_left)
+    for run in (run_decode, run_shared_decode):
+        assert_serves(run, case, kernel_device)
+    chunks = [min(length, new) for length, new in zip(lengths, [1, 2, 3, 16, 17, 33] * 4, strict=False)]
+    for run_of_chunks in (run_extend, run_shared_extend):
+        assert_serves(run_of_chunks, replace(case, q_len=chunks), kernel_device)

@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.kernels.attention import merge
-from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
-from rocm_attn.kernels.attention.decode import launch_paged_decode
-from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
     Case,
     Run,
-    assert_served,
     assert_serves,
     build,
     dtypes,
@@ -29,7 +24,7 @@ from tests.amd.kernels.attention_cases import (
     run_decode,
     run_decode_twin,
     run_shared_decode,
-    tiles_for,
+    with_features,
 )
 from tests.amd.schedule_twins import decode_schedule
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -37,6 +32,7 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 # Empty, one key, a page and a tile more or less, and one that several programs share. All have one new token.
 KV_LEN = [33, 0, 1, 16, 70, 15]
 RAGGED = Case(kv_len=KV_LEN, q_len=[1] * len(KV_LEN))
+FEW = replace(RAGGED, dims=(32, 32), page_size=4)
 
 GEOMETRIES = {
     "mha": replace(RAGGED, heads=(2, 2)),
@@ -61,17 +57,12 @@ GEOMETRIES = {
     "spread_same": replace(RAGGED, heads=(4, 2), page_size=8, spread=True),
 }
 
-RUN_EITHER = (run_decode, run_decode_twin)
-run_either = pytest.mark.parametrize("run", RUN_EITHER)
+RUNS = (run_decode, run_shared_decode, run_decode_twin)
+run_either = pytest.mark.parametrize("run", [run_decode, run_decode_twin])
 
 
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """True if both are bitwise equal, NaN included."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-@pytest.mark.fast(5)
-@in_each_way("case", GEOMETRIES, RUN_EITHER)
+@pytest.mark.fast(9)
+@in_each_way("case", GEOMETRIES | with_features(FEW), RUNS)
 def test_decode_equals_the_reference(case: Case, dtype: torch.dtype, run: Run, kernel_device: torch.device) -> None:
     assert_serves(run, replace(case, dtype=dtype), kernel_device)
 
@@ -85,14 +76,6 @@ def test_keys_may_begin_after_the_first_pages_of_a_row(
 ) -> None:
     case = replace(RAGGED, page_size=page_size, first_page=[3, 0, 2, 7, 1, 40], **scores)
     assert_serves(run, case, kernel_device)
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("page_size", [1, 7, 16])
-def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_device: torch.device) -> None:
-    kv_len = [*range(6), 13, 14, 15, 16, 17, 31, 32, 33, 47, 48, 49]
-    case = Case(kv_len=kv_len, q_len=[1] * len(kv_len), heads=(1, 1), dims=(16, 16), page_size=page_size)
-    assert_serves(run_decode, case, kernel_device)
 
 
 # Every score at once; a window that begins within a tile.
@@ -280,39 +263,6 @@ def test_sequences_with_another_number_of_new_tokens_are_left_alone(run: Run, ke
     assert (tensors.lse[others] == UNTOUCHED).all()
 
 
-@run_either
-def test_padded_sequences_get_zeros_and_never_change_a_real_one(run: Run, kernel_device: torch.device) -> None:
-    """Pads have one new token, no keys, and the row of the reserved page."""
-    case = Case(kv_len=[20, 33, 0, 0, 0], q_len=[1] * 5, heads=(2, 2))
-    tensors = build(case, kernel_device)
-    row = int(tensors.row_of_seq[2])
-    tensors.table[row] = 0
-    tensors.row_of_seq[2:] = row
-    tensors.q[2:] = float("nan")
-    run(tensors)
-    assert_served(tensors)
-
-
-@pytest.mark.fast(1)
-@run_either
-def test_where_pages_and_rows_lie_changes_no_bit(run: Run, kernel_device: torch.device) -> None:
-    tensors = build(replace(RAGGED, dims=(32, 32), page_size=4), kernel_device)
-    run(tensors)
-    order = torch.randperm(tensors.k_pages.shape[0] - 1).to(kernel_device) + 1
-    order = torch.cat([torch.zeros_like(order[:1]), order])
-    rows = torch.randperm(tensors.table.shape[0]).to(kernel_device)
-    moved = replace(
-        tensors,
-        k_pages=torch.empty_like(tensors.k_pages).index_copy_(0, order, tensors.k_pages),
-        v_pages=torch.empty_like(tensors.v_pages).index_copy_(0, order, tensors.v_pages),
-        table=torch.empty_like(tensors.table).index_copy_(0, rows, order[tensors.table].int()),
-        row_of_seq=rows[tensors.row_of_seq].int(),
-        out=torch.full_like(tensors.out, UNTOUCHED),
-    )
-    run(moved)
-    assert same_memory(moved.out, tensors.out)
-
-
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -321,39 +271,22 @@ def test_where_pages_and_rows_lie_changes_no_bit(run: Run, kernel_device: torch.
         (replace(RAGGED, dims=(513, 64)), "head_dim is 513"),
         (replace(RAGGED, dims=(64, 640)), "v_head_dim is 640"),
         (replace(RAGGED, page_size=256), "page_size is 256"),
-        (replace(RAGGED, dtype=torch.float64), r"dtype is torch.float64"),
+        (replace(RAGGED, dtype=torch.float64), "dtype is torch.float64"),
     ],
 )
 def test_what_no_kernel_serves_is_refused_with_the_reason(case: Case, reason: str, kernel_device: torch.device) -> None:
-    device = kernel_device
-    (num_q_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
-    int32 = torch.zeros(3, dtype=torch.int32, device=device)
-    held = torch.float32 if case.dtype == torch.float64 else case.dtype
+    tensors = build(replace(case, kv_len=[], q_len=[], dtype=torch.float32), kernel_device)
     tiles = DecodeTiles(key_block=16, num_warps=4, num_stages=1, programs_per_cu=1)
     with pytest.raises(ValueError, match=reason):
-        launch_paged_decode(
-            AttendArgs(
-                torch.zeros(2, num_q_heads, head_dim, dtype=case.dtype, device=device),
-                LayerPages.plain(
-                    torch.zeros(2, case.page_size, num_kv_heads, head_dim, dtype=held, device=device),
-                    torch.zeros(2, case.page_size, num_kv_heads, v_head_dim, dtype=held, device=device),
-                ),
-                int32[None],
-                Queries(int32[:2], int32[:2], int32, 2, 1, case.page_size),
-                torch.zeros(2, num_q_heads, v_head_dim, dtype=case.dtype, device=device),
-                None,
-                None,
-                None,
-                int32,
-                torch.zeros(1, device=device),
-            ),
-            scores=Scores(1.0),
-            cut=DecodeCut.of(tiles, num_kv_heads=num_kv_heads, programs=1, window_left=-1),
-            tiles=tiles,
-        )
+        run_decode(replace(tensors, q=tensors.q.to(case.dtype)), tiles=tiles)
 
 
-def test_heads_in_pairs_are_used_where_they_fit(kernel_device: torch.device) -> None:
-    """gpt-oss has 8 query heads per KV head of 64; a q tile of 16 rows holds two KV heads."""
-    tensors = build(Case(kv_len=[3], q_len=[1], heads=(16, 2), dtype=torch.float16), kernel_device)
-    assert tiles_for(tensors)[0].heads_per_row == 2
+@pytest.mark.parametrize(
+    ("window_left", "num_rows", "is_whole"),
+    [(-1, 264, False), (127, 1, True), (255, 700, True), (256, 1, False), (1023, 256, True), (1023, 265, False)],
+)
+def test_a_row_is_whole_where_there_is_nothing_to_balance(window_left: int, num_rows: int, is_whole: bool) -> None:
+    """There are 264 programs at a time."""
+    for head_dim in (64, 256):
+        whole = has_whole_rows(num_rows, num_programs=264, window_left=window_left, head_dim=head_dim)
+        assert whole == (is_whole and head_dim == 64)

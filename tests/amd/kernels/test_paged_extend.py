@@ -1,4 +1,7 @@
-"""Paged extend and its torch twin against a float64 reference, with NaN in everything that may not be read."""
+"""Paged extend and its torch twin against a float64 reference, with NaN in everything that may not be read.
+
+The reference goes token by token, and through a packed mask bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROW
 from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_PARTS, SHARE_SIZE, launch_extend_schedule
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
+from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
     ALL_SHARED,
@@ -31,6 +35,7 @@ from tests.amd.kernels.attention_cases import (
     run_extend,
     run_extend_twin,
     run_shared_extend,
+    with_features,
 )
 from tests.amd.schedule_twins import extend_schedule
 
@@ -38,6 +43,10 @@ from tests.amd.schedule_twins import extend_schedule
 RAGGED = Case(kv_len=[45, 0, 17, 33, 1, 12], q_len=[13, 0, 17, 2, 1, 0], tail=3)
 # A prefix, nothing at all, no prefix: for what does not change with lengths.
 SHORT = Case(kv_len=[37, 0, 17], q_len=[5, 0, 17], tail=3)
+SCORED = replace(RAGGED, kv_len=[45, 0, 17, 1, 12], q_len=[13, 0, 17, 1, 0], dims=(32, 32), page_size=4)
+# Every K and V that no bit of its sequence shows is NaN; and, over ranges, every one outside of all ranges.
+MASKED = replace(SCORED, kv_len=[37, 0, 17, 1, 12, 40], q_len=[5, 0, 17, 1, 0, 3], masked=True)
+RANGED = replace(MASKED, kv_len=[137, 0, 67, 1, 12, 140], masked=False, ranged=True)
 GARBAGE = 0x7F7F7F7F
 
 GEOMETRIES = {
@@ -59,25 +68,99 @@ GEOMETRIES = {
     "dim_1_7": replace(RAGGED, dims=(1, 7), heads=(1, 1), page_size=2),
     "spread": replace(RAGGED, heads=(6, 2), dims=(80, 48), page_size=3, spread=True),
     "spread_same": replace(RAGGED, heads=(4, 2), page_size=8, spread=True),
+    # Cross-attention has an encoder's KV, with its length.
+    "more_queries_than_keys": replace(SCORED, kv_len=[5, 40, 1], q_len=[30, 3, 2], window_right=UNLIMITED_WINDOW),
+    "no_sequence": Case([], [], tail=40, heads=(2, 1), dims=(32, 32)),
+    "no_key": Case([0, 0], [0, 0], tail=40, heads=(2, 1), dims=(32, 32)),
+    "no_new_token": Case([9, 5], [0, 0], tail=40, heads=(2, 1), dims=(32, 32)),
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mha": {"heads": (2, 2)},
+    "mqa": {"heads": (20, 1)},
+    "one_token_each": {"q_len": [1, 0, 1, 1, 1, 1]},
+    "cap": {"soft_cap": 0.7},
+    "slopes": {"slopes": True},
+    "window": {"window_left": 7},
+    "window_of_itself": {"window_left": 0},
+    "long_window": {"window_left": 40, "heads": (6, 2)},
+    "sinks": {"sinks": True},
+    "all": {"soft_cap": 1.5, "slopes": True, "sinks": True, "heads": (6, 2), "dims": (40, 24)},
+    "all_and_a_window": {"soft_cap": 1.5, "slopes": True, "sinks": True, "window_left": 20, "dims": (40, 24)},
+    "gaps": {"spread": True},
+    "new_keys": {"mask_keys": 0},
+    "new_keys_and_few_before": {"mask_keys": 9, "sinks": True, "soft_cap": 0.9},
+    "new_keys_in_a_window": {"mask_keys": 0, "window_left": 20},
+    "few_before_in_a_short_window": {"mask_keys": 5, "window_left": 3, "heads": (6, 2)},
+}
+# Without cells a kernel reads ranges alone; with a window also where they begin.
+RANGES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "any_end": {"window_right": UNLIMITED_WINDOW},
+    "window": {"window_left": 20, "heads": (6, 2)},
+    "codes": {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN, "window_right": UNLIMITED_WINDOW},
+    "window_and_later": {"window_left": 20, "window_right": UNLIMITED_WINDOW, "sinks": True},
+    "chunk": {"window_left": 127, "sinks": True, "soft_cap": 1.5, "slopes": True},
 }
 
 RUN_EITHER = (run_extend, run_shared_extend, run_extend_twin)
 run_either = pytest.mark.parametrize("run", RUN_EITHER)
 
 
-@pytest.mark.fast(4)
-@in_each_way("case", GEOMETRIES, RUN_EITHER)
+@pytest.mark.fast(8)
+@in_each_way("case", GEOMETRIES | with_features(SCORED), RUN_EITHER)
 def test_extend_equals_the_reference(case: Case, dtype: torch.dtype, run: Run, kernel_device: torch.device) -> None:
     """This includes the padded tail: output 0 and LSE -inf."""
     assert_serves(run, replace(case, dtype=dtype), kernel_device)
 
 
+@pytest.mark.fast(5)
+@in_each_way("feature", MASKS, RUN_EITHER)
+def test_a_masked_extend_equals_the_reference(
+    feature: dict[str, Any], dtype: torch.dtype, run: Run, kernel_device: torch.device
+) -> None:
+    assert_serves(run, replace(MASKED, dtype=dtype, **feature), kernel_device)
+
+
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("page_size", [1, 7, 16])
-def test_every_length_around_pages_and_tiles_is_right(page_size: int, kernel_device: torch.device) -> None:
-    kv_len, q_len = [15, 16, 17, 31, 32, 33, 32, 48, 47, 49, 64], [15, 16, 17, 1, 1, 2, 17, 16, 31, 33, 32]
-    case = Case(kv_len, q_len, heads=(1, 1), dims=(16, 16), page_size=page_size)
-    assert_serves(run_extend, case, kernel_device)
+@in_each_way("feature", RANGES, RUN_EITHER)
+def test_an_extend_over_ranges_equals_the_reference(
+    feature: dict[str, Any], dtype: torch.dtype, run: Run, kernel_device: torch.device
+) -> None:
+    assert_serves(run, replace(RANGED, dtype=dtype, **feature), kernel_device)
+
+
+@pytest.mark.fast(1)
+@run_either
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.nightly] * (seed % 3 > 0)) for seed in range(6)]
+)
+def test_lengths_around_words_and_tiles_are_right(seed: int, run: Run, kernel_device: torch.device) -> None:
+    """Every sequence's first cell is at another bit of a word."""
+    lengths = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65]
+    new = [min(length, 1 + (seq * 7 + seed) % 19) for seq, length in enumerate(lengths)]
+    case = Case(lengths, new, heads=(1, 1), dims=(16, 16), page_size=5, masked=True)
+    assert_serves(run, case, kernel_device, seed=seed)
+
+
+@pytest.mark.fast(1)
+@run_either
+@pytest.mark.parametrize("mask_keys", [0, 1, 13, 31, 33])
+def test_masks_that_begin_anywhere_in_a_key_block_are_right(
+    mask_keys: int, run: Run, kernel_device: torch.device
+) -> None:
+    """The first key with bits is before, at and after the edges of tiles and of words."""
+    lengths = [64, 65, 95, 96, 97, 33, 32, 31]
+    new = [1, 3, 2, 4, 1, 2, 3, 4]
+    case = Case(lengths, new, heads=(2, 1), dims=(16, 16), page_size=5, masked=True, mask_keys=mask_keys)
+    assert_serves(run, case, kernel_device)
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("key_block", [16, 32, 64])
+def test_every_tile_reads_its_own_bits(key_block: int, kernel_device: torch.device) -> None:
+    tiles = ExtendTiles(query_rows=16, key_block=key_block, num_warps=4, num_stages=1)
+    assert_serves(run_extend, replace(MASKED, heads=(3, 1), mask_keys=11), kernel_device, tiles=tiles)
 
 
 @pytest.mark.fast(2)
@@ -240,27 +323,6 @@ def test_decode_and_extend_share_a_mixed_step(dtype: torch.dtype, kernel_device:
     assert (tensors.out[[0, 27]] == UNTOUCHED).all()
     assert (tensors.lse[[0, 27]] == UNTOUCHED).all()
     run_decode(tensors)
-    assert_served(tensors)
-
-
-@pytest.mark.fast
-@run_either
-@pytest.mark.parametrize(("kv_len", "q_len"), [([], []), ([0, 0], [0, 0]), ([9, 5], [0, 0])])
-def test_a_step_of_nothing_but_padding_is_all_zeros(
-    kv_len: list[int], q_len: list[int], run: Run, kernel_device: torch.device
-) -> None:
-    tensors = build(Case(kv_len=kv_len, q_len=q_len, tail=40, heads=(2, 1), dims=(32, 32)), kernel_device)
-    run(tensors)
-    assert_served(tensors)
-    assert (tensors.out == 0).all()
-
-
-@pytest.mark.fast(1)
-@run_either
-def test_padded_tokens_and_sequences_never_change_a_real_one(run: Run, kernel_device: torch.device) -> None:
-    tensors = build(replace(RAGGED, tail=11, heads=(2, 1)), kernel_device)
-    tensors.q[-11:] = float("nan")
-    run(tensors)
     assert_served(tensors)
 
 

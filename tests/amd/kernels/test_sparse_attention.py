@@ -13,10 +13,11 @@ from rocm_attn.kernels.sparse.arguments import LastTokens, SelectedArgs, Selecte
 from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
 from rocm_attn.kernels.sparse.cuts import segment_cut, selected_cut
 from rocm_attn.kernels.tuning.sparse_tiles import selected_tiles
+from rocm_attn.machine.target import detect_target
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.kernels.segment_cases import run_extend
-from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, arch_of, build_selected
+from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, build_selected
 from tests.amd.kernels.test_segments import tiles_at
 from tests.amd.runner.metered_memory import MeteredMemory
 
@@ -77,7 +78,7 @@ def attended(problem: SelectedProblem, programs: int) -> None:
     """Runs launch_selected_attention with the device's tiles."""
     args, case = problem.args, problem.case
     tiles = selected_tiles(
-        arch_of(args.q.device),
+        detect_target(args.q.device).arch,
         gqa_ratio=args.heads[1],
         head_dim=case.dims[0],
         v_head_dim=case.dims[1],

@@ -29,12 +29,12 @@ from rocm_attn.kernels.sparse.cuts import index_splits, select_words, top_k_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.sparse.top_k import launch_top_k
 from rocm_attn.kernels.tuning.sparse_tiles import index_tiles
+from rocm_attn.machine.target import detect_target
 from tests.amd.kernels.sparse_cases import (
     IndexCase,
     IndexProblem,
     Step,
     TwoChoices,
-    arch_of,
     assert_units,
     best_units,
     build_index,
@@ -211,7 +211,7 @@ def launched(problem: IndexProblem, programs: int = 5) -> None:
     args, indexing = problem.args, problem.case.indexing
     heads, dim = args.q.shape[1:]
     key_dtype, coded_q = args.pages.keys.dtype, args.q.dtype.itemsize == 1
-    tiles = index_tiles(arch_of(args.q.device), heads=heads, dim=dim, key_dtype=key_dtype, coded_q=coded_q)
+    tiles = index_tiles(detect_target(args.q.device).arch, heads=heads, dim=dim, key_dtype=key_dtype, coded_q=coded_q)
     words = select_words(len(args.q), args.tokens.max_kv_len, indexing)
     workspace = torch.empty(words, device=args.q.device)
     launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=programs)

@@ -14,8 +14,8 @@ _INT32_BYTES = 2**31
 def at_any_alignment(kernel: Any) -> Any:
     """Returns a jitted function that Triton does not compile again for another alignment of an argument.
 
-    `RepeatedLaunch` needs this. It also needs that no variant depends on the value of a number, which the function's
-    do_not_specialize has to say.
+    `RepeatedLaunch` and `FixedLaunch` need this. They also need that no variant depends on the value of a number, which
+    the function's do_not_specialize has to say.
     """
     if not isinstance(kernel, JITFunction):  # the interpreter compiles nothing
         return kernel

@@ -110,16 +110,24 @@ def _note(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[object,
         notes.add(kernel, compiled, grid, args, options)
 
 
-def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -> None:
-    """Runs fn(*args, **options); a recorder notes it as one launch: work of a CPU that depends on values of tensors."""
+def _note_other_work() -> None:
+    """Notes that this thread launches work that is not noted argument by argument."""
     notes = _notes.get(get_ident())
     if notes is not None:
         notes.is_whole = False
+
+
+def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -> None:
+    """Runs fn(*args, **options); a recorder notes it as one launch: work of a CPU that depends on values of tensors."""
+    _note_other_work()
     if observers:
         observers[-1](partial(fn, *args, **options))
     else:
         fn(*args, **options)
 
+
+# The most argument tuples that a FixedLaunch keeps.
+_MOST_HANDED = 64
 
 # Launches a variant; makes its arguments from the stream, the given ones and constants; those constants.
 _Runner = tuple[Run, Arguments, tuple[object, ...]]
@@ -153,7 +161,7 @@ class RepeatedLaunch:
         else:
             compiled = self._kernel[grid](*args, **{**_OPTIONS, **options})
             if compiled is not None:  # under the interpreter there is nothing to keep
-                self._runners[device, grid] = compiled, _runner(compiled, grid, len(args))
+                self._runners[device, grid] = compiled, _runner(compiled, grid, len(args), ())
         if _notes:
             _note(self._kernel, compiled, grid, args, {**_OPTIONS, **options})
 
@@ -166,9 +174,60 @@ def repeated_launches(kernel: Any) -> Callable[..., RepeatedLaunch]:
     return functools.cache(lambda *variant: RepeatedLaunch(kernel))
 
 
-def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int) -> _Runner:
+class FixedLaunch:
+    """A kernel that is launched once per step with the same arguments except the first few.
+
+    It works like `RepeatedLaunch`, but also looks up the addresses of the fixed tensors only once, which Triton does at
+    every launch, tensor by tensor. The kernel must not be specialised on the alignment of the arguments of each call.
+
+    fixed:   all of the kernel's arguments after the first few, in order, constexpr ones included
+    options: num_warps and the like
+    """
+
+    def __init__(
+        self, kernel: Any, device: torch.device, grid: tuple[int, int, int], *fixed: object, **options: object
+    ) -> None:
+        self._kernel, self._device, self._grid = kernel, device.index, grid
+        self._fixed, self._options = fixed, {**_OPTIONS, **options}
+        self._addresses = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in fixed)
+        self._runner: _Runner | None = None
+        # The stream and the given addresses -> the arguments of the driver's function.
+        self._handed: dict[tuple[int, ...], tuple[object, ...]] = {}
+
+    def __call__(self, *first: torch.Tensor) -> None:
+        """Launches on the current stream. first: the arguments that are not fixed, on the device or in pinned memory.
+
+        Pinned memory has one address on the host and on the device: CUDA and ROCm have unified addressing on all 64-bit
+        systems. So the driver is not asked for one. The first launch is Triton's own, which does ask.
+        """
+        if _notes:
+            _note_other_work()
+        if observers:
+            observers[-1](partial(self._kernel[self._grid], *first, *self._fixed, **self._options))
+        elif self._runner is not None:
+            given = torch._C._cuda_getCurrentRawStream(self._device), *[tensor.data_ptr() for tensor in first]
+            handed = self._handed.get(given)
+            if handed is None:
+                handed = self._hand(given)
+            self._runner[0](*handed)
+        else:
+            compiled = self._kernel[self._grid](*first, *self._fixed, **self._options)
+            if compiled is not None and self._device is not None:  # under the interpreter there is nothing to keep
+                self._runner = _runner(compiled, self._grid, len(first), self._addresses)
+
+    def _hand(self, given: tuple[int, ...]) -> tuple[object, ...]:
+        """Makes the arguments of a launch with these addresses, and keeps them: few ring slots come in turn."""
+        assert self._runner is not None
+        _, arguments, constants = self._runner
+        if len(self._handed) == _MOST_HANDED:
+            self._handed.clear()
+        handed = self._handed[given] = arguments((*given, *constants))
+        return handed
+
+
+def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int, fixed: tuple[object, ...]) -> _Runner:
     given = [ArgumentPlace(1 + at) for at in range(num_given)]
-    run, template = driver_call(compiled, grid, ArgumentPlace(0), given)
+    run, template = driver_call(compiled, grid, ArgumentPlace(0), (*given, *fixed))
     constants: list[object] = []
     arguments = arguments_of(template, 1 + num_given, constants)
     constants.append(compiled)  # not an argument: held, because Triton unloads a kernel that nothing holds

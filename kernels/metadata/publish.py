@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.any_alignment import at_any_alignment
-from rocm_attn.kernels.launch import repeated_launches
+from rocm_attn.kernels.launch import FixedLaunch
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.echo_step import echo_step_before
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, HEADER_WORDS
@@ -92,9 +92,6 @@ def _publish_kernel(
         tl.store(counts + word, words)
 
 
-_variant = repeated_launches(_publish_kernel)
-
-
 def launch_publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     """Copies a ring slot to the step's inputs, writes the pads, and echoes the step before into the slot.
 
@@ -102,9 +99,22 @@ def launch_publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None
                    ECHOED_STEP are written
     counts_before: int32 [4], the counts of the step before; may be to.counts
     """
+    launch = to.launches.get("publish")
+    if launch is None:
+        launch = to.launches["publish"] = _launch_to(to)
+    launch(slot, counts_before)
+
+
+def _launch_to(to: StepTensors) -> FixedLaunch:
     blocks = max(1, -(-max(to.row_of_seq.shape[0], to.token_ids.shape[0]) // _BLOCK))
-    arguments = arguments_of(to)
-    _variant(arguments[-1])(to.counts.device, (blocks, 1, 1), slot, counts_before, *arguments, _BLOCK, num_warps=4)
+    return FixedLaunch(
+        _publish_kernel,
+        to.counts.device,
+        (blocks, 1, 1),
+        *arguments_of(to),
+        _BLOCK,
+        num_warps=4,
+    )
 
 
 def arguments_of(to: StepTensors) -> tuple[Any, ...]:

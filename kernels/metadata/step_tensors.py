@@ -6,8 +6,8 @@ The buffers that hold them, their sizes, the views of a step and the arguments o
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple, get_type_hints
 
 import torch
@@ -172,6 +172,8 @@ class StepTensors:
     window_start: Tensor
     pads: Pads = NO_PADS
     terms: TableTerms = OWN_TABLE
+    # Launches that a launcher keeps for these addresses, under its own name.
+    launches: dict[str, Callable[[Tensor, Tensor], None]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(

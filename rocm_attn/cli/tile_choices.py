@@ -38,7 +38,7 @@ _KERNELS = {
     TileTable.EXTEND: ("triton.extend", "triton.cdna_extend", "triton.hopper_extend"),
     TileTable.LATENT_DECODE: ("triton.latent_decode",),
     TileTable.LATENT_EXTEND: ("triton.latent_extend",),
-    TileTable.HOPPER_EXTEND: ("triton.hopper_extend",),
+    TileTable.HOPPER_EXTEND: ("triton.hopper_extend", "triton.hopper_decode"),
     TileTable.HOPPER_LATENT_DECODE: ("triton.hopper_latent_decode",),
 }
 

@@ -233,7 +233,7 @@ def _bind_ranges(problem: Problem, target: Target, pool: PoolSize) -> BoundKerne
 
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
     """Gives sequences with few new tokens to the plain kernel, since most of 128 rows would have no token."""
-    hopper = triton_hopper.bind_extend(problem, target, min_q_len)
+    hopper = triton_hopper.bind_extend(problem, target, pool, min_q_len)
     kernel = _by_tokens(
         problem,
         extend_choices_of(problem, target),
@@ -270,6 +270,7 @@ TRITON = Provider(
     name="triton",
     entries=(
         triton_entry("cdna_decode", StepKind.DECODE, triton_cdna.LIMITS, triton_cdna.bind_decode, is_probed=True),
+        triton_entry("hopper_decode", StepKind.DECODE, triton_hopper.DECODE_LIMITS, triton_hopper.bind_extend),
         triton_entry("decode", StepKind.DECODE, _LIMITS, _bind_decode_alone),
         triton_entry("hopper_extend", StepKind.EXTEND, triton_hopper.LIMITS, _bind_extend_hopper),
         triton_entry("cdna_extend", StepKind.EXTEND, triton_cdna.EXTEND_LIMITS, _bind_extend_cdna, is_probed=True),

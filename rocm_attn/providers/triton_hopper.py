@@ -21,7 +21,7 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.providers.contract import Limits, StepBounds
+from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutExtend
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import extend_cut, hopper_tiles_of
@@ -61,6 +61,19 @@ LIMITS = Limits(
     # TMA swizzles eight rows at a time, and codes are not gathered.
     coded_page_sizes=(8, 16, 32, 64, 128),
     tritons=TRITONS,
+)
+
+# One new token of this number of query heads fills more than half of a query block: 128 heads of 256 on a KV head, 38 x
+# 2900: 62 us, decode 79; of 192, 38 x 4k: 55 and 82; of 128, 64 x 4k: 52 and 64; of 112, 64 x 2k: 36 and 43; of 96: 34
+# and 30. 80 heads of 256: 59 and 71; 64, 38 x 4k: 64 and 61 (H200).
+DECODE_LIMITS = replace(
+    LIMITS,
+    head_dim=(112, max(HEAD_DIMS)),
+    v_head_dim=(112, max(HEAD_DIMS)),
+    dims_alike=True,
+    least_gqa_ratio=65,
+    encodings=(KVEncoding.LIKE_Q,),
+    scales=(Scales.NONE,),
 )
 
 SEGMENT_LIMITS = replace(
@@ -103,7 +116,7 @@ class DrawnHopperExtend(HopperExtend):
         HopperExtend.attend(self, args, step, bounds)
 
 
-def bind_extend(problem: Problem, target: Target, min_q_len: int) -> HopperExtend:
+def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> HopperExtend:
     """Binds extend for a problem within LIMITS, and sequences with min_q_len new tokens or more."""
     tiles = _launched_early(hopper_tiles_of(problem, target), min_q_len)
     extend = DrawnHopperExtend if tiles.drawn_blocks else HopperExtend

@@ -142,6 +142,30 @@ def test_what_it_does_not_serve_the_plain_kernel_does_and_the_reason_is_said(mor
     assert [r for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]]
 
 
+ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, ""),
+        ({"head_dim": 256, "v_head_dim": 256, "page_size": 1, "has_sinks": True}, ""),
+        ({"num_q_heads": 80, "head_dim": 112, "v_head_dim": 112}, ""),
+        ({"num_q_heads": 64}, "64 query heads share a KV head; at least 65 must"),
+        ({"head_dim": 96, "v_head_dim": 96}, "head_dim 96 is outside 112..256"),
+        ({"head_dim": 192}, "head_dim and v_head_dim must be equal, and are 192 and 128"),
+        ({"window_left": 127}, "a window of 128 keys is shorter than its least, 2048"),
+        (CODED, "it reads K and V as q, not float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_decode_of_many_heads_on_a_kv_head_is_by_it(more: dict[str, Any], reason: str) -> None:
+    selection = chosen(replace(ONE_KV_HEAD, **more), on(TRITONS[0]))
+    assert selection.kernel(StepKind.DECODE).entry.name == ("triton.decode" if reason else "triton.hopper_decode")
+    reasons = [refusal.reason for refusal in selection.refusals if refusal.kernel == "triton.hopper_decode"]
+    assert reasons[:1] == ([reason] if reason else [])
+
+
 def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
     target = on(TRITONS[0])
     pool = PoolSize(64, 1024, 4, PoolTerms(page_strides=True))

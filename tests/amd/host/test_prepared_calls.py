@@ -20,6 +20,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.launch import (
+    FixedLaunch,
     Launch,
     RepeatedLaunch,
     does_only_launch,
@@ -148,13 +149,15 @@ def test_a_part_of_the_steps_memory_stays_where_it_is() -> None:
 
 def test_a_call_that_does_other_work_is_not_prepared() -> None:
     q, kernel = rows(), Kernel(("q",))
+    fixed = FixedLaunch(Kernel(("first", "second")), q.device, (1, 1, 1), q)
+    for other_work in (lambda: run_as_launch(q.zero_), lambda: fixed(q)):
 
-    def make() -> None:
-        launch(kernel, (1,), q)
-        run_as_launch(q.zero_)
+        def make(other_work: Callable[[], object] = other_work) -> None:
+            launch(kernel, (1,), q)
+            other_work()
 
-    calls, call = calls_after(make, q)
-    assert not made_again(calls, call)
+        calls, call = calls_after(make, q)
+        assert not made_again(calls, call)
 
 
 def test_nothing_that_runs_under_an_interpreter_is_prepared() -> None:
@@ -518,6 +521,25 @@ def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then()
         assert fill.ran[-1] == (5, 1, 1, handle, *handles, table.data_ptr(), 8, ("bundle",))
         assert build.ran[-1] == (2, 1, 1, handle, *handles, table.data_ptr())
     assert (fill.by_triton, build.by_triton, len(fill.ran)) == (2, 2, 4)
+
+
+def test_a_fixed_launch_hands_over_what_it_is_given_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps launch data by stream and addresses, and never more than a few."""
+    handle = [STREAM]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handle[0], raising=False)
+    kernel, to = Kernel(("slot", "counts", "to", "N")), rows()
+    publish = FixedLaunch(kernel, torch.device("cuda", 0), (2, 1, 1), to, 7, num_warps=4)
+    slots = [rows() for _ in range(70)]
+    publish(slots[0], to)
+    assert kernel.by_triton == 1
+    handles = "function", "metadata", None, None, None
+    for slot in (slots[0], slots[1], slots[0], *slots):
+        for handle[0] in (STREAM, STREAM + 1):
+            publish(slot, to)
+            expected = (2, 1, 1, handle[0], *handles, slot.data_ptr(), to.data_ptr(), to.data_ptr(), 7)
+            assert kernel.ran[-1] == expected
+    assert (kernel.by_triton, len(kernel.ran)) == (1, 2 * 73)
+    assert 0 < len(publish._handed) <= 64
 
 
 def test_schedules_are_prepared_whose_parts_all_are() -> None:

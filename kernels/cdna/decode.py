@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, RowOutputs, TableLine
-from rocm_attn.kernels.attention.coded import coded_scales, row_scale, scaled_values
+from rocm_attn.kernels.attention.coded import coded_scales, exponent_to_move, row_scale, scaled_values
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
@@ -35,6 +35,7 @@ from rocm_attn.kernels.attention.key_rows import near
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
+from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.cdna.key_blocks import (
     CHUNK,
@@ -46,6 +47,7 @@ from rocm_attn.kernels.cdna.key_blocks import (
     in_word,
     key_elements,
     key_words,
+    parts_of,
     product_layout,
     query_layout,
     value_words,
@@ -90,8 +92,20 @@ def _load_query(q, heads, G: gl.constexpr):
     own = (column // G.HEAD_DIM)[None, :] == half[:, None]
     at = q.at + (heads.first + line.to(gl.int64))[:, None] * q.head + (column % G.HEAD_DIM)[None, :]
     query = gl.load(at, mask=own & (line < heads.num)[:, None], other=0.0)
+    # It has come before the loop: otherwise each of its rounds would wait for it, and so for loads that follow it.
+    query = gl.inline_asm_elementwise("", "=v,0", [query], dtype=query.dtype, is_pure=False, pack=2)
     P: gl.constexpr = product_layout(G)
-    return gl.convert_layout(gl.permute(query, (1, 0)), gl.DotOperandLayout(1, P, key_elements(G)), assert_trivial=True)
+    parts, factor = (query,), 1.0
+    if is_coded(G.CODING.ENCODING):
+        number = query.to(gl.float32)
+        exponent = exponent_to_move(gl.max(gl.abs(number), 1))
+        number *= ((260 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
+        parts = parts_of(number, 2 if query.dtype == gl.bfloat16 else 3, G)
+        factor = gl.convert_layout(((exponent - 6) << 23).to(gl.float32, bitcast=True), gl.SliceLayout(0, P), assert_trivial=True)
+    operands = ()
+    for i in gl.static_range(len(parts)):
+        operands += (gl.convert_layout(gl.permute(parts[i], (1, 0)), gl.DotOperandLayout(1, P, key_elements(G)), assert_trivial=True),)
+    return operands, factor
 
 
 @gluon.jit
@@ -240,13 +254,14 @@ def _cdna_decode_kernel(
                 line = TableLine(line.at + skipped, width - skipped)
             blocks = KeyRange(window_block + first_block, window_block + end_block)
             last_key = gl.minimum(blocks.end * KEYS, kv_len) - 1
+            query, factor = _load_query(HeadRows(q + token * q_token, q_token, q_head), heads, G)
             qk_scaled, tanh_scaled = coded_scales(
-                qk_scale, tanh_scale, row_scale(k_scale, first_kv_head, G.CODING), G.CAPPED, G.CODING
+                qk_scale, tanh_scale, row_scale(k_scale, first_kv_head, G.CODING) * factor, G.CAPPED, G.CODING
             )
             # Loaded here, since the loop's scalar registers are few.
             value_scale = row_scale(v_scale, first_kv_head, G.CODING)
             softmax = attend_key_blocks(
-                _load_query(HeadRows(q + token * q_token, q_token, q_head), heads, G),
+                query,
                 ChunkSide(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_offsets),
                 ChunkSide(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_offsets),
                 ChunkBlocks(

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, RowOutputs, TableLine
-from rocm_attn.kernels.attention.coded import coded_scales, exponent_to_move, row_scale, scaled_values
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale, scaled_values
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
 from rocm_attn.kernels.attention.decode_schedule import (
@@ -35,7 +35,6 @@ from rocm_attn.kernels.attention.key_rows import near
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
-from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.cdna.key_blocks import (
     CHUNK,
@@ -45,11 +44,10 @@ from rocm_attn.kernels.cdna.key_blocks import (
     ChunkSide,
     attend_key_blocks,
     in_word,
-    key_elements,
     key_words,
-    parts_of,
     product_layout,
     query_layout,
+    query_operands,
     value_words,
     word_offsets,
 )
@@ -85,27 +83,16 @@ def _lines(L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _load_query(q, heads, G: gl.constexpr):
-    """q of a row, an operand [COLUMNS, ROWS]: zero in the columns of other KV heads. q: Rows, of the row's token"""
+    """query_operands of a row's q, which is zero in the columns of other KV heads. q: Rows, of the row's token"""
     Q: gl.constexpr = query_layout(G)
     line, half = _lines(gl.SliceLayout(1, Q), G)
     column = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(0, Q))
     own = (column // G.HEAD_DIM)[None, :] == half[:, None]
     at = q.at + (heads.first + line.to(gl.int64))[:, None] * q.head + (column % G.HEAD_DIM)[None, :]
     query = gl.load(at, mask=own & (line < heads.num)[:, None], other=0.0)
-    # It has come before the loop: otherwise each of its rounds would wait for it, and so for loads that follow it.
+    # q has come before the loop: otherwise each of its rounds would wait for it, and so for loads that follow it.
     query = gl.inline_asm_elementwise("", "=v,0", [query], dtype=query.dtype, is_pure=False, pack=2)
-    P: gl.constexpr = product_layout(G)
-    parts, factor = (query,), 1.0
-    if is_coded(G.CODING.ENCODING):
-        number = query.to(gl.float32)
-        exponent = exponent_to_move(gl.max(gl.abs(number), 1))
-        number *= ((260 - exponent) << 23).to(gl.float32, bitcast=True)[:, None]
-        parts = parts_of(number, 2 if query.dtype == gl.bfloat16 else 3, G)
-        factor = gl.convert_layout(((exponent - 6) << 23).to(gl.float32, bitcast=True), gl.SliceLayout(0, P), assert_trivial=True)
-    operands = ()
-    for i in gl.static_range(len(parts)):
-        operands += (gl.convert_layout(gl.permute(parts[i], (1, 0)), gl.DotOperandLayout(1, P, key_elements(G)), assert_trivial=True),)
-    return operands, factor
+    return query_operands(query, G)
 
 
 @gluon.jit

@@ -1,14 +1,17 @@
 """Key blocks of decode for CDNA, whose keys and values go straight from memory into the operands of products.
 
     S^T = K q^T     a lane loads eight neighbouring elements of a key, as the product wants them
-    O^T = V^T P^T   a lane loads eight neighbouring elements of each of 4 (CDNA 3) or 8 keys (CDNA 4). They are its own
-                    operand of eight products, whose rows are every eighth element; and the weights that S^T left in it
-                    belong to the same keys
+    O^T = V^T P^T   a lane loads eight neighbouring elements of each of 4 keys, or 8 (CDNA 4, and codes). They are its
+                    own operand of eight products, whose rows are every eighth element; and the weights that S^T left in
+                    it belong to the same keys
 
 So none of them moves between lanes, by LDS or otherwise. K and V are loaded as words of two elements or four codes:
-single elements would be taken apart after the load. A lane has sixteen neighbouring codes of a key, eight of one of V,
-and makes numbers of those that it has loaded. A block is some chunks of CHUNK keys, each in one page. Its K is in
-flight while the block before it meets V, and its V while its own scores are computed: a wave waits once for each.
+single elements would be taken apart after the load. A lane has sixteen neighbouring codes of a key, eight of one of V.
+A block is some chunks of CHUNK keys, each in one page. Its K is in flight while the block before it meets V, and its V
+while its own scores are computed: a wave waits once for each.
+
+Codes of K and V are operands as they are. A code has four bits of a number, so that q and weights are sums of codes
+(parts_of), each of which is multiplied: two for the eight bits of bfloat16, three for the eleven of float16.
 """
 
 from __future__ import annotations
@@ -23,16 +26,17 @@ from triton.language import PropagateNan
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import KeyRange, Softmax, TableLine
+from rocm_attn.kernels.attention.coded import exponent_to_move
 from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.softmax import capped, in_range
-from rocm_attn.kernels.cache.codes import decoded, is_coded
+from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning import cdna_tiles
 
 CHUNK = gl.constexpr(cdna_tiles.CHUNK)
-# A block's weights are 2^7 at most: codes of both archs are up to 240. Those of a block with smaller scores are too,
-# unless its largest score is below the largest one of all by more than 32, so that acc stays finite.
-_LARGEST_WEIGHT = gl.constexpr(7.0)
+# Codes of a block's weights are relative to its own largest one, since they have no smaller numbers than 2^-17 of it:
+# many small weights after a large one still add up. But a block that is this far below others (base 2), whose weights
+# do not matter, is weighed relative to those, so that acc stays finite.
 _MOST_BELOW = gl.constexpr(32.0)
 _NAN = gl.constexpr(PropagateNan.ALL)
 ROWS = gl.constexpr(cdna_tiles.ROWS)
@@ -82,7 +86,7 @@ class ChunkSide(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A softmax state: acc and total are of weights 2^(score - base). largest: the largest score (base 2)"""
+    """A Softmax whose weights are 2^(score - base), and the largest score so far: base, unless keys are coded."""
 
     acc: Any
     largest: Any
@@ -101,7 +105,7 @@ class ChunkBlocks(NamedTuple):
 
 @constexpr_function
 def _depth(G: CdnaGeometry) -> int:
-    """Products of a product of matrices that are added up: columns of K, keys of V."""
+    """Columns of K, or keys of V, that one product takes."""
     return 16 if G.CDNA == 3 and not is_coded(G.CODING.ENCODING) else 32
 
 
@@ -224,14 +228,20 @@ def _wait_for(chunks, G: gl.constexpr):
 
 
 @constexpr_function
-def _code(G: CdnaGeometry) -> Any:
+def _code(G: CdnaGeometry) -> gl.constexpr:
     """The dtype of codes."""
     return gl.float8e4b8 if G.CDNA == 3 else gl.float8e4nv
 
 
+@constexpr_function
+def _largest_exponent(G: CdnaGeometry) -> int:
+    """The exponent of the largest power of two that is a code: codes go to 240 or 448."""
+    return 7 if G.CDNA == 3 else 8
+
+
 @gluon.jit
 def _elements(words, DTYPE: gl.constexpr, G: gl.constexpr):
-    """The elements of words, [words, in a word], as an operand has them: codes, or in DTYPE."""
+    """The elements of words, [rows, elements] in DTYPE, that of codes or of q. words: [rows, words]"""
     if is_coded(G.CODING.ENCODING):
         halves = gl.join(words.to(gl.uint16), (words >> 16).to(gl.uint16))
         elements = gl.join(halves.to(gl.uint8), (halves >> 8).to(gl.uint8)).to(DTYPE, bitcast=True)
@@ -242,15 +252,41 @@ def _elements(words, DTYPE: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def parts_of(numbers, NUM: gl.constexpr, G: gl.constexpr):
-    """float32 numbers as codes whose sum they are, a tuple: each of the NUM codes has four bits of a number."""
+    """float32 numbers as NUM codes each, whose sum they are in 4 * NUM bits. A part of a NaN is NaN."""
     codes = ()
     for i in gl.static_range(NUM):
         first = numbers
         if i + 1 < NUM:
             first = (numbers.to(gl.uint32, bitcast=True) & 0xFFF00000).to(gl.float32, bitcast=True)
             numbers -= first
-        codes += (first.to(_code(G)),)
+        codes += (first.to(_code(G)),)  # type: ignore[assignment]
     return codes
+
+
+@gluon.jit
+def query_operands(query, G: gl.constexpr):
+    """q [ROWS, COLUMNS] as operands [COLUMNS, ROWS] whose sum it is, a tuple, and a factor of their products.
+
+    The factor is 1, or of codes a power of two for each of ROWS: a row's largest element is moved to the largest codes,
+    and those below 2^-9 of it (2^-6 in float16) lose bits below 2^-16 of it.
+    """
+    P: gl.constexpr = product_layout(G)
+    parts, factor = (query,), 1.0
+    if is_coded(G.CODING.ENCODING):
+        PARTS: gl.constexpr = 2 if query.dtype == gl.bfloat16 else 3
+        # One less than that of the largest code: rounding may double a number's power of two.
+        MOVED: gl.constexpr = _largest_exponent(G) - 1
+        query = query.to(gl.float32)
+        exponent = gl.convert_layout(exponent_to_move(gl.max(gl.abs(query), 1)), gl.SliceLayout(1, query.type.layout))
+        parts = parts_of(query * ((254 + MOVED - exponent) << 23).to(gl.float32, bitcast=True)[:, None], PARTS, G)
+        factor = ((exponent - MOVED) << 23).to(gl.float32, bitcast=True)
+        factor = gl.convert_layout(factor, gl.SliceLayout(0, P), assert_trivial=True)
+    operands = ()
+    for i in gl.static_range(len(parts)):
+        part = gl.permute(parts[i], (1, 0))
+        part = gl.convert_layout(part, gl.DotOperandLayout(1, P, key_elements(G)), assert_trivial=True)
+        operands += (part,)  # type: ignore[assignment]
+    return operands, factor
 
 
 @gluon.jit
@@ -268,7 +304,7 @@ def _by_row(scale):
 
 @gluon.jit
 def _scores(query, words, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """The scores of a chunk, [CHUNK, ROWS], without qk_scale. words: its K"""
+    """The scores of a chunk, [CHUNK, ROWS], without qk_scale. query: of query_operands; words: its K"""
     P: gl.constexpr = product_layout(G)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, P, key_elements(G))
     k = gl.convert_layout(_elements(words, query[0].dtype, G), OPERAND, assert_trivial=True)
@@ -294,7 +330,11 @@ def _values(words, first, keys, G: gl.constexpr, MASKED: gl.constexpr):
 
 @gluon.jit
 def _of_four_keys(chunk):
-    """A chunk [CHUNK, X] as [CHUNK / 4, X, 4 keys]."""
+    """A chunk [CHUNK, X] as [CHUNK / 4, X, 4 keys]. The middle ones change places.
+
+    Those of weights that LLVM takes for pairs, the first and the third of four that become codes, are then next to each
+    other in registers, as packed operations want them.
+    """
     pairs = gl.permute(gl.reshape(chunk, [CHUNK // 4, 2, 2, chunk.shape[1]]), (0, 3, 2, 1))
     return gl.reshape(pairs, [CHUNK // 4, chunk.shape[1], 4])
 
@@ -307,16 +347,14 @@ def _chunks_at_once(G: CdnaGeometry) -> gl.constexpr:
 
 @gluon.jit
 def _by_key(chunks, G: gl.constexpr):
-    """The chunks that a product with V takes, as [X, keys] in the product's order. chunks: [CHUNK / 4, X, 4 keys]
+    """The chunks of _of_four_keys that a product with V takes, as [X, keys] in the product's order.
 
-    A lane has four neighbouring keys of each chunk, and as many or 16 neighbouring ones of a product.
+    A lane has four keys of a chunk, and four neighbouring ones of a product, or eight: four each of two chunks.
     """
     AT_ONCE: gl.constexpr = _chunks_at_once(G)
-    if AT_ONCE == 1:
-        keys = gl.permute(chunks[0], (1, 0, 2))
-    else:
-        keys = gl.permute(gl.join(chunks[0], chunks[1]), (1, 0, 3, 2))
-    return gl.reshape(keys, [chunks[0].shape[1], AT_ONCE * (CHUNK // 4) * chunks[0].shape[2]])
+    X: gl.constexpr = chunks[0].shape[1]
+    both = gl.reshape(chunks[0], [CHUNK // 4, X, 4, 1]) if AT_ONCE == 1 else gl.join(chunks[0], chunks[1])
+    return gl.reshape(gl.permute(both, (1, 0, 3, 2)), [X, AT_ONCE * CHUNK])
 
 
 @gluon.jit
@@ -359,30 +397,30 @@ def _largest(scores, G: gl.constexpr):
 
 @gluon.jit
 def _weigh(state, scores, scale, query, G: gl.constexpr):
-    """The state with a block's keys in all but acc, which decays, and the weights of each product, in parts like q."""
+    """The state with a block's keys in all but acc, which decays, and the weights' operands, for each product a tuple.
+
+    The operands are of query's number and dtype.
+    """
     CHUNKS: gl.constexpr = G.CHUNKS
     AT_ONCE: gl.constexpr = _chunks_at_once(G)
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, product_layout(G), 4 * AT_ONCE)
     CODED: gl.constexpr = is_coded(G.CODING.ENCODING)
     top = _largest(scores, G) * scale
     largest = gl.maximum(state.largest, top)
-    # Codes keep 17 bits below the block's largest weight: one of an earlier block does not take them from small ones.
-    base = gl.maximum(top, largest - _MOST_BELOW) - _LARGEST_WEIGHT if CODED else largest
+    base = gl.maximum(top, largest - _MOST_BELOW) - _largest_exponent(G) if CODED else largest
     decay = gl.exp2(state.base - base)
     total = state.total * decay[None, :]
     weights = ()
     for i in gl.static_range(CHUNKS):
         weight = gl.exp2(scores[i] * _by_row(scale) - base[None, :])
         total += weight
-        weights += (_of_four_keys(weight),)
+        weights += (_of_four_keys(weight),)  # type: ignore[assignment]
     operands = ()
     for i in gl.static_range(0, CHUNKS, AT_ONCE):
         weight = gl.permute(_by_key(weights[i : i + AT_ONCE], G), (1, 0))
         weight = gl.convert_layout(weight, OPERAND, assert_trivial=True)
-        if CODED:
-            operands += (parts_of(weight, len(query), G),)
-        else:
-            operands += ((rounded(weight, query[0].dtype, G.CDNA > 3),),)
+        parts = parts_of(weight, len(query), G) if CODED else (rounded(weight, query[0].dtype, G.CDNA > 3),)
+        operands += (parts,)  # type: ignore[assignment]
     return Weighed(state.acc * decay[None, :], largest, base, total), operands
 
 
@@ -434,7 +472,7 @@ def _attend(state, query, k, v, places, sides, block, read, logits, G: gl.conste
 def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
     """Returns the softmax state of some key blocks for each row of q, its acc laid out as in _add_values.
 
-    query: a tuple of operands whose sum is q; logits.qk_scale: a number, of coded keys [ROWS]
+    query: of query_operands; of logits one scale is a number, the one with the factor of query_operands may be [ROWS]
     The numbers of a block's pages are loaded two blocks ahead.
     """
     P: gl.constexpr = product_layout(G)

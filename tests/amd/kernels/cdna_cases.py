@@ -104,11 +104,12 @@ def assert_decoded(tensors: Tensors) -> None:
         assert_close(result[~is_nan], reference[~is_nan], case.dtype)
 
 
-def after_a_large_weight(arch: str, device: torch.device) -> Tensors:
+def after_a_large_weight(arch: str, device: torch.device, code: float = 2.25) -> Tensors:
     """A row over codes whose first key has nearly all weight, and a value of 0 like other keys of its block.
 
     The others have 2^-18 of that weight each, and values of 224: E4M3 has no such small numbers next to 1. Half of q
     are negative numbers that become a zero in E4M3, whose sign is NaN in E4M3FNUZ.
+    code: of the first key; with 32 the ratio of weights is no float32
     """
     length, first_with_value, value = 300, 128, 224.0
     case = replace(PLAIN, kv_len=[length], q_len=[1], heads=(4, 2), tail=0, kv=EXTEND_CODES[arch])
@@ -117,9 +118,9 @@ def after_a_large_weight(arch: str, device: torch.device) -> Tensors:
     for key in range(length):
         place = int(tensors.table[tensors.row_of_seq[0], key // case.page_size]), key % case.page_size
         tensors.k_pages[place] = 0.0
-        tensors.k_pages[place][..., :64] = 2.25 if key == 0 else 0.0
+        tensors.k_pages[place][..., :64] = code if key == 0 else 0.0
         tensors.v_pages[place] = value if key >= first_with_value else 0.0
-    total = math.exp(64 * 2.25 / 128**0.5) + length - 1
+    total = math.exp(64 * code / 128**0.5) + length - 1
     tensors.reference.fill_((length - first_with_value) * value / total)
     tensors.reference_lse.fill_(math.log(total))
     return tensors

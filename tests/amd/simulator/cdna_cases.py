@@ -92,6 +92,7 @@ def _cases(arch: str) -> list[KernelCase]:
     return [
         *(KernelCase(f"cdna-{name}", arch, partial(run_cdna, arch, case)) for name, case in cases.items()),
         KernelCase("cdna-codes-weights", arch, partial(run_codes, arch, after_a_large_weight)),
+        KernelCase("cdna-codes-steep", arch, partial(run_codes, arch, partial(after_a_large_weight, code=32.0))),
         KernelCase("cdna-codes-nan", arch, partial(run_codes, arch, with_nan)),
         *(KernelCase(f"cdna-latent-{name}", arch, partial(run_latents, arch, case)) for name, case in LATENTS.items()),
         *(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -136,6 +138,14 @@ def with_nan(arch: str, device: torch.device) -> Tensors:
         tensors.reference[0, head] = tensors.reference_lse[0, head] = nan
     tensors.reference[0, 4:, 7] = nan
     return tensors
+
+
+# Name -> steps over codes that no random ones show.
+CHOSEN_CODES: dict[str, Callable[[str, torch.device], Tensors]] = {
+    "weights": after_a_large_weight,
+    "steep": partial(after_a_large_weight, code=32.0),
+    "nan": with_nan,
+}
 
 
 def served_cases(arch: str) -> dict[str, Case]:

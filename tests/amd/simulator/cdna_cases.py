@@ -10,13 +10,12 @@ import torch
 from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, Tensors, build
 from tests.amd.kernels.cdna_cases import (
+    CHOSEN_CODES,
     LARGE,
-    after_a_large_weight,
     assert_decoded,
     cdna_cut,
     launch_cdna,
     served_cases,
-    with_nan,
 )
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
@@ -36,9 +35,9 @@ def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
     return _simulation(arch, case, is_large, launches, assert_decoded)
 
 
-def run_codes(arch: str, make: Callable[[str, torch.device], Tensors]) -> Simulation:
-    """Runs a decode over chosen codes: after_a_large_weight or with_nan."""
-    tensors = make(arch, torch.device("cpu"))
+def run_codes(arch: str, name: str) -> Simulation:
+    """Runs a decode over codes of CHOSEN_CODES."""
+    tensors = CHOSEN_CODES[name](arch, torch.device("cpu"))
     return _checked(arch, tensors, partial(launch_cdna, arch, cut=cdna_cut(arch, tensors.case)), assert_decoded)
 
 
@@ -91,9 +90,7 @@ def _cases(arch: str) -> list[KernelCase]:
     extends = NAMES if arch in EXTEND_ARCHS else ()
     return [
         *(KernelCase(f"cdna-{name}", arch, partial(run_cdna, arch, case)) for name, case in cases.items()),
-        KernelCase("cdna-codes-weights", arch, partial(run_codes, arch, after_a_large_weight)),
-        KernelCase("cdna-codes-steep", arch, partial(run_codes, arch, partial(after_a_large_weight, code=32.0))),
-        KernelCase("cdna-codes-nan", arch, partial(run_codes, arch, with_nan)),
+        *(KernelCase(f"cdna-codes-{name}", arch, partial(run_codes, arch, name)) for name in CHOSEN_CODES),
         *(KernelCase(f"cdna-latent-{name}", arch, partial(run_latents, arch, case)) for name, case in LATENTS.items()),
         *(
             KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case_of(name, arch)))

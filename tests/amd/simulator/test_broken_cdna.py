@@ -15,7 +15,7 @@ from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.launcher import ARCHS, Simulation
 from tests.amd.kernels import cdna_cases, cdna_extend_cases
-from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW, after_a_large_weight
+from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
 from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.kernels.cdna_extend_cases import case_of
@@ -99,14 +99,14 @@ IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Excep
     "small_weights_are_relative_to_a_large_one": (
         "gl.maximum(top, largest - _MOST_BELOW)",
         "largest",
-        partial(run_codes, make=after_a_large_weight),
+        partial(run_codes, name="weights"),
         AssertionError,
         "Tensor-likes are not close",
     ),
     "sums_grow_without_a_bound": (
         "gl.maximum(top, largest - _MOST_BELOW)",
         "top",
-        partial(run_codes, make=partial(after_a_large_weight, code=32.0)),
+        partial(run_codes, name="steep"),
         AssertionError,
         "nan",
     ),

@@ -31,7 +31,8 @@ class _CdnaTileChoice:
 
 # Keys of a block, by arch, in whole products with V: 16 on CDNA 3, 32 on CDNA 4 and of codes. Longer blocks have fewer
 # maxima to exchange and fewer waits; but K and V of a block are in registers. With heads of 128, blocks of 64 keys in
-# 16 bits and of 96 codes leave a SIMD two waves, longer ones leave it one.
+# 16 bits and of 96 codes leave a SIMD two waves. Longer ones leave it one, as 128 codes do in float16; and with windows
+# these spill scalar registers.
 KEY_BLOCKS = {"gfx942": (16, 32, 64, 96), "gfx950": (32, 64, 96)}
 # Heads of 256 have none on gfx950: blocks of 32 take 293 VGPRs, which leave a SIMD one wave.
 _TILES = {

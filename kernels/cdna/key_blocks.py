@@ -274,10 +274,10 @@ def query_operands(query, G: gl.constexpr):
     parts, factor = (query,), 1.0
     if is_coded(G.CODING.ENCODING):
         PARTS: gl.constexpr = 2 if query.dtype == gl.bfloat16 else 3
-        # One less than that of the largest code: rounding may double a number's power of two.
+        # One less than that of the largest code: numbers of that exponent may be larger than all codes.
         MOVED: gl.constexpr = _largest_exponent(G) - 1
         query = query.to(gl.float32)
-        exponent = gl.convert_layout(exponent_to_move(gl.max(gl.abs(query), 1)), gl.SliceLayout(1, query.type.layout))
+        exponent = exponent_to_move(gl.max(gl.abs(query), 1))
         parts = parts_of(query * ((254 + MOVED - exponent) << 23).to(gl.float32, bitcast=True)[:, None], PARTS, G)
         factor = ((exponent - MOVED) << 23).to(gl.float32, bitcast=True)
         factor = gl.convert_layout(factor, gl.SliceLayout(0, P), assert_trivial=True)

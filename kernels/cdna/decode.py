@@ -44,10 +44,10 @@ from rocm_attn.kernels.cdna.key_blocks import (
     ChunkSide,
     attend_key_blocks,
     in_word,
-    key_elements,
     key_words,
     product_layout,
     query_layout,
+    query_operands,
     value_words,
     word_offsets,
 )
@@ -83,15 +83,16 @@ def _lines(L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _load_query(q, heads, G: gl.constexpr):
-    """q of a row, an operand [COLUMNS, ROWS]: zero in the columns of other KV heads. q: Rows, of the row's token"""
+    """query_operands of a row's q, which is zero in the columns of other KV heads. q: Rows, of the row's token"""
     Q: gl.constexpr = query_layout(G)
     line, half = _lines(gl.SliceLayout(1, Q), G)
     column = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(0, Q))
     own = (column // G.HEAD_DIM)[None, :] == half[:, None]
     at = q.at + (heads.first + line.to(gl.int64))[:, None] * q.head + (column % G.HEAD_DIM)[None, :]
     query = gl.load(at, mask=own & (line < heads.num)[:, None], other=0.0)
-    P: gl.constexpr = product_layout(G)
-    return gl.convert_layout(gl.permute(query, (1, 0)), gl.DotOperandLayout(1, P, key_elements(G)), assert_trivial=True)
+    # q has come before the loop: otherwise each of its rounds would wait for it, and so for loads that follow it.
+    query = gl.inline_asm_elementwise("", "=v,0", [query], dtype=query.dtype, is_pure=False, pack=2)
+    return query_operands(query, G)
 
 
 @gluon.jit
@@ -240,13 +241,14 @@ def _cdna_decode_kernel(
                 line = TableLine(line.at + skipped, width - skipped)
             blocks = KeyRange(window_block + first_block, window_block + end_block)
             last_key = gl.minimum(blocks.end * KEYS, kv_len) - 1
+            query, factor = _load_query(HeadRows(q + token * q_token, q_token, q_head), heads, G)
             qk_scaled, tanh_scaled = coded_scales(
-                qk_scale, tanh_scale, row_scale(k_scale, first_kv_head, G.CODING), G.CAPPED, G.CODING
+                qk_scale, tanh_scale, row_scale(k_scale, first_kv_head, G.CODING) * factor, G.CAPPED, G.CODING
             )
             # Loaded here, since the loop's scalar registers are few.
             value_scale = row_scale(v_scale, first_kv_head, G.CODING)
             softmax = attend_key_blocks(
-                _load_query(HeadRows(q + token * q_token, q_token, q_head), heads, G),
+                query,
                 ChunkSide(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_offsets),
                 ChunkSide(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_offsets),
                 ChunkBlocks(

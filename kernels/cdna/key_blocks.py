@@ -1,14 +1,17 @@
 """Key blocks of decode for CDNA, whose keys and values go straight from memory into the operands of products.
 
     S^T = K q^T     a lane loads eight neighbouring elements of a key, as the product wants them
-    O^T = V^T P^T   a lane loads eight neighbouring elements of each of 4 (CDNA 3) or 8 keys (CDNA 4). They are its own
-                    operand of eight products, whose rows are every eighth element; and the weights that S^T left in it
-                    belong to the same keys
+    O^T = V^T P^T   a lane loads eight neighbouring elements of each of 4 keys, or 8 (CDNA 4, and codes). They are its
+                    own operand of eight products, whose rows are every eighth element; and the weights that S^T left in
+                    it belong to the same keys
 
 So none of them moves between lanes, by LDS or otherwise. K and V are loaded as words of two elements or four codes:
-single elements would be taken apart after the load. A lane has sixteen neighbouring codes of a key, eight of one of V,
-and makes numbers of those that it has loaded. A block is some chunks of CHUNK keys, each in one page. Its K is in
-flight while the block before it meets V, and its V while its own scores are computed: a wave waits once for each.
+single elements would be taken apart after the load. A lane has sixteen neighbouring codes of a key, eight of one of V.
+A block is some chunks of CHUNK keys, each in one page. Its K is in flight while the block before it meets V, and its V
+while its own scores are computed: a wave waits once for each.
+
+Codes of K and V are operands as they are. A code has four bits of a number, so that q and weights are sums of codes
+(parts_of), each of which is multiplied: two for the eight bits of bfloat16, three for the eleven of float16.
 """
 
 from __future__ import annotations
@@ -23,13 +26,18 @@ from triton.language import PropagateNan
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import KeyRange, Softmax, TableLine
+from rocm_attn.kernels.attention.coded import exponent_to_move
 from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.softmax import capped, in_range
-from rocm_attn.kernels.cache.codes import decoded, is_coded
+from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning import cdna_tiles
 
 CHUNK = gl.constexpr(cdna_tiles.CHUNK)
+# Codes of a block's weights are relative to its own largest one, since they have no smaller numbers than 2^-17 of it:
+# many small weights after a large one still add up. But a block that is this far below others (base 2), whose weights
+# do not matter, is weighed relative to those, so that acc stays finite.
+_MOST_BELOW = gl.constexpr(32.0)
 _NAN = gl.constexpr(PropagateNan.ALL)
 ROWS = gl.constexpr(cdna_tiles.ROWS)
 
@@ -77,6 +85,15 @@ class ChunkSide(NamedTuple):
     offsets: Any
 
 
+class Weighed(NamedTuple):
+    """A Softmax whose weights are 2^(score - base), and the largest score so far: base, unless keys are coded."""
+
+    acc: Any
+    largest: Any
+    base: Any
+    total: Any
+
+
 class ChunkBlocks(NamedTuple):
     """Key blocks of a sequence: its line of the table, which ones, the keys that a row sees, the last chunk of them."""
 
@@ -87,10 +104,16 @@ class ChunkBlocks(NamedTuple):
 
 
 @constexpr_function
+def _depth(G: CdnaGeometry) -> int:
+    """Columns of K, or keys of V, that one product takes."""
+    return 16 if G.CDNA == 3 and not is_coded(G.CODING.ENCODING) else 32
+
+
+@constexpr_function
 def product_layout(G: CdnaGeometry) -> gl.constexpr:
     """The layout of the result of a product: a lane has a column, and four rows in turn."""
-    depth = 16 if G.CDNA == 3 else 32
-    return gl.amd.AMDMFMALayout(version=G.CDNA, instr_shape=[16, 16, depth], transposed=False, warps_per_cta=[1, 1])
+    shape = [16, 16, _depth(G)]
+    return gl.amd.AMDMFMALayout(version=G.CDNA, instr_shape=shape, transposed=False, warps_per_cta=[1, 1])
 
 
 @constexpr_function
@@ -204,50 +227,66 @@ def _wait_for(chunks, G: gl.constexpr):
     sched_barrier()
 
 
-@gluon.jit
-def _codes(words, G: gl.constexpr):
-    """The codes of words, uint8 [CHUNK, COLUMNS]."""
-    even = gl.join(words.to(gl.uint8), (words >> 16).to(gl.uint8))
-    odd = gl.join((words >> 8).to(gl.uint8), (words >> 24).to(gl.uint8))
-    return gl.reshape(gl.join(even, odd), [CHUNK, G.COLUMNS])
+@constexpr_function
+def _code(G: CdnaGeometry) -> gl.constexpr:
+    """The dtype of codes."""
+    return gl.float8e4b8 if G.CDNA == 3 else gl.float8e4nv
 
 
-@gluon.jit
-def _numbers(codes, DTYPE: gl.constexpr, G: gl.constexpr):
-    """Codes as DTYPE, exactly, NaN as NaN. gfx950 has an instruction that makes two numbers of two codes."""
-    if G.CDNA == 4:
-        numbers = codes.to(gl.float8e4nv, bitcast=True).to(DTYPE)
-    else:
-        numbers = decoded(codes, G.CODING.ENCODING, DTYPE)
-    return numbers
+@constexpr_function
+def _largest_exponent(G: CdnaGeometry) -> int:
+    """The exponent of the largest power of two that is a code: codes go to 240 or 448."""
+    return 7 if G.CDNA == 3 else 8
 
 
 @gluon.jit
 def _elements(words, DTYPE: gl.constexpr, G: gl.constexpr):
-    """The elements of words, [CHUNK, COLUMNS] in DTYPE."""
+    """The elements of words, [rows, elements] in DTYPE, that of codes or of q. words: [rows, words]"""
     if is_coded(G.CODING.ENCODING):
-        elements = _numbers(_codes(words, G), DTYPE, G)
+        halves = gl.join(words.to(gl.uint16), (words >> 16).to(gl.uint16))
+        elements = gl.join(halves.to(gl.uint8), (halves >> 8).to(gl.uint8)).to(DTYPE, bitcast=True)
     else:
-        low = words.to(gl.uint16).to(DTYPE, bitcast=True)
-        high = (words >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
-        elements = gl.reshape(gl.join(low, high), [CHUNK, G.COLUMNS])
-    return elements
-
-
-@constexpr_function
-def _two_keys(G: CdnaGeometry) -> gl.constexpr:
-    """Layout of V's codes in a lane's registers: those of two keys, a product's neighbours, next to each other."""
-    lanes = [[0, 8], [0, 16], [0, 32], [0, 64], [4, 0], [8, 0]]
-    return gl.DistributedLinearLayout([[1, 0], [0, 1], [0, 2], [0, 4], [2, 0]], lanes, [], [], [16, G.COLUMNS])
+        elements = gl.join(words.to(gl.uint16), (words >> 16).to(gl.uint16)).to(DTYPE, bitcast=True)
+    return gl.reshape(elements, [words.shape[0], words.shape[1] * in_word(G)])
 
 
 @gluon.jit
-def _elements_of_two_keys(words, DTYPE: gl.constexpr, G: gl.constexpr):
-    """_elements of V's codes, which change registers as codes and not as numbers."""
-    codes = _codes(words, G)
-    L: gl.constexpr = codes.type.layout
-    numbers = _numbers(gl.convert_layout(codes, _two_keys(G)), DTYPE, G)
-    return gl.convert_layout(numbers, L)
+def parts_of(numbers, NUM: gl.constexpr, G: gl.constexpr):
+    """float32 numbers as NUM codes each, whose sum they are in 4 * NUM bits. A part of a NaN is NaN."""
+    codes = ()
+    for i in gl.static_range(NUM):
+        first = numbers
+        if i + 1 < NUM:
+            first = (numbers.to(gl.uint32, bitcast=True) & 0xFFF00000).to(gl.float32, bitcast=True)
+            numbers -= first
+        codes += (first.to(_code(G)),)  # type: ignore[assignment]
+    return codes
+
+
+@gluon.jit
+def query_operands(query, G: gl.constexpr):
+    """q [ROWS, COLUMNS] as operands [COLUMNS, ROWS] whose sum it is, a tuple, and a factor of their products.
+
+    The factor is 1, or of codes a power of two for each of ROWS: a row's largest element is moved to the largest codes,
+    and those below 2^-9 of it (2^-6 in float16) lose bits below 2^-16 of it.
+    """
+    P: gl.constexpr = product_layout(G)
+    parts, factor = (query,), 1.0
+    if is_coded(G.CODING.ENCODING):
+        PARTS: gl.constexpr = 2 if query.dtype == gl.bfloat16 else 3
+        # One less than that of the largest code: numbers of that exponent may be larger than all codes.
+        MOVED: gl.constexpr = _largest_exponent(G) - 1
+        query = query.to(gl.float32)
+        exponent = exponent_to_move(gl.max(gl.abs(query), 1))
+        parts = parts_of(query * ((254 + MOVED - exponent) << 23).to(gl.float32, bitcast=True)[:, None], PARTS, G)
+        factor = ((exponent - MOVED) << 23).to(gl.float32, bitcast=True)
+        factor = gl.convert_layout(factor, gl.SliceLayout(0, P), assert_trivial=True)
+    operands = ()
+    for i in gl.static_range(len(parts)):
+        part = gl.permute(parts[i], (1, 0))
+        part = gl.convert_layout(part, gl.DotOperandLayout(1, P, key_elements(G)), assert_trivial=True)
+        operands += (part,)  # type: ignore[assignment]
+    return operands, factor
 
 
 @gluon.jit
@@ -258,14 +297,22 @@ def _is_seen(first, keys, L: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
+def _by_row(scale):
+    """A factor of all scores, or of those of each row, for blocks of scores."""
+    return scale[None, :] if len(scale.shape) == 1 else scale
+
+
+@gluon.jit
 def _scores(query, words, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """The scores of a chunk, [CHUNK, ROWS], without qk_scale. words: its K"""
+    """The scores of a chunk, [CHUNK, ROWS], without qk_scale. query: of query_operands; words: its K"""
     P: gl.constexpr = product_layout(G)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, P, key_elements(G))
-    k = gl.convert_layout(_elements(words, query.dtype, G), OPERAND, assert_trivial=True)
-    scores = gl.amd.cdna3.mfma(k, query, gl.full([CHUNK, ROWS], 0.0, gl.float32, layout=P))
+    k = gl.convert_layout(_elements(words, query[0].dtype, G), OPERAND, assert_trivial=True)
+    scores = gl.full([CHUNK, ROWS], 0.0, gl.float32, layout=P)
+    for i in gl.static_range(len(query)):
+        scores = gl.amd.cdna3.mfma(k, query[i], scores)
     if G.CAPPED:
-        scores = capped(scores, logits.tanh_scale)
+        scores = capped(scores, _by_row(logits.tanh_scale))
     if MASKED:
         # Masks of all chunks at once would take more scalar registers than there are.
         sched_barrier()
@@ -274,34 +321,40 @@ def _scores(query, words, first, keys, logits, G: gl.constexpr, MASKED: gl.const
 
 
 @gluon.jit
-def _values(words, first, keys, DTYPE: gl.constexpr, G: gl.constexpr, MASKED: gl.constexpr):
-    """V of a chunk; 0 for keys that are not seen, whatever their memory holds: 0 times NaN is NaN."""
+def _values(words, first, keys, G: gl.constexpr, MASKED: gl.constexpr):
+    """Words of V of a chunk, [CHUNK, words]. Keys that are not seen have 0, since 0 times NaN is NaN."""
     if MASKED:
         words = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_words(G)), G)[:, None], words, 0)
-    if is_coded(G.CODING.ENCODING) and G.CDNA == 4:
-        elements = _elements_of_two_keys(words, DTYPE, G)
-    else:
-        elements = _elements(words, DTYPE, G)
-    return elements
+    return words
+
+
+@gluon.jit
+def _of_four_keys(chunk):
+    """A chunk [CHUNK, X] as [CHUNK / 4, X, 4 keys]. The middle ones change places.
+
+    Those of weights that LLVM takes for pairs, the first and the third of four that become codes, are then next to each
+    other in registers, as packed operations want them.
+    """
+    pairs = gl.permute(gl.reshape(chunk, [CHUNK // 4, 2, 2, chunk.shape[1]]), (0, 3, 2, 1))
+    return gl.reshape(pairs, [CHUNK // 4, chunk.shape[1], 4])
 
 
 @constexpr_function
 def _chunks_at_once(G: CdnaGeometry) -> gl.constexpr:
     """Chunks that a product with V takes."""
-    return 1 if G.CDNA == 3 else 2
+    return _depth(G) // CHUNK.value
 
 
 @gluon.jit
 def _by_key(chunks, G: gl.constexpr):
-    """The chunks [CHUNK, X] that a product with V takes, as [X, keys] in the product's order.
+    """The chunks of _of_four_keys that a product with V takes, as [X, keys] in the product's order.
 
-    A lane has four neighbouring keys of a chunk. On CDNA 4 it has eight of a product: four each of two chunks.
+    A lane has four keys of a chunk, and four neighbouring ones of a product, or eight: four each of two chunks.
     """
     AT_ONCE: gl.constexpr = _chunks_at_once(G)
     X: gl.constexpr = chunks[0].shape[1]
-    both = chunks[0] if AT_ONCE == 1 else gl.join(chunks[0], chunks[1])
-    both = gl.reshape(both, [CHUNK // 4, 4, X, AT_ONCE])
-    return gl.reshape(gl.permute(both, (2, 0, 3, 1)), [X, AT_ONCE * CHUNK])
+    both = gl.reshape(chunks[0], [CHUNK // 4, X, 4, 1]) if AT_ONCE == 1 else gl.join(chunks[0], chunks[1])
+    return gl.reshape(gl.permute(both, (1, 0, 3, 2)), [X, AT_ONCE * CHUNK])
 
 
 @gluon.jit
@@ -320,12 +373,8 @@ def rounded(weights, DTYPE: gl.constexpr, HAS_ROUNDING: gl.constexpr):
 def _all_scores(query, chunks, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
     """The scores of a block's chunks."""
     CHUNKS: gl.constexpr = G.CHUNKS
-    AT_ONCE: gl.constexpr = G.CDNA - 1
     scores = ()
     for i in gl.static_range(CHUNKS):
-        if is_coded(G.CODING.ENCODING) and i % AT_ONCE == 0:
-            # Codes of all chunks at once would take more registers as numbers than there are.
-            sched_barrier()
         scores += (_scores(query, chunks[i], first + i * CHUNK, keys, logits, G, MASKED),)  # type: ignore[assignment]
     return scores
 
@@ -347,24 +396,39 @@ def _largest(scores, G: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(state, scores, scale, DTYPE: gl.constexpr, G: gl.constexpr):
-    """The state with a block's keys in all but acc, which decays, and the weights of its chunks in DTYPE."""
+def _weigh(state, scores, scale, query, G: gl.constexpr):
+    """The state with a block's keys in all but acc, which decays, and the weights' operands, for each product a tuple.
+
+    The operands are of query's number and dtype.
+    """
     CHUNKS: gl.constexpr = G.CHUNKS
-    maximum = gl.maximum(state.maximum, _largest(scores, G) * scale)
-    decay = gl.exp2(state.maximum - maximum)
+    AT_ONCE: gl.constexpr = _chunks_at_once(G)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, product_layout(G), 4 * AT_ONCE)
+    CODED: gl.constexpr = is_coded(G.CODING.ENCODING)
+    top = _largest(scores, G) * scale
+    largest = gl.maximum(state.largest, top)
+    base = gl.maximum(top, largest - _MOST_BELOW) - _largest_exponent(G) if CODED else largest
+    decay = gl.exp2(state.base - base)
     total = state.total * decay[None, :]
     weights = ()
     for i in gl.static_range(CHUNKS):
-        weight = gl.exp2(scores[i] * scale - maximum[None, :])
+        weight = gl.exp2(scores[i] * _by_row(scale) - base[None, :])
         total += weight
-        weights += (rounded(weight, DTYPE, G.CDNA > 3),)  # type: ignore[assignment]
-    return Softmax(state.acc * decay[None, :], maximum, total), weights
+        weights += (_of_four_keys(weight),)  # type: ignore[assignment]
+    operands = ()
+    for i in gl.static_range(0, CHUNKS, AT_ONCE):
+        weight = gl.permute(_by_key(weights[i : i + AT_ONCE], G), (1, 0))
+        weight = gl.convert_layout(weight, OPERAND, assert_trivial=True)
+        parts = parts_of(weight, len(query), G) if CODED else (rounded(weight, query[0].dtype, G.CDNA > 3),)
+        operands += (parts,)  # type: ignore[assignment]
+    return Weighed(state.acc * decay[None, :], largest, base, total), operands
 
 
 @gluon.jit
 def _add_values(state, weights, chunks, first, keys, G: gl.constexpr, MASKED: gl.constexpr):
     """The state with the weights' part of acc: [COLUMNS, ROWS], whose rows are 8 i + j at COLUMNS / 8 j + i."""
     AT_ONCE: gl.constexpr = _chunks_at_once(G)
+    WIDTH: gl.constexpr = 4 * AT_ONCE
     P: gl.constexpr = product_layout(G)
     acc = state.acc
     if MASKED:
@@ -376,14 +440,16 @@ def _add_values(state, weights, chunks, first, keys, G: gl.constexpr, MASKED: gl
         sched_barrier()
         values = ()
         for j in gl.static_range(i, i + AT_ONCE):
-            v = _values(chunks[j], first + j * CHUNK, keys, weights[0].dtype, G, MASKED)
-            v = gl.reshape(gl.permute(gl.reshape(v, [CHUNK, G.COLUMNS // 8, 8]), (0, 2, 1)), [CHUNK, G.COLUMNS])
-            values += (v,)  # type: ignore[assignment]
-        v = gl.convert_layout(_by_key(values, G), gl.DotOperandLayout(0, P, 4 * AT_ONCE), assert_trivial=True)
-        weight = gl.permute(_by_key(weights[i : i + AT_ONCE], G), (1, 0))
-        weight = gl.convert_layout(weight, gl.DotOperandLayout(1, P, 4 * AT_ONCE), assert_trivial=True)
-        acc = gl.amd.cdna3.mfma(v, weight, acc)
-    return Softmax(acc, state.maximum, state.total)
+            v = _values(chunks[j], first + j * CHUNK, keys, G, MASKED)
+            values += (_of_four_keys(v),)  # type: ignore[assignment]
+        v = gl.permute(_by_key(values, G), (1, 0))
+        v = _elements(v, weights[0][0].dtype, G)
+        v = gl.permute(gl.reshape(v, [v.shape[0], G.COLUMNS // 8, 8]), (2, 1, 0))
+        v = gl.reshape(v, [G.COLUMNS, v.shape[2]])
+        v = gl.convert_layout(v, gl.DotOperandLayout(0, P, WIDTH), assert_trivial=True)
+        for part in gl.static_range(len(weights[0])):
+            acc = gl.amd.cdna3.mfma(v, weights[i // AT_ONCE][part], acc)
+    return Weighed(acc, state.largest, state.base, state.total)
 
 
 @gluon.jit
@@ -396,7 +462,7 @@ def _attend(state, query, k, v, places, sides, block, read, logits, G: gl.conste
     k = _load(k_side, places, G)
     # Page numbers come while weights are computed, and take the registers of those that K was loaded by.
     next_places = _places(read, block + 2, G)
-    state, weights = _weigh(state, scores, logits.qk_scale, query.dtype, G)
+    state, weights = _weigh(state, scores, logits.qk_scale, query, G)
     _wait_for(v, G)
     state = _add_values(state, weights, v, first, read.keys, G, MASKED)
     return state, k, _load(v_side, places, G), next_places
@@ -406,6 +472,7 @@ def _attend(state, query, k, v, places, sides, block, read, logits, G: gl.conste
 def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
     """Returns the softmax state of some key blocks for each row of q, its acc laid out as in _add_values.
 
+    query: of query_operands; of logits one scale is a number, the one with the factor of query_operands may be [ROWS]
     The numbers of a block's pages are loaded two blocks ahead.
     """
     P: gl.constexpr = product_layout(G)
@@ -415,13 +482,13 @@ def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
     k, v = _load(k_side, here, G), _load(v_side, here, G)
     places = _places(read, blocks.first + 1, G)
     # Each lane adds up the weights of its own keys until the end.
-    state = Softmax(
+    nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, P))
+    state = Weighed(
         gl.full([G.COLUMNS, ROWS], 0.0, gl.float32, layout=P),
-        gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, P)),
+        nothing,
+        nothing,
         gl.full([CHUNK, ROWS], 0.0, gl.float32, layout=P),
     )
-    # q has come before the loop: otherwise each of its rounds would wait for it, and so for loads that follow it.
-    query = gl.inline_asm_elementwise("", "=v,0", [query], dtype=query.dtype, is_pure=False, pack=2)
     first = blocks.first
     if G.rows.WINDOWED:
         # The window's first block may be seen in part, as may the last block.
@@ -432,4 +499,4 @@ def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
         state, k, v, places = _attend(state, query, k, v, places, sides, block, read, logits, G, False)
     if end < blocks.end:
         state, _, _, _ = _attend(state, query, k, v, places, sides, end, read, logits, G, True)
-    return Softmax(state.acc, state.maximum, gl.sum(state.total, 0))
+    return Softmax(state.acc, state.base, gl.sum(state.total, 0))

@@ -29,9 +29,10 @@ class _CdnaTileChoice:
     tiles: CdnaTiles
 
 
-# Keys of a block, by arch, in whole products with V: 16 on CDNA 3, 32 on CDNA 4. Longer blocks have fewer maxima to
-# exchange and fewer waits; but K and V of a block are in registers. With heads of 128, blocks of 64 keys in 16 bits and
-# of 96 codes leave a SIMD two waves, longer ones leave it one.
+# Keys of a block, by arch, in whole products with V: 16 on CDNA 3, 32 on CDNA 4 and of codes. Longer blocks have fewer
+# maxima to exchange and fewer waits; but K and V of a block are in registers. With heads of 128, blocks of 64 keys in
+# 16 bits and of 96 codes leave a SIMD two waves. Longer ones leave it one, as 128 codes do in float16; and with windows
+# these spill scalar registers.
 KEY_BLOCKS = {"gfx942": (16, 32, 64, 96), "gfx950": (32, 64, 96)}
 # Heads of 256 have none on gfx950: blocks of 32 take 293 VGPRs, which leave a SIMD one wave.
 _TILES = {
@@ -107,6 +108,11 @@ def extend_heads(arch: str, *, head_dim: int, v_head_dim: int, encoding: Encodin
     if not encoding.is_fp8 and head_dim == 64:
         raise NoTiles("it is hardly faster than other kernels for heads of 64 in 16 bits")
     return EXTEND_HEADS[head_dim, v_head_dim]
+
+
+def key_blocks(arch: str, encoding: Encoding) -> tuple[int, ...]:
+    """The keys that a block may have, of K and V in an encoding."""
+    return tuple(keys for keys in KEY_BLOCKS[arch] if keys % 32 == 0 or not encoding.is_fp8)
 
 
 def cdna_tiles(

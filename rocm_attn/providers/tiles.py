@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
-from rocm_attn.kernels.tuning.cdna_tiles import KEY_BLOCKS, cdna_tiles
+from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles, key_blocks
 from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_choices
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, hopper_tiles
@@ -93,10 +93,11 @@ def cdna_tiles_of(problem: Problem, target: Target) -> CdnaTiles:
     if choice is None:
         return static
     assert isinstance(choice.tiles, CdnaTiles), "a row's tiles are those of its table"
-    if choice.tiles.key_block not in KEY_BLOCKS[target.arch]:
+    allowed = key_blocks(target.arch, problem.page_format.encoding)
+    if choice.tiles.key_block not in allowed:
         raise NoTiles(
             f"its measured tiles have blocks of {choice.tiles.key_block} keys, and {target.arch} takes "
-            f"{' or '.join(map(str, KEY_BLOCKS[target.arch]))}"
+            f"{' or '.join(map(str, allowed))}"
         )
     return choice.tiles
 

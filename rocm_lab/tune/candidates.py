@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rocm_attn.kernels.tuning.cdna_tiles import KEY_BLOCKS
+from rocm_attn.kernels.tuning.cdna_tiles import key_blocks
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles
 from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles, LatentTiles
 from rocm_attn.kernels.tuning.measured import Tiles, TileTable, refusal
@@ -113,7 +113,7 @@ def _values(job: TuneJob, target: Target) -> Values:
         return dict(hopper.latent_values())
     values = dict(_values_of(job))
     if isinstance(job.tiles, CdnaTiles):
-        values["key_block"] = KEY_BLOCKS[target.arch]
+        values["key_block"] = key_blocks(target.arch, job.problem.page_format.encoding)
     if target.is_amd:
         values["waves_per_eu"] = (0, 1, 2, 3)
     elif isinstance(job.tiles, ExtendTiles):

@@ -17,7 +17,7 @@ from rocm_attn.machine.measured_choices import sorted_for
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import TuningFile
-from rocm_attn.problem import Problem
+from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import decode_tiles_of, layer_of
 from rocm_lab.bench.batch_spec import BatchSpec
@@ -157,6 +157,13 @@ def test_measured_tiles_of_the_other_arch_do_not_serve(tmp_path: Path) -> None:
     assert selection.kernel(StepKind.DECODE).entry.name == "triton.decode"
     reasons = {each.reason for each in selection.refusals}
     assert "its measured tiles have blocks of 16 keys, and gfx950 takes 32 or 64 or 96" in reasons
+
+
+def test_blocks_of_codes_are_whole_products_of_codes() -> None:
+    coded = replace(layer(), head_dim=128, v_head_dim=128, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.HEAD)
+    job = jobs_of([coded], GFX942, [BatchSpec.parse("4d1k")])[0][0]
+    assert job.table is TileTable.CDNA_DECODE
+    assert {plain(each.tiles).key_block for each in candidates(job, GFX942)} == {32, 64, 96}
 
 
 def test_steps_that_extend_for_cdna_serves_are_not_searched() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,7 +17,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, cdna_tiles
 from rocm_attn.kernels.tuning.tiles import CdnaTiles
 from rocm_attn.providers.triton_later import cdna_launches
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, build, garbage
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -87,13 +90,62 @@ def _without_pages_before_windows(tensors: Tensors) -> Tensors:
 
 
 def assert_decoded(tensors: Tensors) -> None:
-    """Checks that tokens of sequences with one new token equal the reference, and that all others are unchanged."""
+    """Checks that tokens of sequences with one new token equal the reference, and that all others are unchanged.
+
+    NaN equals NaN.
+    """
     case, is_decodes = tensors.case, torch.zeros(tensors.q.shape[0], dtype=torch.bool, device=tensors.q.device)
     is_decodes[tensors.q_indptr[:-1][tensors.q_len == 1].long()] = True
     assert (tensors.out[~is_decodes] == UNTOUCHED).all(), "decode wrote to tokens that are not its own"
     assert (tensors.lse[~is_decodes] == UNTOUCHED).all()
-    assert_attention_close(tensors.out[is_decodes], tensors.reference[is_decodes], case.dtype)
-    assert_lse_close(tensors.lse[is_decodes], tensors.reference_lse[is_decodes], case.dtype)
+    outs, lses = (tensors.out, tensors.reference), (tensors.lse, tensors.reference_lse)
+    for (results, references), assert_close in ((outs, assert_attention_close), (lses, assert_lse_close)):
+        result, reference = results[is_decodes], references[is_decodes]
+        is_nan = reference.isnan()
+        assert torch.equal(result.isnan(), is_nan), "nan"
+        assert_close(result[~is_nan], reference[~is_nan], case.dtype)
+
+
+def after_a_large_weight(arch: str, device: torch.device, code: float = 2.25) -> Tensors:
+    """A row over codes whose first key has nearly all weight, and a value of 0 like other keys of its block.
+
+    The others have 2^-18 of that weight each, and values of 224: E4M3 has no such small numbers next to 1. Half of q
+    are negative numbers that become a zero in E4M3, whose sign is NaN in E4M3FNUZ.
+    code: of the first key; with 32 the ratio of weights is no float32
+    """
+    length, first_with_value, value = 300, 128, 224.0
+    case = replace(PLAIN, kv_len=[length], q_len=[1], heads=(4, 2), tail=0, kv=EXTEND_CODES[arch])
+    tensors = build(case, device)
+    tensors.q[..., :64], tensors.q[..., 64:96], tensors.q[..., 96:] = 1.0, -0.0, -1e-30
+    for key in range(length):
+        place = int(tensors.table[tensors.row_of_seq[0], key // case.page_size]), key % case.page_size
+        tensors.k_pages[place] = 0.0
+        tensors.k_pages[place][..., :64] = code if key == 0 else 0.0
+        tensors.v_pages[place] = value if key >= first_with_value else 0.0
+    total = math.exp(64 * code / 128**0.5) + length - 1
+    tensors.reference.fill_((length - first_with_value) * value / total)
+    tensors.reference_lse.fill_(math.log(total))
+    return tensors
+
+
+def with_nan(arch: str, device: torch.device) -> Tensors:
+    """A row over codes of which one of K and one of V is NaN, and a query head with an infinite element."""
+    tensors = build(replace(PLAIN, kv_len=[130], q_len=[1], tail=0, kv=EXTEND_CODES[arch]), device)
+    page, nan = int(tensors.table[tensors.row_of_seq[0], 4]), float("nan")
+    tensors.k_pages[page, 3, 0, 5] = tensors.v_pages[page, 9, 1, 7] = nan
+    tensors.q[0, 6, 100] = float("inf")
+    for head in (0, 1, 2, 3, 6):
+        tensors.reference[0, head] = tensors.reference_lse[0, head] = nan
+    tensors.reference[0, 4:, 7] = nan
+    return tensors
+
+
+# Name -> steps over codes that no random ones show.
+CHOSEN_CODES: dict[str, Callable[[str, torch.device], Tensors]] = {
+    "weights": after_a_large_weight,
+    "steep": partial(after_a_large_weight, code=32.0),
+    "nan": with_nan,
+}
 
 
 def served_cases(arch: str) -> dict[str, Case]:

@@ -9,7 +9,7 @@ from rocm_attn.kernels.tuning.cdna_tiles import ARCHS
 from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.triton_cdna import LIMITS, TRITONS
 from tests.amd.kernels.attention_cases import build
-from tests.amd.kernels.cdna_cases import assert_decoded, cdna_cut, launch_cdna, served_cases
+from tests.amd.kernels.cdna_cases import CHOSEN_CODES, assert_decoded, cdna_cut, launch_cdna, served_cases
 
 GPU = torch.device("cuda")
 
@@ -23,9 +23,14 @@ def arch_here() -> str:
     return target.arch if serves else ""
 
 
+on_cdna = pytest.mark.skipif(
+    not arch_here(), reason=f"it runs on {' or '.join(LIMITS.archs)} with Triton {TRITONS[-1]}"
+)
+
+
 @pytest.mark.gpu
 @pytest.mark.rocm
-@pytest.mark.skipif(not arch_here(), reason=f"it runs on {' or '.join(LIMITS.archs)} with Triton {TRITONS[-1]}")
+@on_cdna
 @pytest.mark.parametrize("name", served_cases("gfx942"))
 @pytest.mark.parametrize("num_programs", [3, 40, 2432])
 def test_it_gives_what_float64_gives(name: str, num_programs: int) -> None:
@@ -35,4 +40,14 @@ def test_it_gives_what_float64_gives(name: str, num_programs: int) -> None:
         pytest.skip(f"{arch} has no faster tiles for {name} rows")
     tensors = build(case, GPU)
     launch_cdna(arch, tensors, cdna_cut(arch, case, num_programs))
+    assert_decoded(tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.rocm
+@on_cdna
+@pytest.mark.parametrize("name", CHOSEN_CODES)
+def test_small_weights_and_nan_of_codes_stay(name: str) -> None:
+    tensors = CHOSEN_CODES[name](arch_here(), GPU)
+    launch_cdna(arch_here(), tensors, cdna_cut(arch_here(), tensors.case))
     assert_decoded(tensors)

@@ -9,7 +9,14 @@ import torch
 
 from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, Tensors, build
-from tests.amd.kernels.cdna_cases import LARGE, assert_decoded, cdna_cut, launch_cdna, served_cases
+from tests.amd.kernels.cdna_cases import (
+    CHOSEN_CODES,
+    LARGE,
+    assert_decoded,
+    cdna_cut,
+    launch_cdna,
+    served_cases,
+)
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.kernels.cdna_extend_cases import NAMES, assert_extended, case_of, run_cdna_extend
@@ -28,6 +35,12 @@ def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
     return _simulation(arch, case, is_large, launches, assert_decoded)
 
 
+def run_codes(arch: str, name: str) -> Simulation:
+    """Runs a decode over codes of CHOSEN_CODES."""
+    tensors = CHOSEN_CODES[name](arch, torch.device("cpu"))
+    return _checked(arch, tensors, partial(launch_cdna, arch, cut=cdna_cut(arch, tensors.case)), assert_decoded)
+
+
 def simulate_extend(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
     """Runs an extend; it leaves sequences with one new token to decode. is_large: likewise"""
     return _simulation(arch, case, is_large, partial(run_cdna_extend, arch), assert_extended)
@@ -44,6 +57,12 @@ def _simulation(
     tensors = build(case, torch.device("cpu"))
     if is_large:
         tensors = in_large_pools(tensors)
+    return _checked(arch, tensors, launches, check)
+
+
+def _checked(
+    arch: str, tensors: Tensors, launches: Callable[[Tensors], object], check: Callable[[Tensors], None]
+) -> Simulation:
     with simulated(arch) as simulation:
         launches(tensors)
     check(tensors)
@@ -71,6 +90,7 @@ def _cases(arch: str) -> list[KernelCase]:
     extends = NAMES if arch in EXTEND_ARCHS else ()
     return [
         *(KernelCase(f"cdna-{name}", arch, partial(run_cdna, arch, case)) for name, case in cases.items()),
+        *(KernelCase(f"cdna-codes-{name}", arch, partial(run_codes, arch, name)) for name in CHOSEN_CODES),
         *(KernelCase(f"cdna-latent-{name}", arch, partial(run_latents, arch, case)) for name, case in LATENTS.items()),
         *(
             KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case_of(name, arch)))

@@ -19,7 +19,7 @@ from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
 from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.kernels.cdna_extend_cases import case_of
-from tests.amd.simulator.cdna_cases import run_cdna, simulate_extend
+from tests.amd.simulator.cdna_cases import run_cdna, run_codes, simulate_extend
 from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
 
 pytestmark = pytest.mark.nightly
@@ -83,11 +83,39 @@ IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Excep
         "Tensor-likes are not close",
     ),
     "the_last_code_of_a_word_is_the_one_before": (
-        "(words >> 24).to(gl.uint8)",
-        "(words >> 16).to(gl.uint8)",
+        "(halves >> 8).to(gl.uint8)",
+        "halves.to(gl.uint8)",
         _coded_decode,
         AssertionError,
         "Tensor-likes are not close",
+    ),
+    "a_number_is_one_code": (
+        "numbers -= first",
+        "numbers -= numbers",
+        _coded_decode,
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
+    "small_weights_are_relative_to_a_large_one": (
+        "gl.maximum(top, largest - _MOST_BELOW)",
+        "largest",
+        partial(run_codes, name="weights"),
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
+    "sums_grow_without_a_bound": (
+        "gl.maximum(top, largest - _MOST_BELOW)",
+        "top",
+        partial(run_codes, name="steep"),
+        AssertionError,
+        "nan",
+    ),
+    "large_elements_of_q_are_no_codes": (
+        "MOVED: gl.constexpr = _largest_exponent(G) - 1",
+        "MOVED: gl.constexpr = _largest_exponent(G) + 1",
+        _coded_decode,
+        AssertionError,
+        "nan",
     ),
     "weights_of_other_lanes_are_not_added_up": (
         "gl.sum(state.total, 0)",

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.step.options import RuntimeOptions
 from tests.amd.graphs.small_models import Tiny
 from tests.amd.worlds.problems import deterministic_providers, providers
 
@@ -37,37 +35,18 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(
 ) -> None:
     tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), **mode)  # type: ignore[arg-type]
     report = tiny.runner().capture_all()
-    runtime = tiny.runtime
-    plan = plan_capture(
-        tiny.problems,
-        runtime.target,
-        RuntimeOptions(
-            max_num_seqs=8,
-            max_kv_len=128,
-            num_pages=200,
-            provider=provider,
-            capture_sizes=[1, 4],
-            capture_tokens=[4, 8],
-            **mode,  # type: ignore[arg-type]
-        ),
-    )
+    plan = tiny.planned()
     assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]
     assert plan.lengths == (provider == "torch")
-    held = {name: tensor.nbytes for name, tensor in runtime.seals.tensors().items() if "_pages_" not in name}
-    held["request table"] = held.pop("table")
-    held["KV pool"] = runtime.pool.num_bytes
-    assert {part.name: part.num_bytes for part in plan.parts} == held
-    assert plan.num_bytes == sum(held.values())
+    assert {part.name: part.num_bytes for part in plan.parts} == tiny.held()
+    assert plan.num_bytes == sum(tiny.held().values())
 
 
 def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
-    problems = [Tiny.build(device, "torch").problem]
-    target = Tiny.build(device, "torch").runtime.target
+    tiny = Tiny.build(device, "torch", None)
 
     def parts(**changes: int | list[int]) -> dict[str, tuple[int, str]]:
-        settings = {"max_num_seqs": 8, "max_kv_len": 128, "num_pages": 200, "provider": "torch", **changes}
-        plan = plan_capture(problems, target, RuntimeOptions(**settings))  # type: ignore[arg-type]
-        return {part.name: (part.num_bytes, part.knob) for part in plan.parts}
+        return {part.name: (part.num_bytes, part.knob) for part in tiny.planned(**changes).parts}
 
     plain = parts()
     for name, changes, knob in (
@@ -76,7 +55,7 @@ def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
         ("group_indptr", {"shared_prefixes": True}, "shared_prefixes, capture_sizes up to 8"),
         ("request table", {"max_num_seqs": 20}, "max_num_seqs 20"),
         ("request table", {"max_kv_len": 512}, "max_kv_len 512 / page_size 4"),
-        ("KV pool", {"num_pages": 300}, f"num_pages 300 of {page_bytes(problems)} bytes"),
+        ("KV pool", {"num_pages": 300}, f"num_pages 300 of {page_bytes(tiny.problems)} bytes"),
     ):
         changed = parts(**changes)
         assert changed[name][0] > plain[name][0]

@@ -264,16 +264,6 @@ def test_kernels_of_single_tokens_refuse_rows_of_several() -> None:
     assert "decode: triton.rows: it reads rows of several tokens, not of 1" in refusal.value.reasons
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
-def test_rows_of_several_tokens_have_deterministic_kernels(arch: str) -> None:
-    for problem in layers(128, torch.bfloat16)[1:]:
-        of_v4 = replace(problem, num_q_heads=64, head_dim=512, v_head_dim=512)
-        chosen = select(of_v4, known_target(arch), "triton", deterministic=True)
-        assert {kernel.entry.name for kernel in chosen.kernels.values()} == {"triton.row_segments"}
-        of_choice = ("triton.selected_segments", "triton.indexer")
-        assert (chosen.sparse.entries if chosen.sparse else ()) == (of_choice if problem.row == CHOSEN else ())
-
-
 def test_a_dump_of_a_flight_recorder_says_what_rows_stand_for() -> None:
     halved = replace(layers()[ALL], row=replace(HEAVY, state_dtype=torch.bfloat16))
     for problem in (*layers(), halved):

@@ -181,7 +181,6 @@ class NotedStep:
 
     @property
     def shape(self) -> PaddedShape:
-        """The shape that it was padded to."""
         return PaddedShape(StepKind(self.kind), self.padded_seqs, self.padded_tokens, self.children)
 
     def batch(self) -> StepBatch:
@@ -219,7 +218,6 @@ class RuntimeFacts:
 
     @classmethod
     def of(cls, runtime: AttentionRuntime) -> RuntimeFacts:
-        """The facts of a runtime."""
         options = replace(
             runtime.options,
             provider=runtime.selections[0].provider,

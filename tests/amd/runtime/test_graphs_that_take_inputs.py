@@ -16,6 +16,7 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import capture_shapes, recorder_for, takes_inputs
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, WrongState
 from rocm_attn.hip_graphs.recorder import CountedRecording
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
@@ -48,7 +49,7 @@ class Going:
         window: int = UNLIMITED_WINDOW,
         sizes: tuple[int, ...] = (PADDED,),
     ) -> None:
-        self.problem = small_problem(window_left=window)
+        self.problem, self.inputs = small_problem(window_left=window), ZeroInputs(CPU)
         # One bucket of lengths.
         options = RuntimeOptions(
             num_pages=1024,
@@ -88,11 +89,7 @@ class Going:
         assert torch.equal(got, torch.from_numpy(wanted))
 
     def _forward(self, step: Part) -> torch.Tensor:
-        problem, tokens = self.problem, step.token_ids.shape[0]
-        q = torch.zeros(tokens, problem.num_q_heads, problem.head_dim)
-        k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)
-        v = torch.zeros(tokens, problem.num_kv_heads, problem.v_head_dim)
-        step.layers.store_and_attend(0, q, k, v, torch.empty(tokens, problem.num_q_heads, problem.v_head_dim))
+        step.layers.store_and_attend(0, *self.inputs.of(self.problem, step.token_ids.shape[0]))
         return torch.stack((step.token_ids[: len(step.kv_len)], step.kv_len, step.row_of_seq), 1)
 
 

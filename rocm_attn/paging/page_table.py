@@ -104,6 +104,11 @@ class SpacePages:
         before = start - (self.window_left + self.kept)
         return before * (before > 0) // page_size
 
+    def most_held(self, kv_len: int, q_len: int, page_size: int) -> int:
+        """The most pages that a row holds while it grows to kv_len tokens, by up to q_len at a time."""
+        # A stretch of tokens may begin and end within pages.
+        return min(num_pages(kv_len, page_size), num_pages(self.window_left + self.kept + q_len, page_size) + 1)
+
 
 class PageTable:
     """Rows of pages of one space, with reference counts.

@@ -364,6 +364,7 @@ def heading(name: str, help: str, of_type: str) -> list[str]:
 
 
 def sample(name: str, value: float, **labels: str) -> str:
+    """The line of one value."""
     in_braces = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
     return f"{name}{{{in_braces}}} {value}" if labels else f"{name} {value}"
 

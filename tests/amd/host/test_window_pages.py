@@ -69,6 +69,22 @@ def test_a_step_that_goes_back_too_far_is_refused() -> None:
     table.checks.check(StepBatch(ints(row), ints(3), ints(3)))
 
 
+@pytest.mark.parametrize("q_len", range(1, 9))
+def test_a_row_holds_no_more_than_is_said(q_len: int) -> None:
+    table = make_table()
+    row, swa = table.admit(), table.space(Space.SWA)
+    most = 0
+    for start in range(0, 21, q_len):
+        table.evict(ints(row), ints(start))
+        table.reserve(row, min(start + q_len, 21))
+        held = int(np.count_nonzero(table.pages_of(row, Space.SWA)))
+        assert held == table.num_held(row, Space.SWA)
+        most = max(most, held)
+    said = swa.pages.most_held(21, q_len, PAGE_SIZE)
+    assert most <= said <= most + 1
+    assert table.space(Space.FULL).pages.most_held(21, q_len, PAGE_SIZE) == 7
+
+
 def test_running_out_of_one_space_changes_neither_and_names_the_knob() -> None:
     table = make_table(swa_pages=2)
     rows = ints(table.admit(), table.admit())

@@ -37,7 +37,7 @@ from tests.amd.worlds.world import Request, World
 pytestmark = pytest.mark.fast(interpreted=0)
 
 CPU = torch.device("cpu")
-NUM_SEQS, PADDED, MAX_KV_LEN = 3, 4, 1024
+NUM_SEQS, PADDED, MAX_KV_LEN = 3, 4, 2048
 
 
 class Going:
@@ -52,17 +52,17 @@ class Going:
         self.problem, self.inputs = small_problem(window_left=window), ZeroInputs(CPU)
         # One bucket of lengths.
         options = RuntimeOptions(
-            num_pages=1024,
+            num_pages=2048,
             max_num_seqs=PADDED,
             max_kv_len=MAX_KV_LEN,
             provider="torch",
             capture_sizes=sizes,
-            swa_pages=0 if window == UNLIMITED_WINDOW else 1024,
+            swa_pages=0 if window == UNLIMITED_WINDOW else 2048,
         )
         self.runtime = build_runtime([self.problem], options, device=CPU)
         self.runner = StepRunner(self.runtime, self._forward, recorder_for(CPU), check=NO_CHECK, flight=flight)
         self.rows = np.array([self.runtime.table.admit() for _ in range(NUM_SEQS)], np.int32)
-        self.kv_len = np.array([524, 514, 534], np.int32)
+        self.kv_len = np.array([1036, 1026, 1046], np.int32)
         self.runtime.table.reserve_all(self.rows, self.kv_len)
         self.runtime.table.mark_stored(self.rows, self.kv_len)
         self.number = 0

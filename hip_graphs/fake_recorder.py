@@ -43,7 +43,6 @@ class FakeRecording:
         return len(self._operations)
 
     def finish(self, num_bytes: int) -> None:
-        """Marks the recording as complete."""
         self.bytes, self._is_whole = num_bytes, True
 
     def keep(self, kept: object) -> None:
@@ -84,7 +83,6 @@ class FakeRecorder:
 
     @contextmanager
     def capture(self) -> Iterator[FakeRecording]:
-        """Does the same as `Recorder.capture`."""
         tape = Tape(self._pool)
         guard = RecordGuard(torch.device("cpu"), run=tape.run)
         recording = FakeRecording(tape.operations, tape.storages)

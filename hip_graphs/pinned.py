@@ -49,16 +49,12 @@ class PinnedTensors:
         # Each gives all tensors of an owner by name.
         self._owners: list[Callable[[], Mapping[str, Tensor]]] = []
 
-    def pin(self, name: str, tensor: Tensor) -> None:
-        """Requires that the tensor of this name stays at its address from now on.
-
-        Later checks look at the same tensor object, which shows set_() and resize_() but not that its owner uses
-        another one. Pinning the same memory twice is harmless. Raises KeyTaken if the name is pinned elsewhere.
-        """
-        self.pin_all(lambda: {name: tensor})
-
     def pin_all(self, current: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Pins every tensor of an owner. current: returns all of the owner's tensors, now and at a later time."""
+        """Pins every tensor of an owner: none may move from now on. Pinning the same memory twice is harmless.
+
+        current: returns all of the owner's tensors, by name, now and at a later time
+        Raises KeyTaken if a name is pinned elsewhere.
+        """
         pins = {name: Fingerprint.of(tensor) for name, tensor in current().items()}
         for name, now in pins.items():
             held = self._pins.get(name, now)

@@ -45,14 +45,6 @@ class SizeLadder:
             )
         return self.sizes[place]
 
-    def holds(self, n: int) -> bool:
-        """True if n is itself a size of the ladder, so that nothing is padded."""
-        place = bisect_left(self.sizes, n)
-        return place < len(self.sizes) and self.sizes[place] == n
-
-    def __contains__(self, n: object) -> bool:
-        return isinstance(n, int) and self.holds(n)
-
     def __iter__(self) -> Iterator[int]:
         return iter(self.sizes)
 

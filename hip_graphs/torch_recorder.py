@@ -70,7 +70,6 @@ class TorchRecorder:
 
     @contextmanager
     def capture(self) -> Iterator[TorchRecording]:
-        """Does the same as `Recorder.capture`."""
         with self._on_own_stream(), self._capturing() as recording:
             yield recording
 

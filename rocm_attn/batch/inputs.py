@@ -114,29 +114,24 @@ class DeviceInputs:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors."""
         if self.kv_len is not ON_HOST:
             return self.kv_len.device
         return (self.token_ids if self.q_len is ON_HOST else self.q_len).device
 
     @property
     def kv_len_on_host(self) -> bool:
-        """See `HostInputs.kv_len_on_host`."""
         return self.kv_len is ON_HOST
 
     @property
     def q_len_on_host(self) -> bool:
-        """See `HostInputs.q_len_on_host`."""
         return self.q_len is ON_HOST
 
     @property
     def lengths_on_host(self) -> bool:
-        """See `HostInputs.lengths_on_host`."""
         return self.kv_len is self.q_len is ON_HOST
 
     @property
     def token_ids_on_host(self) -> bool:
-        """See HostInputs.token_ids_on_host."""
         return self.token_ids is ON_HOST
 
     def min_q_len(self, num_seqs: int, num_tokens: int, fewest: int) -> int:

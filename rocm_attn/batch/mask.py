@@ -83,7 +83,6 @@ class StepMask:
 
     @property
     def device(self) -> torch.device:
-        """The device of both tensors."""
         return self.bits.device
 
     def num_cells(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> int:
@@ -134,11 +133,9 @@ class TreeMask:
 
     @property
     def device(self) -> torch.device:
-        """The device of the parents."""
         return self.parents.device
 
     def num_cells(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> int:
-        """See `StepMask.num_cells`."""
         return mask_cells(kv_len, q_len, 0)
 
     def check(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> None:
@@ -202,7 +199,6 @@ class TokenSpans:
 
     @property
     def device(self) -> torch.device:
-        """The device of the spans."""
         return self.placed.device
 
     def select(self, order: npt.NDArray[np.int_]) -> TokenSpans:

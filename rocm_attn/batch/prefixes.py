@@ -23,11 +23,9 @@ class NoPrefixes:
     __slots__ = ()
 
     def select(self, order: npt.NDArray[np.int_]) -> Prefixes:
-        """See `SharedPrefixes.select`."""
         return self
 
     def alone(self) -> Prefixes:
-        """See `SharedPrefixes.alone`."""
         return self
 
     def __reduce__(self) -> str:

@@ -42,7 +42,6 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """True if everything but the activations fits."""
         return self.left >= 0
 
 

@@ -78,7 +78,6 @@ class CapturePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parts."""
         return sum(part.num_bytes for part in self.parts)
 
 

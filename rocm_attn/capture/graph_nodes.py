@@ -51,7 +51,6 @@ class GraphNodes:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.step + sum(self.layers) + sum(self.recurrent)
 
 
@@ -168,7 +167,6 @@ class NodeCounter:
 
 
 def _dropped() -> AbstractContextManager[None]:
-    """Launches are not made."""
     return observe_launches(lambda launch: None)
 
 

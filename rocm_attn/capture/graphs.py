@@ -221,7 +221,6 @@ class CaptureReport:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all graphs take together."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def lines(self) -> list[str]:

@@ -68,7 +68,6 @@ class PrewarmReport:
     seconds: float
 
     def lines(self) -> list[str]:
-        """The report in sentences."""
         if not (self.compiled or self.cached):
             return ["nothing to compile: the chosen kernels are torch operations"]
         lines = [

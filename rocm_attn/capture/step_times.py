@@ -55,7 +55,6 @@ class Matrices:
 
     @property
     def num_bytes(self) -> int:
-        """All of them."""
         return self.tables + self.shared + self.experts
 
     def read(self, num_tokens: int) -> float:
@@ -64,7 +63,6 @@ class Matrices:
 
     @property
     def flops(self) -> float:
-        """Operations of a token."""
         return 2 * (self.shared + self.experts * self.chosen) / self.itemsize
 
 

@@ -32,7 +32,6 @@ class ZeroInputs:
         return q, k, v, out
 
     def of_lse(self, problem: Problem, num_tokens: int) -> Tensor:
-        """The log-sum-exp of a layer's tokens."""
         return self._zeros("lse", (num_tokens, problem.num_q_heads), torch.float32)
 
     def of_index(self, indexer: Indexer, dtype: torch.dtype, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

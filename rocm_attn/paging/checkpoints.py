@@ -45,7 +45,6 @@ class StateMemory:
         return self.num_rows * self.of_each_request
 
     def of_checkpoints(self, num: int) -> int:
-        """Bytes of a number of checkpoints."""
         return num * slot_bytes(self.recurrent)
 
     def checkpoints(self, kv_bytes: int) -> int:

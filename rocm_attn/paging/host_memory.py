@@ -62,7 +62,6 @@ class HostMemory:
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def __len__(self) -> int:
-        """Number of records."""
         return len(self._slots)
 
     def __contains__(self, key: bytes) -> bool:
@@ -97,6 +96,5 @@ class HostMemory:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """Gives all records back."""
         self._free += self._slots.values()
         self._slots.clear()

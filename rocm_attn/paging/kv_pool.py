@@ -57,7 +57,6 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers."""
         return self.num_pages * sum(layer.format.page_bytes for layer in self.layers)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
@@ -176,7 +175,6 @@ class HybridKVPool:
         return layer in self._states
 
     def space_of_layer(self, layer: int) -> Space:
-        """The space that a layer lives in."""
         return self._space_of_layer[layer]
 
     def in_space(self, space: Space) -> KVPool:
@@ -190,7 +188,6 @@ class HybridKVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers."""
         return sum(pool.num_bytes for pool in self._pools.values())
 
 

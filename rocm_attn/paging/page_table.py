@@ -161,7 +161,6 @@ class PageTable:
         return len(self._free)
 
     def num_held(self, row: int, end: int) -> int:
-        """Number of pages that row holds."""
         return max(0, end - int(self._first[row]))
 
     def missing(self, rows: Places, end: Int32Array, new_end: Int32Array) -> Cells:

@@ -126,7 +126,6 @@ class RowStates:
 
     @property
     def num_free(self) -> int:
-        """Number of checkpoints that are free."""
         return len(self._free)
 
     def drop(self, checkpoints: Sequence[int]) -> None:
@@ -134,7 +133,6 @@ class RowStates:
         self._free += [slot for slot in checkpoints if self._tag_of.pop(slot, 0)]
 
     def drop_all(self) -> None:
-        """Gives all checkpoints back."""
         self.drop(list(self._tag_of))
 
     def give(self, pool: StatePool, rows: Int32Array, kv_len: Int32Array) -> tuple[npt.NDArray[np.int64], Int32Array]:

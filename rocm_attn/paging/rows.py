@@ -164,7 +164,6 @@ class Rows:
             raise BadBatch(f"row {row} has room for {self.reserved_len[row]} tokens; {refused}")
 
     def forget(self, row: int) -> None:
-        """Gives a row and its pages back."""
         for table in self.spaces:
             table.cut(np.array([row]), 0, np.array([self.end(row)]))
         self.generations.change(row)

@@ -116,7 +116,6 @@ class StatePool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
         return self.memory.nbytes
 
     @property

@@ -105,15 +105,12 @@ class Sides:
         return self.num_layers + len(self.indexed) + len(self.folding) + len(self.of_states)
 
     def index(self, layer: int) -> int:
-        """The number of a layer's index keys."""
         return self.num_layers + self.indexed.index(layer)
 
     def state(self, layer: int) -> int:
-        """The number of a layer's state."""
         return self.num_layers + len(self.indexed) + self.folding.index(layer)
 
     def recurrent(self, layer: int, part: str) -> int:
-        """The number of a recurrent layer's part."""
         return len(self) - len(self.of_states) + self.of_states.index((layer, part))
 
     def of_layer(self, layer: int) -> list[int]:

@@ -43,7 +43,6 @@ class PageChoice:
     lines: tuple[str, ...]
 
     def describe(self) -> str:
-        """The pages in words."""
         return f"{_layout(self.pool)}pages of {self.page_size} tokens"
 
     def problems(self, problems: Sequence[Problem]) -> tuple[Problem, ...]:

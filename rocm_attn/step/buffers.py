@@ -125,7 +125,6 @@ class TableSizes:
 
 
 def _but_for_drafts(elements: Callable[[PaddedShape], int], shape: PaddedShape) -> int:
-    """Elements that no draft step uses."""
     return 0 if isinstance(shape.drafts, Drafts) else elements(shape)
 
 

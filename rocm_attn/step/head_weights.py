@@ -34,7 +34,6 @@ class HeadWeights:
         return cls(**{name: torch.rand(size, generator=generator, device=device) for name in _names(problem)})
 
     def to(self, device: torch.device) -> HeadWeights:
-        """The same weights on another device."""
         return HeadWeights(*(None if w is None else w.to(device) for w in (self.sinks, self.alibi_slopes)))
 
 

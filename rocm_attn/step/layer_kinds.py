@@ -48,12 +48,10 @@ class LayerKinds:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """The problem of each layer."""
         return tuple(self.selections[kind].problem for kind in self.of_layer)
 
     @property
     def spaces_of_layers(self) -> tuple[Space, ...]:
-        """The space of each layer."""
         return tuple(self.spaces[kind] for kind in self.of_layer)
 
     def reading_alone(self, what: Callable[[Limits], bool]) -> dict[int, str]:

@@ -466,25 +466,9 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def may_overlap(one: Tensor, other: Tensor) -> bool:
-    """True if some element of one tensor may share memory with one of the other.
-
-    Rows of one buffer that lie side by side do not overlap, such as K and the output as columns of one tensor.
-    """
-    # Mostly each has memory of its own, which is known in a quarter of the time.
-    if _are_apart(_memory(one), _memory(other)) or _are_apart(_span(one), _span(other)):
-        return False
-    if not one.numel() or not other.numel():
-        return False
-    pitch = one.stride(0) * one.element_size()
-    if pitch <= 0 or pitch != other.stride(0) * other.element_size():
-        return True
-    (begin, end), (other_begin, other_end) = _span(one[0]), _span(other[0])
-    first = (other_begin - begin) % pitch
-    return first < end - begin or first + other_end - other_begin > pitch
-
-
-def _are_apart(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[1] <= other[0] or other[1] <= one[0]
+    """True unless each tensor has memory of its own. Columns of one tensor count as memory that is shared."""
+    (begin, end), (other_begin, other_end) = _memory(one), _memory(other)
+    return begin < other_end and other_begin < end
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -492,13 +476,6 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
     begin = storage.data_ptr()
     return begin, begin + storage.nbytes()
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and one past the last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    return begin, begin + (last + 1) * tensor.element_size()
 
 
 @dataclass(slots=True, eq=False)

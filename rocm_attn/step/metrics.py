@@ -50,7 +50,6 @@ class Durations:
 
     @property
     def count(self) -> int:
-        """The number of durations."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
@@ -67,7 +66,6 @@ class Durations:
         return type(self)(list(self.counts), self.total, self.longest)
 
     def as_dict(self) -> dict[str, float]:
-        """The durations for JSON."""
         return {
             "count": self.count,
             "total": self.total,
@@ -282,7 +280,6 @@ class Metrics:
         return _Snapshot.of({**values, **owned, **now})
 
     def as_dict(self) -> dict[str, object]:
-        """The metrics for JSON."""
         plain = {
             name: value.as_dict() if isinstance(value, Durations) else value for name, value in self._values().items()
         }

@@ -39,7 +39,6 @@ class GraphKey:
 
     @property
     def kernel_names(self) -> tuple[str, ...]:
-        """The kernels in words."""
         return tuple(kernel.describe() for kernel in self.kernels)
 
 

@@ -87,7 +87,6 @@ class StepSelections:
         self._found, self._left = [NOTHING] * num_children, [NOTHING] * num_children
 
     def after_select(self, child: int, layer: int) -> None:
-        """Notes that a layer's indexer has selected."""
         self._found[child] = layer
         if layer in self._layers.leaving:
             self._left[child] = layer

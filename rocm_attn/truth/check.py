@@ -71,7 +71,6 @@ class TruthPlan:
 
     @property
     def num_seqs(self) -> int:
-        """The number of sequences."""
         return len(self.lengths)
 
     def steps(self) -> Iterator[list[int]]:
@@ -92,7 +91,6 @@ class TruthPlan:
 
     @property
     def most_tokens(self) -> int:
-        """New tokens of the largest step."""
         return max(sum(q_len) for q_len in self.steps())
 
 

@@ -116,7 +116,6 @@ class Sizes(NamedTuple):
 
     @classmethod
     def ones(cls, problem: Problem, device: torch.device) -> Sizes:
-        """Returns the size 1 for all heads."""
         one = torch.ones(problem.num_kv_heads, 1, device=device)
         return cls(one, one)
 
@@ -151,7 +150,6 @@ class Haystack:
 
     @property
     def kv_len(self) -> int:
-        """The number of tokens."""
         return self.k.shape[0]
 
     def queries(self, requested: NeedleQueries, problem: Problem, sharpness: float) -> Tensor:

@@ -266,7 +266,6 @@ class RecordedLaunch:
 
     @property
     def sha256(self) -> str:
-        """The hash of the code object."""
         return hashlib.sha256(self.code).hexdigest()
 
 

@@ -108,5 +108,4 @@ class AllowedOutputs:
         return float(error_parts(out, self.want, self.bound, size=self.size).max())
 
     def allows(self, out: Tensor) -> bool:
-        """True if out is close enough."""
         return self.error(out) <= 1

@@ -5,37 +5,30 @@ It keeps no token ids and no values: a step is run again with its lengths, rows 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
-from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadSetting
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Row, Scales
+from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import Flight
-from rocm_attn.watch.indexer_json import indexer_as_json, indexer_from_json
+from rocm_attn.watch.values_json import as_json, from_json
 
 NUM_STEPS = 64
 _FORMAT = 8
-# Fields of a problem whose values are members of an enum.
-_NAMED = {"pool": PoolKind, "kv_encoding": KVEncoding, "kv_scales": Scales}
-
 
 _Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array, Prefixes]
 
@@ -89,9 +82,9 @@ class FlightRecorder(Flight):
             "format": _FORMAT,
             "reason": reason,
             "torch": torch.__version__,
-            "runtime": dataclasses.asdict(RuntimeFacts.of(self._runtime)),
-            "problems": [problem_as_json(selection.problem) for selection in self._runtime.selections],
-            "steps": [dataclasses.asdict(step) for step in self.steps()],
+            "runtime": as_json(RuntimeFacts.of(self._runtime)),
+            "problems": [as_json(selection.problem) for selection in self._runtime.selections],
+            "steps": [as_json(step) for step in self.steps()],
         }
         part = self.path.with_name(self.path.name + ".part")
         part.write_text(json.dumps(content))
@@ -196,7 +189,6 @@ class NotedStep:
 
     @property
     def shape(self) -> PaddedShape:
-        """The shape that it was padded to."""
         return PaddedShape(StepKind(self.kind), self.padded_seqs, self.padded_tokens, self.children)
 
     def batch(self) -> StepBatch:
@@ -234,7 +226,6 @@ class RuntimeFacts:
 
     @classmethod
     def of(cls, runtime: AttentionRuntime) -> RuntimeFacts:
-        """The facts of a runtime."""
         options = replace(
             runtime.options,
             provider=runtime.selections[0].provider,
@@ -243,13 +234,6 @@ class RuntimeFacts:
             deterministic=runtime.deterministic,
         )
         return cls(str(runtime.device), runtime.target.arch, options, runtime.guards.off)
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> RuntimeFacts:
-        """The facts that a dump holds. Raises TypeError, KeyError, BadSetting."""
-        given = _with_tuples(fields["options"])
-        options = RuntimeOptions(**{**given, "drafts": [Drafts(**drafts) for drafts in given["drafts"]]})
-        return cls(**{**_with_tuples(fields), "options": options})
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,32 +272,9 @@ def read_dump(path: Path) -> FlightDump:
             raise BadSetting(f"{path} is a dump of format {content['format']}; this version reads format {_FORMAT}")
         return FlightDump(
             reason=content["reason"],
-            runtime=RuntimeFacts.read(content["runtime"]),
-            problems=tuple(problem_from_json(problem) for problem in content["problems"]),
-            steps=tuple(NotedStep(**_with_tuples(step)) for step in content["steps"]),
+            runtime=from_json(RuntimeFacts, content["runtime"]),
+            problems=tuple(from_json(Problem, problem) for problem in content["problems"]),
+            steps=tuple(from_json(NotedStep, step) for step in content["steps"]),
         )
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise BadSetting(f"{path} is not a dump of a flight recorder ({error})") from error
-
-
-def problem_as_json(problem: Problem) -> dict[str, Any]:
-    """A problem's fields."""
-    return {
-        **dataclasses.asdict(problem),
-        "dtype": str(problem.dtype).removeprefix("torch."),
-        **{name: getattr(problem, name).name for name in _NAMED},
-        "indexer": indexer_as_json(problem.indexer),
-        "row": {**dataclasses.asdict(problem.row), "state_dtype": str(problem.row.state_dtype).removeprefix("torch.")},
-    }
-
-
-def problem_from_json(fields: Mapping[str, Any]) -> Problem:
-    """The problem of these fields. Raises BadProblem, TypeError, AttributeError."""
-    named = {name: getattr(kind, fields[name]) for name, kind in _NAMED.items()}
-    indexer = indexer_from_json(fields["indexer"])
-    row = Row(**{**fields["row"], "state_dtype": getattr(torch, fields["row"]["state_dtype"])})
-    return Problem(**{**fields, **named, "dtype": getattr(torch, fields["dtype"]), "indexer": indexer, "row": row})
-
-
-def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -103,7 +103,6 @@ class SampledCheck(Generic[Outputs]):
 
     @property
     def counters(self) -> Metrics:
-        """See `StepRunner.counters`."""
         return self._runner.counters
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs:

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
+from rocm_attn.capture.forecast import CapturePlan, plan_capture
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.buffers import name_in
 from rocm_attn.step.gate import AnyPlan
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
@@ -48,7 +51,7 @@ class Tiny:
         cls,
         device: torch.device,
         provider: str,
-        sizes: Sequence[int] = (1, 2, 4, 8),
+        sizes: Sequence[int] | None = (1, 2, 4, 8),
         tokens: Sequence[int] = (1,),
         *,
         layers: int = 1,
@@ -81,6 +84,25 @@ class Tiny:
     def problem(self) -> Problem:
         """The first layer's."""
         return self.problems[0]
+
+    def planned(self, **changes: Any) -> CapturePlan:
+        """Returns what is predicted of the runtime. changes: of its options"""
+        return plan_capture(self.problems, self.runtime.target, replace(self.runtime.options, **changes))
+
+    def held(self) -> dict[str, int]:
+        """Returns the bytes of all that graphs read, by the names of the prediction: tables, pools and the rest."""
+        held = {name: tensor.nbytes for name, tensor in self.runtime.seals.tensors().items() if "_pages_" not in name}
+        for space in (table.space for table in self.runtime.table.spaces):
+            words = "" if space == Space.FULL else f"{space.name} "
+            held[f"{words}request table"] = held.pop(name_in(space, "table"))
+            held[f"{words}KV pool"] = self.runtime.pool.in_space(space).num_bytes
+        return held
+
+    def poison(self) -> None:
+        """Fills all memory of graphs with garbage. The table, pages and counts persist between steps."""
+        for name, tensor in self.runtime.seals.tensors().items():
+            if name not in ("table", "counts") and "pages" not in name:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
 
     def runner(self, *, graphs: bool = True, **more: Any) -> StepRunner[Tensor]:
         """Returns a runner of the model. more: arguments of StepRunner"""

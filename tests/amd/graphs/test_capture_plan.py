@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.paging.kv_pool import page_bytes
-from rocm_attn.step.options import RuntimeOptions
 from tests.amd.graphs.small_models import Tiny
 from tests.amd.worlds.problems import deterministic_providers, providers
 
@@ -37,37 +36,18 @@ def test_what_is_predicted_is_what_is_allocated_and_captured(
 ) -> None:
     tiny = Tiny.build(device, provider, [1, 4], tokens=(4, 8), **mode)  # type: ignore[arg-type]
     report = tiny.runner().capture_all()
-    runtime = tiny.runtime
-    plan = plan_capture(
-        tiny.problems,
-        runtime.target,
-        RuntimeOptions(
-            max_num_seqs=8,
-            max_kv_len=128,
-            num_pages=200,
-            provider=provider,
-            capture_sizes=[1, 4],
-            capture_tokens=[4, 8],
-            **mode,  # type: ignore[arg-type]
-        ),
-    )
+    plan = tiny.planned()
     assert [bucket.shape for bucket in plan.buckets] == [bucket.key.shape for bucket in report.buckets]
     assert plan.lengths == (provider == "torch")
-    held = {name: tensor.nbytes for name, tensor in runtime.seals.tensors().items() if "_pages_" not in name}
-    held["request table"] = held.pop("table")
-    held["KV pool"] = runtime.pool.num_bytes
-    assert {part.name: part.num_bytes for part in plan.parts} == held
-    assert plan.num_bytes == sum(held.values())
+    assert {part.name: part.num_bytes for part in plan.parts} == tiny.held()
+    assert plan.num_bytes == sum(tiny.held().values())
 
 
 def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
-    problems = [Tiny.build(device, "torch").problem]
-    target = Tiny.build(device, "torch").runtime.target
+    tiny = Tiny.build(device, "torch", None)
 
     def parts(**changes: int | list[int]) -> dict[str, tuple[int, str]]:
-        settings = {"max_num_seqs": 8, "max_kv_len": 128, "num_pages": 200, "provider": "torch", **changes}
-        plan = plan_capture(problems, target, RuntimeOptions(**settings))  # type: ignore[arg-type]
-        return {part.name: (part.num_bytes, part.knob) for part in plan.parts}
+        return {part.name: (part.num_bytes, part.knob) for part in tiny.planned(**changes).parts}
 
     plain = parts()
     for name, changes, knob in (
@@ -76,7 +56,7 @@ def test_a_setting_changes_what_it_is_named_for(device: torch.device) -> None:
         ("group_indptr", {"shared_prefixes": True}, "shared_prefixes, capture_sizes up to 8"),
         ("request table", {"max_num_seqs": 20}, "max_num_seqs 20"),
         ("request table", {"max_kv_len": 512}, "max_kv_len 512 / page_size 4"),
-        ("KV pool", {"num_pages": 300}, f"num_pages 300 of {page_bytes(problems)} bytes"),
+        ("KV pool", {"num_pages": 300}, f"num_pages 300 of {page_bytes(tiny.problems)} bytes"),
     ):
         changed = parts(**changes)
         assert changed[name][0] > plain[name][0]
@@ -88,6 +68,13 @@ def config_file(folder: Path, **changes: object) -> str:
     path = folder / "config.json"
     path.write_text(json.dumps({**LLAMA, **changes}))
     return str(path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Returns the plan that the command prints as JSON."""
+    assert main([*arguments, "--json"]) == DONE
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
 
 
 def test_the_command_lists_graphs_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,8 +96,7 @@ def test_drafts_of_many_branches_take_little_at_long_contexts(
     """512 sequences of 128k tokens, 8 branches, 4 steps: page lists per branch and step would take 17 GB."""
     sizes = ["--max-batch-size", "512", "--capture-sizes", "512"]
     arguments = ["--arch", "gfx942", *sizes, "--page-size", str(page_size), "--drafts", "8x4"]
-    assert main(["capture-plan", config_file(tmp_path), *arguments, "--json"]) == DONE
-    plan = json.loads(capsys.readouterr().out)
+    plan = planned(capsys, "capture-plan", config_file(tmp_path), *arguments)
     assert 0 < plan["draft_bytes"] < 100 << 20
     (largest,) = [b for b in plan["buckets"] if b["branches"] and b["num_seqs"] == 512]
     assert (largest["branches"], largest["draft_steps"], largest["num_tokens"]) == (8, 4, 512 * 8 * 4)
@@ -123,18 +109,17 @@ def test_drafts_of_many_branches_take_little_at_long_contexts(
 def test_layers_that_read_anothers_k_and_v_have_no_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # 9 layers keep K and V, the fifth one without a window; 6 read them.
     gemma3n = {"architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 15, "num_kv_shared_layers": 6}
-    arguments = ["--arch", "gfx942", "--max-batch-size", "4", "--num-pages", "100", "--swa-pages", "40", "--json"]
-    assert main(["capture-plan", config_file(tmp_path, **gemma3n, head_dim=256), *arguments]) == DONE
-    parts = {part["name"]: part["bytes"] for part in json.loads(capsys.readouterr().out)["parts"]}
+    arguments = ["--arch", "gfx942", "--max-batch-size", "4", "--num-pages", "100", "--swa-pages", "40"]
+    plan = planned(capsys, "capture-plan", config_file(tmp_path, **gemma3n, head_dim=256), *arguments)
+    parts = {part["name"]: part["bytes"] for part in plan["parts"]}
     layer_page_bytes = 16 * 8 * (256 + 256) * 2
     assert parts["KV pool"] == 100 * layer_page_bytes
     assert parts["SWA KV pool"] == 40 * 8 * layer_page_bytes
 
 
 def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--arch", "cpu", "--max-batch-size", "2", "--page-size", "64", "--json"]
-    assert main(["capture-plan", config_file(tmp_path), *arguments]) == DONE
-    plan = json.loads(capsys.readouterr().out)
+    arguments = ["--arch", "cpu", "--max-batch-size", "2", "--page-size", "64"]
+    plan = planned(capsys, "capture-plan", config_file(tmp_path), *arguments)
     assert plan["max_kv_len"] == 131072
     assert [(bucket["kind"], bucket["num_seqs"]) for bucket in plan["buckets"]] == [("decode", 2), ("decode", 1)]
     assert plan["total_bytes"] == sum(part["bytes"] for part in plan["parts"])
@@ -144,11 +129,10 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_deterministic_kernels_are_planned_with_their_workspace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["capture-plan", config_file(tmp_path), "--arch", "gfx942", "--max-batch-size", "64", "--json"]
+    arguments = ["capture-plan", config_file(tmp_path), "--arch", "gfx942", "--max-batch-size", "64"]
     workspaces = []
     for more in ([], ["--deterministic"]):
-        assert main([*arguments, *more]) == DONE
-        parts = json.loads(capsys.readouterr().out)["parts"]
+        parts = planned(capsys, *arguments, *more)["parts"]
         workspaces.append({part["name"]: part["bytes"] for part in parts}["workspace"])
     # docs/deterministic.md: a slot for every segment of every row, with 4 query heads x 130 words.
     assert workspaces[1] == 64 * 8 * (131072 // 1024) * 4 * 130 * 4
@@ -162,8 +146,8 @@ def test_the_workspace_of_deterministic_extend_on_hopper_is_reported_before_ther
     """Its kernel needs one release of Triton; the plan does not depend on the installed one."""
     command = ["capture-plan", config_file(tmp_path), "--arch", "sm_90", "--provider", "triton", "--deterministic"]
     sizes = ["--max-batch-size", "8", "--max-kv-len", "4096", "--capture-tokens", "2048"]
-    assert main([*command, *sizes, "--triton-release", triton, "--json"]) == DONE
-    (workspace,) = (part for part in json.loads(capsys.readouterr().out)["parts"] if part["name"] == "workspace")
+    parts = planned(capsys, *command, *sizes, "--triton-release", triton)["parts"]
+    (workspace,) = (part for part in parts if part["name"] == "workspace")
     assert served[0] < workspace["bytes"] < served[1]
     assert "max_kv_len 4096 / page_size" in workspace["knob"]
     assert main([*command, *sizes, "--triton-release", "later"]) == BAD_INPUT
@@ -175,8 +159,7 @@ def test_the_command_chooses_the_pages_that_are_left_open(
     pool: str, chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["capture-plan", config_file(tmp_path), "--arch", "gfx942", "--max-batch-size", "2", "--pool", pool]
-    assert main([*command, "--page-size", "auto", "--json"]) == DONE
-    plan = json.loads(capsys.readouterr().out)
+    plan = planned(capsys, *command, "--page-size", "auto")
     assert (plan["page_size"], plan["pool"]) == (16, chosen)
     assert main([*command, "--page-size", "auto"]) == DONE
     layout = "vectorised " if chosen == "vectorized" else ""
@@ -202,8 +185,7 @@ def test_the_command_says_whether_it_fits_a_gpu_and_how_many_tokens_would(
     command = ["capture-plan", config_file(tmp_path, **WHOLE), "--gpu", "mi300x", "--max-batch-size", "64", *arguments]
     assert main(command) == DONE
     assert re.search(verdict, capsys.readouterr().out)
-    assert main([*command, "--json"]) == DONE
-    plan = json.loads(capsys.readouterr().out)
+    plan = planned(capsys, *command)
     fit = plan["fit"]
     assert fit["fits"] == (not verdict.startswith("does not"))
     assert fit["kv"] + fit["buffers"] == plan["total_bytes"]
@@ -211,16 +193,14 @@ def test_the_command_says_whether_it_fits_a_gpu_and_how_many_tokens_would(
     if fit["room"]:
         for more, fits in ((0, True), (1, False)):
             pages = str(1 + fit["room"] // 16 + more)
-            assert main([*command, "--num-pages", pages, "--json"]) == DONE
-            assert json.loads(capsys.readouterr().out)["fit"]["fits"] == fits
+            assert planned(capsys, *command, "--num-pages", pages)["fit"]["fits"] == fits
 
 
 def test_the_command_says_how_fast_a_gpu_should_be_and_how_steps_are_sized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["capture-plan", config_file(tmp_path, **WHOLE), "--gpu", "mi300x", "--max-kv-len", "8192"]
-    assert main([*command, "--json"]) == DONE
-    plan = json.loads(capsys.readouterr().out)
+    plan = planned(capsys, *command)
     assert list(plan["decode_ms"]) == list(plan["lower_bound_ms"]) == ["1", "32", "256"]
     # All weights but the embedding, and 512 tokens of 128 KiB, at 5.3 TB/s.
     read = plan["weights_bytes"] - 2 * 128256 * 4096 + 512 * (128 << 10)
@@ -234,8 +214,7 @@ def test_the_command_says_how_fast_a_gpu_should_be_and_how_steps_are_sized(
     assert f"   1 sequences of 512 tokens decode in {plan['decode_ms']['1']:.3g} ms" in printed
     assert f"has its first token in {plan['first_token_ms']:.3g} ms" in printed
     # In less memory fewer sequences run, each with room for 1024 tokens.
-    assert main([*command, "--json", "--gpu-memory-share", "0.2"]) == DONE
-    little = json.loads(capsys.readouterr().out)
+    little = planned(capsys, *command, "--gpu-memory-share", "0.2")
     assert little["budget"]["max_batch_size"] == little["fit"]["room"] // 1024 < 256
     # Published rates are of 16-bit matrices, and weights of another size are not those that were counted.
     for others in (["--dtype", "float32"], ["--weights-gib", "8"]):
@@ -245,12 +224,8 @@ def test_the_command_says_how_fast_a_gpu_should_be_and_how_steps_are_sized(
 
 def test_ranks_share_heads_and_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """8 KV heads over 8 ranks: an eighth of the pool, and of all weights but the embedding and the norms."""
-    command = ["capture-plan", config_file(tmp_path, **WHOLE), "--gpu", "mi300x", "--max-batch-size", "4", "--json"]
-    plans = []
-    for tp in ("1", "8"):
-        assert main([*command, "--tp", tp]) == DONE
-        plans.append(json.loads(capsys.readouterr().out))
-    one, eighth = plans
+    command = ["capture-plan", config_file(tmp_path, **WHOLE), "--gpu", "mi300x", "--max-batch-size", "4"]
+    one, eighth = plans = [planned(capsys, *command, "--tp", tp) for tp in ("1", "8")]
     pools = [next(part["bytes"] for part in plan["parts"] if part["name"] == "KV pool") for plan in plans]
     assert pools[0] == 8 * pools[1]
     everywhere = 2 * (128256 * 4096 + 65 * 4096)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.graphs import draft_shapes, recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadSetting
@@ -100,9 +99,8 @@ def test_a_round_recomputes_whatever_was_left_in_its_buffers(
         runner = tiny.runner(draft=tiny.draft)
         of_rounds = []
         for count in (3, 1, 3, 2):
-            for name, tensor in tiny.runtime.seals.tensors().items() if poison else ():
-                if name not in ("table", "counts") and "pages" not in name:
-                    tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
+            if poison:
+                tiny.poison()
             of_rounds.append(runner.run(requests.draft_batch(drafts, count)).clone())
         outs.append(of_rounds)
         assert runner.counters.replays == 4
@@ -134,15 +132,13 @@ def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.de
     runner = tiny.runner(draft=tiny.draft)
     report = runner.capture_all()
     assert (report.skipped, report.graphs_off) == ({}, "")
-    options = tiny.runtime.options
-    plan = plan_capture(tiny.problems, tiny.runtime.target, options)
+    plan = tiny.planned()
     shapes = [bucket.key.shape for bucket in report.buckets]
     assert shapes == [bucket.shape for bucket in plan.buckets]
     drafts = [shape for shape in shapes if shape.drafts == TREE]
     assert drafts == list(draft_shapes(tiny.runtime.padding))
-    held = {name: tensor.nbytes for name, tensor in tiny.runtime.core.memory.sealed_tensors().items()}
-    assert held == {part.name: part.num_bytes for part in plan.parts if part.name in held}
-    without = plan_capture(tiny.problems, tiny.runtime.target, replace(options, drafts=()))
+    assert {part.name: part.num_bytes for part in plan.parts} == tiny.held()
+    without = tiny.planned(drafts=())
     assert plan.draft_bytes == plan.num_bytes - without.num_bytes > 0
     assert without.draft_bytes == 0
 

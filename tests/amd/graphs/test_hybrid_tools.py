@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.cli import DONE, main
 from rocm_attn.errors import DeviceFault
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
 from rocm_attn.problem import Problem
-from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import Tiny
@@ -30,25 +28,9 @@ def hybrid(device: torch.device, provider: str) -> tuple[Tiny, list[Problem]]:
 
 
 def test_the_plan_counts_the_tables_buffers_and_pools_of_both_spaces(provider: str, device: torch.device) -> None:
-    tiny, problems = hybrid(device, provider)
+    tiny, _ = hybrid(device, provider)
     tiny.runner()
-    plan = plan_capture(
-        problems,
-        tiny.runtime.target,
-        RuntimeOptions(
-            max_num_seqs=8,
-            max_kv_len=128,
-            num_pages=200,
-            swa_pages=60,
-            provider=provider,
-            capture_sizes=[2, 4],
-            capture_tokens=[8, 16],
-        ),
-    )
-    held = {name: tensor.nbytes for name, tensor in tiny.runtime.seals.tensors().items() if "_pages_" not in name}
-    held["request table"], held["SWA request table"] = held.pop("table"), held.pop("swa_table")
-    for name, space in (("KV pool", Space.FULL), ("SWA KV pool", Space.SWA)):
-        held[name] = tiny.runtime.pool.in_space(space).num_bytes
+    plan, held = tiny.planned(), tiny.held()
     assert {part.name: part.num_bytes for part in plan.parts} == held
     knobs = {part.name: part.knob for part in plan.parts}
     assert knobs["SWA KV pool"].startswith("swa_pages 60 of ")

@@ -9,7 +9,7 @@ import torch
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadSetting, NeverFits
+from rocm_attn.errors import NeverFits
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runtime import AttentionRuntime
@@ -118,12 +118,3 @@ def test_rows_beyond_the_sequences_of_a_step_are_served_in_turns(device: torch.d
     assert runner.counters.replays > 0
     with pytest.raises(NeverFits, match="raise max_num_seqs = 2"):
         runner.run(StepBatch([1, 2, 3], [2, 3, 4], [1, 1, 1], [1, 1, 1]))
-
-
-def test_fewer_rows_than_a_step_has_sequences_are_refused() -> None:
-    with pytest.raises(BadSetting, match="max_num_rows is 2 and max_num_seqs is 3"):
-        RuntimeOptions(num_pages=8, max_num_seqs=3, max_num_rows=2, max_kv_len=16)
-    with pytest.raises(BadSetting, match="max_num_rows"):
-        RuntimeOptions(num_pages=8, max_num_seqs=3, max_num_rows=-1, max_kv_len=16)
-    with pytest.raises(BadSetting, match="max_num_rows"):
-        RuntimeOptions(num_pages=8, max_num_seqs=3, max_num_rows=4.5, max_kv_len=16)  # type: ignore[arg-type]

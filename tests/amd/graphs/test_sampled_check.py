@@ -36,8 +36,11 @@ class OffByALittle(LayerTap):
             out += 0.01
 
 
-def checked(tiny: Tiny, runner: StepRunner, tap: LayerTap, every: int = 1) -> SampledCheck:
-    return SampledCheck(runner, tiny.runtime, tiny.problems, tap, every=every)
+def checked(tiny: Tiny, runner: StepRunner | None = None, every: int = 1) -> SampledCheck:
+    """Returns a check of a runner, or of one that runs every step eagerly; it taps the model's layers."""
+    tap, around = LayerTap(), tiny.around
+    tiny.around = lambda layers: tap.around(around(layers))
+    return SampledCheck(runner or tiny.runner(graphs=False), tiny.runtime, tiny.problems, tap, every=every)
 
 
 def compared(check: SampledCheck) -> tuple[int, int, int, int, str]:
@@ -51,10 +54,8 @@ def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, de
     outs = []
     for sampled in (False, True):
         tiny = Tiny.build(device, provider, [4], tokens=(8,))
-        tap = LayerTap()
-        tiny.around = tap.around
         runner = tiny.runner(graphs=graphs)
-        check = checked(tiny, runner, tap)
+        check = checked(tiny, runner)
         outs.append(serve(check if sampled else runner, tiny.runtime, served))
         assert compared(check) == (len(served) if sampled else 0, 0, 0, 0, "")
         assert runner.counters.steps == len(served)
@@ -64,20 +65,15 @@ def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, de
 
 def test_one_step_in_so_many_is_looked_at(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider)
-    tap = LayerTap()
-    tiny.around = tap.around
-    check = checked(tiny, tiny.runner(graphs=False), tap, every=3)
+    check = checked(tiny, every=3)
     serve(check, tiny.runtime)
     assert check.counters.samples == len(SERVED) // 3
 
 
 def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [4])
-    tap = LayerTap()
-    tiny.around = tap.around
     forward = counts_on_the_host(tiny)
-    runner = StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device), check=NO_CHECK)
-    check = checked(tiny, runner, tap)
+    check = checked(tiny, StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device), check=NO_CHECK))
     serve(check, tiny.runtime)
     counters = check.counters
     # Recorded for three sequences: wrong for the two steps of two and the step of one.
@@ -89,9 +85,8 @@ def test_a_graph_that_went_wrong_is_counted(provider: str, device: torch.device)
 @pytest.mark.parametrize("wrong_layer", [0, 1])
 def test_a_layer_that_went_wrong_is_counted(wrong_layer: int, provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, layers=2)
-    wrong, tap = OffByALittle(wrong_layer), LayerTap()
-    tiny.around = lambda layers: tap.around(wrong.around(layers))
-    check = checked(tiny, tiny.runner(graphs=False), tap)
+    tiny.around = OffByALittle(wrong_layer).around
+    check = checked(tiny)
     serve(check, tiny.runtime)
     counters = check.counters
     # One of two layers is checked in each step.
@@ -137,8 +132,6 @@ def test_a_write_to_what_is_reserved_is_counted(
 ) -> None:
     """The first step has the sound state; then forward writes to reserved places."""
     tiny = Tiny.build(device, provider, layers=2)
-    tap = LayerTap()
-    tiny.around = tap.around
     table, pages = tiny.runtime.table.full.entries, tiny.runtime.pool.layer(1)
     requests, writes = Requests(tiny.runtime), torch.zeros((), dtype=torch.int32, device=tiny.runtime.device)
 
@@ -151,7 +144,7 @@ def test_a_write_to_what_is_reserved_is_counted(
         return out
 
     recorder = recorder_for(tiny.runtime.device) if graphs else None
-    check = checked(tiny, StepRunner(tiny.runtime, forward, recorder, check=NO_CHECK), tap)
+    check = checked(tiny, StepRunner(tiny.runtime, forward, recorder, check=NO_CHECK))
     requests.admit(2)
     requests.run(check, [3, 2])
     requests.run(check, [1, 1])
@@ -173,8 +166,6 @@ def test_a_write_to_what_is_reserved_is_counted(
 def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provider: str, device: torch.device) -> None:
     """Its forward advances the lengths, as an overlapped scheduler does: a second run would be another step."""
     tiny = Tiny.build(device, provider)
-    tap = LayerTap()
-    tiny.around = tap.around
     kv_len = torch.tensor([4], dtype=torch.int32, device=tiny.runtime.device)
 
     def forward(step: Part) -> Tensor:
@@ -182,7 +173,7 @@ def test_a_step_with_inputs_on_the_device_is_looked_at_but_not_run_again(provide
         kv_len.add_(1)
         return out
 
-    check = checked(tiny, StepRunner(tiny.runtime, forward, None), tap)
+    check = checked(tiny, StepRunner(tiny.runtime, forward, None))
     requests = tiny.admitted(1)
     requests.run(check, [3])
     for step in range(3):

@@ -14,7 +14,6 @@ from torch import Tensor
 from rocm_attn.batch.mask import TreeMask, random_trees
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import rows_beyond_bounds
-from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.graphs import capture_shapes, recorder_for, shape_name
 from rocm_attn.capture.split_forward import SplitForward, side_by_side
 from rocm_attn.capture.step_runner import StepRunner
@@ -22,7 +21,6 @@ from rocm_attn.cli import DONE, main
 from rocm_attn.hip_graphs.forked import ForkedStream
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
-from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part, Step
 from rocm_attn.watch.flight_recorder import FlightRecorder
 from tests.amd.graphs.small_models import Forgetful, Requests, Tiny, same
@@ -114,16 +112,14 @@ def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.dev
 
 
 def test_a_split_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, device: torch.device) -> None:
-    """Poison: all memory of graphs is garbage before each replay. The table, pages and counts persist between steps."""
     outs = []
     for poison in (False, True):
         tiny = build(device, provider)
         runner = runner_of(tiny)
 
         def run(batch: StepBatch, tiny: Tiny = tiny, runner: StepRunner = runner, poison: bool = poison) -> Tensor:
-            for name, tensor in tiny.runtime.seals.tensors().items() if poison else ():
-                if name not in ("table", "counts") and "pages" not in name:
-                    tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
+            if poison:
+                tiny.poison()
             return runner.run(batch, halves=2)
 
         outs.append(served(runner, tiny, run))
@@ -141,23 +137,9 @@ def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: to
     assert sum(shape.num_children == 2 for shape in shapes) >= len(shapes) // 3
     assert all("bitwise in 3 random batches" in bucket.check for bucket in report.buckets)
     assert any("decode of 6 sequences in two halves" in line for line in report.lines())
-    plan = plan_capture(
-        tiny.problems,
-        tiny.runtime.target,
-        RuntimeOptions(
-            max_num_seqs=rows,
-            max_kv_len=128,
-            num_pages=200,
-            provider=provider,
-            capture_sizes=sizes,
-            capture_tokens=(6, 12),
-            split_steps=True,
-        ),
-    )
+    plan = tiny.planned()
     assert [bucket.shape for bucket in plan.buckets] == shapes
-    held = {name: tensor.nbytes for name, tensor in tiny.runtime.seals.tensors().items() if "_pages_" not in name}
-    parts = {part.name: part.num_bytes for part in plan.parts}
-    assert {name: parts[name] for name in held if name != "table"} == {n: b for n, b in held.items() if n != "table"}
+    assert {part.name: part.num_bytes for part in plan.parts} == tiny.held()
 
 
 def test_without_split_steps_nothing_is_sealed_for_them_and_they_run_eagerly(

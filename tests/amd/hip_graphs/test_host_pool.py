@@ -8,38 +8,6 @@ from torch import Tensor
 from rocm_attn.hip_graphs.host_pool import ALIGNMENT, CHUNK_BYTES, HostPool
 
 
-def test_a_block_is_taken_again_when_the_last_view_of_it_is_gone() -> None:
-    pool = HostPool()
-    block = pool.take(256)
-    address = block.data_ptr()
-    view = torch.empty(0).set_(block.untyped_storage(), 0, (64,), (1,))[8:]
-    del block
-    assert pool.take(256).data_ptr() != address
-    del view
-    assert pool.take(256).data_ptr() == address
-
-
-def test_an_alias_shows_the_same_elements_and_holds_nothing() -> None:
-    pool = HostPool()
-    tensor = pool.take(24 * 4).view(torch.float32).view(4, 6)
-    tensor.copy_(torch.arange(24.0).view(4, 6))
-    window = tensor[1:3, ::2]
-    alias = pool.alias(window)
-    assert alias is not None
-    assert alias.data_ptr() == window.data_ptr()
-    assert torch.equal(alias, window)
-    address = tensor.data_ptr()
-    del tensor, window
-    assert pool.take(24 * 4).data_ptr() == address
-
-
-def test_memory_outside_of_the_pool_has_no_alias() -> None:
-    pool = HostPool()
-    pool.take(64)
-    assert pool.alias(torch.ones(3)) is None
-    assert pool.alias(torch.ones(0)) is None
-
-
 def test_live_blocks_never_overlap_and_all_memory_comes_back() -> None:
     pool = HostPool()
     draw = random.Random(0)

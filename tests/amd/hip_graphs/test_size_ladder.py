@@ -20,11 +20,6 @@ def test_fit_is_the_smallest_size_that_holds_n(ladder: SizeLadder, n: int) -> No
             ladder.fit(n)
 
 
-@given(ladders, st.integers(-3, 2001))
-def test_a_ladder_holds_exactly_its_sizes(ladder: SizeLadder, n: int) -> None:
-    assert ladder.holds(n) == (n in ladder) == (n in ladder.sizes)
-
-
 @given(st.integers(1, 5000), st.integers(1, 16))
 def test_default_sizes_are_aligned_and_reach_the_largest_and_no_further(largest: int, alignment: int) -> None:
     ladder = default_ladder(largest, alignment)

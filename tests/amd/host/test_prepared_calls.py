@@ -123,12 +123,6 @@ def test_launches_of_a_call_come_in_their_order() -> None:
     assert [ran[0] for ran in kernel.ran] == [1, 2, 3]
 
 
-def test_a_form_that_was_never_made_is_not_prepared() -> None:
-    q, kernel = rows(), Kernel(("q",))
-    calls, call = calls_after(lambda: launch(kernel, (1,), q), q)
-    assert not made_again(calls, call._replace(form="another"))
-
-
 @pytest.mark.parametrize(
     "hidden",
     [lambda q: torch.zeros(4), lambda q: SimpleNamespace(base=q), lambda q: q[1:]],
@@ -215,95 +209,6 @@ def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: i
     assert len(kernel.ran) == 3
     has_it = [odd_one < 2, odd_one < 4, odd_one >= 2]
     assert [call is not None for call in made(given(odd=True))] == has_it
-
-
-def test_a_layer_that_is_called_again_launches_what_it_is_given_now() -> None:
-    """The layer's last launch is kept, but every call launches its own arguments, on its own stream."""
-    pool = HybridKVPool([PLAIN], [Space.FULL], num_pages={Space.FULL: 4}, device=CPU)
-    streams = [STREAM]
-    forms = LayerForms([0], pool, LayerHeadWeights([PLAIN], CPU), lambda: streams[-1])
-    kernel, calls = Kernel(("k", "v", "pages")), PreparedCalls()
-
-    def make(k: Tensor, v: Tensor) -> None:
-        call = forms.store(calls, 0, k, v)
-        if call is not None:
-            with calls.noting(call, ()):
-                launch(kernel, (k.shape[0],), k, v, pool.layer(0).raw_k)
-        elif k.shape[0] != kernel.ran[-1][0]:
-            raise AssertionError("a launch of another form was made")
-        else:
-            expected = streams[-1], k.data_ptr(), v.data_ptr(), pool.layer(0).raw_k.data_ptr()
-            assert (kernel.ran[-1][3], *kernel.ran[-1][-3:]) == expected
-
-    (k, v), (other_k, other_v), longer = kv(), kv(), kv(5)
-    for given in ((k, v), (k, v), (k, v), (k, v), (other_k, v), (other_k, other_v), longer, longer, (k, v), longer):
-        make(*given)
-    for _ in range(3):
-        streams.append(streams[-1] + 1)
-        make(k, v)
-        make(k, v)
-    pages = pool.layer(0)
-    pool.take(0, LayerPages.plain(pages.k.clone(), pages.v.clone()))
-    for _ in range(3):
-        make(k, v)
-    assert kernel.by_triton == 2, "each form was prepared once"
-    assert len(kernel.ran) == 17
-
-
-def test_a_layer_that_is_called_again_launches_its_new_weights() -> None:
-    pool = HybridKVPool([WITH_SINKS], [Space.FULL], num_pages={Space.FULL: 4}, device=CPU)
-    weights = LayerHeadWeights([WITH_SINKS], CPU, renew=lambda owned, given: given.clone())
-    forms = LayerForms([0], pool, weights, stream)
-    kernel, calls = Kernel(("last",)), PreparedCalls()
-    (q, out), (k, v) = q_and_out(), kv()
-
-    def attend_with(sinks: Tensor) -> None:
-        weights.set(0, HeadWeights(sinks=sinks))
-        for _ in range(4):
-            call = forms.attend(calls, 0, q, out, None)
-            if call is not None:
-                with calls.noting(call, ()):
-                    launch(kernel, (1,), weights.of(0).sinks)
-        held = weights.of(0).sinks
-        assert held is not None
-        assert kernel.ran[-1][-1] == held.data_ptr()
-
-    def rope_with(work: QkvWork) -> None:
-        for _ in range(4):
-            call = forms.rope_and_store(calls, 0, Projected(q, k, v, out), work)
-            if call is not None:
-                with calls.noting(call, ()):
-                    launch(kernel, (1,), work.rope.cos_sin if work.rope is not None else None)
-        assert work.rope is not None
-        assert kernel.ran[-1][-1] == work.rope.cos_sin.data_ptr()
-
-    for at in range(2):
-        attend_with(torch.full((8,), float(at)))
-        rope_with(QkvWork(rope=RopeTable(torch.ones(8, 16))))
-    assert kernel.by_triton == 2, "each operation was prepared once"
-
-
-def test_what_a_layer_launched_last_is_not_launched_for_tensors_of_another_form() -> None:
-    forms, *_ = forms_of(PLAIN)
-    kernel, calls = Kernel(("q", "out")), PreparedCalls()
-    memory = torch.zeros(4096)
-    q, out = q_and_out()
-
-    def attend_as(one: Tensor, other: Tensor) -> bool:
-        call = forms.attend(calls, 0, one, other, None)
-        if call is not None:
-            with calls.noting(call, ()):
-                launch(kernel, (1,), one, other)
-        return call is None
-
-    same_place = memory[:512].view(4, 8, 16), memory[:256].view(2, 8, 16), memory[:1024].view(4, 16, 16)[:, :8]
-    assert [attend_as(same_place[0], out) for _ in range(4)] == [False, True, True, True]
-    for each in same_place[1:]:
-        assert not attend_as(each, out)
-    assert attend_as(same_place[0], out)
-    assert not attend_as(same_place[0].view(torch.int32), out)
-    assert not attend_as(same_place[0], same_place[0])
-    assert not attend_as(q.half(), out)
 
 
 def rows_at(first: int, *sizes: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -110,11 +111,8 @@ def test_a_chunk_in_views_of_another_one_reads_its_own_keys() -> None:
     for first in range(0, 24, 6):
         step = runtime.step(served.batch(6, cached=first)).parts[0]
         tokens = step.token_ids.shape[0]
-        q = torch.zeros(tokens, problem.num_q_heads, problem.head_dim)
-        k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)
-        v = torch.arange(first, first + tokens).float()[:, None, None]
-        out = torch.empty(tokens, problem.num_q_heads, problem.v_head_dim)
-        step.layers.store_and_attend(0, q, k, v.repeat(1, problem.num_kv_heads, problem.v_head_dim), out)
+        q, k, v, out = ZeroInputs(CPU).of(problem, tokens)
+        step.layers.store_and_attend(0, q, k, v.copy_(torch.arange(first, first + tokens)[:, None, None]), out)
         runtime.end_step()
         wanted = torch.arange(first, first + 6).float() / 2
         torch.testing.assert_close(out[:6], wanted[:, None, None].expand(6, *out.shape[1:]))

@@ -36,17 +36,6 @@ def batch_of(rows: list[int], kv_len: list[int], q_len: list[int] | None = None)
     return StepBatch(np.array(rows), np.array(kv_len), np.array(q_len if q_len is not None else [1] * len(rows)))
 
 
-def test_row_zero_and_page_zero_are_never_handed_out() -> None:
-    table = make_table()
-    rows = [table.admit() for _ in range(3)]
-    assert sorted(rows) == [1, 2, 3]
-    for row in rows[:2]:
-        table.reserve(row, 16)
-    held = np.concatenate([table.pages_of(row) for row in rows])
-    assert sorted(held.tolist()) == list(range(1, 9))
-    assert not table.full.entries_host[0].any()
-
-
 def test_no_row_has_room_for_more_tokens_than_the_longest_although_its_last_page_has() -> None:
     table = make_table(page_size=8, max_kv_len=20)
     rows = np.array([table.admit(), table.admit()], np.int32)
@@ -58,17 +47,6 @@ def test_no_row_has_room_for_more_tokens_than_the_longest_although_its_last_page
     assert [len(table.pages_of(int(row))) for row in rows] == [3, 1]
     with pytest.raises(BadBatch, match="has room for 20 tokens"):
         table.checks.check(batch_of(rows[:1].tolist(), [21]))
-
-
-def test_reserving_for_many_rows_is_all_or_nothing() -> None:
-    table = make_table(num_pages=4)
-    rows = np.array([table.admit(), table.admit()], np.int32)
-    table.reserve_all(rows, np.array([4, 4], np.int32))
-    with pytest.raises(OutOfPages):
-        table.reserve_all(rows, np.array([5, 5], np.int32))
-    assert [len(table.pages_of(int(row))) for row in rows] == [1, 1]
-    table.reserve_all(rows, np.array([5, 4], np.int32))
-    assert [len(table.pages_of(int(row))) for row in rows] == [2, 1]
 
 
 def test_a_step_is_refused_for_room_that_was_given_back_since_it_was_reserved() -> None:
@@ -114,20 +92,6 @@ def test_a_second_free_is_an_error() -> None:
         table.free(row)
     with pytest.raises(WrongState):
         table.free(0)
-
-
-def test_a_partly_filled_page_is_copied_before_either_side_writes() -> None:
-    table = make_table()
-    parent = holding(table, 6)
-    child = table.fork(parent, 6)
-    shared = table.pages_of(parent)[1]
-    table.reserve(child, 7)
-    own = table.pages_of(child)[1]
-    assert own != shared
-    assert table.pages_of(parent)[1] == shared
-    assert table.full.pending.copies == {own: shared}
-    table.reserve(parent, 7)
-    assert table.pages_of(parent)[1] == shared, "the last holder writes in place"
 
 
 def test_a_page_that_is_still_to_be_copied_is_not_handed_out() -> None:

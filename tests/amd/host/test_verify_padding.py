@@ -11,9 +11,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import capture_shapes
 from rocm_attn.capture.probe_requests import typical_q_len
-from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
-from rocm_attn.step.options import RuntimeOptions
 
 POLICY = PaddingPolicy(SizeLadder((1, 2, 4, 8)), SizeLadder((1,)), verify=5)
 
@@ -71,5 +69,3 @@ def test_without_them_nothing_is_padded_so() -> None:
     plain = PaddingPolicy(SizeLadder((1, 2, 4, 8)), SizeLadder((1,)))
     assert plain.shape(batch(5, 5, 5)).num_tokens == 15
     assert not plain.captures(plain.shape(batch(5, 5, 5)))
-    with pytest.raises(BadSetting, match="verify_tokens is -1"):
-        RuntimeOptions(num_pages=9, max_num_seqs=2, max_kv_len=8, verify_tokens=-1)

@@ -44,24 +44,6 @@ def grow(table: RequestTable, row: int, start: int, stop: int) -> None:
     table.evict(ints(row), ints(start))
 
 
-def test_pages_before_the_window_and_what_is_kept_are_given_back() -> None:
-    table = make_table()
-    row = table.admit()
-    swa = table.space(Space.SWA)
-    table.reserve(row, 12)
-    assert swa.num_free_pages == 6
-    # Token 9 sees 4 .. 9, token 7 may be computed again and sees 2 .. 7: page 0 is needed until the start is 10.
-    grow(table, row, 9, 12)
-    assert swa.num_free_pages == 6
-    grow(table, row, 10, 12)
-    assert table.pages_of(row, Space.SWA).tolist()[0] == 0
-    assert swa.num_free_pages == 7
-    assert len(set(table.pages_of(row).tolist())) == 4
-    assert table.full.num_free_pages == 7
-    assert (row, 0, 0) in map(tuple, swa.pending_updates().tolist())
-    assert (row, 0, 0) not in map(tuple, table.full.pending_updates().tolist())
-
-
 @pytest.mark.parametrize("start", range(21))
 def test_nothing_that_a_step_or_one_a_few_tokens_back_sees_is_given_back(start: int) -> None:
     table = make_table()
@@ -85,19 +67,6 @@ def test_a_step_that_goes_back_too_far_is_refused() -> None:
     assert table.admit() == row
     table.reserve(row, 3)
     table.checks.check(StepBatch(ints(row), ints(3), ints(3)))
-
-
-def test_a_long_prompt_needs_room_for_its_window_and_a_chunk() -> None:
-    table = make_table(swa_pages=6, full_pages=20)
-    row = table.admit()
-    for start in range(0, 21, 4):
-        table.evict(ints(row), ints(start))
-        table.reserve(row, min(start + 4, 21))
-    other = table.admit()
-    with pytest.raises(
-        NeverFits, match="needs 7 pages of the SWA space for 21 tokens and there are 6; raise swa_pages"
-    ):
-        table.reserve(other, 21)
 
 
 @pytest.mark.parametrize("q_len", range(1, 9))

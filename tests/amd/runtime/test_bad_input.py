@@ -15,6 +15,7 @@ from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, Capaci
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.worlds.problems import small_problem
@@ -123,31 +124,17 @@ def test_the_layers_of_an_earlier_step_of_the_same_plan_are_refused(world: World
     world.runtime.end_step()
 
 
-def test_a_pool_that_cannot_be_is_refused(device: torch.device) -> None:
-    def build(problems: list[Problem], num_pages: int = 8, max_num_seqs: int = 2, max_kv_len: int = 8) -> None:
-        build_runtime(
-            problems,
-            RuntimeOptions(num_pages=num_pages, max_num_seqs=max_num_seqs, max_kv_len=max_kv_len, provider=PROVIDER),
-            device=device,
-        )
+def built_of(problems: list[Problem], device: torch.device, **changes: Any) -> AttentionRuntime:
+    """Returns a small runtime. changes: of its options"""
+    numbers: dict[str, Any] = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, **changes}
+    return build_runtime(problems, RuntimeOptions(provider=PROVIDER, **numbers), device=device)
 
+
+def test_layers_that_no_pool_can_hold_are_refused(device: torch.device) -> None:
     with pytest.raises(BadProblem, match="no layers"):
-        build([])
+        built_of([], device)
     with pytest.raises(BadProblem, match="disagree on the page size"):
-        build([small_problem(4), small_problem(8)])
-    with pytest.raises(CapacityExceeded, match="page 0 is reserved"):
-        build([small_problem()], num_pages=1)
-    with pytest.raises(CapacityExceeded, match="int32 slot"):
-        build([small_problem()], num_pages=2**30)
-    with pytest.raises(CapacityExceeded, match="max_num_seqs"):
-        build([small_problem()], max_num_seqs=0)
-
-
-@pytest.mark.parametrize("name", ["deterministic", "shared_prefixes", "split_steps"])
-def test_an_option_that_is_a_word_is_refused(name: str) -> None:
-    words: dict[str, Any] = {name: "no"}
-    with pytest.raises(BadSetting, match=f"{name} is 'no'; it must be True or False"):
-        RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=8, **words)
+        built_of([small_problem(4), small_problem(8)], device)
 
 
 def test_layers_that_did_not_store_are_named_by_the_next_step(device: torch.device) -> None:
@@ -170,11 +157,7 @@ def test_layers_that_did_not_store_are_named_by_the_next_step(device: torch.devi
 
 def test_pages_of_more_tokens_than_a_gpu_serves_are_refused_on_a_cpu_too() -> None:
     with pytest.raises(Unsupported) as caught:
-        build_runtime(
-            [small_problem(256)],
-            RuntimeOptions(num_pages=8, max_num_seqs=2, max_kv_len=8, provider=PROVIDER),
-            device="cpu",
-        )
+        built_of([small_problem(256)], torch.device("cpu"))
     of_heads = [reason for reason in caught.value.reasons if "it reads latent pages" not in reason]
     assert of_heads
     assert all("page_size 256 is outside 1..128" in reason for reason in of_heads)
@@ -200,33 +183,42 @@ def test_an_unknown_provider_is_named() -> None:
 @pytest.mark.parametrize("value", [8.5, 8.0, "8", None, True, float("nan")])
 @pytest.mark.parametrize("name", ["num_pages", "max_num_seqs", "max_kv_len", "swa_pages", "swa_kept", "first_swa_page"])
 def test_a_number_that_is_none_is_named(name: str, value: object, device: torch.device) -> None:
-    numbers: dict[str, Any] = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, name: value}
     with pytest.raises(BadSetting, match=rf"^{name} is {re.escape(repr(value))}; it must be a whole number$"):
-        build_runtime([small_problem()], RuntimeOptions(provider=PROVIDER, **numbers), device=device)
+        built_of([small_problem()], device, **{name: value})
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"),
+    ("changes", "message"),
     [
-        ({"max_kv_len": 2**31}, "max_kv_len is 2147483648; lengths are int32, so use at most 2147483644"),
+        ({"num_pages": 1}, "page 0 is reserved"),
         ({"num_pages": 2**31}, "overflow an int32 slot id"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_kv_len": 2**31}, "max_kv_len is 2147483648; lengths are int32, so use at most 2147483644"),
+        ({"max_num_rows": 1}, "max_num_rows is 1 and max_num_seqs is 2"),
+        ({"max_num_rows": -1}, "max_num_rows is -1"),
+        ({"verify_tokens": -1}, "verify_tokens is -1"),
         ({"first_swa_page": 0}, "first_swa_page is 0"),
         ({"capture_sizes": (2**31,)}, "capture_sizes goes up to 2147483648; counts are int32"),
+        *(
+            ({name: sizes}, name)
+            for name in ("capture_sizes", "capture_tokens")
+            for sizes in ((), (0,), (4, 2), (3, 3), (1.5,))
+        ),
+        *(
+            ({name: "no"}, f"{name} is 'no'; it must be True or False")
+            for name in ("deterministic", "shared_prefixes", "split_steps")
+        ),
     ],
+    ids=str,
 )
-def test_a_number_that_int32_cannot_hold_is_refused(
-    numbers: dict[str, Any], message: str, device: torch.device
-) -> None:
-    numbers = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, **numbers}
+def test_options_that_cannot_be_are_refused(changes: dict[str, Any], message: str, device: torch.device) -> None:
     with pytest.raises((BadSetting, CapacityExceeded), match=message):
-        build_runtime([small_problem()], RuntimeOptions(provider=PROVIDER, **numbers), device=device)
+        built_of([small_problem()], device, **changes)
 
 
 def test_integers_of_numpy_are_numbers(device: torch.device) -> None:
     numbers: dict[str, Any] = {"num_pages": np.int64(8), "max_num_seqs": np.int32(2), "max_kv_len": np.uint8(16)}
-    assert (
-        build_runtime([small_problem()], RuntimeOptions(provider=PROVIDER, **numbers), device=device).max_kv_len == 16
-    )
+    assert built_of([small_problem()], device, **numbers).max_kv_len == 16
 
 
 def test_pages_join_no_graph_of_gradients(world: World) -> None:

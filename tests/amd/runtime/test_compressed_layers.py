@@ -19,11 +19,11 @@ from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.kv_pool import page_bytes, state_bytes
-from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, LastUnit, PoolKind, Row, Scales
+from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, LastUnit, PoolKind, Problem, Row, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.watch.flight_recorder import problem_as_json, problem_from_json
+from rocm_attn.watch.values_json import as_json, from_json
 from tests.amd.worlds.compressed import (
     ALL,
     CHOSEN,
@@ -264,20 +264,10 @@ def test_kernels_of_single_tokens_refuse_rows_of_several() -> None:
     assert "decode: triton.rows: it reads rows of several tokens, not of 1" in refusal.value.reasons
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
-def test_rows_of_several_tokens_have_deterministic_kernels(arch: str) -> None:
-    for problem in layers(128, torch.bfloat16)[1:]:
-        of_v4 = replace(problem, num_q_heads=64, head_dim=512, v_head_dim=512)
-        chosen = select(of_v4, known_target(arch), "triton", deterministic=True)
-        assert {kernel.entry.name for kernel in chosen.kernels.values()} == {"triton.row_segments"}
-        of_choice = ("triton.selected_segments", "triton.indexer")
-        assert (chosen.sparse.entries if chosen.sparse else ()) == (of_choice if problem.row == CHOSEN else ())
-
-
 def test_a_dump_of_a_flight_recorder_says_what_rows_stand_for() -> None:
     halved = replace(layers()[ALL], row=replace(HEAVY, state_dtype=torch.bfloat16))
     for problem in (*layers(), halved):
-        assert problem_from_json(json.loads(json.dumps(problem_as_json(problem)))) == problem
+        assert from_json(Problem, json.loads(json.dumps(as_json(problem)))) == problem
 
 
 def test_a_state_in_bfloat16_takes_half_the_bytes_and_takes_values_of_its_dtype(device: torch.device) -> None:

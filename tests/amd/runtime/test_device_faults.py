@@ -186,20 +186,6 @@ def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device:
     assert steps_until_reported(serving, requests) == []
 
 
-def test_the_device_is_asked_at_the_end(graphs: bool, provider: str, device: torch.device) -> None:
-    """check_device() reports once, both faults that no later step is left to raise and those of earlier steps."""
-    serving, requests = decoding(provider, device, graphs=graphs)
-    serving.runtime.check_device()
-    for steps_after in (0, 1, 2):
-        number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
-        for _ in range(steps_after):
-            serving.step(requests, [1, 1])
-        with pytest.raises(DeviceFault, match=f"step {number}: a new token had no page of its own"):
-            serving.runtime.check_device()
-        serving.runtime.check_device()
-    assert steps_until_reported(serving, requests) == []
-
-
 def test_a_step_that_is_missing_at_the_end_is_reported(provider: str, device: torch.device) -> None:
     serving, _ = decoding(provider, device, graphs=False)
     counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -168,24 +167,3 @@ def test_a_draft_step_waits_for_its_parents(provider: str, device: torch.device)
     world.runtime.end_step()
     with pytest.raises(WrongState, match="no step was begun"):
         drafts[1].layers.store(0, k, v)
-
-
-def test_a_round_stays_within_what_was_reserved_for_it(provider: str, device: torch.device) -> None:
-    """A prefix on the device that is longer than its bound is cut, for all draft steps, and reported once."""
-    world = world_of(provider, device, 2)
-    one, other = world.begun(5, 8)
-    drafts, runtime = Drafts(2, 3), world.runtime
-    for request in (one, other):
-        runtime.table.reserve(request.row, request.kv_len + drafts.tokens)
-    lengths = torch.tensor([40, 8], dtype=torch.int32, device=runtime.device)
-    rows, prefix = np.array([one.row, other.row], np.int32), np.array([5, 8], np.int32)
-    inputs = DeviceInputs(kv_len=lengths, ahead=drafts.tokens)
-    steps = runtime.step(draft_batch(rows, prefix, drafts, NO_TOKEN_IDS, inputs=inputs))
-    tensors = [child.tensors for child in steps.children]
-    assert [step.kv_len[:2].tolist() for step in tensors] == [[7, 10], [9, 12], [11, 14]]
-    assert all(step.counts.data_ptr() == tensors[0].counts.data_ptr() for step in tensors)
-    assert steps.parts[0].parents[:1].tolist() == [[-1, -1, 0, 1, 2, 3]]
-    runtime.end_step()
-    with pytest.raises(DeviceFault, match="a length on the device was outside"):
-        runtime.check_device()
-    world.step([one, other], [1, 1])

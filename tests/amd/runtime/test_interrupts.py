@@ -21,6 +21,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import NotCopied, WrongState
 from rocm_attn.hip_graphs.pinned import PinnedTensors
 from rocm_attn.selection.build import build_runtime
@@ -67,12 +68,8 @@ class Counted:
         assert bool((rows == number).all())
 
     def _forward(self, step: Part) -> torch.Tensor:
-        problem, tokens = self.problem, step.token_ids.shape[0]
-        v = step.token_ids.float()[:, None, None].repeat(1, problem.num_kv_heads, problem.v_head_dim)
-        q = torch.zeros(tokens, problem.num_q_heads, problem.head_dim)
-        k = torch.zeros(tokens, problem.num_kv_heads, problem.head_dim)
-        out = torch.empty(tokens, problem.num_q_heads, problem.v_head_dim)
-        step.layers.store_and_attend(0, q, k, v, out)
+        q, k, v, out = ZeroInputs(CPU).of(self.problem, step.token_ids.shape[0])
+        step.layers.store_and_attend(0, q, k, v.copy_(step.token_ids[:, None, None]), out)
         return out.flatten(1).index_select(0, step.last_token_of_seq)
 
 

@@ -268,11 +268,6 @@ def test_bfloat16_is_refused_where_triton_interprets_it_wrongly() -> None:
     assert {kernel.entry.provider for kernel in kernels} == {"cpu", "torch"}
 
 
-def test_auto_shares_prefixes_by_triton_beside_aiters_kernels() -> None:
-    selection = select(replace(small_problem(page_size=16), dtype=torch.bfloat16), known_target("gfx942"), "auto")
-    assert selection.kernel(StepKind.SHARED).entry.name == "triton.shared_prefix"
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=6),
     st.data(),

@@ -157,20 +157,6 @@ def test_what_no_record_can_hold_is_no_problem() -> None:
         replace(indexer(TOKENS), key_encoding=KVEncoding.E4M3FN, key_scales=Scales.GROUP)
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
-@pytest.mark.parametrize("encoding", [KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ], ids=str)
-def test_every_arch_has_kernels_of_records_of_either_encoding(encoding: KVEncoding, arch: str) -> None:
-    """An engine's records have the encoding that its release writes, whatever the arch multiplies."""
-    latent = Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=0.1, pool=PoolKind.LATENT)
-    records = replace(latent, kv_encoding=encoding, kv_scales=Scales.GROUP, indexer=indexer(Indexing(0.1, top=2048)))
-    selection = select(records, known_target(arch), "auto")
-    assert {kernel.entry.name for kernel in selection.kernels.values()} == {"triton.records"}
-    assert selection.sparse is not None
-    assert selection.sparse.entries == ("triton.selected", "triton.indexer")
-    with pytest.raises(Unsupported, match="no deterministic kernel"):
-        select(records, known_target(arch), "auto", deterministic=True)
-
-
 def coded(problem: Problem, encoding: KVEncoding = KVEncoding.E4M3FN) -> Problem:
     """Returns the layer with K and V in codes, with a scale per token."""
     return replace(problem, kv_encoding=encoding, kv_scales=Scales.TOKEN)

@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.errors import Unsupported
 from rocm_attn.guards.registry import Guards
-from rocm_attn.machine.target import known_target
 from rocm_attn.paging.kv_pool import KVPool
-from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.select import select
+from rocm_attn.problem import PoolKind
 from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Tiny, same, serve
 from tests.amd.vectorised import linear_keys, linear_values
@@ -91,19 +88,3 @@ def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:
         assert runner.counters.graphs_off == ""
         assert runner.counters.replays > 0
     assert same(*results)
-
-
-@pytest.mark.parametrize(
-    ("problem", "deterministic", "kernel"),
-    [
-        (replace(VECTORISED, custom_mask=True), False, "masked: torch.masked"),
-        (VECTORISED, True, "decode: torch.segments"),
-    ],
-)
-def test_what_is_not_served_over_vectorised_pages_is_refused_with_the_reason(
-    problem: Problem, deterministic: bool, kernel: str
-) -> None:
-    with pytest.raises(Unsupported) as caught:
-        select(problem, known_target("cpu"), "torch", deterministic=deterministic)
-    reason = "it reads K and V pages or latent pages, not vectorised pages"
-    assert f"{kernel}: {reason}" in caught.value.reasons

@@ -252,3 +252,19 @@ def test_a_row_that_got_pages_by_itself_keeps_them_when_all_rows_are_reserved_fo
     table.reserve_all(rows, np.array([25, 9], np.int32))
     assert [table.num_held(int(row)) for row in rows] == [7, 3]
     assert table.full.num_free_pages == 19 - 10
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_row_that_has_room_keeps_it_when_it_is_reserved_for_less(shared: bool, alone: bool) -> None:
+    """It takes no page, not even a copy of a page that it shares."""
+    table = make_table(num_pages=4)
+    row = holding(table, 6)
+    child = table.fork(row, 6) if shared else row
+    holding(table, 4)
+    assert table.full.num_free_pages == 0
+    if alone:
+        table.reserve(child, 5)
+    else:
+        table.reserve_all([child], [5])
+    assert table.is_reserved([child], [6])

@@ -31,11 +31,10 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 from rocm_serve.appended import AppendedTokens, Picks
 from rocm_serve.recent_steps import NO_ROUND
-from rocm_serve.request import Sequence
+from rocm_serve.request import Sequence, SequenceParameters
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters, TokensWithLogprobs
 from rocm_serve.sampling.sampling import Draw, PickedTokens
-from rocm_serve.sampling.sampling_parameters import SamplingParameters
 from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
 from rocm_serve.speculation.drawn import AcceptedOnHost as AcceptedDrawn
@@ -270,8 +269,8 @@ class _Verified(StepPicks):
         self._runtime.move_accepted(accepted, seqs)
 
 
-def _with_parameters(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, SamplingParameters]:
-    """Place among step.picking -> the SamplingParameters of its sequence. settle: see Speculation.pick"""
+def _with_parameters(step: ScheduledStep, settle: Callable[[], None]) -> dict[int, SequenceParameters]:
+    """Place among step.picking -> the SequenceParameters of its sequence. settle: see Speculation.pick"""
     if not step.with_parameters:
         return {}
     with_parameters = {

@@ -77,7 +77,8 @@ _SET_A_BIT = ("s_bitset0_b32", "s_bitset1_b32")
 _SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32", "v_swap_b32")
 _READ_EXEC = ("v_readlane_b32", "v_readfirstlane_b32", "v_writelane_b32")
 # The low or the high half of the destination stays.
-_KEEP_A_HALF = ("v_fma_mixlo_f16", "v_fma_mixhi_f16", "v_cvt_pk_fp8_f32", "v_cvt_pk_bf8_f32", "v_writelane_b32")
+_TO_CODES = tuple(f"v_cvt_{form}pk_{kind}_f32" for form in ("", "scalef32_") for kind in ("fp8", "bf8"))
+_KEEP_A_HALF = ("v_fma_mixlo_f16", "v_fma_mixhi_f16", *_TO_CODES, "v_writelane_b32")
 
 
 def effects_of(instruction: Instruction) -> Effects:
@@ -184,8 +185,8 @@ def writes_a_part(instruction: Instruction) -> bool:
         return True
     op = VECTOR_OPS.get(instruction.name)
     chosen = instruction.bits("op_sel", ())
-    if instruction.name in ("v_cvt_pk_fp8_f32", "v_cvt_pk_bf8_f32"):
-        return len(chosen) == 3 and bool(chosen[2])
+    if instruction.name in _TO_CODES:
+        return any(chosen[-1:])
     if op is None or op.result == MASK or op.result.itemsize != 2:
         return False
     return len(chosen) == len(op.sources) + 1 and bool(chosen[-1])

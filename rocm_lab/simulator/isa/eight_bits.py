@@ -81,15 +81,26 @@ def _widen(context: Context, instruction: Instruction) -> Step:
     return build(context, instruction, make(instruction.name[-3:], context.arch))
 
 
+def _exponent(scale: Array) -> Array:
+    """The exponent of float32 scales, whose other bits do not count."""
+    return (scale.view(U32) >> np.uint32(23) & np.uint32(255)).astype(np.int32) - 127
+
+
+def _has_scale(context: Context, instruction: Instruction) -> bool:
+    is_scaled = "_scalef32_" in instruction.name
+    if is_scaled and context.arch != "gfx950":
+        raise UnknownInstruction(f"{instruction.name} on {context.arch}")
+    return is_scaled
+
+
 def _scaled(context: Context, instruction: Instruction) -> Step:
     """Two numbers in float32, float16 or bfloat16, times the power of two in the exponent of the scale."""
-    if context.arch != "gfx950":
-        raise UnknownInstruction(f"{instruction.name} on {context.arch}")
+    assert _has_scale(context, instruction)
     wide, kind = instruction.name.split("_")[4:6]
     worth = numbers(kind, context.arch)
 
     def compute(pair: Array, scale: Array) -> Array:
-        factor = np.ldexp(F32.type(1), (scale.view(U32) >> np.uint32(23) & np.uint32(255)).astype(np.int32) - 127)
+        factor = np.ldexp(F32.type(1), _exponent(scale))
         low, high = worth[pair & 255] * factor, worth[pair >> 8] * factor
         if wide == "f32":
             return low.view(U32).astype(U64) | high.view(U32).astype(U64) << np.uint64(32)
@@ -100,10 +111,14 @@ def _scaled(context: Context, instruction: Instruction) -> Step:
 
 
 def _narrow(context: Context, instruction: Instruction) -> Step:
-    """Two codes in a half of the destination, which op_sel chooses; the other half stays."""
-    core, arch, kind = context.core, context.arch, instruction.name.split("_")[3]
+    """Two codes in a half of the destination, which op_sel chooses last; the other half stays.
+
+    A scale, if there is one, divides the numbers by the power of two in its exponent.
+    """
+    core, arch, kind = context.core, context.arch, instruction.name.split("_")[-2]
+    has_scale = _has_scale(context, instruction)
     instruction.allow("op_sel")
-    *unchosen, is_high = instruction.bits("op_sel", (0, 0, 0))
+    *unchosen, is_high = instruction.bits("op_sel", (0,) * len(instruction.operands))
     if any(unchosen):
         raise UnknownInstruction(f"op_sel of {instruction.text!r}")
     destination, *tokens = instruction.operands
@@ -113,7 +128,11 @@ def _narrow(context: Context, instruction: Instruction) -> Step:
     shift, kept = np.uint32(16 * is_high), np.uint32(0x0000FFFF if is_high else 0xFFFF0000)
 
     def step() -> None:
-        low, high = (codes(read(), kind, arch) for read in reads)
+        numbers = [read() for read in reads]
+        if has_scale:
+            exponent = -_exponent(numbers.pop())
+            numbers = [np.ldexp(each, exponent) for each in numbers]
+        low, high = (codes(each, kind, arch) for each in numbers)
         write(held & kept | (low | high << np.uint32(8)) << shift)
 
     return step
@@ -121,6 +140,6 @@ def _narrow(context: Context, instruction: Instruction) -> Step:
 
 BUILDERS: dict[str, Builder] = {
     **{f"v_cvt_{form}f32_{kind}": _widen for form in ("", "pk_") for kind in _FRACTION_BITS},
-    **{f"v_cvt_pk_{kind}_f32": _narrow for kind in _FRACTION_BITS},
+    **{f"v_cvt_{form}pk_{kind}_f32": _narrow for form in ("", "scalef32_") for kind in _FRACTION_BITS},
     **{f"v_cvt_scalef32_pk_{wide}_{kind}": _scaled for wide in ("f32", "f16", "bf16") for kind in _FRACTION_BITS},
 }

@@ -83,6 +83,10 @@ def test_numbers_are_rounded_to_the_nearest_code_as_torch_rounds_them(kind: str,
         high = execute(f"v_cvt_pk_{kind}_f32 v2, v0, v1 op_sel:[0,0,1]", vector=words, arch=arch).vector[2]
         np.testing.assert_array_equal(low, 0xABCD0000 | want_a | want_b << np.uint32(8))
         np.testing.assert_array_equal(high, 0x1234 | want_a << np.uint32(16) | want_b << np.uint32(24))
+        if arch == "gfx950":
+            words |= {0: (4 * a).view(np.uint32), 1: (4 * b).view(np.uint32)}
+            line = f"v_cvt_scalef32_pk_{kind}_f32 v2, v0, v1, 4.0 op_sel:[0,0,0,1]"
+            np.testing.assert_array_equal(execute(line, vector=words, arch=arch).vector[2], high)
 
 
 @every_dtype

@@ -20,6 +20,7 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import RowCut
+from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.key_blocks import rounded
 from rocm_attn.kernels.latent import limits
@@ -45,6 +46,7 @@ class CdnaLatentGeometry(NamedTuple):
     PAGE_SIZE:   tokens of a page
     BLOCKS:      blocks whose keys are in flight
     UNITS:       the arch's matrix units
+    CODING:      of rows: elements in q's dtype, or the codes that the arch's hardware reads
     """
 
     rows: RowCut
@@ -53,11 +55,12 @@ class CdnaLatentGeometry(NamedTuple):
     PAGE_SIZE: int
     BLOCKS: int
     UNITS: ExtendUnits
+    CODING: Coding
 
 
 class LatentLine(NamedTuple):
-    """The rows of a sequence: the pool, in pairs, its strides between pages and tokens in pairs, its line of the table,
-    and the last key that is read."""
+    """The rows of a sequence: the pool, in words of 4 bytes, its strides between pages and tokens in words, its line of
+    the table, and the last key that is read."""
 
     at: Any
     page: Any

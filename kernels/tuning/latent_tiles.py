@@ -187,9 +187,11 @@ CDNA_LATENT_TILES = (
 )
 
 
-def cdna_latent_tiles(num_heads: int) -> LatentTiles:
-    """The tiles of latent decode on CDNA: the first that hold all heads, or blocks of 64."""
-    return next((tiles for tiles in CDNA_LATENT_TILES if num_heads <= tiles.query_rows), CDNA_LATENT_TILES[-1])
+def cdna_latent_tiles(num_heads: int, page_size: int) -> LatentTiles:
+    """The tiles of latent decode on CDNA: the first that hold all heads, or the last. A program of 64 heads has no
+    registers for the numbers of pages that hold fewer than eight tokens in a row."""
+    serving = CDNA_LATENT_TILES[: 3 if page_size % 8 == 0 else 2]
+    return next((tiles for tiles in serving if num_heads <= tiles.query_rows), serving[-1])
 
 
 def latent_decode_tiles(

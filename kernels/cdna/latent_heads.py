@@ -7,8 +7,8 @@ So a program holds q and the accumulators once, and a wave loads a quarter of th
 operands as in latent_blocks.py. What waves exchange has the size of scores and not of rows: halves of scores, each for
 the wave that has the softmax of these heads, and weights and decays for all waves. A block has two barriers.
 
-Codes of K are operands as they are: q is the sum of two codes, each of which is multiplied. Codes of V become numbers of
-16 bits, each in one wave and once for all heads.
+Codes of K are operands as they are: q is the sum of two codes, each of which is multiplied. Codes of V become numbers
+of 16 bits, each in one wave and once for all heads.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _value_words(G: CdnaLatentGeometry) -> gl.constexpr:
 
 @constexpr_function
 def _parts(G: CdnaLatentGeometry) -> int:
-    """Parts of a block's V, one after the other: numbers of all of its codes would take more registers than there are."""
+    """Parts of a block's V, one after the other: there are no registers for the numbers of all of its codes."""
     return 2 if is_coded(G.CODING.ENCODING) else 1
 
 
@@ -249,7 +249,7 @@ def _reads(num: int, bits: int) -> str:
 
 @gluon.jit
 def _wait_for(x, NUM: gl.constexpr):
-    """Waits for NUM numbers of a lane at once, and so for all that was loaded before: an empty instruction reads them."""
+    """Waits for NUM numbers of a lane at once, and for all that was loaded before: an empty instruction reads them."""
     CONSTRAINTS: gl.constexpr = _reads(NUM, x.dtype.primitive_bitwidth)
     sched_barrier()
     gl.inline_asm_elementwise("", CONSTRAINTS, [x], dtype=gl.int16, is_pure=False, pack=NUM)
@@ -314,7 +314,7 @@ def _by_lds(codes, LANE: gl.constexpr, G: gl.constexpr):
     COLUMNS: gl.constexpr = codes.shape[1] // 2
     halves = gl.reshape(codes, [ROWS, COLUMNS // (4 * LANE), 2, 4 * LANE])
     halves = gl.reshape(gl.permute(halves, (2, 0, 1, 3)), [2, ROWS, COLUMNS])
-    # Numbers that memory or LDS gives may lie in any register; results of vector instructions would move in every round.
+    # Numbers from memory or LDS may lie in any register; results of vector instructions would move in every round.
     lds = gl.allocate_shared_memory(gl.uint8, [2, ROWS, COLUMNS], _halves_in_lds(COLUMNS))
     lds.store(halves)
     own = lds.load(gl.SliceLayout(0, _halves_of_waves(COLUMNS, LANE)))
@@ -363,8 +363,8 @@ def load_queries(lds, q, num_heads, G: gl.constexpr):
     of products, 1 or one of each head. q: HeadRows, of the first head
 
     Elements of 16 bits are operands; those of the last columns go to LDS. Over codes q is the sum of two codes: a
-    head's largest element is moved to the largest codes by a power of two, and elements below 2^-9 of it lose bits below
-    2^-16 of it.
+    head's largest element is moved to the largest codes by a power of two, and elements below 2^-9 of it lose bits
+    below 2^-16 of it.
     """
     LANE: gl.constexpr = _lane(G)
     query = ()
@@ -481,7 +481,8 @@ def _values(words, DTYPE: gl.constexpr, G: gl.constexpr):
     """V of a part of the keys, an operand [WAVES, V_DIM / WAVES, keys]; codes become numbers exactly."""
     NUM: gl.constexpr = KEYS // _parts(G)
     if is_coded(G.CODING.ENCODING):
-        codes = _elements(words, NUM, _QUARTER, gl.uint8)
+        # Words are taken apart here: the compiler would do it before branches, and put bytes together after them.
+        codes = _elements(here(words), NUM, _QUARTER, gl.uint8)
         if G.UNITS.CONVERTS:
             values = gl.convert_layout(codes, _two_keys()).to(_code(G), bitcast=True).to(DTYPE)
         else:

@@ -32,8 +32,8 @@ LAYERS = {
     "float16": Latents(16, page_size=16, dtype=torch.float16),
     "few_heads": Latents(5, page_size=48),
 }
-# For a KiB of rows, of AITER's files for as many heads or more (docs/cycles.md): instructions, waits, barriers, bytes of
-# LDS, and KiB in flight of a wave.
+# For a KiB of rows, of AITER's files for 64 heads (docs/cycles.md): instructions, waits, barriers, bytes of LDS; and
+# KiB in flight of a wave.
 AITER_OF_64 = {"gfx942": (69.22, 2.44, 0.67, 10866, 9), "gfx950": (38.26, 0.56, 0.12, 6030, 18)}
 # Codes become numbers, and are multiplied twice: more instructions than those of AITER, which rounds q and weights.
 BOUNDS_OVER_CODES = {"gfx942": (90, 2.0, 0.44, 10866, 9), "gfx950": (75, 1.0, 0.33, 3726, 9)}

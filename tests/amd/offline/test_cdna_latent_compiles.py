@@ -36,7 +36,7 @@ LAYERS = {
 # KiB in flight of a wave.
 AITER_OF_64 = {"gfx942": (69.22, 2.44, 0.67, 10866, 9), "gfx950": (38.26, 0.56, 0.12, 6030, 18)}
 # Codes become numbers, and are multiplied twice: more instructions than those of AITER, which rounds q and weights.
-BOUNDS_OVER_CODES = {"gfx942": (90, 2.0, 0.44, 10866, 9), "gfx950": (75, 1.0, 0.33, 3726, 9)}
+BOUNDS_OVER_CODES = {"gfx942": (83, 2.5, 0.44, 10866, 9), "gfx950": (68, 2.5, 0.33, 3726, 9)}
 
 
 def assert_whole(kernel: CompiledKernel, arch: str) -> None:

@@ -66,7 +66,7 @@ class HalfKeys(NamedTuple):
 @constexpr_function
 def shares_rows(G: CdnaLatentGeometry) -> bool:
     """True if waves share rows as this file says: with more than ROWS heads, and over codes."""
-    return ROWS.value < G.HEADS or is_coded(G.CODING.ENCODING)
+    return bool(ROWS.value < G.HEADS or is_coded(G.CODING.ENCODING))
 
 
 @constexpr_function
@@ -77,13 +77,13 @@ def in_word(G: CdnaLatentGeometry) -> int:
 
 @constexpr_function
 def _tiles(G: CdnaLatentGeometry) -> int:
-    return G.HEADS // ROWS.value
+    return int(G.HEADS // ROWS.value)
 
 
 @constexpr_function
 def _lane(G: CdnaLatentGeometry) -> int:
     """Neighbouring elements of a key that a lane has: 16 bytes."""
-    return 4 * in_word(G)
+    return int(4 * in_word(G))
 
 
 @constexpr_function
@@ -503,9 +503,10 @@ def _last_queries(lds, query, G: gl.constexpr):
             found += (query[i][1],)  # type: ignore[assignment]
     else:
         for i in gl.static_range(_tiles(G)):
-            found += ((_last_columns(lds, i, G),),)  # type: ignore[assignment]
+            tile = _last_columns(lds, i, G)
+            found += ((tile,),)  # type: ignore[assignment]
             sched_barrier()
-        _wait_for(found[-1][0], _LAST_LANE)
+        _wait_for(tile, _LAST_LANE)
     return found
 
 

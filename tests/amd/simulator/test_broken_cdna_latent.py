@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -38,7 +40,7 @@ def codes(arch: str) -> Simulation:
 
 WRONG = f"nan|not close|{STRAYS}"
 # Name -> file, its text, the replacement, a run that must fail.
-_MISTAKES = {
+_MISTAKES: dict[str, tuple[ModuleType, str, str, Callable[[str], Simulation]]] = {
     # Pairs of elements reach 8 GiB in 32 bits; elements do not.
     "pages_in_32_bits": (
         latent_blocks,

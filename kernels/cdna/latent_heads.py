@@ -150,13 +150,11 @@ def _two_keys() -> gl.constexpr:
 
 
 @constexpr_function
-def _query_layout(columns: int, lane: int) -> gl.constexpr:
-    """The layout of q as it is loaded, [WAVES, ROWS, columns], of which a lane has some side by side; transposed it is
-    an operand."""
-    own = [[0, 0, 1 << i] for i in range(lane.bit_length() - 1)]
-    more = [[0, 0, 4 * lane << i] for i in range((columns // (4 * lane)).bit_length() - 1)]
-    lanes = [*_LANES, [0, 0, lane], [0, 0, 2 * lane]]
-    return gl.DistributedLinearLayout([*own, *more], lanes, _WAVES, [], [WAVES.value, ROWS.value, columns])
+def _query_layout() -> gl.constexpr:
+    """The layout of q as it is loaded, [WAVES, ROWS, V_DIM / 2]; transposed it is an operand."""
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 32], [0, 0, 64], [0, 0, 128]]
+    lanes = [*_LANES, [0, 0, 8], [0, 0, 16]]
+    return gl.DistributedLinearLayout(registers, lanes, _WAVES, [], [WAVES.value, ROWS.value, _HALF.value])
 
 
 @constexpr_function
@@ -271,17 +269,14 @@ def allocate(DTYPE: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _query_tile(
-    q, TILE: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, LANE: gl.constexpr, num_heads, G: gl.constexpr
-):
-    """A wave's half of COLUMNS columns of q from FIRST on, of a tile of heads, [WAVES, ROWS, COLUMNS / 2]; zero for
-    missing heads. Waves take 4 LANE columns in turn."""
-    Q: gl.constexpr = _query_layout(COLUMNS // 2, LANE)
-    RUN: gl.constexpr = 4 * LANE
+def _query_tile(q, TILE: gl.constexpr, num_heads):
+    """A wave's half of q's columns but the last, of a tile of heads, [WAVES, ROWS, V_DIM / 2]; zero for missing heads.
+    Waves take 32 columns in turn."""
+    Q: gl.constexpr = _query_layout()
     wave = gl.arange(0, WAVES, layout=gl.SliceLayout(1, gl.SliceLayout(2, Q)))[:, None, None]
     head = here(TILE * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, Q))))[None, :, None]
-    column = gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, Q)))[None, None, :]
-    at = q.at + head.to(gl.int64) * q.head + (FIRST + column // RUN * 2 * RUN + wave % 2 * RUN + column % RUN)
+    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, Q)))[None, None, :]
+    at = q.at + head.to(gl.int64) * q.head + (column // 32 * 64 + wave % 2 * 32 + column % 32)
     return gl.load(at, mask=(head < num_heads) & (column >= 0), other=0.0)
 
 
@@ -366,7 +361,6 @@ def load_queries(lds, q, num_heads, G: gl.constexpr):
     head's largest element is moved to the largest codes by a power of two, and elements below 2^-9 of it lose bits
     below 2^-16 of it.
     """
-    LANE: gl.constexpr = _lane(G)
     query = ()
     if is_coded(G.CODING.ENCODING):
         for i in gl.static_range(_tiles(G)):
@@ -381,7 +375,7 @@ def load_queries(lds, q, num_heads, G: gl.constexpr):
         at = q.at + head.to(gl.int64) * q.head + column
         lds.last.store(gl.load(at, mask=(head < num_heads) & (column >= 0), other=0.0))
         for i in gl.static_range(_tiles(G)):
-            query += (((_operand(_query_tile(q, i, 0, V_DIM, LANE, num_heads, G), LANE, G),), None),)  # type: ignore[assignment]
+            query += (((_operand(_query_tile(q, i, num_heads), _lane(G), G),), None),)  # type: ignore[assignment]
         factor = 1.0
     return query, factor
 

@@ -113,13 +113,13 @@ _MISTAKES: dict[str, tuple[ModuleType, str, str, Callable[[str], Simulation]]] =
         latent_heads,
         "gl.minimum(block * KEYS + (wave // 2 * _HALF_KEYS + key), rows.last_key).to",
         "(block * KEYS + (wave // 2 * _HALF_KEYS + key)).to",
-        HEADS,
+        LONG_HEADS,
     ),
     "the_last_group_is_passed": (
         latent_heads,
         "gl.minimum(block * KEYS + group * GROUP, rows.last_key // GROUP * GROUP).to",
         "(block * KEYS + group * GROUP).to",
-        HEADS,
+        LONG_HEADS,
     ),
     "keys_of_shared_rows_are_those_before": (
         latent_heads,

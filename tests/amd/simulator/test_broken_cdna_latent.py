@@ -9,15 +9,18 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from rocm_attn.kernels.cdna import latent, latent_blocks, latent_heads
-from rocm_lab.simulator.launcher import ARCHS, Simulation
+from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
 from tests.amd.kernels import cdna_latent_cases
+from tests.amd.kernels.attention_cases import build
 from tests.amd.kernels.cdna_latent_cases import CASES, LARGE, PLAIN, SMALL, coded
 from tests.amd.simulator.cdna_cases import run_latents
 from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
 
 pytestmark = pytest.mark.nightly
+CPU = torch.device("cpu")
 
 SHORT, LONG, STEEP, FEW = (
     partial(run_latents, case=case)
@@ -36,6 +39,16 @@ HEADS, LONG_HEADS, BLOCKS = (
 def codes(arch: str) -> Simulation:
     """Scores that differ much over codes."""
     return run_latents(arch, coded(replace(SMALL, steep=16.0, spread=False), arch))
+
+
+def at_the_tables_end(arch: str) -> Simulation:
+    """A sequence whose pages are the last entries of the table."""
+    tensors = build(replace(SMALL, kv_len=[64], q_len=[1], heads=(20, 1), page_size=16, spread=False), CPU)
+    entries = tensors.table[tensors.row_of_seq[:1].long(), :4].clone()
+    tensors = replace(tensors, table=entries, row_of_seq=torch.zeros_like(tensors.row_of_seq))
+    with simulated(arch) as simulation:
+        cdna_latent_cases.launch_cdna_latent(arch, tensors)
+    return simulation
 
 
 WRONG = f"nan|not close|{STRAYS}"
@@ -113,13 +126,13 @@ _MISTAKES: dict[str, tuple[ModuleType, str, str, Callable[[str], Simulation]]] =
         latent_heads,
         "gl.minimum(block * KEYS + (wave // 2 * _HALF_KEYS + key), rows.last_key).to",
         "(block * KEYS + (wave // 2 * _HALF_KEYS + key)).to",
-        LONG_HEADS,
+        at_the_tables_end,
     ),
     "the_last_group_is_passed": (
         latent_heads,
         "gl.minimum(block * KEYS + group * GROUP, rows.last_key // GROUP * GROUP).to",
         "(block * KEYS + group * GROUP).to",
-        LONG_HEADS,
+        at_the_tables_end,
     ),
     "keys_of_shared_rows_are_those_before": (
         latent_heads,

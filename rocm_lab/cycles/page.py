@@ -135,11 +135,12 @@ def waves_of_registers(assembly: Assembly) -> int:
     """Waves of a SIMD for which there are registers, by the highest ones that instructions name; at most 8."""
     highest = {"v": 0, "a": -1}
     for each in assembly.instructions:
-        for kind, number in _REGISTER.findall(each.text):
+        # A branch names a place, and a744 is one.
+        names = [] if "branch" in each.name else _REGISTER.findall(each.text)
+        for kind, number in names:
             highest[kind] = max(highest[kind], int(number))
     rounded = (-(-(highest[kind] + 1) // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE for kind in "va")
-    # Disassembled data after a kernel may name registers that it does not have.
-    return max(1, min(8, _REGISTERS // sum(rounded)))
+    return min(8, _REGISTERS // sum(rounded))
 
 
 def with_aiter(page: str, hsa: Path) -> str:

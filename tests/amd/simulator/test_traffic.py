@@ -118,6 +118,7 @@ def test_the_command_prints_the_figures(tmp_path: Path, capsys: pytest.CaptureFi
         (["v_mov_b32 v255, 0", "v_accvgpr_write_b32 a3, v0"], 1),
         (["global_load_dwordx4 a[252:255], v[254:255], off"], 1),
         (["v_mov_b32 v3, 0"], 8),
+        (["v_mov_b32 v127, 0", "a744:", "s_cbranch_scc1 a744"], 4),
     ],
 )
 def test_waves_are_those_for_which_there_are_registers(lines: list[str], waves: int) -> None:

@@ -1,14 +1,18 @@
-"""Latent decode for CDNA, in Gluon: latent/decode.py's results for one new token of up to 16 query heads.
+"""Latent decode for CDNA, in Gluon: latent/decode.py's results for one new token.
 
     out[token, head] = softmax(scores of q[token, head] . (c | r)^T) c       c | r: rows of 512 + 64 elements
 
 A program is four waves. Its rows, the programs that share them and the parts that they leave are those of latent
 decode: the schedule is decode_schedule.py's, and merge.py adds up the parts that several programs hold of a row.
-latent_blocks.py says how the waves read keys; at the end of a row they add up what each of them has, by LDS.
+latent_blocks.py says how the waves read keys for up to 16 query heads; at the end of a row they add up what each of
+them has, by LDS. latent_heads.py says how they do for more. If a token has more heads than a program holds, programs
+take a block of them each; those that read the same keys lie on one die, since launches go to dies in turn, and their
+numbers differ by the number of compute units over the number of blocks: a multiple of the dies of MI300X and MI355X.
 """
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,6 +20,7 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, RowOutputs
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import (
     next_row,
@@ -25,6 +30,8 @@ from rocm_attn.kernels.attention.decode_schedule import (
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.latent_blocks import (
     REST,
     ROWS,
@@ -37,11 +44,19 @@ from rocm_attn.kernels.cdna.latent_blocks import (
     total_layout,
     value_layout,
 )
+from rocm_attn.kernels.cdna.latent_heads import (
+    allocate,
+    attend_heads,
+    in_word,
+    load_queries,
+    shares_rows,
+    store_heads,
+)
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
 from rocm_attn.kernels.latent.limits import check_plain_latents
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_UNITS
-from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, EXTEND_UNITS
+from rocm_attn.kernels.tuning.latent_tiles import cdna_latent_tiles
 
 # Columns of a part of the accumulator in which waves add it up, so that all of their parts fit into LDS.
 PART = gl.constexpr(128)
@@ -111,19 +126,37 @@ def _store_row(state, to, token, part, is_whole, G: gl.constexpr):
 
 
 @gluon.jit
-def _store_nothing(to, token, G: gl.constexpr):
-    """Stores the results of a sequence without keys."""
+def _store_nothing(to, token, first_head, num_heads, G: gl.constexpr):
+    """Stores the results of a sequence without keys, for some heads."""
     X: gl.constexpr = gl.SliceLayout(0, _part_of_waves())
-    head = gl.arange(0, ROWS, layout=gl.SliceLayout(1, X))
-    is_head = head < G.rows.GQA_RATIO
-    zeros = gl.full([ROWS, PART], 0.0, to.out.at.dtype.element_ty, layout=X)
-    column = gl.arange(0, PART, layout=gl.SliceLayout(0, X))[None, :]
-    out = to.out.at + token * to.out.token + head.to(gl.int64)[:, None] * to.out.head
-    for i in gl.static_range(V_DIM // PART):
-        gl.store(out + (i * PART + column), zeros, mask=is_head[:, None])
-    if to.lse is not None:
-        lse = to.lse.at + token * to.lse.token + head.to(gl.int64) * to.lse.head
-        gl.store(lse, gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, X)), mask=is_head)
+    for tile in gl.static_range(G.HEADS // ROWS):
+        head = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, X))
+        if shares_rows(G):
+            # Offsets are computed here, and not kept in registers that are few.
+            head = here(head)
+        is_head = head < num_heads
+        zeros = gl.full([ROWS, PART], 0.0, to.out.at.dtype.element_ty, layout=X)
+        column = gl.arange(0, PART, layout=gl.SliceLayout(0, X))[None, :]
+        out = to.out.at + token * to.out.token + (first_head + head).to(gl.int64)[:, None] * to.out.head
+        for i in gl.static_range(V_DIM // PART):
+            gl.store(out + (i * PART + column), zeros, mask=is_head[:, None])
+        if to.lse is not None:
+            lse = to.lse.at + token * to.lse.token + (first_head + head).to(gl.int64) * to.lse.head
+            gl.store(lse, gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, X)), mask=is_head)
+
+
+@gluon.jit
+def _work_of(launched, num_programs, G: gl.constexpr):
+    """The number of a program in the schedule, its first query head, and the number of its heads."""
+    R: gl.constexpr = G.rows
+    OF_BLOCK: gl.constexpr = (R.GQA_RATIO + G.HEAD_BLOCKS - 1) // G.HEAD_BLOCKS
+    if G.HEAD_BLOCKS == 1:
+        program, first_head, num_heads = launched, 0, R.GQA_RATIO
+    else:
+        program = launched % num_programs
+        first_head = launched // num_programs * OF_BLOCK
+        num_heads = gl.minimum(R.GQA_RATIO - first_head, OF_BLOCK)
+    return program, first_head, num_heads
 
 
 @gluon.jit(do_not_specialize=["num_programs"])
@@ -137,6 +170,7 @@ def _cdna_latent_decode_kernel(
     partials,
     out,
     lse,
+    scale: tl.const,
     qk_scale,
     num_programs,
     q_token,
@@ -151,13 +185,15 @@ def _cdna_latent_decode_kernel(
     G: gl.constexpr,
 ):
     R: gl.constexpr = G.rows
-    program = gl.program_id(0)
+    program, first_head, num_heads = _work_of(gl.program_id(0), num_programs, G)
     words = words_of_program(schedule, program)
     seq, row, done, work, kv_len = work_at(words)
     sums = partials + num_programs * (2 * R.Q_ROWS * V_DIM)
     to = RowOutputs(
         HeadRows(out, out_token, out_head), None if lse is None else HeadRows(lse, lse_token, lse_head), partials, sums
     )
+    if shares_rows(G):
+        lds = allocate(q.dtype.element_ty, G)
     while work > 0:
         num_blocks = (kv_len + R.KEY_BLOCK - 1) // R.KEY_BLOCK
         row_cost = gl.where(kv_len < 0, 0, num_blocks + R.ROW_COST)
@@ -167,42 +203,52 @@ def _cdna_latent_decode_kernel(
         token = gl.load(q_indptr + seq).to(gl.int64)
         # The program that begins a sequence without keys writes its zeros.
         if (kv_len == 0) & (done == 0):
-            _store_nothing(to, token, G)
+            _store_nothing(to, token, first_head, num_heads, G)
         if end_block > first_block:
             rows = LatentLine(
                 pages.to(gl.pointer_type(gl.int32)),
-                p_page // 2,
-                p_token // 2,
+                p_page // in_word(G),
+                p_token // in_word(G),
                 table + gl.load(row_of_seq + seq).to(gl.int64) * table_row,
                 gl.minimum(end_block * R.KEY_BLOCK, kv_len) - 1,
             )
-            of_token = HeadRows(q + token * q_token, q_token, q_head)
-            query = (load_query(of_token, 0, V_DIM, G), load_query(of_token, V_DIM, REST, G))
-            state = attend_latent_blocks(query, rows, first_block, end_block, kv_len, qk_scale, G)
             # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
             part = 2 * program + (first_block == 0).to(gl.int32)
-            _store_row(state, to, token, part, end_block - first_block == num_blocks, G)
+            is_whole = end_block - first_block == num_blocks
+            if not shares_rows(G):
+                of_token = HeadRows(q + token * q_token, q_token, q_head)
+                query = (load_query(of_token, 0, V_DIM, G), load_query(of_token, V_DIM, REST, G))
+                state = attend_latent_blocks(query, rows, first_block, end_block, kv_len, qk_scale, G)
+                _store_row(state, to, token, part, is_whole, G)
+            else:
+                at = q + token * q_token + tl.cast(first_head, gl.int64) * q_head
+                queries, factor = load_queries(lds, HeadRows(at, q_token, q_head), num_heads, G)
+                of_rows = row_scale(scale, 0, G.CODING)
+                scaled, _ = coded_scales(qk_scale, None, of_rows * factor, False, G.CODING)
+                DTYPE: gl.constexpr = q.dtype.element_ty
+                state = attend_heads(lds, queries, rows, first_block, end_block, kv_len, scaled, DTYPE, G)
+                store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, of_rows, G)
         work -= take
         done = 0
         seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
 
 
 def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut) -> None:
-    """Like `launch_latent_decode`, but for one new token of up to 16 query heads, without windows, caps, sinks, masks,
-    over rows of 512 + 64 elements in q's dtype.
+    """Like `launch_latent_decode`, but for one new token, without windows, caps, sinks, masks, over rows of 512 + 64
+    elements in q's dtype, or in the codes that the arch's hardware reads, with a scale of the layer and q in bfloat16.
 
     arch: one of cdna_tiles.EXTEND_ARCHS
-    cut:  of latent_decode_cut, for CDNA_LATENT_TILES
+    cut:  of latent_decode_cut, for cdna_latent_tiles
 
     Raises ValueError for heads, dims, pages or dtypes that the kernel does not serve.
     """
-    queries, table, pages = args.queries, args.table, args.pages.k
+    queries, table, pages = args.queries, args.table, args.pages
     geometry = _geometry(args, arch, scores, cut)
     launch(
         _cdna_latent_decode_kernel,
-        (cut.programs,),
+        (cut.programs * geometry.HEAD_BLOCKS,),
         args.q,
-        args.pages.raw_k,
+        pages.raw_k,
         table,
         queries.row_of_seq,
         queries.q_indptr,
@@ -210,12 +256,13 @@ def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cu
         args.workspace,
         args.out,
         args.lse,
+        pages.k_scale,
         scores.base_2_scale,
         cut.programs,
         args.q.stride(0),
         args.q.stride(1),
-        pages.stride(0),
-        pages.stride(1),
+        pages.raw_k.stride(0),
+        pages.raw_k.stride(1),
         table.stride(0),
         *args.written_strides,
         G=geometry,
@@ -228,17 +275,25 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> Cd
     """Checks the arguments and returns the values that the launch is compiled for."""
     check_plain_latents(args, scores, "latent decode on CDNA")
     num_heads, pages = args.q.shape[1], args.pages
-    assert num_heads <= ROWS.value, "the limits refuse more heads"
-    assert pages.format.encoding.dtype == args.q.dtype, "the limits refuse codes"
-    assert pages.raw_k.data_ptr() % 4 == 0, "elements are read two by two"
-    assert not any(stride % 2 for stride in pages.raw_k.stride()[:2]), "elements are read two by two"
+    tiles = cdna_latent_tiles(num_heads, pages.format.page_size)
+    encoding = pages.format.encoding
+    if encoding.is_fp8:
+        assert encoding is EXTEND_CODES[arch], "other codes have no tiles"
+        assert pages.format.scales is Scales.LAYER, "the limits refuse other scales"
+        assert args.q.dtype == torch.bfloat16, "q is the sum of two codes"
+    in_words = 4 // pages.raw_k.itemsize
+    assert pages.raw_k.data_ptr() % 4 == 0, "words of 4 bytes are read"
+    assert not any(stride % in_words for stride in pages.raw_k.stride()[:2]), "words of 4 bytes are read"
     cut.check(args.schedule, args.queries.num_seqs)
-    assert cut.key_block == CDNA_LATENT_TILES.key_block, "the schedule was cut for other tiles"
+    assert cut.key_block == tiles.key_block, "the schedule was cut for other tiles"
     assert cut.tokens.MOST == 1, "the schedule was cut for more tokens"
     args.check_workspace(latent_partials_words(cut, num_heads=num_heads, v_head_dim=V_DIM.value))
     return CdnaLatentGeometry(
         rows=latent_row_cut(cut, num_heads),
+        HEADS=tiles.query_rows,
+        HEAD_BLOCKS=tiles.head_blocks(num_heads),
         PAGE_SIZE=pages.format.page_size,
-        BLOCKS=CDNA_LATENT_TILES.num_stages,
+        BLOCKS=tiles.num_stages,
         UNITS=EXTEND_UNITS[arch],
+        CODING=pages.coding,
     )

@@ -20,6 +20,7 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import RowCut
+from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.key_blocks import rounded
 from rocm_attn.kernels.latent import limits
@@ -29,8 +30,8 @@ from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
 
 CHUNK = gl.constexpr(cdna_tiles.CHUNK)
 ROWS = gl.constexpr(cdna_tiles.ROWS)
-WAVES = gl.constexpr(CDNA_LATENT_TILES.num_warps)
-KEYS = gl.constexpr(CDNA_LATENT_TILES.key_block)
+WAVES = gl.constexpr(CDNA_LATENT_TILES[0].num_warps)
+KEYS = gl.constexpr(CDNA_LATENT_TILES[0].key_block)
 V_DIM = gl.constexpr(limits.MAX_V_HEAD_DIM)
 REST = gl.constexpr(limits.MAX_REST_DIM)
 _WAVES = [[1, 0, 0], [2, 0, 0]]
@@ -39,21 +40,27 @@ _WAVES = [[1, 0, 0], [2, 0, 0]]
 class CdnaLatentGeometry(NamedTuple):
     """The values that the kernel is compiled for.
 
-    rows:      how a sequence is cut into rows
-    PAGE_SIZE: tokens of a page
-    BLOCKS:    blocks whose keys are in flight
-    UNITS:     the arch's matrix units
+    rows:        how a sequence is cut into rows
+    HEADS:       query heads of a program, padded: ROWS, or twice or four times as many (latent_heads.py)
+    HEAD_BLOCKS: programs that share a token's query heads
+    PAGE_SIZE:   tokens of a page
+    BLOCKS:      blocks whose keys are in flight
+    UNITS:       the arch's matrix units
+    CODING:      of rows: elements in q's dtype, or the codes that the arch's hardware reads
     """
 
     rows: RowCut
+    HEADS: int
+    HEAD_BLOCKS: int
     PAGE_SIZE: int
     BLOCKS: int
     UNITS: ExtendUnits
+    CODING: Coding
 
 
 class LatentLine(NamedTuple):
-    """The rows of a sequence: the pool, in pairs, its strides between pages and tokens in pairs, its line of the table,
-    and the last key that is read."""
+    """The rows of a sequence: the pool, in words of 4 bytes, its strides between pages and tokens in words, its line of
+    the table, and the last key that is read."""
 
     at: Any
     page: Any
@@ -205,7 +212,7 @@ def _scores(query, keys, block, end_key, G: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _decayed(*x):
+def decayed(*x):
     """A lane's elements, times the decay that follows them, if it is not 1: a branch of the wave."""
     NUM: gl.constexpr = len(x) // 2
     if x[NUM] < 1.0:
@@ -235,7 +242,7 @@ def _attend(state, scores, values, qk_scale, DTYPE: gl.constexpr, G: gl.constexp
     total = state.total * of_total + gl.convert_layout(part, T, assert_trivial=True)
     of_acc = gl.convert_layout(decay, gl.SliceLayout(1, A), assert_trivial=True)[:, None, :]
     of_acc = of_acc.broadcast_to(state.acc.shape)
-    (acc,) = gl.map_elementwise(_decayed, state.acc, of_acc, pack=V_DIM * ROWS // 64)
+    (acc,) = gl.map_elementwise(decayed, state.acc, of_acc, pack=V_DIM * ROWS // 64)
     weights = rounded(weights, DTYPE, G.UNITS.ROUNDS_PAIRS)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(1, A, 4), assert_trivial=True)
     v = gl.reshape(_elements(values, DTYPE), [WAVES, CHUNK, V_DIM // 8, 8])

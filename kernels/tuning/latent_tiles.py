@@ -178,8 +178,20 @@ SEGMENT_ROWS = TableFile(LatentSegmentTileChoice, "latent.json", "segment")
 # Blocks of 32 keys are slower.
 HOPPER_LATENT_TILES = HopperLatentTiles(LatentTiles(64, 64, 4, 2, early=True, even=True), 128, 48)
 
-# For decode on CDNA (cdna/latent_blocks.py). Two blocks take 490 of a wave's 512 registers.
-CDNA_LATENT_TILES = LatentTiles(query_rows=16, key_block=64, num_warps=4, num_stages=2)
+# For decode on CDNA, of up to 16 heads (cdna/latent_blocks.py) and of more (latent_heads.py). Two blocks take 490 of a
+# wave's 512 registers with 16 heads.
+CDNA_LATENT_TILES = (
+    LatentTiles(query_rows=16, key_block=64, num_warps=4, num_stages=2),
+    LatentTiles(query_rows=32, key_block=64, num_warps=4, num_stages=1),
+    LatentTiles(query_rows=64, key_block=64, num_warps=4, num_stages=1),
+)
+
+
+def cdna_latent_tiles(num_heads: int, page_size: int) -> LatentTiles:
+    """The tiles of latent decode on CDNA: the first that hold all heads, or the last. A program of 64 heads has no
+    registers for the numbers of pages that hold fewer than eight tokens in a row."""
+    serving = CDNA_LATENT_TILES[: 3 if page_size % 8 == 0 else 2]
+    return next((tiles for tiles in serving if num_heads <= tiles.query_rows), serving[-1])
 
 
 def latent_decode_tiles(

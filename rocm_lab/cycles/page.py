@@ -48,16 +48,31 @@ PUBLISHED = (
 )
 
 
-# Decodes of one token over pages of 16 tokens, and of 1,024 in the last one, as asm_pa.csv of each arch lists them.
-DECODES = (
-    "pa_bf16_noquant_gqa8_1tg_4w",
-    "pa_bf16_noquant_gqa16_1tg_4w",
-    "pa_fp16_noquant_gqa8_1tg_4w",
-    "pa_fp16_noquant_gqa16_1tg_4w",
-    "pa_bf16_pertokenFp8_gqa8_2tg_4w",
-    "pa_bf16_pertokenFp8_gqa16_2tg_4w",
-    "pa_bf16_pertokenFp8_gqa16_1tg_4w_qlen16_msk1_ps",
+# Decodes of one token over pages of 16 tokens, and of 1,024 in the last one, as asm_pa.csv of each arch lists them; and
+# those of latents, as mla_asm.csv does, for 16, 64 and 128 rows of q.
+_DECODES = (
+    "pa/pa_bf16_noquant_gqa8_1tg_4w",
+    "pa/pa_bf16_noquant_gqa16_1tg_4w",
+    "pa/pa_fp16_noquant_gqa8_1tg_4w",
+    "pa/pa_fp16_noquant_gqa16_1tg_4w",
+    "pa/pa_bf16_pertokenFp8_gqa8_2tg_4w",
+    "pa/pa_bf16_pertokenFp8_gqa16_2tg_4w",
+    "pa/pa_bf16_pertokenFp8_gqa16_1tg_4w_qlen16_msk1_ps",
+    "mla/mla_dec_stage1_bf16_a16w16_subQ16_mqa16",
+    "mla/mla_a16w16_qh16_m16x4_n16x1_coex0_mask1",
+    "mla/mla_dec_stage1_bf16_a16w16_subQ128_mqa128",
+    "mla/mla_a8w8_qh64_qseqlen4_gqaratio16",
+    "mla/mla_a8w8_qh128_m32x4_n16x2_msk1",
 )
+DECODES = {
+    "gfx942": _DECODES,
+    "gfx950": (
+        *_DECODES,
+        "mla/MLA_A16W16_1TG_4W_16mx4_32nx1_Coex0_Msk1_QH16",
+        "mla/mla_a16w16_qh64_qseqlen1_gqaratio64_v3",
+        "mla/mla_a8w8_qh16_qseqlen1_gqaratio16_ps",
+    ),
+}
 AITER_BEGIN, AITER_END = "<!-- aiter -->\n", "<!-- end of aiter -->\n"
 TRAFFIC = "instructions | matrix | waits | barriers | LDS bytes | KiB in flight of a wave | waves | of a SIMD"
 _REGISTERS, _REGISTERS_AT_ONCE = 512, 8
@@ -120,7 +135,9 @@ def waves_of_registers(assembly: Assembly) -> int:
     """Waves of a SIMD for which there are registers, by the highest ones that instructions name; at most 8."""
     highest = {"v": 0, "a": -1}
     for each in assembly.instructions:
-        for kind, number in _REGISTER.findall(each.text):
+        # A branch names a place, and a744 is one.
+        names = [] if "branch" in each.name else _REGISTER.findall(each.text)
+        for kind, number in names:
             highest[kind] = max(highest[kind], int(number))
     rounded = (-(-(highest[kind] + 1) // _REGISTERS_AT_ONCE) * _REGISTERS_AT_ONCE for kind in "va")
     return min(8, _REGISTERS // sum(rounded))
@@ -129,13 +146,13 @@ def waves_of_registers(assembly: Assembly) -> int:
 def with_aiter(page: str, hsa: Path) -> str:
     """The page with the traffic of the files of DECODES in AITER's folder hsa. Raises BadSetting if one is missing."""
     lines = [f"| file | {TRAFFIC} | code object |\n{'|---' * 10}|\n"]
-    for arch in ("gfx942", "gfx950"):
-        for name in DECODES:
-            (kernel,) = kernels_of(next(iter(files_of([hsa / arch / "pa" / f"{name}.co"]))))
+    for arch, names in DECODES.items():
+        for name in names:
+            (kernel,) = kernels_of(next(iter(files_of([hsa / arch / f"{name}.co"]))))
             traffic = loop_traffic(kernel.assembly)
             assert traffic is not None
             cells = traffic_cells(traffic, waves_of_registers(kernel.assembly))
-            lines.append(f"| `{arch}/pa/{name}.co` | {cells} | {kernel.sha256[:_HASH_CHARACTERS]} |\n")
+            lines.append(f"| `{arch}/{name}.co` | {cells} | {kernel.sha256[:_HASH_CHARACTERS]} |\n")
     before, _, rest = page.partition(AITER_BEGIN)
     return f"{before}{AITER_BEGIN}{''.join(lines)}{AITER_END}{rest.partition(AITER_END)[2]}"
 

@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.kernels.tuning.measured import TileTable
 from rocm_attn.machine.releases import Release
@@ -52,10 +52,11 @@ def names(problem: Problem, target: Target, terms: PoolTerms = OWN_POOL) -> tupl
         {"page_size": 48, "dtype": torch.float16},
         {"wants_lse": True},
         {"window_right": UNLIMITED_WINDOW},
+        {"num_q_heads": 64},
     ],
     ids=str,
 )
-def test_it_serves_one_token_of_few_heads(arch: str, more: dict[str, Any]) -> None:
+def test_it_serves_one_token(arch: str, more: dict[str, Any]) -> None:
     layer = replace(LAYER, **more)
     assert names(layer, on(arch)) == CDNA
     selection = select(layer, on(arch), "triton")
@@ -67,15 +68,28 @@ def test_it_serves_one_token_of_few_heads(arch: str, more: dict[str, Any]) -> No
     assert works_by_launches(decode, "attend", PaddedShape(StepKind.DECODE, 4, 4))
 
 
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
+def test_it_serves_the_codes_that_the_arch_reads(arch: str) -> None:
+    coded = replace(LAYER, kv_encoding=KVEncoding(EXTEND_CODES[arch].value), kv_scales=Scales.LAYER)
+    assert names(coded, on(arch)) == CDNA
+
+
+def test_programs_that_share_a_token_take_all_compute_units() -> None:
+    decode = select(replace(LAYER, num_q_heads=128), on("gfx942"), "triton").kernel(StepKind.DECODE).bound
+    assert isinstance(decode, CdnaLatentDecode)
+    assert 2 * decode.cut.programs == on("gfx942").compute_units
+
+
 @pytest.mark.parametrize(
     "more",
     [
-        {"num_q_heads": 17},
         {"head_dim": 512},
         {"window_left": 4095},
         {"logits_soft_cap": 30.0},
         {"has_sinks": True},
-        {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.LAYER},
+        {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.LAYER},
+        {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.TOKEN},
+        {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.LAYER, "dtype": torch.float16},
     ],
     ids=str,
 )

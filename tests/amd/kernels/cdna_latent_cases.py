@@ -10,7 +10,9 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
+from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
+from rocm_attn.kernels.tuning.latent_tiles import cdna_latent_tiles
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_later import cdna_launches
 from tests.amd.kernels.attention_cases import Case, Tensors
@@ -35,10 +37,30 @@ CASES = {
     "tokens": replace(PLAIN, page_size=1, dtype=torch.float16),
     # Maxima that rise from block to block scale what was added before.
     "steep": replace(PLAIN, page_size=16, heads=(10, 1), steep=16.0, spread=False),
+    "heads_of_4_tiles": replace(PLAIN, heads=(64, 1), tail=1),
+    "heads_of_2_tiles": replace(PLAIN, heads=(20, 1), page_size=1, dtype=torch.float16, spread=False),
+    "steep_heads": replace(PLAIN, page_size=16, heads=(37, 1), steep=16.0),
+    # The programs of a token have 50 heads each.
+    "blocks_of_heads": replace(PLAIN, page_size=24, heads=(100, 1)),
     "to_all": replace(PLAIN, page_size=48, heads=(1, 1), window_right=UNLIMITED_WINDOW),
+}
+_CODES = {
+    "codes": PLAIN,
+    "codes_of_4_tiles": replace(PLAIN, page_size=16, heads=(64, 1), steep=16.0, spread=False),
+    "codes_of_tokens": replace(PLAIN, page_size=1, heads=(20, 1)),
 }
 # Pages next to each other, at the end of large pools.
 LARGE = replace(SMALL, page_size=16, spread=False)
+
+
+def cases_of(arch: str) -> dict[str, Case]:
+    """The cases, and those over the codes that the arch's hardware reads."""
+    return CASES | {name: coded(case, arch) for name, case in _CODES.items()}
+
+
+def coded(case: Case, arch: str) -> Case:
+    """A case over codes with a scale of the layer."""
+    return replace(case, kv=EXTEND_CODES[arch], scales=Scales.LAYER)
 
 
 def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut) -> None:
@@ -48,6 +70,7 @@ def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cu
 
 def launch_cdna_latent(arch: str, tensors: Tensors, compute_units: int = 3) -> None:
     """Runs schedule, decode and merge, with scratch memory of NaN or garbage."""
-    args, cut = latent_decode_args(tensors, CDNA_LATENT_TILES, compute_units=compute_units)
+    tiles = cdna_latent_tiles(tensors.q.shape[1], tensors.case.page_size)
+    args, cut = latent_decode_args(tensors, tiles, compute_units=compute_units)
     launch_decode_schedule(tensors.queries, args.schedule, cut)
     launch_cdna_latent_decode(args, arch=arch, scores=tensors.scores, cut=cut)

@@ -33,6 +33,7 @@ from tests.amd.kernels.cdna_extend_cases import PLAIN
 from tests.amd.offline.candidate_kernels import plain_kernel
 from tests.amd.offline.cdna_decode import KINDS, compiled_decode
 from tests.amd.offline.cdna_extend import compiled_extend
+from tests.amd.offline.cdna_latent import Latents, compiled_latents, latent_traffic
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS, first_kernels
 from tests.amd.offline.matrix import ROWS, Row
@@ -51,11 +52,14 @@ _COUNTED = "clocks | products | vector | LDS | loads | of the ceiling"
 
 
 def main(docs: Path) -> None:
-    """Writes the three tables of the page."""
+    """Writes the four tables of the page."""
     # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     page = docs / "cycles.md"
     tables = {"figures": "".join(_with_figures()), "others": "".join(_others()), "decodes": "".join(decode_lines())}
+    tables["latents"] = f"| our latent decode | {TRAFFIC} |\n{'|---' * 9}|\n" + "".join(
+        latent_line(arch, layer) for arch in EXTEND_ARCHS for layer in LATENTS
+    )
     page.write_text(_SECTION.sub(lambda found: f"{found[1]}{tables[found[2]]}", page.read_text()))
 
 
@@ -192,6 +196,16 @@ def decode_line(arch: str, layer: DecodedLayer) -> str:
     dtype, codes = str(layer.dtype).removeprefix("torch."), ", E4M3" if layer.is_coded else ""
     of_layer = f"{arch}, {dtype}{codes}, {layer.num_q_heads // 8} query heads"
     return f"| {of_layer} | {traffic_cells(traffic, read_amd_code(kernel).waves_per_simd)} |\n"
+
+
+LATENTS = tuple(Latents(heads, is_coded) for is_coded in (False, True) for heads in (16, 32, 64))
+
+
+def latent_line(arch: str, layer: Latents) -> str:
+    """The line of a layer over latent pages: what a KiB of rows takes."""
+    kernel = compiled_latents(arch, layer)
+    of_layer = f"{arch}, {'E4M3' if layer.is_coded else 'bfloat16'}, {layer.num_heads} query heads"
+    return f"| {of_layer} | {traffic_cells(latent_traffic(kernel), read_amd_code(kernel).waves_per_simd)} |\n"
 
 
 if __name__ == "__main__":

@@ -8,15 +8,18 @@ import pytest
 import triton
 
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
+from tests.amd.offline.cdna_latent import Latents
 from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN
 from tests.amd.offline.cycle_counts import (
     DECODES,
     EXTENDS,
+    LATENTS,
     SHOWN,
     DecodedLayer,
     ExtendedLayer,
     decode_line,
     extend_line,
+    latent_line,
     lines_of,
 )
 from tests.amd.offline.matrix import ROWS, Row
@@ -53,6 +56,15 @@ def test_the_count_of_extend_in_gluon_is_current(layer: ExtendedLayer, arch: str
 )
 def test_the_work_of_decode_for_a_byte_is_current(layer: DecodedLayer, arch: str) -> None:
     assert decode_line(arch, layer) in PAGE.read_text(), "python -m tests.amd.offline.cycle_counts docs"
+
+
+@NEEDS_ITS_TRITON
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
+@pytest.mark.parametrize(
+    "layer", [LATENTS[2], *(pytest.param(each, marks=pytest.mark.nightly) for each in LATENTS if each != LATENTS[2])]
+)
+def test_the_work_of_latent_decode_for_a_byte_is_current(layer: Latents, arch: str) -> None:
+    assert latent_line(arch, layer) in PAGE.read_text(), "python -m tests.amd.offline.cycle_counts docs"
 
 
 @NEEDS_ITS_TRITON

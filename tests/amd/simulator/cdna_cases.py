@@ -20,13 +20,13 @@ from tests.amd.kernels.cdna_cases import (
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.kernels.cdna_extend_cases import NAMES, assert_extended, case_of, run_cdna_extend
-from tests.amd.kernels.cdna_latent_cases import CASES as LATENTS
 from tests.amd.kernels.cdna_latent_cases import LARGE as LATENTS_ABOVE
+from tests.amd.kernels.cdna_latent_cases import cases_of as latent_cases_of
 from tests.amd.kernels.cdna_latent_cases import launch_cdna_latent
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.large_steps import in_large_pools
 
-_IN_EVERY_RUN = ("plain", "window", "extend-plain", "latent-plain")
+_IN_EVERY_RUN = ("plain", "window", "extend-plain", "latent-plain", "latent-heads_of_2_tiles")
 
 
 def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
@@ -91,7 +91,10 @@ def _cases(arch: str) -> list[KernelCase]:
     return [
         *(KernelCase(f"cdna-{name}", arch, partial(run_cdna, arch, case)) for name, case in cases.items()),
         *(KernelCase(f"cdna-codes-{name}", arch, partial(run_codes, arch, name)) for name in CHOSEN_CODES),
-        *(KernelCase(f"cdna-latent-{name}", arch, partial(run_latents, arch, case)) for name, case in LATENTS.items()),
+        *(
+            KernelCase(f"cdna-latent-{name}", arch, partial(run_latents, arch, case))
+            for name, case in latent_cases_of(arch).items()
+        ),
         *(
             KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case_of(name, arch)))
             for name in extends

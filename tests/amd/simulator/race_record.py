@@ -93,7 +93,11 @@ CASES_OF_OTHER_BARRIERS = {
         "gfx950-cdna-extend-wide",
         "gfx950-cdna-extend-codes",
     ),
-    "_cdna_latent_decode_kernel": ("gfx942-cdna-latent-plain",),
+    "_cdna_latent_decode_kernel": (
+        "gfx942-cdna-latent-plain",
+        "gfx942-cdna-latent-heads_of_2_tiles",
+        "gfx950-cdna-latent-codes",
+    ),
 }
 _CASES = {str(case): case for case in GRID}
 

@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
-from rocm_attn.kernels.cdna import latent, latent_blocks
-from rocm_lab.simulator.launcher import ARCHS
+from rocm_attn.kernels.cdna import latent, latent_blocks, latent_heads
+from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
 from tests.amd.kernels import cdna_latent_cases
-from tests.amd.kernels.cdna_latent_cases import CASES, LARGE, PLAIN, SMALL
+from tests.amd.kernels.attention_cases import build
+from tests.amd.kernels.cdna_latent_cases import CASES, LARGE, PLAIN, SMALL, coded
 from tests.amd.simulator.cdna_cases import run_latents
 from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
 
 pytestmark = pytest.mark.nightly
+CPU = torch.device("cpu")
 
 SHORT, LONG, STEEP, FEW = (
     partial(run_latents, case=case)
     for case in (SMALL, replace(PLAIN, page_size=16), CASES["steep"], replace(SMALL, heads=(1, 1), spread=False))
 )
+HEADS, LONG_HEADS, BLOCKS = (
+    partial(run_latents, case=case)
+    for case in (
+        replace(SMALL, heads=(20, 1), spread=False),
+        replace(CASES["steep_heads"], heads=(20, 1), spread=False),
+        replace(SMALL, heads=(67, 1), spread=False),
+    )
+)
+
+
+def codes(arch: str) -> Simulation:
+    """Scores that differ much over codes."""
+    return run_latents(arch, coded(replace(SMALL, steep=16.0, spread=False), arch))
+
+
+def at_the_tables_end(arch: str) -> Simulation:
+    """A sequence whose pages are the last entries of the table."""
+    tensors = build(replace(SMALL, kv_len=[64], q_len=[1], heads=(20, 1), page_size=16, spread=False), CPU)
+    entries = tensors.table[tensors.row_of_seq[:1].long(), :4].clone()
+    tensors = replace(tensors, table=entries, row_of_seq=torch.zeros_like(tensors.row_of_seq))
+    with simulated(arch) as simulation:
+        cdna_latent_cases.launch_cdna_latent(arch, tensors)
+    return simulation
+
+
 WRONG = f"nan|not close|{STRAYS}"
 # Name -> file, its text, the replacement, a run that must fail.
-_MISTAKES = {
+_MISTAKES: dict[str, tuple[ModuleType, str, str, Callable[[str], Simulation]]] = {
     # Pairs of elements reach 8 GiB in 32 bits; elements do not.
     "pages_in_32_bits": (
         latent_blocks,
@@ -75,10 +105,67 @@ _MISTAKES = {
     "missing_heads_are_stored": (latent, "is_head = head < R.GQA_RATIO", "is_head = head < ROWS", FEW),
     "zeros_of_missing_heads_are_stored": (
         latent,
-        "is_head = head < G.rows.GQA_RATIO",
+        "is_head = head < num_heads",
         "is_head = head < ROWS",
         partial(run_latents, case=replace(SMALL, kv_len=[0], q_len=[1], heads=(1, 1), spread=False)),
     ),
+    "a_half_of_columns_is_left_out": (latent_heads, "gl.sum(halves, 2)", "gl.min(halves, 2)", HEADS),
+    "scores_of_shared_rows_are_not_masked": (
+        latent_heads,
+        'scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))',
+        "scores = scores",
+        HEADS,
+    ),
+    "values_after_the_last_key_are_not_masked": (
+        latent_heads,
+        "gl.where(is_seen[:, :, :, None], values, 0)",
+        "values",
+        HEADS,
+    ),
+    "the_last_key_of_shared_rows_is_passed": (
+        latent_heads,
+        "gl.minimum(block * KEYS + (wave // 2 * _HALF_KEYS + key), rows.last_key).to",
+        "(block * KEYS + (wave // 2 * _HALF_KEYS + key)).to",
+        at_the_tables_end,
+    ),
+    "the_last_group_is_passed": (
+        latent_heads,
+        "gl.minimum(block * KEYS + group * GROUP, rows.last_key // GROUP * GROUP).to",
+        "(block * KEYS + group * GROUP).to",
+        at_the_tables_end,
+    ),
+    "keys_of_shared_rows_are_those_before": (
+        latent_heads,
+        "k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)",
+        "k_pages = _pages_of(rows, _read_keys(rows, block + 1, G), G)",
+        LONG_HEADS,
+    ),
+    "values_of_shared_rows_are_those_before": (
+        latent_heads,
+        "v_pages = _pages_of(rows, _read_groups(rows, block + 2, G), G)",
+        "v_pages = _pages_of(rows, _read_groups(rows, block + 1, G), G)",
+        LONG_HEADS,
+    ),
+    "the_sum_of_shared_rows_keeps_an_old_maximum": (
+        latent_heads,
+        "state.total * of_total +",
+        "state.total +",
+        LONG_HEADS,
+    ),
+    "programs_of_a_token_have_the_same_heads": (
+        latent,
+        "first_head = launched // num_programs * OF_BLOCK",
+        "first_head = 0",
+        BLOCKS,
+    ),
+    "the_last_program_has_heads_too_many": (
+        latent,
+        "gl.minimum(R.GQA_RATIO - first_head, OF_BLOCK)",
+        "OF_BLOCK",
+        BLOCKS,
+    ),
+    "codes_lack_the_last_bits_of_q": (latent_heads, "others = (moved - first)", "others = (first - first)", codes),
+    "codes_lack_their_scale": (latent_heads, "lds.heads.store(row / total)", "lds.heads.store(1.0 / total)", codes),
     "an_empty_row_keeps_what_was_there": (latent, "(kv_len == 0) & (done == 0)", "(kv_len == 0) & (done == 1)", LONG),
 }
 MISTAKES = {

@@ -20,7 +20,7 @@ from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
 from tests.amd.kernels.cdna_extend_cases import assert_extended, run_cdna_extend
 
 LAYER = Problem(4, 2, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125, wants_lse=True)
-LATENTS = Problem(4, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=0.05, wants_lse=True, pool=PoolKind.LATENT)
+LATENTS = Problem(20, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=0.05, wants_lse=True, pool=PoolKind.LATENT)
 
 
 @pytest.mark.nightly

@@ -1,0 +1,43 @@
+"""Latent decodes for CDNA, compiled, and the work of their loops for the rows that they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from triton.compiler import CompiledKernel
+
+from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
+from rocm_lab.simulator.assembly import parse_assembly
+from tests.amd.kernels.attention_cases import build
+from tests.amd.kernels.cdna_latent_cases import SMALL, coded, launch_cdna_latent
+from tests.amd.offline.offline_driver import last_compiled_by
+
+NAME = "_cdna_latent_decode_kernel"
+# Elements of a row that are loaded as K, and again as V.
+_K, _V = 576, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """A layer over latent pages. is_coded: whether they hold codes"""
+
+    num_heads: int
+    is_coded: bool = False
+    page_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
+
+
+def compiled_latents(arch: str, layer: Latents) -> CompiledKernel:
+    """The decode that serves a layer."""
+    case = replace(SMALL, spread=False, heads=(layer.num_heads, 1), page_size=layer.page_size, dtype=layer.dtype)
+    tensors = build(coded(case, arch) if layer.is_coded else case, torch.device("cpu"))
+    return last_compiled_by(lambda: launch_cdna_latent(arch, tensors), arch, [NAME])[NAME]
+
+
+def latent_traffic(kernel: CompiledKernel) -> LoopTraffic:
+    """The work of its loop. A row counts once: the second load, of V, finds it in a cache."""
+    traffic = loop_traffic(parse_assembly(kernel.asm["amdgcn"]))
+    assert traffic is not None
+    of_rows = traffic.kv_bytes * _K // (_K + _V)
+    return replace(traffic, kv_bytes=of_rows, in_flight=min(of_rows, traffic.in_flight * _K // (_K + _V)))

@@ -225,7 +225,7 @@ def test_explain_answers_bad_input_with_one_sentence(
 
 
 def test_a_path_that_cannot_be_looked_at_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """As one in a folder of another user's."""
+    """A folder of another user has such paths too."""
     assert main(["explain", "a" * 300, "--arch", "gfx942"]) == 2
     assert "aaa cannot be used (File name too long); look at its path" in capsys.readouterr().err
 

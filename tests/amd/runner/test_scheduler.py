@@ -451,9 +451,9 @@ def test_no_sequence_gives_way_because_its_room_ahead_is_not_there(is_suspect: b
 
 
 def test_no_sequence_gives_way_for_room_ahead_that_is_a_page_of_many_tokens() -> None:
-    served = World(page_size=64, num_pages=1 + 4, max_batch_size=2, chunk=128, max_kv_len=256)
+    served = World(page_size=64, num_pages=1 + 2, max_batch_size=2, chunk=128, max_kv_len=128)
     for number in range(2):
-        served.add(number, Request((number,) * 60, 10))
+        served.add(number, Request((number,) * 60, 4))
     served_in_turn(served)
     assert served.metrics.preemptions == 0
 
@@ -505,6 +505,14 @@ def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_
     assert served.steps[-1].batch.q_len.tolist() == [1 + 5, 6], "half of what a newcomer could take"
     served.step()
     assert served.steps[-1].batch.q_len.tolist() == [1, 11], "a prompt that runs goes first"
+
+
+def test_pages_of_a_sequence_that_has_failed_are_not_cached() -> None:
+    served = world()
+    served.add(0, request(8))
+    served.step()
+    served.scheduler.fail(served.sequences[0])
+    assert served.metrics.cached_pages == 0
 
 
 def test_a_suspect_is_served_without_drafts() -> None:

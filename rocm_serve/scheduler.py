@@ -222,9 +222,8 @@ class Scheduler:
         The prefix cache alone gives pages back for it.
         """
         needed = [self._most_pages(kv_len, q_len, pages) + 1 for pages in self._table.spaces]
-        for space, (pages, num) in enumerate(zip(self._table.spaces, needed, strict=True)):
-            if pages.num_free_pages < num:
-                self._cache.make_room(space, num)
+        for space, num in enumerate(needed):
+            self._cache.make_room(space, num)
         self._count_cached_pages()
         return all(pages.num_free_pages >= num for pages, num in zip(self._table.spaces, needed, strict=True))
 
@@ -279,7 +278,6 @@ class Scheduler:
             insort(self._suspects, sequence, key=_by_urgency)
         if sequence.row != RESERVED_ROW:
             self._preempt(sequence)
-        self._count_cached_pages()
 
     def drop(self, sequence: Sequence) -> None:
         """Gives up a sequence that waits or runs; its pages may be found by others. One that has ended stays so."""
@@ -483,7 +481,6 @@ class Scheduler:
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
             if len(self._running) < self._max_batch_size and self._has_room(newcomer, found):
                 self._admit(newcomer, found)
-                self._reserve_first(newcomer, self._chunk)
             elif self._fits_beside_better(newcomer):
                 self._preempt(self._running[-1])
             else:
@@ -505,8 +502,6 @@ class Scheduler:
     def _fits_beside_better(self, newcomer: Sequence) -> bool:
         """True if a sequence has room once all running ones with a worse priority have given way."""
         staying = [held for held in self._running if held.level <= newcomer.level]
-        if len(staying) >= self._max_batch_size:
-            return False
         rows, claimed = np.array([held.row for held in staying], np.int32), self._claimed(staying)
         for space, pages in enumerate(self._table.spaces):
             needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
@@ -524,7 +519,6 @@ class Scheduler:
         while len(self._running) >= self._max_batch_size or not self._has_room(suspect, []):
             self._preempt(self._running[-1])
         self._admit(suspect, [])
-        self._reserve_first(suspect, self._chunk)
 
     def _require_all_read(self) -> None:
         """Raises _PendingTokens while a step is not finished."""

@@ -279,10 +279,7 @@ class DeviceSpeculation(SpeculativeSteps):
         series = self._series
         if series is None or series.is_over or not series.is_launched or series.num_changes != scheduler.num_changes:
             return False
-        last = self._runtime.gate.last
-        if last is None or last.batch is not series.batch or not self._runner.may_run_again:
-            return False
-        if series.num_launched > _MOST_SPECULATIVE_STEPS:
+        if series.num_launched > _MOST_SPECULATIVE_STEPS or not self._runner.may_run_again:
             return False
         # The round after the one that is launched must fit too: its inputs are made at once.
         num_needed = self._width * (series.num_pending + 1)

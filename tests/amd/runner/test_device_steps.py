@@ -334,6 +334,8 @@ def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_draft_tokens(dra
     while rounds_of(engine)._series is None:
         engine.step()
     numbers.append(engine.submit(beside))
+    engine.step()
+    assert engine._scheduler.num_running == 2, "it does not wait for the end of the rounds"
     assert served_to_the_end(engine, numbers) == plainly([first, beside])
     begins, longer = Request(tokens[:8], 9), Request(tokens[: 8 + width], 20)
     assert [engine.generate([each])[0] for each in (begins, longer)] == plainly([begins, longer])

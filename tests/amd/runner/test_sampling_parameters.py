@@ -26,6 +26,7 @@ from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters
 from rocm_serve.sampling.sampling import Draw, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
+from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.runner.with_parameters import ASKING, BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
 from tests.amd.tolerances import assert_logprobs_close
@@ -197,6 +198,9 @@ def test_penalties_hold_for_the_tokens_that_came_before(loaded: LoadedModel) -> 
     tokens = engine.generate([replace(request, sampling=strong)])[0].token_ids
     assert len(set(tokens)) == len(tokens) == 40
     assert not set(tokens) & set(PROMPT)
+    drafting = Engine(loaded, replace(BASE, speculative="ngram", steps_ahead=1))
+    with_drafter(drafting, ScriptedDrafter([PROMPT + tokens], 64, mistakes=0))
+    assert drafting.generate([replace(request, sampling=strong)])[0].token_ids == tokens
 
 
 async def test_logprobs_come_with_the_tokens_to_events_pieces_and_completions(loaded: LoadedModel) -> None:

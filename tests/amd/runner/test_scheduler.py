@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence as Many
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -230,7 +231,7 @@ def test_a_newcomer_waits_while_those_who_run_would_soon_need_its_pages() -> Non
     assert served.metrics.preemptions == 0
 
 
-@pytest.mark.parametrize("prompt_len", range(1, 9))
+@pytest.mark.parametrize("prompt_len", range(1, 13))
 def test_a_pool_made_for_all_of_them_serves_all_of_them_at_once(prompt_len: int) -> None:
     served = world(chunk=64, num_pages=1 + 4 * 3, max_kv_len=12)
     for number in range(4):
@@ -287,6 +288,19 @@ def test_a_prompt_of_better_priority_is_computed_before_those_that_run() -> None
     assert (running(served), served.steps[-1].batch.q_len.tolist()) == ([1], [8])
     served.step()
     assert (running(served), served.steps[-1].batch.q_len.tolist()) == ([1, 0], [2, 6])
+
+
+def test_none_gives_way_before_the_better_one_gets_tokens() -> None:
+    served = world(chunk=8)
+    for number in range(3):
+        served.add(number, Request((number, 1), 20, priority=2))
+    served.step()
+    served.add(3, request(5))  # has all tokens that those which decode leave
+    served.add(4, Request((4, 1), 2, priority=1))
+    served.step()
+    assert running(served) == [0, 1, 2, 3]
+    served.step()
+    assert running(served) == [3, 0, 1, 4]
 
 
 def steps_beside_better_ones(priority_aging: int, most_steps: int) -> int:
@@ -436,6 +450,26 @@ def test_no_sequence_gives_way_because_its_room_ahead_is_not_there(is_suspect: b
     assert served.results[8] == expected_tokens(served.sequences[8].request, 400)
 
 
+def test_no_sequence_gives_way_for_room_ahead_that_is_a_page_of_many_tokens() -> None:
+    served = World(page_size=64, num_pages=1 + 2, max_batch_size=2, chunk=128, max_kv_len=128)
+    for number in range(2):
+        served.add(number, Request((number,) * 60, 4))
+    served_in_turn(served)
+    assert served.metrics.preemptions == 0
+
+
+def test_room_ahead_leaves_a_page_for_each_row_and_is_for_none_while_one_waits() -> None:
+    served = world(num_pages=1 + 8, max_kv_len=32, chunk=64)
+    served.add(0, request(16))
+    served.step()
+    rows, scheduler = np.array([served.sequences[0].row], np.int32), served.scheduler
+    assert not scheduler.reserve_ahead(rows, np.array([32], np.int32))  # all four pages
+    assert scheduler.reserve_ahead(rows, np.array([28], np.int32))
+    scheduler._give_back_room()
+    served.add(1, request(1))
+    assert not scheduler.reserve_ahead(rows, np.array([28], np.int32))
+
+
 def test_pages_ahead_of_a_prompt_that_goes_on_are_given_back_too() -> None:
     served = World(page_size=4, num_pages=1 + 45, max_batch_size=2, chunk=16, max_kv_len=180)
     served.add(0, Request(tuple(range(40)), 100, prefix_caching=False))
@@ -473,6 +507,14 @@ def test_drafts_leave_the_prompts_that_run_all_of_the_chunk_and_those_that_wait_
     assert served.steps[-1].batch.q_len.tolist() == [1, 11], "a prompt that runs goes first"
 
 
+def test_pages_of_a_sequence_that_has_failed_are_not_cached() -> None:
+    served = world()
+    served.add(0, request(8))
+    served.step()
+    served.scheduler.fail(served.sequences[0])
+    assert served.metrics.cached_pages == 0
+
+
 def test_a_suspect_is_served_without_drafts() -> None:
     served = world(chunk=64)
     served.draft = right(4)
@@ -485,3 +527,18 @@ def test_a_suspect_is_served_without_drafts() -> None:
     assert not served.steps[-1].drafts
     served_in_turn(served)
     assert served.results[0] == expected_tokens(served.sequences[0].request, 64)
+
+
+def test_a_suspect_that_waits_takes_the_only_place_and_is_read_before_it_goes_on() -> None:
+    served = World(page_size=4, num_pages=65, max_batch_size=1, chunk=8, max_kv_len=64, ahead=True)
+    for number in range(2):
+        served.add(number, request(5))
+    served.step()
+    served.scheduler.suspect(served.sequences[1])
+    assert served.scheduler.next_step() is None, "the place's tokens are not read"
+    served.read()
+    served.step()
+    assert running(served) == [1]
+    assert served.scheduler.next_step() is None
+    served_in_turn(served)
+    assert served.results == {n: expected_tokens(served.sequences[n].request, 64) for n in range(2)}

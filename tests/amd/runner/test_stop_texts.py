@@ -16,6 +16,7 @@ from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Request, TokenEvent
+from rocm_serve.request_stream import Inbox
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.text.stop_texts import StopTexts
 from tests.amd.runner.scripted_drafts import EveryOtherStep, with_drafter
@@ -153,10 +154,14 @@ def test_a_stop_counts_where_it_ends_after_the_least_tokens(loaded: LoadedModel,
 
 
 async def test_a_reader_gets_no_more_than_the_text(loaded: LoadedModel, text: str) -> None:
+    request, (whole,) = replace(LONG, stop=(text[5:8],)), Engine(loaded, BASE).generate([LONG])
     async with AsyncEngine(Engine(loaded, replace(BASE, steps_ahead=1))) as front:
-        pieces = [piece async for piece in front.stream(replace(LONG, stop=(text[5:8],)))]
+        pieces = [piece async for piece in front.stream(request)]
     assert pieces[-1].finish_reason == "stop"
     assert "".join(piece.text for piece in pieces) == text[: text.index(text[5:8])]
+    inbox = Inbox(request, loaded.tokenizer)
+    inbox.add(whole.token_ids)
+    assert inbox.take().token_ids == sum((piece.token_ids for piece in pieces), ())
 
 
 def test_what_was_held_back_comes_with_an_abort(loaded: LoadedModel, text: str) -> None:

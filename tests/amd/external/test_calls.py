@@ -451,7 +451,7 @@ def test_tensors_of_another_device_are_refused_in_every_step(device: torch.devic
         ({"mask": BoolCells(cells, places.to("meta"))}, "the mask's positions are on meta, not on"),
     ):
         with pytest.raises(BadTensor, match=why):
-            filled.attention.begin(replace(given, **change))  # type: ignore[arg-type]
+            filled.attention.begin(replace(given, **change))
     filled.attention.begin(given)
     with pytest.raises(BadTensor, match="slots are on meta, not on"):
         filled.attention.fill(places.to("meta"))

@@ -43,6 +43,8 @@ _HOST_READS: Mapping[Callable[..., Any], str] = {
         "__int__",
         "__float__",
         "__index__",
+        "__repr__",
+        "__format__",
     )
 }
 

@@ -347,7 +347,7 @@ class ExternalAttention:
                 run.step.tensors.mask_start.zero_()  # all keys have cells; an earlier step may have had spans
             run.core.fill((run.step,), run.plan)
             if slots is not None:
-                _check_slots(slots)
+                _check_slots(slots, self.device)
                 for table, tensors in zip(tables.spaces, spaces, strict=True):
                     given = slots, table.gather.slot_map, tensors.counts, tensors.slot_of_token
                     self.ops.take_slots(*given, page_size=page_size, null_page=table.terms.null_page)
@@ -447,6 +447,8 @@ def _no_cells(shape: PaddedShape, mask_keys: int) -> int:
     return 32
 
 
-def _check_slots(slots: Tensor) -> None:
+def _check_slots(slots: Tensor, device: torch.device) -> None:
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.numel():
         raise BadTensor(f"slots are {slots.dtype} {list(slots.shape)}; they must be int32 or int64 in one dimension")
+    if slots.device != device:
+        raise BadTensor(f"slots are on {slots.device}, not on {device}")

@@ -43,6 +43,8 @@ UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
 # divide by the scales of codes: reciprocals, and products with any code, are then normal float32.
 _LARGEST_WINDOW = 2**31 - 2
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0**100
+# Kernels of float32 round a cap's tanh to about 2^-22, so a score to 2^-22 of the cap: 0.001 for this one.
+_LARGEST_CAP = 2.0**12
 # Default of Problem.v_head_dim and Problem.scale: derived from head_dim, as in most models.
 AS_HEAD_DIM = 0
 # Bytes of a vector in a vectorised pool, which a thread loads at once.
@@ -299,10 +301,10 @@ class Problem:
             )
         if self.chunk and not self.causal:
             raise BadProblem(f"chunk is {self.chunk} and window_right {self.window_right}; chunks need window_right 0")
-        if self.logits_soft_cap != 0 and not SMALLEST_SCALE <= self.logits_soft_cap <= LARGEST_SCALE:
+        if self.logits_soft_cap != 0 and not SMALLEST_SCALE <= self.logits_soft_cap <= _LARGEST_CAP:
             raise BadProblem(
-                f"logits_soft_cap is {self.logits_soft_cap}; it must be a positive number from 2**-100 to 2**100, or 0 "
-                "for none"
+                f"logits_soft_cap is {self.logits_soft_cap}; it must be a positive number from 2**-100 to 2**12, or 0 "
+                "for none: kernels would round scores under a larger one to nothing"
             )
         if self.pool is PoolKind.LATENT and (self.num_kv_heads != 1 or self.v_head_dim > self.head_dim):
             raise BadProblem(

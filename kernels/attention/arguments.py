@@ -16,6 +16,11 @@ from rocm_attn.kernels.cache.page_format import PoolKind
 _EIGHT = 8
 
 
+def has_whole_rows(*tensors: Tensor) -> bool:
+    """True if the elements of a row follow each other. The stride of a row of one element has no meaning."""
+    return all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
     """Sequences whose new tokens attend: S sequences with T new tokens, both padded, and the keys that each may see.
@@ -178,7 +183,7 @@ class AttendArgs(NamedTuple):
         assert form.head_dim == head_dim, "q and the pages disagree"
         assert out.shape == (num_tokens, num_q_heads, form.v_head_dim), "out disagrees with q and the pages"
         assert q.dtype == out.dtype
-        assert q.stride(2) == k.stride(3) == v.stride(3) == out.stride(2) == 1, "the last stride must be 1"
+        assert has_whole_rows(q, k, v, out), "the last stride must be 1"
         assert self.table.dtype == torch.int32
         assert self.table.stride(1) == 1
         assert self.table.shape[1] >= 1
@@ -194,7 +199,7 @@ class AttendArgs(NamedTuple):
         assert form.encoding.dtype == self.q.dtype == new.k.dtype == new.v.dtype
         assert new.k.shape == (num_tokens, form.num_kv_heads, form.head_dim)
         assert new.v.shape == (num_tokens, form.num_kv_heads, form.v_head_dim)
-        assert new.k.stride(2) == new.v.stride(2) == 1, "the last stride must be 1"
+        assert has_whole_rows(new.k, new.v), "the last stride must be 1"
         assert new.slot_of_token.dtype == new.counts.dtype == torch.int32
         assert new.slot_of_token.shape == (num_tokens,)
         assert new.slot_of_token.is_contiguous()

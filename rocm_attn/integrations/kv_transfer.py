@@ -341,7 +341,8 @@ class KVImporter(_Mover):
         table = self._runtime.table
         row = table.admit()
         try:
-            table.evict(np.array([row], np.int32), np.array([extent.kv_len], np.int32))
+            # A length from elsewhere may fit no int32. reserve() refuses one that no row holds.
+            table.evict([row], [min(extent.kv_len, table.max_kv_len)])
             table.reserve(row, extent.kv_len)
         except BaseException:
             table.free(row)

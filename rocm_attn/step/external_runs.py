@@ -22,7 +22,7 @@ from rocm_attn.problem import require_cells
 from rocm_attn.providers.contract import Baked
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.step.core import StepCore
-from rocm_attn.step.external_step import BoolCells, Causality, ExternalStep, NoCells
+from rocm_attn.step.external_step import BoolCells, Causality, EngineMask, ExternalStep, NoCells
 from rocm_attn.step.host_ring import HostRing, RingSlot
 from rocm_attn.step.layers import StepLayers
 from rocm_attn.step.memory import DeviceStep
@@ -105,6 +105,7 @@ class ExternalRuns:
 
         Raises NeverFits, WrongState, Unsupported, BadTensor.
         """
+        self._check_devices(step)
         if self._tables.changes != self._changes_seen:
             self._kept.clear()  # they read tables that are replaced
             self._changes_seen = self._tables.changes
@@ -174,6 +175,16 @@ class ExternalRuns:
                 self._kept.clear()  # they hold memory that was given up
         return views
 
+    def _check_devices(self, step: ExternalStep) -> None:
+        """Refuses tensors on another device. Every step has its own, so each is checked, not each shape alone."""
+        device, lengths = self._tables.device, step.lengths
+        for name, tensor in (("kv_len", lengths.kv_len), ("rows", lengths.rows), ("q", lengths.q)):
+            if tensor is not None and tensor.device != device:
+                raise BadTensor(f"{name} is on {tensor.device}, not on {device}")
+        for name, tensor in _mask_tensors(step.mask).items():
+            if tensor.device != device:
+                raise BadTensor(f"the mask's {name} are on {tensor.device}, not on {device}")
+
     def _check(self, step: ExternalStep) -> None:
         """Refuses a step that does not fit the settings of the build."""
         for bound, things, found, most in (
@@ -193,8 +204,13 @@ class ExternalRuns:
             if not self._has_cells:
                 raise WrongState("the step has a mask of cells and no memory is kept for them; build with mask_cells")
             require_cells(core.kinds.problems, "a mask of cells", "leave the mask out")
-        if step.lengths.kv_len.device != self._tables.device:
-            raise BadTensor(f"kv_len is on {step.lengths.kv_len.device}, not on {self._tables.device}")
+
+
+def _mask_tensors(mask: EngineMask) -> dict[str, Tensor]:
+    """The tensors of a mask, by name."""
+    if isinstance(mask, BoolCells):
+        return {"cells": mask.cells, "positions": mask.positions}
+    return {} if isinstance(mask, NoCells) else {"spans": mask.of_step}
 
 
 def _unchecked() -> None:

@@ -111,7 +111,7 @@ def attend(
     if computed is not out:
         out.copy_(computed)
     if call.v_scale is not None and v_scale is None:
-        out.mul_(call.v_scale)
+        out.mul_(call.v_scale.reshape(()) if isinstance(call.v_scale, Tensor) else call.v_scale)
     if lse is None:
         return out
     if call.lse_base == "log2":

@@ -48,6 +48,8 @@ class BatchLengths:
             )
         if self.q_indptr[-1] > INT32_MAX or (self.kv_len > INT32_MAX).any() or (self.kv_len < 0).any():
             raise BadBatch(f"lengths must be 0 to {INT32_MAX}")
+        if (self.first_page < 0).any():
+            raise BadBatch(f"indptr of the KV is {self.first_page[:9].tolist()}...; it must begin at 0 and never fall")
 
     @property
     def num_seqs(self) -> int:

@@ -38,6 +38,8 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     _check(v, s)
     if s.dtype != torch.float32:
         raise BadTensor(f"s is {s.dtype}; it is written, so it must be torch.float32")
+    if v.stride(-1) != 1:
+        raise BadTensor(f"v has strides {list(v.stride())}; it is written, so its last stride must be 1")
     other = s_other.to(torch.float32) * _LN_2
     if mask is not None:
         if mask.shape != s.shape[:1]:
@@ -76,6 +78,7 @@ def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], into: tuple[Tenso
             f"the sides are {list(a[0].shape)} and {list(b[0].shape)}; they must have the same tokens and heads"
         )
     device = with_index(a[0].device)
+    a, b = ((out if out.stride(-1) == 1 else out.contiguous(), lse) for out, lse in (a, b))
     with on_device(device):
         step_ops(device).merge_states(*a, *b, *into)
 

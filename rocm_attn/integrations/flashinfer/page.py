@@ -140,6 +140,11 @@ def _append(rows: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], given: Gi
             f"pages in {pages[0].dtype} cannot be appended to; write their codes, or keep K and V in "
             f"{', '.join(map(str, DTYPES))}"
         )
+    if any(side.shape[-1] > 1 and side.stride(-1) != 1 for side in pages):
+        raise BadTensor(
+            f"the sides of the KV cache have strides {[list(side.stride()) for side in pages]}; the elements of a head "
+            "must be contiguous"
+        )
     if not len(slots):
         return
     k, v = (side if side.stride(-1) == 1 else side.contiguous() for side in rows)

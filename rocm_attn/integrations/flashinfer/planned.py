@@ -39,7 +39,8 @@ class Inputs:
 
     q:        [tokens, q_heads, head_dim]
     k, v:     pages, [pages, page_size, kv_heads, head_dim | v_head_dim]
-    out, lse: as in ExternalAttention.layers.attend; lse receives the natural log, and -inf for tokens that see nothing
+    out, lse: as in ExternalAttention.layers.attend; lse receives the natural log, and for tokens that see nothing
+              their sinks, or -inf without sinks
     sinks:    float [q_heads], if the geometry has sinks
     k_scale, v_scale: float32 [1], for pages in eight bits
     """
@@ -148,8 +149,10 @@ class PlannedAttention:
             self._attend_padded(attention, inputs, self._fixed.num_tokens)
         else:
             attention.layers.attend(0, inputs.q, inputs.out, inputs.lse)
-        if geometry.alibi and inputs.lse is not None:
-            self._raise_lse(batch.lengths, geometry, inputs.lse)
+        if inputs.lse is not None:
+            _count_sinks(inputs.lse, inputs.sinks)
+            if geometry.alibi:
+                self._raise_lse(batch.lengths, geometry, inputs.lse)
 
     def _attend_padded(self, attention: ExternalAttention, inputs: Inputs, num_tokens: int) -> None:
         """Computes attention for fewer tokens than the captured step has."""
@@ -298,8 +301,13 @@ def _see_nothing(inputs: Inputs) -> None:
     inputs.out.zero_()
     if inputs.lse is not None:
         inputs.lse.fill_(float("-inf"))
-        if inputs.sinks is not None:
-            inputs.lse.copy_(inputs.sinks.expand_as(inputs.lse))
+        _count_sinks(inputs.lse, inputs.sinks)
+
+
+def _count_sinks(lse: Tensor, sinks: Tensor | None) -> None:
+    """Makes the LSE of tokens that see nothing that of their sinks, as in FlashInfer; kernels here write -inf."""
+    if sinks is not None:
+        lse.copy_(torch.where(lse.isneginf(), sinks, lse))
 
 
 def _head_weights(geometry: Geometry, sinks: Tensor | None) -> HeadWeights:

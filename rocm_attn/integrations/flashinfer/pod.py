@@ -87,6 +87,14 @@ class BatchPODWithPagedKVCacheWrapper(Wrapper):
         if not len(kv_p) or not len(kv_d) or not len(q_p) or (q_d.diff() != 1).any():
             raise BadBatch(f"qo_indptr_d is {q_d[:9].tolist()}...; decode has one token each, and indptr begin at 0")
         self._num_prefill, num_pages = int(q_p[-1]), int(kv_p[-1])
+        for side, q, kv in (("p", q_p, kv_p), ("d", q_d, kv_d)):
+            num_last, num_indices = (len(getattr(given, f"{name}_{side}")) for name in ("last_page_len", "kv_indices"))
+            if not len(q) == len(kv) == num_last + 1 or int(kv[-1]) > num_indices:
+                raise BadBatch(
+                    f"qo_indptr_{side} has {len(q)} entries, kv_indptr_{side} {len(kv)} and ends at {int(kv[-1])}, "
+                    f"last_page_len_{side} has {num_last} and kv_indices_{side} {num_indices}; both indptr have one "
+                    "entry more than there are sequences, and kv_indptr ends within the indices"
+                )
         self._scores = {name: getattr(given, name) for name in ("pos_encoding_mode", "window_left", "sm_scale")}
         self._both.plan(
             torch.cat((q_p, self._num_prefill + q_d[1:])),

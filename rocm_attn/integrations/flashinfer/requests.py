@@ -118,6 +118,13 @@ class Geometry:
             )
         if self.alibi and self.soft_cap:
             raise Unsupported("ALIBI with a logits_soft_cap is not served: the bias is added after the cap here")
+        if self.alibi and self.sinks:
+            raise Unsupported(
+                "ALIBI with sinks is not served: FlashInfer's bias of a key is larger than the one here, by which its "
+                "sinks would weigh less"
+            )
+        if self.scale == 0:
+            raise BadProblem("the scale of logits is 0; it must be a positive number, or None for head_dim ** -0.5")
         if min(self.head_dim, self.v_head_dim) < 1:
             raise BadProblem(f"head dims are {self.head_dim} and {self.v_head_dim}; each must be at least 1")
         if not 1 <= self.num_kv_heads <= self.num_q_heads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -434,6 +435,26 @@ def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> 
         made.seal()
     with pytest.raises(CapacityExceeded, match="padded to 17 sequences, and the most is 16; raise num_seqs"):
         engine.run([engine.admit()], [1], pads=16)
+
+
+@pytest.mark.fast(interpreted=1)
+def test_tensors_of_another_device_are_refused_in_every_step(device: torch.device, provider: str) -> None:
+    """Also in a step whose shape has run before."""
+    filled = Filled(device, provider, custom_mask=True)
+    cells, places = (torch.zeros(n, dtype=dtype, device=device) for n, dtype in ((64, torch.bool), (4, torch.int32)))
+    given = filled.step([1, 1, 1, 1], mask=BoolCells(cells, places))
+    filled.attention.begin(given)
+    for change, why in (
+        ({"kv_len": given.kv_len.to("meta")}, "kv_len is on meta, not on"),
+        ({"rows": places.to("meta")}, "rows is on meta, not on"),
+        ({"mask": BoolCells(cells.to("meta"), places)}, "the mask's cells are on meta, not on"),
+        ({"mask": BoolCells(cells, places.to("meta"))}, "the mask's positions are on meta, not on"),
+    ):
+        with pytest.raises(BadTensor, match=why):
+            filled.attention.begin(replace(given, **change))
+    filled.attention.begin(given)
+    with pytest.raises(BadTensor, match="slots are on meta, not on"):
+        filled.attention.fill(places.to("meta"))
 
 
 @pytest.mark.fast(interpreted=0)

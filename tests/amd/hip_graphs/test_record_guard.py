@@ -29,6 +29,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "cpu": lambda x: x.cpu(),
     "tolist": lambda x: x.tolist(),
     "numpy": lambda x: x.numpy(),
+    "printed": lambda x: str(x),
+    "formatted": lambda x: f"{x}",
     "nonzero": lambda x: x.nonzero(),
     "nonzero function": lambda x: torch.nonzero(x),
     "select by mask": lambda x: x[x > 0],

@@ -72,3 +72,6 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
     few = indptr(NEW, device), batch.indptr, batch.indices, ints((7, 40, 16, 1), device)
     with pytest.raises(BadBatch, match="pages of 4 tokens for all of its tokens"):
         wrapper.plan(*few, HEADS, KV_HEADS, DIM, DIM, 4, q_data_type=torch.float32, kv_data_type=torch.float32)
+    few = indptr((1,), device), ints((-1, 1), device), batch.indices, ints((7,), device)
+    with pytest.raises(BadBatch, match=r"indptr of the KV is \[-1\]...; it must begin at 0 and never fall"):
+        wrapper.plan(*few, HEADS, KV_HEADS, DIM, DIM, 4, q_data_type=torch.float32, kv_data_type=torch.float32)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, ints, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Scores
@@ -165,6 +165,8 @@ REFUSED_PLANS = [
     ({"q_len_per_req": 0}, BadBatch, "it must be at least 1"),
     ({"q_len_per_req": 4}, BadBatch, "fewer tokens in its KV than q_len_per_req, 4"),
     ({"sm_scale": -1.0}, ValueError, "must be a positive number"),
+    ({"sm_scale": 0.0}, BadProblem, "the scale of logits is 0; it must be a positive number"),
+    ({"logits_soft_cap": 1e30}, BadProblem, "logits_soft_cap is 1e.30; it must be a positive number from"),
     ({"jit_args": [1]}, TypeError, "unexpected keyword argument 'jit_args'"),
 ]
 
@@ -193,6 +195,7 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
         ({"window_left": 4}, BadSetting, "planned with 5"),
         ({"out": torch.empty_like(q).half()}, BadTensor, "out is torch.float16"),
         ({"lse": torch.empty(2, device=device), "return_lse": True}, BadTensor, "lse is torch.float32 .2."),
+        ({"q_scale": 0.0}, BadProblem, "the scale of logits is 0"),
         *[({name: q[0, 0]}, BadTensor, f"a scale of shape .{DIM}.") for name in ("q_scale", "k_scale", "v_scale")],
     ]
     for more, error, message in cases:

@@ -99,6 +99,9 @@ def test_what_cannot_be_appended_is_refused(device: torch.device) -> None:
     ]:
         with pytest.raises(BadTensor, match=message):
             flashinfer.append_paged_kv_cache(k, v, *at, batch.cache, *lists)
+    scattered = torch.zeros_like(batch.cache[:, 0]).transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(BadTensor, match="the elements of a head must be contiguous"):
+        flashinfer.append_paged_kv_cache(k, v, seqs, places, (scattered, batch.cache[:, 1]), *lists)
     codes = batch.cache.to(torch.float8_e4m3fn)
     with pytest.raises(Unsupported, match="cannot be appended to"):
         flashinfer.append_paged_kv_cache(k.to(codes.dtype), v.to(codes.dtype), seqs, places, codes, *lists)
@@ -137,6 +140,10 @@ def test_merged_states_are_attention_over_all_keys(device: torch.device) -> None
     check(flashinfer.merge_state(*flashinfer.merge_state(*states[0], *states[1]), *states[2]), expected)
     v, s = (torch.stack(each, 1) for each in zip(*states, strict=True))
     check(flashinfer.merge_states(v, s), expected)
+    v = v.transpose(2, 3).contiguous().transpose(2, 3)
+    check(flashinfer.merge_states(v, s), expected)
+    with pytest.raises(BadTensor, match="it is written, so its last stride must be 1"):
+        flashinfer.merge_state_in_place(v[:, 0], s[:, 0], *states[1])
     out, lse = (each.double().cpu().numpy() for each in states[0])
     check(flashinfer.merge_states(v[:, :1], s[:, :1]), (out, lse))
     merged = states[2][0].clone(), states[2][1].clone()

@@ -124,6 +124,15 @@ def test_wrong_inputs_are_refused(device: torch.device) -> None:
     with pytest.raises(BadBatch, match=r"qo_indptr_d is \[0, 2, 3\]...; decode has one token each"):
         wrapper.plan(*of_p, indptr([2, 1], device), d, d_pages, d_last, *SIZES, PAGE_SIZE)
     of_d = indptr([1, 1], device), d, d_pages, d_last
+    more_pages = torch.cat((d_pages, p_pages[:1]))
+    for short in (
+        (*of_p[:2], p_pages[:-1], p_last, *of_d[:2], more_pages, d_last),
+        (*of_p[:3], torch.cat((p_last, d_last[:1])), *of_d[:3], d_last[1:]),
+    ):
+        with pytest.raises(
+            BadBatch, match="qo_indptr_p has 3 entries, kv_indptr_p 3 and ends at 6, last_page_len_p has"
+        ):
+            wrapper.plan(*short, *SIZES, PAGE_SIZE, q_data_type="float32")
     wrapper.plan(*of_p, *of_d, *SIZES, PAGE_SIZE, q_data_type="float32")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"custom_mask_p": q_p}, "custom_mask_p is not served: the step of both is planned without masks"),

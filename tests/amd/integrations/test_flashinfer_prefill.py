@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor
+from rocm_attn.errors import BadTensor, Unsupported
 from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, indptr, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Array, Scores
@@ -173,6 +173,19 @@ def test_scales_and_sinks_are_those_of_the_call(device: torch.device) -> None:
         assert isinstance(found, tuple)
         assert found[0].dtype == torch.float64
         check(wrapper.run_return_lse(q, batch.cache), wanted(batch, q, Q_LENS, [Scores(DIM**-0.5)] * len(Q_LENS)))
+
+
+def test_a_token_that_sees_nothing_has_the_log_sum_exp_of_its_sinks(device: torch.device) -> None:
+    batch, sinks = new_batch((2, 0, 5), 4, device=device), np.array([0.5, -1.0, 2.0, 0.0])
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    plan = indptr((4, 1, 2), device), *batch.lists, *SIZES, 4
+    wrapper.plan(*plan, causal=True, q_data_type="float32")
+    q, of_call = queries(7, device=device), torch.from_numpy(sinks).float().to(device)
+    found = wrapper.run(q, batch.cache, sinks=of_call, v_scale=torch.ones(1, 1, 1, 1, device=device), return_lse=True)
+    check(found, wanted(batch, q, (4, 1, 2), [Scores(DIM**-0.5, sinks=sinks)] * 3))
+    wrapper.plan(*plan, causal=True, q_data_type="float32", pos_encoding_mode="ALIBI")
+    with pytest.raises(Unsupported, match="ALIBI with sinks is not served"):
+        wrapper.run(q, batch.cache, sinks=of_call)
 
 
 def test_fp8_pages_have_a_scale_for_k_and_one_for_v(device: torch.device) -> None:

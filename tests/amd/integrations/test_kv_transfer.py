@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.integrations.kv_passport import KVExtent, KVPassport, stretches
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter, Pages
@@ -242,6 +242,8 @@ def test_layers_of_one_space_may_come_from_different_ones(provider: str, device:
         layers.append(exporter.passport.layers[number])
     importer, extent = KVImporter(target, KVPassport(tuple(layers))), extents[-1]
     assert extent.first == {"full": 0, "swa": 16}
+    with pytest.raises(NeverFits, match=str(2**40)):
+        importer.admit(replace(extent, kv_len=2**40))
     stayed, new_row = story.prefill(target, 29), importer.admit(extent)
     importer.import_row(new_row, extent, torch.cat(buffers))
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))

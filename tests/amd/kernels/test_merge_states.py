@@ -123,6 +123,15 @@ def test_rows_with_gaps_are_merged_in_place(merge: Merge, kernel_device: torch.d
 
 
 @merges
+def test_rows_of_one_element_may_have_any_stride(merge: Merge, kernel_device: torch.device) -> None:
+    q, k, v = problem(5, 6, 1, num_keys=12)
+    (out_a, lse_a), b = (as_side(attention(q, k, v, keys), torch.float32, kernel_device) for keys in (range(7), [8]))
+    there = torch.empty(5, 1, 6, device=kernel_device).transpose(1, 2).copy_(out_a)
+    assert there.stride(2) == 6
+    assert all(map(torch.equal, merged(merge, (there, lse_a), b), merged(merge, (out_a, lse_a), b)))
+
+
+@merges
 def test_no_token_is_nothing_to_do(merge: Merge, kernel_device: torch.device) -> None:
     empty, lse = torch.empty(0, 3, 16, device=kernel_device), torch.empty(0, 3, device=kernel_device)
     merge(empty, lse, empty, lse, empty, lse)

@@ -70,6 +70,20 @@ def test_strided_rows_are_served(provider: str, device: torch.device) -> None:
         world.runtime.end_step()
 
 
+def test_rows_of_one_element_may_have_any_stride(provider: str, device: torch.device) -> None:
+    world = World.build([small_problem(head_dim=1, v_head_dim=1)], device, provider)
+    requests = [world.admit(), world.admit()]
+    for q_len in ([4, 6], [1, 1]):
+        step = world.runtime.step(world.batch(requests, q_len)).parts[0]
+        tokens = step.token_ids.shape[0]
+        q, k, v, out = (world.random(tokens, 1, heads).transpose(1, 2) for heads in (6, 2, 2, 6))
+        world.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
+        lse = torch.empty(tokens, 6, device=device)
+        step.layers.store_and_attend(0, q, k, v, out, lse)
+        world.check(0, requests, q_len, q, out, lse)
+        world.runtime.end_step()
+
+
 def test_positions_and_last_tokens_are_those_of_the_sequences(provider: str, device: torch.device) -> None:
     world = World.build([small_problem()], device, provider)
     a, b, c = (world.admit() for _ in range(3))

@@ -36,6 +36,7 @@ from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.cdna.codes import in_word
 from rocm_attn.kernels.cdna.key_blocks import (
     CHUNK,
     ROWS,
@@ -43,7 +44,6 @@ from rocm_attn.kernels.cdna.key_blocks import (
     ChunkBlocks,
     ChunkSide,
     attend_key_blocks,
-    in_word,
     key_words,
     product_layout,
     query_layout,
@@ -349,6 +349,6 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
         CODING=pages.coding,
     )
     for side in (pages.raw_k, pages.raw_v):
-        assert not any(stride % in_word(geometry) for stride in side.stride()[:3]), "words are read"
+        assert not any(stride % in_word(geometry.CODING) for stride in side.stride()[:3]), "words are read"
         assert side.data_ptr() % 4 == 0, "words are read"
     return geometry

@@ -31,6 +31,14 @@ from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.softmax import capped, in_range
 from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cache.page_format import Coding
+from rocm_attn.kernels.cdna.codes import (
+    elements_of,
+    in_word,
+    largest_exponent,
+    moved_to_codes,
+    parts_of,
+    scale_of_codes,
+)
 from rocm_attn.kernels.tuning import cdna_tiles
 
 CHUNK = gl.constexpr(cdna_tiles.CHUNK)
@@ -117,12 +125,6 @@ def product_layout(G: CdnaGeometry) -> gl.constexpr:
 
 
 @constexpr_function
-def in_word(G: CdnaGeometry) -> int:
-    """Elements of a word."""
-    return 4 if is_coded(G.CODING.ENCODING) else 2
-
-
-@constexpr_function
 def key_elements(G: CdnaGeometry) -> int:
     """Neighbouring elements of a key that a lane has: 16 bytes."""
     return 16 if is_coded(G.CODING.ENCODING) else 8
@@ -131,7 +133,7 @@ def key_elements(G: CdnaGeometry) -> int:
 @constexpr_function
 def key_words(G: CdnaGeometry) -> gl.constexpr:
     """Layout of K as it is loaded: 16 lanes have a key each; four times four words side by side make 64 bytes."""
-    words = G.COLUMNS // in_word(G)
+    words = G.COLUMNS // in_word(G.CODING)
     more = [[0, 16 << i] for i in range((words // 16).bit_length() - 1)]
     lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, 4], [0, 8]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], *more], lanes, [], [], [16, words])
@@ -140,11 +142,11 @@ def key_words(G: CdnaGeometry) -> gl.constexpr:
 @constexpr_function
 def value_words(G: CdnaGeometry) -> gl.constexpr:
     """Layout of V as it is loaded: 16 lanes have 128 elements of a key, and each lane those of four keys in turn."""
-    lane = 8 // in_word(G)
+    lane, words = 8 // in_word(G.CODING), G.COLUMNS // in_word(G.CODING)
     own = [[0, 1 << i] for i in range(lane.bit_length() - 1)]
     more = [[0, 16 * lane << i] for i in range((G.COLUMNS // 128).bit_length() - 1)]
     lanes = [[0, lane], [0, 2 * lane], [0, 4 * lane], [0, 8 * lane], [4, 0], [8, 0]]
-    return gl.DistributedLinearLayout([*own, [1, 0], [2, 0], *more], lanes, [], [], [16, G.COLUMNS // in_word(G)])
+    return gl.DistributedLinearLayout([*own, [1, 0], [2, 0], *more], lanes, [], [], [16, words])
 
 
 @constexpr_function
@@ -160,7 +162,7 @@ def query_layout(G: CdnaGeometry) -> gl.constexpr:
 @gluon.jit
 def word_offsets(token, head, L: gl.constexpr, G: gl.constexpr):
     """Offsets of a chunk's words from its first one, in words, int32 [CHUNK, words of a row]. token, head: strides"""
-    IN_WORD: gl.constexpr = in_word(G)
+    IN_WORD: gl.constexpr = in_word(G.CODING)
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None] * (token // IN_WORD)
     word = gl.arange(0, G.COLUMNS // IN_WORD, layout=gl.SliceLayout(0, L))
     if G.rows.HEADS_PER_ROW > 1:
@@ -221,46 +223,10 @@ def _reads(num: int, chunks: int) -> str:
 @gluon.jit
 def _wait_for(chunks, G: gl.constexpr):
     """Waits for chunks at once, and not before what comes before: an empty instruction reads them."""
-    NUM: gl.constexpr = G.COLUMNS // (4 * in_word(G))
+    NUM: gl.constexpr = G.COLUMNS // (4 * in_word(G.CODING))
     sched_barrier()
     gl.inline_asm_elementwise("", _reads(NUM, G.CHUNKS), chunks, dtype=gl.int32, is_pure=False, pack=NUM)
     sched_barrier()
-
-
-@constexpr_function
-def _code(G: CdnaGeometry) -> gl.constexpr:
-    """The dtype of codes."""
-    return gl.float8e4b8 if G.CDNA == 3 else gl.float8e4nv
-
-
-@constexpr_function
-def _largest_exponent(G: CdnaGeometry) -> int:
-    """The exponent of the largest power of two that is a code: codes go to 240 or 448."""
-    return 7 if G.CDNA == 3 else 8
-
-
-@gluon.jit
-def _elements(words, DTYPE: gl.constexpr, G: gl.constexpr):
-    """The elements of words, [rows, elements] in DTYPE, that of codes or of q. words: [rows, words]"""
-    if is_coded(G.CODING.ENCODING):
-        halves = gl.join(words.to(gl.uint16), (words >> 16).to(gl.uint16))
-        elements = gl.join(halves.to(gl.uint8), (halves >> 8).to(gl.uint8)).to(DTYPE, bitcast=True)
-    else:
-        elements = gl.join(words.to(gl.uint16), (words >> 16).to(gl.uint16)).to(DTYPE, bitcast=True)
-    return gl.reshape(elements, [words.shape[0], words.shape[1] * in_word(G)])
-
-
-@gluon.jit
-def parts_of(numbers, NUM: gl.constexpr, G: gl.constexpr):
-    """float32 numbers as NUM codes each, whose sum they are in 4 * NUM bits. A part of a NaN is NaN."""
-    codes = ()
-    for i in gl.static_range(NUM):
-        first = numbers
-        if i + 1 < NUM:
-            first = (numbers.to(gl.uint32, bitcast=True) & 0xFFF00000).to(gl.float32, bitcast=True)
-            numbers -= first
-        codes += (first.to(_code(G)),)  # type: ignore[assignment]
-    return codes
 
 
 @gluon.jit
@@ -274,12 +240,10 @@ def query_operands(query, G: gl.constexpr):
     parts, factor = (query,), 1.0
     if is_coded(G.CODING.ENCODING):
         PARTS: gl.constexpr = 2 if query.dtype == gl.bfloat16 else 3
-        # One less than that of the largest code: numbers of that exponent may be larger than all codes.
-        MOVED: gl.constexpr = _largest_exponent(G) - 1
         query = query.to(gl.float32)
         exponent = exponent_to_move(gl.max(gl.abs(query), 1))
-        parts = parts_of(query * ((254 + MOVED - exponent) << 23).to(gl.float32, bitcast=True)[:, None], PARTS, G)
-        factor = ((exponent - MOVED) << 23).to(gl.float32, bitcast=True)
+        parts = parts_of(moved_to_codes(query, exponent[:, None], G.CDNA), PARTS, G.CDNA)
+        factor = scale_of_codes(exponent, G.CDNA)
         factor = gl.convert_layout(factor, gl.SliceLayout(0, P), assert_trivial=True)
     operands = ()
     for i in gl.static_range(len(parts)):
@@ -307,7 +271,8 @@ def _scores(query, words, first, keys, logits, G: gl.constexpr, MASKED: gl.const
     """The scores of a chunk, [CHUNK, ROWS], without qk_scale. query: of query_operands; words: its K"""
     P: gl.constexpr = product_layout(G)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, P, key_elements(G))
-    k = gl.convert_layout(_elements(words, query[0].dtype, G), OPERAND, assert_trivial=True)
+    k = gl.reshape(elements_of(words, query[0].dtype), [CHUNK, G.COLUMNS])
+    k = gl.convert_layout(k, OPERAND, assert_trivial=True)
     scores = gl.full([CHUNK, ROWS], 0.0, gl.float32, layout=P)
     for i in gl.static_range(len(query)):
         scores = gl.amd.cdna3.mfma(k, query[i], scores)
@@ -407,7 +372,7 @@ def _weigh(state, scores, scale, query, G: gl.constexpr):
     CODED: gl.constexpr = is_coded(G.CODING.ENCODING)
     top = _largest(scores, G) * scale
     largest = gl.maximum(state.largest, top)
-    base = gl.maximum(top, largest - _MOST_BELOW) - _largest_exponent(G) if CODED else largest
+    base = gl.maximum(top, largest - _MOST_BELOW) - largest_exponent(G.CDNA) if CODED else largest
     decay = gl.exp2(state.base - base)
     total = state.total * decay[None, :]
     weights = ()
@@ -419,7 +384,7 @@ def _weigh(state, scores, scale, query, G: gl.constexpr):
     for i in gl.static_range(0, CHUNKS, AT_ONCE):
         weight = gl.permute(_by_key(weights[i : i + AT_ONCE], G), (1, 0))
         weight = gl.convert_layout(weight, OPERAND, assert_trivial=True)
-        parts = parts_of(weight, len(query), G) if CODED else (rounded(weight, query[0].dtype, G.CDNA > 3),)
+        parts = parts_of(weight, len(query), G.CDNA) if CODED else (rounded(weight, query[0].dtype, G.CDNA > 3),)
         operands += (parts,)  # type: ignore[assignment]
     return Weighed(state.acc * decay[None, :], largest, base, total), operands
 
@@ -443,8 +408,8 @@ def _add_values(state, weights, chunks, first, keys, G: gl.constexpr, MASKED: gl
             v = _values(chunks[j], first + j * CHUNK, keys, G, MASKED)
             values += (_of_four_keys(v),)  # type: ignore[assignment]
         v = gl.permute(_by_key(values, G), (1, 0))
-        v = _elements(v, weights[0][0].dtype, G)
-        v = gl.permute(gl.reshape(v, [v.shape[0], G.COLUMNS // 8, 8]), (2, 1, 0))
+        v = gl.reshape(elements_of(v, weights[0][0].dtype), [AT_ONCE * CHUNK, G.COLUMNS // 8, 8])
+        v = gl.permute(v, (2, 1, 0))
         v = gl.reshape(v, [G.COLUMNS, v.shape[2]])
         v = gl.convert_layout(v, gl.DotOperandLayout(0, P, WIDTH), assert_trivial=True)
         for part in gl.static_range(len(weights[0])):

@@ -31,6 +31,7 @@ from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
 from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.cdna.codes import in_word
 from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.latent_blocks import (
     REST,
@@ -47,11 +48,10 @@ from rocm_attn.kernels.cdna.latent_blocks import (
 from rocm_attn.kernels.cdna.latent_heads import (
     allocate,
     attend_heads,
-    in_word,
     load_queries,
-    shares_rows,
     store_heads,
 )
+from rocm_attn.kernels.cdna.latent_layouts import shares_rows
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
 from rocm_attn.kernels.latent.limits import check_plain_latents
 from rocm_attn.kernels.launch import launch
@@ -207,8 +207,8 @@ def _cdna_latent_decode_kernel(
         if end_block > first_block:
             rows = LatentLine(
                 pages.to(gl.pointer_type(gl.int32)),
-                p_page // in_word(G),
-                p_token // in_word(G),
+                p_page // in_word(G.CODING),
+                p_token // in_word(G.CODING),
                 table + gl.load(row_of_seq + seq).to(gl.int64) * table_row,
                 gl.minimum(end_block * R.KEY_BLOCK, kv_len) - 1,
             )

@@ -111,8 +111,8 @@ IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Excep
         "nan",
     ),
     "large_elements_of_q_are_no_codes": (
-        "MOVED: gl.constexpr = _largest_exponent(G) - 1",
-        "MOVED: gl.constexpr = _largest_exponent(G) + 1",
+        "moved_to_codes(query, exponent[:, None], G.CDNA)",
+        "moved_to_codes(query, exponent[:, None] - 2, G.CDNA)",
         _coded_decode,
         AssertionError,
         "nan",

@@ -28,7 +28,8 @@
 #                    environments; needs a package registry (not part of the default)
 #   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
-#   simulator@VERSION  the simulator's full grid with another Triton; writes rocm_lab/simulator/README.md (not part of the default)
+#   simulator@VERSION  the simulator's full grid with another Triton; writes rocm_lab/simulator/README.md (not part of
+#                    the default)
 #   aiter-source     AITER's own Triton and Gluon kernels in the simulator and the interpreter, from the checkout that
 #                    AITER_SOURCE names; fails where it names none (not part of the default)
 #   other-kernels    kernels of Triton's tutorials, AITER, fla, vLLM and SGLang in the simulator, from the folders that

@@ -16,7 +16,7 @@ from rocm_attn.kernels.cache.page_format import PoolKind
 _EIGHT = 8
 
 
-def has_whole_rows(*tensors: Tensor) -> bool:
+def rows_are_contiguous(*tensors: Tensor) -> bool:
     """True if the elements of a row follow each other. The stride of a row of one element has no meaning."""
     return all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
 
@@ -183,7 +183,7 @@ class AttendArgs(NamedTuple):
         assert form.head_dim == head_dim, "q and the pages disagree"
         assert out.shape == (num_tokens, num_q_heads, form.v_head_dim), "out disagrees with q and the pages"
         assert q.dtype == out.dtype
-        assert has_whole_rows(q, k, v, out), "the last stride must be 1"
+        assert rows_are_contiguous(q, k, v, out), "the last stride must be 1"
         assert self.table.dtype == torch.int32
         assert self.table.stride(1) == 1
         assert self.table.shape[1] >= 1
@@ -199,7 +199,7 @@ class AttendArgs(NamedTuple):
         assert form.encoding.dtype == self.q.dtype == new.k.dtype == new.v.dtype
         assert new.k.shape == (num_tokens, form.num_kv_heads, form.head_dim)
         assert new.v.shape == (num_tokens, form.num_kv_heads, form.v_head_dim)
-        assert has_whole_rows(new.k, new.v), "the last stride must be 1"
+        assert rows_are_contiguous(new.k, new.v), "the last stride must be 1"
         assert new.slot_of_token.dtype == new.counts.dtype == torch.int32
         assert new.slot_of_token.shape == (num_tokens,)
         assert new.slot_of_token.is_contiguous()

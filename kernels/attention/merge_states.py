@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.attention.arguments import has_whole_rows
+from rocm_attn.kernels.attention.arguments import rows_are_contiguous
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -88,7 +88,7 @@ def launch_merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tens
     assert out_a.shape == out_b.shape == out.shape
     assert lse_a.shape == lse_b.shape == lse.shape == (num_tokens, num_heads)
     assert lse_a.dtype == lse_b.dtype == lse.dtype == torch.float32
-    assert has_whole_rows(out_a, out_b, out), "the last stride must be 1"
+    assert rows_are_contiguous(out_a, out_b, out), "the last stride must be 1"
     dim_block = next_power_of_2(dim)
     rows = max(1, _ELEMENTS // dim_block)
     launch(

@@ -32,7 +32,7 @@ def largest_exponent(version: int) -> int:
 def _moved_exponent(version: int) -> int:
     """The exponent of the largest element of q as codes: one less than the largest, since an element may be nearly
     twice its power of two."""
-    return largest_exponent(version) - 1
+    return int(largest_exponent(version) - 1)
 
 
 @gluon.jit

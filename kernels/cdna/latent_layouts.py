@@ -26,6 +26,7 @@ def shares_rows(G: CdnaLatentGeometry) -> bool:
 
 @constexpr_function
 def num_tiles(G: CdnaLatentGeometry) -> int:
+    """Tiles of ROWS query heads of a program."""
     return int(G.HEADS // ROWS.value)
 
 

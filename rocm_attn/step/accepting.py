@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, Unsupported
+from rocm_attn.kernels.attention.arguments import rows_are_contiguous
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
@@ -73,7 +74,7 @@ def accept_sampled(probabilities: Probabilities, given: Verified) -> Accepted:
     num_tokens, vocab = given.token_ids.shape[0], probabilities.target.shape[-1]
     for name, tensor in probabilities._asdict().items():
         shape = (num_tokens,) if name.endswith("uniform") else (num_tokens, vocab)
-        if tensor.dtype != torch.float32 or tensor.shape != shape or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+        if tensor.dtype != torch.float32 or tensor.shape != shape or not rows_are_contiguous(tensor):
             raise BadTensor(
                 f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; it must be torch.float32 {list(shape)} with "
                 "contiguous rows"

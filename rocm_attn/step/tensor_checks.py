@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor
+from rocm_attn.kernels.attention.arguments import rows_are_contiguous
 
 
 class TensorChecks:
@@ -26,5 +27,5 @@ class TensorChecks:
             raise BadTensor(f"{name} is {tensor.dtype}; the layer works in {dtype}")
         if tensor.device != self._device:
             raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if not rows_are_contiguous(tensor):
             raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")

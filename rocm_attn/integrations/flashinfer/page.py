@@ -13,6 +13,7 @@ from rocm_attn.errors import BadTensor, Unsupported
 from rocm_attn.integrations.flashinfer.calls import pages_of
 from rocm_attn.integrations.flashinfer.requests import check_layout, check_rows, provider_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
+from rocm_attn.kernels.attention.arguments import rows_are_contiguous
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.machine.devices import on_device, with_index
 from rocm_attn.problem import DTYPES
@@ -140,7 +141,7 @@ def _append(rows: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], given: Gi
             f"pages in {pages[0].dtype} cannot be appended to; write their codes, or keep K and V in "
             f"{', '.join(map(str, DTYPES))}"
         )
-    if any(side.shape[-1] > 1 and side.stride(-1) != 1 for side in pages):
+    if not rows_are_contiguous(*pages):
         raise BadTensor(
             f"the sides of the KV cache have strides {[list(side.stride()) for side in pages]}; the elements of a head "
             "must be contiguous"

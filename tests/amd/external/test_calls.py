@@ -44,7 +44,7 @@ def problem(**features: object) -> Problem:
 
 
 def near(before: int, after: int, at: Cells, keys: Cells) -> Cells:
-    """Returns whether tokens at these places see keys: up to so many before them and after them."""
+    """Returns whether tokens at these places see keys: at most `before` of them before, and `after` of them after."""
     return (keys >= at - before) & (keys <= at + after)
 
 

@@ -44,7 +44,7 @@ def request(**fields: Any) -> Request:
         (request, {"stop": ("a" * 1025,)}, "has 1025 characters"),
         (request, {"stop": ("a",) * 65}, "stop has 65 texts"),
         (request, {"stop": "abc"}, "give a tuple of texts"),
-        (EngineOptions, {"speculative": "guess"}, "speculative 'guess' is not known; give off, ngram, draft:MODEL"),
+        (EngineOptions, {"speculative": "other"}, "speculative 'other' is not known; give off, ngram, draft:MODEL"),
         (EngineOptions, {"speculative": "draft:"}, "speculative 'draft:' is not known"),
         (EngineOptions, {"speculative": "ngram", "topk": 5}, "topk is 5 and draft_tokens is 4"),
         (EngineOptions, {"draft_tokens": 0}, "draft_tokens is 0; it must be at least 1"),

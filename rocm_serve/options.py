@@ -28,7 +28,8 @@ class EngineOptions(AttentionOptions):
         "step the shorter it is",
         unit="MILLISECONDS",
         least=0,
-        default_is="three steps that decode the sequences that run; not bounded on a CPU",
+        default_is="that of two and a half steps that decode the sequences that run; longer while more requests wait "
+        "than decode; not bounded on a CPU",
     )
     chunk: int = option(
         0,

@@ -92,12 +92,15 @@ class PromptRoom:
     taken: int
 
     @classmethod
-    def beside(cls, num_decoding: int, budget: StepBudget) -> PromptRoom:
-        """The room next to sequences that decode; without any, no stream waits, and the step is a whole one."""
+    def beside(cls, num_decoding: int, num_waiting: int, budget: StepBudget) -> PromptRoom:
+        """The room next to sequences that decode; without any, no stream waits, and the step is a whole one.
+
+        num_waiting: sequences that have no token yet, admitted or not
+        """
         tokens = max(budget.chunk - num_decoding, 1)
         if not num_decoding:
             return cls(tokens, tokens, _UNBOUNDED, 0)
-        return cls(tokens, budget.tokens_beside(num_decoding), budget, num_decoding)
+        return cls(tokens, budget.tokens_beside(num_decoding, num_waiting), budget, num_decoding)
 
     @property
     def is_open(self) -> bool:

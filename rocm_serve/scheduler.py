@@ -409,7 +409,7 @@ class Scheduler:
             elif is_read or num_read + 1 < sequence.most_tokens:
                 scheduled.append((sequence, 1))
         num_decoding = len(scheduled)
-        room = PromptRoom.beside(num_decoding, self._budget)
+        room = PromptRoom.beside(num_decoding, len(prompts) + len(self._waiting), self._budget)
         for sequence in prompts:
             if room.is_open:
                 scheduled.append((sequence, self._take(sequence, room)))
@@ -488,7 +488,9 @@ class Scheduler:
 
     def _gets_tokens(self, newcomer: Sequence) -> bool:
         """True if the sequences before a new one leave it any of the next step's tokens."""
-        room = PromptRoom.beside(sum(sequence.num_left == 1 for sequence in self._running), self._budget)
+        num_decoding = sum(sequence.num_left == 1 for sequence in self._running)
+        num_waiting = len(self._running) - num_decoding + len(self._waiting)
+        room = PromptRoom.beside(num_decoding, num_waiting, self._budget)
         for sequence in self._running:
             if sequence.num_left > 1 and sequence.urgency < newcomer.urgency and room.is_open:
                 self._take(sequence, room)

@@ -243,6 +243,12 @@ def _vectors(given: tuple[Integers, ...]) -> Iterable[Int32Array]:
     return given  # type: ignore[return-value]
 
 
+def has_repeats(numbers: npt.NDArray[np.integer[Any]]) -> bool:
+    """True if a number [n] comes twice. numpy.unique would import numpy.ma, for milliseconds of some step."""
+    ordered = np.sort(numbers)
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
 def as_int32(name: str, values: object) -> Int32Array:
     """Returns values as a contiguous int32 vector, without wrapping a value that does not fit."""
     array = np.asarray(values)

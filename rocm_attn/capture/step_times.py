@@ -19,16 +19,17 @@ from rocm_attn.recurrence import Recurrence
 # The parts of a device's rates that steps are expected to reach.
 _REACHED_BYTES, _REACHED_FLOPS = 2 / 3, 0.6
 # The part of that rate of products which attention of a prompt's tokens is expected to reach. H200, heads of 64: 0.64
-# in a prompt of 8,192 tokens; 0.5 for 190 tokens that see 32,768 keys.
-_REACHED_BY_ATTENTION = 0.5
+# in a prompt of 8,192 tokens; 0.35 for 96 tokens that see 32,768 keys.
+_REACHED_BY_ATTENTION = 0.4
 # The tokens of the sequences, and of the prompt, for which times are reported.
 USUAL_LEN, PROMPT_LEN = 512, 2048
 # Attention to a prompt's earlier tokens is bounded exactly at this length.
 _LONG_PROMPT = 32768
 # A step without sequences that decode has a long prompt's tokens for this time: a prompt that comes later waits for it.
 _CHUNK_SECONDS, _LEAST_CHUNK, MOST_CHUNK = 0.25, 2048, 8192
-# A step with prompts takes as long as this number of steps that only decode the same sequences.
-_TIMES_AS_LONG = 3.0
+# A step with prompts takes as long as this number of steps that only decode the same sequences: with the time in which
+# a server's tokens come later than expected, the time between them stays below three times the usual one.
+_TIMES_AS_LONG = 2.5
 # Prompts go on however many sequences decode.
 _FEWEST_TOKENS = 64
 # Sequences that run at a time: as many as have room with TOKENS_OF_EACH tokens each.
@@ -208,6 +209,8 @@ class StepBudget:
     doubles_after, read_tokens: see StepTimes; a prompt gets fewer tokens the further it is
     latency_ms:    sequences that decode -> the time in which each is expected to get its next token while prompts come
                    in, for some numbers of them; empty: nothing bounds it
+    is_firm:       True if prompts get no more tokens however many requests wait for their first token; otherwise they
+                   get as many times the tokens as there are more that wait than decode
     sizes:         token counts that steps of prompts and sequences that decode are padded to, ascending
     """
 
@@ -217,6 +220,7 @@ class StepBudget:
     doubles_after: int = NEVER
     read_tokens: int = 0
     latency_ms: Mapping[int, float] = field(default_factory=dict)
+    is_firm: bool = True
     sizes: tuple[int, ...] = ()
 
     @classmethod
@@ -232,11 +236,19 @@ class StepBudget:
 
         of_each = tuple(beside(num) for num in range(1, max_batch_size + 1))
         expected = {num: 1e3 * usual.decode(num, USUAL_LEN, of_each[num - 1]) for num in _reported(max_batch_size)}
-        return cls(max_batch_size, chunk, of_each, usual.doubles_after, usual.read_tokens, expected)
+        return cls(
+            max_batch_size, chunk, of_each, usual.doubles_after, usual.read_tokens, expected, is_firm=latency_ms > 0
+        )
 
-    def tokens_beside(self, num_decoding: int) -> int:
-        """The tokens of prompts at their beginning, in a step that decodes this number of sequences, at least 1."""
-        return self.beside[min(num_decoding, len(self.beside)) - 1]
+    def tokens_beside(self, num_decoding: int, num_waiting: int = 0) -> int:
+        """The tokens of prompts at their beginning, in a step that decodes this number of sequences, at least 1.
+
+        num_waiting: requests that have no token yet
+        """
+        tokens = self.beside[min(num_decoding, len(self.beside)) - 1]
+        if num_waiting > num_decoding and not self.is_firm:
+            tokens = min(tokens * num_waiting // num_decoding, self.chunk)
+        return tokens
 
     def lines(self) -> list[str]:
         """The budget in words."""
@@ -249,6 +261,11 @@ class StepBudget:
                 f"  while {num:>4} decode, prompts get up to {self.tokens_beside(num)} of them, and the next token is "
                 f"expected within {ms:.3g} ms"
                 for num, ms in self.latency_ms.items()
+            ),
+            *(
+                []
+                if self.is_firm
+                else ["  while more requests wait than decode, prompts get more, and tokens come later"]
             ),
         ]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rocm_attn.batch.step_batch import Int32Array, Integers, as_int32
+from rocm_attn.batch.step_batch import Int32Array, Integers, as_int32, has_repeats
 from rocm_attn.errors import BadBatch, FitsLater, WrongState
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.page_table import TableGuards
@@ -245,7 +245,7 @@ class KeptPages:
             raise WrongState(
                 f"{ids[~kept][0]} is not the id of a kept page: it was dropped already, or keep() never returned it"
             )
-        if len(np.unique(places)) < len(places):
+        if has_repeats(places):
             raise WrongState("a kept page is named twice; name each id once")
         return places
 

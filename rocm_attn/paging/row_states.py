@@ -212,7 +212,7 @@ class RowStates:
 
     def pending_updates(self) -> Int32Array:
         """Changed tags as (row, column, entry), int32 [n, 3]."""
-        rows = np.unique(np.array(self.changed, np.int32))
+        rows = np.array(sorted(set(self.changed)), np.int32)
         return np.stack([rows, np.zeros_like(rows), self.tags[rows]], 1)
 
     def _new_tag(self) -> int:

@@ -28,7 +28,7 @@ from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.padding import PaddingPolicy
-from rocm_attn.batch.step_batch import Int32Array, Integers, StepBatch, as_int32
+from rocm_attn.batch.step_batch import Int32Array, Integers, StepBatch, as_int32, has_repeats
 from rocm_attn.errors import BadBatch, WrongState
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import StreamOrder, is_current, on_device
@@ -408,7 +408,7 @@ class StepGate:
         places = np.arange(batch.num_seqs) if seqs is None else as_int32("seqs", seqs)
         if len(places) != num_paths:
             raise BadBatch(f"{num_paths} accepted paths for {len(places)} sequences; give one each")
-        if len(np.unique(places)) < num_paths or (num_paths and not 0 <= places.min() <= places.max() < batch.num_seqs):
+        if has_repeats(places) or (num_paths and not 0 <= places.min() <= places.max() < batch.num_seqs):
             raise BadBatch(
                 f"seqs is {places}; it must name sequences of the step, 0 to {batch.num_seqs - 1}, each once"
             )

@@ -19,6 +19,7 @@ kernels:   microseconds and launches of a step, by kernel
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import statistics
 import time
@@ -46,18 +47,21 @@ MODELS = {
 PROMPT, LONG_PROMPT, MIXED_CHUNK = 512, 8192, 2048
 DECODES = (1, 32, 256)
 STEPS, PROFILED = 96, 16
+MOST_TOKENS = 2048  # of a text: more than the steps until all requests run, and those that are measured
 MOST_KERNELS = 24
 ROUND_US = 2000.0  # of a round of the limits' clock
 
 
 def engine_of(loaded: LoadedModel, num_seqs: int, chunk: int) -> Engine:
-    """Returns an engine with all its graphs."""
+    """Returns an engine with all its graphs. The engine before it gives its memory back."""
+    gc.collect()
+    torch.cuda.empty_cache()
     options = EngineOptions(
         max_batch_size=num_seqs,
-        max_kv_len=LONG_PROMPT + 2048,
+        max_kv_len=LONG_PROMPT + MOST_TOKENS,
         prefix_caching=False,
         capture_after=0,
-        kv_bytes=24 << 30,
+        kv_bytes=48 << 30,
         chunk=chunk,
     )
     engine = Engine(loaded, options)
@@ -70,13 +74,15 @@ def decode(loaded: LoadedModel, num_seqs: int) -> Row:
     engine = engine_of(loaded, num_seqs, 0)
     for number in range(num_seqs):
         prompt = prompt_of(PROMPT, number, loaded.config.vocab_size)
-        engine.submit(Request(prompt, 2 * STEPS + 4 * PROFILED, ignore_eos=True))
-    while engine._scheduler.num_running < num_seqs:
+        engine.submit(Request(prompt, MOST_TOKENS, ignore_eos=True))
+    running = engine._scheduler._running
+    while len(running) < num_seqs or any(each.num_new == 0 for each in running):
         engine.step()
     for _ in range(PROFILED):
         engine.step()
+    tokens = sum(each.num_tokens for each in running) + num_seqs * STEPS // 2
     found = steps_of(engine, STEPS)
-    tokens = num_seqs * (PROMPT + STEPS)
+    assert len(running) == num_seqs, "a request ended while steps were measured"
     return {"load": "decode", "requests": num_seqs, **found, "kv_bytes": kv_bytes(engine, tokens)}
 
 
@@ -191,7 +197,6 @@ def main() -> None:
             row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
             found.append({"model": model, **row})
         del loaded
-        torch.cuda.empty_cache()
     write(options.out, of_machine={**dataclasses.asdict(limits), "python_loop_us": python_us()}, rows=found)
 
 

@@ -105,7 +105,7 @@ def test_a_shorter_latency_never_gives_prompts_more_tokens(
 
 
 @pytest.mark.parametrize("name", sorted(GPUS))
-def test_without_a_latency_a_step_with_prompts_takes_three_that_decode_the_same_sequences(name: str) -> None:
+def test_without_a_latency_a_step_with_prompts_takes_two_and_a_half_that_decode_the_same(name: str) -> None:
     rates = GPUS[name].rates
     budget = StepBudget.chosen(StepTimes(DENSE, [LAYER, WINDOW], rates), 256)
     bytes_per_s, flops_per_s = rates.bytes_per_s * 2 / 3, rates.flops_per_s * 0.6
@@ -113,14 +113,14 @@ def test_without_a_latency_a_step_with_prompts_takes_three_that_decode_the_same_
         keys = num * 512 * (512 + 100) / bytes_per_s
         alone = max(2e9 / bytes_per_s, num * 2e9 / flops_per_s) + keys
         with_prompts = (num + budget.tokens_beside(num)) * 2e9 / flops_per_s + keys
-        assert 2.9 * alone < with_prompts <= 3 * alone
+        assert 2.4 * alone < with_prompts <= 2.5 * alone
         if num in budget.latency_ms:
             assert budget.latency_ms[num] == pytest.approx(1e3 * with_prompts)
     assert list(budget.latency_ms) == [1, 32, 256]
     assert budget.tokens_beside(1000) == budget.tokens_beside(256)
 
 
-def test_prompts_go_on_where_few_tokens_take_more_than_three_steps() -> None:
+def test_prompts_go_on_where_few_tokens_take_longer_than_their_steps_may() -> None:
     # A token chooses 1 of 100 experts, and prompts need all of them: those that take no time of their own are taken in.
     experts = Matrices(tables=0, shared=10**8, experts=10**11, chosen=0.01, itemsize=2)
     budget = StepBudget.chosen(StepTimes(experts, [LAYER], RATES), 4)
@@ -132,7 +132,22 @@ def test_prompts_go_on_where_few_tokens_take_more_than_three_steps() -> None:
 
 def test_a_step_has_room_for_the_prompt_tokens_of_its_own_number_of_sequences() -> None:
     budget = StepBudget(8, 100, (5, 7, 9))
-    assert [PromptRoom.beside(num, budget).prompt_tokens for num in (0, 1, 2, 3, 8)] == [100, 5, 7, 9, 9]
+    assert [PromptRoom.beside(num, 3, budget).prompt_tokens for num in (0, 1, 2, 3, 8)] == [100, 5, 7, 9, 9]
+
+
+def test_prompts_get_more_tokens_while_more_requests_wait_than_decode() -> None:
+    bending = StepBudget(8, 100, (5, 7, 9), is_firm=False)
+    waiting = {0: 7, 2: 7, 3: 10, 4: 14, 40: 100}
+    assert {num: PromptRoom.beside(2, num, bending).prompt_tokens for num in waiting} == waiting
+    assert {num: PromptRoom.beside(2, num, replace(bending, is_firm=True)).prompt_tokens for num in waiting} == (
+        dict.fromkeys(waiting, 7)
+    )
+    assert PromptRoom.beside(0, 40, bending).prompt_tokens == 100
+
+
+def test_a_latency_holds_however_many_wait_if_it_was_requested() -> None:
+    assert StepBudget.chosen(TIMES, 64, latency_ms=20.0).is_firm
+    assert not StepBudget.chosen(TIMES, 64).is_firm
 
 
 @pytest.mark.parametrize("num", [1, 32, 200])
@@ -140,13 +155,15 @@ def test_a_step_takes_no_longer_however_far_its_prompt_is(num: int) -> None:
     """The floor of a step is reading the weights: with few tokens, attention has the rest of the time, not more."""
     times, stored = replace(TIMES, layers=[replace(LAYER, num_q_heads=32)] * 16), 0
     budget = StepBudget.chosen(times, 256)
-    usual, seconds = times.expected, 3 * times.expected.decode(num, 512)
+    usual, seconds = times.expected, 2.5 * times.expected.decode(num, 512)
+    q_lens = list[int]()
     while stored < 40_000:
-        q_len = PromptRoom.beside(num, budget).take(40_000 - stored, stored, 2**31)
+        q_len = PromptRoom.beside(num, 1, budget).take(40_000 - stored, stored, 2**31)
         attention = q_len * usual._attention_flops(stored + q_len // 2) / usual.rates.flops_per_s
         assert usual.decode(num, 512, q_len) + attention < 1.02 * seconds
         stored += q_len
-    assert q_len > 16
+        q_lens.append(q_len)
+    assert min(q_lens[:-1]) > 16
 
 
 def test_a_latency_that_is_given_holds_for_any_number_of_sequences() -> None:

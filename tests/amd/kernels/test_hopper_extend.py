@@ -5,8 +5,9 @@ It needs that GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -59,6 +60,20 @@ from tests.amd.worlds.problems import small_problem
 pytestmark = OF_HOPPERS_KERNELS
 
 of_dims = pytest.mark.parametrize("dims", DIMS, ids=str)
+
+
+def seventh_by_day(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Parametrizes names. The other cases are the night's: seven divides no list here, so each value has its day."""
+    params = [
+        pytest.param(
+            *case,
+            marks=[pytest.mark.nightly] * (at % 7 > 0),
+            id="-".join(getattr(each, "__name__", str(each)) for each in case) if case[1:] else None,
+        )
+        for at, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(names, params)
+
 
 # A prefix and several tiles, nothing at all, no prefix, one new token, a cached sequence without new tokens.
 RAGGED = Case(
@@ -179,7 +194,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("more", CASES)
+@seventh_by_day("more", [(case,) for case in CASES])
 def test_extend_equals_the_reference(more: dict[str, Any], device: torch.device) -> None:
     """This includes the padded tail: output 0 and LSE -inf; and NaN in codes and scales that no token sees."""
     for sharing in (ALL_SHARED, NONE_SHARED):
@@ -459,22 +474,20 @@ SEGMENTS = Case([2100, 1024, 70, 1025, 3000], [70, 33, 40, 65, 33], heads=(8, 2)
 SHARED_SEGMENTS = [ALL_SHARED._replace(programs=programs) for programs in (16, 48, 132)]
 
 
-@pytest.mark.parametrize("dim", [*HEAD_DIMS, MIN_HEAD_DIM, 80, 144, 224])
-@pytest.mark.parametrize(
-    "scores",
-    [
-        {},
-        {"dtype": torch.float16, "page_size": 64},
-        {"sinks": True, "page_size": 8},
-        {"page_size": 2},
-        {"window_left": 1500, "sinks": True},
-        {"heads": (6, 1), "tail": 5},
-        {"soft_cap": 30.0},
-        {"soft_cap": 61.0, "sinks": True, "dtype": torch.float16},
-        {"soft_cap": 1.5, "window_left": 1500},
-    ],
-    ids=str,
-)
+SEGMENT_SCORES: list[dict[str, Any]] = [
+    {},
+    {"dtype": torch.float16, "page_size": 64},
+    {"sinks": True, "page_size": 8},
+    {"page_size": 2},
+    {"window_left": 1500, "sinks": True},
+    {"heads": (6, 1), "tail": 5},
+    {"soft_cap": 30.0},
+    {"soft_cap": 61.0, "sinks": True, "dtype": torch.float16},
+    {"soft_cap": 1.5, "window_left": 1500},
+]
+
+
+@seventh_by_day("scores, dim", product(SEGMENT_SCORES, (*HEAD_DIMS, MIN_HEAD_DIM, 80, 144, 224)))
 def test_deterministic_extend_gives_a_token_the_bits_of_every_chunk_and_of_decode(
     scores: dict[str, Any], dim: int, device: torch.device
 ) -> None:
@@ -614,14 +627,14 @@ def heads_first(k: torch.Tensor, v: torch.Tensor) -> Sides:
 ALIKE = [(64, 64), (80, 80), (128, 128), (256, 256)]
 
 
-@pytest.mark.parametrize("lay_out", [packed, between_layers, heads_first], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("page_size", [2, 16, 48])
-@pytest.mark.parametrize(
-    ("dims", "in_segments"), [*((dims, False) for dims in [*ALIKE, (192, 128)]), *((dims, True) for dims in ALIKE)]
-)
+LAID_OUT = [*((dims, False) for dims in [*ALIKE, (192, 128)]), *((dims, True) for dims in ALIKE)]
+
+
+@seventh_by_day("heads, page_size, lay_out", product(LAID_OUT, (2, 16, 48), (packed, between_layers, heads_first)))
 def test_pages_whose_slots_lie_at_equal_distances_are_read_where_they_are(
-    dims: tuple[int, int], in_segments: bool, page_size: int, lay_out: Callable[..., Sides], device: torch.device
+    heads: tuple[tuple[int, int], bool], page_size: int, lay_out: Callable[..., Sides], device: torch.device
 ) -> None:
+    dims, in_segments = heads
     tensors = build(replace(RAGGED, dims=dims, page_size=page_size), device)
     k, v = lay_out(tensors.k_pages, tensors.v_pages)
     assert not k.is_contiguous()

@@ -68,7 +68,7 @@ def test_a_few_new_tokens_see_the_keys_before_them(heads: int, causal: bool, dev
 @pytest.mark.parametrize(("heads", "page_size"), [(128, 64), (40, 16), (16, 1), (5, 32)])
 def test_prompts_and_chunks_see_the_keys_before_them(heads: int, page_size: int, device: torch.device) -> None:
     """A prompt's first rows see few of the keys that its cost counts, and single tokens are in the same step."""
-    case = replace(DECODES, kv_len=[290, 900, 40, 1, 200, 0], q_len=[290, 75, 1, 1, 9, 0])
+    case = replace(DECODES, kv_len=[70, 400, 40, 1, 200, 0], q_len=[70, 20, 1, 1, 9, 0])
     assert_right(replace(case, heads=(heads, 1), page_size=page_size), device, most=ANY_TOKENS)
 
 

@@ -12,6 +12,7 @@ import pytest
 from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.launch import observe_launches
+from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.providers.triton_later import triton_launches
 from tests.amd.offline.matrix import ROWS, Row, launch_all
 from tests.amd.offline.offline_driver import compiled_by, first_compiled_by
@@ -33,6 +34,14 @@ IN_EVERY_RUN = frozenset(
 )
 
 OLDEST_TRITON = "3.6.0"
+# Marks of a test that only the oldest Triton has.
+ONLY_OLDEST = (
+    pytest.mark.oldest_triton,
+    pytest.mark.skipif(
+        Release.of(triton_version()) != Release.of(OLDEST_TRITON),
+        reason=f"the stages oldest and oldest-long have it, with Triton {OLDEST_TRITON}",
+    ),
+)
 
 
 def rows_for(archs: tuple[str, ...]) -> pytest.MarkDecorator:

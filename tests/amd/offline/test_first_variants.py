@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.problem import KVEncoding, PoolKind
-from tests.amd.offline.compiling import IN_EVERY_RUN, OLDEST_TRITON, first_kernels
+from tests.amd.offline.compiling import IN_EVERY_RUN, ONLY_OLDEST, first_kernels
 from tests.amd.offline.matrix import ROWS, Row, launch_all
 from tests.amd.offline.offline_driver import last_compiled_by
 from tests.amd.offline.test_compiles import (
@@ -30,13 +29,6 @@ ON_OLDEST = [
 # The last launch of each of these kernels by this row: a layer with a window and a cap, whose extend shares a prefix.
 SCORED_ROW = "gfx942-32x8-128-128-bfloat16-page16-below_2gib"
 LAST_OF = {"_decode_kernel", "_extend_kernel"}
-ONLY_OLDEST = [
-    pytest.mark.oldest_triton,
-    pytest.mark.skipif(
-        Release.of(triton_version()) != Release.of(OLDEST_TRITON),
-        reason=f"the stages oldest and oldest-long have it, with Triton {OLDEST_TRITON}",
-    ),
-]
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from rocm_attn.machine.target import known_target
 from rocm_attn.watch.sampled_check import LayerTap
 from rocm_lab.simulator.launcher import simulated
 from tests.amd.house.source_tree import ROOT
+from tests.amd.offline.compiling import ONLY_OLDEST
 from tests.amd.rocm.test_simulated import LAYERS, record
 
+# From Triton 3.9 on LLVM has its assembler always.
+pytestmark = list(ONLY_OLDEST)
 ARCH = "gfx942"
 RUN = """
 import sys
@@ -27,9 +29,8 @@ print(evidence.is_right(output_of(evidence, ())))
 """
 
 
-@pytest.mark.oldest_triton
 def test_a_process_that_has_compiled_nothing_runs_recorded_code(tmp_path: Path) -> None:
-    """Triton's LLVM has no assembler before it is asked for one, by a compile or otherwise; from 3.9 on always."""
+    """Triton's LLVM has no assembler before it is asked for one, by a compile or otherwise."""
     path = tmp_path / "a.evidence"
     with simulated(ARCH):
         target = replace(known_target(ARCH), compute_units=2)

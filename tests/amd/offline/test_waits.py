@@ -1,6 +1,7 @@
 """Our compiled kernels wait for all that they use: the static check proves each.
 
-Every run checks the first variants that test_first_variants.py compiles; the night checks every variant.
+Every run checks the first variants that test_first_variants.py compiles with the installed Triton, and one variant of
+each kernel that the simulator executes (tests/amd/simulator/test_kernels.py); the night checks every variant.
 The latent decode would not, if it took its maxima after a branch (docs/waits.md, "A fault of the compiler").
 """
 
@@ -13,10 +14,11 @@ from triton.compiler import CompiledKernel
 
 from rocm_lab.simulator.assembly import parse_assembly
 from rocm_lab.waits.check import Word, check_waits
-from tests.amd.offline.compiling import AMD_ARCHS, IN_EVERY_RUN, compiled_kernels, first_kernels, rows_for
-from tests.amd.offline.matrix import ROWS, Row
+from tests.amd.offline.compiling import AMD_ARCHS, compiled_kernels, first_kernels, rows_for
+from tests.amd.offline.matrix import Row
+from tests.amd.offline.test_first_variants import ON_OLDEST, ROWS_OF_EVERY_RUN
 
-IN_THIS_RUN = [row for row in ROWS if str(row) in IN_EVERY_RUN and row.arch in AMD_ARCHS]
+IN_THIS_RUN = [row for row in ROWS_OF_EVERY_RUN if row not in ON_OLDEST and row.arch in AMD_ARCHS]
 
 
 def unproved(kernels: Iterable[CompiledKernel], arch: str) -> list[str]:

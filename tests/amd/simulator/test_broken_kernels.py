@@ -209,7 +209,8 @@ def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monke
     assert re.search(mistake.says, str(caught.value))
 
 
-@pytest.mark.fast(1)
+# By day test_kernels.py has the same runs in other shapes.
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_same_runs_without_a_mistake_pass(arch: str) -> None:
     for is_large in (False, True):

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_lab.simulator.assembly import parse_assembly
 from rocm_lab.simulator.core import POISON
-from rocm_lab.simulator.launcher import ARCHS, simulated
+from rocm_lab.simulator.launcher import ARCHS, Code, simulated
+from rocm_lab.waits.check import Word, check_waits
 from tests.amd.kernels.attention_cases import build, run_decode, run_extend
 from tests.amd.offline.test_compiles import TO_READ, names_of_all_kernels
 from tests.amd.simulator.case import KernelCase, Runs
@@ -44,6 +46,16 @@ def test_every_kernel_was_executed(runs: Runs) -> None:
     """On one arch; the grid has what an arch leaves out."""
     executed = {name for case in QUICK for name in runs.result(case).kernels}
     assert executed == names_of_all_kernels() | {*OF_CDNA, TO_READ}
+
+
+def test_every_kernel_waits_for_what_it_uses(runs: Runs) -> None:
+    """The variant that was executed first, by a proof that runs nothing."""
+    codes: dict[str, Code] = {}
+    for case in QUICK:
+        for launch in runs.result(case).launches:
+            codes.setdefault(launch.code.kernel, launch.code)
+    verdicts = {name: check_waits(parse_assembly(code.text), code.arch) for name, code in codes.items()}
+    assert [name for name, verdict in verdicts.items() if verdict.word is not Word.PROVED] == []
 
 
 @every_arch

@@ -63,7 +63,7 @@ of_dims = pytest.mark.parametrize("dims", DIMS, ids=str)
 
 
 def seventh_by_day(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Parametrizes names. The other cases are the night's: seven divides no list here, so each value has its day."""
+    """Parametrizes names; the other cases are the night's. Seven divides the length of no list of values here."""
     params = [
         pytest.param(
             *case,

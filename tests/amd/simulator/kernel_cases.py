@@ -384,7 +384,6 @@ ON_THE_OTHER_ARCH = {
             "experts-float16-1",
             "experts-bfloat16-1",
             "segments-capped",
-            "cdna-extend-plain",
             "cdna-latent-plain",
             "latent-above",
             "latent-segments",

@@ -121,8 +121,6 @@ def cdna_tiles(
     """The tiles of an arch of ARCHS and heads of one of HEAD_DIMS. encoding, scales: of K and V. Raises NoTiles."""
     if encoding.is_fp8 and encoding is not EXTEND_CODES[arch]:
         raise NoTiles(f"it reads codes of {EXTEND_CODES[arch].value} on {arch}, not of {encoding.value}")
-    if scales is Scales.TOKEN:
-        raise NoTiles("it reads scales of layers and heads, not of tokens")
     tiles = _TILES.get((arch, head_dim, encoding.dtype.itemsize))
     if tiles is None:
         bits = 8 * encoding.dtype.itemsize

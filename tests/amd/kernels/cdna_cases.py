@@ -157,6 +157,10 @@ def served_cases(arch: str) -> dict[str, Case]:
     cases |= {"codes": replace(PLAIN, kv=codes, scales=Scales.HEAD)}
     cases |= {"codes_window": replace(SHARED_WINDOW, kv=codes, scales=Scales.LAYER)}
     cases |= {"codes_float16": replace(CAPPED, kv=codes, scales=Scales.HEAD, dtype=FP16)}
+    by_token = replace(PLAIN, kv=codes, scales=Scales.TOKEN)
+    cases |= {"tokens": by_token, "tokens_window": replace(by_token, kv_len=[700, 300], q_len=[1, 1], window_left=280)}
+    cases |= {"tokens_float16": replace(by_token, soft_cap=3.0, page_size=64, heads=(16, 1), dtype=FP16)}
+    cases |= {"tokens_suffixes": replace(SUFFIXES, kv=codes, scales=Scales.TOKEN)}
     if arch == "gfx942":
         cases |= {"wide": WIDE, "wide_window": replace(WIDE, window_left=20, soft_cap=5.0, dtype=BF16)}
     return cases

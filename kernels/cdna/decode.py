@@ -53,7 +53,7 @@ from rocm_attn.kernels.cdna.key_layouts import (
     query_layout,
     value_words,
 )
-from rocm_attn.kernels.cdna.key_scales import scale_sides
+from rocm_attn.kernels.cdna.key_scales import has_scales, scale_sides
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
@@ -259,7 +259,7 @@ def _cdna_decode_kernel(
                     blocks,
                     KeyRange(first_key, kv_len),
                     gl.minimum(last_key // CHUNK, line.width * A_PAGE - 1),
-                    scale_sides(k_scale, v_scale, first_kv_head, G),
+                    scale_sides(k_scale, v_scale, first_kv_head, G) if has_scales(G) else None,
                 ),
                 Logits(qk_scaled, tanh_scaled, None),
                 G,

@@ -47,17 +47,17 @@ from rocm_attn.kernels.cdna.key_layouts import (
     value_words,
 )
 from rocm_attn.kernels.cdna.key_scales import (
-    has_scales,
     BIAS,
     KeyScales,
+    has_scales,
     largest_scales,
     page_of_chunk,
     pages_of_lanes,
     place_of_scales,
     scales_of_chunk,
-    wait_for_scales,
-    single,
     seen_scales,
+    single,
+    wait_for_scales,
 )
 
 # Codes of a block's weights are relative to its own largest one, since they have no smaller numbers than 2^-17 of it:

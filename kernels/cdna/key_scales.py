@@ -126,9 +126,7 @@ def _keys(L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def scale_sides(k_scale, v_scale, head, G: gl.constexpr):
-    """The scales of a KV head, int64. k_scale, v_scale: float32 [pages, KV heads, page size]; None if there are none"""
-    if not has_scales(G):
-        return None
+    """The scales of a KV head, int64. k_scale, v_scale: float32 [pages, KV heads, page size]"""
     first = head * G.PAGE_SIZE
     return ScaleSides(k_scale + first, v_scale + first, _keys(_layout(G), G).to(gl.int64))
 
@@ -207,6 +205,6 @@ def scales_of_chunk(scale, chunk: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def single(products):
-    """Products with scales_of_chunk, unchanged. LLVM would take pairs of them at once, whose scales it would move first."""
+    """Products with scales_of_chunk, unchanged. LLVM would take them in pairs, whose scales it would move first."""
     SAME: gl.constexpr = "=v,=v,=v,=v,0,1,2,3"
     return gl.inline_asm_elementwise("", SAME, [products], dtype=gl.float32, is_pure=True, pack=4)

@@ -78,7 +78,6 @@ def test_it_serves_decodes_of_what_models_use(arch: str, more: dict[str, Any]) -
         ({"num_kv_heads": 1}, "32 query heads share a KV head; at most 16 may"),
         ({"has_alibi_slopes": True}, "it has no ALiBi slopes"),
         ({"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.HEAD}, "it reads K and V as q or float8_e4m3fn"),
-        ({"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.TOKEN}, "it reads no scales or"),
         (
             {"head_dim": 64, "v_head_dim": 64, "num_q_heads": 9, "num_kv_heads": 9},
             "it reads KV heads of 64 in pairs",

@@ -16,6 +16,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, cdna_tiles
 from rocm_attn.kernels.tuning.tiles import CdnaTiles
+from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_later import cdna_launches
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, build, garbage
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -54,6 +55,7 @@ def tiles_of_case(arch: str, case: Case) -> CdnaTiles:
         head_dim=dim,
         encoding=case.kv or Encoding.of(case.dtype),
         scales=case.scales,
+        windowed=case.window_left != UNLIMITED_WINDOW,
     )
 
 

@@ -98,12 +98,13 @@ def test_what_it_does_not_serve_paged_decode_does_and_the_reason_is_said(
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN])
 def test_it_serves_heads_of_128_in_the_codes_that_the_arch_reads(arch: str, scales: Scales) -> None:
     coded = replace(LAYER, kv_encoding=KVEncoding(EXTEND_CODES[arch].value), kv_scales=scales)
-    assert names(select(coded, on(arch), "triton")) == CDNA
+    served = CDNA if scales is not Scales.TOKEN else DECODE_ALONE
+    assert names(select(coded, on(arch), "triton")) == served
     narrow = select(replace(coded, head_dim=64, v_head_dim=64), on(arch), "triton")
-    assert names(narrow) == EXTEND_ALONE
+    assert names(narrow) == (EXTEND_ALONE if scales is not Scales.TOKEN else PLAIN)
     assert reasons(narrow, CDNA[0]) == {f"it has no faster tiles for heads of 64 in 8 bits on {arch}"}
     (other,) = {*EXTEND_CODES.values()} - {EXTEND_CODES[arch]}
     foreign = select(replace(coded, kv_encoding=KVEncoding(other.value)), on(arch), "triton")

@@ -35,22 +35,25 @@ from rocm_attn.kernels.attention.key_rows import near
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
-from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.cdna.codes import in_word
 from rocm_attn.kernels.cdna.key_blocks import (
-    CHUNK,
-    ROWS,
-    CdnaGeometry,
     ChunkBlocks,
     ChunkSide,
     attend_key_blocks,
+    query_operands,
+    word_offsets,
+)
+from rocm_attn.kernels.cdna.key_layouts import (
+    CHUNK,
+    ROWS,
+    CdnaGeometry,
     key_words,
     product_layout,
     query_layout,
-    query_operands,
     value_words,
-    word_offsets,
 )
+from rocm_attn.kernels.cdna.key_scales import has_scales, scale_sides
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
@@ -252,7 +255,11 @@ def _cdna_decode_kernel(
                 ChunkSide(k_pages + first_kv_head * kp_head, kp_page, kp_token, k_offsets),
                 ChunkSide(v_pages + first_kv_head * vp_head, vp_page, vp_token, v_offsets),
                 ChunkBlocks(
-                    line, blocks, KeyRange(first_key, kv_len), gl.minimum(last_key // CHUNK, line.width * A_PAGE - 1)
+                    line,
+                    blocks,
+                    KeyRange(first_key, kv_len),
+                    gl.minimum(last_key // CHUNK, line.width * A_PAGE - 1),
+                    scale_sides(k_scale, v_scale, first_kv_head, G) if has_scales(G) else None,
                 ),
                 Logits(qk_scaled, tanh_scaled, None),
                 G,
@@ -327,7 +334,6 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut, tiles
     assert encoding in (EXTEND_CODES[arch], Encoding.of(args.q.dtype)), (
         "the arch's codes or pages in q's dtype are served"
     )
-    assert pages.format.scales is not Scales.TOKEN, "scales of a layer or of heads are served"
     assert not encoding.is_fp8 or head_dim == 128, "codes of heads of 128 are served"
     assert pages.format.head_dim == pages.format.v_head_dim, "rows of K and of V that are equally long are served"
     assert pages.format.page_size % CHUNK.value == 0, "pages of whole chunks are served"

@@ -27,10 +27,8 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import KeyRange, Softmax, TableLine
 from rocm_attn.kernels.attention.coded import exponent_to_move
-from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.softmax import capped, in_range
 from rocm_attn.kernels.cache.codes import is_coded
-from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.cdna.codes import (
     elements_of,
     in_word,
@@ -39,42 +37,34 @@ from rocm_attn.kernels.cdna.codes import (
     parts_of,
     scale_of_codes,
 )
-from rocm_attn.kernels.tuning import cdna_tiles
+from rocm_attn.kernels.cdna.key_layouts import (
+    CHUNK,
+    ROWS,
+    CdnaGeometry,
+    depth,
+    key_elements,
+    product_layout,
+    value_words,
+)
+from rocm_attn.kernels.cdna.key_scales import (
+    BIAS,
+    KeyScales,
+    has_scales,
+    largest_scales,
+    page_of_chunk,
+    pages_of_lanes,
+    place_of_scales,
+    scales_of_chunk,
+    seen_scales,
+    single,
+    wait_for_scales,
+)
 
-CHUNK = gl.constexpr(cdna_tiles.CHUNK)
 # Codes of a block's weights are relative to its own largest one, since they have no smaller numbers than 2^-17 of it:
 # many small weights after a large one still add up. But a block that is this far below others (base 2), whose weights
 # do not matter, is weighed relative to those, so that acc stays finite.
 _MOST_BELOW = gl.constexpr(32.0)
 _NAN = gl.constexpr(PropagateNan.ALL)
-ROWS = gl.constexpr(cdna_tiles.ROWS)
-
-
-class CdnaGeometry(NamedTuple):
-    """The values that the kernel is compiled for.
-
-    rows:       how a sequence is cut into rows
-    CDNA:       3 or 4
-    HEAD_DIM:   elements of a row of K and of V of one KV head
-    COLUMNS:    of a row of work: its KV heads' elements side by side, 128 or 256
-    PAGE_SIZE:  tokens of a page, a multiple of CHUNK
-    CHUNKS:     chunks of a block
-    SAME_OFFSETS: whether K and V of a token lie at the same place of their pages: takes fewer scalar registers
-    WHOLE_ROWS: whether every row has a program of its own
-    CAPPED:     whether scores have a cap
-    CODING:     of K and V: elements in q's dtype, or the codes that the arch's hardware reads, in 128 columns
-    """
-
-    rows: RowCut
-    CDNA: int
-    HEAD_DIM: int
-    COLUMNS: int
-    PAGE_SIZE: int
-    CHUNKS: int
-    SAME_OFFSETS: bool
-    WHOLE_ROWS: bool
-    CAPPED: bool
-    CODING: Coding
 
 
 class ChunkPlace(NamedTuple):
@@ -102,61 +92,26 @@ class Weighed(NamedTuple):
     total: Any
 
 
+class LoadedBlock(NamedTuple):
+    """Words of K and V of a block's chunks, and the places of the next block; or, if tokens have scales, KeyScales."""
+
+    k: Any
+    v: Any
+    places: Any
+    scales: Any
+
+
 class ChunkBlocks(NamedTuple):
-    """Key blocks of a sequence: its line of the table, which ones, the keys that a row sees, the last chunk of them."""
+    """Key blocks of a sequence: its line of the table, which ones, the keys that a row sees, the last chunk of them.
+
+    scales: ScaleSides of the row; None if tokens have none
+    """
 
     line: TableLine
     blocks: KeyRange
     keys: KeyRange
     last_chunk: Any
-
-
-@constexpr_function
-def _depth(G: CdnaGeometry) -> int:
-    """Columns of K, or keys of V, that one product takes."""
-    return 16 if G.CDNA == 3 and not is_coded(G.CODING.ENCODING) else 32
-
-
-@constexpr_function
-def product_layout(G: CdnaGeometry) -> gl.constexpr:
-    """The layout of the result of a product: a lane has a column, and four rows in turn."""
-    shape = [16, 16, _depth(G)]
-    return gl.amd.AMDMFMALayout(version=G.CDNA, instr_shape=shape, transposed=False, warps_per_cta=[1, 1])
-
-
-@constexpr_function
-def key_elements(G: CdnaGeometry) -> int:
-    """Neighbouring elements of a key that a lane has: 16 bytes."""
-    return 16 if is_coded(G.CODING.ENCODING) else 8
-
-
-@constexpr_function
-def key_words(G: CdnaGeometry) -> gl.constexpr:
-    """Layout of K as it is loaded: 16 lanes have a key each; four times four words side by side make 64 bytes."""
-    words = G.COLUMNS // in_word(G.CODING)
-    more = [[0, 16 << i] for i in range((words // 16).bit_length() - 1)]
-    lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, 4], [0, 8]]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], *more], lanes, [], [], [16, words])
-
-
-@constexpr_function
-def value_words(G: CdnaGeometry) -> gl.constexpr:
-    """Layout of V as it is loaded: 16 lanes have 128 elements of a key, and each lane those of four keys in turn."""
-    lane, words = 8 // in_word(G.CODING), G.COLUMNS // in_word(G.CODING)
-    own = [[0, 1 << i] for i in range(lane.bit_length() - 1)]
-    more = [[0, 16 * lane << i] for i in range((G.COLUMNS // 128).bit_length() - 1)]
-    lanes = [[0, lane], [0, 2 * lane], [0, 4 * lane], [0, 8 * lane], [4, 0], [8, 0]]
-    return gl.DistributedLinearLayout([*own, [1, 0], [2, 0], *more], lanes, [], [], [16, words])
-
-
-@constexpr_function
-def query_layout(G: CdnaGeometry) -> gl.constexpr:
-    """The layout of q as it is loaded, [ROWS, COLUMNS]; transposed it is an operand."""
-    lane = key_elements(G)
-    own = [[0, 1 << i] for i in range(lane.bit_length() - 1)]
-    more = [[0, 4 * lane << i] for i in range((G.COLUMNS // (4 * lane)).bit_length() - 1)]
-    lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [0, lane], [0, 2 * lane]]
-    return gl.DistributedLinearLayout([*own, *more], lanes, [], [], [16, G.COLUMNS])
+    scales: Any
 
 
 @gluon.jit
@@ -178,10 +133,11 @@ def _chunks_of_place(G: CdnaGeometry) -> gl.constexpr:
 
 
 @gluon.jit
-def _places(read, block, G: gl.constexpr):
+def _places(read, pages, block, G: gl.constexpr):
     """The places of a block, a tuple of ChunkPlace. The last one that is read stands for later ones.
 
     With a window the first place that is seen stands for those before it, whose pages may have been given back.
+    pages: pages_of_lanes of the block; None if they are loaded here
     """
     OF_PLACE: gl.constexpr = _chunks_of_place(G)
     PLACES: gl.constexpr = G.CHUNKS // OF_PLACE
@@ -192,8 +148,11 @@ def _places(read, block, G: gl.constexpr):
         place = gl.minimum(block * PLACES + i, read.last_chunk // OF_PLACE)
         if G.rows.WINDOWED and i + 1 < PLACES:
             place = gl.maximum(place, read.keys.first // (CHUNK * OF_PLACE))
-        # An offset in bytes without a sign is a part of the scalar load.
-        page = gl.load((line + (place // A_PAGE * 4).to(gl.uint32)).to(read.line.at.dtype))
+        if pages is None:
+            # An offset in bytes without a sign is a part of the scalar load.
+            page = gl.load((line + (place // A_PAGE * 4).to(gl.uint32)).to(read.line.at.dtype))
+        else:
+            page = page_of_chunk(pages, i * OF_PLACE, G)
         found += (ChunkPlace(page, place % A_PAGE * (CHUNK * OF_PLACE)),)  # type: ignore[assignment]
     return found
 
@@ -267,8 +226,11 @@ def _by_row(scale):
 
 
 @gluon.jit
-def _scores(query, words, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """The scores of a chunk, [CHUNK, ROWS], without qk_scale. query: of query_operands; words: its K"""
+def _scores(query, words, scale, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
+    """The scores of a chunk, [CHUNK, ROWS], without qk_scale.
+
+    query: of query_operands; words: its K; scale: of its keys, laid out as scores, or None
+    """
     P: gl.constexpr = product_layout(G)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, P, key_elements(G))
     k = gl.reshape(elements_of(words, query[0].dtype), [CHUNK, G.COLUMNS])
@@ -276,6 +238,8 @@ def _scores(query, words, first, keys, logits, G: gl.constexpr, MASKED: gl.const
     scores = gl.full([CHUNK, ROWS], 0.0, gl.float32, layout=P)
     for i in gl.static_range(len(query)):
         scores = gl.amd.cdna3.mfma(k, query[i], scores)
+    if scale is not None:
+        scores = single(scores * scale)
     if G.CAPPED:
         scores = capped(scores, _by_row(logits.tanh_scale))
     if MASKED:
@@ -307,7 +271,7 @@ def _of_four_keys(chunk):
 @constexpr_function
 def _chunks_at_once(G: CdnaGeometry) -> gl.constexpr:
     """Chunks that a product with V takes."""
-    return _depth(G) // CHUNK.value
+    return depth(G) // CHUNK.value
 
 
 @gluon.jit
@@ -335,12 +299,14 @@ def rounded(weights, DTYPE: gl.constexpr, HAS_ROUNDING: gl.constexpr):
 
 
 @gluon.jit
-def _all_scores(query, chunks, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """The scores of a block's chunks."""
+def _all_scores(query, chunks, scales, first, keys, logits, G: gl.constexpr, MASKED: gl.constexpr):
+    """The scores of a block's chunks. scales: KeyScales, or None"""
     CHUNKS: gl.constexpr = G.CHUNKS
     scores = ()
     for i in gl.static_range(CHUNKS):
-        scores += (_scores(query, chunks[i], first + i * CHUNK, keys, logits, G, MASKED),)  # type: ignore[assignment]
+        scale = scales_of_chunk(scales.k, i, G) if has_scales(G) else None
+        of_chunk = _scores(query, chunks[i], scale, first + i * CHUNK, keys, logits, G, MASKED)
+        scores += (of_chunk,)  # type: ignore[assignment]
     return scores
 
 
@@ -351,34 +317,62 @@ def _larger_or_nan(a, b):
 
 
 @gluon.jit
-def _largest(scores, G: gl.constexpr):
-    """The largest score of each row."""
+def _largest(scores, scale, scales_of_v, G: gl.constexpr):
+    """The largest logit of each row; with scales of V the largest sum of one and of a scale's biased exponent.
+
+    The sum is that of lanes which have the same keys: it may be a little larger than that of any key.
+    """
     CHUNKS: gl.constexpr = G.CHUNKS
     top = scores[0]
     for i in gl.static_range(1, CHUNKS):
         top = gl.maximum(top, scores[i]) if G.CDNA == 3 else _larger_or_nan(top, scores[i])
-    return gl.max(top, 0) if G.CDNA == 3 else gl.reduce(top, 0, _larger_or_nan)
+    if has_scales(G):
+        # A lane has four rows of sixteen.
+        top = gl.reshape(top, [4, CHUNK // 4, ROWS])
+        top = gl.max(top, 1) if G.CDNA == 3 else gl.reduce(top, 1, _larger_or_nan)
+        L: gl.constexpr = top.type.layout
+        top = top * _of_rows(scale, gl.SliceLayout(0, L)) + largest_scales(scales_of_v, L)
+        top = gl.max(top, 0) if G.CDNA == 3 else gl.reduce(top, 0, _larger_or_nan)
+        top = gl.convert_layout(top, gl.SliceLayout(0, product_layout(G)), assert_trivial=True)
+    else:
+        top = (gl.max(top, 0) if G.CDNA == 3 else gl.reduce(top, 0, _larger_or_nan)) * scale
+    return top
 
 
 @gluon.jit
-def _weigh(state, scores, scale, query, G: gl.constexpr):
+def _of_rows(scale, L: gl.constexpr):
+    """A factor of all scores, or of those of each row, in another layout."""
+    return gl.convert_layout(scale, L, assert_trivial=True)[None, :] if len(scale.shape) == 1 else scale
+
+
+@constexpr_function
+def _above_base(G: CdnaGeometry) -> int:
+    """The largest sum of _largest is this far above the base: the exponent of the largest weight, with its bias."""
+    return int(largest_exponent(G.CDNA) + (BIAS.value if has_scales(G) else 0))
+
+
+@gluon.jit
+def _weigh(state, scores, scale, scales_of_v, query, G: gl.constexpr):
     """The state with a block's keys in all but acc, which decays, and the weights' operands, for each product a tuple.
 
-    The operands are of query's number and dtype.
+    The operands are of query's number and dtype. scales_of_v: of KeyScales, 0 where keys are not seen; None if there
+    are none. With them a block's largest weight is that with its largest scale.
     """
     CHUNKS: gl.constexpr = G.CHUNKS
     AT_ONCE: gl.constexpr = _chunks_at_once(G)
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, product_layout(G), 4 * AT_ONCE)
     CODED: gl.constexpr = is_coded(G.CODING.ENCODING)
-    top = _largest(scores, G) * scale
+    top = _largest(scores, scale, scales_of_v, G)
     largest = gl.maximum(state.largest, top)
-    base = gl.maximum(top, largest - _MOST_BELOW) - largest_exponent(G.CDNA) if CODED else largest
+    base = gl.maximum(top, largest - _MOST_BELOW) - _above_base(G) if CODED else largest
     decay = gl.exp2(state.base - base)
     total = state.total * decay[None, :]
     weights = ()
     for i in gl.static_range(CHUNKS):
         weight = gl.exp2(scores[i] * _by_row(scale) - base[None, :])
         total += weight
+        if has_scales(G):
+            weight = single(weight * scales_of_chunk(scales_of_v, i, G))
         weights += (_of_four_keys(weight),)  # type: ignore[assignment]
     operands = ()
     for i in gl.static_range(0, CHUNKS, AT_ONCE):
@@ -418,19 +412,36 @@ def _add_values(state, weights, chunks, first, keys, G: gl.constexpr, MASKED: gl
 
 
 @gluon.jit
-def _attend(state, query, k, v, places, sides, block, read, logits, G: gl.constexpr, MASKED: gl.constexpr):
-    """Adds a block to a state, and loads the next one, at places: returns the state, its K and V, and the one after."""
+def _attend(state, query, loaded, sides, block, read, logits, G: gl.constexpr, MASKED: gl.constexpr):
+    """Adds a block to a state, and loads the next one: returns the state, and what is loaded then."""
     k_side, v_side = sides
+    k, v, places, scales = loaded
     first = block * (G.CHUNKS * CHUNK)
-    _wait_for(k, G)
-    scores = _all_scores(query, k, first, read.keys, logits, G, MASKED)
+    if has_scales(G):
+        # K came before them.
+        wait_for_scales(scales)
+    else:
+        _wait_for(k, G)
+    scores = _all_scores(query, k, scales, first, read.keys, logits, G, MASKED)
+    scales_of_v = None
+    if has_scales(G):
+        scales_of_v = seen_scales(scales.v, read, block, G) if MASKED else scales.v
+        places = _places(read, scales.pages, block + 1, G)
+        place = place_of_scales(read, scales.pages, block + 1, G)
+        scales_of_k = gl.load(read.scales.k + place)
     k = _load(k_side, places, G)
-    # Page numbers come while weights are computed, and take the registers of those that K was loaded by.
-    next_places = _places(read, block + 2, G)
-    state, weights = _weigh(state, scores, logits.qk_scale, query, G)
+    next_places = None
+    if not has_scales(G):
+        # Page numbers come while weights are computed, and take the registers of those that K was loaded by.
+        next_places = _places(read, None, block + 2, G)
+    state, weights = _weigh(state, scores, logits.qk_scale, scales_of_v, query, G)
+    if has_scales(G):
+        # They take the registers of those that were multiplied.
+        sched_barrier()
+        scales = KeyScales(scales_of_k, gl.load(read.scales.v + place), pages_of_lanes(read, block + 2, G))
     _wait_for(v, G)
     state = _add_values(state, weights, v, first, read.keys, G, MASKED)
-    return state, k, _load(v_side, places, G), next_places
+    return state, LoadedBlock(k, _load(v_side, places, G), next_places, scales)
 
 
 @gluon.jit
@@ -443,9 +454,20 @@ def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
     P: gl.constexpr = product_layout(G)
     KEYS: gl.constexpr = G.CHUNKS * CHUNK
     blocks, sides = read.blocks, (k_side, v_side)
-    here = _places(read, blocks.first, G)
-    k, v = _load(k_side, here, G), _load(v_side, here, G)
-    places = _places(read, blocks.first + 1, G)
+    pages, scales, places = None, None, None
+    if has_scales(G):
+        pages = pages_of_lanes(read, blocks.first, G)
+    here = _places(read, pages, blocks.first, G)
+    k = _load(k_side, here, G)
+    if has_scales(G):
+        place = place_of_scales(read, pages, blocks.first, G)
+        scales = KeyScales(
+            gl.load(read.scales.k + place), gl.load(read.scales.v + place), pages_of_lanes(read, blocks.first + 1, G)
+        )
+    v = _load(v_side, here, G)
+    if not has_scales(G):
+        places = _places(read, None, blocks.first + 1, G)
+    loaded = LoadedBlock(k, v, places, scales)
     # Each lane adds up the weights of its own keys until the end.
     nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, P))
     state = Weighed(
@@ -457,11 +479,11 @@ def attend_key_blocks(query, k_side, v_side, read, logits, G: gl.constexpr):
     first = blocks.first
     if G.rows.WINDOWED:
         # The window's first block may be seen in part, as may the last block.
-        state, k, v, places = _attend(state, query, k, v, places, sides, first, read, logits, G, True)
+        state, loaded = _attend(state, query, loaded, sides, first, read, logits, G, True)
         first += 1
     end = gl.maximum(gl.minimum(blocks.end, read.keys.end // KEYS), first)
     for block in range(first, end):
-        state, k, v, places = _attend(state, query, k, v, places, sides, block, read, logits, G, False)
+        state, loaded = _attend(state, query, loaded, sides, block, read, logits, G, False)
     if end < blocks.end:
-        state, _, _, _ = _attend(state, query, k, v, places, sides, end, read, logits, G, True)
+        state, _ = _attend(state, query, loaded, sides, end, read, logits, G, True)
     return Softmax(state.acc, state.base, gl.sum(state.total, 0))

@@ -6,7 +6,7 @@ of the hot loop, like all AMD rows (tiles.py); docs/amd_tuning.md has figures ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
@@ -116,13 +116,14 @@ def key_blocks(arch: str, encoding: Encoding) -> tuple[int, ...]:
 
 
 def cdna_tiles(
-    arch: str, *, num_kv_heads: int, gqa_ratio: int, head_dim: int, encoding: Encoding, scales: Scales
+    arch: str, *, num_kv_heads: int, gqa_ratio: int, head_dim: int, encoding: Encoding, scales: Scales, windowed: bool
 ) -> CdnaTiles:
-    """The tiles of an arch of ARCHS and heads of one of HEAD_DIMS. encoding, scales: of K and V. Raises NoTiles."""
+    """The tiles of an arch of ARCHS and heads of one of HEAD_DIMS. Raises NoTiles.
+
+    encoding, scales: of K and V; windowed: whether rows have a window
+    """
     if encoding.is_fp8 and encoding is not EXTEND_CODES[arch]:
         raise NoTiles(f"it reads codes of {EXTEND_CODES[arch].value} on {arch}, not of {encoding.value}")
-    if scales is Scales.TOKEN:
-        raise NoTiles("it reads scales of layers and heads, not of tokens")
     tiles = _TILES.get((arch, head_dim, encoding.dtype.itemsize))
     if tiles is None:
         bits = 8 * encoding.dtype.itemsize
@@ -132,4 +133,5 @@ def cdna_tiles(
         raise NoTiles(f"it reads KV heads of {head_dim} in pairs, and there are {num_kv_heads}")
     if gqa_ratio * heads > ROWS:
         raise NoTiles(f"{gqa_ratio} query heads share a KV head of {head_dim}; at most {ROWS // heads} may")
-    return tiles
+    # With windows and scales of tokens, blocks of 96 keys leave a SIMD of gfx942 one wave, and spill on gfx950.
+    return replace(tiles, key_block=64) if windowed and scales is Scales.TOKEN else tiles

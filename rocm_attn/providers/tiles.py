@@ -111,6 +111,7 @@ def cdna_tiles_of_table(problem: Problem, arch: str) -> CdnaTiles:
         head_dim=problem.head_dim,
         encoding=problem.page_format.encoding,
         scales=problem.kv_scales,
+        windowed=problem.window_left != UNLIMITED_WINDOW,
     )
 
 

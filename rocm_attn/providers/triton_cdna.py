@@ -49,7 +49,7 @@ LIMITS = Limits(
     page_size=(CHUNK, limits.MAX_PAGE_SIZE),
     page_sizes=(16, 32, 64, 128),
     encodings=(KVEncoding.LIKE_Q, KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ),
-    scales=(Scales.NONE, Scales.LAYER, Scales.HEAD),
+    scales=(Scales.NONE, Scales.LAYER, Scales.HEAD, Scales.TOKEN),
     max_gqa_ratio=ROWS,
     window=True,
     soft_cap=True,
@@ -89,7 +89,6 @@ MIXED_LIMITS = replace(
     head_dim=(128, 128),
     exact_dims=((128, 128),),
     encodings=LIMITS.encodings,
-    scales=LIMITS.scales,
     max_gqa_ratio=LIMITS.max_gqa_ratio,
 )
 

@@ -48,23 +48,25 @@ class LoopTraffic:
         return number * _KIB / self.kv_bytes
 
 
-def loop_traffic(assembly: Assembly) -> LoopTraffic | None:
+def loop_traffic(assembly: Assembly, kv_loads: tuple[str, ...] = _VECTOR_MEMORY) -> LoopTraffic | None:
     """The traffic of the hot loop; None if no loop has matrix instructions, or it has no such load.
 
+    kv_loads: what the names of loads of K and V begin with, where others are as wide
     Raises UnknownInstruction.
     """
     loop = hot_loop(assembly)
-    if loop is None or not any(map(_kv_bytes, loop.body)):
+    read = [_kv_bytes(each) if each.name.startswith(kv_loads) else 0 for each in loop.body] if loop else []
+    if loop is None or not any(read):
         return None
     names = [each.name for each in loop.body]
     return LoopTraffic(
-        kv_bytes=sum(map(_kv_bytes, loop.body)),
+        kv_bytes=sum(read),
         instructions=len(names),
         matrix=sum(name.startswith(_MATRIX) for name in names),
         waits=names.count("s_waitcnt"),
         barriers=names.count("s_barrier"),
         lds_bytes=sum(map(_lds_bytes, loop.body)),
-        in_flight=_most_in_flight(loop.body),
+        in_flight=_most_in_flight(loop.body, read),
     )
 
 
@@ -83,12 +85,15 @@ def _lds_bytes(instruction: Instruction) -> int:
     return lane_bytes(instruction.name) * rates.LANES if is_access else 0
 
 
-def _most_in_flight(body: Sequence[Instruction]) -> int:
-    """The most of two iterations, so that the second one begins with what the first one left in flight."""
+def _most_in_flight(body: Sequence[Instruction], read: Sequence[int]) -> int:
+    """The most of two iterations, so that the second one begins with what the first one left in flight.
+
+    read: bytes of K and V that each instruction loads
+    """
     flying, most = deque[int](maxlen=VM_MOST), 0
-    for each in (*body, *body):
+    for each, num_bytes in (*zip(body, read, strict=True), *zip(body, read, strict=True)):
         if each.name.startswith(_VECTOR_MEMORY):
-            flying.append(_kv_bytes(each))
+            flying.append(num_bytes)
             most = max(most, sum(flying))
         left = wait_of(each).left(Queue.VECTOR_MEMORY)
         while left is not None and len(flying) > left:

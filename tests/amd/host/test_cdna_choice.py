@@ -78,7 +78,6 @@ def test_it_serves_decodes_of_what_models_use(arch: str, more: dict[str, Any]) -
         ({"num_kv_heads": 1}, "32 query heads share a KV head; at most 16 may"),
         ({"has_alibi_slopes": True}, "it has no ALiBi slopes"),
         ({"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.HEAD}, "it reads K and V as q or float8_e4m3fn"),
-        ({"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.TOKEN}, "it reads no scales or"),
         (
             {"head_dim": 64, "v_head_dim": 64, "num_q_heads": 9, "num_kv_heads": 9},
             "it reads KV heads of 64 in pairs",
@@ -99,12 +98,13 @@ def test_what_it_does_not_serve_paged_decode_does_and_the_reason_is_said(
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
+@pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD, Scales.TOKEN])
 def test_it_serves_heads_of_128_in_the_codes_that_the_arch_reads(arch: str, scales: Scales) -> None:
     coded = replace(LAYER, kv_encoding=KVEncoding(EXTEND_CODES[arch].value), kv_scales=scales)
-    assert names(select(coded, on(arch), "triton")) == CDNA
+    served = CDNA if scales is not Scales.TOKEN else DECODE_ALONE
+    assert names(select(coded, on(arch), "triton")) == served
     narrow = select(replace(coded, head_dim=64, v_head_dim=64), on(arch), "triton")
-    assert names(narrow) == EXTEND_ALONE
+    assert names(narrow) == (EXTEND_ALONE if scales is not Scales.TOKEN else PLAIN)
     assert reasons(narrow, CDNA[0]) == {f"it has no faster tiles for heads of 64 in 8 bits on {arch}"}
     (other,) = {*EXTEND_CODES.values()} - {EXTEND_CODES[arch]}
     foreign = select(replace(coded, kv_encoding=KVEncoding(other.value)), on(arch), "triton")

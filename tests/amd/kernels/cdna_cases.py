@@ -16,6 +16,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, cdna_tiles
 from rocm_attn.kernels.tuning.tiles import CdnaTiles
+from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_later import cdna_launches
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, build, garbage
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
@@ -40,6 +41,7 @@ SUFFIXES = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], first_page=[2, 0], tail
 # Pages next to each other, at the end of large pools.
 LARGE = replace(PLAIN, kv_len=[70, 33], q_len=[1, 1], spread=False)
 NUM_PROGRAMS = 3
+_LARGE_SCALE = 512.0
 # So far from every page that a load from it shows.
 NO_PAGE = -99
 
@@ -54,6 +56,7 @@ def tiles_of_case(arch: str, case: Case) -> CdnaTiles:
         head_dim=dim,
         encoding=case.kv or Encoding.of(case.dtype),
         scales=case.scales,
+        windowed=case.window_left != UNLIMITED_WINDOW,
     )
 
 
@@ -140,11 +143,54 @@ def with_nan(arch: str, device: torch.device) -> Tensors:
     return tensors
 
 
+def with_scale_of_nan(arch: str, device: torch.device) -> Tensors:
+    """A row over codes of which one token's scale of V is NaN for one head: outputs are NaN, but no sum of weights."""
+    case = replace(PLAIN, kv_len=[130], q_len=[1], tail=0, kv=EXTEND_CODES[arch], scales=Scales.TOKEN)
+    tensors = build(case, device)
+    assert tensors.pages.v_scale is not None
+    tensors.pages.v_scale[int(tensors.table[tensors.row_of_seq[0], 4]), 0, 9] = float("nan")
+    tensors.reference[0, :4] = float("nan")
+    return tensors
+
+
+def with_scales_far_apart(arch: str, device: torch.device, change: float = 2.0**-75) -> Tensors:
+    """A row over codes of which every second block of pages has scales of V so small that its values are 0 in effect.
+
+    The codes of the others are small, and their scales large: times a large weight they would be no codes.
+    """
+    case = replace(PLAIN, kv_len=[700], q_len=[1], heads=(4, 2), tail=0, kv=EXTEND_CODES[arch], scales=Scales.TOKEN)
+    tensors = build(case, device)
+    assert tensors.pages.v_scale is not None
+    line = tensors.table[tensors.row_of_seq[0], : -(-case.kv_len[0] // case.page_size)].long()
+    small = line[torch.arange(len(line), device=device) // 6 % 2 == 0]
+    tensors.pages.v_scale.mul_(_LARGE_SCALE)
+    tensors.v_pages.copy_((tensors.v_pages.float() / _LARGE_SCALE).to(tensors.v_pages.dtype))
+    tensors.pages.v_scale[small] *= change
+    keys, values, q = _numbers(tensors, line)
+    scores = torch.einsum("hd,khd->hk", q, keys) * case.dims[0] ** -0.5
+    weights = torch.softmax(scores, 1)
+    tensors.reference[0] = torch.einsum("hk,khd->hd", weights, values)
+    return tensors
+
+
+def _numbers(tensors: Tensors, line: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K, V and q of the only row in float64, [keys or nothing, query heads, dim]."""
+    case, sides = tensors.case, []
+    for held, scale in ((tensors.k_pages, tensors.pages.k_scale), (tensors.v_pages, tensors.pages.v_scale)):
+        assert scale is not None
+        numbers = held[line].double() * scale[line].transpose(1, 2)[..., None].double()
+        rows = numbers.reshape(-1, *numbers.shape[2:])[: case.kv_len[0]]
+        sides.append(rows.repeat_interleave(tensors.gqa_ratio, 1))
+    return sides[0], sides[1], tensors.q[0].double()
+
+
 # Name -> steps over codes that no random ones show.
 CHOSEN_CODES: dict[str, Callable[[str, torch.device], Tensors]] = {
     "weights": after_a_large_weight,
     "steep": partial(after_a_large_weight, code=32.0),
     "nan": with_nan,
+    "nan_scale": with_scale_of_nan,
+    "far_scales": with_scales_far_apart,
 }
 
 
@@ -157,6 +203,10 @@ def served_cases(arch: str) -> dict[str, Case]:
     cases |= {"codes": replace(PLAIN, kv=codes, scales=Scales.HEAD)}
     cases |= {"codes_window": replace(SHARED_WINDOW, kv=codes, scales=Scales.LAYER)}
     cases |= {"codes_float16": replace(CAPPED, kv=codes, scales=Scales.HEAD, dtype=FP16)}
+    by_token = replace(PLAIN, kv=codes, scales=Scales.TOKEN)
+    cases |= {"tokens": by_token, "tokens_window": replace(by_token, kv_len=[700, 300], q_len=[1, 1], window_left=280)}
+    cases |= {"tokens_float16": replace(by_token, soft_cap=3.0, page_size=64, heads=(16, 1), dtype=FP16)}
+    cases |= {"tokens_suffixes": replace(SUFFIXES, kv=codes, scales=Scales.TOKEN)}
     if arch == "gfx942":
         cases |= {"wide": WIDE, "wide_window": replace(WIDE, window_left=20, soft_cap=5.0, dtype=BF16)}
     return cases

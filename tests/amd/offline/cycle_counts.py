@@ -157,28 +157,38 @@ def lines_of(row: Row) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class DecodedLayer:
-    """A layer with heads of 128, eight of them of K and V, and pages of 16. is_coded: whether pages hold codes"""
+    """A layer with heads of 128, eight of them of K and V, and pages of 16. scales: of codes; NONE: of no codes"""
 
     num_q_heads: int
     dtype: torch.dtype
-    is_coded: bool
+    scales: Scales
+
+    @property
+    def is_coded(self) -> bool:
+        return self.scales is not Scales.NONE
 
 
 # Those of AITER's assembly (page.py), 8 and 16 query heads for each of K and V.
 DECODES = tuple(
-    DecodedLayer(num_q_heads, dtype, is_coded)
-    for dtype, is_coded in ((torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True))
+    DecodedLayer(num_q_heads, dtype, scales)
+    for dtype, scales in (
+        (torch.bfloat16, Scales.NONE),
+        (torch.float16, Scales.NONE),
+        (torch.bfloat16, Scales.TOKEN),
+        (torch.bfloat16, Scales.HEAD),
+    )
     for num_q_heads in (64, 128)
 )
 
 
 def decode_traffic(arch: str, layer: DecodedLayer) -> tuple[CompiledKernel, LoopTraffic]:
     """Decode for CDNA in the tiles that serve a layer, and the work of its loop."""
-    kv, scales = (EXTEND_CODES[arch], Scales.HEAD) if layer.is_coded else (None, Scales.NONE)
+    kv = EXTEND_CODES[arch] if layer.is_coded else None
     case = Case([300, 200], [1, 1], heads=(layer.num_q_heads, 8), dims=(128, 128), dtype=layer.dtype)
-    case = replace(case, kv=kv, scales=scales)
+    case = replace(case, kv=kv, scales=layer.scales)
     kernel = compiled_decode(arch, case, tiles_of_case(arch, case))
-    traffic = loop_traffic(parse_assembly(kernel.asm["amdgcn"]))
+    # Scales of tokens are other loads of 8 bytes a lane.
+    traffic = loop_traffic(parse_assembly(kernel.asm["amdgcn"]), ("buffer_load_",))
     assert traffic is not None
     return kernel, traffic
 
@@ -194,6 +204,7 @@ def decode_line(arch: str, layer: DecodedLayer) -> str:
     """The line of a layer: what a KiB of K and V takes."""
     kernel, traffic = decode_traffic(arch, layer)
     dtype, codes = str(layer.dtype).removeprefix("torch."), ", E4M3" if layer.is_coded else ""
+    codes += " with scales of tokens" if layer.scales is Scales.TOKEN else ""
     of_layer = f"{arch}, {dtype}{codes}, {layer.num_q_heads // 8} query heads"
     return f"| {of_layer} | {traffic_cells(traffic, read_amd_code(kernel).waves_per_simd)} |\n"
 

@@ -27,6 +27,10 @@ pytestmark = pytest.mark.nightly
 SMALL = replace(PLAIN, kv_len=[40, 33], q_len=[1, 1], heads=(4, 2))
 
 
+def _decode_by_token(arch: str, *, length: int = 40) -> Simulation:
+    return run_cdna(arch, replace(SMALL, kv_len=[length, 33], kv=EXTEND_CODES[arch], scales=Scales.TOKEN))
+
+
 def _coded_decode(arch: str) -> Simulation:
     return run_cdna(arch, replace(SMALL, kv=EXTEND_CODES[arch], scales=Scales.HEAD))
 
@@ -62,8 +66,8 @@ IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Excep
         "nan",
     ),
     "the_first_block_of_a_window_is_whole": (
-        "_attend(state, query, k, v, places, sides, first, read, logits, G, True)",
-        "_attend(state, query, k, v, places, sides, first, read, logits, G, False)",
+        "_attend(state, query, loaded, sides, first, read, logits, G, True)",
+        "_attend(state, query, loaded, sides, first, read, logits, G, False)",
         partial(run_cdna, case=WINDOW),
         AssertionError,
         "nan",
@@ -116,6 +120,41 @@ IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Excep
         _coded_decode,
         AssertionError,
         "nan",
+    ),
+    "scales_of_v_are_not_masked": (
+        "seen_scales(scales.v, read, block, G) if MASKED else scales.v",
+        "scales.v",
+        _decode_by_token,
+        AssertionError,
+        "nan",
+    ),
+    "tokens_of_k_have_no_scale": (
+        "scores = single(scores * scale)",
+        "scores = single(scores)",
+        _decode_by_token,
+        AssertionError,
+        "Tensor-likes are not close",
+    ),
+    "tokens_of_v_have_no_scale": (
+        "weight = single(weight * scales_of_chunk(scales_of_v, i, G))",
+        "weight = single(weight)",
+        _decode_by_token,
+        AssertionError,
+        "nan|Tensor-likes are not close",
+    ),
+    "pages_of_scales_are_those_of_the_block_before": (
+        "pages_of_lanes(read, block + 2, G)",
+        "pages_of_lanes(read, block + 1, G)",
+        partial(_decode_by_token, length=470),
+        AssertionError,
+        "nan|Tensor-likes are not close",
+    ),
+    "weights_do_not_know_the_largest_scale": (
+        "+ largest_scales(scales_of_v, L)",
+        "+ BIAS",
+        partial(run_codes, name="far_scales"),
+        AssertionError,
+        "nan|Tensor-likes are not close",
     ),
     "weights_of_other_lanes_are_not_added_up": (
         "gl.sum(state.total, 0)",

@@ -61,6 +61,20 @@ class PaddedShape:
         return max(1, self.num_children // self.drafts.steps)
 
     @property
+    def is_sound(self) -> bool:
+        """True if each part has one size, with at least one sequence and token."""
+        halves, decodes = self.num_halves, self.kind.decodes and self.drafts is NO_DRAFTS
+        return (
+            halves in (1, HALVES)
+            and self.num_children == halves * self.drafts.steps
+            and (self.num_children == 1 or self.kind.splits)
+            and self.num_seqs >= halves
+            and self.num_tokens >= self.num_children
+            and self.num_seqs % halves == self.num_tokens % self.num_children == 0
+            and (self.num_tokens == self.num_seqs or not decodes)
+        )
+
+    @property
     def child(self) -> PaddedShape:
         """The shape of one child; a step that runs whole is its own child."""
         if self.num_children == 1:

@@ -2,7 +2,7 @@
 
 input        in a padded sequence              why
 row          0                                 row 0 of the table is all page 0
-kv_len       the kernels' min_kv_len           0, or 1 for kernels that divide by it
+kv_len       the kernels' min_kv_len           0, or 1 for kernels that divide by it; so has a sequence without a token
 q_len        1 in decode steps, 0 otherwise    q_indptr goes on by one or repeats; it never decreases
 token id     0                                 in range for the embedding
 position     0                                 in range for rope

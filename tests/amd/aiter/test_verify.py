@@ -135,14 +135,13 @@ def test_a_sequence_without_a_token_is_no_sequence_without_a_key(
     """Kernels divide by the number of its keys."""
     model = model_of(problem)
     runtime, rows = model.runtime, [model.runtime.table.admit() for _ in range(3)]
-    kv_len, q_len = [4, 0, 2], [4, 0, 2]
+    lengths, bounds = [4, 0, 2], [4, 4, 4]
+    runtime.table.reserve_all(rows, bounds)
     if on_device:
-        bounds, (kv_len, q_len) = [4, 4, 4], (torch.tensor(each, dtype=torch.int32) for each in (kv_len, q_len))
-        runtime.table.reserve_all(rows, bounds)
-        batch = StepBatch(rows, bounds, bounds, [1] * 12, inputs=DeviceInputs(kv_len=kv_len, q_len=q_len))
+        known = torch.tensor(lengths, dtype=torch.int32)
+        batch = StepBatch(rows, bounds, bounds, [1] * 12, inputs=DeviceInputs(kv_len=known, q_len=known.clone()))
     else:
-        runtime.table.reserve_all(rows, kv_len)
-        batch = StepBatch(rows, kv_len, q_len, [1] * 6)
+        batch = StepBatch(rows, lengths, lengths, [1] * 6)
     with runtime.step(batch) as step:
         assert step.plan.shape.kind is StepKind.VERIFY
         model.forward(step.parts[0])

@@ -6,6 +6,7 @@
     where q_len[i] > 0 and kv_len[i] - q_len[i] < floor[i]:
         kv_len[i] = min(floor[i] + q_len[i], kv bound[i])
         q_len[i]  = min(q_len[i], max(kv_len[i] - floor[i], 0))
+    kv_len[i] = that of pads, if it is 0
     token t   = device_token_ids[t] for t < q_len[0] + q_len[1] + ..., 0 after them
 
 It runs after publish; the bounds are the lengths in the ring slot that publish has read. So a length that is wrong on
@@ -40,7 +41,7 @@ _SHARED_TOKEN = tl.constexpr(error_word.SHARED_TOKEN)
 
 
 @at_any_alignment
-@triton.jit(do_not_specialize=["ahead", "num_token_ids", "num_tokens_padded"])
+@triton.jit(do_not_specialize=["ahead", "num_token_ids", "num_tokens_padded", "pad_kv_len"])
 def _device_inputs_kernel(
     slot,
     device_kv_len,
@@ -55,6 +56,7 @@ def _device_inputs_kernel(
     token_ids,
     num_token_ids,
     num_tokens_padded,
+    pad_kv_len,
     HEADER: tl.constexpr,
     SEQS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -88,7 +90,7 @@ def _device_inputs_kernel(
         num_below += tl.sum(below.to(tl.int32), 0)
         total += tl.sum(new, 0)
         if tl.program_id(0) == 0:
-            tl.store(kv_len + seq, length, mask=live)
+            tl.store(kv_len + seq, tl.where(length > 0, length, pad_kv_len), mask=live)
             tl.store(q_len + seq, new, mask=live)
     if tl.program_id(0) == 0:
         tl.store(counts + 1, total)
@@ -122,6 +124,7 @@ def launch_device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> N
         to.token_ids,
         given.token_ids.shape[0],
         num_tokens_padded,
+        to.pads.kv_len,
         HEADER_WORDS,
         _SEQS_AT_ONCE,
         _TOKENS,

@@ -44,8 +44,9 @@ def write_inputs(slot, i, to, padded_sizes, pads, HEADER: tl.constexpr, WITH_PRE
     padded = i < num_seqs_padded
     first = slot + HEADER
     tl.store(row_of_seq + i, tl.load(first + i, mask=live, other=0), mask=padded)
+    # A sequence without a token has the length of a pad: kernels that divide by it may be launched for both.
     lengths = tl.load(first + num_seqs + i, mask=live, other=0)
-    tl.store(kv_len + i, tl.where(live, lengths, pad_kv_len), mask=padded)
+    tl.store(kv_len + i, tl.where(lengths > 0, lengths, pad_kv_len), mask=padded)
     new = tl.load(first + 2 * num_seqs + i, mask=live, other=0)
     tl.store(q_len + i, tl.where(live, new, pad_q_len), mask=padded)
     ids = tl.load(first + 3 * num_seqs + i, mask=i < num_token_ids, other=0)

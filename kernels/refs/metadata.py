@@ -58,6 +58,7 @@ def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
         num_real = part.stop - part.start
         buffer[:num_real].copy_(slot[part])
         buffer[num_real:].fill_(pad)
+    to.kv_len.masked_fill_(to.kv_len == 0, to.pads.kv_len)
 
 
 def take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
@@ -232,7 +233,7 @@ def _device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     below = (new > 0) & (length - new < begin)
     length = torch.where(below, (begin + new).minimum(kv_bound), length)
     new = torch.where(below, new.minimum((length - begin).clamp(min=0)), new)
-    to.kv_len[:num_seqs].copy_(length)
+    to.kv_len[:num_seqs].copy_(torch.where(length > 0, length, to.pads.kv_len))
     to.q_len[:num_seqs].copy_(new)
     counts[1] = new.sum()
     counts[ERROR_WORD] = (

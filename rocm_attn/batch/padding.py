@@ -2,7 +2,7 @@
 
 input        in a padded sequence              why
 row          0                                 row 0 of the table is all page 0
-kv_len       the kernels' min_kv_len           0, or 1 for kernels that divide by it
+kv_len       the kernels' min_kv_len           0, or 1 for kernels that divide by it; so has a sequence without a token
 q_len        1 in decode steps, 0 otherwise    q_indptr goes on by one or repeats; it never decreases
 token id     0                                 in range for the embedding
 position     0                                 in range for rope
@@ -59,6 +59,20 @@ class PaddedShape:
         """Parts that the sequences are cut into: 1 or 2."""
         # A draft step alone is less than a half.
         return max(1, self.num_children // self.drafts.steps)
+
+    @property
+    def is_sound(self) -> bool:
+        """True if each part has one size, with at least one sequence and token."""
+        halves, decodes = self.num_halves, self.kind.decodes and self.drafts is NO_DRAFTS
+        return (
+            halves in (1, HALVES)
+            and self.num_children == halves * self.drafts.steps
+            and (self.num_children == 1 or self.kind.splits)
+            and self.num_seqs >= halves
+            and self.num_tokens >= self.num_children
+            and self.num_seqs % halves == self.num_tokens % self.num_children == 0
+            and (self.num_tokens == self.num_seqs or not decodes)
+        )
 
     @property
     def child(self) -> PaddedShape:

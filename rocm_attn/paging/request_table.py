@@ -63,6 +63,8 @@ class RequestTable:
         num_rows = (max_num_rows or max_num_seqs) + 1
         if max_num_seqs < 1 or max_kv_len < 1:
             raise NeverFits(f"max_num_seqs is {max_num_seqs} and max_kv_len is {max_kv_len}; both must be at least 1")
+        if num_rows > INT32_MAX:
+            raise NeverFits(f"{num_rows - 1} rows were asked for; rows are int32, so use at most {INT32_MAX - 1}")
         if num_rows <= max_num_seqs:
             raise NeverFits(
                 f"max_num_rows is {max_num_rows} and max_num_seqs is {max_num_seqs}; each sequence of a step needs "

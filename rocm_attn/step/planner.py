@@ -170,6 +170,8 @@ class Planner:
 
     def plan_as(self, batch: StepBatch, shape: PaddedShape) -> StepPlan:
         """The plan of a batch padded to a shape. Raises NeverFits if it does not fit, and what plan() raises."""
+        if not shape.is_sound:
+            raise NeverFits(f"no step runs at {shape}; use a shape that runtime.padding returns")
         _require_fit(batch, shape)
         return self._make_plan(shape, batch, batch.max_q_len, self._max_kv_len_of(batch, None))
 

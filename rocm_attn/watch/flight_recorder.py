@@ -29,6 +29,8 @@ from rocm_attn.watch.values_json import as_json, from_json
 
 NUM_STEPS = 64
 _FORMAT = 8
+# Fields of the file that are no field of a FlightDump.
+_FACTS_OF_THE_FILE = ("format", "torch")
 
 _Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array, Prefixes]
 
@@ -128,6 +130,7 @@ class NotedStep:
     epoch:       of the addresses that graphs read
     rows, kv_len, q_len: as in StepBatch
     group_seqs, group_prefix_len: sequences and shared tokens of each group, of a step that shares prefixes
+    Raises BadSetting if there is no such kind, and for groups of which one of the two is missing.
     """
 
     number: int
@@ -149,6 +152,16 @@ class NotedStep:
     q_len: tuple[int, ...]
     group_seqs: tuple[int, ...]
     group_prefix_len: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        kinds = [kind.value for kind in StepKind]
+        if self.kind not in kinds:
+            raise BadSetting(f"kind is {self.kind!r}; it must be one of {', '.join(kinds)}")
+        if len(self.group_seqs) != len(self.group_prefix_len):
+            raise BadSetting(
+                f"group_seqs has {len(self.group_seqs)} groups and group_prefix_len {len(self.group_prefix_len)}; "
+                "they must have the same number"
+            )
 
     @classmethod
     def of(
@@ -197,8 +210,7 @@ class NotedStep:
             raise BadBatch(f"step {self.number} is a round of drafts, which cannot be replayed; replay another step")
         if StepKind(self.kind).extra is Extra.MASK:
             raise BadBatch(f"step {self.number} has a mask, which a dump does not hold; replay a step without one")
-        rows, kv_len, q_len = (torch.tensor(values, dtype=torch.int32).numpy() for values in self._arrays())
-        return StepBatch(rows, kv_len, q_len, NO_TOKEN_IDS, prefixes=self.prefixes)
+        return StepBatch(self.rows, self.kv_len, self.q_len, NO_TOKEN_IDS, prefixes=self.prefixes)
 
     @property
     def prefixes(self) -> Prefixes:
@@ -206,9 +218,6 @@ class NotedStep:
         if StepKind(self.kind).extra is not Extra.PREFIXES:
             return NO_PREFIXES
         return SharedPrefixes(list(map(PrefixGroup, self.group_seqs, self.group_prefix_len)))
-
-    def _arrays(self) -> tuple[tuple[int, ...], ...]:
-        return self.rows, self.kv_len, self.q_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,16 +274,13 @@ class FlightDump:
 
 
 def read_dump(path: Path) -> FlightDump:
-    """Reads a dump from its file. Raises BadSetting if the file does not hold one."""
+    """Reads a dump from its file. Raises BadSetting if the file does not hold one; it names the field that is wrong."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
             raise BadSetting(f"{path} is a dump of format {content['format']}; this version reads format {_FORMAT}")
-        return FlightDump(
-            reason=content["reason"],
-            runtime=from_json(RuntimeFacts, content["runtime"]),
-            problems=tuple(from_json(Problem, problem) for problem in content["problems"]),
-            steps=tuple(from_json(NotedStep, step) for step in content["steps"]),
-        )
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        fields = {name: value for name, value in content.items() if name not in _FACTS_OF_THE_FILE}
+        dump: FlightDump = from_json(FlightDump, fields, f"{path}: dump")
+        return dump
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
         raise BadSetting(f"{path} is not a dump of a flight recorder ({error})") from error

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from rocm_attn.errors import BadSetting, RocmAttnError
+
 _KIND = "kind"
+_NUMBERS = (int, float)
 
 
 def as_json(value: Any) -> Any:
@@ -30,17 +33,63 @@ def _field_as_json(field: dataclasses.Field[Any], value: Any) -> Any:
     return {_KIND: type(value).__name__, **as_json(value)} if several else as_json(value)
 
 
-def from_json(form: Any, value: Any) -> Any:
-    """The value of a type. Raises KeyError, TypeError, AttributeError, and what the type refuses."""
-    if isinstance(value, Mapping):
-        if get_origin(form) in (Union, types.UnionType):
-            form = {each.__name__: each for each in get_args(form)}[value[_KIND]]
-            value = {name: each for name, each in value.items() if name != _KIND}
-        forms = get_type_hints(form)
-        return form(**{name: from_json(forms.get(name), each) for name, each in value.items()})
-    if isinstance(value, list):
-        of_each = get_args(form)[0]
-        return tuple(from_json(of_each, each) for each in value)
+def from_json(form: Any, value: Any, name: str) -> Any:
+    """The value of a type that as_json() wrote.
+
+    name: of the value, for errors
+    Raises BadSetting if the value is not one of the type; it names the field that is wrong.
+    """
+    origin = get_origin(form)
+    if origin in (Union, types.UnionType):
+        return _one_of(get_args(form), value, name)
+    if dataclasses.is_dataclass(form):
+        return _fields(form, value, name)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        _require(isinstance(value, list), name, value, "a list")
+        return tuple(from_json(get_args(form)[0], each, f"{name}[{index}]") for index, each in enumerate(value))
+    if isinstance(form, enum.EnumMeta):
+        _require(
+            isinstance(value, str) and value in form.__members__, name, value, f"one of {', '.join(form.__members__)}"
+        )
+        return form[value]
     if form is torch.dtype:
-        return getattr(torch, value)
-    return form[value] if isinstance(form, enum.EnumMeta) else value
+        found = getattr(torch, value, None) if isinstance(value, str) else None
+        _require(isinstance(found, torch.dtype), name, value, "a dtype of torch")
+        return found
+    of_type = isinstance(value, _NUMBERS if form is float else form) and (form is bool or not isinstance(value, bool))
+    _require(of_type, name, value, f"of type {form.__name__}")
+    return value
+
+
+def _fields(form: Any, value: Any, name: str) -> Any:
+    """A dataclass from the object of its fields. Raises BadSetting."""
+    _require(isinstance(value, Mapping), name, value, f"an object with the fields of {form.__name__}")
+    forms = get_type_hints(form)
+    if others := sorted(value.keys() ^ forms.keys()):
+        has = "is missing" if others[0] in forms else f"is no field of {form.__name__}"
+        raise BadSetting(f"{name}.{others[0]} {has}")
+    fields = {each: from_json(forms[each], value[each], f"{name}.{each}") for each in forms}
+    try:
+        return form(**fields)
+    except RocmAttnError as error:
+        raise BadSetting(f"{name}: {error}") from error
+
+
+def _one_of(forms: tuple[Any, ...], value: Any, name: str) -> Any:
+    """A value of one of several types: None, or an object that names its class. Raises BadSetting."""
+    if value is None and types.NoneType in forms:
+        return None
+    forms = tuple(form for form in forms if form is not types.NoneType)
+    if len(forms) == 1:
+        return from_json(forms[0], value, name)
+    by_name = {form.__name__: form for form in forms}
+    kind = value.get(_KIND) if isinstance(value, Mapping) else None
+    _require(
+        isinstance(kind, str) and kind in by_name, name, value, f"an object whose kind is one of {', '.join(by_name)}"
+    )
+    return from_json(by_name[kind], {each: field for each, field in value.items() if each != _KIND}, name)
+
+
+def _require(holds: bool, name: str, value: Any, what: str) -> None:
+    if not holds:
+        raise BadSetting(f"{name} is {value!r:.80}; it must be {what}")

@@ -130,8 +130,8 @@ class _Replay:
         cls, dump: FlightDump, noted: NotedStep, device: torch.device, provider: str | None, seed: int
     ) -> _Replay:
         """Rebuilds the step. Raises NeverFits if its pages do not fit this machine, Unsupported."""
-        runtime = _runtime(dump.runtime, dump.problems, noted, device, provider)
         batch = noted.batch()
+        runtime = _runtime(dump.runtime, dump.problems, noted, device, provider)
         _reserve(runtime, noted)
         with runtime.stage(batch, runtime.plan(batch, noted.shape)) as step:
             plan = step.plan
@@ -255,14 +255,14 @@ def _reserve(runtime: AttentionRuntime, noted: NotedStep) -> None:
         raise BadSetting(f"the dump's step {noted.number} names rows outside of its table; the dump is damaged")
     for row in rows.difference(noted.rows):
         table.free(row)
-    first = 0
-    for count, prefix_len in zip(noted.group_seqs, noted.group_prefix_len, strict=True):
-        table.reserve(noted.rows[first], prefix_len)
-        for row in noted.rows[first + 1 : first + count]:
+    first, prefixes = 0, noted.prefixes
+    for group in prefixes.groups if isinstance(prefixes, SharedPrefixes) else ():
+        table.reserve(noted.rows[first], group.prefix_len)
+        for row in noted.rows[first + 1 : first + group.num_seqs]:
             table.free(row)
-            forked = table.fork(noted.rows[first], prefix_len)
+            forked = table.fork(noted.rows[first], group.prefix_len)
             assert forked == row, "the row that was freed last is handed out first"
-        first += count
+        first += group.num_seqs
     in_step, kv_len = np.array(noted.rows, np.int32), np.array(noted.kv_len, np.int32)
     table.reserve_all(in_step, kv_len)
     table.mark_stored(in_step, kv_len)

@@ -286,8 +286,9 @@ class KVGroup:
         store_at_slots(self.attention, self._bound_to(name, kv_cache), k, v, slots)
 
     def _slots(self, common: CommonMetadata, shape: ReplayShape) -> Tensor | None:
-        """Returns the slots of a step's new tokens, or None if slots are not used."""
-        return common.slot_mapping[: shape.num_tokens] if self._options.has_slots else None
+        """Returns the slots of a step's new tokens, or None if slots are not used or the step has no token."""
+        has_slots = self._options.has_slots and common.slot_mapping.shape[0] > 0
+        return common.slot_mapping[: shape.num_tokens] if has_slots else None
 
     def _captured_mask(self, shape: ReplayShape) -> DeviceSpans | NoCells:
         """The mask of a captured step: a graph serves steps with spans and without, if its layers may see any."""

@@ -114,7 +114,8 @@ def external_step(
         kv_len=kv_len,
         q=ONE_EACH if shape.decodes else Boundaries(common.query_start_loc),
         rows=None,
-        min_q_len=1,
+        # If tokens and sequences differ in number, a sequence may have none.
+        min_q_len=int(shape.decodes or shape.max_q_len > 1),
         max_q_len=shape.max_q_len,
         max_kv_len=max(1, common.max_seq_len),
         captured=captured,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.drafts import NO_DRAFTS
+from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import FEW_TOKENS, StepKind
@@ -124,6 +125,28 @@ def test_one_graph_serves_even_and_uneven_verify_steps_with_the_bits_of_eager_on
     assert same(replayed, serve(StepRunner(eager.runtime, eager.forward, None), eager.runtime, STEPS))
     assert runner.counters.replays == len(STEPS) - 1  # all but the prompt
     assert len(runner.capture_report().buckets) == len(captured)
+
+
+@each_pool
+@pytest.mark.parametrize("on_device", [False, True], ids=["lengths of the host", "lengths on the device"])
+def test_a_sequence_without_a_token_is_no_sequence_without_a_key(
+    on_device: bool, problem: Problem, function: str, aiter: StandIn
+) -> None:
+    """Kernels divide by the number of its keys."""
+    model = model_of(problem)
+    runtime, rows = model.runtime, [model.runtime.table.admit() for _ in range(3)]
+    lengths, bounds = [4, 0, 2], [4, 4, 4]
+    runtime.table.reserve_all(rows, bounds)
+    if on_device:
+        known = torch.tensor(lengths, dtype=torch.int32)
+        batch = StepBatch(rows, bounds, bounds, [1] * 12, inputs=DeviceInputs(kv_len=known, q_len=known.clone()))
+    else:
+        batch = StepBatch(rows, lengths, lengths, [1] * 6)
+    with runtime.step(batch) as step:
+        assert step.plan.shape.kind is StepKind.VERIFY
+        model.forward(step.parts[0])
+    assert function in aiter.calls
+    runtime.check_device()
 
 
 def test_every_token_gets_one_of_the_last_rows_of_its_sequence() -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -165,18 +166,51 @@ def test_a_signal_writes_a_dump(device: torch.device, tmp_path: Path, caplog: py
     assert "the last steps could not be written" in caplog.text
 
 
+def with_field(place: str, value: object, text: str) -> str:
+    """Returns a dump in which the field at a place has another value."""
+    content = json.loads(text)
+    *path, last = [int(name) if name.isdigit() else name for name in place.split(".")]
+    holder = content
+    for name in path:
+        holder = holder[name]
+    holder[last] = value
+    return json.dumps(content)
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
         (lambda text: text[:-5], "is not a dump of a flight recorder"),
         (lambda text: "[]", "is not a dump of a flight recorder"),
         (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 8"),
-        (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), "is not a dump of a flight recorder"),
-        (lambda text: json.dumps({**json.loads(text), "problems": 3}), "is not a dump of a flight recorder"),
+        (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), r"dump.steps\[0\].branches is missing"),
+        (lambda text: json.dumps({**json.loads(text), "problems": 3}), "dump.problems is 3; it must be a list"),
+        *[
+            (partial(with_field, place, value), complaint)
+            for place, value, complaint in (
+                ("steps.0.kv_len.1", "x", r"dump.steps\[0\].kv_len\[1\] is 'x'; it must be of type int"),
+                ("steps.0.rows.0", True, r"dump.steps\[0\].rows\[0\] is True; it must be of type int"),
+                ("steps.0.kind", "gone", r"dump.steps\[0\]: kind is 'gone'; it must be one of decode, "),
+                ("steps.0.group_seqs", [1], r"dump.steps\[0\]: group_seqs has 1 groups and group_prefix_len 0"),
+                ("problems.0.dtype", "Tensor", r"dump.problems\[0\].dtype is 'Tensor'; it must be a dtype of torch"),
+                ("problems.0.pool", 3, r"dump.problems\[0\].pool is 3; it must be one of SPLIT, LATENT"),
+                (
+                    "problems.0.indexer",
+                    {},
+                    r"dump.problems\[0\].indexer is \{\}; it must be an object whose kind is one",
+                ),
+                ("problems.0.num_kv_heads", 0, r"dump.problems\[0\]: num_kv_heads is 0; it must be at least 1"),
+                ("runtime.options", [], "dump.runtime.options is .*; it must be an object with the fields of Runtime"),
+                ("runtime.options.capture_sizes", [None], r"capture_sizes\[0\] is None; it must be of type int"),
+                ("runtime.options.more", 1, "dump.runtime.options.more is no field of RuntimeOptions"),
+            )
+        ],
     ],
 )
 def test_a_damaged_dump_is_refused(damage: object, complaint: str, device: torch.device, tmp_path: Path) -> None:
-    flight = FlightRecorder(Tiny.build(device, "torch").runtime, tmp_path / "dump.json")
+    tiny = Tiny.build(device, "torch")
+    runner, flight = flown(tiny, tmp_path / "dump.json", graphs=False)
+    serve(runner, tiny.runtime)
     path = flight.dump("on request")
     path.write_text(damage(path.read_text()))  # type: ignore[operator]
     with pytest.raises(BadSetting, match=complaint):

@@ -304,6 +304,23 @@ def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -
     runner.groups[0].attention.check_device()
 
 
+@pytest.mark.parametrize("new", [[1, 0, 1], [0, 1, 0], [2, 0, 1], [0, 0, 1]])
+def test_a_request_without_a_new_token_changes_nothing_for_the_others(new: list[int], runner: Runner) -> None:
+    for each in (new, [1, 1, 1], new):
+        runner.step(each)
+    runner.groups[0].attention.check_device()
+
+
+def test_a_step_without_any_token_writes_nothing(runner: Runner) -> None:
+    runner.prepare([0, 0, 0], 3, 0)
+    step = runner.groups[0].begin(runner.common(0, 3, 0, 0))
+    given, out = runner.projected(0, 1), runner.unwritten(1)
+    runner.forward([step], [given], [out])
+    assert not out.any()
+    runner.step([1, 1, 1])
+    runner.groups[0].attention.check_device()
+
+
 def assert_reported_two_steps_later(run: Callable[[Sequence[int]], object], what: str) -> None:
     """Checks that two steps run after the faulty one, and that the third is not begun."""
     run([1, 1, 1])

@@ -47,10 +47,10 @@ def garbage(count: int, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("publish", [launch_publish, refs.publish])
 @pytest.mark.parametrize("with_prefixes", [True, False])
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_publish_writes_every_entry_pads_included(
+def test_publish_writes_every_entry_pads_and_sequences_without_a_token_included(
     publish: Launch, with_ids: bool, with_prefixes: bool, kernel_device: torch.device
 ) -> None:
-    rows, kv_len, q_len, ids = [4, 2, 9], [7, 1, 300], [2, 1, 3], [11, 12, 13, 14, 15, 16]
+    rows, kv_len, q_len, ids = [4, 2, 9], [7, 0, 300], [2, 0, 4], [11, 12, 13, 14, 15, 16]
     words = [3, 6, 41, int(with_ids), 40, NO_ECHO, GARBAGE, GARBAGE, *rows, *kv_len, *q_len, *(ids if with_ids else [])]
     prefixes = garbage(5 * with_prefixes, kernel_device), garbage(5 * with_prefixes, kernel_device)
     words += [16, 16, 0, 2, 2, 3] if with_prefixes else []
@@ -59,7 +59,7 @@ def test_publish_writes_every_entry_pads_included(
     seqs = garbage(5, kernel_device), garbage(5, kernel_device), garbage(5, kernel_device)
     of_publish(publish, Pads(1, 0))(slot, counts, counts, *seqs, *prefixes, token_ids)
     assert counts.tolist() == [3, 6, 41, 0]
-    assert [x.tolist() for x in seqs] == [[*rows, 0, 0], [*kv_len, 1, 1], [*q_len, 0, 0]]
+    assert [x.tolist() for x in seqs] == [[*rows, 0, 0], [7, 1, 300, 1, 1], [*q_len, 0, 0]]
     assert token_ids.tolist() == (ids if with_ids else [0] * 6) + [0] * 294
     assert [x.tolist() for x in prefixes] == ([[16, 16, 0, 0, 0], [2, 2, 3, 0, 0]] if with_prefixes else [[], []])
 

@@ -267,7 +267,7 @@ def test_kernels_of_single_tokens_refuse_rows_of_several() -> None:
 def test_a_dump_of_a_flight_recorder_says_what_rows_stand_for() -> None:
     halved = replace(layers()[ALL], row=replace(HEAVY, state_dtype=torch.bfloat16))
     for problem in (*layers(), halved):
-        assert from_json(Problem, json.loads(json.dumps(as_json(problem)))) == problem
+        assert from_json(Problem, json.loads(json.dumps(as_json(problem))), "problem") == problem
 
 
 def test_a_state_in_bfloat16_takes_half_the_bytes_and_takes_values_of_its_dtype(device: torch.device) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.padding import PadTo
+from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import CapacityExceeded, WrongState
+from rocm_attn.errors import CapacityExceeded, NeverFits, WrongState
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
 
@@ -126,6 +126,25 @@ def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device)
     step = world.runtime.step(plain, world.runtime.plan(plain, PadTo(5))).parts[0]
     assert not step.token_ids.any()
     world.runtime.end_step()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        PaddedShape(StepKind.MIXED, 1, 0),
+        PaddedShape(StepKind.MIXED, 0, 4),
+        PaddedShape(StepKind.DECODE, 4, 8),
+        PaddedShape(StepKind.MIXED, 3, 6, 2),
+        PaddedShape(StepKind.DECODE, 3, 3, 3),
+        PaddedShape(StepKind.VERIFY, 2, 4, 2),
+    ],
+)
+def test_a_shape_whose_parts_have_no_size_is_refused(shape: PaddedShape, device: torch.device) -> None:
+    world = World.build([small_problem()], device, "torch")
+    requests = world.begun(5)
+    with pytest.raises(NeverFits, match=r"no step runs at PaddedShape.*; use a shape that runtime.padding returns"):
+        world.runtime.plan(world.batch([], []), shape)
+    world.step(requests, [1])
 
 
 @pytest.mark.fast(interpreted=0)

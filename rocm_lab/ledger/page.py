@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from rocm_attn.machine.aiter_releases import bad, releases, written_for
+from rocm_attn.machine.aiter_releases import releases, written_for
 from rocm_attn.machine.releases import Release
 from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.aiter.library import ENTRY_POINTS, EntryPoint
@@ -105,7 +105,7 @@ caller that takes the length for it reads other rows. The provider does not call
 """
 _PINS = """\
 `--build-arg AITER_COMMIT=v0.1.23` builds the [image](../docker/README.md) with another one. Before hours are spent, the
-build says in a sentence whether it was read, and ends where it is known to be bad.
+build says in a sentence whether it was read, and ends if it is older than the first one that is served.
 """
 
 
@@ -171,10 +171,8 @@ def _releases(sources: Sources, ran: Sequence[Run]) -> Iterator[Sequence[str]]:
         is_read = each.name in sources.dates
         lacks = [kernel.removeprefix("aiter.") for kernel, names in agree.items() if is_read and each.name not in names]
         named = f"{each.name}, commit {each.commit[:8]}" if each.commit else each.name
-        known = bad(each.name, ())
-        read = _READ[each.read] + (f"; known to be bad ({known.thread})" if known else "")
         of_it = _ran(run for run in ran if run.release == each.name)
-        yield named, sources.dates.get(each.name, ""), read, ", ".join(lacks), of_it, ", ".join(shipped)
+        yield named, sources.dates.get(each.name, ""), _READ[each.read], ", ".join(lacks), of_it, ", ".join(shipped)
 
 
 def _kernels(sources: Sources, ran: Sequence[Run]) -> Iterator[Sequence[str]]:

@@ -15,7 +15,7 @@ from rocm_lab.ledger import page
 from rocm_lab.ledger.checkout import SourceTree, clone_named
 from rocm_lab.ledger.regressions import regressions
 from rocm_lab.ledger.sources import declared, functions, pins, recorded
-from tests.amd.aiter.signatures import E4048607, V0_1_10, V0_1_14, Release
+from tests.amd.aiter.signatures import E4048607, V0_1_15, Release
 
 # The shape of AITER's score function of an indexer before and after the change that vllm#46856 reports: a kernel whose
 # product is taken in "ieee", and its wrapper, which allocates the scores.
@@ -152,7 +152,7 @@ def test_the_data_has_every_release_that_was_read_and_every_function_that_is_cal
     assert set(sources.commits) == {pin.aiter for pin in pins() if not pin.aiter.startswith("v")}
 
 
-@pytest.mark.parametrize(("name", "by_hand"), [("v0.1.10", V0_1_10), ("v0.1.14", V0_1_14), ("0.1.21.dev46", E4048607)])
+@pytest.mark.parametrize(("name", "by_hand"), [("v0.1.15", V0_1_15), ("0.1.21.dev46", E4048607)])
 def test_signatures_by_script_are_those_that_the_stand_ins_were_written_from(name: str, by_hand: Release) -> None:
     for function in functions():
         parameters = by_hand.signature(function.name).parameters.values()
@@ -169,7 +169,7 @@ def test_a_kernel_does_not_agree_with_a_release_that_lacks_a_parameter_or_the_fu
     sources, kernel = recorded(), "aiter.unified_attention[vectorised]"
     newest = list(sources.dates)[-1]
     assert page.agreeing(sources, kernel)[-1] == newest
-    assert "v0.1.10" not in page.agreeing(sources, kernel), "it takes no shuffled_kv_cache"
+    assert "v0.1.15" not in page.agreeing(sources, kernel), "it takes no shuffled_kv_cache"
     gone = replace(sources.at("unified_attention", newest), since=newest, file="", parameters="")
     without = replace(sources, declared=(*sources.declared, gone))
     assert newest not in page.agreeing(without, kernel)

@@ -77,7 +77,7 @@ def _tile(release: Release, call: Mapping[str, Any], page_size: int, dim: int) -
     if call.get("shuffled_kv_cache", False):
         return page_size
     if call["max_seqlen_q"] == 1:
-        return page_size if release.is_before(0, 1, 12) else min(64, page_size)
+        return min(64, page_size)
     return 64 if dim < 256 or release.is_before(0, 1, 20) else 32 if dim < 512 else 16
 
 

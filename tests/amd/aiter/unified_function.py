@@ -67,8 +67,6 @@ def unified_attention(release: Release, eight_bits: torch.dtype, call: Mapping[s
     splits = window == 0 and call["max_seqlen_k"] > 512 and blocks * num_kv_heads <= 4 * COMPUTE_UNITS
     tile = _tile(release, call, page_size, dim)
     _require_lds(release, call, tile, dim, splits=splits)
-    if splits and not release.is_before(0, 1, 16) and release.is_before(0, 1, 17):
-        require(dtype == torch.bfloat16, "an assertion on the dtype of a cache that is split")
     run(_run_unified, call, window=window, tile=tile, splits=splits)
 
 

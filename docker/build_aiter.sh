@@ -4,7 +4,7 @@
 #   PLATFORM          rocm, or anything else for an image without AITER
 #   INSTALL_AITER     1 or 0
 #   AITER_REPOSITORY  where to clone it from
-#   AITER_COMMIT      what to build: a tag or a commit; a release that is known to be bad is refused before it is cloned
+#   AITER_COMMIT      what to build: a tag or a commit; one before the first that is served is refused
 #   GPU_ARCHS         gfx942;gfx950
 #   MAX_JOBS          compilers that run at a time; each takes gigabytes
 #
@@ -22,7 +22,7 @@ if [ "$PLATFORM" != rocm ] || [ "$INSTALL_AITER" != 1 ]; then
 fi
 
 # What the project knows of it, before hours are spent.
-python3 "$own/aiter_releases.py" "$AITER_COMMIT" "$GPU_ARCHS"
+python3 "$own/aiter_releases.py" "$AITER_COMMIT"
 
 # retry COMMAND...: three times; what is over a network fails now and then.
 retry() {

@@ -148,7 +148,7 @@ if [ "$torch_for" != rocm ]; then
     # Later options win: this is the Dockerfile's own default.
     must_not_build "is built for $torch_for and the image is to be for rocm" wrong-torch --build-arg TORCH_FOR=rocm
 fi
-must_not_build "is known to be bad" bad-aiter --build-arg AITER_COMMIT=v0.1.12
+must_not_build "is older than" old-aiter --build-arg AITER_COMMIT=v0.1.12
 # broken SENTENCE COMMAND...: a copy of the finished image, with something wrong, before it is verified once more.
 broken() {
     local sentence=$1 said

@@ -37,11 +37,6 @@ class FakeRecording:
         self._is_whole = False
         self._kept: object = None
 
-    @property
-    def num_nodes(self) -> int:
-        """Operations and launches that a replay repeats: the nodes of a device's graph of the same work."""
-        return len(self._operations)
-
     def finish(self, num_bytes: int) -> None:
         self.bytes, self._is_whole = num_bytes, True
 

@@ -1,1 +1,1 @@
-"""The laboratory: random tests, benchmarks, tuning, predictions, and a simulator. No product imports it."""
+"""The laboratory: random tests, benchmarks, tuning, and a simulator. No product imports it."""

@@ -26,7 +26,6 @@
 #   load-long        LOAD_MINUTES (60) of mixed load (not part of the default)
 #   walk-long        pages typed line by line, as an author, an operator and an owner of CI would, in new checkouts and
 #                    environments; needs a package registry (not part of the default)
-#   tuning           no AMD tuning row costs much more than a candidate; needs llvm-mca (not part of the default)
 #   offline@VERSION  all AMD compiles with another Triton, for instance offline@3.7.1 (not part of the default)
 #   simulator@VERSION  the simulator's full grid with another Triton; writes rocm_lab/simulator/README.md (not part of
 #                    the default)
@@ -224,11 +223,10 @@ run_stage() {
     load-long) python -m tests.amd.server.load --minutes "${LOAD_MINUTES:-60}" | tee -a "$verdicts" ;;
     walk-long) walk_pages author operator ci ;;
     soak-long) rocm-attn soak --steps 10000 --seed 1 && rocm-attn soak --recurrent --steps 10000 --seed 1 ;;
-    offline) compile -m "not llvm_mca and not nightly" ;;
-    tuning) run_pytest tests/amd/offline -m llvm_mca ;;
+    offline) compile -m "not nightly" ;;
     oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not nightly" ;;
     oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and nightly" ;;
-    offline@*) with_triton "${1#offline@}" compile -m "not llvm_mca" -k gfx ;;
+    offline@*) with_triton "${1#offline@}" compile -k gfx ;;
     # By one pytest, which has processes of its own for the kernels: each of several workers would run every case.
     simulator) run_pytest -m "not nightly" tests/amd/simulator ;;
     simulator-long) spread -m nightly tests/amd/simulator ;;

@@ -1,7 +1,7 @@
 """Tiles of the decode kernel for CDNA (kernels/cdna), by arch and head dim. cdna.json has the rows.
 
-No AMD GPU has run them: they were chosen from the compiler's reports (no spills, registers) and from the static model
-of the hot loop, like all AMD rows (tiles.py); docs/amd_tuning.md has figures next to those of paged decode.
+No AMD GPU has run them: they were chosen from the compiler's reports (no spills, registers) and from bounds on
+the hot loop, like all AMD rows (tiles.py); docs/amd_tuning.md has figures next to those of paged decode.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Rows are in decode.json and extend.json (tile_choices.py).
 
 "sm_90" rows were measured on one H200 (torch 2.11, Triton 3.6, CUDA-graph replays), or follow one that was. No AMD row
 was measured: "gfx942" and "gfx950" rows were chosen from the compiler's reports (no spills, registers, LDS) and from
-llvm-mca's static model of the hot loop; docs/amd_tuning.md says how. "sm_" serves NVIDIA GPUs that have no row
-of their own with shapes that fit all of them. "interpreter" is Triton's interpreter on a CPU.
+bounds on the hot loop; docs/amd_tuning.md says how. "sm_" serves NVIDIA GPUs that have no row of their own with shapes
+that fit all of them. "interpreter" is Triton's interpreter on a CPU.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ class CapturePlan:
     """The memory that a runtime of these settings allocates, and the graphs that it captures.
 
     buckets: graphs, in the order in which they are made; none if a kernel cannot be captured
-    kernels: the names of those that serve
     lengths: True if more graphs follow, one for each length bucket, because a kernel bakes in a length
     parts:   every allocation that is made before the first step
     pages:   those of the pool for layers without a window, or of all layers
@@ -68,7 +67,6 @@ class CapturePlan:
     """
 
     buckets: tuple[Bucket, ...]
-    kernels: frozenset[str]
     lengths: bool
     parts: tuple[Allocation, ...]
     pages: PlannedPages
@@ -105,7 +103,6 @@ def plan_capture(
     without = _step_parts(runtime, replace(padding, drafts=())) if padding.drafts else parts
     return CapturePlan(
         buckets=tuple(_bucket(runtime, shape) for shape in shapes),
-        kernels=frozenset(entry.name for entry in entries),
         lengths=bool(shapes) and any(entry.bakes for entry in entries),
         parts=(*parts, *_request_parts(runtime, problems), *_state_parts(runtime)),
         pages=PlannedPages(runtime.pool.in_space(Space.FULL).num_pages, page_bytes(full), runtime.pool.page_size),

@@ -99,7 +99,7 @@ def prewarm(
     if target.is_gpu and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise BadSetting("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     started = time.perf_counter()
-    runtime = runtime_of_kinds(problems, target, options, recurrent, device)
+    runtime = _runtime_of_kinds(problems, target, options, recurrent, device)
     compiled: Counter[str] = Counter()
     cached: Counter[str] = Counter()
 
@@ -138,7 +138,7 @@ def run_every_kernel(
         progress(done, len(steps), shape_name(shape))
         _run(runtime, q_len, shape, attend)
     for q_len in _prompts(runtime, most_tokens):
-        with rows_without_requests(runtime, np.zeros_like(q_len), q_len) as rows:
+        with _rows_without_requests(runtime, np.zeros_like(q_len), q_len) as rows:
             run_model(StepBatch(rows, q_len, q_len, np.zeros(q_len.sum(), np.int32)))
     for dtype in {torch.float32, *(selection.problem.dtype for selection in runtime.selections)}:
         _pick(runtime, dtype)
@@ -156,7 +156,7 @@ def _prompts(runtime: AttentionRuntime, most_tokens: int) -> Iterator[Int32Array
         num_tokens = most_tokens if num_tokens < most_tokens < 2 * num_tokens else 2 * num_tokens
 
 
-def runtime_of_kinds(
+def _runtime_of_kinds(
     problems: Sequence[Problem],
     target: Target,
     options: RuntimeOptions,
@@ -193,7 +193,7 @@ def runtime_of_kinds(
     return runtime
 
 
-def one_of_each_kind(recurrent: RecurrentLayers) -> RecurrentLayers:
+def _one_of_each_kind(recurrent: RecurrentLayers) -> RecurrentLayers:
     """One layer of each kind, in the order in which they come, without checkpoints."""
     return replace(recurrent, layers=tuple(dict.fromkeys(recurrent.layers)), checkpoints=0)
 
@@ -204,7 +204,7 @@ def _states_of_kinds(recurrent: RecurrentLayers, num_rows: int) -> RecurrentLaye
     Fewer layers change no other variant: the strides between slots are multiples of 16 elements for any layers.
     num_rows: the reserved row included
     """
-    of_kinds = one_of_each_kind(recurrent)
+    of_kinds = _one_of_each_kind(recurrent)
     of_rows, of_slot = SLOTS_OF_ROW * num_rows, slot_bytes(of_kinds)
     if (of_rows + recurrent.checkpoints) * slot_bytes(recurrent) <= _BUFFER_LOAD_BYTES:
         return of_kinds
@@ -220,7 +220,7 @@ def _steps(runtime: AttentionRuntime, most_tokens: int) -> Iterator[tuple[Padded
     table, has_states = runtime.table, not runtime.states.is_empty
     for shape in (*draft_shapes(runtime.padding), *capture_shapes(runtime.padding)):
         q_len = typical_new_tokens(runtime, shape)
-        if q_len is not None and not (has_states and goes_on_in_trees(shape)):
+        if q_len is not None and not (has_states and _goes_on_in_trees(shape)):
             yield shape, q_len
     if not runtime.target.is_gpu:
         return  # there is no GPU target, so no kernel to compile
@@ -234,11 +234,11 @@ def _steps(runtime: AttentionRuntime, most_tokens: int) -> Iterator[tuple[Padded
     )
     for shape, each in eager:
         # A pool for windows may have fewer pages than a step of all these tokens takes; no such step is served then.
-        if _fits(runtime, np.array(each)) and not (has_states and goes_on_in_trees(shape)):
+        if _fits(runtime, np.array(each)) and not (has_states and _goes_on_in_trees(shape)):
             yield shape, np.array(each, np.int32)
 
 
-def goes_on_in_trees(shape: PaddedShape) -> bool:
+def _goes_on_in_trees(shape: PaddedShape) -> bool:
     """True for steps that no recurrent layer serves."""
     return shape.drafts is not NO_DRAFTS or shape.kind.extra is Extra.MASK
 
@@ -259,7 +259,7 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
             cached[shortest], cached[longest] = 0, int(new[longest] > 2)
             new -= cached
     pad_to = PadTo(max(shape.num_seqs, len(q_len)))
-    with rows_without_requests(runtime, cached, new) as rows:
+    with _rows_without_requests(runtime, cached, new) as rows:
         batch = StepBatch(rows, cached + new, new)
         whole = as_steps_of(runtime, shape, batch, torch.Generator(runtime.device))
         with runtime.step(whole, runtime.plan(whole, pad_to)) as step:
@@ -275,7 +275,7 @@ def _run(runtime: AttentionRuntime, q_len: Int32Array, shape: PaddedShape, atten
 
 
 @contextmanager
-def rows_without_requests(runtime: AttentionRuntime, cached: Int32Array, new: Int32Array) -> Iterator[Int32Array]:
+def _rows_without_requests(runtime: AttentionRuntime, cached: Int32Array, new: Int32Array) -> Iterator[Int32Array]:
     """Yields rows with room for these tokens of each, of which some count as stored; frees them."""
     table = runtime.table
     rows = np.array([table.admit() for _ in new], np.int32)

@@ -13,6 +13,7 @@ import torch
 
 from rocm_attn.capture.step_times import MOST_CHUNK
 from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.machine.aiter_releases import too_old
 from rocm_attn.machine.devices import device_of
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases
 from rocm_attn.machine.target import Target, target_elsewhere
@@ -190,10 +191,12 @@ def requested_target(options: argparse.Namespace) -> Target:
     for name, release in given.items():
         if release == UNKNOWN:
             raise BadSetting(
-                f"--{name}-release is {requested[name]!r}; give a release number, for instance 0.1.14 or 7.2"
+                f"--{name}-release is {requested[name]!r}; give a release number, for instance 0.1.20 or 7.2"
             )
         if not target.is_amd and name != "triton":
             raise BadSetting(f"--{name}-release needs an AMD arch, and --arch is {target.arch}")
+    if sentence := too_old(options.aiter_release or ""):
+        raise BadSetting(f"{sentence}; give --aiter-release a later one")
     of = target.releases
     releases = Releases(
         given.get("rocm", of.rocm),

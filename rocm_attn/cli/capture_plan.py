@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from rocm_attn.batch.drafts import NO_DRAFTS
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.capture.fit import Fit, fit_of
 from rocm_attn.capture.forecast import CapturePlan, plan_capture
-from rocm_attn.capture.graph_nodes import CountedNodes, GraphNodes, count_nodes
 from rocm_attn.capture.graphs import shape_name
 from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes, fitting
 from rocm_attn.cli.arguments import pages_as_json, planned_runtime, requested_target
@@ -23,8 +20,7 @@ from rocm_attn.models.cut import cost_of_heads
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NOT_PREDICTED = (
-    "graphs also have the nodes of the model around attention, and take memory for its activations; both depend on the "
-    "model, and the memory is measured when they are made"
+    "graphs also take memory for the model's activations, which depends on the model and is measured when they are made"
 )
 
 
@@ -41,7 +37,6 @@ def run(options: argparse.Namespace) -> None:
         return plan_capture(problems, target, replace(settings, num_pages=num_pages), recurrent)
 
     plan = planned(settings.num_pages)
-    nodes = count_nodes(plan, problems, target, settings, states.recurrent)
     weights = weights_of(options)
     fit = None
     if gpu is not None and weights.num_bytes != NOT_KNOWN:
@@ -69,11 +64,7 @@ def run(options: argparse.Namespace) -> None:
         of_fit = {"fit": None if fit is None else {**asdict(fit), "left": fit.left, "fits": fit.fits}}
         of_states = {"state_bytes_per_request": states.of_each_request, "spacing": states.recurrent.spacing}
         expected = {} if times is None or budget is None else {"budget": budget.as_json(), **times.as_json(most)}
-        print(
-            json.dumps(
-                {**described, **_as_json(plan, nodes.of), **of_weights, **of_fit, **of_states, **expected}, indent=2
-            )
-        )
+        print(json.dumps({**described, **_as_json(plan), **of_weights, **of_fit, **of_states, **expected}, indent=2))
     else:
         ranks = "" if options.tp == 1 else f", one of {options.tp} ranks"
         print(
@@ -83,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"over {options.tp} ranks, {sentence}")
         if pages.lines:
             print(f"{pages.describe()} were chosen")
-        print("\n".join(_lines(plan, nodes)))
+        print("\n".join(_lines(plan)))
         print("\n".join(_fit_lines(options, weights, gpu, fit)))
         if times is not None and budget is not None:
             print("\n".join(["", *budget.lines(), *times.lines(most)]))
@@ -137,15 +128,10 @@ def _fit_lines(options: argparse.Namespace, weights: Weights, gpu: Gpu | None, f
     ]
 
 
-def _lines(plan: CapturePlan, nodes: CountedNodes) -> list[str]:
+def _lines(plan: CapturePlan) -> list[str]:
     lines = ["", f"{len(plan.buckets)} graphs, made in this order:"]
     for bucket in plan.buckets:
         used = f"buffers {_size(bucket.step_bytes)}, workspace {_size(bucket.workspace_bytes)}"
-        if counted := nodes.of.get(bucket.shape):
-            of_layers = (*counted.layers, *counted.recurrent)
-            few, many = min(of_layers), max(of_layers)
-            each = f"{few}" if few == many else f"{few} to {many}"
-            used += f", {counted.total} nodes, {each} a layer"
         lines.append(f"  {shape_name(bucket.shape):44} {used}")
     if plan.lengths:
         lines.append("  and more of each for longer sequences: a kernel compiles the length bucket in")
@@ -154,7 +140,7 @@ def _lines(plan: CapturePlan, nodes: CountedNodes) -> list[str]:
     lines.append(f"  {'total':20} {_size(plan.num_bytes):>12}")
     if any(bucket.shape.drafts is not NO_DRAFTS for bucket in plan.buckets):
         lines.append(f"  {'total for drafts':20} {_size(plan.draft_bytes):>12}")
-    return [*lines, "", *([nodes.note] if nodes.note else []), _NOT_PREDICTED]
+    return [*lines, "", _NOT_PREDICTED]
 
 
 def _size(num_bytes: int) -> str:
@@ -164,7 +150,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def _as_json(plan: CapturePlan, nodes: Mapping[PaddedShape, GraphNodes]) -> dict[str, Any]:
+def _as_json(plan: CapturePlan) -> dict[str, Any]:
     return {
         "buckets": [
             {
@@ -176,7 +162,6 @@ def _as_json(plan: CapturePlan, nodes: Mapping[PaddedShape, GraphNodes]) -> dict
                 "draft_steps": bucket.shape.drafts.steps,
                 "step_bytes": bucket.step_bytes,
                 "workspace_bytes": bucket.workspace_bytes,
-                **_nodes_as_json(nodes, bucket.shape),
             }
             for bucket in plan.buckets
         ],
@@ -184,16 +169,4 @@ def _as_json(plan: CapturePlan, nodes: Mapping[PaddedShape, GraphNodes]) -> dict
         "parts": [{"name": part.name, "bytes": part.num_bytes, "knob": part.knob} for part in plan.parts],
         "total_bytes": plan.num_bytes,
         "draft_bytes": plan.draft_bytes,
-    }
-
-
-def _nodes_as_json(nodes: Mapping[PaddedShape, GraphNodes], shape: PaddedShape) -> dict[str, Any]:
-    if shape not in nodes:
-        return {"nodes": None, "nodes_of_step": None, "nodes_of_layers": None, "nodes_of_recurrent_layers": None}
-    counted = nodes[shape]
-    return {
-        "nodes": counted.total,
-        "nodes_of_step": counted.step,
-        "nodes_of_layers": counted.layers,
-        "nodes_of_recurrent_layers": counted.recurrent,
     }

@@ -209,7 +209,7 @@ WEIGHTS_GIB = option(
     help="weights on each rank, for instance FP8 weights of an engine (those of the model in --dtype)",
 )
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
-AITER_RELEASE = option("--aiter-release", metavar="RELEASE", help="AITER release, for instance 0.1.14 (the image's)")
+AITER_RELEASE = option("--aiter-release", metavar="RELEASE", help="AITER release, for instance 0.1.20 (the image's)")
 ROCM_RELEASE = option("--rocm-release", metavar="RELEASE", help="ROCm release, for instance 7.0 (the image's)")
 
 PROVIDERS = option(

@@ -34,7 +34,7 @@ examples:
   rocm-attn explain ./Llama-3.1-8B-Instruct/config.json --arch gfx950 --page-size 64 --json
   rocm-attn explain ./DeepSeek-V3/config.json --arch gfx950 --tp 8 --page-size auto
   rocm-attn explain config.json --arch gfx942 --page-size auto --pool auto
-  rocm-attn explain config.json --arch gfx950 --aiter-release 0.1.14 --rocm-release 7.0
+  rocm-attn explain config.json --arch gfx950 --aiter-release 0.1.20 --rocm-release 7.0
   rocm-attn explain ./Llama-3.1-70B-Instruct/config.json --arch gfx942 --tp 8
   rocm-attn explain ./Kimi-K3/config.json --arch gfx950 --tp 8 --engine vllm@0.33
 """

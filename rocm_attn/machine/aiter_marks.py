@@ -21,10 +21,6 @@ class Mark:
 
 NO_MARK = Mark("", "")
 # Each is in the files of the tag that it is named with and of every later one up to v0.1.20.post1, and in none before.
-# v0.1.14, 8cd7c8b016 (aiter#2930)
-LARGE_PAGES_IN_PARTS = Mark(
-    "ops/triton/gluon/pa_decode_gluon.py", "if PS and not (SLIDING_WINDOW > 0 and KV_BLOCK_SIZE == 1024):"
-)
 # v0.1.17, 6d0304e8ce (aiter#3966)
 FLOAT16_IN_SPLITS = Mark("ops/triton/attention/unified_attention.py", "kv_cache_dtype only supports F16 (")
 # v0.1.19.post1, aa6ee6102a (aiter#4044)
@@ -34,7 +30,7 @@ LARGE_KEYS_BY_OTHERS = Mark("ops/mha.py", "def _fmha_kv_byte_extent_ge_u32(")
 # 222170e1f9 (aiter#4847), 16 commits after v0.1.20 and in none of its tags
 OPUS_BY_TORCH = Mark("ops/mha.py", "    gen_fake=gen_fmha_fwd_bf16_opus_fwd_fake,\n)")
 
-MARKS = (LARGE_PAGES_IN_PARTS, FLOAT16_IN_SPLITS, SMALL_TILES_AT_512, LARGE_KEYS_BY_OTHERS, OPUS_BY_TORCH)
+MARKS = (FLOAT16_IN_SPLITS, SMALL_TILES_AT_512, LARGE_KEYS_BY_OTHERS, OPUS_BY_TORCH)
 
 
 def marks_in(folder: Path) -> frozenset[Mark]:

@@ -1,8 +1,8 @@
-"""Releases of AITER: which of them were read, and which gave wrong answers. The facts are in aiter_releases.json.
+"""Releases of AITER: which of them are served, and which were read. The facts are in aiter_releases.json.
 
 Imports only the standard library: the doctor uses it, and so does the image's build, before anything is installed:
 
-    python3 aiter_releases.py COMMIT "gfx942;gfx950"    # exits with 1 if it must not be built
+    python3 aiter_releases.py COMMIT    # exits with 1 if it must not be built
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,39 +45,14 @@ class AiterRelease:
         return self.read in ("tree", "functions")
 
 
-@dataclass(frozen=True, slots=True)
-class BadRelease:
-    """Releases that must not be used.
-
-    numbers: of the release and its post releases
-    archs:   on which it is bad
-    why:     a clause with the release as its subject
-    thread:  that reports it
-    """
-
-    numbers: tuple[int, ...]
-    archs: tuple[str, ...]
-    why: str
-    thread: str
-
-
 @cache
 def releases() -> tuple[AiterRelease, ...]:
     """The known releases, oldest first."""
     return tuple(AiterRelease(**each) for each in _facts()["releases"])
 
 
-@cache
-def bad_releases() -> tuple[BadRelease, ...]:
-    """The releases that must not be used."""
-    return tuple(
-        BadRelease(_key(each["release"])[0], tuple(each["archs"]), each["why"], each["thread"])
-        for each in _facts()["bad"]
-    )
-
-
 def written_for() -> str:
-    """The releases that were read, for a sentence: "AITER v0.1.10 to v0.1.20.post1", and the commits."""
+    """The releases that were read, for a sentence: "AITER v0.1.15 to v0.1.20.post1", and the commits."""
     tags = [each.name for each in releases() if each.was_read and not each.commit]
     commits = [
         f" and commit {each.commit[:8]} ({each.name.partition('.dev')[0]} in development)"
@@ -101,22 +75,22 @@ def not_read(version: str) -> str:
     return f"{unread}; this version of rocm_attn was written for {written_for()}"
 
 
-def bad(version: str, archs: Sequence[str]) -> BadRelease | None:
-    """The entry of a release that must not be used on one of these archs (none: on any), if it has one."""
+def too_old(version: str) -> str:
+    """A sentence about a release before the first one that is served; empty for another, and for an unknown one.
+
+    version: as not_read takes it
+    """
     numbers, _, _ = _key(version)
-    found = (each for each in bad_releases() if each.numbers == numbers)
-    return next((each for each in found if not archs or set(each.archs) & set(archs)), None)
+    first = releases()[0].name
+    if not numbers or numbers >= _key(first)[0]:
+        return ""
+    return f"AITER {version} is older than {first}, the first that is served"
 
 
-def verdict(version: str, archs: Sequence[str]) -> tuple[bool, str]:
+def verdict(version: str) -> tuple[bool, str]:
     """True if AITER may be built for an image, and the reason in a sentence. version: a tag or a commit's hash"""
-    found = bad(version, archs)
-    if found is not None:
-        return False, f"AITER {version} is known to be bad: {found.why} ({found.thread}); choose another release"
-    numbers, _, _ = _key(version)
-    first = _key(releases()[0].name)[0]
-    if numbers and numbers < first:
-        return False, f"AITER {version} is older than {releases()[0].name}, the first that is served"
+    if sentence := too_old(version):
+        return False, sentence
     unread = not_read(version)
     if unread:
         return True, f"{unread}, and others serve where their parameters agree and their probe passes"
@@ -160,6 +134,6 @@ def _facts() -> dict[str, list[dict[str, Any]]]:
 
 
 if __name__ == "__main__":
-    may_build, sentence = verdict(sys.argv[1], sys.argv[2].split(";"))
+    may_build, sentence = verdict(sys.argv[1])
     print(sentence, file=sys.stdout if may_build else sys.stderr)
     sys.exit(0 if may_build else 1)

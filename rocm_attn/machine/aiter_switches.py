@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class Switch:
     """A variable.
 
-    since:   the first release that reads it
+    since:   the first release that reads it, of those that are served
     changes: a clause: what it changes
     verdict: a clause: what rocm_attn does about it
     """
@@ -32,16 +32,16 @@ _PROBED = "the probe runs the kernel that it selects"
 
 # Lines are of v0.1.20, unless another tag is named.
 SWITCHES = (
-    # aiter/mla.py:863 and 911: hk_mla_decode_fwd is called without q_scale and kv_scale. v0.1.12:aiter/mla.py:392.
+    # aiter/mla.py:863 and 911: hk_mla_decode_fwd is called without q_scale and kv_scale.
     Switch(
         EXPERIMENTAL,
-        "v0.1.12",
+        "v0.1.15",
         "decodes 64 or 128 heads over latent pages in eight bits, and verifies four tokens of 16 heads, by kernels "
         "that ignore the scales",
         "mla_decode_fwd is refused for them",
     ),
-    # v0.1.10:csrc/cpp_itfs/pa/pa_ragged.py:30: EXPERIMENTAL compiles another kernel, with offsets of 32 bits.
-    Switch("QKV_VERSION", "v0.1.10", "selects another kernel of paged_attention_ragged", _PROBED),
+    # csrc/cpp_itfs/pa/pa_ragged.py:30: EXPERIMENTAL compiles another kernel, with offsets of 32 bits.
+    Switch("QKV_VERSION", "v0.1.15", "selects another kernel of paged_attention_ragged", _PROBED),
     # aiter/mla.py:879, on gfx950.
     Switch("AITER_MLA_USE_OPUS", "v0.1.20", "decodes latent pages in eight bits by another kernel on gfx950", _PROBED),
     # aiter/mla.py:97, for 16 heads.

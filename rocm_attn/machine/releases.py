@@ -37,7 +37,7 @@ class Release:
     def of(cls, text: str) -> Release:
         """The release that a version names.
 
-        Versions are, for instance, "0.1.20", "v0.1.10.post3", "0.1.21.dev0+g1234567", "0.1.19.post3.dev139",
+        Versions are, for instance, "0.1.20", "v0.1.19.post2", "0.1.21.dev0+g1234567", "0.1.19.post3.dev139",
         "7.2.53211-abc" and "3.9.0+git1234567". The release is not known if the text is not a version, or has fewer than
         two numbers.
         """

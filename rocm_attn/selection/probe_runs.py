@@ -414,7 +414,7 @@ def _foreign_failures(kernel: str, where: str) -> Iterator[None]:
     """Turns any exception of a probed kernel into _Failed. where: a clause, the step or selection of the kernel
 
     Failing compilers, tiles that do not fit, lack of memory, missing modules, assertions: none of them is a reason to
-    stop a model that another kernel can serve. Releases up to v0.1.10 raise SystemExit if they cannot compile. Errors
+    stop a model that another kernel can serve. A build that fails may raise SystemExit. Errors
     of this project are passed on, and so is KeyboardInterrupt.
     """
     try:

@@ -25,8 +25,8 @@ INTRODUCTION = """# Performance
 
 Written by `python -m rocm_lab.benchmarks.performance_page` from `rocm_lab/benchmarks/results/{file}`, which `rocm-attn
 bench kernels --suite all` has made; every number was measured. No AMD GPU was at hand: these are times on an {device}.
-[The page on cost](cost.md) predicts times of an MI300X; [the first run on an MI300](rocm.md) measures them, and
-[bench](bench.md) says how to make a page like this one of your own machine.
+[The first run on an MI300](rocm.md) measures them there, and [bench](bench.md) says how to make a page like this one of
+your own machine.
 
 {machine}
 

@@ -1,1 +1,1 @@
-"""The commands `rocm-attn bench`, `cost`, `replay-step`, `soak`, `tune` and `waits`."""
+"""The commands `rocm-attn bench`, `replay-step`, `soak`, `tune` and `waits`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rocm_attn.cli import options as a
-from rocm_attn.cli.parser import EXPLAINED, Commands, add_command, add_options
+from rocm_attn.cli.parser import Commands, add_command, add_options
 from rocm_lab.cli import options as o
 from rocm_lab.cli.bench_parser import add_bench
 
@@ -52,7 +52,7 @@ examples:
 
 def add_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     """Adds the laboratory's commands to `rocm-attn`."""
-    adders = _add_tune, _add_cost, _add_cycles, _add_read_report, _add_replay_step, _add_simulate, _add_soak, _add_waits
+    adders = _add_tune, _add_cycles, _add_read_report, _add_replay_step, _add_simulate, _add_soak, _add_waits
     for add in (*adders, add_bench):
         add(commands)
 
@@ -76,26 +76,13 @@ def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     add_options(parser, (*model, o.SHAPES, o.SECONDS, o.OUTPUT, o.JOBS, a.DEVICE, arch, o.DRY_RUN, a.JSON))
 
 
-def _add_cost(commands: Commands[argparse.ArgumentParser]) -> None:
-    parser = add_command(
-        commands,
-        "cost",
-        help="predict times of a model's Triton kernels on AMD GPUs; needs no GPU",
-        description="Predict the time of one layer of each kind in Triton on gfx942 or gfx950, as ranges that were "
-        "never measured.",
-    )
-    parser.set_defaults(module="rocm_lab.cli.cost", engine=None)  # our own pages
-    add_options(parser, EXPLAINED)
-
-
 def _add_read_report(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "read-report",
-        help="make tuning rows, constants and a list of differences of the report of an AMD GPU; needs no GPU",
+        help="make tuning rows and a list of differences of the report of an AMD GPU; needs no GPU",
         description="Read the report of the first run on an AMD GPU. Write tuning.json with tiles that it measured to "
-        "be faster, constants.json with the cost model's constants fitted to its times, and differences.json with what "
-        "the simulator, the compiler's figures or the model have otherwise.",
+        "be faster, and differences.json with what the simulator or the compiler's figures have otherwise.",
         examples=_READ_REPORT_EXAMPLES,
     )
     parser.set_defaults(module="rocm_lab.cli.read_report")

@@ -1,4 +1,4 @@
-"""`rocm-attn read-report`: rows of tiles, constants of the cost model, and a list of differences, from a report."""
+"""`rocm-attn read-report`: rows of tiles and a list of differences, from a report."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ from pathlib import Path
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.tuning_file import TuningFile, as_json
-from rocm_lab.cost.cost import FIGURES
-from rocm_lab.first_run.constants import fit_decode
 from rocm_lab.first_run.findings import discrepancies
 from rocm_lab.first_run.report import GpuReport
 from rocm_lab.first_run.rows import rows_of
-from rocm_lab.first_run.times import layer_times
 from rocm_lab.waits.objects import OBJDUMPS
 
-TUNING, CONSTANTS, DIFFERENCES = "tuning.json", "constants.json", "differences.json"
+TUNING, DIFFERENCES = "tuning.json", "differences.json"
 
 
 def run(options: argparse.Namespace) -> None:
     """Reads options.report and writes files into options.folder. Raises BadSetting for another file or folder."""
     report = GpuReport.read(Path(options.report), options.arch)
-    times = layer_times(report)
     rows = rows_of(report, options.triton_release or triton_version())
-    constants = fit_decode(times.decodes, options.arch)
-    differences = discrepancies(report, times, (options.objdump,) if options.objdump else OBJDUMPS)
+    differences = discrepancies(report, (options.objdump,) if options.objdump else OBJDUMPS)
     facts = {
         "device": report.device,
         "arch": report.target.arch,
@@ -36,18 +31,11 @@ def run(options: argparse.Namespace) -> None:
         "commit": report.commit,
         "date": report.date,
     }
-    fitted = {
-        **facts,
-        "figures": f"of Triton {FIGURES.triton}",
-        "decode": asdict(constants),
-        "left_out": list(times.left_out),
-    }
     listed = {**facts, "differences": [asdict(each) for each in differences]}
     folder = Path(options.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in ((CONSTANTS, fitted), (DIFFERENCES, listed)):
-            (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+        (folder / DIFFERENCES).write_text(json.dumps(listed, indent=1) + "\n")
     except OSError as error:
         raise BadSetting(f"{folder} cannot be written ({error}); name another folder with --folder") from error
     place = folder / TUNING
@@ -58,15 +46,13 @@ def run(options: argparse.Namespace) -> None:
         assert TuningFile.read(place).rows == rows.rows, "what is written is what runtimes read"
     if options.json:
         said = {"rows": [as_json(each) for each in rows.rows], "no_rows": list(rows.left_out)}
-        print(json.dumps({**said, "constants": fitted, "differences": listed["differences"]}, indent=1))
+        print(json.dumps({**said, **listed}, indent=1))
         return
     lines = [
         f"{report.device} ({report.target.arch}), Triton {report.versions['triton']}, commit {report.commit}",
         f"{len(rows.rows)} rows of tiles{f' in {place}' if rows.rows else ''}",
         *(f"  {row.table.value}: {row.tiles}\n    {row.origin()}" for row in rows.rows),
         *(f"  no row: {each}" for each in rows.left_out),
-        *constants.lines(),
-        *(f"  without figures: {each}" for each in times.left_out),
         f"{len(differences)} differences",
         *(f"  {each.line()}" for each in differences),
     ]

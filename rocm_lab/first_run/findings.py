@@ -1,11 +1,10 @@
-"""A list of what a report shows to be otherwise than the simulator, the compiler's figures or the cost model say.
+"""A list of what a report shows to be otherwise than the simulator or the compiler's figures say.
 
 test       it failed on the GPU, and the simulator executes its kernels and calls them right
 result     a small step whose output has another error than the simulator's, from the same code and inputs
 tiles      a candidate that gives wrong results
 registers, scratch, waves
            the driver's figures of a kernel differ from those that its assembly states
-time       a layer took longer or shorter than the predicted range by more than a factor
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ import torch
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.watch.evidence import StepEvidence
-from rocm_lab.cost.cost import Range
 from rocm_lab.first_run.report import GpuReport, ReportedKernel, ReportedTest
-from rocm_lab.first_run.times import LayerTimes
 from rocm_lab.simulator.evidence import judge, output_of
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 
@@ -34,8 +31,6 @@ from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 _SIMULATED = "rocm_attn.kernels."
 # Errors that differ by a smaller part of the bound are roundings inside of matrix units, of exp2 and of reciprocals.
 _SAME_ERROR = 0.1
-# A time that is further outside its range is listed.
-FACTOR = 1.2
 _SIMDS_PER_CU = 4
 
 
@@ -53,14 +48,13 @@ class Discrepancy:
         return f"{self.kind}: {self.subject}: expected {self.expected}; found {self.found}"
 
 
-def discrepancies(report: GpuReport, times: LayerTimes, objdumps: Sequence[str]) -> list[Discrepancy]:
+def discrepancies(report: GpuReport, objdumps: Sequence[str]) -> list[Discrepancy]:
     """All differences of a report. objdumps: commands that may disassemble. Raises BadSetting for a damaged one."""
     return [
         *_of_tests(report),
         *(each for test, packed in report.measured("evidence") for each in _of_evidence(test, packed, objdumps)),
         *_of_tiles(report),
         *_of_kernels(report),
-        *_of_times(report, times),
     ]
 
 
@@ -140,18 +134,3 @@ def _of_driver(kernel: ReportedKernel) -> Iterator[Discrepancy]:
     waves, stated = (max(1, each * kernel.num_waves // _SIMDS_PER_CU) for each in (programs, driver.programs_per_cu))
     if driver.programs_per_cu and waves != stated:
         yield Discrepancy("waves", name, f"{waves} of a SIMD", f"{stated}")
-
-
-def _of_times(report: GpuReport, times: LayerTimes) -> Iterator[Discrepancy]:
-    for each in times.decodes:
-        took = each.work.predicted(each.shape, report.target.arch).seconds
-        factor = _outside(took, each.seconds)
-        if factor > FACTOR:
-            word = "longer" if each.seconds > took.high else "shorter"
-            found = f"{each.seconds * 1e6:.1f} us, {factor:.2f} times {word}"
-            yield Discrepancy("time", f"{each.work.kernel}, {each.name}", f"{took.text(1e-6, 1)} us", found)
-
-
-def _outside(took: Range, seconds: float) -> float:
-    """By which factor a time is outside of a range; at most 1 inside."""
-    return max(seconds / took.high, took.low / seconds)

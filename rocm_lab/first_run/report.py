@@ -17,10 +17,10 @@ from rocm_attn.machine.target import Target, known_target
 from rocm_attn.machine.tuning_file import plain_value
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_lab.bench.batch_spec import Group
-from rocm_lab.cost.cost import GPUS
 from rocm_lab.simulator.code_figures import CodeFigures
 
 PASSED, FAILED = "passed", "failed"
+_ARCHS = ("gfx942", "gfx950")
 # Any cap compiles the same code, and a layer of a report says only whether it has one.
 _SOME_CAP = 50.0
 
@@ -106,8 +106,8 @@ class GpuReport:
             )
         ((device, arch, units),) = gpus
         versions = {name: version or "" for name, version in environment["versions"].items()}
-        if arch not in GPUS:
-            raise BadSetting(f"the report is of {device} ({arch}); reports of {' and '.join(GPUS)} are read")
+        if arch not in _ARCHS:
+            raise BadSetting(f"the report is of {device} ({arch}); reports of {' and '.join(_ARCHS)} are read")
         known = known_target(arch)
         releases = replace(known.releases, triton=Release.of(versions["triton"]))
         return cls(

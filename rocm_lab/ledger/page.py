@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from rocm_attn.machine.aiter_releases import bad, releases, written_for
+from rocm_attn.machine.aiter_releases import releases, written_for
 from rocm_attn.machine.releases import Release
 from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.aiter.library import ENTRY_POINTS, EntryPoint
@@ -27,10 +27,6 @@ _READ = {
     "notes": "release notes alone",
     "title": "its title alone",
     "nothing": "nothing",
-}
-_RULES = {
-    "precision": "takes a product without the input precision that it named before",
-    "rows": "returns a slice of a longer allocation: rows of the result are further apart than they are long",
 }
 # A line of the table of runs: release, commits since, arch, kernel, number of cases, verdict.
 _RUN = re.compile(
@@ -76,9 +72,6 @@ def page() -> str:
         _section("Functions", _FUNCTIONS, ("kernel", "functions", "agrees", "run"), _kernels(sources, ran)),
         _section("Where they are declared", "", ("function", "file", "changes of its parameters"), _places(sources)),
         _section("Faults of releases", _FAULTS, ("fault", "kernels", "releases", "archs"), _faults()),
-        _section(
-            "Found by comparing releases", _REGRESSIONS, ("file", "function", "what", "releases"), _regressions(sources)
-        ),
         _section("Attention in notes and titles", "", ("release", "of it"), _notes()),
         _section("Who ships which AITER", _PINS, ("who", "AITER", "read?", "evidence"), _pins(sources)),
     ]
@@ -96,16 +89,9 @@ _FAULTS = """\
 Kernels are refused where these faults are met ([kernels](kernels.md)); `rocm_attn/providers/aiter/faults.py` says how
 each is known. A row without releases is true of all that were read.
 """
-_REGRESSIONS = """\
-Each release's Triton sources of attention are compared with those of the release before. Two rules look for the two
-faults of `fp8_mqa_logits` that vllm#46856 reports, in every function: a product that loses its named input precision,
-and a result that becomes a slice of a longer allocation. The thread met both between v0.1.13 and v0.1.16. A hit is a
-change that callers must know of, and no proof of a wrong result: the kernel here is given the stride of its rows, and a
-caller that takes the length for it reads other rows. The provider does not call the function.
-"""
 _PINS = """\
 `--build-arg AITER_COMMIT=v0.1.23` builds the [image](../docker/README.md) with another one. Before hours are spent, the
-build says in a sentence whether it was read, and ends where it is known to be bad.
+build says in a sentence whether it was read, and ends if it is older than the first one that is served.
 """
 
 
@@ -171,10 +157,8 @@ def _releases(sources: Sources, ran: Sequence[Run]) -> Iterator[Sequence[str]]:
         is_read = each.name in sources.dates
         lacks = [kernel.removeprefix("aiter.") for kernel, names in agree.items() if is_read and each.name not in names]
         named = f"{each.name}, commit {each.commit[:8]}" if each.commit else each.name
-        known = bad(each.name, ())
-        read = _READ[each.read] + (f"; known to be bad ({known.thread})" if known else "")
         of_it = _ran(run for run in ran if run.release == each.name)
-        yield named, sources.dates.get(each.name, ""), read, ", ".join(lacks), of_it, ", ".join(shipped)
+        yield named, sources.dates.get(each.name, ""), _READ[each.read], ", ".join(lacks), of_it, ", ".join(shipped)
 
 
 def _kernels(sources: Sources, ran: Sequence[Run]) -> Iterator[Sequence[str]]:
@@ -203,12 +187,6 @@ def _faults() -> Iterator[Sequence[str]]:
             having.setdefault(fault, {})[row.name] = None
     for fault, names in having.items():
         yield fault.what, ", ".join(names), fault.releases(), ", ".join(fault.archs)
-
-
-def _regressions(sources: Sources) -> Iterator[Sequence[str]]:
-    for each in sources.regressions:
-        until = f"until {each.until}" if each.until else f"and in {list(sources.dates)[-1]} still"
-        yield each.file, each.function, _RULES[each.rule], f"since {each.since}, {until}"
 
 
 def _notes() -> Iterator[Sequence[str]]:

@@ -18,7 +18,6 @@ from typing import Any
 from rocm_attn.machine.aiter_releases import releases
 from rocm_attn.providers.aiter.library import ENTRY_POINTS, AiterFunction
 from rocm_lab.ledger.checkout import FunctionNode, SourceTree, clone_named, git
-from rocm_lab.ledger.regressions import Regression, regressions
 
 PLACE = Path(__file__).parent / "sources.json"
 PINS = Path(__file__).parent / "pins.json"
@@ -63,13 +62,11 @@ class Sources:
 
     dates:       release -> day of its commit
     declared:    each function's declarations, one for each release that changed it
-    regressions: see regressions.py
     commits:     pinned commit -> the last tag before it, and the commits since; empty if the clone lacks it
     """
 
     dates: Mapping[str, str]
     declared: tuple[Declared, ...]
-    regressions: tuple[Regression, ...]
     commits: Mapping[str, str]
 
     def at(self, name: str, release: str) -> Declared:
@@ -115,7 +112,7 @@ def read(root: Path) -> Sources:
             before = found
     described = {pin.aiter: _described(root, pin.aiter) for pin in pins() if not pin.aiter.startswith("v")}
     dates = {name: tree.date for name, tree in trees.items()}
-    return Sources(dates, tuple(changes), tuple(regressions(trees)), described)
+    return Sources(dates, tuple(changes), described)
 
 
 def _described(root: Path, commit: str) -> str:
@@ -151,7 +148,6 @@ def recorded() -> Sources:
     return Sources(
         facts["dates"],
         tuple(Declared(**each) for each in facts["declared"]),
-        tuple(Regression(**each) for each in facts["regressions"]),
         facts["commits"],
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import AiterCopy, AiterModule, Machine, Release, TorchBuild, release_name, release_of
-from rocm_attn.machine.aiter_releases import bad, not_read
+from rocm_attn.machine.aiter_releases import not_read, too_old
 from rocm_attn.machine.aiter_switches import SWITCHES
 
 DISTRIBUTION = "amd-aiter"
@@ -58,8 +58,8 @@ def _release(machine: Machine) -> Diagnosis:
     versions = machine.versions_of(DISTRIBUTION)
     if not versions:
         return skipped("amd-aiter is not installed as a distribution")
-    if found := bad(versions[0], machine.amd_gpus):
-        return warning(f"amd-aiter {versions[0]}: {found.why}", "install another release")
+    if sentence := too_old(versions[0]):
+        return warning(f"{sentence}, so no kernel of it runs", "install a later release")
     built = re.search(r"rocm(\d+(?:\.\d+)*)", versions[0])
     if not built or not machine.torch_rocm:
         return ok(f"amd-aiter {versions[0]}; its version names no ROCm release to compare")
@@ -77,13 +77,15 @@ def _was_read(machine: Machine) -> Diagnosis:
     copy, versions = _amds(machine), machine.versions_of(DISTRIBUTION)
     if copy is None:
         return skipped(_NO_AITER)
-    unread = not_read(versions[0] if versions else "")
-    if unread:
+    version = versions[0] if versions else ""
+    if too_old(version):
+        return skipped(f"amd-aiter {version} is not used")
+    if unread := not_read(version):
         return warning(
             f"{unread}; its kernels serve where their parameters agree and their probe passes",
             "run rocm-attn truth on this machine, or install a release that was read",
         )
-    return ok(f"amd-aiter {versions[0]} was read")
+    return ok(f"amd-aiter {version} was read")
 
 
 def _dotted(name: str) -> Release:

@@ -377,7 +377,7 @@ ENTRIES: tuple[KernelEntry, ...] = (
         _GLUON_VERIFY,
         bind_gluon_verify,
         needs=_TABLE,
-        faults=faults.GLUON_VERIFY,
+        faults=faults.GLUON,
         notes=(oddities.REDUCTION, oddities.LAST_ROWS, oddities.PARTS_OF_WINDOWS),
     ),
     # More heads have as many products as an extend step, and no gain from reading the latent rows once.

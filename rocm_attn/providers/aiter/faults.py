@@ -14,7 +14,6 @@ import torch
 from rocm_attn.machine.aiter_marks import (
     FLOAT16_IN_SPLITS,
     LARGE_KEYS_BY_OTHERS,
-    LARGE_PAGES_IN_PARTS,
     OPUS_BY_TORCH,
     SMALL_TILES_AT_512,
 )
@@ -54,14 +53,6 @@ WIDE_EXTEND = Fault(
     mark=SMALL_TILES_AT_512,
 )
 
-# Two stages of a tile of 128 keys, if a sequence is not split.
-LARGE_PAGE_DECODE = Fault(
-    "head_dim 256 on pages of 128 tokens needs more than gfx942's 64 KiB of LDS",
-    lambda problem, pool: problem.head_dim == 256 and problem.page_size == 128,
-    (_MI300,),
-    aiter=_before("0.1.12"),
-)
-
 # An assertion on the way to the kernel that splits sequences; layers with a window are not split. It looks at the dtype
 # of the pages alone (v0.1.16:aiter/ops/triton/attention/unified_attention.py:130).
 FLOAT16_SPLITS = Fault(
@@ -72,51 +63,6 @@ FLOAT16_SPLITS = Fault(
     _BOTH,
     aiter=_between("0.1.16", "0.1.17"),
     mark=FLOAT16_IN_SPLITS,
-)
-
-# Pages of more than 256 tokens were cut into parts of 256 keys, of which eight at most were read; the rest was dropped.
-LARGE_PAGES_LOSE_KEYS = Fault(
-    "on pages of 1024 tokens it ignores keys after the first 2048",
-    lambda problem, pool: problem.page_size == 1024,
-    _BOTH,
-    aiter=_before("0.1.14"),
-    mark=LARGE_PAGES_IN_PARTS,
-)
-
-# v0.1.10:aiter/ops/triton/gluon/pa_decode_gluon.py:1506 begins the window of query j of n at kv_len - window - (n - 1 -
-# j), in a block that it may not have loaded. Each part reads the whole window, and the sink counts once beside their
-# sum. 8cd7c8b016 (aiter#2930) counts windows from each query and splits them.
-FEW_TOKENS_IN_WINDOWS = Fault(
-    "with several new tokens it misplaces windows, and weighs sinks of split sequences wrong",
-    lambda problem, pool: problem.has_sinks or problem.window_left != UNLIMITED_WINDOW,
-    _BOTH,
-    aiter=_before("0.1.14"),
-    mark=LARGE_PAGES_IN_PARTS,
-)
-
-# Composable Kernel's bound on a byte offset. Past it v0.1.13 loads by addresses (csrc/cpp_itfs/
-# mha_fwd_batch_prefill.cu:51), and its tests run sides of 4.5 GiB on pages of 1, 16 and 1024 in both layouts, in
-# bfloat16 and eight bits (op_tests/test_batch_prefill.py:1709): neither bytes nor elements are counted in 32 bits.
-# v0.1.12 tests linear pages of 1024 alone, without causality.
-PROMPTS_OF_2_GIB = Fault(
-    "K or V of a layer takes more than 2 GiB, the limit of its offsets",
-    lambda problem, pool: side_bytes(problem, pool) > 2**31 - 1,
-    _BOTH,
-    aiter=_before("0.1.13"),
-)
-
-# Its instances are those that AITER's tests of each release run.
-NO_PAGES_OF_16 = Fault(
-    "it has no kernel for pages of 16 tokens",
-    lambda problem, pool: problem.page_size == 16,
-    _BOTH,
-    aiter=_before("0.1.10.post1"),
-)
-NO_HEAD_DIM_256 = Fault(
-    "it has no kernel for head_dim 256",
-    lambda problem, pool: problem.head_dim == 256,
-    _BOTH,
-    aiter=_before("0.1.12"),
 )
 
 # v0.1.20:op_tests/test_batch_prefill.py:620 tests pages of one token at head_dim 128 alone, in every release.
@@ -195,7 +141,7 @@ LATENT_OF_4_GIB_BY_MANY = replace(
 )
 
 # aiter/mla.py:863 and 911 in v0.1.20 call hk_mla_decode_fwd without q_scale and kv_scale, for 128 heads on both archs
-# and for 64 on gfx950; v0.1.12:aiter/mla.py:392 for 128.
+# and for 64 on gfx950.
 SCALES_LEFT_OUT = Fault(
     f"{EXPERIMENTAL} selects a kernel that ignores the scales of 128 heads; unset it",
     lambda problem, pool: _padded_heads(problem) == 128,
@@ -209,28 +155,17 @@ SCALES_LEFT_OUT_OF_64 = replace(
     archs=(_MI355,),
 )
 
-# aiter/mla.py:869 in v0.1.20 calls hk_mla_decode_fwd without them for 64 rows of heads and tokens, first in v0.1.14
-# (aiter/mla.py:472). The schedule is then for twice the compute units, more than this call has room for (v0.1.14:csrc/
-# kernels/mla/metadata/v1_2_device.cuh:489).
+# aiter/mla.py:869 in v0.1.20 calls hk_mla_decode_fwd without them for 64 rows of heads and tokens, and every served
+# release does. The schedule is then for twice the compute units, more than this call has room for.
 SCALES_LEFT_OUT_OF_FEW = replace(
     SCALES_LEFT_OUT,
     what=SCALES_LEFT_OUT.what.replace("128 heads", "four tokens of 16 heads"),
     hits=lambda problem, pool: True,
     archs=(_MI355,),
-    aiter=ReleaseRange(Release.of("0.1.14")),
 )
 
 # Its kernels for four tokens multiply a page's number by its bytes and keep 32 bits, on both archs.
 LATENT_OF_4_GIB_BY_FEW = replace(LATENT_OF_4_GIB, archs=_BOTH)
-
-# b564a7367b (aiter#2106) gives a sequence's last share at least as many keys as the sequence has new tokens. Before, a
-# token could see no key of it, and its result was NaN.
-SHORT_LAST_SHARE = Fault(
-    "where a sequence's last share has fewer keys than new tokens, results are NaN",
-    lambda problem, pool: True,
-    _BOTH,
-    aiter=_before("0.1.11"),
-)
 
 # aiter#4770 and vllm#52312: its module was declared with one kind of tensor and built with another (aiter/ops/mha.py:
 # 355 in v0.1.20). aiter/ops/mha.py:2895 selects it.
@@ -275,12 +210,11 @@ def _is_assembled_192(problem: Problem) -> bool:
 
 COMPOSABLE = (FAR_SLOPES,)
 VARLEN = (*COMPOSABLE, OPUS_TYPES, KEYS_OF_4_GIB)
-BATCH_PREFILL = (PROMPTS_OF_2_GIB, NO_PAGES_OF_16, NO_HEAD_DIM_256, WIDE_ROWS_ALONE, SPILLED_SCALARS, *COMPOSABLE)
-UNIFIED_DECODE = (WIDE_DECODE, LARGE_PAGE_DECODE, FLOAT16_SPLITS, *EIGHT_BITS)
+BATCH_PREFILL = (WIDE_ROWS_ALONE, SPILLED_SCALARS, *COMPOSABLE)
+UNIFIED_DECODE = (WIDE_DECODE, FLOAT16_SPLITS, *EIGHT_BITS)
 UNIFIED_EXTEND = (WIDE_EXTEND, *EIGHT_BITS)
 RAGGED = (CAPPED_SLOPES,)
-GLUON = (LARGE_PAGES_LOSE_KEYS, *EIGHT_BITS)
-GLUON_VERIFY = (FEW_TOKENS_IN_WINDOWS, *EIGHT_BITS)
+GLUON = EIGHT_BITS
 LATENT_EIGHT_BITS = (
     GROUPS_OF_HEADS,
     LATENT_OF_4_GIB,
@@ -290,4 +224,4 @@ LATENT_EIGHT_BITS = (
     SCALES_LEFT_OUT_OF_64,
     *EIGHT_BITS,
 )
-LATENT_EIGHT_BITS_OF_FEW = (SHORT_LAST_SHARE, LATENT_OF_4_GIB_BY_FEW, SCALES_LEFT_OUT_OF_FEW, *EIGHT_BITS)
+LATENT_EIGHT_BITS_OF_FEW = (LATENT_OF_4_GIB_BY_FEW, SCALES_LEFT_OUT_OF_FEW, *EIGHT_BITS)

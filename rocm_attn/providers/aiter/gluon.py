@@ -95,7 +95,7 @@ class GluonDecode(AiterKernel):
     def num_parts(self, num_seqs: int) -> int:
         """Parts that each sequence of a step is cut into: enough to fill the device, depending on the shape alone."""
         if self.problem.window_left != UNLIMITED_WINDOW:
-            return 1  # older releases give a window to one program, for any number of parts
+            return 1  # a window is short
         rows = max(1, num_seqs) * self.problem.num_kv_heads * self._on_one_page
         parts = -(-self.compute_units * _PROGRAMS_PER_UNIT // rows) * self._on_one_page
         return min(parts, _MOST_PARTS)

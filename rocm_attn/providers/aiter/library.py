@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_attn.machine import releases
-from rocm_attn.machine.aiter_releases import written_for
+from rocm_attn.machine.aiter_releases import too_old, written_for
 
 Function = Callable[..., Any]
 
@@ -189,6 +189,8 @@ ENTRY_POINTS: Mapping[str, tuple[EntryPoint, ...]] = {
 
 def unavailable() -> Mapping[str, str]:
     """Row name -> why the installed AITER cannot serve it; rows that it can serve are left out."""
+    if sentence := too_old(releases.aiter_version()):
+        return dict.fromkeys(ENTRY_POINTS, f"{sentence}; install a later release of amd-aiter")
     complaints = {name: [entry.complaint() for entry in entries] for name, entries in ENTRY_POINTS.items()}
     return {name: "; ".join(filter(None, each)) for name, each in complaints.items() if any(each)}
 

@@ -2,9 +2,9 @@
 
 mla_decode_fwd serves decode and verify steps, mla_prefill_fwd all others. Both read tokens one by one: their bfloat16
 kernels read the wrong ones on pages of more. Both have kernels for 16 and for 128 query heads; other counts are padded
-to those. Releases from v0.1.14 on have decode kernels for 32 and 64 heads as well. They are not used: the kernel that
-combines their splits takes steps of 32 keys for 64 heads, like the decode kernel of gfx950, while that of gfx942 takes
-16. And AITER's tests run neither count by default.
+to those. AITER has decode kernels for 32 and 64 heads as well. They are not used: the kernel that combines their splits
+takes steps of 32 keys for 64 heads, like the decode kernel of gfx950, while that of gfx942 takes 16. And AITER's tests
+run neither count by default.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LatentDecode(AiterKernel):
 class LatentVerify(AiterKernel):
     """Up to FEW_TOKENS new tokens in each sequence, by the kernel of 16 heads and as many rows.
 
-    All releases have that kernel, and v0.1.10:op_tests/test_mla.py runs it by default as heads and tokens (16, 4).
+    All releases have that kernel, and op_tests/test_mla.py runs it by default as heads and tokens (16, 4).
     """
 
     work: LatentWork

@@ -14,13 +14,13 @@ REDUCTION = (
     "Without its reduction in C++, v0.1.20 calls another one with an argument that this one does not accept. The "
     "probe finds out which of the two is installed: it splits sequences, as serving does."
 )
-# hsa/gfx942/mla and hsa/gfx950/mla in v0.1.10 and in e4048607: mla_pfl_bf16_a16w16_causal_subQ16_mqa16.co and
+# hsa/gfx942/mla and hsa/gfx950/mla in e4048607: mla_pfl_bf16_a16w16_causal_subQ16_mqa16.co and
 # subQ128_mqa128.co branch to their end where a tile begins at or after q_end - q_start (s_sub_u32, s_cmp_le_u32).
 EMPTY_SEQUENCES = (
     "No caller of AITER's own gives it sequences without new tokens, which padded ones are. Its code leaves them at "
     "once on both archs, and the probe has some at the end of a batch and within."
 )
-# aiter/ops/triton/gluon/pa_decode_gluon.py:3011 in e4048607; v0.1.10 has the same.
+# aiter/ops/triton/gluon/pa_decode_gluon.py:3011 in e4048607.
 SMALL_SCALES = (
     "Where each token or head has a scale, it adds 1e-8 to the largest scale of 256 values. A result is 1% too small "
     "if that scale is 1e-6, which is that of values of 4e-4 and less."
@@ -46,7 +46,7 @@ FEW_SEQUENCES = (
     "been measured for bfloat16, and SGLang uses it for FP8 only."
 )
 MANY_HEADS = (
-    "17 to 127 heads are padded to 128. Releases from v0.1.14 on have kernels for 32 and 64. Those merge their "
+    "17 to 127 heads are padded to 128. AITER has kernels for 32 and 64. Those merge their "
     "splits in steps that are right for one arch only, and AITER's tests run them on demand only."
 )
 SATURATED_QUERIES = (

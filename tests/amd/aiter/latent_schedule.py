@@ -90,8 +90,8 @@ def get_mla_metadata_v1(release: Release, eight_bits: torch.dtype, call: Mapping
         call,
         buffers,
         groups=_groups(release, eight_bits, num_heads, is_eight_bit=is_eight_bit),
-        # v1_2_device.cuh, tail_done_threshold, since v0.1.11.
-        least=1 if release.is_before(0, 1, 11) else each,
+        # v1_2_device.cuh, tail_done_threshold.
+        least=each,
     )
 
 

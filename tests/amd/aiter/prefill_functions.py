@@ -24,26 +24,24 @@ from tests.amd.aiter.checks import (
     times_zero,
     worth,
 )
-from tests.amd.aiter.signatures import Release
 
 # Head dims of queries and keys, and of values, for which the assembly kernels take bfloat16.
 ASSEMBLED = ((128, 128), (192, 128))
 
 
-def mha_batch_prefill_func(
-    release: Release, eight_bits: torch.dtype, call: Mapping[str, Any]
-) -> Tensor | tuple[Tensor, Tensor]:
+def mha_batch_prefill_func(eight_bits: torch.dtype, call: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     q, k, out = call["q"], call["k"], call["out"]
     dtype, dim, num_seqs = q.dtype, q.shape[2], len(call["cu_seqlens_q"]) - 1
     x = 16 // dtype.itemsize
     page_size = 1 if k.dim() == 3 else k.shape[-2] if k.dim() == 5 else k.shape[1]
     # The dims and pages that the tests of the releases run. Pages of one token exist in linear caches only.
-    dims = (128,) if release.is_before(0, 1, 12) else (128, 256)
-    pages = {128, 256, 1024} if release.version == "0.1.10" else {16, 1024}
     is_known = dtype in (*HALF, eight_bits)
-    require(is_known and dim in dims, f"no matching kernel found for {dtype} and head dim {dim}")
+    require(is_known and dim in (128, 256), f"no matching kernel found for {dtype} and head dim {dim}")
     scale_values = _batch_scales(call, dtype == eight_bits)
-    require(page_size in (pages if k.dim() == 5 else {1, *pages}), f"no matching kernel found for pages of {page_size}")
+    require(
+        page_size in ((16, 1024) if k.dim() == 5 else (1, 16, 1024)),
+        f"no matching kernel found for pages of {page_size}",
+    )
     require_tensor("q", q, dtype, (None, None, dim), contiguous=False)
     require(out is not None, "out would be allocated")
     # The output for 8-bit queries is always bfloat16.
@@ -62,8 +60,6 @@ def mha_batch_prefill_func(
             require(all(inner), "a page's stride is at least its tokens', and a token's at least its heads'")
     rows = (q, out, k, call["v"])
     require(all(stride % x == 0 for each in rows for stride in each.stride()[:-1]), "strides of 16 bytes")
-    if release.is_before(0, 1, 13):
-        require(k.nbytes < 2**31, f"byte offsets reach {2**31}, and a cache takes {k.nbytes}")
     require_tensor("cu_seqlens_q", call["cu_seqlens_q"], torch.int32, (num_seqs + 1,))
     require_tensor("kv_indptr", call["kv_indptr"], torch.int32, (num_seqs + 1,))
     require_tensor("kv_page_indices", call["kv_page_indices"], torch.int32, (None,))

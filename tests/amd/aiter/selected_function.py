@@ -1,6 +1,6 @@
 """The stand-in's unified_attention_sparse_mla: attention of a latent pool over selected places.
 
-Its wrapper and its kernel are the same in v0.1.12 to v0.1.20, but for the form of a product.
+Its wrapper and its kernel are the same in v0.1.15 to v0.1.20, but for the form of a product.
 """
 
 from __future__ import annotations

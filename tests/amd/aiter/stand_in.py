@@ -32,9 +32,9 @@ def bodies_of(release: Release, arch: str) -> dict[str, Body]:
     return {
         "paged_attention_ragged": paged_attention_ragged,
         "unified_attention": partial(unified_attention, *here),
-        "mha_batch_prefill_func": partial(mha_batch_prefill_func, *here),
+        "mha_batch_prefill_func": partial(mha_batch_prefill_func, EIGHT_BITS[arch]),
         "flash_attn_varlen_func": flash_attn_varlen_func,
-        "pa_decode_gluon": partial(pa_decode_gluon, *here),
+        "pa_decode_gluon": partial(pa_decode_gluon, EIGHT_BITS[arch]),
         "mla_decode_fwd": partial(mla_decode_fwd, *here),
         "mla_prefill_fwd": mla_prefill_fwd,
         "get_mla_metadata_v1": partial(get_mla_metadata_v1, *here),

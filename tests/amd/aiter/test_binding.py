@@ -22,7 +22,7 @@ from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.aiter.selected import SELECTED_ENTRIES
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import plain_problem, vectorised_problem, world
-from tests.amd.aiter.signatures import E4048607, V0_1_9, V0_1_10, Release
+from tests.amd.aiter.signatures import E4048607, Release
 from tests.amd.aiter.stand_in import StandIn, install
 from tests.amd.house.source_tree import ROOT
 from tests.amd.vectorised import linear_keys
@@ -30,10 +30,6 @@ from tests.amd.vectorised import linear_keys
 
 def test_every_recorded_release_is_accepted(release: StandIn) -> None:
     missing = dict(library.unavailable())
-    if release.release is V0_1_10:
-        for row in ("", "[fp8]", "[fp8, verify]"):
-            complaint = missing.pop(f"aiter.mla_decode_fwd+get_mla_metadata_v1{row}")
-            assert complaint.startswith("the installed AITER's get_mla_metadata_v1 takes no kv_last_page_lens")
     if release.release is not E4048607:
         complaint = missing.pop("aiter.unified_attention[vectorised]")
         assert complaint.startswith("the installed AITER's unified_attention takes no shuffled_kv_cache")
@@ -115,7 +111,7 @@ def test_a_function_that_moved_away_is_named_with_its_new_place(
         f"AITER {installed.release.version} has no mla_decode_fwd in aiter.mla: it has moved to"
     )
     assert "moved to aiter.ops.assembly.mla, which is not called" in complaint
-    assert "written for AITER v0.1.10 to v0.1.20" in complaint
+    assert "written for AITER v0.1.15 to v0.1.20" in complaint
     assert "install" not in complaint, "the installation is right"
 
 
@@ -135,8 +131,25 @@ def test_a_module_that_cannot_be_imported_has_not_moved(tmp_path: Path, monkeypa
     assert "AITER is not installed correctly (No module named 'flydsl_that_is_missing')" in complaint
 
 
+@pytest.mark.parametrize("version", ["0.1.14.post1", "0.1.10+rocm7.2", "0.1.9.post1"])
+def test_no_kernel_of_a_release_before_the_first_one_runs(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(Release(version, E4048607.parameters), monkeypatch)
+    sentence = f"AITER {version} is older than v0.1.15, the first that is served; install a later release of amd-aiter"
+    assert library.unavailable() == dict.fromkeys(library.ENTRY_POINTS, sentence)
+    with pytest.raises(Unsupported, match="is older than v0"):
+        world(plain_problem())
+
+
+def without_page_lengths() -> Release:
+    """Returns a release whose mha_batch_prefill_func takes pages of one token alone, as that of v0.1.9 did."""
+    parameters = dict(E4048607.parameters)
+    name = "mha_batch_prefill_func"
+    parameters[name] = parameters[name].replace("kv_last_page_lens=None ", "")
+    return Release("0.1.29", parameters)
+
+
 def test_a_release_that_lacks_a_parameter_is_named_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(V0_1_9, monkeypatch)
+    install(without_page_lengths(), monkeypatch)
     complaint = library.unavailable()["aiter.mha_batch_prefill_func"]
     assert "mha_batch_prefill_func takes no kv_last_page_lens" in complaint
     assert f"was written for {written_for()}" in complaint
@@ -158,7 +171,7 @@ def test_a_keyword_of_a_later_release_that_has_a_default_is_left_alone(monkeypat
 
 
 def test_a_drifted_kernel_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(V0_1_9, monkeypatch)
+    install(without_page_lengths(), monkeypatch)
     serving = world(plain_problem(16, dims=(128, 128)))
     selection = serving.runtime.selections[0]
     assert selection.kernels[StepKind.EXTEND].entry.name == "aiter.unified_attention"

@@ -30,7 +30,7 @@ from tests.amd.aiter.serving import (
     vectorised_problem,
     world,
 )
-from tests.amd.aiter.signatures import E4048607, V0_1_14
+from tests.amd.aiter.signatures import E4048607, V0_1_15
 from tests.amd.aiter.signatures import Release as Recorded
 from tests.amd.aiter.stand_in import StandIn, install
 
@@ -154,7 +154,7 @@ def test_the_stand_in_refuses_a_call_with_one_thing_wrong(
 
 @pytest.mark.fast
 @pytest.mark.parametrize("scales", [Scales.LAYER, Scales.HEAD])
-@pytest.mark.parametrize("version", [E4048607, V0_1_14], ids=lambda version: version.version)
+@pytest.mark.parametrize("version", [E4048607, V0_1_15], ids=lambda version: version.version)
 def test_every_number_of_heads_is_served_over_latent_pages(
     scales: Scales, version: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,12 +113,12 @@ def test_releases_may_be_named_and_decide(capsys: pytest.CaptureFixture[str]) ->
     _, printed, _ = run(capsys, *on_7_0)
     assert "for AITER 0.1.21 in development and ROCm 7.0; " in printed
     assert "  extend: aiter.mha_batch_prefill_func\n" in printed
-    code, printed, _ = run(capsys, *on_7_0, "--aiter-release", "0.1.10", "--json")
+    code, printed, _ = run(capsys, *on_7_0[:-1], "7.2", "--aiter-release", "0.1.16", "--json")
     assert code == 0
     explained = json.loads(printed)
-    assert (explained["aiter"], explained["rocm"]) == ("0.1.10", "7.0")
+    assert (explained["aiter"], explained["rocm"]) == ("0.1.16", "7.2")
     assert explained["layer_kinds"][0]["kernels"]["extend"] == "aiter.unified_attention"
-    refusal = "it has no kernel for pages of 16 tokens (AITER before 0.1.10.post1; here 0.1.10)"
+    refusal = "causal attention without a soft cap is miscompiled for gfx950 (ROCm from 7.2 and before 7.3; here 7.2)"
     assert f"extend: aiter.mha_batch_prefill_func: {refusal}" in explained["layer_kinds"][0]["refusals"]
 
 
@@ -135,7 +135,8 @@ def test_a_build_that_is_named_has_no_marks_of_the_image() -> None:
     [
         (("--arch", "gfx942", "--aiter-release", "latest"), "--aiter-release is 'latest'; give a release number"),
         (("--arch", "gfx942", "--rocm-release", "7"), "--rocm-release is '7'; give a release number"),
-        (("--arch", "sm_90", "--aiter-release", "0.1.14"), "--aiter-release needs an AMD arch"),
+        (("--arch", "gfx942", "--aiter-release", "0.1.14"), "AITER 0.1.14 is older than v0.1.15"),
+        (("--arch", "sm_90", "--aiter-release", "0.1.20"), "--aiter-release needs an AMD arch"),
     ],
 )
 def test_a_release_that_says_nothing_is_refused(

@@ -15,7 +15,6 @@ from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import CPU, GFX942, latent_problem, world
-from tests.amd.aiter.signatures import V0_1_10
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.worlds.world import World, page_zero_is_zero
 
@@ -49,7 +48,7 @@ def serve_every_kind_of_step(num_q_heads: int, launches: int, aiter: StandIn) ->
     aiter.calls.clear()
     for pad_to in (3, 4, 9):
         serving.step(requests, [1, 1, 1], pad_to=pad_to)
-    has_schedule = num_q_heads <= 16 and aiter.release is not V0_1_10
+    has_schedule = num_q_heads <= 16
     assert aiter.calls == (["get_mla_metadata_v1"] * has_schedule + ["mla_decode_fwd"]) * 3
     serving.step(requests, [2, 2, 5], pad_to=4)
     assert page_zero_is_zero(serving)

@@ -24,9 +24,8 @@ from tests.amd.aiter import (
     unified_function,
     vectorised_functions,
 )
-from tests.amd.aiter.checks import EIGHT_BITS, Scores
+from tests.amd.aiter.checks import Scores
 from tests.amd.aiter.serving import CPU, GFX942, latent_problem, plain_problem, vectorised_problem
-from tests.amd.aiter.signatures import V0_1_10
 from tests.amd.aiter.stand_in import StandIn
 
 MODULES = (
@@ -180,9 +179,7 @@ def test_random_rows_do_not_show_one_key_among_many(aiter: StandIn) -> None:
 
 
 def test_keys_that_a_large_page_loses_after_the_first_2048_are_missed(aiter: StandIn) -> None:
-    """Releases before v0.1.14 lose them on pages of 1024. A build that reports no release could do the same."""
-    function = vectorised_functions.pa_decode_gluon
-    aiter.bodies["pa_decode_gluon"] = lambda call: function(V0_1_10, EIGHT_BITS["gfx942"], call)
+    aiter.change("pa_decode_gluon", lambda call: {"context_lengths": call["context_lengths"].clamp(max=2048)})
     problem = vectorised_problem(1024, heads=(4, 1))
     assert random_run(selected(problem), CPU) is None
     wrong = edges_of(problem)

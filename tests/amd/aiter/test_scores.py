@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import Unsupported
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import GFX942, plain_problem, vectorised_problem, world
-from tests.amd.aiter.signatures import V0_1_10
 from tests.amd.aiter.stand_in import StandIn
 from tests.amd.worlds.world import page_zero_is_zero
 
@@ -61,13 +59,6 @@ STEPS = ([70, 31, 16], [1, 1, 1], [9, 2, 40], [1, 25, 3])
 @pytest.mark.fast(7)
 @pytest.mark.parametrize(("problem", "served_by"), PROBLEMS.values(), ids=PROBLEMS)
 def test_scores_are_those_of_the_oracle(problem: Problem, served_by: Sequence[str], release: StandIn) -> None:
-    """The first release had no mha_batch_prefill_func on pages of 16, and extends nothing that is not causal."""
-    if release.release is V0_1_10:
-        if not problem.causal:
-            with pytest.raises(Unsupported, match="serves extend and mixed steps"):
-                world(problem, max_kv_len=300)
-            return
-        served_by = [UNIFIED if function == PAGED else function for function in served_by]
     serving = world(problem, max_kv_len=300)
     release.calls.clear()
     requests = serving.served(*STEPS)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
-from rocm_attn.errors import BadTensor, Unsupported
+from rocm_attn.errors import BadTensor
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import CPU, GFX942, partly_torch, plain_problem, vectorised_problem, world
-from tests.amd.aiter.signatures import RELEASES, V0_1_10, Release
+from tests.amd.aiter.signatures import V0_1_15
 from tests.amd.aiter.stand_in import StandIn, install
 from tests.amd.worlds.world import World, page_zero_is_zero
 
@@ -52,29 +52,12 @@ def steps_at(page_size: int) -> list[list[int]]:
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    ("release", "problem"),
-    [
-        pytest.param(release, problem, id=f"{name}-{release.version}")
-        for release in RELEASES[:-1]
-        for name, problem in IN_EVERY_RELEASE.items()
-        if release is not V0_1_10 or problem.pool is not PoolKind.VECTORIZED
-    ],
-)
-def test_in_older_releases_every_kind_of_step_equals_dense_attention(
-    problem: Problem, release: Release, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("problem", [pytest.param(problem, id=name) for name, problem in IN_EVERY_RELEASE.items()])
+def test_in_the_oldest_release_every_kind_of_step_equals_dense_attention(
+    problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(release, monkeypatch)
+    install(V0_1_15, monkeypatch)
     check_every_kind_of_step(problem)
-
-
-def test_the_first_release_extends_nothing_over_vectorised_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first release had no mha_batch_prefill_func on pages of 16, and nothing else extends over vectorised
-    pages.
-    """
-    install(V0_1_10, monkeypatch)
-    with pytest.raises(Unsupported, match="serves extend and mixed steps"):
-        world(PROBLEMS["vectorised"], max_kv_len=300)
 
 
 def check_every_kind_of_step(problem: Problem) -> None:

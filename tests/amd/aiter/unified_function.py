@@ -67,8 +67,6 @@ def unified_attention(release: Release, eight_bits: torch.dtype, call: Mapping[s
     splits = window == 0 and call["max_seqlen_k"] > 512 and blocks * num_kv_heads <= 4 * COMPUTE_UNITS
     tile = _tile(release, call, page_size, dim)
     _require_lds(release, call, tile, dim, splits=splits)
-    if splits and not release.is_before(0, 1, 16) and release.is_before(0, 1, 17):
-        require(dtype == torch.bfloat16, "an assertion on the dtype of a cache that is split")
     run(_run_unified, call, window=window, tile=tile, splits=splits)
 
 
@@ -77,7 +75,7 @@ def _tile(release: Release, call: Mapping[str, Any], page_size: int, dim: int) -
     if call.get("shuffled_kv_cache", False):
         return page_size
     if call["max_seqlen_q"] == 1:
-        return page_size if release.is_before(0, 1, 12) else min(64, page_size)
+        return min(64, page_size)
     return 64 if dim < 256 or release.is_before(0, 1, 20) else 32 if dim < 512 else 16
 
 

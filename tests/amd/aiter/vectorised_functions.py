@@ -23,14 +23,13 @@ from tests.amd.aiter.checks import (
     times_zero,
     worth,
 )
-from tests.amd.aiter.signatures import Release
 
 PARTITION_KEYS = 256
 # A window of more keys hides none.
 LONGEST = 1 << 29
 
 
-def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str, Any]) -> None:
+def pa_decode_gluon(eight_bits: torch.dtype, call: Mapping[str, Any]) -> None:
     q, out = call["query"], call["output"]
     num_tokens, num_heads, dim = q.shape
     dtype, each = q.dtype, call["query_length"]
@@ -59,9 +58,6 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     on_one_block = -(-block // PARTITION_KEYS)
     if window:
         require(block <= PARTITION_KEYS, "with larger blocks it counts partitions from the first key")
-        # Before v0.1.14 the programs of a window each read it whole, and a window of several queries began elsewhere.
-        is_right = (parts == 1 or call["sinks"] is None) and (each == 1 or window > LONGEST)
-        require(is_right or not release.is_before(0, 1, 14), f"{parts} programs and {each} queries of a window")
     else:
         # Part [a, b) serves query j of n with keys [a - (n - 1 - j), b - (n - 1 - j)), and loads keys from a // 256 on.
         require(each == 1 or parts == 1, "a part of a sequence loses keys of all queries but the last")
@@ -70,9 +66,7 @@ def pa_decode_gluon(release: Release, eight_bits: torch.dtype, call: Mapping[str
     scratch = [require_tensor(name, call[name], torch.float32, rows) for name in ("exp_sums", "max_logits")] + [
         require_tensor("temporary_output", call["temporary_output"], dtype, (*rows, dim))
     ]
-    # Pages larger than a partition were cut into partitions whatever ps said, and there are no more than `parts`.
-    most_keys = parts * PARTITION_KEYS if block > PARTITION_KEYS and release.is_before(0, 1, 14) else 1 << 31
-    run(_run_gluon, call, q, out, scale_values, scratch, window=window, each=each, most_keys=most_keys)
+    run(_run_gluon, call, q, out, scale_values, scratch, window=window, each=each)
 
 
 def _scales_of_gluon(call: Mapping[str, Any], dtype: torch.dtype, eight_bits: torch.dtype) -> tuple[Any, Any]:
@@ -100,7 +94,6 @@ def _run_gluon(
     *,
     window: int,
     each: int,
-    most_keys: int,
 ) -> None:
     block_tables = call["block_tables"]
     for words in scratch:
@@ -118,7 +111,7 @@ def _run_gluon(
         )
         key = torch.arange(kv_len)[None]
         place = torch.arange(kv_len - each, kv_len)[:, None]
-        visible = (key <= place) & ((key >= place + 1 + each - window) if window else key < most_keys)
+        visible = (key <= place) & ((key >= place + 1 + each - window) if window else True)
         # Partitions are loaded whole, except for blocks after the last one.
         first = (kv_len - window) // PARTITION_KEYS if 0 < window < kv_len else 0
         loaded = v[first * PARTITION_KEYS : -(-kv_len // PARTITION_KEYS) * PARTITION_KEYS]

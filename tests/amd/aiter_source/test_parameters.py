@@ -17,10 +17,7 @@ from tests.amd.aiter.signatures import RELEASES
 from tests.amd.aiter_source.checkout import Checkout, release_of
 
 # Parameters that functions did not have from the start -> the first release with them. The rows that pass them wait.
-ADDED = {
-    "unified_attention takes no shuffled_kv_cache;": Release.of("0.1.15.post1"),
-    "get_mla_metadata_v1 takes no kv_last_page_lens and takes no page_size;": Release.of("0.1.10.post2"),
-}
+ADDED = {"unified_attention takes no shuffled_kv_cache;": Release.of("0.1.15.post1")}
 
 ENTRIES = {
     f"{row}-{entry.function.name}-{i}": entry for row, each in ENTRY_POINTS.items() for i, entry in enumerate(each)

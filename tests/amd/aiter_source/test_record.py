@@ -45,4 +45,4 @@ def test_a_line_is_written_anew_and_others_stay() -> None:
     second = with_runs(first, [right(LATENT[0], 0.005)], START)
     assert len(lines(second)) == 2
     assert any("0.0050" in line for line in lines(second))
-    assert len(lines(with_runs(second, [right(LATENT[0])], "| v0.1.14-0-g2 | 2026-05-20 | 3.9.0 |"))) == 3
+    assert len(lines(with_runs(second, [right(LATENT[0])], "| v0.1.16-0-g2 | 2026-06-20 | 3.9.0 |"))) == 3

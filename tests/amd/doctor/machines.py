@@ -389,8 +389,8 @@ BROKEN = {
         "AITER_ENABLE_EXPERIMENTAL=1 decodes 64 or 128 heads over latent pages in eight bits, and verifies four tokens",
         "unset AITER_ENABLE_EXPERIMENTAL, QKV_VERSION",
     ),
-    "the AITER whose tag moved": _warning(
-        _aiter_version("0.1.12.post1"), "aiter-release", "tag v0.1.12 was moved", "another release"
+    "an AITER that is no longer served": _warning(
+        _aiter_version("0.1.12.post1"), "aiter-release", "is older than v0.1.15, the first", "a later release"
     ),
     "a release of AITER that was never read": _warning(
         _aiter_version("0.1.29+rocm7.2"), "aiter-read", "AITER 0.1.29+rocm7.2 was never read;", "was read"

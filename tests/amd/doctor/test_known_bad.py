@@ -121,7 +121,7 @@ def test_a_release_whose_patch_is_not_known_may_be_bad() -> None:
     of = {version: Facts(releases={"rocm": Release.of(version)}) for version in ("7.1", "7.2", "7.14", "7.2.1")}
     assert words not in threads(of["7.1"])[thread]
     assert [version for version, facts in of.items() if thread in threads(facts)] == ["7.1"]
-    with_aiter = Facts(releases={"rocm": Release.of("7.2"), "aiter": Release.of("0.1.13")})
+    with_aiter = Facts(releases={"rocm": Release.of("7.2"), "aiter": Release.of("0.1.16")})
     assert words in threads(with_aiter)["ROCm/aiter#2857"]
 
 

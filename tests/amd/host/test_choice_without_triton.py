@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 
 import pytest
@@ -84,11 +83,7 @@ def test_a_capture_is_planned_without_triton_as_with_it(
     done = without_triton(*command)
     assert (done.returncode, done.stderr) == (DONE, "")
     assert main(command) == DONE
-    without, counted = done.stdout.splitlines(), capsys.readouterr().out
-    without = [
-        line for line in without if not line.startswith("nodes are not counted, because Triton is not installed")
-    ]
-    assert without == re.sub(r", \d+ nodes, \d+ a layer$", "", counted, flags=re.MULTILINE).splitlines()
+    assert done.stdout == capsys.readouterr().out
 
 
 def test_prewarm_says_in_a_sentence_that_it_needs_triton() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -120,19 +119,6 @@ def test_explain_names_the_kernel_of_every_step_kind(tmp_path: Path, capsys: pyt
         assert f"  {kind}: aiter." in printed.out
     assert "for AITER 0.1.21 in development and ROCm 7.2.4; at start a runtime drops kernels" in printed.out
     assert printed.err == ""
-
-
-def test_cost_predicts_what_a_layer_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = config_file(tmp_path, LLAMA)
-    assert main(["cost", config, "--arch", "gfx942"]) == DONE
-    printed = capsys.readouterr().out
-    assert "predicted of one layer in Triton, never measured:" in printed
-    assert re.search(r"\n    64d4k: \d+ \(\d+ to \d+\) us, \d+ \(\d+ to \d+\) GB/s, triton\.\w*decode\n", printed)
-    assert main(["cost", config, "--arch", "gfx942", "--json"]) == DONE
-    (kind,) = json.loads(capsys.readouterr().out)["layer_kinds"]
-    assert {"shape", "kernel", "seconds", "bytes_per_s"} == set(kind["cost"][0])
-    assert main(["cost", config, "--arch", "sm_90"]) == DONE
-    assert "no times are predicted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

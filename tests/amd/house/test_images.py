@@ -191,7 +191,7 @@ def cmdGenFunc_mha_batch_prefill(q: Tensor, is_causal: bool, logits_soft_cap: fl
     ]
 
 
-def test_a_release_that_is_known_to_be_bad_is_refused_before_aiter_is_cloned(tmp_path: Path) -> None:
+def test_a_release_that_is_not_served_is_refused_before_aiter_is_cloned(tmp_path: Path) -> None:
     (copied,) = re.findall(r"^COPY (.+build_aiter\.sh.*) /opt/rocm-attn/$", STAGES["aiter-build"][1], re.M)
     for pattern in copied.split():
         for path in ROOT.glob(pattern):
@@ -207,7 +207,9 @@ def test_a_release_that_is_known_to_be_bad_is_refused_before_aiter_is_cloned(tmp
     command = ["bash", str(tmp_path / "build_aiter.sh"), str(tmp_path / "wheels")]
     built = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert built.returncode != 0
-    assert re.fullmatch(r"AITER v0\.1\.12 is known to be bad: .+\n", built.stderr), built.stderr
+    assert re.fullmatch(r"AITER v0\.1\.12 is older than v0\.1\.15, the first that is served\n", built.stderr), (
+        built.stderr
+    )
 
 
 def argument(name: str) -> str:

@@ -51,7 +51,7 @@ DATA = {
         *(f"kernels/tuning/{path.name}" for path in TILE_CHOICES),
     ),
     "rocm_serve": ("py.typed", "__init__.pyi"),
-    "rocm_lab": ("py.typed", "cost/static_figures.json", "ledger/pins.json", "ledger/sources.json"),
+    "rocm_lab": ("py.typed", "ledger/pins.json", "ledger/sources.json"),
 }
 # A command of each distribution above the library.
 COMMANDS = {

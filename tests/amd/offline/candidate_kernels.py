@@ -1,9 +1,6 @@
-"""Compiles a candidate's decode or extend kernel as the runtime would launch it, independent of the tuning choices."""
+"""Compiles a decode or extend kernel as the runtime would launch it, in any tiles."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from triton.compiler import CompiledKernel
@@ -12,38 +9,59 @@ from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows, Queries
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.decode import launch_paged_decode, launch_storing_decode
 from rocm_attn.kernels.attention.extend import launch_paged_extend
-from rocm_attn.kernels.attention.visible_keys import PackedMask
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.tuning.decode_tiles import decode_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
+from tests.amd.offline.compiling import AMD_ARCHS
 from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES, Row
 from tests.amd.offline.offline_driver import compiled_by
 
 _SEQS, _WIDTH = 16, 256
+# For each decode row of 2-byte elements for gfx942 and gfx950 a layer of the widest heads that it serves.
+DECODE_LAYERS = tuple(
+    Row(arch, heads, dims, torch.bfloat16, page_size=16)
+    for arch in AMD_ARCHS
+    for heads, dims in (
+        ((64, 8), (64, 64)),
+        ((32, 8), (128, 128)),
+        ((8, 4), (256, 256)),
+        ((32, 1), (128, 128)),
+        ((32, 1), (256, 256)),
+    )
+)
 
 
-def plain_kernel(row: Row, tiles: DecodeTiles | ExtendTiles) -> CompiledKernel:
-    """The kernel of the row's plain layer, over a pool of the row's size. Raises Triton's OutOfResources."""
-    return _compile(row, row.problems[0], tiles)
+def chosen_tiles(row: Row) -> DecodeTiles:
+    """Returns the tiles that the tuning choices give the layer's decode."""
+    problem = row.problems[0]
+    return decode_tiles(
+        row.arch,
+        gqa_ratio=problem.gqa_ratio,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        v_head_dim=problem.v_head_dim,
+        dtype=problem.dtype,
+    )
 
 
-def other_kernels(row: Row, tiles: DecodeTiles | ExtendTiles) -> Iterator[CompiledKernel]:
-    """Compiles the other kernels of the tiles: the row's other layers, pools above 2 GiB, packed masks."""
-    for sized in (row, replace(row, is_large=True)):
-        for problem in sized.problems if sized.is_large else sized.problems[1:]:
-            yield _compile(sized, problem, tiles)
-        if isinstance(tiles, ExtendTiles):
-            masked = tiles.of_masked_steps(sized.problems[0].gqa_ratio)
-            yield _compile(sized, replace(sized.problems[0], custom_mask=True), masked)
+def plain_decode(row: Row) -> CompiledKernel:
+    """Decode of the row's plain layer in the tiles that serve it."""
+    return decode_kernels(row, chosen_tiles(row))["_decode_kernel"]
 
 
 def decode_kernels(row: Row, tiles: DecodeTiles) -> dict[str, CompiledKernel]:
     """Decode and its merge, by name, for the row's plain layer."""
-    kernels = compiled_by(lambda: _launch_decode(row, row.problems[0], tiles), row.arch)
-    return {kernel.name: kernel for kernel in kernels}
+    problem = row.problems[0]
+
+    def launches() -> None:
+        cut, args = _cut_and_args(row, problem, tiles)
+        launch_paged_decode(args, scores=scores_of(problem), cut=cut, tiles=tiles)
+
+    return {kernel.name: kernel for kernel in compiled_by(launches, row.arch)}
 
 
 def storing_decode(row: Row, tiles: DecodeTiles) -> CompiledKernel:
@@ -75,40 +93,11 @@ def extend_kernels(row: Row, tiles: ExtendTiles) -> dict[str, CompiledKernel]:
     return {kernel.name: kernel for kernel in compiled_by(launches, row.arch)}
 
 
-def _compile(row: Row, problem: Problem, tiles: DecodeTiles | ExtendTiles) -> CompiledKernel:
-    if isinstance(tiles, DecodeTiles):
-        kernels = compiled_by(lambda: _launch_decode(row, problem, tiles), row.arch)
-    else:
-        kernels = compiled_by(lambda: _launch_extend(row, problem, tiles), row.arch)
-    return next(kernel for kernel in kernels if kernel.name in ("_decode_kernel", "_extend_kernel"))
-
-
-def _launch_decode(row: Row, problem: Problem, tiles: DecodeTiles) -> None:
-    cut, args = _cut_and_args(row, problem, tiles)
-    launch_paged_decode(args, scores=scores_of(problem), cut=cut, tiles=tiles)
-
-
 def _cut_and_args(row: Row, problem: Problem, tiles: DecodeTiles) -> tuple[DecodeCut, AttendArgs]:
     programs = known_target(row.arch).compute_units * tiles.programs_per_cu
     cut = DecodeCut.of(tiles, num_kv_heads=problem.num_kv_heads, programs=programs, window_left=problem.window_left)
     words = cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=tiles)
     return cut, _args(row, problem, _SEQS, cut.words(_SEQS), words)
-
-
-def _launch_extend(row: Row, problem: Problem, tiles: ExtendTiles) -> None:
-    num_tokens = _SEQS * 32
-    cut = ExtendCut.of(tiles, gqa_ratio=problem.gqa_ratio)
-    mask = PackedMask(
-        torch.empty(num_tokens, dtype=torch.int32),
-        torch.empty(num_tokens, dtype=torch.int32),
-        torch.empty(1 << 16, dtype=torch.int32),
-        torch.empty(_SEQS + 1, dtype=torch.int64),
-        torch.empty(_SEQS, dtype=torch.int32),
-    )
-    args = _args(row, problem, num_tokens, cut.words(num_tokens, _SEQS), 0)
-    launch_paged_extend(
-        args, scores=scores_of(problem), cut=cut, tiles=tiles, mask=mask if problem.custom_mask else None
-    )
 
 
 def _args(row: Row, problem: Problem, num_tokens: int, schedule_words: int, workspace_words: int) -> AttendArgs:

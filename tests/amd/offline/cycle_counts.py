@@ -1,8 +1,8 @@
-"""Counts the hot loops of our kernels for CDNA into docs/cycles.md, next to their static figures, and decode's bytes.
+"""Counts the hot loops of our kernels for CDNA, and the bytes of decode, into docs/cycles.md.
 
     python -m tests.amd.offline.cycle_counts docs
 
-compiles the kernels of static_figures.json and those of ROWS_SHOWN with the installed Triton, which takes minutes.
+compiles those of DECODE_LAYERS and SHOWN with the installed Triton, which takes minutes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
-from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles
-from rocm_lab.cost.static_figures import CDNA, DecodeFigures, StaticFigures
+from rocm_attn.kernels.tuning.tiles import CdnaTiles, DecodeTiles, NoTiles
+from rocm_attn.machine.releases import Releases
+from rocm_attn.machine.target import known_target
+from rocm_attn.providers.triton_cdna import LIMITS, TRITONS
 from rocm_lab.cycles import rates
 from rocm_lab.cycles.count import LoopCount, count_loop, waves_of
 from rocm_lab.cycles.page import TRAFFIC, traffic_cells
@@ -30,14 +32,13 @@ from tests.amd.kernels.attention_cases import Case
 from tests.amd.kernels.cdna_cases import tiles_of_case
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import PLAIN
-from tests.amd.offline.candidate_kernels import plain_kernel
+from tests.amd.offline.candidate_kernels import DECODE_LAYERS, chosen_tiles, plain_decode
 from tests.amd.offline.cdna_decode import KINDS, compiled_decode
 from tests.amd.offline.cdna_extend import compiled_extend
 from tests.amd.offline.cdna_latent import Latents, compiled_latents, latent_traffic
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS, first_kernels
 from tests.amd.offline.matrix import ROWS, Row
-from tests.amd.offline.tile_candidates import chosen_tiles, layers
 
 # Rows whose other kernels are shown: heads of 128, and latent pages.
 SHOWN = (
@@ -47,7 +48,6 @@ SHOWN = (
     "gfx950-16x1-576-512-latent-bfloat16-page64-below_2gib",
 )
 _SECTION = re.compile(r"(<!-- made by cycle_counts: (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_CLOCKS_PER_CYCLE = 4
 _COUNTED = "clocks | products | vector | LDS | loads | of the ceiling"
 
 
@@ -56,7 +56,7 @@ def main(docs: Path) -> None:
     # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     page = docs / "cycles.md"
-    tables = {"figures": "".join(_with_figures()), "others": "".join(_others()), "decodes": "".join(decode_lines())}
+    tables = {"figures": "".join(_plain_lines()), "others": "".join(_others()), "decodes": "".join(decode_lines())}
     tables["latents"] = f"| our latent decode | {TRAFFIC} |\n{'|---' * 9}|\n" + "".join(
         latent_line(arch, layer) for arch in EXTEND_ARCHS for layer in LATENTS
     )
@@ -78,33 +78,43 @@ def cells(count: LoopCount) -> str:
     return f"{count.waves} | {count.clocks:,.0f} | {' | '.join(f'{each:,}' for each in units)} | {count.share:.1%}"
 
 
-def _with_figures() -> Iterator[str]:
-    yield f"Triton {triton.__version__}. Static figures are of one wave, counts of all waves of a SIMD.\n\n"
-    yield f"| kernel | arch | heads of | kind | tiles | static figures | waves | {_COUNTED} |\n{'|---' * 13}|\n"
-    for decode in StaticFigures.read().decodes:
-        count = count_of(_decode(decode), decode.arch, decode.figures.programs)
-        known = decode.figures
-        said = f"own {known.own * _CLOCKS_PER_CYCLE:,.0f}, {known.latencies:.0f} latency, {known.programs} programs"
-        assert count is not None, f"{decode.kernel} has matrix instructions in its loop"
-        shape = f"{decode.tiles.key_block}, {decode.tiles.num_warps} waves"
-        of_layer = f"{decode.arch} | {decode.head_dim} | {decode.kind}"
-        yield f"| `{decode.kernel}` | {of_layer} | {shape} | {said} | {cells(count)} |\n"
+def _plain_lines() -> Iterator[str]:
+    yield f"Triton {triton.__version__}.\n\n"
+    yield f"| kernel | arch | heads of | kind | tiles | waves | {_COUNTED} |\n{'|---' * 12}|\n"
+    for row in DECODE_LAYERS:
+        yield from plain_lines_of(row)
 
 
-def _row_of(figures: DecodeFigures) -> Row:
-    """The first layer with these figures' arch and heads, whose own tiles they are if they are not of CDNA's decode."""
-    known = (figures.arch, figures.head_dim)
-    rows = [row for row, kind in layers() if kind is DecodeTiles and (row.arch, row.dims[0]) == known]
-    return next((row for row in rows if chosen_tiles(row, DecodeTiles) == figures.tiles), rows[0])
+def plain_lines_of(row: Row) -> Iterator[str]:
+    """The lines of the kernels that decode a layer, in the tiles that serve it."""
+    yield _line("triton.decode", row, "plain", chosen_tiles(row), plain_decode(row))
+    tiles = _cdna_tiles(row)
+    if tiles is not None:
+        for kind, changes in KINDS.items():
+            kernel = compiled_decode(row.arch, replace(_case_of(row), **changes), tiles)
+            yield _line("triton.cdna_decode", row, kind, tiles, kernel)
 
 
-def _decode(figures: DecodeFigures) -> CompiledKernel:
-    row = _row_of(figures)
-    if figures.kernel != CDNA:
-        return plain_kernel(row, figures.tiles)
-    assert isinstance(figures.tiles, CdnaTiles)
-    case = Case([300, 200], [1, 1], heads=row.heads, dims=row.dims, dtype=row.dtype, page_size=row.page_size)
-    return compiled_decode(row.arch, replace(case, **KINDS[figures.kind]), figures.tiles)
+def _line(name: str, row: Row, kind: str, tiles: DecodeTiles, kernel: CompiledKernel) -> str:
+    count = count_of(kernel, row.arch, tiles.programs_per_cu)
+    assert count is not None, f"{name} has matrix instructions in its loop"
+    of_layer = f"{row.arch} | {row.dims[0]} | {kind} | {tiles.key_block}, {tiles.num_warps} waves"
+    return f"| `{name}` | {of_layer} | {cells(count)} |\n"
+
+
+def _case_of(row: Row) -> Case:
+    return Case([300, 200], [1, 1], heads=row.heads, dims=row.dims, dtype=row.dtype, page_size=row.page_size)
+
+
+def _cdna_tiles(row: Row) -> CdnaTiles | None:
+    """The tiles of decode for CDNA over a layer; None if it does not serve the layer."""
+    target = replace(known_target(row.arch), releases=Releases(triton=TRITONS[-1]))
+    if LIMITS.refusals(row.problems[0], target):
+        return None
+    try:
+        return tiles_of_case(row.arch, _case_of(row))
+    except NoTiles:
+        return None
 
 
 def _others() -> Iterator[str]:

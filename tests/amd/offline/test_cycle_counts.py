@@ -8,6 +8,7 @@ import pytest
 import triton
 
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
+from tests.amd.offline.candidate_kernels import DECODE_LAYERS
 from tests.amd.offline.cdna_latent import Latents
 from tests.amd.offline.compiling import AMD_ARCHS
 from tests.amd.offline.cycle_counts import (
@@ -21,6 +22,7 @@ from tests.amd.offline.cycle_counts import (
     extend_line,
     latent_line,
     lines_of,
+    plain_lines_of,
 )
 from tests.amd.offline.matrix import ROWS, Row
 
@@ -38,6 +40,20 @@ def test_the_page_says_which_triton_compiled_and_has_every_row() -> None:
 
 
 NEEDS_ITS_TRITON = pytest.mark.skipif(not triton.__version__.startswith("3.9."), reason="the page is of Triton 3.9")
+
+
+@NEEDS_ITS_TRITON
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=str(row), marks=() if row == DECODE_LAYERS[1] else pytest.mark.nightly)
+        for row in DECODE_LAYERS
+    ],
+)
+def test_the_counts_of_decode_are_current(row: Row) -> None:
+    page = PAGE.read_text()
+    missing = [line for line in plain_lines_of(row) if line not in page]
+    assert not missing, "python -m tests.amd.offline.cycle_counts docs"
 
 
 @NEEDS_ITS_TRITON

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_lab.cycles.loops import Loop
 from rocm_lab.simulator.assembly import parse_instruction
-from tests.amd.offline.candidate_kernels import plain_kernel
+from tests.amd.offline.candidate_kernels import DECODE_LAYERS, chosen_tiles, plain_decode
 from tests.amd.offline.hot_loop import hot_loop_of, lds_bytes, loaded_bytes
-from tests.amd.offline.tile_candidates import DECODE_LAYERS, chosen_tiles
 
 
 @pytest.mark.parametrize(
@@ -39,9 +37,7 @@ def test_bytes_of_a_lane(instruction: str, of_lds: int, loaded: int) -> None:
 @pytest.mark.parametrize("arch", ["gfx942", pytest.param("gfx950", marks=pytest.mark.nightly)])
 def test_the_hot_loop_of_decode_loads_a_tile_of_k_and_v(arch: str) -> None:
     row = next(row for row in DECODE_LAYERS if row.arch == arch and row.dims == (128, 128))
-    tiles = chosen_tiles(row, DecodeTiles)
-    assert isinstance(tiles, DecodeTiles)
-    loop = hot_loop_of(plain_kernel(row, tiles))
+    tiles, loop = chosen_tiles(row), hot_loop_of(plain_decode(row))
     tile_bytes = tiles.key_block * sum(row.dims) * row.dtype.itemsize
     # Page ids are loaded too, a word or two for each lane that loads.
     loaded = loaded_bytes(loop) * tiles.num_warps * 64

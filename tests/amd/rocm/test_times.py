@@ -1,8 +1,4 @@
-"""Times of one layer of attention, replayed as a graph; for the report, on a correct result.
-
-The prediction of `rocm-attn cost`, if there is one, is reported with each time; a time outside of that range refutes
-the model, and fails no test.
-"""
+"""Times of one layer of attention, replayed as a graph; for the report, on a correct result."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.tiles import layer_of
 from rocm_lab.bench.batch_spec import BatchSpec, Group
 from rocm_lab.bench.ceilings import Ceilings
@@ -20,7 +15,6 @@ from rocm_lab.bench.contestants import OwnProvider
 from rocm_lab.bench.energy import EnergyMeter
 from rocm_lab.bench.kernels import OK, KernelOptions, Race
 from rocm_lab.bench.suites import SuiteCase
-from rocm_lab.cost.cost import predicted
 from tests.amd.rocm.models import Measured, layer
 
 pytestmark = pytest.mark.gpu
@@ -30,7 +24,7 @@ IMPOSSIBLE = Ceilings(copied_per_s=20e12, read_per_s=20e12, flops_per_s=5e15)
 NO_METER = EnergyMeter(lambda: math.nan, "", "not counted")
 
 
-# Decodes from a launch that does little to one that HBM bounds, to which the model is fitted; and prompts.
+# Decodes from a launch that does little to one that HBM bounds; and prompts.
 SHAPES = BatchSpec.parse(
     "1d8k+1d64k+64d4k+256d2k+1d256+1d2k+8d1k+16d8k+32d2k+128d8k+1x2k+8x512+4k+1x512+4x2k+16x256+768+1x8k"
 ).groups
@@ -49,8 +43,3 @@ def test_one_layer(model: str, shape: Group, device: torch.device, measured: Mea
     measured("us", round(row.us, 2))
     measured("GB/s of K and V", round(row.work.kv_bytes / row.us / 1e3, 1))
     measured("TFLOP/s", round(row.work.flops / row.us / 1e6, 2))
-    prediction = predicted(problem, detect_target(device), shape)
-    if prediction is not None:
-        measured("predicted kernel", prediction.kernel)
-        measured("predicted us", prediction.seconds.text(1e-6, 2))
-        measured("as predicted", prediction.seconds.holds(row.us / 1e6))

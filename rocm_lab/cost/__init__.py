@@ -1,1 +1,0 @@
-"""Predicted times of the Triton kernels on AMD GPUs."""

@@ -309,4 +309,10 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> Cd
         BLOCKS=tiles.num_stages,
         UNITS=EXTEND_UNITS[arch],
         CODING=pages.coding,
+        V_IN_LDS=encoding.is_fp8 and EXTEND_UNITS[arch].TRANSPOSES and _is_aligned(pages.raw_k),
     )
+
+
+def _is_aligned(rows: torch.Tensor) -> bool:
+    """True if each row of codes begins at a multiple of 16 bytes."""
+    return not any(each % 16 for each in (rows.data_ptr(), *rows.stride()[:2]))

@@ -70,26 +70,25 @@ def query_words(words: int, G: CdnaLatentGeometry) -> gl.constexpr:
 
 @constexpr_function
 def lane_totals(G: CdnaLatentGeometry) -> gl.constexpr:
-    """The layout of each lane's sums of weights, [lanes, HEADS]."""
-    if head_tile(G) == 32:
-        lanes = [*([0, 1 << i] for i in range(5)), [1, 0]]
-        waves = [[2, 0], [4, 0]] if G.HEADS == 32 else [[0, 32], [2, 0]]
-        return gl.DistributedLinearLayout([], lanes, waves, [], [num_keys(G) // 16, G.HEADS])
-    lanes = [*([0, 1 << i] for i in range(4)), [1, 0], [2, 0]]
-    return gl.DistributedLinearLayout([], lanes, [[4, 0], [8, 0]], [], [16, 16])
+    """The layout of each lane's four sums of weights, [lanes, HEADS]."""
+    heads = [[0, 1 << i] for i in range(head_tile(G).bit_length() - 1)]
+    lanes = [*heads, *([4 << i, 0] for i in range(6 - len(heads)))]
+    first = 256 // head_tile(G)
+    waves = [[0, 32], [first, 0]] if G.HEADS == 64 else [[first, 0], [2 * first, 0]]
+    return gl.DistributedLinearLayout([[1, 0], [2, 0]], lanes, waves, [], [(1024 if G.HEADS < 64 else 512) // head_tile(G), G.HEADS])
 
 
 @constexpr_function
 def value_tile(G: CdnaLatentGeometry) -> int:
     """Query heads of an accumulator."""
-    return head_tile(G) if G.UNITS.TRANSPOSES else 16
+    return head_tile(G) if G.V_IN_LDS else 16
 
 
 @constexpr_function
 def value_layout(G: CdnaLatentGeometry) -> gl.constexpr:
     """The layout of an accumulator, [V_DIM, heads]: waves have tiles of rows in turn."""
     tile = value_tile(G)
-    depth = 2048 // tile if G.UNITS.VERSION == 4 else 32
+    depth = 2048 // tile if G.V_IN_LDS else 32
     return gl.amd.AMDMFMALayout(
         G.UNITS.VERSION, [tile, tile, depth], transposed=False, warps_per_cta=[WAVES.value, 1]
     )
@@ -98,7 +97,7 @@ def value_layout(G: CdnaLatentGeometry) -> gl.constexpr:
 @constexpr_function
 def value_depth(G: CdnaLatentGeometry) -> int:
     """Neighbouring keys of a lane in a product with V."""
-    return 16 if G.UNITS.TRANSPOSES else 8
+    return 16 if G.V_IN_LDS else 8
 
 
 @constexpr_function
@@ -115,7 +114,7 @@ def value_words(G: CdnaLatentGeometry) -> gl.constexpr:
     outer = [[0, 0, 0, 1 << i, 0] for i in range(3)]
     half = [[1, 0, 0, 0, 0]] * (halves - 1)
     words = [[0, 0, 0, 0, 1 << i] for i in range(7)]
-    if G.UNITS.TRANSPOSES:
+    if G.V_IN_LDS:
         registers, lanes = [*words[:2], *inner, *half], [*outer, *words[2:5]]
     else:
         registers, lanes = [words[0], *inner, outer[2], *half], [*words[1:5], *outer[:2]]

@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 from triton.experimental.gluon.language.amd.hint import sched_barrier
+from triton.language import PropagateNan
 
 from rocm_attn.kernels.attention.coded import exponent_to_move
 from rocm_attn.kernels.attention.softmax import LN_2
@@ -56,6 +57,7 @@ from rocm_attn.kernels.cdna.latent_code_layouts import (
 # A block whose weights are this far below others (base 2) is weighed relative to those: its weights do not matter.
 _MOST_BELOW = gl.constexpr(32.0)
 _PARTS = gl.constexpr(2)
+_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 class CodeLds(NamedTuple):
@@ -93,7 +95,7 @@ def allocate_codes(G: gl.constexpr):
         weights += (gl.allocate_shared_memory(gl.uint8, [num_keys(G), G.HEADS], weights_in_lds(G)),)
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     powers, values = None, None
-    if G.UNITS.TRANSPOSES:
+    if G.V_IN_LDS:
         powers = gl.allocate_shared_memory(gl.int32, [G.HEADS], one)
         shape: gl.constexpr = [num_keys(G) // 64, 8 // group_keys(G), group_keys(G), 8, V_DIM // 4]
         values = gl.allocate_shared_memory(gl.int32, shape, values_in_lds(G))
@@ -126,6 +128,18 @@ def _query_words(query, exponent, G: gl.constexpr):
         found += (words.load(query_words(WORDS, G)),)
         gl.barrier()
     return found
+
+
+@gluon.jit
+def _in_place(words):
+    return gl.inline_asm_elementwise("", "=a,0", [words], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _kept(query):
+    """q's words in accumulation registers, from which products read them: the compiler would copy them first."""
+    (first, second), (first_last, second_last) = query
+    return (_in_place(first), _in_place(second)), (_in_place(first_last), _in_place(second_last))
 
 
 @gluon.jit
@@ -168,7 +182,7 @@ def _key_of_row(row, G: gl.constexpr):
         at = (row % 4) + (row // 8 % 4) * 4 + (row // 4 % 2) * 16 + row // 32 * 32
     else:
         at = (row % 4) + (row // 64 % 2) * 4 + (row // 16 % 2) * 8 + (row // 4 % 4) * 16 + (row // 32 % 2) * 64
-    if G.UNITS.TRANSPOSES:
+    if G.V_IN_LDS:
         at = at // 8 % 8 + at % 8 * 8 + at // 64 * 64
     return at
 
@@ -241,9 +255,9 @@ def _load_values(lds, rows, pages, block, G: gl.constexpr):
     word = gl.arange(
         0, V_DIM // 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, V))))
     )
-    at = at[:, :, None, :] + (key.to(gl.int64) * rows.token)[None, None, :, None]
-    at = at[:, :, :, :, None] + word[None, None, None, None, :]
-    if G.UNITS.TRANSPOSES:
+    at = at[:, :, None, :, None] + word[None, None, None, None, :]
+    at += (key.to(gl.int64) * rows.token)[None, None, :, None, None]
+    if G.V_IN_LDS:
         async_copy.global_load_to_shared(lds.columns, at)
         async_copy.commit_group()
         values = ()
@@ -269,7 +283,7 @@ def _is_seen(block, kv_len, G: gl.constexpr):
 def _mask_values(lds, values, block, kv_len, G: gl.constexpr):
     """V with 0 for keys that are not seen, which have weights of zero: 0 times NaN is NaN."""
     is_seen = _is_seen(block, kv_len, G)[:, :, :, :, None]
-    if G.UNITS.TRANSPOSES:
+    if G.V_IN_LDS:
         async_copy.wait_group(0)
         lds.columns.store(gl.where(is_seen, lds.columns.load(value_words(G)), 0))
     else:
@@ -307,12 +321,17 @@ def _scores(query, keys, G: gl.constexpr):
 def _in_lanes(weights, G: gl.constexpr):
     """Sums of each lane's own weights, [lanes, HEADS]."""
     if head_tile(G) == 32:
-        x = gl.reshape(weights, [num_keys(G) // 32, 4, 2, 4, G.HEADS])
-        x = gl.sum(gl.sum(x, 3), 1)
+        x = gl.sum(gl.reshape(weights, [num_keys(G) // 32, 4, 8, G.HEADS]), 1)
     else:
-        x = gl.sum(gl.sum(gl.reshape(weights, [2, 4, 4, 4, G.HEADS]), 3), 0)
+        x = gl.sum(gl.reshape(weights, [2, 4, 16, G.HEADS]), 0)
     x = gl.reshape(x, [x.shape[0] * x.shape[1], G.HEADS])
     return gl.convert_layout(x, lane_totals(G), assert_trivial=True)
+
+
+@gluon.jit
+def _larger_or_nan(a, b):
+    """CDNA 4 has maxima of three in one instruction only if they keep NaN; CDNA 3 has none that does."""
+    return gl.maximum(a, b, propagate_nan=_NAN)
 
 
 @gluon.jit
@@ -320,12 +339,16 @@ def _weigh(lds, state, scores, qk_scale, G: gl.constexpr):
     """The state with a block's keys in all but acc. Codes of its weights, their power of two, and the decays of acc go
     to LDS."""
     MOVED: gl.constexpr = largest_exponent(G.UNITS.VERSION)
-    top = gl.max(scores, 0) * qk_scale
-    largest = gl.maximum(state.largest, top)
+    if G.UNITS.MAXIMA_OF_3:
+        top = gl.reduce(scores, 0, _larger_or_nan) * qk_scale
+        largest = _larger_or_nan(state.largest, top)
+    else:
+        top = gl.max(scores, 0) * qk_scale
+        largest = gl.maximum(state.largest, top)
     # A whole number, so that powers of two are exact.
     below = gl.floor(gl.minimum(largest - top, _MOST_BELOW))
     weights = gl.exp2(scores * qk_scale[None, :] - (largest - below - MOVED)[None, :])
-    if G.UNITS.TRANSPOSES:
+    if G.V_IN_LDS:
         base = largest
         power = (127 - MOVED) - below.to(gl.int32)
         lds.powers.store(power)
@@ -341,7 +364,7 @@ def _weigh(lds, state, scores, qk_scale, G: gl.constexpr):
         lds.weights[i].store(codes[i].to(gl.uint8, bitcast=True))
     T: gl.constexpr = gl.SliceLayout(0, lane_totals(G))
     total = state.total * gl.convert_layout(decay, T, assert_trivial=True)[None, :]
-    if G.UNITS.TRANSPOSES:
+    if G.V_IN_LDS:
         total += part * gl.convert_layout(factor, T, assert_trivial=True)[None, :]
     else:
         total += part
@@ -365,10 +388,10 @@ def _values(lds, values, G: gl.constexpr):
     A: gl.constexpr = gl.DotOperandLayout(0, value_layout(G), value_depth(G))
     CODE: gl.constexpr = code_of(G.UNITS.VERSION)
     KEYS: gl.constexpr = num_keys(G)
-    if G.UNITS.TRANSPOSES:
+    if G.V_IN_LDS:
         async_copy.wait_group(0)
         v = lds.columns.reinterpret(CODE, [KEYS, V_DIM], value_bytes(G))
-        v = v.permute((1, 0)).load(A)
+        v = async_copy.load_shared_relaxed(v.permute((1, 0)), A)
     else:
         v = gl.reshape(elements_of(here(values), CODE), [KEYS // 64, 8 // group_keys(G), group_keys(G), 8, WAVES, 16, 8])
         v = gl.permute(v, (6, 4, 5, 0, 3, 1, 2))
@@ -386,19 +409,23 @@ def _add_values(lds, state, values, G: gl.constexpr):
     W: gl.constexpr = gl.DotOperandLayout(1, A, value_depth(G))
     decays = _of_heads(lds.heads, G)
     powers = decays
-    if G.UNITS.TRANSPOSES:
+    if G.V_IN_LDS:
         powers = _of_powers(lds, G)
+    codes = ()
+    for i in gl.static_range(TILES):
+        for j in gl.static_range(_PARTS):
+            codes += (lds.weights[j].slice(i * TILE, TILE, dim=1).load(W),)
     v = _values(lds, values, G)
     acc = ()
     for i in gl.static_range(TILES):
         each = state.acc[i]
         decay = decays[i].broadcast_to(each.shape)
-        if G.UNITS.TRANSPOSES:
+        if G.V_IN_LDS:
             (each,) = gl.map_elementwise(decayed, each, decay, pack=PACK)
         else:
             each = each * decay
         for j in gl.static_range(_PARTS):
-            weights = lds.weights[j].slice(i * TILE, TILE, dim=1).load(W).to(v.dtype, bitcast=True)
+            weights = codes[i * _PARTS + j].to(v.dtype, bitcast=True)
             each = _product(v, weights, powers[i], each)
         acc += (each,)
     return CodeState(acc, state.largest, state.base, state.total)
@@ -426,11 +453,15 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
     """
     P: gl.constexpr = gl.SliceLayout(0, score_layout(G))
     TILE: gl.constexpr = value_tile(G)
-    keys = _load_keys(rows, _pages_of(rows, _read_keys(rows, first, G), G), first, G)
+    pages = _pages_of(rows, _read_keys(rows, first, G), G)
     k_pages = here(_pages_of(rows, _read_keys(rows, first + 1, G), G))
     sched_barrier()
-    values = _load_values(lds, rows, _pages_of(rows, _read_groups(rows, first, G), G), first, G)
+    keys = _load_keys(rows, pages, first, G)
+    sched_barrier()
+    pages = _pages_of(rows, _read_groups(rows, first, G), G)
     v_pages = here(_pages_of(rows, _read_groups(rows, first + 1, G), G))
+    sched_barrier()
+    values = _load_values(lds, rows, pages, first, G)
     sched_barrier()
     acc = ()
     for _ in gl.static_range(G.HEADS // TILE):
@@ -441,16 +472,21 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
     # The last block may be seen in part.
     middle = gl.minimum(end, kv_len // num_keys(G))
     for block in range(first, middle):
+        query = _kept(query)
         scores = _scores(query, keys, G)
         sched_barrier()
-        keys = _load_keys(rows, k_pages, block + 1, G)
-        sched_barrier()
+        pages = k_pages
         k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)
+        sched_barrier()
+        keys = _load_keys(rows, pages, block + 1, G)
+        sched_barrier()
         state = _weigh(lds, state, scores, qk_scale, G)
         state = _add_values(lds, state, values, G)
         sched_barrier()
-        values = _load_values(lds, rows, v_pages, block + 1, G)
+        pages = v_pages
         v_pages = _pages_of(rows, _read_groups(rows, block + 2, G), G)
+        sched_barrier()
+        values = _load_values(lds, rows, pages, block + 1, G)
         sched_barrier()
     if middle < end:
         scores = _scores(query, keys, G)
@@ -466,7 +502,7 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
 def _columns_of_heads(acc, G: gl.constexpr):
     """A tile's accumulators as [heads, V_DIM]."""
     TILE: gl.constexpr = acc.shape[1]
-    if G.UNITS.TRANSPOSES:
+    if G.V_IN_LDS:
         acc = gl.reshape(acc, [V_DIM // (4 * head_tile(G)), WAVES, head_tile(G), TILE])
         acc = gl.permute(acc, (3, 1, 0, 2))
     else:

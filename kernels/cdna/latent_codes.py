@@ -35,6 +35,7 @@ from rocm_attn.kernels.cdna.codes import (
 )
 from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.latent_blocks import REST, V_DIM, WAVES, decayed
+from rocm_attn.kernels.cdna.latent_heads import wait_for
 from rocm_attn.kernels.cdna.latent_code_layouts import (
     group_keys,
     head_tile,
@@ -393,6 +394,7 @@ def _values(lds, values, G: gl.constexpr):
         v = lds.columns.reinterpret(CODE, [KEYS, V_DIM], value_bytes(G))
         v = async_copy.load_shared_relaxed(v.permute((1, 0)), A)
     else:
+        wait_for(values, V_DIM * KEYS // (256 * WAVES))
         v = gl.reshape(elements_of(here(values), CODE), [KEYS // 64, 8 // group_keys(G), group_keys(G), 8, WAVES, 16, 8])
         v = gl.permute(v, (6, 4, 5, 0, 3, 1, 2))
         v = gl.convert_layout(gl.reshape(v, [V_DIM, KEYS]), A, assert_trivial=True)
@@ -411,10 +413,6 @@ def _add_values(lds, state, values, G: gl.constexpr):
     powers = decays
     if G.V_IN_LDS:
         powers = _of_powers(lds, G)
-    codes = ()
-    for i in gl.static_range(TILES):
-        for j in gl.static_range(_PARTS):
-            codes += (lds.weights[j].slice(i * TILE, TILE, dim=1).load(W),)
     v = _values(lds, values, G)
     acc = ()
     for i in gl.static_range(TILES):
@@ -425,7 +423,7 @@ def _add_values(lds, state, values, G: gl.constexpr):
         else:
             each = each * decay
         for j in gl.static_range(_PARTS):
-            weights = codes[i * _PARTS + j].to(v.dtype, bitcast=True)
+            weights = lds.weights[j].slice(i * TILE, TILE, dim=1).load(W).to(v.dtype, bitcast=True)
             each = _product(v, weights, powers[i], each)
         acc += (each,)
     return CodeState(acc, state.largest, state.base, state.total)

@@ -87,7 +87,7 @@ def _reads(num: int, bits: int) -> str:
 
 
 @gluon.jit
-def _wait_for(x, NUM: gl.constexpr):
+def wait_for(x, NUM: gl.constexpr):
     """Waits for NUM numbers of a lane at once, and for all that was loaded before: an empty instruction reads them."""
     CONSTRAINTS: gl.constexpr = _reads(NUM, x.dtype.primitive_bitwidth)
     sched_barrier()
@@ -312,7 +312,7 @@ def _last_queries(lds, query, G: gl.constexpr):
             tile = _last_columns(lds, i, G)
             found += ((tile,),)  # type: ignore[assignment]
             sched_barrier()
-        _wait_for(tile, LAST_LANE)
+        wait_for(tile, LAST_LANE)
     return found
 
 
@@ -342,7 +342,7 @@ def _sum_of_scores(lds, block, kv_len, G: gl.constexpr, MASKED: gl.constexpr):
     """The scores of a block, [KEYS, HEADS], without qk_scale."""
     X: gl.constexpr = softmax_layout(G)
     halves = lds.scores.load(halves_layout(G))
-    _wait_for(halves, G.HEADS // 2)
+    wait_for(halves, G.HEADS // 2)
     halves = gl.reshape(halves, [num_tiles(G), 2, 2, HALF_KEYS, ROWS])
     scores = gl.reshape(gl.permute(gl.sum(halves, 2), (1, 2, 0, 3)), [KEYS, G.HEADS])
     scores = gl.convert_layout(scores, X, assert_trivial=True)
@@ -412,7 +412,7 @@ def _add_values(lds, state, values, DTYPE: gl.constexpr, G: gl.constexpr):
     # The numbers that are read last are waited for first, and so once for all.
     weights = _next_weights(lds, 0, 0, G)
     decays = _of_heads(lds, G)
-    _wait_for(decays[-1], 1)
+    wait_for(decays[-1], 1)
     sums = ()
     for i in gl.static_range(num_tiles(G)):
         decay = decays[i].broadcast_to([WAVES, QUARTER, ROWS])
@@ -425,7 +425,7 @@ def _add_values(lds, state, values, DTYPE: gl.constexpr, G: gl.constexpr):
         for i in gl.static_range(num_tiles(G)):
             if i % 2 == 0 and i + part > 0:  # the first ones are there
                 weights = _next_weights(lds, part, i, G)
-                _wait_for(weights[-1], 16 // num_parts(G))
+                wait_for(weights[-1], 16 // num_parts(G))
             sums += (gl.amd.cdna3.mfma(v, weights[i % 2], acc[i]),)  # type: ignore[assignment]
     return Softmax(sums, state.maximum, state.total)
 
@@ -457,14 +457,14 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     # The last block may be seen in part.
     middle = gl.minimum(end, kv_len // KEYS)
     for block in range(first, middle):
-        _wait_for(k_pages, 2)
+        wait_for(k_pages, 2)
         _store_scores(lds, query, keys, DTYPE, G)
         sched_barrier()
         keys = _load_keys(rows, k_pages, block + 1, G)
         sched_barrier()
         scores = _sum_of_scores(lds, block, kv_len, G, False)
         state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
-        _wait_for(v_pages, 16 // group_keys(G))
+        wait_for(v_pages, 16 // group_keys(G))
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
         k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)

@@ -3,8 +3,9 @@
 With M x M results and K products each: lane l holds K / (64 / M) consecutive values of row l % M of A, and likewise of
 column l % M of B, from k = (l / M) * K / (64 / M) on. Register i of D and C in lane l is column l % M and row
 4 (l / 16) + i for M = 16, 8 (i / 4) + 4 (l / 32) + i % 4 for M = 32. EXEC is ignored. "f8f6f4" without modifiers
-has two matrices of "fp8". Its form with scales has two more operands: byte 0 of lane l is the exponent, biased by 127,
-of a power of two for the values of A, or B, that lane l holds; 255 is NaN (CDNA4 ISA 7.4, and the formats of OCP MX).
+has two matrices of "fp8". Its form with scales has two more operands: a byte of lane l, which bits of op_sel (1) and
+op_sel_hi (2) choose, is the exponent, biased by 127, of a power of two for the values of A, or B, that lane l holds;
+255 is NaN (CDNA4 ISA 7.4, and the formats of OCP MX).
 
 Products are summed in float32 in NumPy's order; hardware's order and internal width are not documented.
 """
@@ -64,14 +65,18 @@ def _multiply(context: Context, instruction: Instruction) -> Step:
 
 
 def _multiply_scaled(context: Context, instruction: Instruction) -> Step:
-    instruction.allow("op_sel_hi")
-    if any(instruction.bits("op_sel_hi", (1, 1, 0))):
-        raise UnknownInstruction(f"op_sel_hi of {instruction.text!r}")
-    scales = tuple(context.core.vector[vector_register(token).index] for token in instruction.operands[4:6])
+    instruction.allow("op_sel", "op_sel_hi")
+    if "op_sel_hi" not in instruction.modifiers:
+        raise UnknownInstruction(f"the default op_sel_hi of {instruction.text!r}")
+    chosen = zip(instruction.bits("op_sel", (0, 0, 0)), instruction.bits("op_sel_hi", ()), strict=True)
+    scales = tuple(
+        (context.core.vector[vector_register(token).index], low + 2 * high)
+        for token, (low, high) in zip(instruction.operands[4:6], chosen, strict=False)
+    )
     return _product(context, instruction, instruction.name.removeprefix("v_mfma_scale_"), scales)
 
 
-def _product(context: Context, instruction: Instruction, shape: str, scales: tuple[Array, ...]) -> Step:
+def _product(context: Context, instruction: Instruction, shape: str, scales: tuple[tuple[Array, int], ...]) -> Step:
     core = context.core
     found = re.fullmatch(r"f32_(\d+)x\d+x(\d+)_(\w+)", shape)
     assert found is not None
@@ -86,8 +91,8 @@ def _product(context: Context, instruction: Instruction, shape: str, scales: tup
 
     def step() -> None:
         sources = [_matrix(core, each, size, depth, decode) for each in (a, b)]
-        for source, scale in zip(sources, scales, strict=bool(scales)):
-            source *= _powers(scale, size, depth)
+        for source, (scale, byte) in zip(sources, scales, strict=bool(scales)):
+            source *= _powers(scale >> np.uint32(8 * byte), size, depth)
         into[:] = (sources[0] @ sources[1].T)[rows, columns] + read_c()
 
     return step

@@ -237,10 +237,10 @@ def _cdna_latent_decode_kernel(
                 state = attend_latent_blocks(query, rows, first_block, end_block, kv_len, qk_scale, G)
                 _store_row(state, to, token, part, is_whole, G)
             else:
-                queries, _ = load_queries(lds, HeadRows(at, q_token, q_head), num_heads, G)
+                queries = load_queries(lds, HeadRows(at, q_token, q_head), num_heads, G)
                 DTYPE: gl.constexpr = q.dtype.element_ty
                 state = attend_heads(lds, queries, rows, first_block, end_block, kv_len, qk_scale, DTYPE, G)
-                store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, 1.0, G)
+                store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, G)
         work -= take
         done = 0
         seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)

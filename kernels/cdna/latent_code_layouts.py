@@ -75,7 +75,9 @@ def lane_totals(G: CdnaLatentGeometry) -> gl.constexpr:
     lanes = [*heads, *([4 << i, 0] for i in range(6 - len(heads)))]
     first = 256 // head_tile(G)
     waves = [[0, 32], [first, 0]] if G.HEADS == 64 else [[first, 0], [2 * first, 0]]
-    return gl.DistributedLinearLayout([[1, 0], [2, 0]], lanes, waves, [], [(1024 if G.HEADS < 64 else 512) // head_tile(G), G.HEADS])
+    return gl.DistributedLinearLayout(
+        [[1, 0], [2, 0]], lanes, waves, [], [(1024 if G.HEADS < 64 else 512) // head_tile(G), G.HEADS]
+    )
 
 
 @constexpr_function
@@ -89,9 +91,7 @@ def value_layout(G: CdnaLatentGeometry) -> gl.constexpr:
     """The layout of an accumulator, [V_DIM, heads]: waves have tiles of rows in turn."""
     tile = value_tile(G)
     depth = 2048 // tile if G.V_IN_LDS else 32
-    return gl.amd.AMDMFMALayout(
-        G.UNITS.VERSION, [tile, tile, depth], transposed=False, warps_per_cta=[WAVES.value, 1]
-    )
+    return gl.amd.AMDMFMALayout(G.UNITS.VERSION, [tile, tile, depth], transposed=False, warps_per_cta=[WAVES.value, 1])
 
 
 @constexpr_function
@@ -155,7 +155,5 @@ def rows_in_lds(columns: int, pad: int, G: CdnaLatentGeometry) -> gl.constexpr:
 def weights_in_lds(G: CdnaLatentGeometry) -> gl.constexpr:
     """The keys of a head side by side."""
     keys = num_keys(G)
-    bits = [[1 << i, 0] for i in range(keys.bit_length() - 1)] + [
-        [0, 1 << i] for i in range(G.HEADS.bit_length() - 1)
-    ]
+    bits = [[1 << i, 0] for i in range(keys.bit_length() - 1)] + [[0, 1 << i] for i in range(G.HEADS.bit_length() - 1)]
     return gl.PaddedSharedLayout([[keys, 16]], bits, [], [keys, G.HEADS])

@@ -35,13 +35,12 @@ from rocm_attn.kernels.cdna.codes import (
 )
 from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.latent_blocks import REST, V_DIM, WAVES, decayed
-from rocm_attn.kernels.cdna.latent_heads import wait_for
 from rocm_attn.kernels.cdna.latent_code_layouts import (
     group_keys,
     head_tile,
     key_words,
-    last_layout,
     lane_totals,
+    last_layout,
     num_keys,
     query_words,
     rows_in_lds,
@@ -54,6 +53,7 @@ from rocm_attn.kernels.cdna.latent_code_layouts import (
     values_in_lds,
     weights_in_lds,
 )
+from rocm_attn.kernels.cdna.latent_heads import wait_for
 
 # A block whose weights are this far below others (base 2) is weighed relative to those: its weights do not matter.
 _MOST_BELOW = gl.constexpr(32.0)
@@ -211,7 +211,7 @@ def _read_keys(rows, block, G: gl.constexpr):
 
 @gluon.jit
 def _read_groups(rows, block, G: gl.constexpr):
-    """The first key of each group of V, [KEYS / 64, 8 / GROUP, 8]; the last group that is seen stands for later ones."""
+    """The first key of each group of V, [KEYS / 64, 8 / GROUP, 8]; the last group seen stands for later ones."""
     GROUP: gl.constexpr = group_keys(G)
     L: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, value_words(G)))
     half = gl.arange(0, num_keys(G) // 64, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
@@ -395,7 +395,9 @@ def _values(lds, values, G: gl.constexpr):
         v = async_copy.load_shared_relaxed(v.permute((1, 0)), A)
     else:
         wait_for(values, V_DIM * KEYS // (256 * WAVES))
-        v = gl.reshape(elements_of(here(values), CODE), [KEYS // 64, 8 // group_keys(G), group_keys(G), 8, WAVES, 16, 8])
+        v = gl.reshape(
+            elements_of(here(values), CODE), [KEYS // 64, 8 // group_keys(G), group_keys(G), 8, WAVES, 16, 8]
+        )
         v = gl.permute(v, (6, 4, 5, 0, 3, 1, 2))
         v = gl.convert_layout(gl.reshape(v, [V_DIM, KEYS]), A, assert_trivial=True)
     return v
@@ -488,7 +490,9 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
         sched_barrier()
     if middle < end:
         scores = _scores(query, keys, G)
-        key = middle * num_keys(G) + _key_of_row(gl.arange(0, num_keys(G), layout=gl.SliceLayout(1, score_layout(G))), G)
+        key = middle * num_keys(G) + _key_of_row(
+            gl.arange(0, num_keys(G), layout=gl.SliceLayout(1, score_layout(G))), G
+        )
         scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))
         state = _weigh(lds, state, scores, qk_scale, G)
         values = _mask_values(lds, values, middle, kv_len, G)

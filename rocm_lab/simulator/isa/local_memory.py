@@ -1,6 +1,7 @@
 """Loads from LDS and stores to it; ISA chapter 11 "Data Share Operations" and section 12.13 (DS).
 
-ds_read_b64_tr_b16 and _tr_b8 are new with gfx950: transposing loads, "AMD Instinct CDNA4 Instruction Set Architecture" 11.4.
+ds_read_b64_tr_b16 and _tr_b8 are new with gfx950: transposing loads, "AMD Instinct CDNA4 Instruction Set Architecture"
+11.4.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def allocate_codes(G: gl.constexpr):
     """LDS of a program."""
     weights = ()
     for _ in gl.static_range(_PARTS):
-        weights += (gl.allocate_shared_memory(gl.uint8, [num_keys(G), G.HEADS], weights_in_lds(G)),)
+        weights += (gl.allocate_shared_memory(gl.uint8, [num_keys(G), G.HEADS], weights_in_lds(G)),)  # type: ignore[assignment]
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     powers, values = None, None
     if G.V_IN_LDS:
@@ -126,7 +126,7 @@ def _query_words(query, exponent, G: gl.constexpr):
     for i in gl.static_range(_PARTS):
         codes.store(parts[i].to(gl.uint8, bitcast=True))
         gl.barrier()
-        found += (words.load(query_words(WORDS, G)),)
+        found += (words.load(query_words(WORDS, G)),)  # type: ignore[assignment]
         gl.barrier()
     return found
 
@@ -379,7 +379,7 @@ def _of_heads(numbers, G: gl.constexpr):
     TILE: gl.constexpr = value_tile(G)
     found = ()
     for i in gl.static_range(G.HEADS // TILE):
-        found += (numbers.slice(i * TILE, TILE).load(A)[None, :],)
+        found += (numbers.slice(i * TILE, TILE).load(A)[None, :],)  # type: ignore[assignment]
     return found
 
 
@@ -427,7 +427,7 @@ def _add_values(lds, state, values, G: gl.constexpr):
         for j in gl.static_range(_PARTS):
             weights = lds.weights[j].slice(i * TILE, TILE, dim=1).load(W).to(v.dtype, bitcast=True)
             each = _product(v, weights, powers[i], each)
-        acc += (each,)
+        acc += (each,)  # type: ignore[assignment]
     return CodeState(acc, state.largest, state.base, state.total)
 
 
@@ -441,7 +441,7 @@ def _of_powers(lds, G: gl.constexpr):
     found = ()
     for i in gl.static_range(G.HEADS // TILE):
         power = lds.powers.slice(i * TILE, TILE).load(gl.SliceLayout(1, L)).to(gl.uint8)
-        found += (power[:, None].broadcast_to([TILE, KEYS // 32]),)
+        found += (power[:, None].broadcast_to([TILE, KEYS // 32]),)  # type: ignore[assignment]
     return found
 
 
@@ -465,7 +465,7 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
     sched_barrier()
     acc = ()
     for _ in gl.static_range(G.HEADS // TILE):
-        acc += (gl.full([V_DIM, TILE], 0.0, gl.float32, layout=value_layout(G)),)
+        acc += (gl.full([V_DIM, TILE], 0.0, gl.float32, layout=value_layout(G)),)  # type: ignore[assignment]
     nothing = gl.full([G.HEADS], float("-inf"), gl.float32, layout=P)
     total: gl.constexpr = lane_totals(G)
     state = CodeState(acc, nothing, nothing, gl.full(total.shape, 0.0, gl.float32, layout=total))

@@ -5,9 +5,10 @@
 A program is four waves. Its rows, the programs that share them and the parts that they leave are those of latent
 decode: the schedule is decode_schedule.py's, and merge.py adds up the parts that several programs hold of a row.
 latent_blocks.py says how the waves read keys for up to 16 query heads; at the end of a row they add up what each of
-them has, by LDS. latent_heads.py says how they do for more, and latent_codes.py over codes. If a token has more heads than a program holds, programs
-take a block of them each; those that read the same keys lie on one die, since launches go to dies in turn, and their
-numbers differ by the number of compute units over the number of blocks: a multiple of the dies of MI300X and MI355X.
+them has, by LDS. latent_heads.py says how they do for more, and latent_codes.py over codes. If a token has more heads
+than a program holds, programs take a block of them each; those that read the same keys lie on one die, since launches
+go to dies in turn, and their numbers differ by the number of compute units over the number of blocks: a multiple of the
+dies of MI300X and MI355X.
 """
 
 from __future__ import annotations

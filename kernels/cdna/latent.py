@@ -5,9 +5,10 @@
 A program is four waves. Its rows, the programs that share them and the parts that they leave are those of latent
 decode: the schedule is decode_schedule.py's, and merge.py adds up the parts that several programs hold of a row.
 latent_blocks.py says how the waves read keys for up to 16 query heads; at the end of a row they add up what each of
-them has, by LDS. latent_heads.py says how they do for more. If a token has more heads than a program holds, programs
-take a block of them each; those that read the same keys lie on one die, since launches go to dies in turn, and their
-numbers differ by the number of compute units over the number of blocks: a multiple of the dies of MI300X and MI355X.
+them has, by LDS. latent_heads.py says how they do for more, and latent_codes.py over codes. If a token has more heads
+than a program holds, programs take a block of them each; those that read the same keys lie on one die, since launches
+go to dies in turn, and their numbers differ by the number of compute units over the number of blocks: a multiple of the
+dies of MI300X and MI355X.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rocm_attn.kernels.attention.decode_schedule import (
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
+from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.cdna.codes import in_word
 from rocm_attn.kernels.cdna.extend_steps import here
@@ -44,6 +46,12 @@ from rocm_attn.kernels.cdna.latent_blocks import (
     load_query,
     total_layout,
     value_layout,
+)
+from rocm_attn.kernels.cdna.latent_codes import (
+    allocate_codes,
+    attend_codes,
+    load_coded_queries,
+    store_coded_heads,
 )
 from rocm_attn.kernels.cdna.latent_heads import (
     allocate,
@@ -192,7 +200,9 @@ def _cdna_latent_decode_kernel(
     to = RowOutputs(
         HeadRows(out, out_token, out_head), None if lse is None else HeadRows(lse, lse_token, lse_head), partials, sums
     )
-    if shares_rows(G):
+    if is_coded(G.CODING.ENCODING):
+        lds = allocate_codes(G)
+    elif shares_rows(G):
         lds = allocate(q.dtype.element_ty, G)
     while work > 0:
         num_blocks = (kv_len + R.KEY_BLOCK - 1) // R.KEY_BLOCK
@@ -215,19 +225,23 @@ def _cdna_latent_decode_kernel(
             # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
             part = 2 * program + (first_block == 0).to(gl.int32)
             is_whole = end_block - first_block == num_blocks
-            if not shares_rows(G):
+            at = q + token * q_token + tl.cast(first_head, gl.int64) * q_head
+            if is_coded(G.CODING.ENCODING):
+                queries, factor = load_coded_queries(lds, HeadRows(at, q_token, q_head), num_heads, G)
+                of_rows = row_scale(scale, 0, G.CODING)
+                scaled, _ = coded_scales(qk_scale, None, of_rows * factor, False, G.CODING)
+                state = attend_codes(lds, queries, rows, first_block, end_block, kv_len, scaled, G)
+                store_coded_heads(lds, state, to, token, first_head, num_heads, part, is_whole, of_rows, G)
+            elif not shares_rows(G):
                 of_token = HeadRows(q + token * q_token, q_token, q_head)
                 query = (load_query(of_token, 0, V_DIM, G), load_query(of_token, V_DIM, REST, G))
                 state = attend_latent_blocks(query, rows, first_block, end_block, kv_len, qk_scale, G)
                 _store_row(state, to, token, part, is_whole, G)
             else:
-                at = q + token * q_token + tl.cast(first_head, gl.int64) * q_head
-                queries, factor = load_queries(lds, HeadRows(at, q_token, q_head), num_heads, G)
-                of_rows = row_scale(scale, 0, G.CODING)
-                scaled, _ = coded_scales(qk_scale, None, of_rows * factor, False, G.CODING)
+                queries = load_queries(lds, HeadRows(at, q_token, q_head), num_heads, G)
                 DTYPE: gl.constexpr = q.dtype.element_ty
-                state = attend_heads(lds, queries, rows, first_block, end_block, kv_len, scaled, DTYPE, G)
-                store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, of_rows, G)
+                state = attend_heads(lds, queries, rows, first_block, end_block, kv_len, qk_scale, DTYPE, G)
+                store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, G)
         work -= take
         done = 0
         seq, row, kv_len = next_row(schedule, num_programs, work, seq, row, R.ROWS, kv_len, R)
@@ -275,8 +289,8 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> Cd
     """Checks the arguments and returns the values that the launch is compiled for."""
     check_plain_latents(args, scores, "latent decode on CDNA")
     num_heads, pages = args.q.shape[1], args.pages
-    tiles = cdna_latent_tiles(num_heads, pages.format.page_size)
     encoding = pages.format.encoding
+    tiles = cdna_latent_tiles(num_heads, pages.format.page_size, is_coded=encoding.is_fp8)
     if encoding.is_fp8:
         assert encoding is EXTEND_CODES[arch], "other codes have no tiles"
         assert pages.format.scales is Scales.LAYER, "the limits refuse other scales"
@@ -296,4 +310,10 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> Cd
         BLOCKS=tiles.num_stages,
         UNITS=EXTEND_UNITS[arch],
         CODING=pages.coding,
+        V_IN_LDS=encoding.is_fp8 and EXTEND_UNITS[arch].TRANSPOSES and _is_aligned(pages.raw_k),
     )
+
+
+def _is_aligned(rows: torch.Tensor) -> bool:
+    """True if each row of codes begins at a multiple of 16 bytes."""
+    return not any(each % 16 for each in (rows.data_ptr(), *rows.stride()[:2]))

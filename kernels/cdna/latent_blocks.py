@@ -56,6 +56,7 @@ class CdnaLatentGeometry(NamedTuple):
     BLOCKS: int
     UNITS: ExtendUnits
     CODING: Coding
+    V_IN_LDS: bool
 
 
 class LatentLine(NamedTuple):

@@ -1,4 +1,4 @@
-"""Key blocks of latent decode for CDNA, for more query heads than a tile of products has, up to 64, and over codes.
+"""Key blocks of latent decode for CDNA, for more query heads than a tile of products has, up to 64.
 
     S^T = K q^T     a wave has half of a block's keys and half of their columns; halves are added up in LDS
     O^T = V^T P^T   a wave has all keys and a quarter of V's columns, so that it weighs them for all heads once
@@ -6,9 +6,6 @@
 So a program holds q and the accumulators once, and a wave loads a quarter of the rows as K and as V each, straight into
 operands as in latent_blocks.py. Waves exchange scores and not rows: halves of scores, each for the wave that has the
 softmax of these heads, and weights and decays for all waves. A block has two barriers.
-
-Codes of K are operands as they are: q is the sum of two codes, each of which is multiplied. Codes of V become numbers
-of 16 bits, each in one wave and once for all heads.
 """
 
 from __future__ import annotations
@@ -21,10 +18,8 @@ from triton.experimental.gluon.language.amd.hint import sched_barrier
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.attention.coded import exponent_to_move
 from rocm_attn.kernels.attention.softmax import LN_2
-from rocm_attn.kernels.cache.codes import decoded, is_coded
-from rocm_attn.kernels.cdna.codes import code_of, elements_of, in_word, moved_to_codes, parts_of, scale_of_codes
+from rocm_attn.kernels.cdna.codes import elements_of, in_word
 from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.key_blocks import rounded
 from rocm_attn.kernels.cdna.latent_blocks import (
@@ -43,20 +38,16 @@ from rocm_attn.kernels.cdna.latent_layouts import (
     QUARTER,
     group_keys,
     half_scores,
-    halves_in_lds,
     halves_layout,
-    halves_of_waves,
     key_words,
     lane_elements,
     last_in_lds,
     last_parts,
-    num_parts,
     num_tiles,
     query_layout,
     scores_in_lds,
     softmax_layout,
     total_layout,
-    two_keys,
     value_words,
     weight_layout,
     weights_in_lds,
@@ -65,7 +56,7 @@ from rocm_attn.kernels.cdna.latent_layouts import (
 
 class Shared(NamedTuple):
     """LDS: halves of scores [tiles * WAVES, KEYS / 2, ROWS], weights [KEYS, HEADS], a number of each head, and the last
-    columns of q [2 HEADS, REST / 2], which registers have no room for; over codes they have."""
+    columns of q [2 HEADS, REST / 2], which registers have no room for."""
 
     scores: Any
     weights: Any
@@ -87,7 +78,7 @@ def _reads(num: int, bits: int) -> str:
 
 
 @gluon.jit
-def _wait_for(x, NUM: gl.constexpr):
+def wait_for(x, NUM: gl.constexpr):
     """Waits for NUM numbers of a lane at once, and for all that was loaded before: an empty instruction reads them."""
     CONSTRAINTS: gl.constexpr = _reads(NUM, x.dtype.primitive_bitwidth)
     sched_barrier()
@@ -98,14 +89,11 @@ def _wait_for(x, NUM: gl.constexpr):
 @gluon.jit
 def allocate(DTYPE: gl.constexpr, G: gl.constexpr):
     """LDS of a program."""
-    last = None
-    if not is_coded(G.CODING.ENCODING):
-        last = gl.allocate_shared_memory(DTYPE, [2 * G.HEADS, REST // 2], last_in_lds(G))
     return Shared(
         gl.allocate_shared_memory(gl.float32, [num_tiles(G) * WAVES, HALF_KEYS, ROWS], scores_in_lds(G)),
         gl.allocate_shared_memory(DTYPE, [KEYS, G.HEADS], weights_in_lds(G)),
         gl.allocate_shared_memory(gl.float32, [G.HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        last,
+        gl.allocate_shared_memory(DTYPE, [2 * G.HEADS, REST // 2], last_in_lds(G)),
     )
 
 
@@ -128,77 +116,19 @@ def _operand(query, LANE: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _by_lds(codes, LANE: gl.constexpr, G: gl.constexpr):
-    """Codes of a tile's q [ROWS, columns] as an operand. Waves take 4 LANE columns in turn."""
-    COLUMNS: gl.constexpr = codes.shape[1] // 2
-    halves = gl.reshape(codes, [ROWS, COLUMNS // (4 * LANE), 2, 4 * LANE])
-    halves = gl.reshape(gl.permute(halves, (2, 0, 1, 3)), [2, ROWS, COLUMNS])
-    # Numbers from memory or LDS may lie in any register; results of vector instructions would move in every round.
-    lds = gl.allocate_shared_memory(gl.uint8, [2, ROWS, COLUMNS], halves_in_lds(COLUMNS))
-    lds.store(halves)
-    own = lds.load(gl.SliceLayout(0, halves_of_waves(COLUMNS, LANE)))
-    own = gl.reshape(own[None, :, :, :].broadcast_to([2, 2, ROWS, COLUMNS]), [WAVES, ROWS, COLUMNS])
-    return _operand(own.to(code_of(G.UNITS.VERSION), bitcast=True), LANE, G)
-
-
-@gluon.jit
-def _two_codes(query, exponent, LANE: gl.constexpr, G: gl.constexpr):
-    """q of a tile [ROWS, columns] moved to the largest codes, as operands of codes whose sum it is: the first four bits
-    of an element, and the others. NaN and infinity leave a NaN. exponent: of each head"""
-    first, others = parts_of(moved_to_codes(query, exponent[:, None], G.UNITS.VERSION), 2, G.UNITS.VERSION)
-    first, others = first.to(gl.uint8, bitcast=True), others.to(gl.uint8, bitcast=True)
-    return _by_lds(first, LANE, G), _by_lds(others, LANE, G)
-
-
-@gluon.jit
-def _columns_of_query(q, TILE: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, num_heads):
-    """COLUMNS columns of q from FIRST on, of a tile of heads, in float32; zero for missing heads."""
-    L: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 16], [4, 16], [WAVES, 1], [1, 0])
-    head = here(TILE * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)))[:, None]
-    column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
-    at = q.at + head.to(gl.int64) * q.head + column
-    return gl.load(at, mask=(head < num_heads) & (column >= 0), other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def _coded_query(lds, q, TILE: gl.constexpr, num_heads, G: gl.constexpr):
-    """The operands of a tile of heads over codes. The exponent of each head goes to LDS, as the bits of a float32."""
-    low = _columns_of_query(q, TILE, 0, V_DIM, num_heads)
-    last = _columns_of_query(q, TILE, V_DIM, REST, num_heads)
-    S: gl.constexpr = gl.SliceLayout(1, low.type.layout)
-    of_last = gl.convert_layout(gl.max(gl.abs(last), 1), S)
-    exponent = exponent_to_move(gl.maximum(gl.max(gl.abs(low), 1), of_last))
-    lds.heads.slice(TILE * ROWS, ROWS).store(exponent.to(gl.float32, bitcast=True))
-    of_last = gl.convert_layout(exponent, gl.SliceLayout(1, last.type.layout))
-    return _two_codes(low, exponent, lane_elements(G), G), _two_codes(last, of_last, LAST_LANE, G)
-
-
-@gluon.jit
 def load_queries(lds, q, num_heads, G: gl.constexpr):
-    """q of a token's heads: for each tile the operands of its columns but the last, and of the last ones; and a factor
-    of products, 1 or one of each head. q: HeadRows, of the first head
-
-    Elements of 16 bits are operands; those of the last columns go to LDS. Over codes q is the sum of two codes: a
-    head's largest element is moved to the largest codes by a power of two, and elements below 2^-9 of it lose bits
-    below 2^-16 of it.
-    """
+    """q of a token's heads: for each tile the operand of its columns but the last, which go to LDS. q: HeadRows, of the
+    first head"""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 4], [WAVES, 1], [1, 0])
+    line = here(gl.arange(0, 2 * G.HEADS, layout=gl.SliceLayout(1, L)))[:, None]
+    head = line // (2 * ROWS) * ROWS + line % ROWS
+    column = V_DIM + line // ROWS % 2 * (REST // 2) + gl.arange(0, REST // 2, layout=gl.SliceLayout(0, L))[None, :]
+    at = q.at + head.to(gl.int64) * q.head + column
+    lds.last.store(gl.load(at, mask=(head < num_heads) & (column >= 0), other=0.0))
     query = ()
-    if is_coded(G.CODING.ENCODING):
-        for i in gl.static_range(num_tiles(G)):
-            query += (_coded_query(lds, q, i, num_heads, G),)  # type: ignore[assignment]
-        exponent = lds.heads.load(gl.SliceLayout(0, softmax_layout(G))).to(gl.int32, bitcast=True)
-        factor = scale_of_codes(exponent, G.UNITS.VERSION)
-    else:
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 4], [WAVES, 1], [1, 0])
-        line = here(gl.arange(0, 2 * G.HEADS, layout=gl.SliceLayout(1, L)))[:, None]
-        head = line // (2 * ROWS) * ROWS + line % ROWS
-        column = V_DIM + line // ROWS % 2 * (REST // 2) + gl.arange(0, REST // 2, layout=gl.SliceLayout(0, L))[None, :]
-        at = q.at + head.to(gl.int64) * q.head + column
-        lds.last.store(gl.load(at, mask=(head < num_heads) & (column >= 0), other=0.0))
-        for i in gl.static_range(num_tiles(G)):
-            query += (((_operand(_query_tile(q, i, num_heads), lane_elements(G), G),), None),)  # type: ignore[assignment]
-        factor = 1.0
-    return query, factor
+    for i in gl.static_range(num_tiles(G)):
+        query += (_operand(_query_tile(q, i, num_heads), lane_elements(G), G),)  # type: ignore[assignment]
+    return query
 
 
 @gluon.jit
@@ -272,47 +202,23 @@ def _load_values(rows, pages, block, G: gl.constexpr):
 
 
 @gluon.jit
-def _words_of_parts(words, G: gl.constexpr):
-    """The words of V of each part of the keys."""
-    if is_coded(G.CODING.ENCODING):
-        words = gl.reshape(words, [WAVES, 2, HALF_KEYS, QUARTER // 4])
-        parts = gl.split(gl.permute(words, (0, 2, 3, 1)))
-    else:
-        parts = (words,)
-    return parts
-
-
-@gluon.jit
 def _values(words, DTYPE: gl.constexpr, G: gl.constexpr):
-    """V of a part of the keys, an operand [WAVES, V_DIM / WAVES, keys]; codes become numbers exactly."""
-    NUM: gl.constexpr = KEYS // num_parts(G)
-    if is_coded(G.CODING.ENCODING):
-        # Words are taken apart here: the compiler would do it before branches, and put bytes together after them.
-        codes = gl.reshape(elements_of(here(words), gl.uint8), [WAVES, NUM, QUARTER])
-        if G.UNITS.CONVERTS:
-            values = gl.convert_layout(codes, two_keys()).to(code_of(G.UNITS.VERSION), bitcast=True).to(DTYPE)
-        else:
-            values = decoded(codes, G.CODING.ENCODING, DTYPE)
-    else:
-        values = gl.reshape(elements_of(words, DTYPE), [WAVES, NUM, QUARTER])
-    values = gl.permute(gl.reshape(values, [WAVES, NUM, QUARTER // 8, 8]), (0, 3, 2, 1))
+    """V of a block, an operand [WAVES, V_DIM / WAVES, keys]."""
+    values = gl.reshape(elements_of(words, DTYPE), [WAVES, KEYS, QUARTER])
+    values = gl.permute(gl.reshape(values, [WAVES, KEYS, QUARTER // 8, 8]), (0, 3, 2, 1))
     operand: gl.constexpr = gl.DotOperandLayout(0, score_layout(G), 8)
-    return gl.convert_layout(gl.reshape(values, [WAVES, QUARTER, NUM]), operand, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(values, [WAVES, QUARTER, KEYS]), operand, assert_trivial=True)
 
 
 @gluon.jit
-def _last_queries(lds, query, G: gl.constexpr):
+def _last_queries(lds, G: gl.constexpr):
     """The operands of q's last columns of each tile."""
     found = ()
-    if is_coded(G.CODING.ENCODING):
-        for i in gl.static_range(num_tiles(G)):
-            found += (query[i][1],)  # type: ignore[assignment]
-    else:
-        for i in gl.static_range(num_tiles(G)):
-            tile = _last_columns(lds, i, G)
-            found += ((tile,),)  # type: ignore[assignment]
-            sched_barrier()
-        _wait_for(tile, LAST_LANE)
+    for i in gl.static_range(num_tiles(G)):
+        tile = _last_columns(lds, i, G)
+        found += (tile,)  # type: ignore[assignment]
+        sched_barrier()
+    wait_for(tile, LAST_LANE)
     return found
 
 
@@ -320,18 +226,16 @@ def _last_queries(lds, query, G: gl.constexpr):
 def _store_scores(lds, query, keys, DTYPE: gl.constexpr, G: gl.constexpr):
     """Stores a wave's halves of a block's scores."""
     P: gl.constexpr = half_scores(G)
-    K: gl.constexpr = code_of(G.UNITS.VERSION) if is_coded(G.CODING.ENCODING) else DTYPE
-    last = gl.reshape(elements_of(keys.last, K), [WAVES, HALF_KEYS, REST // 2])
+    last = gl.reshape(elements_of(keys.last, DTYPE), [WAVES, HALF_KEYS, REST // 2])
     last = gl.convert_layout(last, gl.DotOperandLayout(0, P, LAST_LANE), assert_trivial=True)
-    low = gl.reshape(elements_of(keys.low, K), [WAVES, HALF_KEYS, HALF])
+    low = gl.reshape(elements_of(keys.low, DTYPE), [WAVES, HALF_KEYS, HALF])
     low = gl.convert_layout(low, gl.DotOperandLayout(0, P, lane_elements(G)), assert_trivial=True)
-    last_queries = _last_queries(lds, query, G)
+    last_queries = _last_queries(lds, G)
     scores = ()
     for i in gl.static_range(num_tiles(G)):
         part = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
-        for j in gl.static_range(len(query[i][0])):
-            part = gl.amd.cdna3.mfma(last, last_queries[i][j], part)
-            part = gl.amd.cdna3.mfma(low, query[i][0][j], part)
+        part = gl.amd.cdna3.mfma(last, last_queries[i], part)
+        part = gl.amd.cdna3.mfma(low, query[i], part)
         scores += (part,)  # type: ignore[assignment]
     for i in gl.static_range(num_tiles(G)):
         lds.scores.slice(i * WAVES, WAVES).store(scores[i])
@@ -342,7 +246,7 @@ def _sum_of_scores(lds, block, kv_len, G: gl.constexpr, MASKED: gl.constexpr):
     """The scores of a block, [KEYS, HEADS], without qk_scale."""
     X: gl.constexpr = softmax_layout(G)
     halves = lds.scores.load(halves_layout(G))
-    _wait_for(halves, G.HEADS // 2)
+    wait_for(halves, G.HEADS // 2)
     halves = gl.reshape(halves, [num_tiles(G), 2, 2, HALF_KEYS, ROWS])
     scores = gl.reshape(gl.permute(gl.sum(halves, 2), (1, 2, 0, 3)), [KEYS, G.HEADS])
     scores = gl.convert_layout(scores, X, assert_trivial=True)
@@ -356,9 +260,8 @@ def _sum_of_scores(lds, block, kv_len, G: gl.constexpr, MASKED: gl.constexpr):
 def _weigh(lds, state, scores, qk_scale, DTYPE: gl.constexpr, G: gl.constexpr):
     """The state with a block's keys in all but acc; its weights and decays go to LDS."""
     T: gl.constexpr = total_layout(G)
-    of_scores = qk_scale[None, :] if is_coded(G.CODING.ENCODING) else qk_scale
     maximum = gl.maximum(state.maximum, gl.max(scores, 0) * qk_scale)
-    weights = gl.exp2(scores * of_scores - maximum[None, :])
+    weights = gl.exp2(scores * qk_scale - maximum[None, :])
     decay = gl.exp2(state.maximum - maximum)
     lds.weights.store(rounded(weights, DTYPE, G.UNITS.ROUNDS_PAIRS))
     lds.heads.store(decay)
@@ -379,17 +282,15 @@ def _of_heads(lds, G: gl.constexpr):
 
 
 @gluon.jit
-def _next_weights(lds, PART: gl.constexpr, TILE: gl.constexpr, G: gl.constexpr):
-    """Weights of a part of the keys, of two tiles of heads, read in this order, or of the only one: operands."""
+def _next_weights(lds, TILE: gl.constexpr, G: gl.constexpr):
+    """Weights of two tiles of heads, read in this order, or of the only one: operands."""
     operand: gl.constexpr = gl.DotOperandLayout(1, score_layout(G), 8)
-    KEYS_OF_PART: gl.constexpr = KEYS // num_parts(G)
-    L: gl.constexpr = gl.SliceLayout(0, weight_layout(KEYS_OF_PART))
+    L: gl.constexpr = gl.SliceLayout(0, weight_layout())
     found = ()
     for i in gl.static_range(2 if num_tiles(G) > 1 else 1):
         sched_barrier()
-        tile = lds.weights.slice((TILE + i) * ROWS, ROWS, dim=1)
-        weights = tile.slice(PART * KEYS_OF_PART, KEYS_OF_PART).load(L)
-        weights = weights[None, :, :].broadcast_to([WAVES, KEYS_OF_PART, ROWS])
+        weights = lds.weights.slice((TILE + i) * ROWS, ROWS, dim=1).load(L)
+        weights = weights[None, :, :].broadcast_to([WAVES, KEYS, ROWS])
         found += (gl.convert_layout(weights, operand, assert_trivial=True),)  # type: ignore[assignment]
     sched_barrier()
     return found
@@ -408,26 +309,23 @@ def _seen_values(values, block, kv_len, G: gl.constexpr):
 @gluon.jit
 def _add_values(lds, state, values, DTYPE: gl.constexpr, G: gl.constexpr):
     """Adds weighted values of a block to the accumulators, whose row 16 j + i of a wave is column 8 i + j."""
-    parts = _words_of_parts(values, G)
     # The numbers that are read last are waited for first, and so once for all.
-    weights = _next_weights(lds, 0, 0, G)
+    weights = _next_weights(lds, 0, G)
     decays = _of_heads(lds, G)
-    _wait_for(decays[-1], 1)
+    wait_for(decays[-1], 1)
     sums = ()
     for i in gl.static_range(num_tiles(G)):
         decay = decays[i].broadcast_to([WAVES, QUARTER, ROWS])
         (each,) = gl.map_elementwise(decayed, state.acc[i], decay, pack=QUARTER * ROWS // 64)
         sums += (each,)  # type: ignore[assignment]
-    for part in gl.static_range(num_parts(G)):
-        v = _values(parts[part], DTYPE, G)
-        acc = sums
-        sums = ()
-        for i in gl.static_range(num_tiles(G)):
-            if i % 2 == 0 and i + part > 0:  # the first ones are there
-                weights = _next_weights(lds, part, i, G)
-                _wait_for(weights[-1], 16 // num_parts(G))
-            sums += (gl.amd.cdna3.mfma(v, weights[i % 2], acc[i]),)  # type: ignore[assignment]
-    return Softmax(sums, state.maximum, state.total)
+    v = _values(values, DTYPE, G)
+    acc = ()
+    for i in gl.static_range(num_tiles(G)):
+        if i % 2 == 0 and i > 0:  # the first ones are there
+            weights = _next_weights(lds, i, G)
+            wait_for(weights[-1], 16)
+        acc += (gl.amd.cdna3.mfma(v, weights[i % 2], sums[i]),)  # type: ignore[assignment]
+    return Softmax(acc, state.maximum, state.total)
 
 
 @gluon.jit
@@ -457,14 +355,14 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     # The last block may be seen in part.
     middle = gl.minimum(end, kv_len // KEYS)
     for block in range(first, middle):
-        _wait_for(k_pages, 2)
+        wait_for(k_pages, 2)
         _store_scores(lds, query, keys, DTYPE, G)
         sched_barrier()
         keys = _load_keys(rows, k_pages, block + 1, G)
         sched_barrier()
         scores = _sum_of_scores(lds, block, kv_len, G, False)
         state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
-        _wait_for(v_pages, 16 // group_keys(G))
+        wait_for(v_pages, 16 // group_keys(G))
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
         k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)
@@ -490,9 +388,9 @@ def _columns_of_heads(acc):
 
 
 @gluon.jit
-def _store_tile(acc, inverse, to, token, first_head, num_heads, line, row, OF_TILE: gl.constexpr, is_whole):
+def _store_tile(acc, inverse, to, token, first_head, num_heads, line, OF_TILE: gl.constexpr, is_whole):
     """Stores the results or a part of a tile of heads, the first of which is OF_TILE."""
-    part = _columns_of_heads(acc * row)
+    part = _columns_of_heads(acc)
     L: gl.constexpr = part.type.layout
     # Computed here: the compiler would keep offsets that do not change from row to row in registers that there are not.
     head = here(OF_TILE + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)))[:, None]
@@ -506,18 +404,15 @@ def _store_tile(acc, inverse, to, token, first_head, num_heads, line, row, OF_TI
 
 
 @gluon.jit
-def store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, row, G: gl.constexpr):
-    """Stores the results of a row, or the program's part of a row that others share, for the heads of a program.
-
-    row: the scale of rows
-    """
+def store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, G: gl.constexpr):
+    """Stores the results of a row, or the program's part of a row that others share, for the heads of a program."""
     H: gl.constexpr = gl.SliceLayout(0, softmax_layout(G))
     maximum = state.maximum
     total = gl.convert_layout(gl.sum(state.total, 0), H)
     head = here(gl.arange(0, G.HEADS, layout=H))
     is_head = head < num_heads
     line = part * G.rows.Q_ROWS + first_head
-    lds.heads.store(row / total)
+    lds.heads.store(1.0 / total)
     if is_whole:
         if to.lse is not None:
             lse = to.lse.at + token * to.lse.token + (first_head + head).to(gl.int64) * to.lse.head
@@ -527,4 +422,4 @@ def store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, ro
         gl.store(to.sums + (line + head) * 2 + 1, total, mask=is_head)
     inverse = _of_heads(lds, G)
     for i in gl.static_range(num_tiles(G)):
-        _store_tile(state.acc[i], inverse[i], to, token, first_head, num_heads, line, row, i * ROWS, is_whole)
+        _store_tile(state.acc[i], inverse[i], to, token, first_head, num_heads, line, i * ROWS, is_whole)

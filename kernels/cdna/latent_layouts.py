@@ -5,7 +5,6 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cdna.codes import in_word
 from rocm_attn.kernels.cdna.latent_blocks import KEYS, REST, ROWS, V_DIM, WAVES, CdnaLatentGeometry
 
@@ -20,8 +19,8 @@ _WAVES = [[1, 0, 0], [2, 0, 0]]
 
 @constexpr_function
 def shares_rows(G: CdnaLatentGeometry) -> bool:
-    """True if waves share rows as this file says: with more than ROWS heads, and over codes."""
-    return bool(ROWS.value < G.HEADS or is_coded(G.CODING.ENCODING))
+    """True if waves share rows as this file says: with more than ROWS heads."""
+    return bool(ROWS.value < G.HEADS)
 
 
 @constexpr_function
@@ -38,19 +37,17 @@ def lane_elements(G: CdnaLatentGeometry) -> int:
 
 @constexpr_function
 def half_scores(G: CdnaLatentGeometry) -> gl.constexpr:
-    """The layout of halves of scores, [WAVES, KEYS / 2, ROWS]; a product of codes has 32 columns on both archs."""
-    depth = 32 if is_coded(G.CODING.ENCODING) else 2 * G.UNITS.DEPTH
+    """The layout of halves of scores, [WAVES, KEYS / 2, ROWS]."""
+    depth = 2 * G.UNITS.DEPTH
     return gl.amd.AMDMFMALayout(G.UNITS.VERSION, [16, 16, depth], transposed=False, warps_per_cta=[WAVES.value, 1, 1])
 
 
 @constexpr_function
 def key_words(words: int) -> gl.constexpr:
-    """Layout of K as it is loaded: 16 lanes have a key each; four times four words side by side, or two of the last
-    columns in codes."""
-    own = min(4, words // 4)
-    registers = [[0, 0, 1 << i] for i in range(own.bit_length() - 1)]
+    """Layout of K as it is loaded: 16 lanes have a key each; four times four words side by side."""
+    registers = [[0, 0, 1], [0, 0, 2]]
     more = [[0, 0, 16 << i] for i in range((words // 16).bit_length() - 1)]
-    lanes = [*_LANES, [0, 0, own], [0, 0, 2 * own]]
+    lanes = [*_LANES, [0, 0, 4], [0, 0, 8]]
     shape = [WAVES.value, HALF_KEYS.value, words]
     return gl.DistributedLinearLayout([*registers, *more, [0, 16, 0]], lanes, _WAVES, [], shape)
 
@@ -71,20 +68,6 @@ def value_words(G: CdnaLatentGeometry) -> gl.constexpr:
     lanes = [[0, 0, 0, own << i] for i in range(4)] + keys[3:5]
     shape = [WAVES.value, KEYS.value // group, group, 16 * own]
     return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0, 0], [2, 0, 0, 0]], [], shape)
-
-
-@constexpr_function
-def num_parts(G: CdnaLatentGeometry) -> int:
-    """Parts of a block's V, one after the other: there are no registers for the numbers of all of its codes."""
-    return 2 if is_coded(G.CODING.ENCODING) else 1
-
-
-@constexpr_function
-def two_keys() -> gl.constexpr:
-    """Layout of V's codes in a lane's registers: those of two keys, a product's neighbours, next to each other."""
-    registers = [[0, 1, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 2, 0], [0, 4, 0]]
-    lanes = [[0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 0, 64], [0, 8, 0], [0, 16, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, _WAVES, [], [WAVES.value, HALF_KEYS.value, QUARTER.value])
 
 
 @constexpr_function
@@ -112,11 +95,11 @@ def last_parts() -> gl.constexpr:
 
 
 @constexpr_function
-def weight_layout(keys: int) -> gl.constexpr:
-    """The layout of weights of a tile of heads as waves read them, [WAVES, keys, ROWS]: an operand."""
-    registers = [[0, 1, 0], [0, 2, 0], [0, 4, 0], *([[0, 32, 0]] if keys > 32 else [])]
+def weight_layout() -> gl.constexpr:
+    """The layout of weights of a tile of heads as waves read them, [WAVES, KEYS, ROWS]: an operand."""
+    registers = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 32, 0]]
     lanes = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 8, 0], [0, 16, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, _WAVES, [], [WAVES.value, keys, ROWS.value])
+    return gl.DistributedLinearLayout(registers, lanes, _WAVES, [], [WAVES.value, KEYS.value, ROWS.value])
 
 
 @constexpr_function
@@ -175,20 +158,3 @@ def weights_in_lds(G: CdnaLatentGeometry) -> gl.constexpr:
     """The keys of a head side by side."""
     bits = [[1 << i, 0] for i in range(6)] + _head_bits(G)
     return gl.PaddedSharedLayout([[KEYS.value, 8]], bits, [], [KEYS.value, G.HEADS])
-
-
-@constexpr_function
-def halves_in_lds(columns: int) -> gl.constexpr:
-    """Halves of codes of a tile's q, [2, ROWS, columns]."""
-    bits = [*([0, 0, 1 << i] for i in range(columns.bit_length() - 1)), *_LANES, [1, 0, 0]]
-    return gl.PaddedSharedLayout([[columns, 16]], bits, [], [2, ROWS.value, columns])
-
-
-@constexpr_function
-def halves_of_waves(columns: int, lane: int) -> gl.constexpr:
-    """The layout of halves as waves read them, [2, 2, ROWS, columns]: wave 2 i + j has half j."""
-    own = [[0, 0, 0, 1 << i] for i in range(lane.bit_length() - 1)]
-    more = [[0, 0, 0, 4 * lane << i] for i in range((columns // (4 * lane)).bit_length() - 1)]
-    lanes = [*([0, 0, 1 << i, 0] for i in range(4)), [0, 0, 0, lane], [0, 0, 0, 2 * lane]]
-    shape = [2, 2, ROWS.value, columns]
-    return gl.DistributedLinearLayout([*own, *more], lanes, [[0, 1, 0, 0], [1, 0, 0, 0]], [], shape)

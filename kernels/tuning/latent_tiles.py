@@ -185,12 +185,19 @@ CDNA_LATENT_TILES = (
     LatentTiles(query_rows=32, key_block=64, num_warps=4, num_stages=1),
     LatentTiles(query_rows=64, key_block=64, num_warps=4, num_stages=1),
 )
+# The same over codes (latent_codes.py): waves have 32 keys each, or with 64 heads half of the heads.
+CDNA_LATENT_CODE_TILES = (
+    LatentTiles(query_rows=16, key_block=128, num_warps=4, num_stages=1),
+    LatentTiles(query_rows=32, key_block=128, num_warps=4, num_stages=1),
+    LatentTiles(query_rows=64, key_block=64, num_warps=4, num_stages=1),
+)
 
 
-def cdna_latent_tiles(num_heads: int, page_size: int) -> LatentTiles:
+def cdna_latent_tiles(num_heads: int, page_size: int, *, is_coded: bool) -> LatentTiles:
     """The tiles of latent decode on CDNA: the first that hold all heads, or the last. A program of 64 heads has no
     registers for the numbers of pages that hold fewer than eight tokens in a row."""
-    serving = CDNA_LATENT_TILES[: 3 if page_size % 8 == 0 else 2]
+    tiles = CDNA_LATENT_CODE_TILES if is_coded else CDNA_LATENT_TILES
+    serving = tiles[: 3 if page_size % 8 == 0 else 2]
     return next((tiles for tiles in serving if num_heads <= tiles.query_rows), serving[-1])
 
 

@@ -75,6 +75,6 @@ def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CdnaLatentD
             "tiles of triton.latent_decode were measured for this layer on such a GPU; those of "
             "triton.cdna_latent_decode were not"
         )
-    tiles = cdna_latent_tiles(problem.num_q_heads, problem.page_size)
+    tiles = cdna_latent_tiles(problem.num_q_heads, problem.page_size, is_coded=encoding.is_fp8)
     cut = cut_of_latents(tiles, problem, target)
     return CdnaLatentDecode(problem, scores_of(problem), tiles, cut, target.arch)

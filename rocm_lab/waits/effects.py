@@ -96,8 +96,9 @@ def _effects(instruction: Instruction) -> Effects:
     if name in scalar.BUILDERS or name in _SET_A_BIT:
         return _scalar(instruction)
     if name in matrix.BUILDERS:
-        result, a, b, c = (registers_of(token) for token in instruction.operands[:4])
-        return Effects(Unit.MATRIX, a | b | c, result, sources=a | b, third=c)
+        result, a, b, c, *scales = (registers_of(token) for token in instruction.operands)
+        sources = _union([a, b, *scales])
+        return Effects(Unit.MATRIX, sources | c, result, sources=sources, third=c)
     if name.startswith("s_load_dword") and name in global_memory.BUILDERS:
         destination, *rest = (registers_of(token) for token in instruction.operands)
         return Effects(Unit.SCALAR_MEMORY, _union(rest), destination)

@@ -70,7 +70,7 @@ class Facts:
     @cached_property
     def passes(self) -> int:
         """Passes of a matrix instruction. Raises UnknownInstruction."""
-        passes = _PASSES.get(self.name.removeprefix("v_mfma_f32_"))
+        passes = _PASSES.get(self.name.removeprefix("v_mfma_").removeprefix("scale_").removeprefix("f32_"))
         if passes is None or "cbsz" in self.instruction.modifiers or "blgp" in self.instruction.modifiers:
             raise UnknownInstruction(f"the passes of {self.instruction.text!r}")
         return passes

@@ -1,6 +1,7 @@
 """Loads from LDS and stores to it; ISA chapter 11 "Data Share Operations" and section 12.13 (DS).
 
-ds_read_b64_tr_b16 is new with gfx950: a transposing load, "AMD Instinct CDNA4 Instruction Set Architecture" 11.4.
+ds_read_b64_tr_b16 and _tr_b8 are new with gfx950: transposing loads, "AMD Instinct CDNA4 Instruction Set Architecture"
+11.4.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def _kind(instruction: Instruction) -> tuple[str, bool]:
 
 
 def _load_transposed(context: Context, instruction: Instruction) -> Step:
-    """Per 16 lanes, element j of lane i: element i % 4 of the data at the address of lane i // 4 + 4 j."""
+    """Per 16 lanes, element j of lane i: with n elements of a lane, 4 or 8, element i % n of the data at the address of
+    lane i // n + 16 / n j."""
     if context.arch != "gfx950":
         raise UnknownInstruction(f"{instruction.name} on {context.arch}")
     core: Core = context.core
@@ -98,13 +100,16 @@ def _load_transposed(context: Context, instruction: Instruction) -> Step:
     offset = instruction.number("offset")
     index = vector_register(instruction.operands[0]).index
     address = core.vector[vector_register(instruction.operands[1]).index]
-    lane, element = np.arange(16)[:, None], np.arange(4)[None]
+    dtype = np.uint16 if instruction.name.endswith("b16") else np.uint8
+    num = 8 // np.dtype(dtype).itemsize
+    lane, element = np.arange(16)[:, None], np.arange(num)[None]
 
     def step() -> None:
         if not core.all_active:
             raise UnknownInstruction(f"{instruction.name} with inactive lanes")
-        loaded = core.lds.load(address.astype(I64) + offset, 8, core.wave_number).view(np.uint16).reshape(4, 16, 4)
-        turned = np.ascontiguousarray(loaded[:, lane // 4 + 4 * element, lane % 4]).reshape(64, 4).view(U32)
+        loaded = core.lds.load(address.astype(I64) + offset, 8, core.wave_number).view(dtype).reshape(4, 16, num)
+        chosen = loaded[:, lane // num + 16 // num * element, lane % num]
+        turned = np.ascontiguousarray(chosen).reshape(64, num).view(U32)
         core.vector[index : index + 2] = turned.T
 
     return step
@@ -124,5 +129,5 @@ _STORES = [
 BUILDERS: dict[str, Builder] = {
     **dict.fromkeys(_LOADS, _load),
     **dict.fromkeys(_STORES, _store),
-    "ds_read_b64_tr_b16": _load_transposed,
+    **dict.fromkeys(("ds_read_b64_tr_b16", "ds_read_b64_tr_b8"), _load_transposed),
 }

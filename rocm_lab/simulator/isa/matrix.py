@@ -3,7 +3,9 @@
 With M x M results and K products each: lane l holds K / (64 / M) consecutive values of row l % M of A, and likewise of
 column l % M of B, from k = (l / M) * K / (64 / M) on. Register i of D and C in lane l is column l % M and row
 4 (l / 16) + i for M = 16, 8 (i / 4) + 4 (l / 32) + i % 4 for M = 32. EXEC is ignored. "f8f6f4" without modifiers
-has two matrices of "fp8".
+has two matrices of "fp8". Its form with scales has two more operands: a byte of lane l, which bits of op_sel (1) and
+op_sel_hi (2) choose, is the exponent, biased by 127, of a power of two for the values of A, or B, that lane l holds;
+255 is NaN (CDNA4 ISA 7.4, and the formats of OCP MX).
 
 Products are summed in float32 in NumPy's order; hardware's order and internal width are not documented.
 """
@@ -58,9 +60,25 @@ def _result_rows(size: int) -> Array:
 
 
 def _multiply(context: Context, instruction: Instruction) -> Step:
-    core = context.core
     instruction.allow()
-    found = re.fullmatch(r"v_mfma_f32_(\d+)x\d+x(\d+)_(\w+)", instruction.name)
+    return _product(context, instruction, instruction.name.removeprefix("v_mfma_"), scales=())
+
+
+def _multiply_scaled(context: Context, instruction: Instruction) -> Step:
+    instruction.allow("op_sel", "op_sel_hi")
+    if "op_sel_hi" not in instruction.modifiers:
+        raise UnknownInstruction(f"the default op_sel_hi of {instruction.text!r}")
+    chosen = zip(instruction.bits("op_sel", (0, 0, 0)), instruction.bits("op_sel_hi", ()), strict=True)
+    scales = tuple(
+        (context.core.vector[vector_register(token).index], low + 2 * high)
+        for token, (low, high) in zip(instruction.operands[4:6], chosen, strict=False)
+    )
+    return _product(context, instruction, instruction.name.removeprefix("v_mfma_scale_"), scales)
+
+
+def _product(context: Context, instruction: Instruction, shape: str, scales: tuple[tuple[Array, int], ...]) -> Step:
+    core = context.core
+    found = re.fullmatch(r"f32_(\d+)x\d+x(\d+)_(\w+)", shape)
     assert found is not None
     if instruction.name.endswith(_GFX950_ONLY) and context.arch != "gfx950":
         raise UnknownInstruction(f"{instruction.name} on {context.arch}")
@@ -72,8 +90,10 @@ def _multiply(context: Context, instruction: Instruction) -> Step:
     into = core.vector[result.index : result.index + result.count].view(F32)
 
     def step() -> None:
-        product = _matrix(core, a, size, depth, decode) @ _matrix(core, b, size, depth, decode).T
-        into[:] = product[rows, columns] + read_c()
+        sources = [_matrix(core, each, size, depth, decode) for each in (a, b)]
+        for source, (scale, byte) in zip(sources, scales, strict=bool(scales)):
+            source *= _powers(scale >> np.uint32(8 * byte), size, depth)
+        into[:] = (sources[0] @ sources[1].T)[rows, columns] + read_c()
 
     return step
 
@@ -86,6 +106,13 @@ def _matrix(core: Core, found: Register, size: int, depth: int, decode: Callable
     return values.reshape(groups, size, depth // groups).transpose(1, 0, 2).reshape(size, depth)
 
 
+def _powers(scale: Array, size: int, depth: int) -> Array:
+    """float32 [size, depth]: the powers of two of _matrix's values, from each lane's scale."""
+    exponent = (scale & 0xFF).astype(np.int32)
+    power = np.where(exponent == 255, np.nan, np.ldexp(np.ones(LANES), exponent - 127)).astype(F32)
+    return np.repeat(power.reshape(LANES // size, size).T, depth * size // LANES, axis=1)
+
+
 def _accumulator(core: Core, token: str) -> Callable[[], Array]:
     found = register(token)
     if found is None:
@@ -96,5 +123,11 @@ def _accumulator(core: Core, token: str) -> Callable[[], Array]:
 
 
 BUILDERS: dict[str, Builder] = {
-    f"v_mfma_f32_{size}x{size}x{depth}_{kind}": _multiply for kind, shapes in _SHAPES for size, depth in shapes
+    **{f"v_mfma_f32_{size}x{size}x{depth}_{kind}": _multiply for kind, shapes in _SHAPES for size, depth in shapes},
+    **{
+        f"v_mfma_scale_f32_{size}x{size}x{depth}_{kind}": _multiply_scaled
+        for kind, shapes in _SHAPES
+        for size, depth in shapes
+        if kind == "f8f6f4"
+    },
 }

@@ -70,7 +70,8 @@ def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cu
 
 def launch_cdna_latent(arch: str, tensors: Tensors, compute_units: int = 3) -> None:
     """Runs schedule, decode and merge, with scratch memory of NaN or garbage."""
-    tiles = cdna_latent_tiles(tensors.q.shape[1], tensors.case.page_size)
+    case = tensors.case
+    tiles = cdna_latent_tiles(tensors.q.shape[1], case.page_size, is_coded=case.kv is not None)
     args, cut = latent_decode_args(tensors, tiles, compute_units=compute_units)
     launch_decode_schedule(tensors.queries, args.schedule, cut)
     launch_cdna_latent_decode(args, arch=arch, scores=tensors.scores, cut=cut)

@@ -226,7 +226,7 @@ def latent_line(arch: str, layer: Latents) -> str:
     """The line of a layer over latent pages: what a KiB of rows takes."""
     kernel = compiled_latents(arch, layer)
     of_layer = f"{arch}, {'E4M3' if layer.is_coded else 'bfloat16'}, {layer.num_heads} query heads"
-    return f"| {of_layer} | {traffic_cells(latent_traffic(kernel), read_amd_code(kernel).waves_per_simd)} |\n"
+    return f"| {of_layer} | {traffic_cells(latent_traffic(kernel, layer), read_amd_code(kernel).waves_per_simd)} |\n"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from rocm_attn.kernels.cdna import latent, latent_blocks, latent_heads
+from rocm_attn.kernels.cdna import latent, latent_blocks, latent_codes, latent_heads
 from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
 from tests.amd.kernels import cdna_latent_cases
 from tests.amd.kernels.attention_cases import build
@@ -39,6 +39,11 @@ HEADS, LONG_HEADS, BLOCKS = (
 def codes(arch: str) -> Simulation:
     """Scores that differ much over codes."""
     return run_latents(arch, coded(replace(SMALL, steep=16.0, spread=False), arch))
+
+
+def long_codes(arch: str) -> Simulation:
+    """A row of many blocks over codes, whose scores rise."""
+    return run_latents(arch, cdna_latent_cases.cases_of(arch)["codes_of_4_tiles"])
 
 
 def at_the_tables_end(arch: str) -> Simulation:
@@ -178,12 +183,42 @@ _MISTAKES: dict[str, tuple[ModuleType, str, str, Callable[[str], Simulation]]] =
         with_room_for_more_heads,
     ),
     "codes_lack_the_last_bits_of_q": (
-        latent_heads,
-        "others.to(gl.uint8, bitcast=True)",
-        "others.to(gl.uint8, bitcast=True) & 0",
+        latent_codes,
+        "codes.store(parts[i].to(gl.uint8, bitcast=True))",
+        "codes.store(parts[i].to(gl.uint8, bitcast=True) * (1 - i))",
         codes,
     ),
-    "codes_lack_their_scale": (latent_heads, "lds.heads.store(row / total)", "lds.heads.store(1.0 / total)", codes),
+    "codes_lack_the_last_bits_of_weights": (
+        latent_codes,
+        "lds.weights[i].store(codes[i].to(gl.uint8, bitcast=True))",
+        "lds.weights[i].store(codes[i].to(gl.uint8, bitcast=True) * (1 - i))",
+        codes,
+    ),
+    "scores_over_codes_are_not_masked": (
+        latent_codes,
+        'scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))',
+        "scores = scores",
+        codes,
+    ),
+    "the_sum_over_codes_keeps_an_old_base": (
+        latent_codes,
+        "total = state.total * gl.convert_layout(decay, T, assert_trivial=True)[None, :]",
+        "total = state.total",
+        long_codes,
+    ),
+    "values_over_codes_are_those_before": (
+        latent_codes,
+        "v_pages = _pages_of(rows, _read_groups(rows, block + 2, G), G)",
+        "v_pages = _pages_of(rows, _read_groups(rows, block + 1, G), G)",
+        long_codes,
+    ),
+    "keys_over_codes_are_those_before": (
+        latent_codes,
+        "k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)",
+        "k_pages = _pages_of(rows, _read_keys(rows, block + 1, G), G)",
+        long_codes,
+    ),
+    "codes_lack_their_scale": (latent_codes, "lds.heads.store(row / total)", "lds.heads.store(1.0 / total)", codes),
     "an_empty_row_keeps_what_was_there": (latent, "(kv_len == 0) & (done == 0)", "(kv_len == 0) & (done == 1)", LONG),
 }
 MISTAKES = {

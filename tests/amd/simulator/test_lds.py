@@ -67,19 +67,21 @@ def test_parts_of_words() -> None:
     assert found == [0x99887744, 0x99, 0xFFFF9988, 0x1122, 0x99885555]
 
 
-def test_a_transposing_read_turns_tiles_of_16_lanes() -> None:
-    """Sixteen lanes point at 4 x 16 bytes of four rows; each then holds a column of four elements."""
-    elements = RANDOM.permutation(256).astype(np.uint16)
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint8])
+def test_a_transposing_read_turns_tiles_of_16_lanes(dtype: type[np.uint16 | np.uint8]) -> None:
+    """Sixteen lanes point at rows of 16 elements, 4 of them or 8; each then holds a column."""
+    bits = 8 * np.dtype(dtype).itemsize
+    elements = RANDOM.integers(0, 1 << bits, 64 * 64 // bits).astype(dtype)
     words = elements.view(np.uint32).reshape(64, 2)
     core = execute(
         "ds_write_b64 v0, v[2:3]",
-        "ds_read_b64_tr_b16 v[4:5], v0",
+        f"ds_read_b64_tr_b{bits} v[4:5], v0",
         vector={0: LANE * 8, 2: words[:, 0], 3: words[:, 1]},
         lds_bytes=512,
     )
-    tiles = elements.reshape(4, 4, 16)  # [tile, row, column]
+    tiles = elements.reshape(4, 64 // bits, 16)  # [tile, row, column]
     for lane in range(64):
-        held = core.vector[4:6, lane].copy().view(np.uint16)
+        held = core.vector[4:6, lane].copy().view(dtype)
         assert held.tolist() == tiles[lane // 16, :, lane % 16].tolist()
 
 

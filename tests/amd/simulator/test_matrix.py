@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.simulator.snippet import execute, floats
 
 SHAPES = {
@@ -71,3 +72,40 @@ def test_products_ignore_exec_and_reach_accumulation_registers() -> None:
     core = execute("v_mfma_f32_16x16x4_f32 a[4:7], v0, v1, 1.0", vector={0: ones, 1: ones}, exec_mask=1)
     for index in range(4):
         assert set(floats(core, 256 + 4 + index).tolist()) == {5.0}
+
+
+@pytest.mark.parametrize(("bits", "shift"), [("[0,0,0]", 0), ("[0,0,0] op_sel:[0,1,0]", 8), ("[0,1,0]", 16)])
+@pytest.mark.parametrize("shape", ["32x32x64", "16x16x128"])
+def test_scales_are_powers_of_two_of_a_lanes_values(shape: str, bits: str, shift: int) -> None:
+    size, depth = int(shape[:2]), int(shape.rpartition("x")[2])
+    generator = torch.Generator().manual_seed(1)
+    lanes = 64 // size
+    a, b = (torch.randn(size, depth, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    exponents = torch.randint(120, 135, (2, lanes, size), generator=generator)
+    vector = {index: np.zeros(64, np.uint32) for index in range(64)}
+    for first, matrix in ((32, a), (40, b)):
+        words = matrix.view(size, lanes, depth // lanes).transpose(0, 1).reshape(64, -1).contiguous().view(torch.int32)
+        for index in range(words.shape[1]):
+            vector[first + index] = words[:, index].numpy().view(np.uint32)
+    for register, each, place in zip((50, 51), exponents, (0, shift), strict=True):
+        vector[register] = (each.flatten().numpy() << place).astype(np.uint32)
+    last = size * size // 64 - 1
+    line = f"v_mfma_scale_f32_{shape}_f8f6f4 v[0:{last}], v[32:39], v[40:47], 0, v50, v51 op_sel_hi:{bits}"
+    core = execute(line, vector=vector, arch="gfx950")
+    scaled = [
+        matrix.double().view(size, lanes, -1) * 2.0 ** (each.T[:, :, None].double() - 127)
+        for matrix, each in zip((a, b), exponents, strict=True)
+    ]
+    expected = scaled[0].flatten(1) @ scaled[1].flatten(1).T
+    found = torch.empty(size, size, dtype=torch.float64)
+    for row in range(size):
+        for column in range(size):
+            index, lane = result_place(size, row, column)
+            found[row, column] = float(floats(core, index)[lane])
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+
+
+def test_scales_without_their_bytes_are_refused() -> None:
+    line = "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[8:15], v[16:23], 0, v24, v25"
+    with pytest.raises(UnknownInstruction, match="op_sel_hi"):
+        execute(line, vector={}, arch="gfx950")

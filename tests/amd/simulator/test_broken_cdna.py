@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.kernels.cache.page_format import Scales
-from rocm_attn.kernels.cdna import decode, extend, extend_steps, key_blocks
+from rocm_attn.kernels.cdna import codes, decode, extend, extend_steps, key_blocks
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.launcher import ARCHS, Simulation
@@ -86,20 +86,6 @@ IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Excep
         AssertionError,
         "Tensor-likes are not close",
     ),
-    "the_last_code_of_a_word_is_the_one_before": (
-        "(halves >> 8).to(gl.uint8)",
-        "halves.to(gl.uint8)",
-        _coded_decode,
-        AssertionError,
-        "Tensor-likes are not close",
-    ),
-    "a_number_is_one_code": (
-        "numbers -= first",
-        "numbers -= numbers",
-        _coded_decode,
-        AssertionError,
-        "Tensor-likes are not close",
-    ),
     "small_weights_are_relative_to_a_large_one": (
         "gl.maximum(top, largest - _MOST_BELOW)",
         "largest",
@@ -170,6 +156,11 @@ IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Excep
         SimulationFault,
         f"{STRAYS}|out of range: it wrapped around",
     ),
+}
+# Name of a mistake -> text of codes.py, and its replacement.
+IN_CODES = {
+    "the_last_code_of_a_word_is_the_one_before": ("(elements >> 8).to(gl.uint8)", "elements.to(gl.uint8)"),
+    "a_number_is_one_code": ("numbers -= first", "numbers -= numbers"),
 }
 # The same for extend.py, or of it for extend_steps.py.
 SHORT_EXTEND, PLAIN_EXTEND, STEEP_EXTEND = (
@@ -252,15 +243,29 @@ MISTAKES = {
             run,
             Exception,
             f"nan|not close|{STRAYS}|race",
-            launched_from=None if module is extend else extend,
+            importers=[] if module is extend else [extend],
         )
         for name, (module, right, wrong, run) in IN_EXTEND.items()
     },
     **{
         name: Mistake(
-            key_blocks, right, wrong, "launch_cdna_decode", cdna_cases, run, notices, says, launched_from=decode
+            key_blocks, right, wrong, "launch_cdna_decode", cdna_cases, run, notices, says, importers=[decode]
         )
         for name, (right, wrong, run, notices, says) in IN_KEY_BLOCKS.items()
+    },
+    **{
+        name: Mistake(
+            codes,
+            right,
+            wrong,
+            "launch_cdna_decode",
+            cdna_cases,
+            _coded_decode,
+            AssertionError,
+            "Tensor-likes are not close",
+            importers=[key_blocks, decode],
+        )
+        for name, (right, wrong) in IN_CODES.items()
     },
     "values_have_no_scale": Mistake(
         decode,

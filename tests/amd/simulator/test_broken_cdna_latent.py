@@ -231,7 +231,7 @@ MISTAKES = {
         run,
         Exception,
         WRONG,
-        launched_from=None if module is latent else latent,
+        importers=[] if module is latent else [latent],
     )
     for name, (module, right, wrong, run) in _MISTAKES.items()
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +34,7 @@ class Mistake:
     right, wrong:  text of the file, and its replacement
     launcher:      name of the launcher; used_by is the module that the run takes it from
     says:          part of the message, as a regular expression
-    launched_from: the file of the launcher, which imports the module; None: the module itself
+    importers:     the files from one that imports the module to that of the launcher, each imported by the next one
     """
 
     module: ModuleType
@@ -45,7 +45,7 @@ class Mistake:
     run: Callable[[str], Simulation]
     notices: type[Exception]
     says: str
-    launched_from: ModuleType | None = None
+    importers: Sequence[ModuleType] = ()
 
 
 def small_step(*, is_large: bool) -> Callable[[str], Simulation]:
@@ -74,7 +74,7 @@ MISTAKES = {
         small_step(is_large=True),
         SimulationFault,
         STRAYS,
-        launched_from=extend,
+        importers=[extend],
     ),
     "the_store_multiplies_slots_in_32_bits": Mistake(
         store,
@@ -105,7 +105,7 @@ MISTAKES = {
         small_step(is_large=False),
         AssertionError,
         "nan",
-        launched_from=extend,
+        importers=[extend],
     ),
     "decode_looks_past_the_end_of_the_table": Mistake(
         decode,
@@ -154,15 +154,13 @@ def broken_copy(mistake: Mistake, folder: Path, monkeypatch: pytest.MonkeyPatch)
     """The launcher's module, imported from a file with the mistake in it, or from one that imports such a file."""
     source = source_of(mistake.module)
     assert source.count(mistake.right) == 1, f"{mistake.right!r} is not in {mistake.module.__name__} once"
-    broken = import_copy(mistake.module, source.replace(mistake.right, mistake.wrong), folder)
-    if mistake.launched_from is None:
-        return broken
-    monkeypatch.setitem(sys.modules, broken.__name__, broken)
-    source, name = source_of(mistake.launched_from), mistake.module.__name__
-    assert source.count(f"from {name} import") == 1
-    return import_copy(
-        mistake.launched_from, source.replace(f"from {name} import", f"from {broken.__name__} import"), folder
-    )
+    module, broken = mistake.module, import_copy(mistake.module, source.replace(mistake.right, mistake.wrong), folder)
+    for importer in mistake.importers:
+        monkeypatch.setitem(sys.modules, broken.__name__, broken)
+        source, own = source_of(importer), f"from {module.__name__} import"
+        assert source.count(own) == 1
+        module, broken = importer, import_copy(importer, source.replace(own, f"from {broken.__name__} import"), folder)
+    return broken
 
 
 def source_of(module: ModuleType) -> str:
@@ -200,7 +198,7 @@ def import_copy(module: ModuleType, source: str, folder: Path) -> ModuleType:
 )
 def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = broken_copy(mistake, tmp_path, monkeypatch)
-    original = getattr(mistake.launched_from or mistake.module, mistake.launcher)
+    original = getattr([mistake.module, *mistake.importers][-1], mistake.launcher)
     for name, value in vars(mistake.used_by).items():
         if value is original:
             monkeypatch.setattr(mistake.used_by, name, getattr(broken, mistake.launcher))

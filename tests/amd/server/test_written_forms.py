@@ -206,6 +206,7 @@ EXAMPLES = [
             )),
             ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
             ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
+            ("qwen3_coder", QWEN_XML.partition("Oslo")[0]),
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),
             ("minimax_m2", "<minimax:tool_call>\n<invoke>"),
@@ -214,10 +215,12 @@ EXAMPLES = [
             ("deepseek_v31", DEEPSEEK_3),
             ("mistral", "[TOOL_CALLS]get_weather" + "x" * 300 + "[ARGS]{}"),
             ("mistral", "[TOOL_CALLS]f" + " " * 300 + "[ARGS]{}"),
+            ("mistral_v3", "[TOOL_CALLS] [7]"),
             ("openai", "It goes to=functions.launch"),
             ("pythonic", "[f(open('x'))]"),
             ("pythonic", "[f(a=open('x'))]"),
             ("pythonic", "[f(**{'a': 1})]"),
+            ("pythonic", "[a.f(x=1)]"),
             ("pythonic", "[f(a=b'x')]"),
             ("pythonic", "[f(a=1e999)]"),
             ("pythonic", "[" * 400 + "]" * 400),
@@ -365,6 +368,8 @@ def test_a_template_that_no_form_fits_or_that_ignores_tools_is_refused() -> None
     ):
         with pytest.raises(BadRequest, match=says):
             require_tools(ChatTemplate(template))
+    with pytest.raises(BadRequest, match=r"cannot write a function call \(.*no calls here"):
+        form_of(ChatTemplate(TEMPLATE.replace("CALL", "{{ raise_exception('no calls here') }}")))
 
 
 @pytest.mark.parametrize(
@@ -420,6 +425,10 @@ def test_a_required_call_is_held_to_the_form_and_the_schema(example: Example, as
     constraint = calls_only(form, TOOLS, ours.special_mark, several=True)
     text = example.text.removesuffix("<|call|>")
     assert accepts(constraint, text, ours)
+    only_one = calls_only(form, TOOLS, ours.special_mark, several=False)
+    assert accepts(only_one, text, ours) == (len(example.calls) == 1)
+    assert not accepts(only_one, text + text, ours)
+    assert accepts(constraint, f"{text}\n{text}", ours) == (not form.is_list and not form.is_only)
     assert not accepts(constraint, text.replace("3", '"x"'), ours)
     assert not accepts(constraint, f"Well. {text}", ours)
     assert not accepts(constraint, text.replace("get_weather", "launch"), ours)

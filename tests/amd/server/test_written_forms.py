@@ -116,6 +116,25 @@ EXAMPLES = [
         "</parameter>\n<parameter=rain>\nTrue\n</parameter>\n</function>\n</tool_call>",
         [("get_weather", {"city": "3\nlines\n", "hours": [1, 2], "rain": True})],
     ),
+    # A text that looks like a number is one where the schema allows one.
+    Example(
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n" + "".join(f"<parameter={key}>\n3\n</parameter>\n" for key in "abcdef")
+        + "</function>\n</tool_call>",
+        [("f", {"a": "3", "b": "3", "c": 3, "d": "3", "e": 3, "f": 3})],
+        functions={
+            "f": {
+                "properties": {
+                    "a": {"type": "string"},
+                    "b": {"enum": ["C", "3"]},
+                    "c": {"type": ["number", "string"]},
+                    "d": {"type": ["boolean", "string"]},
+                    "e": {"enum": "no list"},
+                }
+            }
+        },
+    ),
+    Example("qwen3_coder", QWEN_XML, OSLO, functions={"get_weather": {"properties": ["no object"]}}),
     Example("glm45", f"\n<think>Hm.</think>\nI look.\n{GLM}", OSLO, "I look.", "Hm.", "glm45"),
     Example("glm45", f"<think>Hm.\n{GLM}", OSLO, "", "Hm.", "glm45"),
     Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),

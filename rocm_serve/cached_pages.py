@@ -79,8 +79,7 @@ class CachedPages:
         if before == NO_PAGE or following == NO_PAGE:
             return
         self._next[last], self._last[following] = following, last
-        if self._first_after[before] == page:
-            self._first_after[before] = NO_PAGE if following == page else following
+        self._first_after[before] = NO_PAGE if following == page else following
         self._next[page] = self._last[page] = NO_PAGE
 
     def move_after(self, old: int, new: int) -> None:

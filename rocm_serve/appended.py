@@ -39,8 +39,6 @@ def appended_of(sequence: Sequence, pick: Pick) -> AppendedTokens:
     first = len(sequence.token_ids)
     if isinstance(pick, BadLogits):
         return AppendedTokens((), "error", first)
-    if first + len(pick) < sequence.most_tokens and sequence.stops.isdisjoint(pick):
-        return AppendedTokens(tuple(pick), None, first)
     for num, token in enumerate(pick, 1):
         if token in sequence.stops:
             return AppendedTokens(tuple(pick[:num]), "stop", first)

@@ -76,11 +76,10 @@ class CachedPages:
         """Takes a page from among those after the page before it, which it has no longer."""
         before, self.before[page] = self.before[page], NO_PAGE
         following, last = self._next[page], self._last[page]
-        if before == NO_PAGE or following == NO_PAGE:
+        if following == NO_PAGE:  # it is not among any
             return
         self._next[last], self._last[following] = following, last
-        if self._first_after[before] == page:
-            self._first_after[before] = NO_PAGE if following == page else following
+        self._first_after[before] = NO_PAGE if following == page else following
         self._next[page] = self._last[page] = NO_PAGE
 
     def move_after(self, old: int, new: int) -> None:

@@ -118,16 +118,10 @@ class PrefixCache:
         self._has_states, self._spacing = not table.states.is_empty, table.states.spacing
         self._step = 0
         self._right_until = 0
-        self._has_rows = False
 
     def __len__(self) -> int:
         """Number of pages that can be found, or could be once their steps are known to be free of faults."""
         return len(self._pages)
-
-    @property
-    def has_rows(self) -> bool:
-        """True if a row has been admitted whose pages are entered."""
-        return self._has_rows
 
     @property
     def has_windows(self) -> bool:
@@ -145,7 +139,7 @@ class PrefixCache:
 
     def num_held(self, space: int, pages: Sequence[int]) -> int:
         """Number of these pages that rows hold. space: likewise; pages: of find()"""
-        return int(np.count_nonzero(self._columns.num_rows[space].take(pages) > 0)) if pages else 0
+        return int(np.count_nonzero(self._columns.num_rows[space].take(pages) > 0))
 
     def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[int]:
         """The pages of the longest cached prefix, without the last token, which is always computed."""
@@ -175,7 +169,6 @@ class PrefixCache:
 
     def admit(self, row: CachedRow, found: Sequence[int]) -> int:
         """Admits a row of the table that begins with the pages that were found; returns its number."""
-        self._has_rows = self._has_rows or row.is_cached
         columns, start = self._columns, len(found) * self._page_size
         number = self._table.kept.admit_over(columns.kept_id[found], start) if found else self._table.admit()
         row.pages, row.newest_state = list(found), NO_PAGE

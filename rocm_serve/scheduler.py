@@ -312,8 +312,6 @@ class Scheduler:
 
         This happens at once, before the next step's windows have moved on.
         """
-        if not self._cache.has_rows:
-            return
         completed = step.batch.kv_len % self._table.page_size < step.batch.q_len
         # Rejected drafts may have completed some of these; num_stored does not count them.
         sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
@@ -325,8 +323,6 @@ class Scheduler:
 
     def _enter_accepted(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
         """Likewise, after a step has verified drafts of these sequences. appended: per sequence of step.picking"""
-        if not self._cache.has_rows:
-            return
         page_size = self._table.page_size
         completed = [
             each

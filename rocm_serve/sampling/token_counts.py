@@ -82,8 +82,8 @@ class TokenCounts:
             return
         prompts: list[npt.NDArray[np.int64]] = []
         for text in texts:
-            held = self._rows.pop(text.number, None)
-            row = held.row if held is not None else self._free_row()
+            self._rows.pop(text.number, None)
+            row = self._free_row()
             self._rows[text.number] = _Row(row, text.num_prompt)
             in_prompt = np.bincount(np.array(text.token_ids[: text.num_prompt], np.int64))
             prompts.append(np.flatnonzero(in_prompt) + row * self._vocab)

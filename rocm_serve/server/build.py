@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from pathlib import Path
 
-import rocm_serve
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS, version_of
 
 # Label -> the distributions that may bring it, the first one that is installed.
@@ -32,25 +30,9 @@ def _version(names: tuple[str, ...]) -> str:
 
 
 def _commit() -> str:
-    """Returns the commit that was installed by its URL, or the one that is checked out where the package lies."""
+    """Returns the commit that was installed by its URL; empty if another source was installed."""
     try:
         installed = importlib.metadata.distribution("rocm-serve").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         installed = None
-    commit = json.loads(installed or "{}").get("vcs_info", {}).get("commit_id", "")
-    return str(commit) or _checked_out(Path(rocm_serve.__file__).parents[1] / ".git")
-
-
-def _checked_out(git: Path) -> str:
-    """Returns the commit of a checkout's HEAD; empty if it cannot be read. git: the folder .git"""
-    try:
-        head = (git / "HEAD").read_text().strip()
-        if not head.startswith("ref: "):
-            return head
-        name = head.removeprefix("ref: ")
-        if (git / name).exists():
-            return (git / name).read_text().strip()
-        packed = (line.split() for line in (git / "packed-refs").read_text().splitlines())
-        return next((line[0] for line in packed if line[1:] == [name]), "")
-    except OSError:
-        return ""
+    return str(json.loads(installed or "{}").get("vcs_info", {}).get("commit_id", ""))

@@ -174,9 +174,9 @@ class AnswerReader:
     def _tell(self, end: int, *, as_thought: bool = False) -> None:
         """Returns the held text up to a place as what it is, not as a call."""
         text, self._held, self._at = self._held[:end], self._held[end:], 0
-        if text and (as_thought or not (self._has_called and text.isspace())):
+        if text and not (self._has_called and text.isspace()):
             self._parts.append(Thought(text) if as_thought else text)
-            self._is_fresh = self._is_fresh and text.isspace()
+            self._is_fresh = False
             self._has_said = self._has_said or not as_thought
 
     def _drop(self, end: int, *, stays_fresh: bool = False) -> None:

@@ -65,16 +65,13 @@ class ModelDrafter(RowDrafter[_Follower]):
         return {sequence.number: found.drafts(seq, most, places[seq]) for seq, (sequence, most) in enumerate(drafting)}
 
     def _follows(self, sequence: Sequence) -> bool:
-        """Brings a sequence's row up to the known tokens; False if there is no row for it, or it is too long."""
+        """Brings a sequence's row up to the known tokens; False if it is too long."""
         follower = self._rows.get(sequence.number)
         if len(sequence.token_ids) + self.runners.room > self.table.max_kv_len:
             self.leave(sequence.number)
             return False
         if follower is None:
-            try:
-                follower = self._rows[sequence.number] = _Follower(self.table.admit())
-            except FitsLater:
-                return False
+            follower = self._rows[sequence.number] = _Follower(self.table.admit())
         follower.go_back(sequence.token_ids)
         return True
 

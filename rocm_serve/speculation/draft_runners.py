@@ -54,8 +54,6 @@ class DraftingModel(ABC):
 
 def num_levels(options: EngineOptions) -> int:
     """Levels of drafts. With branches there are more drafts than are verified: the likeliest ones are."""
-    if options.topk == 1:
-        return options.draft_tokens
     return min(options.draft_tokens, -(-options.draft_tokens // options.topk) + 1)
 
 

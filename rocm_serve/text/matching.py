@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Matching:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
-        self._tokens: dict[tuple[int, ...], Any] = {}  # tokens that end a text -> the library's tokenizer
+        self._tokens_ending_in = lru_cache(_MOST_TOKENIZERS)(self._read_tokens)
         self._compiled: dict[_Key, Future[LLMatcher]] = {}  # least recently used first
         self._waiting: deque[tuple[_Key, Future[LLMatcher]]] = deque()
         self._num_threads = 0
@@ -161,15 +162,9 @@ class Matching:
         """Compiles a constraint. Raises BadRequest."""
         return compiled_of(constraint, self._tokens_ending_in(ends))
 
-    def _tokens_ending_in(self, ends: tuple[int, ...]) -> Any:
+    def _read_tokens(self, ends: tuple[int, ...]) -> Any:
         """The library's tokenizer. Raises BadRequest if it cannot read the model's."""
-        found = self._tokens.get(ends)
-        if found is None:
-            found = tokens_of(self._tokenizer.backend.to_str(), self._vocab_size, ends)
-            if len(self._tokens) >= _MOST_TOKENIZERS:
-                self._tokens = {}  # a new dict: another thread may read the old one
-            self._tokens[ends] = found
-        return found
+        return tokens_of(self._tokenizer.backend.to_str(), self._vocab_size, ends)
 
 
 def matching_of(loaded: LoadedModel) -> Matching | None:

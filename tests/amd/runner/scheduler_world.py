@@ -133,7 +133,7 @@ class World:
 
     draft: the drafts of a sequence with these tokens, up to a limit; None if there are none
     ahead: true if a step is scheduled and run before the tokens of the one before it are read
-    beside, doubles_after, sizes: see StepBudget
+    beside, doubles_after, read_tokens, sizes: see StepBudget
     """
 
     page_size: int
@@ -147,6 +147,7 @@ class World:
     priority_aging: int = 0
     beside: int = NEVER
     doubles_after: int = NEVER
+    read_tokens: int = 0
     sizes: tuple[int, ...] = ()
     recurrent: RecurrentLayers = NO_RECURRENT_LAYERS
     states: dict[int, FoldedTokens] = field(default_factory=dict)  # slot -> what lies there
@@ -171,7 +172,12 @@ class World:
             self.table,
             self.metrics,
             StepBudget(
-                self.max_batch_size, self.chunk, (min(self.chunk, self.beside),), self.doubles_after, sizes=self.sizes
+                self.max_batch_size,
+                self.chunk,
+                (min(self.chunk, self.beside),),
+                self.doubles_after,
+                self.read_tokens,
+                sizes=self.sizes,
             ),
             max_kv_len=self.max_kv_len,
             steps_until_known=STEPS_UNTIL_ECHO,

@@ -67,6 +67,7 @@ def nested(depth: int) -> dict[str, Any]:
         (lambda: Constraint.regex("a" * 65_537), "has 65537 characters; at most 65536"),
         (lambda: Constraint.regex(""), "the constraint is empty"),
         (lambda: Constraint.choice([]), "a choice needs at least one text"),
+        (lambda: Constraint.choice(["a", ""]), "a choice needs at least one text"),
         (lambda: Constraint.json_schema(nested(150)), "cannot be used: recursion limit exceeded"),
     ],
 )

@@ -163,6 +163,7 @@ def test_faults_that_are_reported_together_fail_the_requests_of_each(
     with pytest.raises(RequestsFaulted) as why:
         engine.generate([Request((3, 4), 1), Request((5, 6), 1)])
     assert [completion.error.partition(":")[0] for completion in why.value.completions] == ["step 1", "step 2"]
+    assert str(RequestsFaulted([], [DeviceFault("page 0 was lost")])) == "0 of 0 requests failed; page 0 was lost"
     assert engine.report().metrics.faults == 2
     assert all_pages_are_free(engine)
 

@@ -62,6 +62,7 @@ def test_the_first_drafts_of_a_tree_are_a_tree(num: int) -> None:
     tree = DraftTree((5, 6, 7, 8), (LAST_TOKEN, 0, LAST_TOKEN, 2))
     assert tree.first(num) == DraftTree((5, 6, 7)[:num], (LAST_TOKEN, 0, LAST_TOKEN)[:num])
     assert tree.depths() == [1, 2, 1, 2]
+    assert tree.first_branches() == [0, 0, 1, 1]
     assert (tree.after(LAST_TOKEN, 7), tree.after(0, 6), tree.after(0, 7)) == (2, 1, None)
 
 

@@ -223,9 +223,14 @@ def test_a_cache_holds_no_object_for_each_of_its_pages() -> None:
     assert len(gc.get_objects()) < before + 50
 
 
-def test_a_number_is_given_to_another_page_only_when_no_row_names_it() -> None:
+@pytest.mark.parametrize("is_found", [False, True])
+def test_a_number_is_given_to_another_page_only_when_no_row_names_it(is_found: bool) -> None:
     pages = Pages(40)
     first = pages.serve((0, 1, 2, 3, 4))[0]
+    if is_found:
+        pages.idle_steps()
+        first, before = pages.serve((0, 1, 2, 3, 4))[0], first
+        pages.leave(before)
     named = set(first.cached.pages)
     pages.cache.clear()
     second = pages.serve((5, 6, 7, 8, 9))[0]
@@ -245,11 +250,11 @@ def test_more_pages_than_the_columns_had_room_for_get_numbers() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["link", "unlink", "move"]), st.integers(0, 7), st.integers(0, 7)), max_size=40)
+    st.lists(st.tuples(st.sampled_from(["link", "unlink", "move"]), st.integers(0, 3), st.integers(0, 3)), max_size=40)
 )
 def test_pages_after_one_are_those_that_were_linked(actions: list[tuple[str, int, int]]) -> None:
-    columns, after = CachedPages(8, 1), {page: list[int]() for page in range(8)}
-    for page in range(8):
+    columns, after = CachedPages(4, 1), {page: list[int]() for page in range(4)}
+    for page in range(4):
         assert columns.make(b"", NO_PAGE) == page
     for action, page, other in actions:
         before = columns.before[page]
@@ -322,6 +327,14 @@ def test_what_may_be_wrong_is_not_found_and_what_was_right_before_is(what: str) 
     check_cache(pages.cache, pages.table)
     pages.leave(shared)
     assert pages.table.full.num_free_pages == pages.table.full.num_usable_pages - len(pages.cache)
+
+
+def test_what_the_device_was_waited_for_stays_known() -> None:
+    pages = Pages(40)
+    pages.serve((1, 2, 3, 4, 5))
+    pages.cache.all_is_right()
+    pages.idle_steps(1)
+    assert pages.find((1, 2, 3, 4, 5)) == 4
 
 
 def test_after_clear_rows_go_on_and_leave_nothing() -> None:

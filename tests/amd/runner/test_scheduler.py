@@ -187,7 +187,7 @@ def test_a_prompt_that_goes_on_leaves_no_room_for_pads() -> None:
 
 
 def test_a_prompt_goes_on_by_a_token_however_far_it_is() -> None:
-    assert q_len_of_steps([3, 200], 1, 9, chunk=64, beside=1, doubles_after=1)[1:] == [[1, 1]] * 8
+    assert q_len_of_steps([3, 200], 1, 9, chunk=64, beside=1, doubles_after=1, read_tokens=8)[1:] == [[1, 1]] * 8
 
 
 def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves() -> None:

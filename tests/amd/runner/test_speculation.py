@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.overrides import TorchFunctionMode
 
-from rocm_attn.errors import BadModel
+from rocm_attn.errors import BadModel, DeviceFault
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
@@ -260,3 +260,50 @@ def test_a_round_of_a_sequence_that_has_ended_meanwhile_counts_for_nothing(loade
     engine.abort(numbers[0])
     engine.settle()
     assert (engine.metrics.verifications, engine.metrics.drafts) == (before[0] + 1, before[1] + drafts)
+
+
+def test_after_a_fault_in_its_own_step_a_model_drafts_anew(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, requests = replace(BASE, speculative="ngram"), some_requests(3)
+    engine = drafting(loaded, loaded, options)
+    drafter = engine._speculation._drafter
+    assert isinstance(drafter, ModelDrafter)
+    found, faults = drafter._found, [DeviceFault("a page was not there")] * 2
+
+    def faulty(drafting: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return found(drafting)
+
+    monkeypatch.setattr(drafter, "_found", faulty)
+    assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
+    assert engine.report().metrics.accepted_drafts > 10
+
+
+def test_sequences_that_the_small_pool_of_a_draft_model_has_no_room_for_get_no_drafts(loaded: LoadedModel) -> None:
+    """They share a prefix in the pages of the model, and not in those of the draft model."""
+    options = replace(BASE, speculative="ngram", max_batch_size=4, num_pages=1 + 28)
+    requests = [Request((*range(40), 40 + number), 12) for number in range(4)]
+    engine = drafting(loaded, loaded, options)
+    drafter = engine._speculation._drafter
+    assert isinstance(drafter, ModelDrafter)
+    engine.generate(requests[:1])
+    left = []
+    has_room = drafter._has_room
+    drafter._has_room = lambda sequence: (left.append(has_room(sequence)), left[-1])[1]  # type: ignore[method-assign,func-returns-value]
+    assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
+    assert set(left) == {False, True}
+    assert engine.report().metrics.accepted_drafts > 0
+
+
+def test_tokens_that_were_drafted_and_accepted_are_not_stored_again(loaded: LoadedModel) -> None:
+    engine = drafting(loaded, loaded, replace(BASE, speculative="ngram", draft_tokens=4))
+    drafter = engine._speculation._drafter
+    assert isinstance(drafter, ModelDrafter)
+    stored: list[int] = []
+    batch = drafter._batch
+    drafter._batch = lambda sequences, q_len: (stored.extend(q_len), batch(sequences, q_len))[1]  # type: ignore[method-assign,func-returns-value]
+    engine.generate([Request((5, 6, 7), 31)])
+    assert stored[0] == 4, "the prompt and the first token"
+    assert sum(stored[1:]) < 31 / 2, "most were stored when they were drafted"

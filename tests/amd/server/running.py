@@ -34,6 +34,7 @@ from tests.amd.runner.with_parameters import END, character_tokenizer
 NAME = "tiny"
 MANY_STEPS = 10_000
 T = TypeVar("T")
+_WORDS = word_tokenizer()
 _ONE_LAYER = replace(CONFIG, layers=CONFIG.layers[:1])
 
 
@@ -140,7 +141,7 @@ class Running:
 def running(
     engine: Engine,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | None = _WORDS,
     keys: Sequence[str] = (),
     traces: Sequence[OtelTraces] = (),
     defaults: Sampling = OPENAI_DEFAULTS,
@@ -151,7 +152,7 @@ def running(
     options: of ServerOptions
     """
     settings = ServerOptions(**{"port": 0, **options})
-    model = ServedModel(NAME, word_tokenizer() if tokenizer is None else tokenizer, engine.limits, settings, defaults)
+    model = ServedModel(NAME, tokenizer, engine.limits, settings, defaults)
     begun: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
     lines: list[str] = []
 

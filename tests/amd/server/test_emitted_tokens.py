@@ -16,7 +16,7 @@ from rocm_serve.server.event_stream import _Frame
 from rocm_serve.server.replies import ChatReplies, CompletionReplies, TextChunk, as_event
 from rocm_serve.text.tokenizer import Tokenizer
 
-END = "<|end|>"
+END = "<｜end▁of▁text｜>"
 # GPT-2's characters for the four bytes of U+1F389, two to a token, and for " a".
 VOCABULARY = {"ðŁ": 0, "İī": 1, "Ġa": 2, "b": 3}
 
@@ -37,6 +37,7 @@ def test_the_event_of_a_text_is_the_json_of_its_chunk(text: str, emitted: Emitte
             (chunk,) = replies.chunk(0, OutputChunk((1,), each, None))
             assert isinstance(chunk, TextChunk)
             assert frame.event(chunk) == as_event({**chunk.make(0, each), "usage": None})
+    assert ChatReplies("m", emitted, TextReader).chunk(0, OutputChunk((1,), "", None)) == []
 
 
 def of(*token_ids: int) -> list[TokenLogprobs]:
@@ -44,6 +45,7 @@ def of(*token_ids: int) -> list[TokenLogprobs]:
 
 
 def test_parts_of_a_character_have_their_bytes(emitted: EmittedTokens) -> None:
+    assert emitted.in_messages([]) is None
     answer = emitted.in_messages(of(0, 1, 2))
     assert answer is not None
     content = answer["content"]

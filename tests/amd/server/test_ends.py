@@ -352,10 +352,10 @@ def test_the_health_of_an_engine_that_has_ended_is_503(loaded: LoadedModel, monk
         monkeypatch.setattr(server.engine, "step", _broken)
         gated.let(MANY_STEPS)
         post(server, requested())
-        replies += [send(server, "GET", path) for path in ("/health", "/ready", "/metrics")]
+        replies += [send(server, "GET", path) for path in ("/health", "/ready", "/ping", "/metrics")]
         replies.append(post(server, requested()))
         held()
-    assert [reply.status for reply in replies] == [503, 503, 200, 503]
+    assert [reply.status for reply in replies] == [503, 503, 503, 200, 503]
     assert replies[0].error["code"] == "engine_ended"
 
 

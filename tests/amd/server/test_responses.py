@@ -59,6 +59,8 @@ def ask(server: Running, **fields: Any) -> Any:
     assert reported(events[-1].response) == reported(whole)
     assert events[-1].response.usage.total_tokens == whole.usage.total_tokens
     assert from_deltas(events) == reported(whole)[1]
+    texts = [event for event in events if event.type.startswith("response.output_text.")]
+    assert all(event.logprobs == [] for event in texts), "a list is required there"
     assert [each.to_dict() for each in items_done(events)] == [each.to_dict() for each in events[-1].response.output]
     return whole
 

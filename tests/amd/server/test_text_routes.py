@@ -121,11 +121,28 @@ def test_small_facts_are_told_without_a_key() -> None:
         assert send(locked, "GET", "/version").json == {"version": version("rocm-serve")}
         assert send(locked, "GET", "/load").json == {"server_load": 0}
         assert [send(locked, method, "/ping").status for method in ("GET", "POST")] == [200, 200]
+        assert "GET" in send(locked, "DELETE", "/version").headers["allow"]
         assert send(locked, "GET", "/tokenizer_info").status == 401
         bodies: dict[str, dict[str, Any]] = {"/tokenize": {"prompt": "w1"}, "/detokenize": {"tokens": [1]}}
         for path, body in bodies.items():
             assert post(locked, body, path).status == 401
             assert post(locked, body, path, Authorization=f"Bearer {KEY}").status == 200
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_alone() -> None:
+    with running(engine(tiny_model()), tokenizer=None) as bare:
+        assert post(bare, requested(prompt=[1, 2])).json["usage"]["completion_tokens"] > 0
+        said: list[dict[str, Any]] = [{"role": "user", "content": "w1"}]
+        for path, body in (
+            ("/tokenize", {"prompt": "w1"}),
+            (CHAT, {"model": NAME, "messages": said}),
+            ("/v1/completions", requested(prompt="w1")),
+            ("/v1/completions", requested(prompt=[1], echo=True)),
+            ("/v1/completions", requested(prompt=[1], guided_regex="w1")),
+        ):
+            reply = post(bare, body, path)
+            assert reply.status == 400
+            assert "the model has no tokenizer" in reply.error["message"]
 
 
 def test_the_load_counts_requests_that_are_not_answered(server: Running) -> None:

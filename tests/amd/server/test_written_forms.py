@@ -116,6 +116,25 @@ EXAMPLES = [
         "</parameter>\n<parameter=rain>\nTrue\n</parameter>\n</function>\n</tool_call>",
         [("get_weather", {"city": "3\nlines\n", "hours": [1, 2], "rain": True})],
     ),
+    # A text that looks like a number is one where the schema allows one.
+    Example(
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n" + "".join(f"<parameter={key}>\n3\n</parameter>\n" for key in "abcdef")
+        + "</function>\n</tool_call>",
+        [("f", {"a": "3", "b": "3", "c": 3, "d": "3", "e": 3, "f": 3})],
+        functions={
+            "f": {
+                "properties": {
+                    "a": {"type": "string"},
+                    "b": {"enum": ["C", "3"]},
+                    "c": {"type": ["number", "string"]},
+                    "d": {"type": ["boolean", "string"]},
+                    "e": {"enum": "no list"},
+                }
+            }
+        },
+    ),
+    Example("qwen3_coder", QWEN_XML, OSLO, functions={"get_weather": {"properties": ["no object"]}}),
     Example("glm45", f"\n<think>Hm.</think>\nI look.\n{GLM}", OSLO, "I look.", "Hm.", "glm45"),
     Example("glm45", f"<think>Hm.\n{GLM}", OSLO, "", "Hm.", "glm45"),
     Example("glm45", f"{GLM}\n<tool_call>get-time\n</tool_call>", BOTH),
@@ -206,6 +225,7 @@ EXAMPLES = [
             )),
             ("qwen3_coder", "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
             ("qwen3_coder", QWEN_XML.removesuffix("</function>\n</tool_call>")),
+            ("qwen3_coder", QWEN_XML.partition("Oslo")[0]),
             ("glm45", "<tool_call>get_weather is a name"),
             ("glm45", GLM.removesuffix("</tool_call>")),
             ("minimax_m2", "<minimax:tool_call>\n<invoke>"),
@@ -214,10 +234,12 @@ EXAMPLES = [
             ("deepseek_v31", DEEPSEEK_3),
             ("mistral", "[TOOL_CALLS]get_weather" + "x" * 300 + "[ARGS]{}"),
             ("mistral", "[TOOL_CALLS]f" + " " * 300 + "[ARGS]{}"),
+            ("mistral_v3", "[TOOL_CALLS] [7]"),
             ("openai", "It goes to=functions.launch"),
             ("pythonic", "[f(open('x'))]"),
             ("pythonic", "[f(a=open('x'))]"),
             ("pythonic", "[f(**{'a': 1})]"),
+            ("pythonic", "[a.f(x=1)]"),
             ("pythonic", "[f(a=b'x')]"),
             ("pythonic", "[f(a=1e999)]"),
             ("pythonic", "[" * 400 + "]" * 400),
@@ -365,6 +387,8 @@ def test_a_template_that_no_form_fits_or_that_ignores_tools_is_refused() -> None
     ):
         with pytest.raises(BadRequest, match=says):
             require_tools(ChatTemplate(template))
+    with pytest.raises(BadRequest, match=r"cannot write a function call \(.*no calls here"):
+        form_of(ChatTemplate(TEMPLATE.replace("CALL", "{{ raise_exception('no calls here') }}")))
 
 
 @pytest.mark.parametrize(
@@ -420,6 +444,10 @@ def test_a_required_call_is_held_to_the_form_and_the_schema(example: Example, as
     constraint = calls_only(form, TOOLS, ours.special_mark, several=True)
     text = example.text.removesuffix("<|call|>")
     assert accepts(constraint, text, ours)
+    only_one = calls_only(form, TOOLS, ours.special_mark, several=False)
+    assert accepts(only_one, text, ours) == (len(example.calls) == 1)
+    assert not accepts(only_one, text + text, ours)
+    assert accepts(constraint, f"{text}\n{text}", ours) == (not form.is_list and not form.is_only)
     assert not accepts(constraint, text.replace("3", '"x"'), ours)
     assert not accepts(constraint, f"Well. {text}", ours)
     assert not accepts(constraint, text.replace("get_weather", "launch"), ours)

@@ -81,9 +81,9 @@ class TextOptions(ToolPart):
 
 
 class ReasoningOptions(ToolPart):
-    """effort: for the chat templates that know it"""
+    """effort: one of OpenAI's, for the chat templates that know it"""
 
-    effort: str | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class ResponsesBody(BaseModel):
@@ -110,7 +110,7 @@ class ResponsesBody(BaseModel):
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
 
     @property
     def as_chat(self) -> ChatBody:

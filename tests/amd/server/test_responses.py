@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,7 +180,9 @@ def test_a_schema_holds_the_text_and_reasoning_may_come_first(server: Running, t
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input", "input must be a text or a list of items"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "must be"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "has no schema"),
-        ({"metadata": {"a": math.nan}}, "metadata", "the answer cannot return metadata (Out of range"),
+        ({"metadata": {"a": "\ud800"}}, "metadata", "the answer cannot return metadata ('utf-8' codec"),
+        ({"metadata": {"a": 1}}, "metadata", "valid string"),
+        ({"reasoning": {"effort": "most"}}, "reasoning", "'none', 'minimal', 'low'"),
         ({"tools": [{**WEATHER, "description": "\ud800"}]}, "tools", "the answer cannot return tools ('utf-8' codec"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
         ({"top_k": "many"}, "top_k", "valid integer"),

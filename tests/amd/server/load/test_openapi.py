@@ -87,16 +87,27 @@ def check_by_openais_types(response: Any) -> None:
         else:
             assert events[-1].startswith(('{"error"', '{"type":"response.completed"', '{"type":"response.incomplete"'))
         for event in map(json.loads, events):
+            number_first_logprobs(event)
             if event.get("type", "").startswith("response."):
                 RESPONSE_EVENT.validate_python(event)
                 continue
             TYPES.get(event.get("object"), ErrorObject).model_validate(event.get("error", event), strict=True)
     elif kind == "application/json":
         content = response.json()
+        number_first_logprobs(content)
         if response.status_code >= 400 and "error" in content:
             ErrorObject.model_validate(content["error"], strict=True)
         elif content.get("object") in TYPES:
             TYPES[content["object"]].model_validate(content, strict=True)
+
+
+def number_first_logprobs(content: Any) -> None:
+    """The first token of an echoed prompt has no logprob: OpenAI's API says null, for which its types have no place."""
+    if content.get("object") == "text_completion":
+        for logprobs in filter(None, (choice["logprobs"] for choice in content["choices"])):
+            if logprobs["token_logprobs"][:1] == [None]:
+                logprobs["token_logprobs"][0] = 0.0
+                logprobs["top_logprobs"][:1] = [{}]
 
 
 TYPES: dict[str, type[BaseModel]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.kernels.tuning.latent_tiles import cdna_latent_tiles
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_later import cdna_launches
-from tests.amd.kernels.attention_cases import Case, Tensors
+from tests.amd.kernels.attention_cases import Case, Tensors, build
 from tests.amd.kernels.latent_cases import latent_decode_args
 
 # A row that several programs share, new tokens that decode does not serve, no new token, no key, one key, a whole block
@@ -61,6 +62,30 @@ def cases_of(arch: str) -> dict[str, Case]:
 def coded(case: Case, arch: str) -> Case:
     """A case over codes with a scale of the layer."""
     return replace(case, kv=EXTEND_CODES[arch], scales=Scales.LAYER)
+
+
+def after_a_large_weight(arch: str, device: torch.device, heads: int = 16) -> Tensors:
+    """A row over codes whose first key has nearly all weight, and a value of 0 like the other keys of its block.
+
+    The others have 2^-19 of that weight each, and values of 224: E4M3 has no such small numbers next to 1. Columns of K
+    that are not V's make the scores.
+    """
+    length, first_with_value, value, code = 300, 128, 224.0, 5.0
+    tensors = build(coded(replace(PLAIN, kv_len=[length], q_len=[1], heads=(heads, 1), tail=0), arch), device)
+    assert tensors.pages.k_scale is not None
+    assert tensors.pages.v_scale is not None
+    tensors.pages.k_scale.fill_(1.0)
+    tensors.pages.v_scale.fill_(1.0)
+    dim, v_dim = tensors.case.dims
+    tensors.q[..., :v_dim], tensors.q[..., v_dim:] = 0.0, 1.0
+    for key in range(length):
+        place = int(tensors.table[tensors.row_of_seq[0], key // PLAIN.page_size]), key % PLAIN.page_size
+        tensors.k_pages[place][..., :v_dim] = value if key >= first_with_value else 0.0
+        tensors.k_pages[place][..., v_dim:] = code if key == 0 else 0.0
+    total = math.exp((dim - v_dim) * code / dim**0.5) + length - 1
+    tensors.reference.fill_((length - first_with_value) * value / total)
+    tensors.reference_lse.fill_(math.log(total))
+    return tensors
 
 
 def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut) -> None:

@@ -21,8 +21,8 @@ from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.kernels.cdna_extend_cases import NAMES, assert_extended, case_of, run_cdna_extend
 from tests.amd.kernels.cdna_latent_cases import LARGE as LATENTS_ABOVE
+from tests.amd.kernels.cdna_latent_cases import after_a_large_weight, launch_cdna_latent
 from tests.amd.kernels.cdna_latent_cases import cases_of as latent_cases_of
-from tests.amd.kernels.cdna_latent_cases import launch_cdna_latent
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.large_steps import in_large_pools
 
@@ -49,6 +49,12 @@ def simulate_extend(arch: str, case: Case, *, is_large: bool = False) -> Simulat
 def run_latents(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
     """Runs a decode over latent pages; it skips other sequences. is_large: likewise"""
     return _simulation(arch, case, is_large, partial(launch_cdna_latent, arch), assert_decoded)
+
+
+def run_large_weight(arch: str, heads: int) -> Simulation:
+    """Runs a decode over latents in codes in which many small weights follow a large one."""
+    tensors = after_a_large_weight(arch, torch.device("cpu"), heads)
+    return _checked(arch, tensors, partial(launch_cdna_latent, arch), assert_decoded)
 
 
 def _simulation(
@@ -94,6 +100,10 @@ def _cases(arch: str) -> list[KernelCase]:
         *(
             KernelCase(f"cdna-latent-{name}", arch, partial(run_latents, arch, case))
             for name, case in latent_cases_of(arch).items()
+        ),
+        *(
+            KernelCase(f"cdna-latent-weights-{heads}", arch, partial(run_large_weight, arch, heads))
+            for heads in (16, 64)
         ),
         *(
             KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case_of(name, arch)))

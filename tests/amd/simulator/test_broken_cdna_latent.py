@@ -16,7 +16,7 @@ from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
 from tests.amd.kernels import cdna_latent_cases
 from tests.amd.kernels.attention_cases import build
 from tests.amd.kernels.cdna_latent_cases import CASES, LARGE, PLAIN, SMALL, coded
-from tests.amd.simulator.cdna_cases import run_latents
+from tests.amd.simulator.cdna_cases import run_large_weight, run_latents
 from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
 
 pytestmark = pytest.mark.nightly
@@ -46,9 +46,10 @@ def long_codes(arch: str) -> Simulation:
     return run_latents(arch, cdna_latent_cases.cases_of(arch)["codes_of_4_tiles"])
 
 
-def at_the_tables_end(arch: str) -> Simulation:
+def at_the_tables_end(arch: str, *, over_codes: bool = False) -> Simulation:
     """A sequence whose pages are the last entries of the table."""
-    tensors = build(replace(SMALL, kv_len=[64], q_len=[1], heads=(20, 1), page_size=16, spread=False), CPU)
+    case = replace(SMALL, kv_len=[64], q_len=[1], heads=(20, 1), page_size=16, spread=False)
+    tensors = build(coded(case, arch) if over_codes else case, CPU)
     entries = tensors.table[tensors.row_of_seq[:1].long(), :4].clone()
     tensors = replace(tensors, table=entries, row_of_seq=torch.zeros_like(tensors.row_of_seq))
     with simulated(arch) as simulation:
@@ -217,6 +218,30 @@ _MISTAKES: dict[str, tuple[ModuleType, str, str, Callable[[str], Simulation]]] =
         "k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)",
         "k_pages = _pages_of(rows, _read_keys(rows, block + 1, G), G)",
         long_codes,
+    ),
+    "small_weights_over_codes_are_relative_to_a_large_one": (
+        latent_codes,
+        "gl.minimum(largest - top, _MOST_BELOW)",
+        "gl.minimum(largest - top, 0.0)",
+        partial(run_large_weight, heads=16),
+    ),
+    "values_over_codes_are_not_masked": (
+        latent_codes,
+        "+ key[None, None, :, None] < kv_len",
+        "+ key[None, None, :, None] < kv_len + 9999",
+        codes,
+    ),
+    "keys_over_codes_after_the_last_are_read": (
+        latent_codes,
+        "gl.minimum(block * num_keys(G) + key, rows.last_key)",
+        "(block * num_keys(G) + key)",
+        partial(at_the_tables_end, over_codes=True),
+    ),
+    "groups_over_codes_after_the_last_are_read": (
+        latent_codes,
+        "gl.minimum(key, rows.last_key // GROUP * GROUP)",
+        "key",
+        partial(at_the_tables_end, over_codes=True),
     ),
     "codes_lack_their_scale": (latent_codes, "lds.heads.store(row / total)", "lds.heads.store(1.0 / total)", codes),
     "an_empty_row_keeps_what_was_there": (latent, "(kv_len == 0) & (done == 0)", "(kv_len == 0) & (done == 1)", LONG),

@@ -47,6 +47,7 @@ class CdnaLatentGeometry(NamedTuple):
     BLOCKS:      blocks whose keys are in flight
     UNITS:       the arch's matrix units
     CODING:      of rows: elements in q's dtype, or the codes that the arch's hardware reads
+    V_IN_LDS:    whether codes of V pass LDS (latent_codes.py)
     """
 
     rows: RowCut

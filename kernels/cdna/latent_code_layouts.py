@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
@@ -106,14 +108,29 @@ def group_keys(G: CdnaLatentGeometry) -> int:
     return 8 if G.PAGE_SIZE % 8 == 0 else 1
 
 
+class ValueBits(NamedTuple):
+    """The bases of V's words of a block, [KEYS / 64, 8 / GROUP, GROUP, 8, words]: keys 1 and 8 apart, halves, words."""
+
+    inner: list[list[int]]
+    outer: list[list[int]]
+    half: list[list[int]]
+    words: list[list[int]]
+
+
+@constexpr_function
+def _value_bits(G: CdnaLatentGeometry) -> ValueBits:
+    return ValueBits(
+        inner=[[0, 0, 1 << i, 0, 0] if group_keys(G) == 8 else [0, 1 << i, 0, 0, 0] for i in range(3)],
+        outer=[[0, 0, 0, 1 << i, 0] for i in range(3)],
+        half=[[1, 0, 0, 0, 0]] * (num_keys(G) // 64 - 1),
+        words=[[0, 0, 0, 0, 1 << i] for i in range(7)],
+    )
+
+
 @constexpr_function
 def value_words(G: CdnaLatentGeometry) -> gl.constexpr:
     """Layout of V as it is loaded, [KEYS / 64, 8 / GROUP, GROUP, 8, words]: keys 64, 1, 1 and 8 apart."""
-    halves, group = num_keys(G) // 64, group_keys(G)
-    inner = [[0, 0, 1 << i, 0, 0] if group == 8 else [0, 1 << i, 0, 0, 0] for i in range(3)]
-    outer = [[0, 0, 0, 1 << i, 0] for i in range(3)]
-    half = [[1, 0, 0, 0, 0]] * (halves - 1)
-    words = [[0, 0, 0, 0, 1 << i] for i in range(7)]
+    halves, group, (inner, outer, half, words) = num_keys(G) // 64, group_keys(G), _value_bits(G)
     if G.V_IN_LDS:
         registers, lanes = [*words[:2], *inner, *half], [*outer, *words[2:5]]
     else:
@@ -124,11 +141,7 @@ def value_words(G: CdnaLatentGeometry) -> gl.constexpr:
 @constexpr_function
 def values_in_lds(G: CdnaLatentGeometry) -> gl.constexpr:
     """V in LDS as words, of the shape of value_words: a load's 64 times 16 bytes, of eight keys, lie side by side."""
-    halves, group = num_keys(G) // 64, group_keys(G)
-    inner = [[0, 0, 1 << i, 0, 0] if group == 8 else [0, 1 << i, 0, 0, 0] for i in range(3)]
-    outer = [[0, 0, 0, 1 << i, 0] for i in range(3)]
-    half = [[1, 0, 0, 0, 0]] * (halves - 1)
-    words = [[0, 0, 0, 0, 1 << i] for i in range(7)]
+    inner, outer, half, words = _value_bits(G)
     return gl.SharedLinearLayout([*words[:2], *outer, *words[2:5], *inner, *half, *words[5:]])
 
 

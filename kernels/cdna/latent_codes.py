@@ -53,7 +53,7 @@ from rocm_attn.kernels.cdna.latent_code_layouts import (
     values_in_lds,
     weights_in_lds,
 )
-from rocm_attn.kernels.cdna.latent_heads import wait_for
+from rocm_attn.kernels.cdna.latent_heads import pages_of, rows_of, wait_for
 
 # A block whose weights are this far below others (base 2) is weighed relative to those: its weights do not matter.
 _MOST_BELOW = gl.constexpr(32.0)
@@ -222,19 +222,8 @@ def _read_groups(rows, block, G: gl.constexpr):
 
 
 @gluon.jit
-def _pages_of(rows, keys, G: gl.constexpr):
-    return gl.load(rows.line + keys // G.PAGE_SIZE)
-
-
-@gluon.jit
-def _rows_of(rows, pages, keys, G: gl.constexpr):
-    """Pointers to the first words of keys' rows."""
-    return rows.at + (pages.to(gl.int64) * rows.page + (keys % G.PAGE_SIZE).to(gl.int64) * rows.token)
-
-
-@gluon.jit
 def _load_keys(rows, pages, block, G: gl.constexpr):
-    at = _rows_of(rows, pages, _read_keys(rows, block, G), G)
+    at = rows_of(rows, pages, _read_keys(rows, block, G), G)
     LOW: gl.constexpr = key_words(V_DIM // 4, G)
     LAST: gl.constexpr = key_words(REST // 4, G)
     word = gl.arange(0, V_DIM // 4, layout=gl.SliceLayout(0, LOW))
@@ -249,7 +238,7 @@ def _load_values(lds, rows, pages, block, G: gl.constexpr):
     """Loads a quarter of V's columns of a block's keys, into LDS on CDNA 4. Keys of a group after the last one lie in
     its page too."""
     V: gl.constexpr = value_words(G)
-    at = _rows_of(rows, pages, _read_groups(rows, block, G), G)
+    at = rows_of(rows, pages, _read_groups(rows, block, G), G)
     key = gl.arange(
         0, group_keys(G), layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, V))))
     )
@@ -453,13 +442,13 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
     """
     P: gl.constexpr = gl.SliceLayout(0, score_layout(G))
     TILE: gl.constexpr = value_tile(G)
-    pages = _pages_of(rows, _read_keys(rows, first, G), G)
-    k_pages = here(_pages_of(rows, _read_keys(rows, first + 1, G), G))
+    pages = pages_of(rows, _read_keys(rows, first, G), G)
+    k_pages = here(pages_of(rows, _read_keys(rows, first + 1, G), G))
     sched_barrier()
     keys = _load_keys(rows, pages, first, G)
     sched_barrier()
-    pages = _pages_of(rows, _read_groups(rows, first, G), G)
-    v_pages = here(_pages_of(rows, _read_groups(rows, first + 1, G), G))
+    pages = pages_of(rows, _read_groups(rows, first, G), G)
+    v_pages = here(pages_of(rows, _read_groups(rows, first + 1, G), G))
     sched_barrier()
     values = _load_values(lds, rows, pages, first, G)
     sched_barrier()
@@ -476,7 +465,7 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
         scores = _scores(query, keys, G)
         sched_barrier()
         pages = k_pages
-        k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)
+        k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)
         sched_barrier()
         keys = _load_keys(rows, pages, block + 1, G)
         sched_barrier()
@@ -484,7 +473,7 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
         state = _add_values(lds, state, values, G)
         sched_barrier()
         pages = v_pages
-        v_pages = _pages_of(rows, _read_groups(rows, block + 2, G), G)
+        v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)
         sched_barrier()
         values = _load_values(lds, rows, pages, block + 1, G)
         sched_barrier()

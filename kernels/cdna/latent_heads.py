@@ -159,12 +159,13 @@ def _read_groups(rows, block, G: gl.constexpr):
 
 
 @gluon.jit
-def _pages_of(rows, keys, G: gl.constexpr):
+def pages_of(rows, keys, G: gl.constexpr):
+    """The pages of keys."""
     return gl.load(rows.line + keys // G.PAGE_SIZE)
 
 
 @gluon.jit
-def _rows_of(rows, pages, keys, G: gl.constexpr):
+def rows_of(rows, pages, keys, G: gl.constexpr):
     """Pointers to the first words of keys' rows."""
     return rows.at + (pages.to(gl.int64) * rows.page + (keys % G.PAGE_SIZE).to(gl.int64) * rows.token)
 
@@ -184,7 +185,7 @@ def _load_half(at, FIRST: gl.constexpr, COLUMNS: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _load_keys(rows, pages, block, G: gl.constexpr):
-    at = _rows_of(rows, pages, _read_keys(rows, block, G), G)
+    at = rows_of(rows, pages, _read_keys(rows, block, G), G)
     return HalfKeys(_load_half(at, 0, V_DIM, G), _load_half(at, V_DIM, REST, G))
 
 
@@ -192,7 +193,7 @@ def _load_keys(rows, pages, block, G: gl.constexpr):
 def _load_values(rows, pages, block, G: gl.constexpr):
     """A quarter of V's columns of a block's keys. Keys of a group after the last one lie in its page too."""
     V: gl.constexpr = value_words(G)
-    at = _rows_of(rows, pages, _read_groups(rows, block, G), G)
+    at = rows_of(rows, pages, _read_groups(rows, block, G), G)
     wave = gl.arange(0, WAVES, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, V))))[:, None]
     at += wave * (QUARTER // in_word(G.CODING))
     key = gl.arange(0, group_keys(G), layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, V))))
@@ -336,11 +337,11 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     K and V of a block are in flight while those of the block before it are used. Loads return in their order: K, the
     numbers of the next one's pages, V, and the same of V, so that a wait for numbers is one for what came before.
     """
-    keys = _load_keys(rows, _pages_of(rows, _read_keys(rows, first, G), G), first, G)
-    k_pages = here(_pages_of(rows, _read_keys(rows, first + 1, G), G))
+    keys = _load_keys(rows, pages_of(rows, _read_keys(rows, first, G), G), first, G)
+    k_pages = here(pages_of(rows, _read_keys(rows, first + 1, G), G))
     sched_barrier()
-    values = _load_values(rows, _pages_of(rows, _read_groups(rows, first, G), G), first, G)
-    v_pages = here(_pages_of(rows, _read_groups(rows, first + 1, G), G))
+    values = _load_values(rows, pages_of(rows, _read_groups(rows, first, G), G), first, G)
+    v_pages = here(pages_of(rows, _read_groups(rows, first + 1, G), G))
     sched_barrier()
     # q is in LDS, and no wave waits for it in the loop.
     gl.barrier()
@@ -365,10 +366,10 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         wait_for(v_pages, 16 // group_keys(G))
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
-        k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)
+        k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)
         sched_barrier()
         values = _load_values(rows, v_pages, block + 1, G)
-        v_pages = _pages_of(rows, _read_groups(rows, block + 2, G), G)
+        v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)
         sched_barrier()
     if middle < end:
         _store_scores(lds, query, keys, DTYPE, G)

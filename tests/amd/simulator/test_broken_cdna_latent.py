@@ -155,14 +155,14 @@ _MISTAKES: dict[str, tuple[ModuleType, str, str, Callable[[str], Simulation]]] =
     ),
     "keys_of_shared_rows_are_those_before": (
         latent_heads,
-        "k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)",
-        "k_pages = _pages_of(rows, _read_keys(rows, block + 1, G), G)",
+        "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
+        "k_pages = pages_of(rows, _read_keys(rows, block + 1, G), G)",
         LONG_HEADS,
     ),
     "values_of_shared_rows_are_those_before": (
         latent_heads,
-        "v_pages = _pages_of(rows, _read_groups(rows, block + 2, G), G)",
-        "v_pages = _pages_of(rows, _read_groups(rows, block + 1, G), G)",
+        "v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)",
+        "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
         LONG_HEADS,
     ),
     "the_sum_of_shared_rows_keeps_an_old_maximum": (
@@ -209,14 +209,14 @@ _MISTAKES: dict[str, tuple[ModuleType, str, str, Callable[[str], Simulation]]] =
     ),
     "values_over_codes_are_those_before": (
         latent_codes,
-        "v_pages = _pages_of(rows, _read_groups(rows, block + 2, G), G)",
-        "v_pages = _pages_of(rows, _read_groups(rows, block + 1, G), G)",
+        "v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)",
+        "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
         long_codes,
     ),
     "keys_over_codes_are_those_before": (
         latent_codes,
-        "k_pages = _pages_of(rows, _read_keys(rows, block + 2, G), G)",
-        "k_pages = _pages_of(rows, _read_keys(rows, block + 1, G), G)",
+        "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
+        "k_pages = pages_of(rows, _read_keys(rows, block + 1, G), G)",
         long_codes,
     ),
     "small_weights_over_codes_are_relative_to_a_large_one": (

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_lab.simulator.core import Core
 from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.simulator.snippet import execute, floats
 
@@ -25,6 +26,16 @@ def result_place(size: int, row: int, column: int) -> tuple[int, int]:
     if size == 16:
         return row % 4, row // 4 * 16 + column
     return row // 8 * 4 + row % 4, row // 4 % 2 * 32 + column
+
+
+def result_of(core: Core, size: int) -> torch.Tensor:
+    """The result of a product, [size, size] in float64, from register 0 on."""
+    found = torch.empty(size, size, dtype=torch.float64)
+    for row in range(size):
+        for column in range(size):
+            index, lane = result_place(size, row, column)
+            found[row, column] = float(floats(core, index)[lane])
+    return found
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
@@ -59,12 +70,7 @@ def test_products_are_where_the_layout_says(arch: str, shape: str, accumulates: 
         f"v_mfma_f32_{shape} {into}, {first_a}, {first_b}, {into if accumulates else '0'}", vector=vector, arch=arch
     )
     expected = a.double() @ b.double().T + (c.double() if accumulates else 0)
-    found = torch.empty(size, size, dtype=torch.float64)
-    for row in range(size):
-        for column in range(size):
-            index, lane = result_place(size, row, column)
-            found[row, column] = float(floats(core, index)[lane])
-    torch.testing.assert_close(found, expected, atol=3e-5, rtol=2e-5)
+    torch.testing.assert_close(result_of(core, size), expected, atol=3e-5, rtol=2e-5)
 
 
 def test_products_ignore_exec_and_reach_accumulation_registers() -> None:
@@ -97,12 +103,7 @@ def test_scales_are_powers_of_two_of_a_lanes_values(shape: str, bits: str, shift
         for matrix, each in zip((a, b), exponents, strict=True)
     ]
     expected = scaled[0].flatten(1) @ scaled[1].flatten(1).T
-    found = torch.empty(size, size, dtype=torch.float64)
-    for row in range(size):
-        for column in range(size):
-            index, lane = result_place(size, row, column)
-            found[row, column] = float(floats(core, index)[lane])
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(result_of(core, size), expected, atol=1e-3, rtol=1e-4)
 
 
 def test_scales_without_their_bytes_are_refused() -> None:

@@ -36,8 +36,7 @@ _LANES_BELOW_FROM_32 = {(_INT, _INT): ("llvm.amdgcn.mbcnt.hi", _INT)}
 # so that sums of weights stay finite.
 _SMALLEST = gl.constexpr((127 + 1 - 60) << 23)
 
-
-# Of exponents that are integers. The second one is that of largest_scales.
+# The bias of float32's exponents, and one more as largest_scales adds.
 BIAS = gl.constexpr(127 + 1)
 
 
@@ -74,7 +73,7 @@ def _neighbours(G: CdnaGeometry) -> int:
 
 @constexpr_function
 def _layout(G: CdnaGeometry) -> gl.constexpr:
-    """Of scales as they are loaded, [4, _LANES, _neighbours]: rows of lanes, the lanes of a row, a lane's own."""
+    """The layout of loaded scales, [4, _LANES, _neighbours]: rows of lanes, the lanes of a row, a lane's own."""
     own = [[0, 0, 1]] if _neighbours(G) == 2 else []
     lanes = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [1, 0, 0], [2, 0, 0]]
     return gl.DistributedLinearLayout(own, lanes, [], [], [4, _LANES.value, _neighbours(G)])

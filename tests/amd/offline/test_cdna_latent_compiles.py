@@ -41,7 +41,7 @@ AITER_OVER_CODES = {
     ("gfx950", 64): (39.14, 1.0, 0.45, 3726, 9),
     ("gfx950", 16): (19.19, 0.78, 0.23, 2375, 18),
 }
-# Of other layers, between AITER's files for fewer and more heads; tokens of pages of one take more instructions.
+# Other layers lie between AITER's files for fewer and more heads; tokens of pages of one take more instructions.
 BOUNDS_OVER_CODES = {"gfx942": (48, 2.0, 0.44, 10866, 9), "gfx950": (39.14, 1.0, 0.45, 3726, 9)}
 
 

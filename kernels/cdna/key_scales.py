@@ -23,7 +23,7 @@ from rocm_attn.kernels.cdna.key_layouts import CHUNK, CdnaGeometry, product_layo
 # Lanes of a row; a wave has four. And keys of a chunk whose scores a lane has.
 _LANES = gl.constexpr(16)
 _OWN_KEYS = gl.constexpr(4)
-# DPP: lanes read from one of their row (row_newbcast), or from the one so many before them, in a circle (row_ror).
+# DPP: lanes read from one lane of their row (row_newbcast), or from one that is some places before (row_ror, circular).
 # All rows, and all banks, are written.
 _FROM_ONE, _ROTATED = gl.constexpr(0x150), gl.constexpr(0x120)
 _EVERY = 0xF

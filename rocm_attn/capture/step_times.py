@@ -255,19 +255,14 @@ class StepBudget:
         sizes = f"up to {self.max_batch_size} sequences at a time, in steps of up to {self.chunk} tokens"
         if not self.latency_ms:
             return [f"{sizes}; the time between tokens is not bounded (--latency)"]
-        return [
-            f"{sizes} (--latency):",
-            *(
-                f"  while {num:>4} decode, prompts get up to {self.tokens_beside(num)} of them, and the next token is "
-                f"expected within {ms:.3g} ms"
-                for num, ms in self.latency_ms.items()
-            ),
-            *(
-                []
-                if self.is_firm
-                else ["  while more requests wait than decode, prompts get more, and tokens come later"]
-            ),
+        lines = [
+            f"  while {num:>4} decode, prompts get up to {self.tokens_beside(num)} of them, and the next token is "
+            f"expected within {ms:.3g} ms"
+            for num, ms in self.latency_ms.items()
         ]
+        if not self.is_firm:
+            lines.append("  while more requests wait than decode, prompts get more, and tokens come later")
+        return [f"{sizes} (--latency):", *lines]
 
     def as_json(self) -> dict[str, object]:
         """The budget, with the tokens of prompts and the times for the same numbers of sequences."""

@@ -64,14 +64,7 @@ of_dims = pytest.mark.parametrize("dims", DIMS, ids=str)
 
 def seventh_by_day(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
     """Parametrizes names; the other cases are the night's. Seven divides the length of no list of values here."""
-    params = [
-        pytest.param(
-            *case,
-            marks=[pytest.mark.nightly] * (at % 7 > 0),
-            id="-".join(getattr(each, "__name__", str(each)) for each in case) if case[1:] else None,
-        )
-        for at, case in enumerate(cases)
-    ]
+    params = [pytest.param(*case, marks=[pytest.mark.nightly] * (at % 7 > 0)) for at, case in enumerate(cases)]
     return pytest.mark.parametrize(names, params)
 
 

@@ -58,7 +58,7 @@ def at_the_tables_end(arch: str, *, over_codes: bool = False) -> Simulation:
 
 
 def with_room_for_more_heads(arch: str) -> Simulation:
-    """A layer whose q and out are the first heads of tensors with more. What is there must stay."""
+    """A layer whose q and out are the first heads of tensors with more, which must stay as they are."""
     case = replace(SMALL, heads=(67, 1), spread=False)
     tensors = build(case, CPU)
     q, out = (each.new_full((len(each), case.heads[0] + 1, each.shape[2]), -1.0) for each in (tensors.q, tensors.out))

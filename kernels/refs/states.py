@@ -62,19 +62,21 @@ def recur(
     state = torch.where(_of_seqs(places.source != BEGINS, 4), slots.state[source].float(), 0)
     first_state = state
     groups = slots.state.shape[1] // slots.k.shape[2]
-    # Rows of the kept tokens of all sequences, then of the new tokens, and a last one of zeros.
+    # Rows of the kept tokens of all sequences, then of the new tokens, and a last one of zeros. Kept ones have changes
+    # in place of v, and no beta.
     first_new = places.num_seqs * most_kept
     q, k, v, decay, beta = (
-        torch.cat([kept[source].flatten(0, 1), given, given.new_zeros(1, *given.shape[1:])]).float()
+        torch.cat([kept[source].flatten(0, 1).float(), given.float(), given.new_zeros(1, *given.shape[1:])])
         for given, kept in (
             (tokens.q, torch.zeros_like(slots.k)),
             (tokens.k, slots.k),
-            (tokens.v, slots.v),
+            (tokens.v, slots.change),
             (tokens.decay, slots.decay),
-            (tokens.beta, slots.beta),
+            (tokens.beta, torch.zeros_like(slots.change[..., 0])),
         )
     )
-    q, k = (_normal(rows, recurrence).repeat_interleave(groups, 1) for rows in (q, k))
+    q, k = (rows.repeat_interleave(groups, 1) for rows in (q, k))
+    of_q, of_k = (_scale(rows, recurrence) for rows in (q, k))
     factor = (decay if slots.has_channels else decay[..., None]).exp()[..., None]
     # [steps, S]: the row that a step of the loop takes of each sequence, and the token whose result it makes.
     step = torch.arange(most_kept + places.max_q_len, device=q.device)[:, None]
@@ -84,15 +86,16 @@ def recur(
     kept_row = torch.arange(places.num_seqs, device=q.device) * most_kept + step
     row = torch.where(is_old, kept_row, first_new + at)
     # The last row takes the results of steps of the loop that are no token's.
-    results = torch.zeros(places.num_tokens + 1, *tokens.out.shape[1:], device=tokens.out.device)
-    steps = zip(row, at, _of_seqs(is_old | is_new, 5), _of_seqs(new == 0, 5), strict=True)
-    for of_seq, token, is_taken, is_first in steps:
+    results, changes = torch.zeros(2, places.num_tokens + 1, *tokens.out.shape[1:], device=tokens.out.device)
+    steps = zip(row, at, is_old[..., None, None], _of_seqs(is_old | is_new, 5), _of_seqs(new == 0, 5), strict=True)
+    for of_seq, token, is_kept_change, is_taken, is_first in steps:
         first_state = torch.where(is_first, state, first_state)
         decayed, column = state * factor[of_seq], k[of_seq][..., None]
-        change = v[of_seq] - (column * decayed).sum(2) if recurrence.corrects else v[of_seq]
-        change = beta[of_seq][..., None] * change
+        change = v[of_seq] - of_k[of_seq] * (column * decayed).sum(2) if recurrence.corrects else v[of_seq]
+        change = torch.where(is_kept_change, v[of_seq], beta[of_seq][..., None] * of_k[of_seq] * change)
         state = torch.where(is_taken, decayed + column * change[..., None, :], state)
-        results[token] = recurrence.scale * (q[of_seq][..., None] * state).sum(2)
+        results[token] = recurrence.scale * of_q[of_seq] * (q[of_seq][..., None] * state).sum(2)
+        changes[token] = change
     tokens.out.copy_(results[:-1])
     kept_state = torch.where(_of_seqs(is_kept, 4), first_state, state)
     _write(slots.state, places, kept_state.to(slots.state.dtype), torch.ones_like(is_kept))
@@ -102,9 +105,8 @@ def recur(
         is_written = is_kept[:, None] & (row < q_len[:, None])
         for side, given in (
             (slots.k, tokens.k),
-            (slots.v, tokens.v),
+            (slots.change, changes),
             (slots.decay, tokens.decay),
-            (slots.beta, tokens.beta),
         ):
             _write(side, places, given[at], is_written)
 
@@ -144,10 +146,11 @@ def _stream_rows(x: Tensor, inputs: Tensor, places: StatePlaces, seq: Tensor, ro
     return torch.where((row >= 0)[..., None], x[at] if len(x) else torch.zeros_like(from_slot), from_slot)
 
 
-def _normal(rows: Tensor, recurrence: RecurrenceRule) -> Tensor:
+def _scale(rows: Tensor, recurrence: RecurrenceRule) -> Tensor:
+    """The factor of each row [..., 1]: by its norm, or 1."""
     if not recurrence.normalises:
-        return rows
-    return rows * (rows.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
+        return torch.ones_like(rows[..., :1])
+    return (rows.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
 
 
 def _write(side: Tensor, places: StatePlaces, values: Tensor, is_written: Tensor) -> None:

@@ -145,19 +145,23 @@ class RecurrentTokens(NamedTuple):
 class RecurrentSlots:
     """The slots of one layer with a recurrence. The last stride of each tensor is 1, the others are free.
 
-    state: float32 or bfloat16 [slots, Hv, dk, dv]
-    k:     [slots, D, Hk, dk], kept tokens, of the new tokens' dtype
-    v:     [slots, D, Hv, dv], of the same dtype
-    decay: float32 [slots, D, Hv], or [slots, D, Hv, dk] if each channel decays by itself
-    beta:  float32 [slots, D, Hv]
-    Kept tokens are as they were given: k is not divided by its norm.
+    state:  float32 or bfloat16 [slots, Hv, dk, dv]
+    k:      [slots, D, Hk, dk], of kept tokens as they were given, of their dtype
+    change: float32 [slots, D, Hv, dv], what each added to the state with its k: S <- exp(decay) * S + k change^T. It
+            holds beta and, if k is divided by its norm, the factor of k, so that a token which is folded in once more
+            needs no product with the state
+    decay:  float32 [slots, D, Hv], or [slots, D, Hv, dk] if each channel decays by itself
     """
 
     state: Tensor
     k: Tensor
-    v: Tensor
+    change: Tensor
     decay: Tensor
-    beta: Tensor
+
+    @property
+    def kept(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is kept of tokens: k, changes and decays."""
+        return self.k, self.change, self.decay
 
     @property
     def most_kept(self) -> int:
@@ -166,9 +170,8 @@ class RecurrentSlots:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """All but those of channels and columns: of the state, then of kept k, v, decay and beta."""
-        kept = (*self.k.stride()[:3], *self.v.stride()[:3], *self.decay.stride()[:3], *self.beta.stride()[:2])
-        return *self.state.stride()[:3], *kept
+        """All but those of channels and columns: of the state, then of kept k, changes and decays."""
+        return tuple(stride for side in (self.state, *self.kept) for stride in side.stride()[:3])
 
     @property
     def has_channels(self) -> bool:
@@ -201,17 +204,21 @@ class RecurrentSlots:
         assert self.state.dtype in STATE_DTYPES
         assert tokens.v.dtype in DTYPES
         assert num_heads % num_k_heads == 0
-        for lead, side in (((num_tokens,), tokens), ((num_slots, self.most_kept), self)):
-            assert side.k.shape == (*lead, num_k_heads, dk)
-            assert side.v.shape == (*lead, num_heads, dv)
-            assert side.decay.shape == (*lead, num_heads, *channels)
-            assert side.beta.shape == (*lead, num_heads)
-            assert side.k.dtype == side.v.dtype == tokens.v.dtype
-            assert side.decay.dtype == side.beta.dtype == torch.float32
+        for lead, k, v, decay in (
+            ((num_tokens,), tokens.k, tokens.v, tokens.decay),
+            ((num_slots, self.most_kept), *self.kept),
+        ):
+            assert k.shape == (*lead, num_k_heads, dk)
+            assert v.shape == (*lead, num_heads, dv)
+            assert decay.shape == (*lead, num_heads, *channels)
+            assert k.dtype == tokens.v.dtype
+            assert decay.dtype == torch.float32
+        assert tokens.beta.shape == (num_tokens, num_heads)
+        assert tokens.beta.dtype == self.change.dtype == torch.float32
         assert tokens.q.shape == tokens.k.shape
         assert tokens.out.shape == tokens.v.shape
         assert tokens.q.dtype == tokens.out.dtype == tokens.v.dtype
-        kept = (self.k, self.v, self.decay, self.beta) if self.most_kept else ()
+        kept = self.kept if self.most_kept else ()
         assert all(tensor.stride(-1) == 1 for tensor in (*tokens, self.state, *kept)), "the last stride must be 1"
 
 

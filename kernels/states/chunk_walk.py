@@ -21,7 +21,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.chunk_space import chunk_geometry, exact, least_block, rows_of, words_of
-from rocm_attn.kernels.states.updates import fold_token, load_token
+from rocm_attn.kernels.states.updates import changed, decayed, load_token
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
@@ -38,9 +38,8 @@ def _chunk_walk_kernel(
     chunk_words,
     state,
     kept_k,
-    kept_v,
+    kept_change,
     kept_decay,
-    kept_beta,
     source,
     target,
     pending,
@@ -58,14 +57,12 @@ def _chunk_walk_kernel(
     kept_k_slot,
     kept_k_row,
     kept_k_head,
-    kept_v_slot,
-    kept_v_row,
-    kept_v_head,
+    kept_change_slot,
+    kept_change_row,
+    kept_change_head,
     kept_decay_slot,
     kept_decay_row,
     kept_decay_head,
-    kept_beta_slot,
-    kept_beta_row,
     G: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -89,18 +86,17 @@ def _chunk_walk_kernel(
             states = tl.load(state + slot * state_slot + at, mask=in_state, other=0.0).to(tl.float32)
             for step in range(tl.load(pending + seq)):
                 old = tl.cast(step, tl.int64)
-                k_row, v_row, decay_of, beta_of = load_token(
+                k_row, change, decay_of = load_token(
                     kept_k + slot * kept_k_slot + old * kept_k_row + k_head_of * kept_k_head,
-                    kept_v + slot * kept_v_slot + old * kept_v_row + head * kept_v_head,
+                    kept_change + slot * kept_change_slot + old * kept_change_row + head * kept_change_head,
                     kept_decay + slot * kept_decay_slot + old * kept_decay_row + head * kept_decay_head,
-                    kept_beta + slot * kept_beta_slot + old * kept_beta_row + head,
                     channel,
                     is_channel,
                     column,
                     is_column,
                     G.CHANNELS,
                 )
-                states = fold_token(states, k_row, v_row, decay_of, beta_of, G)
+                states = changed(decayed(states, decay_of, G), k_row, change)
         row = tl.arange(0, _CHUNK)
         place = first_token // _CHUNK + seq
         for begin in range(0, q_len, _CHUNK):
@@ -176,10 +172,7 @@ def launch_chunk_walk(
         rows,
         chunk_words,
         slots.state,
-        slots.k,
-        slots.v,
-        slots.decay,
-        slots.beta,
+        *slots.kept,
         places.source,
         places.target,
         places.pending,

@@ -3,9 +3,9 @@
 A program has a block of columns of one v head's state of one sequence, and folds its tokens in one after the other: the
 pending ones of the source slot, then the new ones. Columns do not depend on each other.
 
-One loop folds both. So a token that is kept now and folded in by a later step gives the same bits as one that is folded
-in at once, and a sequence's bits depend neither on its batch nor on how its tokens were cut into steps, as long as
-states are in float32: one in bfloat16 is rounded after each step.
+A token that is kept leaves the change that it made to the state, and a later step adds it by the same instruction. So
+it gives the same bits as one that is folded in at once, and a sequence's bits depend neither on its batch nor on how its
+tokens were cut into steps, as long as states are in float32: one in bfloat16 is rounded after each step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.updates import fold_token, load_token, scale_of_row
+from rocm_attn.kernels.states.updates import change_of, changed, decayed, load_token, scale_of_row
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
@@ -64,9 +64,8 @@ def _token_steps_kernel(
     out,
     state,
     kept_k,
-    kept_v,
+    kept_change,
     kept_decay,
-    kept_beta,
     source,
     target,
     pending,
@@ -90,14 +89,12 @@ def _token_steps_kernel(
     kept_k_slot,
     kept_k_row,
     kept_k_head,
-    kept_v_slot,
-    kept_v_row,
-    kept_v_head,
+    kept_change_slot,
+    kept_change_row,
+    kept_change_head,
     kept_decay_slot,
     kept_decay_row,
     kept_decay_head,
-    kept_beta_slot,
-    kept_beta_row,
     G: tl.constexpr,
 ):
     seq = tl.program_id(1)
@@ -113,13 +110,16 @@ def _token_steps_kernel(
     is_channel = channel < G.DK
     out_rows = out + head * out_head + column
     zeros = tl.zeros([COLUMNS], out.dtype.element_ty)
+    # Loaded together: each of these loads takes as long as a small state's.
     first_token = tl.load(q_indptr + seq)
     q_len = tl.load(q_indptr + seq + 1) - first_token
+    slot = tl.load(source + seq).to(tl.int64)
+    target_slot = tl.load(target + seq).to(tl.int64)
+    held = tl.load(pending + seq)
     if G.CLEARS:
         for pad in range(tl.load(q_indptr + num_seqs) + seq, num_tokens, tl.num_programs(1)):
             tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=is_column)
     if q_len <= most_q_len:
-        slot = tl.load(source + seq).to(tl.int64)
         if slot < _BEGINS:
             for pad in range(first_token, first_token + q_len):
                 tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=is_column)
@@ -127,79 +127,64 @@ def _token_steps_kernel(
             is_kept = q_len <= G.MOST_KEPT
             in_state = is_channel[:, None] & is_column[None, :]
             at = (channel * G.STATE_ROW)[:, None].to(tl.int64) + (head * state_head + column)[None, :]
-            target_slot = tl.load(target + seq).to(tl.int64)
             to = state + target_slot * state_slot + at
-            held = 0
             states = tl.zeros([DK_BLOCK, COLUMNS], tl.float32)
             if slot >= 0:
-                held = tl.load(pending + seq)
                 states = tl.load(state + slot * state_slot + at, mask=in_state, other=0.0).to(tl.float32)
-            # Where each row begins: of new tokens, of the source's kept ones, and of the target's.
-            q_new = q + k_head_of * q_head + channel
-            k_new = k + k_head_of * k_head
-            v_new = v + head * v_head
-            decay_new = decay + head * decay_head
-            beta_new = beta + head
-            k_old = kept_k + slot * kept_k_slot + k_head_of * kept_k_head
-            v_old = kept_v + slot * kept_v_slot + head * kept_v_head
-            decay_old = kept_decay + slot * kept_decay_slot + head * kept_decay_head
-            beta_old = kept_beta + slot * kept_beta_slot + head
+                k_old = kept_k + slot * kept_k_slot + k_head_of * kept_k_head
+                change_old = kept_change + slot * kept_change_slot + head * kept_change_head
+                decay_old = kept_decay + slot * kept_decay_slot + head * kept_decay_head
+                for step in range(held):
+                    old = tl.cast(step, tl.int64)
+                    k_row, change, decay_of = load_token(
+                        k_old + old * kept_k_row,
+                        change_old + old * kept_change_row,
+                        decay_old + old * kept_decay_row,
+                        channel,
+                        is_channel,
+                        column,
+                        is_column,
+                        G.CHANNELS,
+                    )
+                    states = changed(decayed(states, decay_of, G), k_row, change)
+            if is_kept:
+                tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
             k_to = kept_k + target_slot * kept_k_slot + k_head_of * kept_k_head + channel
-            v_to = kept_v + target_slot * kept_v_slot + head * kept_v_head + column
+            change_to = kept_change + target_slot * kept_change_slot + head * kept_change_head + column
             decay_to = kept_decay + target_slot * kept_decay_slot + head * kept_decay_head
-            beta_to = kept_beta + target_slot * kept_beta_slot + head
-            # Programs of other columns, and of other v heads, have the same decay and beta, and the same k.
+            # Programs of other columns have the same decay; those of other v heads, too, the same k.
             is_first = block == 0
             is_first_head = is_first & (head % G.RATIO == 0)
-            for step in range(held + q_len):
-                new = step - held
-                is_new = new >= 0
-                if is_kept & (new == 0):
-                    tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
-                token = tl.cast(first_token + tl.maximum(new, 0), tl.int64)
-                old = tl.cast(step, tl.int64)
-                # Not by addresses that depend on is_new: Triton 3.6 makes no buffer loads of those on AMD.
-                if is_new:
-                    k_row, v_row, decay_of, beta_of = load_token(
-                        k_new + token * k_token,
-                        v_new + token * v_token,
-                        decay_new + token * decay_token,
-                        beta_new + token * beta_token,
-                        channel,
-                        is_channel,
-                        column,
-                        is_column,
-                        G.CHANNELS,
-                    )
-                else:
-                    k_row, v_row, decay_of, beta_of = load_token(
-                        k_old + old * kept_k_row,
-                        v_old + old * kept_v_row,
-                        decay_old + old * kept_decay_row,
-                        beta_old + old * kept_beta_row,
-                        channel,
-                        is_channel,
-                        column,
-                        is_column,
-                        G.CHANNELS,
-                    )
-                states = fold_token(states, k_row, v_row, decay_of, beta_of, G)
-                if is_new:
-                    q_of = tl.load(q_new + token * q_token, mask=is_channel, other=0.0).to(tl.float32)
-                    row = tl.sum(states * q_of[:, None], 0) * (scale_of_row(q_of, G) * G.RULE.scale)
-                    tl.store(out_rows + token * out_token, row.to(out.dtype.element_ty), mask=is_column)
-                    if is_kept:
-                        room = tl.cast(new, tl.int64)
-                        tl.store(v_to + room * kept_v_row, v_row, mask=is_column)
-                        if is_first:
-                            tl.store(beta_to + room * kept_beta_row, beta_of)
-                            if G.CHANNELS:
-                                tl.store(decay_to + room * kept_decay_row + channel, decay_of, mask=is_channel)
-                            else:
-                                tl.store(decay_to + room * kept_decay_row, decay_of)
-                        if is_first_head:
-                            tl.store(k_to + room * kept_k_row, k_row, mask=is_channel)
-            if (q_len > G.MOST_KEPT) | (q_len == 0):
+            for new in range(q_len):
+                token = (first_token + new).to(tl.int64)
+                k_row, v_row, decay_of = load_token(
+                    k + k_head_of * k_head + token * k_token,
+                    v + head * v_head + token * v_token,
+                    decay + head * decay_head + token * decay_token,
+                    channel,
+                    is_channel,
+                    column,
+                    is_column,
+                    G.CHANNELS,
+                )
+                q_at = q + k_head_of * q_head + token * q_token + channel
+                q_row = tl.load(q_at, mask=is_channel, other=0.0).to(tl.float32)
+                states = decayed(states, decay_of, G)
+                change = change_of(states, k_row, v_row, tl.load(beta + head + token * beta_token), G)
+                states = changed(states, k_row, change)
+                row = tl.sum(states * q_row[:, None], 0) * (scale_of_row(q_row, G) * G.RULE.scale)
+                tl.store(out_rows + token * out_token, row.to(out.dtype.element_ty), mask=is_column)
+                if is_kept:
+                    room = tl.cast(new, tl.int64)
+                    tl.store(change_to + room * kept_change_row, change, mask=is_column)
+                    if is_first:
+                        if G.CHANNELS:
+                            tl.store(decay_to + room * kept_decay_row + channel, decay_of, mask=is_channel)
+                        else:
+                            tl.store(decay_to + room * kept_decay_row, decay_of)
+                    if is_first_head:
+                        tl.store(k_to + room * kept_k_row, k_row, mask=is_channel)
+            if not is_kept:
                 tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 
 
@@ -224,10 +209,7 @@ def launch_token_steps(
         (num_heads * triton.cdiv(dv, columns), places.num_seqs),
         *tokens,
         slots.state,
-        slots.k,
-        slots.v,
-        slots.decay,
-        slots.beta,
+        *slots.kept,
         places.source,
         places.target,
         places.pending,

@@ -17,29 +17,45 @@ NORM_EPSILON = tl.constexpr(arguments.NORM_EPSILON)
 
 
 @triton.jit
-def load_token(k_at, v_at, decay_at, beta_at, channel, is_channel, column, is_column, CHANNELS: tl.constexpr):
-    """k [dk] and v [columns] of a token, its decay, one or [dk], and its beta.
+def load_token(k_at, v_at, decay_at, channel, is_channel, column, is_column, CHANNELS: tl.constexpr):
+    """k [dk] of a token, its v or its change [columns], and its decay, one or [dk].
 
-    k_at, v_at, decay_at, beta_at: addresses where its rows begin
+    k_at, v_at, decay_at: addresses where its rows begin
     """
     k_row = tl.load(k_at + channel, mask=is_channel, other=0.0)
     v_row = tl.load(v_at + column, mask=is_column, other=0.0)
     decay = tl.load(decay_at + channel, mask=is_channel, other=0.0) if CHANNELS else tl.load(decay_at)
-    return k_row, v_row, decay, tl.load(beta_at)
+    return k_row, v_row, decay
 
 
 @triton.jit
-def fold_token(state, k_row, v_row, decay, beta, G: tl.constexpr):
-    """The state [dk, columns], float32, with a token folded in, as load_token returns it."""
+def decayed(state, decay, G: tl.constexpr):
+    """The state [dk, columns], float32, after a token's decay, as load_token returns it."""
     DK_BLOCK: tl.constexpr = G.DK_BLOCK
     decay_row = decay if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay
+    return state * tl.exp(decay_row)[:, None]
+
+
+@triton.jit
+def change_of(state, k_row, v_row, beta, G: tl.constexpr):
+    """The change [columns], float32, that a token makes to the decayed state: RecurrentSlots.change."""
     k = k_row.to(tl.float32)
     k_scale = scale_of_row(k, G)
     change = v_row.to(tl.float32)
-    state = state * tl.exp(decay_row)[:, None]
     if G.RULE.corrects:
         change -= tl.sum(state * k[:, None], 0) * k_scale
-    return state + k[:, None] * (beta * k_scale * change)[None, :]
+    return beta * k_scale * change
+
+
+@triton.jit
+def changed(state, k_row, change):
+    """The decayed state with a token's change.
+
+    The product is added without a rounding between them: a compiler that may choose, and does so in two ways, would
+    give a kept token other bits when it is folded in once more.
+    """
+    k = tl.broadcast_to(k_row.to(tl.float32)[:, None], state.shape)
+    return tl.fma(k, tl.broadcast_to(change[None, :], state.shape), state)
 
 
 @triton.jit

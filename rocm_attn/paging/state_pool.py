@@ -60,12 +60,14 @@ NO_RECURRENT_LAYERS = RecurrentLayers()
 
 
 def _parts_of(layer: Recurrence, kept: int) -> list[TensorForm]:
-    """The tensors of a layer's slot: its convolution's inputs, its state, and the kept k, v, decay and beta."""
+    """The tensors of a layer's slot: its convolution's inputs, its state, and the kept k, changes and decays."""
     convolution, of_token = layer.convolution, tensors_of(layer)
     return [
         TensorForm((convolution.width - 1 + kept, convolution.channels), layer.dtype),
         TensorForm((layer.num_heads, layer.k_dim, layer.v_dim), layer.state_dtype),
-        *(TensorForm((kept, *of_token[name].shape), of_token[name].dtype) for name in ("k", "v", "decay", "beta")),
+        TensorForm((kept, *of_token["k"].shape), of_token["k"].dtype),
+        TensorForm((kept, *of_token["v"].shape), torch.float32),
+        TensorForm((kept, *of_token["decay"].shape), of_token["decay"].dtype),
     ]
 
 

@@ -92,10 +92,9 @@ def prepared(case: StateCase) -> StateTensors:
     tokens = RecurrentTokens(random(*keys), random(*keys), random(*values), decay, beta, random(*values))
     pool = StatePool(RecurrentLayers([layer], kept=case.kept), num_rows=case.num_seqs + 1, device=_DEVICE)
     slots = pool.state[0]
-    for tensor in (slots.state, slots.k, slots.v):
+    for tensor in (slots.state, slots.k, slots.change):
         tensor.normal_(generator=generator)
     slots.decay.fill_(-0.1)
-    slots.beta.fill_(0.5)
     seqs = torch.arange(1, case.num_seqs + 1, dtype=torch.int32, device=_DEVICE)
     begins = case.work == "prompt"
     places = StatePlaces(

@@ -200,9 +200,8 @@ class StateRun(Sequences):
         self.slots = RecurrentSlots(
             side(self.num_slots, layer.heads, layer.dk, layer.dv, of=self.state_dtype),
             side(*lead, layer.k_heads, layer.dk, of=dtype),
-            side(*lead, layer.heads, layer.dv, of=dtype),
+            side(*lead, layer.heads, layer.dv),
             side(*lead, layer.heads, *channels),
-            side(*lead, layer.heads),
         )
 
     def step(self, *news: New, max_q_len: int | None = None) -> list[Tensor]:
@@ -228,7 +227,7 @@ class StateRun(Sequences):
                 deterministic=self.deterministic,
             )
 
-        outs = run_twice(step, [slots.state, slots.k, slots.v, slots.decay, slots.beta], out, launch)
+        outs = run_twice(step, [slots.state, *slots.kept], out, launch)
         assert workspace[words:].isnan().all(), "memory past the workspace was written"
         self.end(step)
         return outs

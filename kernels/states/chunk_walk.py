@@ -84,17 +84,17 @@ def _chunk_walk_kernel(
         states = tl.zeros([DK_BLOCK, COLUMNS], tl.float32)
         if slot >= 0:
             states = tl.load(state + slot * state_slot + at, mask=in_state, other=0.0).to(tl.float32)
-            for step in range(tl.load(pending + seq)):
+            held = tl.load(pending + seq)
+            for step in range(held):
                 old = tl.cast(step, tl.int64)
                 k_row, change, decay_of = load_token(
                     kept_k + slot * kept_k_slot + old * kept_k_row + k_head_of * kept_k_head,
                     kept_change + slot * kept_change_slot + old * kept_change_row + head * kept_change_head,
                     kept_decay + slot * kept_decay_slot + old * kept_decay_row + head * kept_decay_head,
+                    old < held,
                     channel,
-                    is_channel,
                     column,
-                    is_column,
-                    G.CHANNELS,
+                    G,
                 )
                 states = changed(decayed(states, decay_of, G), k_row, change)
         row = tl.arange(0, _CHUNK)

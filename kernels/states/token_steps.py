@@ -4,8 +4,10 @@ A program has a block of columns of one v head's state of one sequence, and fold
 pending ones of the source slot, then the new ones. Columns do not depend on each other.
 
 A token that is kept leaves the change that it made to the state, and a later step adds it by the same instruction. So
-it gives the same bits as one that is folded in at once, and a sequence's bits depend neither on its batch nor on how its
-tokens were cut into steps, as long as states are in float32: one in bfloat16 is rounded after each step.
+it gives the same bits as one that is folded in at once, and a sequence's bits depend neither on its batch nor on how
+its tokens were cut into steps, as long as states are in float32: one in bfloat16 is rounded after each step.
+
+The rows of the next token are loaded while one is folded in: with few programs a processor has nothing else to do.
 """
 
 from __future__ import annotations
@@ -52,6 +54,14 @@ class StepGeometry(NamedTuple):
     CHANNELS: bool
     RULE: RecurrenceRule
     CLEARS: bool
+
+
+@triton.jit
+def _new_token(q_at, k_at, v_at, decay_at, beta_at, is_there, channel, column, G: tl.constexpr):
+    """q and all that load_token returns of a new token, and its beta."""
+    k_row, v_row, decay_of = load_token(k_at, v_at, decay_at, is_there, channel, column, G)
+    q_row = tl.load(q_at + channel, mask=channel < tl.where(is_there, G.DK, 0), other=0.0)
+    return q_row, k_row, v_row, decay_of, tl.load(beta_at, mask=is_there, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "most_q_len"])
@@ -131,22 +141,29 @@ def _token_steps_kernel(
             states = tl.zeros([DK_BLOCK, COLUMNS], tl.float32)
             if slot >= 0:
                 states = tl.load(state + slot * state_slot + at, mask=in_state, other=0.0).to(tl.float32)
-                k_old = kept_k + slot * kept_k_slot + k_head_of * kept_k_head
-                change_old = kept_change + slot * kept_change_slot + head * kept_change_head
-                decay_old = kept_decay + slot * kept_decay_slot + head * kept_decay_head
-                for step in range(held):
-                    old = tl.cast(step, tl.int64)
-                    k_row, change, decay_of = load_token(
-                        k_old + old * kept_k_row,
-                        change_old + old * kept_change_row,
-                        decay_old + old * kept_decay_row,
-                        channel,
-                        is_channel,
-                        column,
-                        is_column,
-                        G.CHANNELS,
-                    )
-                    states = changed(decayed(states, decay_of, G), k_row, change)
+            k_old = kept_k + slot * kept_k_slot + k_head_of * kept_k_head
+            change_old = kept_change + slot * kept_change_slot + head * kept_change_head
+            decay_old = kept_decay + slot * kept_decay_slot + head * kept_decay_head
+            k_row, change, decay_of = load_token(k_old, change_old, decay_old, held > 0, channel, column, G)
+            q_new = q + first_token.to(tl.int64) * q_token + k_head_of * q_head
+            k_new = k + first_token.to(tl.int64) * k_token + k_head_of * k_head
+            v_new = v + first_token.to(tl.int64) * v_token + head * v_head
+            decay_new = decay + first_token.to(tl.int64) * decay_token + head * decay_head
+            beta_new = beta + first_token.to(tl.int64) * beta_token + head
+            coming = _new_token(q_new, k_new, v_new, decay_new, beta_new, q_len > 0, channel, column, G)
+            for step in range(held):
+                ahead = tl.cast(step + 1, tl.int64)
+                next_k, next_change, next_decay = load_token(
+                    k_old + ahead * kept_k_row,
+                    change_old + ahead * kept_change_row,
+                    decay_old + ahead * kept_decay_row,
+                    ahead < held,
+                    channel,
+                    column,
+                    G,
+                )
+                states = changed(decayed(states, decay_of, G), k_row, change)
+                k_row, change, decay_of = next_k, next_change, next_decay
             if is_kept:
                 tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
             k_to = kept_k + target_slot * kept_k_slot + k_head_of * kept_k_head + channel
@@ -155,28 +172,30 @@ def _token_steps_kernel(
             # Programs of other columns have the same decay; those of other v heads, too, the same k.
             is_first = block == 0
             is_first_head = is_first & (head % G.RATIO == 0)
+            q_row, k_row, v_row, decay_of, beta_of = coming
             for new in range(q_len):
-                token = (first_token + new).to(tl.int64)
-                k_row, v_row, decay_of = load_token(
-                    k + k_head_of * k_head + token * k_token,
-                    v + head * v_head + token * v_token,
-                    decay + head * decay_head + token * decay_token,
+                ahead = tl.cast(new + 1, tl.int64)
+                next_q, next_k, next_v, next_decay, next_beta = _new_token(
+                    q_new + ahead * q_token,
+                    k_new + ahead * k_token,
+                    v_new + ahead * v_token,
+                    decay_new + ahead * decay_token,
+                    beta_new + ahead * beta_token,
+                    ahead < q_len,
                     channel,
-                    is_channel,
                     column,
-                    is_column,
-                    G.CHANNELS,
+                    G,
                 )
-                q_at = q + k_head_of * q_head + token * q_token + channel
-                q_row = tl.load(q_at, mask=is_channel, other=0.0).to(tl.float32)
                 states = decayed(states, decay_of, G)
-                change = change_of(states, k_row, v_row, tl.load(beta + head + token * beta_token), G)
-                states = changed(states, k_row, change)
-                row = tl.sum(states * q_row[:, None], 0) * (scale_of_row(q_row, G) * G.RULE.scale)
-                tl.store(out_rows + token * out_token, row.to(out.dtype.element_ty), mask=is_column)
+                made = change_of(states, k_row, v_row, beta_of, G)
+                states = changed(states, k_row, made)
+                q_of = q_row.to(tl.float32)
+                row = tl.sum(states * q_of[:, None], 0) * (scale_of_row(q_of, G) * G.RULE.scale)
+                out_at = out_rows + (first_token + new).to(tl.int64) * out_token
+                tl.store(out_at, row.to(out.dtype.element_ty), mask=is_column)
                 if is_kept:
                     room = tl.cast(new, tl.int64)
-                    tl.store(change_to + room * kept_change_row, change, mask=is_column)
+                    tl.store(change_to + room * kept_change_row, made, mask=is_column)
                     if is_first:
                         if G.CHANNELS:
                             tl.store(decay_to + room * kept_decay_row + channel, decay_of, mask=is_channel)
@@ -184,6 +203,7 @@ def _token_steps_kernel(
                             tl.store(decay_to + room * kept_decay_row, decay_of)
                     if is_first_head:
                         tl.store(k_to + room * kept_k_row, k_row, mask=is_channel)
+                q_row, k_row, v_row, decay_of, beta_of = next_q, next_k, next_v, next_decay, next_beta
             if not is_kept:
                 tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 

@@ -17,14 +17,19 @@ NORM_EPSILON = tl.constexpr(arguments.NORM_EPSILON)
 
 
 @triton.jit
-def load_token(k_at, v_at, decay_at, channel, is_channel, column, is_column, CHANNELS: tl.constexpr):
-    """k [dk] of a token, its v or its change [columns], and its decay, one or [dk].
+def load_token(k_at, v_at, decay_at, is_there, channel, column, G: tl.constexpr):
+    """k [dk] of a token, its v or its change [columns], and its decay, one or [dk]; 0 if it is not there.
 
     k_at, v_at, decay_at: addresses where its rows begin
     """
+    # Not is_there & ...: Triton's interpreter makes integers of it.
+    is_channel = channel < tl.where(is_there, G.DK, 0)
     k_row = tl.load(k_at + channel, mask=is_channel, other=0.0)
-    v_row = tl.load(v_at + column, mask=is_column, other=0.0)
-    decay = tl.load(decay_at + channel, mask=is_channel, other=0.0) if CHANNELS else tl.load(decay_at)
+    v_row = tl.load(v_at + column, mask=column < tl.where(is_there, G.DV, 0), other=0.0)
+    if G.CHANNELS:
+        decay = tl.load(decay_at + channel, mask=is_channel, other=0.0)
+    else:
+        decay = tl.load(decay_at, mask=is_there, other=0.0)
     return k_row, v_row, decay
 
 

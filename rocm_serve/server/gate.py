@@ -151,8 +151,10 @@ class ServerGate:
     def _require_place(self) -> None:
         """Raises FitsLater if all places are taken. A body that is being read has none: only its bytes are bounded."""
         jobs, most = self._generations.jobs, self._options.max_requests
-        is_full = max(self._generations.front.num_requests, jobs.num_served) >= most
-        if is_full or jobs.num_read >= most * _MOST_READ:
+        is_full = self._generations.front.num_requests >= most
+        # Each job is counted only where there are enough of them: a burst would take a time that grows with its square.
+        is_full |= len(jobs) >= most and jobs.num_served >= most
+        if is_full or (len(jobs) >= most * _MOST_READ and jobs.num_read >= most * _MOST_READ):
             raise FitsLater("all places for running and waiting requests are taken; send this one again later")
 
 

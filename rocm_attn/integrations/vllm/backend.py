@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -232,12 +233,15 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
     ) -> RocmAttnMetadata:
         """Begins a step.
 
+        fast_build:        whether it is one of a draft model
         common_prefix_len: not read. vLLM 0.26 counts tokens that all requests have in common, for builders that ask for
                            it (use_cascade_attention) to attend to them once for all; from 0.32 on it is 0. Block tables
                            and lengths are those of whole requests either way, so what tokens see is the same
         """
-        step = self.group.begin(common_attn_metadata)
-        return RocmAttnMetadata(self.group, step, common_attn_metadata.causal)
+        # A draft is no token of an image, even if the prompt has one in its place: the prompt's next chunk overwrites it.
+        is_draft = fast_build and common_attn_metadata.max_query_len <= 1
+        common = _without_images(common_attn_metadata) if is_draft else common_attn_metadata
+        return RocmAttnMetadata(self.group, self.group.begin(common), common.causal)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonMetadata) -> RocmAttnMetadata:
         if not isinstance(self.group, KVGroup):
@@ -343,6 +347,13 @@ def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: boo
         cache = replace(cache, fp8_scales=Scales.HEAD)
     problem: Problem = layer.impl.terms.problem(cache, mask)
     return problem
+
+
+def _without_images(common: CommonMetadata) -> CommonMetadata:
+    """Returns a step's metadata without the images of its prompts."""
+    shown = copy(common)
+    shown.mm_req_doc_ranges = None  # type: ignore[misc]  # vLLM's own class may be written to
+    return shown
 
 
 def _require_whole_steps(vllm_config: VllmConfig) -> None:

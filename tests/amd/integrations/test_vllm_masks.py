@@ -89,6 +89,19 @@ def test_cross_attention_is_refused_where_ranks_share_contexts(ours: Any) -> Non
         ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, {"decode_context_parallel_size": 2}), CPU)
 
 
+def test_drafts_in_the_places_of_an_image_that_is_yet_to_come_are_served(ours: Any) -> None:
+    """vLLM drafts after each chunk of a prompt, and the next chunk overwrites what these drafts have stored."""
+    layer = gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True)
+    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, has_images=True), CPU)
+    common = step(6)
+    common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound = common.query_start_loc, common.seq_lens
+    common.mm_req_doc_ranges = {0: [(5, 9)]}
+    assert made.build(0, common, fast_build=True).step.num_tokens == 1
+    assert common.mm_req_doc_ranges == {0: [(5, 9)]}
+    with pytest.raises(Unsupported, match="set --disable-chunked-mm-input"):
+        made.build(0, common)
+
+
 def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: Any) -> None:
     plain, with_images = gqa_layer(ours.RocmAttnImpl), gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True)
     halves = {"use_ubatching": 1}

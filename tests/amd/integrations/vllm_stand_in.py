@@ -255,6 +255,7 @@ def step(kv_len: int = 3) -> Any:
         block_table_tensor=torch.tensor([[1, 0, 0, 0]], dtype=torch.int32).expand(SEQS, -1).contiguous()[:1],
         slot_mapping=torch.tensor([BLOCK + kv_len - 1]),
         causal=True,
+        mm_req_doc_ranges=None,
     )
 
 

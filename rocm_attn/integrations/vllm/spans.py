@@ -18,7 +18,6 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.external_step import NO_CELLS, DeviceSpans, NoCells
 from rocm_attn.step.host_ring import HostRing
 
-
 # An image's sequence, first token and end.
 Span = tuple[int, int, int]
 
@@ -112,7 +111,7 @@ def _images_of(common: CommonMetadata) -> Sequence[Span]:
         stop = kv_len[seq]
         start = stop - (starts[seq + 1] - starts[seq])
         for first, last in ranges:
-            if last < start or first >= stop:
+            if max(first, start) >= min(last + 1, stop):
                 continue
             if last >= stop:
                 raise Unsupported(

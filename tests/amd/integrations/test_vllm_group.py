@@ -331,9 +331,10 @@ def test_a_request_without_a_new_token_changes_nothing_for_the_others(new: list[
     runner.groups[0].attention.check_device()
 
 
-def test_a_step_without_any_token_writes_nothing(runner: Runner) -> None:
-    runner.prepare([0, 0, 0], 3, 0)
-    step = runner.groups[0].begin(runner.common(0, 3, 0, 0))
+@pytest.mark.parametrize("num_reqs", [1, 3])
+def test_a_step_without_any_token_writes_nothing(num_reqs: int, runner: Runner) -> None:
+    runner.prepare([0] * num_reqs, num_reqs, 0)
+    step = runner.groups[0].begin(runner.common(0, num_reqs, 0, 0))
     given, out = runner.projected(0, 1), runner.unwritten(1)
     runner.forward([step], [given], [out])
     assert not out.any()

@@ -76,7 +76,8 @@ def _turn(q: Tensor, k: Tensor, lines: Tensor, cos_sin: Tensor, *, interleave: b
             raise BadTensor(f"rotary_dim is {cos_sin.shape[1]}, and {name} has heads of {x.shape[2]} elements")
     device = with_index(q.device)
     pairs = RopePairs.NEIGHBOURS if interleave else RopePairs.HALVES
-    work, at = QkvWork(RopeTable(cos_sin.contiguous(), pairs)), lines.to(torch.int32)
+    work = QkvWork(RopeTable(cos_sin.contiguous(), pairs))
+    at = lines.clamp(-1, len(cos_sin)).to(torch.int32)  # wide positions that no line has must not wrap to one that has
     with on_device(device):
         for x in (q, k):
             if x.numel():

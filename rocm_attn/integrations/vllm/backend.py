@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -64,8 +65,10 @@ except ImportError:  # before 0.29
 LOG_TRUTH, LOG_IDLE_TRUTH = partial(log_truth, VLLM.log), partial(log_idle_truth, VLLM.log)
 LOG_RUN_AHEAD = partial(log_run_ahead, VLLM.log)
 # The builder that vLLM derives from a backend's for layers with local chunks (layers/attention/
-# chunked_local_attention.py), and attributes of layers: the keys of a chunk, and whether they may see images.
+# chunked_local_attention.py), and attributes of layers: the keys of a chunk, whether they may see images, and whether a
+# window hides a part of an image.
 _CHUNKED_BUILDER, _CHUNK, _HAS_IMAGES = "ChunkedLocalAttentionBuilder", "attention_chunk_size", "use_mm_prefix"
+_KEEPS_WINDOW = "mm_prefix_clamp_sliding_window"
 
 
 class Answers(AttentionBackend):
@@ -195,8 +198,10 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         has_images |= any(getattr(each, _HAS_IMAGES, False) for each in layers.values())
         if is_open or has_images:
             _require_whole_steps(vllm_config)
+        seeing = [name for name, layer in layers.items() if has_images and sees_images(layer, vllm_config.model_config)]
+        self._hides_images = has_images and not seeing
         of_group = {
-            name: group_layer(layer, _problem_of(layer, cache, is_open=is_open, has_images=has_images), device)
+            name: group_layer(layer, _problem_of(layer, cache, is_open=is_open, has_images=name in seeing), device)
             for name, layer in layers.items()
         }
         self.group: Group
@@ -232,12 +237,16 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
     ) -> RocmAttnMetadata:
         """Begins a step.
 
+        fast_build:        whether it is one of a draft model
         common_prefix_len: not read. vLLM 0.26 counts tokens that all requests have in common, for builders that ask for
                            it (use_cascade_attention) to attend to them once for all; from 0.32 on it is 0. Block tables
                            and lengths are those of whole requests either way, so what tokens see is the same
         """
-        step = self.group.begin(common_attn_metadata)
-        return RocmAttnMetadata(self.group, step, common_attn_metadata.causal)
+        # A draft is no token of an image, even if the prompt has one in its place.
+        is_draft = fast_build and common_attn_metadata.max_query_len <= 1
+        is_without = is_draft or self._hides_images
+        common = _without_images(common_attn_metadata) if is_without else common_attn_metadata
+        return RocmAttnMetadata(self.group, self.group.begin(common), common.causal)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonMetadata) -> RocmAttnMetadata:
         if not isinstance(self.group, KVGroup):
@@ -337,12 +346,29 @@ def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: boo
         chunk=getattr(layer, _CHUNK, 0),
         spans=has_images or is_open,
         # Models for which vLLM sets it keep their windows, the others do not.
-        spans_pass_window=has_images and not getattr(layer, "mm_prefix_clamp_sliding_window", False),
+        spans_pass_window=has_images and not getattr(layer, _KEEPS_WINDOW, False),
     )
     if layer._k_scale.numel() > 1:
         cache = replace(cache, fp8_scales=Scales.HEAD)
     problem: Problem = layer.impl.terms.problem(cache, mask)
     return problem
+
+
+def sees_images(layer: Any, model_config: Any) -> bool:
+    """True if tokens of an image see each other in a layer of a model with such images (is_mm_prefix_lm).
+
+    In Gemma 4 they do in layers with a window alone: vLLM's model takes the images from what its own backends have made
+    of a step for the others (gemma4_mm.py, _clear_mm_prefix_for_full_attn_layers).
+    """
+    is_gemma4 = getattr(model_config.hf_text_config, "use_bidirectional_attention", None) == "vision"
+    return not is_gemma4 or bool(getattr(layer, _KEEPS_WINDOW, False))
+
+
+def _without_images(common: CommonMetadata) -> CommonMetadata:
+    """Returns a step's metadata without the images of its prompts."""
+    shown = copy(common)
+    shown.mm_req_doc_ranges = None  # type: ignore[misc]  # vLLM's own class may be written to
+    return shown
 
 
 def _require_whole_steps(vllm_config: VllmConfig) -> None:

@@ -208,7 +208,9 @@ class KVGroup:
         if is_captured and isinstance(mask, NoCells):
             mask = self._captured_mask(shape)
         attention = self._renewed(common)
-        attention.begin(external_step(common, shape, kv_len, common.num_reqs, is_captured, mask))
+        # Without any token all are padding: a decode's shape would give a single sequence one.
+        num_seqs = common.num_reqs if common.num_actual_tokens else 0
+        attention.begin(external_step(common, shape, kv_len, num_seqs, is_captured, mask))
         if known is not None and is_captured and known.slots_at == _place(slots):
             attention.replay_fill(known.fill)
         else:

@@ -6,7 +6,7 @@ tokens see all of its KV. So such a step needs no lengths. It imports no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from rocm_attn.integrations.vllm.steps import CommonMetadata, require_causal
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.external_step import NO_CELLS, DeviceSpans, NoCells
 from rocm_attn.step.host_ring import HostRing
+
+# An image's sequence, first token and end.
+Span = tuple[int, int, int]
 
 
 class GroupSpans:
@@ -52,10 +55,11 @@ class GroupSpans:
         whose tokens a window hides from each other; and for an image of which only a part is in the step.
         """
         if common.max_query_len <= 1:
+            _images_of(common)  # refuses a token whose image goes on
             return NO_CELLS  # the last token of its KV sees all of it anyway
         if not self.is_needed:
             require_causal(common)
-            if common.mm_req_doc_ranges and len(_images_of(common)):
+            if len(_images_of(common)):
                 raise Unsupported(
                     "vLLM gives images whose tokens see each other to layers of which it has not said so "
                     "(is_mm_prefix_lm); choose another attention backend for this model"
@@ -63,7 +67,7 @@ class GroupSpans:
             return NO_CELLS
         if common.causal is not True:
             return self._whole(common, common.causal)
-        return self._images(common) if common.mm_req_doc_ranges else NO_CELLS
+        return self._images(_images_of(common))
 
     def _whole(self, common: CommonMetadata, causal: bool | Tensor) -> DeviceSpans:
         """The spans of a step of which all requests, or some, are not causal."""
@@ -86,36 +90,33 @@ class GroupSpans:
         torch.mul(is_open, INT32_MAX, out=spans[:, 2])
         return DeviceSpans(spans)
 
-    def _images(self, common: CommonMetadata) -> DeviceSpans | NoCells:
+    def _images(self, found: Sequence[Span]) -> DeviceSpans | NoCells:
         """The spans of the images that have new tokens in the step."""
-        found = _images_of(common)
-        if not len(found):
+        if not found:
             return NO_CELLS
         spans = self._of_images[: len(found)]
-        self._ring.send(found, spans)
+        self._ring.send([word for span in found for word in span], spans)
         return DeviceSpans(spans)
 
 
-def _images_of(common: CommonMetadata) -> Tensor:
-    """Sequence, first key and end of each image with new tokens, int32 [n, 3] on the host.
-
-    Lengths on the host are those of the device for prompts.
-    """
-    assert common.mm_req_doc_ranges is not None
+def _images_of(common: CommonMetadata) -> Sequence[Span]:
+    """The images with new tokens. Lengths on the host are those of the device for prompts."""
+    if not common.mm_req_doc_ranges:
+        return ()
     if common.query_start_loc_cpu is None or common.seq_lens_cpu_upper_bound is None:
         raise WrongState("vLLM gives ranges of images for a step without its lengths on the host")
-    of_requests = common.mm_req_doc_ranges.items()
-    # vLLM counts to the last token.
-    ranges = [(seq, first, last + 1) for seq, given in of_requests for first, last in given]
-    spans = torch.tensor(ranges, dtype=torch.int32).view(-1, 3)
-    seq, first, end = spans.unbind(1)
-    starts, kv_len = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound[seq.long()]
-    start = kv_len - (starts[seq.long() + 1] - starts[seq.long()])
-    is_new = (end > start) & (first < kv_len)
-    for number in (is_new & (end > kv_len)).nonzero()[:1].flatten().tolist():
-        raise Unsupported(
-            f"an image has the tokens {first[number]} to {end[number] - 1} of request {seq[number]}, and the step ends "
-            f"with its token {kv_len[number] - 1}; the tokens of an image see each other, so set "
-            "--disable-chunked-mm-input"
-        )
-    return spans[is_new].contiguous()
+    starts, kv_len = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
+    found = []
+    for seq, ranges in common.mm_req_doc_ranges.items():
+        stop = kv_len[seq]
+        start = stop - (starts[seq + 1] - starts[seq])
+        for first, last in ranges:
+            if max(first, start) >= min(last + 1, stop):
+                continue
+            if last >= stop:
+                raise Unsupported(
+                    f"an image has the tokens {first} to {last} of request {seq}, and the step ends with its token "
+                    f"{stop - 1}; the tokens of an image see each other, so set --disable-chunked-mm-input"
+                )
+            found.append((seq, first, last + 1))  # vLLM counts to the last token
+    return found

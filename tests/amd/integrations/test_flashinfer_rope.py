@@ -133,6 +133,11 @@ def test_a_position_that_the_table_lacks_gives_nan(device: torch.device) -> None
     found, _ = flashinfer.apply_rope_with_cos_sin_cache(ints([3, 4, -1], device), q, q, DIM, table)
     assert found[0].equal(q[0])
     assert found[1:].isnan().all()
+    # Their low 32 bits are positions that the table has.
+    wide = torch.tensor([3, (1 << 32) + 3, 2 - (1 << 32)], device=device)
+    found, _ = flashinfer.apply_rope_with_cos_sin_cache(wide, q, q, DIM, table)
+    assert found[0].equal(q[0])
+    assert found[1:].isnan().all()
 
 
 def test_no_tokens_are_none(device: torch.device) -> None:

@@ -12,7 +12,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import DeviceFault, Unsupported, WrongState
 from rocm_attn.external import ExternalAttention
-from rocm_attn.integrations.vllm.layer_terms import LayerTerms, MaskTerms
+from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
 from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
 
@@ -163,6 +163,26 @@ def test_an_image_of_which_a_step_has_only_a_part_is_refused(device: torch.devic
     runner.step([1])
 
 
+@pytest.mark.parametrize("mask", [IMAGES, PLAIN_MASK], ids=["declared", "not declared"])
+def test_a_chunk_of_one_token_within_an_image_is_refused(mask: MaskTerms, device: torch.device, provider: str) -> None:
+    """The tokens after it have no K and V yet. The last one of an image sees all of it, and those before and after."""
+    runner = Runner(device=device, provider=provider, mask=mask)
+    for _ in range(2):
+        runner.admit()
+    runner.step([3, 3])
+    runner.images = {0: [(4, 6)], 1: []}
+    runner.step([1, 1])  # the token before the image
+    refusal = r"the tokens 4 to 6 of request 0, and the step ends with its token {}; .*set --disable-chunked-mm-input"
+    for token in (4, 5):
+        with pytest.raises(Unsupported, match=refusal.format(token)):
+            runner.step([1, 1])
+        runner.images = {}
+        runner.step([1, 1])
+        runner.images = {0: [(4, 6)], 1: []}
+    for _ in range(3):
+        runner.step([1, 1])  # the last token of the image, and decodes
+
+
 def test_images_in_layers_that_were_not_declared_to_see_them_are_refused(runner: Runner) -> None:
     """Other backends ignore them without a word (vllm#46754)."""
     runner.images = {0: [(1, 4)]}
@@ -311,9 +331,10 @@ def test_a_request_without_a_new_token_changes_nothing_for_the_others(new: list[
     runner.groups[0].attention.check_device()
 
 
-def test_a_step_without_any_token_writes_nothing(runner: Runner) -> None:
-    runner.prepare([0, 0, 0], 3, 0)
-    step = runner.groups[0].begin(runner.common(0, 3, 0, 0))
+@pytest.mark.parametrize("num_reqs", [1, 3])
+def test_a_step_without_any_token_writes_nothing(num_reqs: int, runner: Runner) -> None:
+    runner.prepare([0] * num_reqs, num_reqs, 0)
+    step = runner.groups[0].begin(runner.common(0, num_reqs, 0, 0))
     given, out = runner.projected(0, 1), runner.unwritten(1)
     runner.forward([step], [given], [out])
     assert not out.any()

@@ -83,10 +83,39 @@ def test_a_model_of_several_parts_says_of_images_what_its_layers_of_text_do_not(
         assert problem.spans_pass_window is not is_open
 
 
+@pytest.mark.parametrize("window", [None, 8])
+def test_images_of_gemma_4_are_seen_in_layers_with_a_window_alone(window: int | None, ours: Any) -> None:
+    """vLLM's model says so of its own backends' metadata, after these have begun a step."""
+    terms: dict[str, Any] = {"use_mm_prefix": True, "mm_prefix_clamp_sliding_window": window is not None}
+    layer = gqa_layer(ours.RocmAttnImpl, sliding_window=window, **terms)
+    config = Config({"layer": layer}, has_images=True, text={"use_bidirectional_attention": "vision"})
+    made, common = ours.RocmAttnBuilder(spec(), ["layer"], config, CPU), step()
+    common.query_start_loc, common.num_actual_tokens, common.max_query_len = torch.tensor([0, 3]), 3, 3
+    common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound = common.query_start_loc, common.seq_lens
+    common.slot_mapping, common.mm_req_doc_ranges = torch.arange(BLOCK, BLOCK + 3), {0: [(0, 2)]}
+    q, out = torch.zeros(3, HEADS, DIM), torch.zeros(3, HEADS, DIM)
+    kv = torch.tensor([1.0, 3.0, 8.0]).view(3, 1, 1).repeat(1, 1, DIM)
+    layer.impl.forward(layer, q, kv, kv, layer.kv_cache, made.build(0, common), out)
+    assert out[:, 0, 0].tolist() == pytest.approx([1.0, 2.0, 4.0] if window is None else [4.0] * 3)
+
+
 def test_cross_attention_is_refused_where_ranks_share_contexts(ours: Any) -> None:
     layer = gqa_layer(ours.RocmAttnImpl, attn_type="encoder_decoder")
     with pytest.raises(Unsupported, match="decode_context_parallel_size is 2; rocm_attn serves 1 in vLLM"):
         ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, {"decode_context_parallel_size": 2}), CPU)
+
+
+def test_drafts_in_the_places_of_an_image_that_is_yet_to_come_are_served(ours: Any) -> None:
+    """vLLM drafts after each chunk of a prompt, and the next chunk overwrites what these drafts have stored."""
+    layer = gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True)
+    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}, has_images=True), CPU)
+    common = step(6)
+    common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound = common.query_start_loc, common.seq_lens
+    common.mm_req_doc_ranges = {0: [(5, 9)]}
+    assert made.build(0, common, fast_build=True).step.num_tokens == 1
+    assert common.mm_req_doc_ranges == {0: [(5, 9)]}
+    with pytest.raises(Unsupported, match="set --disable-chunked-mm-input"):
+        made.build(0, common)
 
 
 def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: Any) -> None:

@@ -122,11 +122,13 @@ class Config:
 
     ranks:      parallel_config, its names and sizes
     has_images: whether tokens of images see each other
+    text:       more of the config of a model's text part
     """
 
     layers: dict[str, Any]
     ranks: dict[str, int] = field(default_factory=dict)
     has_images: bool = False
+    text: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parallel_config(self) -> Any:
@@ -137,7 +139,7 @@ class Config:
     @property
     def model_config(self) -> Any:
         """The config of a small model whose indexer selects TOP keys."""
-        chosen = SimpleNamespace(index_topk=TOP, index_n_heads=4, index_head_dim=DIM)
+        chosen = SimpleNamespace(index_topk=TOP, index_n_heads=4, index_head_dim=DIM, **self.text)
         return SimpleNamespace(
             dtype=torch.float32, max_model_len=64, hf_text_config=chosen, is_mm_prefix_lm=self.has_images
         )
@@ -255,6 +257,7 @@ def step(kv_len: int = 3) -> Any:
         block_table_tensor=torch.tensor([[1, 0, 0, 0]], dtype=torch.int32).expand(SEQS, -1).contiguous()[:1],
         slot_mapping=torch.tensor([BLOCK + kv_len - 1]),
         causal=True,
+        mm_req_doc_ranges=None,
     )
 
 

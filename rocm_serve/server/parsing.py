@@ -41,6 +41,20 @@ def parsed(body: bytes) -> Any:
         return json.loads(body)
 
 
+def _value_of(body: bytes) -> Any:
+    """Returns parsed(body). Raises JSONDecodeError alone: FastAPI hides the reason of any other error."""
+    try:
+        return parsed(body)
+    except json.JSONDecodeError:
+        raise
+    except UnicodeDecodeError as error:
+        raise json.JSONDecodeError(f"byte {error.start} is no UTF-8; send text in UTF-8", "", 0) from error
+    except RecursionError as error:
+        raise json.JSONDecodeError("it is nested too deeply; send fewer levels", "", 0) from error
+    except ValueError as error:  # Python's bound on the digits of an integer
+        raise json.JSONDecodeError("an integer has too many digits; send at most 4300", "", 0) from error
+
+
 class ParsedRequest(Request):
     """A request whose body is read by parsed(), once. Its bytes are not kept: FastAPI would until it is answered."""
 
@@ -49,7 +63,7 @@ class ParsedRequest(Request):
         if not hasattr(self, "_body"):
             body = (await self.receive())["body"]  # the gate gives it whole
             if body:
-                self._json, num_bytes, body = parsed(body), len(body), b" "
+                self._json, num_bytes, body = _value_of(body), len(body), b" "
                 await let_streams_write(num_bytes)
             self._body = body
         return self._body

@@ -69,8 +69,11 @@ def locked() -> Iterator[Running]:
             b'{"type": "json_schema", "json_schema": {"schema": {"const": "\\ud800"}}}}',
             "the constraint is not Unicode text",
         ),
+        (b'"\xff"', "the body is not JSON: byte 1 is no UTF-8"),
+        (b"[" * 15_000, "the body is not JSON: it is nested too deeply"),
+        (b"9" * 5000, "the body is not JSON: an integer has too many digits"),
     ],
-    ids=["empty", "half", "large bias", "half a character of a schema"],
+    ids=["empty", "half", "large bias", "half a character of a schema", "no UTF-8", "deep", "many digits"],
 )
 def test_a_refused_body_is_answered_with_the_reason(body: bytes, says: str, server: Running) -> None:
     """load/test_hostile_bytes.py has more of them."""

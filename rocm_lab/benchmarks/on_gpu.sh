@@ -26,7 +26,6 @@ soak() {
 measure step_profile
 python -m rocm_lab.benchmarks.serving --random "$(mktemp -d)" --out "$results/serving_$name.json" || failures=$((failures + 1))
 measure round_time
-measure kv_transfer
 measure sparse_decode
 measure recurrent
 measure row_work

@@ -28,8 +28,6 @@ python -m rocm_lab.benchmarks.serving --random "$(mktemp -d)" --out "$results/se
 measure round_time
 measure sparse_decode
 measure recurrent
-measure row_work
-measure tensor_parallel
 soak soak --steps 20000 --seed 11
 soak draft_soak --speculative --steps 13500 --seed 16
 python -m rocm_lab.benchmarks.make_tables

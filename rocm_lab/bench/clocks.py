@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -158,12 +157,6 @@ def clock_of(device: torch.device, round_us: float) -> Clock:
 def median_us(clock: Clock, run: Run, rounds: int = 7) -> float:
     """Returns the median time of one launch."""
     return median_of(clock.timed([run]), rounds)
-
-
-def medians_in_turn(clock: Clock, launches: Sequence[Sequence[Run]], rounds: int = 15) -> list[float]:
-    """Returns microseconds of one of each of these launches, medians of rounds in which they take turns."""
-    samples = in_turn([clock.timed(runs) for runs in launches], rounds, lambda: math.nan)
-    return [statistics.median(each.us) for each in samples]
 
 
 def median_of(timed: Timed, rounds: int) -> float:

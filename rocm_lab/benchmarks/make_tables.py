@@ -109,10 +109,6 @@ def _serving(result: Result) -> dict[str, Any]:
     return {"loads": loads, "gaps": gaps, "started": started}
 
 
-def _transfers(result: Result) -> dict[str, Any]:
-    return {"cases": _with(result["cases"], lambda case: {"share": case["us"]["copy"] / case["us"]["export"]})["rows"]}
-
-
 def _sparse(result: Result) -> dict[str, Any]:
     def lower_bound(row: Mapping[str, Any]) -> dict[str, Any]:
         us = row["lower_bound_us"]
@@ -153,7 +149,6 @@ DERIVED: Mapping[str, Callable[[Result], Mapping[str, Any]]] = {
     "serving_h200": _serving,
     "servers_h200": _serving,
     "round_time_h200": _rounds,
-    "kv_transfer_h200": _transfers,
     "sparse_decode_h200": _sparse,
     "recurrent_h200": _recurrent,
     "mixed_load_cpu": _mixed_load,

@@ -26,11 +26,8 @@ soak() {
 measure step_profile
 python -m rocm_lab.benchmarks.serving --random "$(mktemp -d)" --out "$results/serving_$name.json" || failures=$((failures + 1))
 measure round_time
-measure kv_transfer
 measure sparse_decode
 measure recurrent
-measure row_work
-measure tensor_parallel
 soak soak --steps 20000 --seed 11
 soak draft_soak --speculative --steps 13500 --seed 16
 python -m rocm_lab.benchmarks.make_tables

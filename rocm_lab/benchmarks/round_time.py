@@ -28,8 +28,8 @@ import torch
 
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.step.host_ring import Fence
+from rocm_lab.benchmarks.random_models import RandomOnDevice, model_of, random_model
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
-from rocm_lab.benchmarks.tensor_parallel import RandomOnDevice, model_of, random_model
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions

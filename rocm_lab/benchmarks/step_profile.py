@@ -31,9 +31,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.clocks import clock_of
+from rocm_lab.benchmarks.random_models import LLAMA_8B, model_of, random_model
 from rocm_lab.benchmarks.round_time import prompt_of, python_us, watch
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
-from rocm_lab.benchmarks.tensor_parallel import LLAMA_8B, model_of, random_model
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weights import expected_shapes

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, padded_dim
-from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles, LatentTiles
-from rocm_attn.kernels.tuning.tiles import ExtendTiles, equal_columns
+from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles
+from rocm_attn.kernels.tuning.tiles import equal_columns
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 # Barriers, a drawn row, and gaps between allocations, in bytes.
@@ -120,18 +120,6 @@ def _all_layouts(*, is_coded: bool) -> Iterator[Layout]:
             )
 
 
-def derived_tiles(problem: Problem, shared: int, *, is_gathered: bool) -> HopperTiles:
-    """Tiles from the description alone, with every switch off: where a search without a table begins."""
-    is_coded = problem.kv_encoding.name != "LIKE_Q"
-    code_tiles, decoder = (2, 48) if is_coded else (0, 0)
-    extend = ExtendTiles(_ROWS, 128 if not is_coded else 64, 4, 2, programs_per_cu=1, merge_stages=4, alike_keys=256)
-    # The warps that gather keys or decode codes hold addresses and elements; those that load by TMA hardly any.
-    registers = 216 if is_coded else 224 if is_gathered else 232
-    plain = HopperTiles(extend, overlaps=True, registers=registers, decoder_registers=decoder, code_tiles=code_tiles)
-    found = layouts(plain, problem, shared)
-    return with_layout(plain, found[0]) if found else plain
-
-
 def extend_values(tiles: HopperTiles, problem: Problem, shared: int) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Values of fields that may be tried, those first that gained most for some row of the table."""
     yield "layout", layouts(tiles, problem, shared)
@@ -170,11 +158,6 @@ def latent_shared_bytes(tiles: HopperLatentTiles, problem: Problem) -> int:
     latent = tiles.latent
     rows = latent.query_rows + latent.num_stages * latent.key_block
     return 2 * (rows * problem.head_dim + latent.query_rows * latent.key_block) + 2 * 4 * latent.query_rows
-
-
-def derived_latent_tiles() -> HopperLatentTiles:
-    """Where a search of latent decode without a table begins: registers as Triton would deal them out, plain cuts."""
-    return HopperLatentTiles(LatentTiles(64, 64, 4, 2, early=True), 120, 56)
 
 
 def fits(tiles: HopperTiles | HopperLatentTiles, problem: Problem, shared: int) -> bool:

@@ -142,13 +142,10 @@ class Search:
     def run(self, jobs: Sequence[TuneJob]) -> Iterator[Tried]:
         """Tries every candidate and yields it. Ends early when time is up. Raises SearchEnded."""
         for number, job in enumerate(jobs):
-            yield from self.run_one(job, jobs[number + 1 :])
-
-    def run_one(self, job: TuneJob, later: Sequence[TuneJob]) -> Iterator[Tried]:
-        """Does the same for a job, before those that come later."""
-        self._later = tuple(task for each in later for task in self._first(each))
-        if self.seconds_left() > 0:
-            yield from self._job(job, len(later))
+            later = jobs[number + 1 :]
+            self._later = tuple(task for each in later for task in self._first(each))
+            if self.seconds_left() > 0:
+                yield from self._job(job, len(later))
 
     def _first(self, job: TuneJob) -> list[Task]:
         """The choice in use, and a job's first candidates."""

@@ -28,13 +28,12 @@ from rocm_serve.server.health import Health
 from rocm_serve.server.job import Job
 from rocm_serve.server.observed import Observed, Observers
 from rocm_serve.server.parsing import ParsedRoute, looks_at
-from rocm_serve.server.record import note_choices, note_error, request_id
+from rocm_serve.server.record import note_error, request_id
 from rocm_serve.server.replies import (
     ChatReplies,
     CompletionReplies,
     PromptReport,
     Replies,
-    Usage,
     without_new_tokens,
 )
 from rocm_serve.server.response_replies import ResponseReplies
@@ -195,16 +194,13 @@ async def _answer(
     body: GenerationBody,
     replies: Replies,
 ) -> Response:
-    num_choices = body.n or 1
-    note_choices(num_choices)
-    generation = await generations.begin(job, requests)
+    generation = await generations.begin(job, requests, body.n or 1)
     if body.stream:
-        return EventStream(generations, generation, replies, num_choices=num_choices, usage=body.includes_usage)
+        return EventStream(generations, generation, replies, usage=body.includes_usage)
     completions = await generation.completions()
     if body.is_answered_by_echo:
         completions = list(map(without_new_tokens, completions))
-    num_tokens = sum(len(each.token_ids) for each in completions)
-    usage = Usage.of(requests, num_choices, num_tokens, generation.cached_tokens(num_choices))
+    usage = generation.usage(sum(len(each.token_ids) for each in completions))
     if requests[0].logprobs == requests[0].prompt_logprobs == NO_LOGPROBS:
         return JSONResponse(replies.whole(completions, usage))
     # Logprobs decode every token again, and up to 20 others with it: a long answer would block the event loop.

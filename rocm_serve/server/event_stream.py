@@ -18,7 +18,7 @@ from rocm_serve.request_stream import OutputChunk
 from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, reader_late
 from rocm_serve.server.generation import Generation, Generations
 from rocm_serve.server.record import RAW_SEND
-from rocm_serve.server.replies import Replies, TextChunk, Usage, as_event
+from rocm_serve.server.replies import Replies, TextChunk, as_event
 
 # A text that is in no model's name.
 _MARK = "\0text\0"
@@ -33,13 +33,10 @@ class EventStream(Response):
     later error is an event with "error", after which the stream ends without [DONE].
     """
 
-    def __init__(
-        self, generations: Generations, generation: Generation, replies: Replies, *, num_choices: int, usage: bool
-    ) -> None:
+    def __init__(self, generations: Generations, generation: Generation, replies: Replies, *, usage: bool) -> None:
         self.status_code, self.background = 200, None
         self._generations, self._generation, self._replies = generations, generation, replies
-        self._num_choices, self._has_usage = num_choices, usage
-        self._is_late = False
+        self._has_usage, self._is_late = usage, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events, task = _Events(send, scope.get(RAW_SEND, send)), asyncio.current_task()
@@ -90,13 +87,7 @@ class EventStream(Response):
             if chunks:
                 await events.send(chunks)
         self._generation.note(num_tokens)
-        usage = Usage.of(
-            self._generation.requests,
-            self._num_choices,
-            num_tokens,
-            self._generation.cached_tokens(self._num_choices),
-        )
-        for each in replies.ending(usage, is_asked=self._has_usage):
+        for each in replies.ending(self._generation.usage(num_tokens), is_asked=self._has_usage):
             await events.send(as_event(each))
 
 

@@ -17,6 +17,7 @@ from rocm_serve.server.constraint_checks import ConstraintChecks
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.job import Job, Jobs
 from rocm_serve.server.record import note_streams
+from rocm_serve.server.replies import Usage
 from rocm_serve.text.constraint import Constraint
 
 # The least and the most seconds that a client is asked to wait.
@@ -46,11 +47,15 @@ class Pacing:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The requests of one job in the engine. Either all of them were taken, or none."""
+    """The requests of one job in the engine. Either all of them were taken, or none.
+
+    num_choices: answers to each prompt, whose requests are next to each other
+    """
 
     job: Job
     requests: Sequence[Request]
     streams: Sequence[RequestStream]
+    num_choices: int
     pacing: Pacing
 
     async def completions(self) -> list[Completion]:
@@ -59,12 +64,10 @@ class Generation:
         self.note(sum(len(each.token_ids) for each in completions))
         return completions
 
-    def cached_tokens(self, num_choices: int) -> int:
-        """Returns the tokens of all prompts, each counted once, that were found in the prefix cache.
-
-        num_choices: answers to each prompt; all have ended
-        """
-        return cached_tokens(self.streams[::num_choices])
+    def usage(self, num_tokens: int) -> Usage:
+        """Counts the tokens of the job, whose requests have all ended. num_tokens: new ones of all answers"""
+        prompts, streams = self.requests[:: self.num_choices], self.streams[:: self.num_choices]
+        return Usage(sum(len(each.prompt_token_ids) for each in prompts), num_tokens, cached_tokens(streams))
 
     async def pieces(self) -> AsyncGenerator[tuple[int, OutputChunk]]:
         """Yields (place of a request, its next piece) as they come, until all have ended. Raises like completions().
@@ -113,8 +116,11 @@ class Generations:
         """An estimate of the seconds until a place is free."""
         return self._pacing.retry_after(self.jobs)
 
-    async def begin(self, job: Job, requests: Sequence[Request]) -> Generation:
-        """Gives the engine all of a job's requests, or none. All have the same constraint, or none. Raises ApiError."""
+    async def begin(self, job: Job, requests: Sequence[Request], num_choices: int) -> Generation:
+        """Gives the engine all of a job's requests, or none. All have the same constraint, or none. Raises ApiError.
+
+        num_choices: of Generation
+        """
         try:
             constraint = requests[0].constraint
             if constraint is not None:
@@ -123,9 +129,9 @@ class Generations:
             streams = self.front.streams(requests)
         except RocmAttnError as error:
             raise self.as_answer(error) from error
-        note_streams(requests, streams)
+        note_streams(requests, streams, num_choices)
         job.own(streams, requests)
-        return Generation(job, requests, streams, self._pacing)
+        return Generation(job, requests, streams, num_choices, self._pacing)
 
     async def _check(self, constraint: Constraint) -> None:
         began = time.perf_counter()

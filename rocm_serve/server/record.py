@@ -124,15 +124,9 @@ def note_error(status: int, code: str, cause: str) -> None:
         record.error_status, record.error_code, record.cause = status, code, cause
 
 
-def note_streams(requests: Sequence[Request], streams: Sequence[RequestStream]) -> None:
-    """Notes what the engine got for the current request."""
+def note_streams(requests: Sequence[Request], streams: Sequence[RequestStream], num_choices: int) -> None:
+    """Notes what the engine got for the current request. num_choices: see Generation"""
     record = _CURRENT.get()
     if record is not None:
         record.given, record.requests, record.streams = time.perf_counter(), requests, streams
-
-
-def note_choices(num_choices: int) -> None:
-    """Notes the number of answers to each prompt of the current request, whose requests are next to each other."""
-    record = _CURRENT.get()
-    if record is not None:
         record.num_choices = num_choices

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from rocm_serve.request import Completion, FinishReason, Request
+from rocm_serve.request import Completion, FinishReason
 from rocm_serve.request_stream import OutputChunk
 from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
 from rocm_serve.server.call_reader import Reader, Thought, ToolCall
@@ -26,13 +26,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], num_choices: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:
-        """Counts the tokens of a request. num_choices: answers per prompt, whose requests are next to each other"""
-        prompts = requests[::num_choices]
-        return cls(sum(len(request.prompt_token_ids) for request in prompts), completion_tokens, cached_tokens)
+    cached_tokens: int
 
     def as_dict(self) -> Json:
         return {

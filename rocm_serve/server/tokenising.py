@@ -31,7 +31,7 @@ _USUAL_CHARACTERS = 8
 
 
 class Tokenising:
-    """Turns texts into tokens, and refuses those that cannot fit before the tokenizer reads them.
+    """Turns texts into tokens, and refuses those that cannot fit before the tokenizer reads them whole.
 
     Long texts are read one after the other, in a thread of their own: they hold up neither short ones nor what else the
     server does in threads, and few of them take memory at a time. The tokenizer releases Python's lock meanwhile, and
@@ -84,11 +84,10 @@ class Tokenising:
         return array("i", self.tokenizer.encode_unmarked(text, self._check))
 
     def _refuse_long(self, text: str) -> None:
-        least = self._count.least(text)
-        if least <= self._most_tokens < len(text) // _USUAL_CHARACTERS:
-            least = self._count.in_pieces(text, self._most_tokens)
-        if least > self._most_tokens:
-            raise self._refusal("at least ", least)
+        if self._most_tokens < len(text) // _USUAL_CHARACTERS:
+            least = self._count.least(text, self._most_tokens)
+            if least > self._most_tokens:
+                raise self._refusal("at least ", least)
 
     def _check(self, num_tokens: int) -> None:
         if num_tokens > self._most_tokens:

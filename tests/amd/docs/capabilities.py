@@ -1,22 +1,21 @@
 """The page of capabilities, generated from the code: python -m tests.amd.docs.capabilities writes it.
 
-No cell is written by hand. Kernels are those that `select` takes, as build_runtime does; limits are those of the rows.
+No cell is written by hand. Kernels are those that `select` takes, as build_runtime does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from rocm_attn.batch.step_kinds import Extra, StepKind
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import Limits
-from rocm_attn.providers.select import ENTRIES, INDEXER_ENTRIES, Selection, select
+from rocm_attn.providers.select import ENTRIES, Selection, select
 from tests.amd.docs.pages import DOCS
 
 PAGE = DOCS / "capabilities.md"
@@ -211,76 +210,10 @@ def _aiters_pages() -> str:
     )
 
 
-def _span(spans: Iterable[tuple[int, int]]) -> str:
-    ends = list(spans)
-    low, high = min(low for low, _ in ends), max(high for _, high in ends)
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _dims(limits: Sequence[Limits]) -> str:
-    ranges = [each.head_dim for each in limits if not each.exact_dims]
-    exact = sorted({dims for each in limits for dims in each.exact_dims})
-    words = [_span(ranges)] if ranges else []
-    outside = [(qk, v) for qk, v in exact if qk != v or not any(low <= qk <= high for low, high in ranges)]
-    words += [str(qk) if qk == v else f"{qk}/{v}" for qk, v in outside]
-    return ", ".join(words)
-
-
-def _pages(limits: Sequence[Limits]) -> str:
-    ranges = [each.page_size for each in limits if not each.page_sizes]
-    exact = sorted({size for each in limits for size in each.page_sizes})
-    return _span(ranges) if ranges else ", ".join(map(str, exact))
-
-
-def _some(limits: Sequence[Limits], has: Callable[[Limits], bool]) -> str:
-    count = sum(map(has, limits))
-    return "yes" if count == len(limits) else f"{count} of {len(limits)}" if count else "no"
-
-
-_REACH: Mapping[str, Callable[[Sequence[Limits]], str]] = {
-    "sets of limits": lambda all_: str(len(all_)),
-    "archs": lambda all_: ", ".join(dict.fromkeys(arch for each in all_ for arch in each.archs)).replace("*", "\\*"),
-    "dtypes": lambda all_: ", ".join(
-        dict.fromkeys(str(d).removeprefix("torch.") for each in all_ for d in each.dtypes)
-    ),
-    "K and V": lambda all_: ", ".join(dict.fromkeys(code.value for each in all_ for code in each.encodings)),
-    "factors": lambda all_: ", ".join(
-        dict.fromkeys(scales.value for each in all_ for scales in each.scales if scales is not Scales.NONE)
-    ),
-    "pools": lambda all_: ", ".join(dict.fromkeys(pool.value for each in all_ for pool in each.pools)),
-    "head_dim": _dims,
-    "page sizes": _pages,
-    "query heads on a KV head": lambda all_: f"up to {max(each.max_gqa_ratio for each in all_)}",
-    "windows": lambda all_: _some(all_, lambda each: each.window),
-    "chunks, windows with later keys": lambda all_: _some(all_, lambda each: each.ranges),
-    "soft caps": lambda all_: _some(all_, lambda each: each.soft_cap),
-    "sinks": lambda all_: _some(all_, lambda each: each.sinks),
-    "ALiBi slopes": lambda all_: _some(all_, lambda each: each.alibi),
-    "not causal": lambda all_: _some(all_, lambda each: each.non_causal),
-    "LSE": lambda all_: _some(all_, lambda each: each.lse),
-}
-
-
-def _reach() -> str:
-    """Returns the reach of each provider's kernels together."""
-    titles = {"aiter": "AITER", "triton": "Triton", "torch": "PyTorch"}
-    of = {
-        name: list(dict.fromkeys(row.limits for row in rows if not row.not_bound and row.kind.extra is Extra.NOTHING))
-        for name, rows in ENTRIES.items()
-    }
-    lines = [[what, *(tell(of[name]) for name in titles)] for what, tell in _REACH.items()]
-    lines.append(["selects keys (sparse)", *("yes" if INDEXER_ENTRIES.get(name) else "no" for name in titles)])
-    return (
-        "## What the providers reach\n\nAll kernels of a provider together; no single kernel need have it all. A count "
-        "such as 8 of 16 is of sets of limits, of which a kernel has one for each kind of step.\n\n"
-        + _table(["", *titles.values()], lines)
-    )
-
-
 def page() -> str:
     """Returns the text of docs/capabilities.md."""
     tables = [_of_machine(machine, MACHINES[0] if machine is MACHINES[1] else None) for machine in MACHINES]
-    return "\n".join([_HEAD, *tables, _aiters_pages(), _reach()])
+    return "\n".join([_HEAD, *tables, _aiters_pages()])
 
 
 if __name__ == "__main__":

@@ -149,6 +149,29 @@ def test_nothing_is_searched_where_the_row_in_use_is_wrong(tmp_path: Path, capsy
     assert "the row in use: wrong: off" in capsys.readouterr().err
 
 
+def test_what_is_wrong_in_other_kinds_of_steps_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not search(tmp_path / "t.json", FakeBench(cost, wrong_in_others="wrong: off")).rows
+    assert "key_block 64: wrong: off\n" in capsys.readouterr().err
+
+
+def test_every_search_has_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate takes a second: of 40 seconds each of two searches has about half."""
+    now = [0.0]
+    monkeypatch.setattr("rocm_lab.tune.command.time.monotonic", lambda: now[0])
+
+    class Slow(FakeBench):
+        """A bench that takes a second for each candidate."""
+
+        def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
+            now[0] += 1.0
+            return super().judge(job, tiles)
+
+    search(tmp_path / "t.json", bench := Slow(lambda *_: 100.0), "--shapes", "4d1k,1x512+1k", "--seconds", "40")
+    of_decode = [isinstance(tiles, DecodeTiles) for tiles in bench.judged]
+    assert 18 <= of_decode.count(True) <= 21
+    assert 18 <= of_decode.count(False) <= 21
+
+
 def test_noise_makes_no_row(tmp_path: Path) -> None:
     class Noisy(FakeBench):
         """A bench in which half of a candidate's rounds are fast."""

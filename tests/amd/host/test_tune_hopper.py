@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -15,10 +13,10 @@ import torch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.tile_choices import tile_choices
 from rocm_attn.errors import BadSetting
-from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HopperTiles, hopper_tiles, is_gathered
+from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HopperTiles, hopper_tiles
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES, HopperLatentTiles
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes, Tiles, TileTable, refusal
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles
+from rocm_attn.kernels.tuning.tiles import ANY_ROWS
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import VERSION, TuningFile, as_json
@@ -26,12 +24,10 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import hopper_tiles_of, layer_of
 from rocm_lab.bench.batch_spec import BatchSpec
-from rocm_lab.benchmarks import derive_tiles
-from rocm_lab.tune import command, hopper
+from rocm_lab.tune import hopper
 from rocm_lab.tune.bench import JobSteps, edges_of, kernel_of
 from rocm_lab.tune.candidates import candidates, together
 from rocm_lab.tune.jobs import TuneJob, jobs_of, kind_of
-from tests.amd.host.test_tune import FakeBench
 
 TRITON = "3.6.0"
 H200 = replace(known_target("sm_90"), releases=Releases(triton=Release.of(TRITON)))
@@ -71,11 +67,9 @@ def test_the_description_leads_to_the_layout_of_every_row_that_was_chosen_by_han
 ) -> None:
     """Keys of a block, stages and tiles of V were found by hand; the model has each of them among its first eight."""
     problem, by_hand = of_dims(dims, page_size, coded=coded), hopper_tiles(*dims, page_size, coded=coded)
-    start = hopper.derived_tiles(problem, H200.lds_bytes, is_gathered=is_gathered(page_size))
-    assert hopper.layout_of(by_hand) in hopper.layouts(start, problem, H200.lds_bytes)
-    for tiles in (start, by_hand):
-        assert hopper.fits(tiles, problem, H200.lds_bytes)
-        assert refusal(TileTable.HOPPER_EXTEND, tiles, layer_of(problem)) == ""
+    assert hopper.layout_of(by_hand) in hopper.layouts(by_hand, problem, H200.lds_bytes)
+    assert hopper.fits(by_hand, problem, H200.lds_bytes)
+    assert refusal(TileTable.HOPPER_EXTEND, by_hand, layer_of(problem)) == ""
 
 
 @pytest.mark.parametrize("problem", [LAYER, CODED, of_dims((192, 128), 2), of_dims((72, 72), 64)], ids=str)
@@ -189,96 +183,3 @@ def test_a_file_with_tiles_that_the_kernel_does_not_take_is_refused(
 def test_latent_tiles_that_the_kernel_does_not_take_have_a_reason(tiles: HopperLatentTiles) -> None:
     assert refusal(TileTable.HOPPER_LATENT_DECODE, HOPPER_LATENT_TILES, layer_of(LATENT)) == ""
     assert refusal(TileTable.HOPPER_LATENT_DECODE, tiles, layer_of(LATENT))
-
-
-def cost(tiles: Tiles, problem: Problem) -> float:
-    """Returns the model's time, less for drawn rows and a raised maximum; plain kernels take 10 us."""
-    if isinstance(tiles, HopperTiles):
-        gain = 0.96 * (0.9 if tiles.drawn_blocks == 8 else 1.0) if tiles.scales_seldom else 1.0
-        return hopper.clocks_per_key(tiles, problem) * gain
-    return 9.0 if isinstance(tiles, DecodeTiles) and tiles.num_stages == 3 else 10.0
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "triton_version", lambda: TRITON)
-
-
-def derived(place: Path, bench: FakeBench, only: str, seconds: float = 3600.0) -> dict[str, Any]:
-    derive_tiles.derive(Namespace(out=place, seconds=seconds, only=only), H200, "a GPU", bench, lambda: None)
-    found: dict[str, Any] = json.loads(place.read_text())
-    return found
-
-
-def few(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Leaves only these layers of the script."""
-    layers = tuple(each for each in derive_tiles._LAYERS if each[0] in names)
-    assert len(layers) == len(names)
-    monkeypatch.setattr(derive_tiles, "_LAYERS", layers)
-
-
-def test_rows_are_derived_without_loss_and_what_gains_is_kept_with_its_origin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few(monkeypatch, "boxes of (128, 128)", "decode of 128")
-    found = derived(tmp_path / "r.json", FakeBench(cost), derive_tiles.ROWS)
-    extend, decode = found["rows"]
-    # The row raises its maximum seldom, and draws no rows.
-    assert extend["ratio"] == pytest.approx(0.9, abs=1e-3)
-    assert extend["ratio_of_start"] == pytest.approx(1 / 0.96, abs=1e-3)
-    assert (extend["found"]["drawn_blocks"], extend["found"]["scales_seldom"]) == (8, True)
-    assert decode["ratio"] <= 1.0
-    assert found["summary"]["rows"]["losses"] == 0
-    kept = TuningFile.read(tmp_path / "r.tuning.json").rows
-    (row,) = (row for row in kept if row.table is TileTable.HOPPER_EXTEND)
-    assert (row.measured.device, row.measured.triton, row.measured.compute_units) == ("a GPU", TRITON, 132)
-    served = hopper_tiles_of(derive_tiles._LAYERS[0][1], replace(H200, measured=kept))
-    assert served == row.tiles
-
-
-def test_what_is_wrong_in_other_kinds_of_steps_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few(monkeypatch, "boxes of (128, 128)")
-    (row,) = derived(tmp_path / "r.json", FakeBench(cost, wrong_in_others="wrong: off"), derive_tiles.ROWS)["rows"]
-    assert row["tried"]["wrong"] >= 1
-    assert row["ratio"] > 0.97
-    assert not (tmp_path / "r.tuning.json").exists()
-
-
-def test_twenty_random_cases_have_searches_whose_first_candidates_are_compiled_ahead(tmp_path: Path) -> None:
-    found = derived(tmp_path / "r.json", FakeBench(cost), derive_tiles.RANDOM, seconds=30.0)
-    # Latent steps of several new tokens have no rows on Hopper.
-    assert all("576/512" in each for each in found["left_out"])
-    jobs = [each.job for each in derive_tiles.wanted(H200, (derive_tiles.RANDOM,))[0]]
-    assert len(jobs) + len(found["left_out"]) >= derive_tiles.COUNT
-    assert {job.table for job in jobs} >= {TileTable.DECODE, TileTable.EXTEND, TileTable.HOPPER_EXTEND}
-    assert all(row["ratio"] <= 1.0 + 1e-9 for row in found["rows"])
-
-
-def test_a_gpu_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    ended, codes = Event(), []
-
-    def end(code: int) -> None:
-        codes.append(code)
-        ended.set()
-
-    monkeypatch.setattr("rocm_lab.benchmarks.derive_tiles.os._exit", end)
-    derive_tiles.StuckWatch(0.0)
-    ended.wait()
-    assert codes == [3]
-    assert "run the same command again" in capfd.readouterr().out
-
-
-def test_every_search_has_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A candidate takes a second: of 40 seconds each of two searches has about half."""
-    now = [0.0]
-    monkeypatch.setattr("rocm_lab.benchmarks.derive_tiles.time.monotonic", lambda: now[0])
-
-    def takes_its_time(tiles: Tiles) -> str:
-        now[0] += 1.0
-        return ""
-
-    few(monkeypatch, "boxes of (128, 128)", "boxes of (256, 256)")
-    found = derived(tmp_path / "r.json", FakeBench(cost, takes_its_time), derive_tiles.ROWS, seconds=40.0)
-    first, second = (sum(row["tried"].values()) for row in found["rows"])
-    assert 18 <= first <= 21
-    assert 18 <= second <= 21

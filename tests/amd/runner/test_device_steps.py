@@ -411,18 +411,6 @@ def test_a_fault_of_a_round_fails_none_that_had_ended_in_a_round_before(has_ende
     assert (done[0] == wanted[0]) if has_ended else done[0].error
 
 
-def test_pages_that_rounds_have_stored_are_found_by_prompts(loaded: LoadedModel) -> None:
-    """All full pages are found, also those of a text that its words have ended."""
-    with_words, long = replace(loaded, tokenizer=character_model().tokenizer), a_request(6, 90)
-    (whole,) = plainly([long], with_words)
-    engine = at_pace(6, Engine(with_words, replace(OPTIONS, draft_tokens=2)))
-    (done,) = engine.generate([replace(long, stop=(whole.text[:75],))])
-    assert done.token_ids == whole.token_ids[: len(done.token_ids)]
-    again = Request((*long.prompt_token_ids, *whole.token_ids[:60], 3), 2)
-    assert engine.generate([again]) == plainly([again], with_words)
-    assert engine.metrics.prefix_hits >= len(long.prompt_token_ids) + 60 - 4
-
-
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_no_logits_are_kept_but_those_that_lie_in_the_memory_of_a_graph(graphs: bool, loaded: LoadedModel) -> None:
     engine = at_pace(6, Engine(loaded, replace(OPTIONS, draft_tokens=2, graphs=graphs)))

@@ -202,15 +202,6 @@ def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves()
     assert served.steps[-1].num_picks == 3
 
 
-def test_requests_are_admitted_in_the_order_they_came() -> None:
-    served = world(num_pages=9, chunk=64, max_kv_len=32)
-    served.add(0, request(16))
-    served.add(1, request(20))  # does not fit with the first
-    served.add(2, request(1))  # would, but came later
-    served.step()
-    assert running(served) == [0]
-
-
 def test_the_youngest_gives_way_and_goes_on_with_the_same_tokens() -> None:
     roomy, tight = world(chunk=64), world(chunk=64, num_pages=1 + 8, max_kv_len=32)
     for served in (roomy, tight):

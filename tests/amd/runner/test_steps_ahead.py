@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.prompt_logprobs import ComingPromptLogprobs
 from rocm_serve.request import Completion, Event, Request
-from rocm_serve.sampling.sampling import Draw, PickedTokens, TokenPicker
+from rocm_serve.sampling.sampling import PickedTokens
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.speculation import StepPicks
 from tests.amd.runner.serving import all_pages_are_free, until_done
@@ -158,26 +157,3 @@ def test_checked_and_replayed_steps_give_the_same_tokens(loaded: LoadedModel) ->
 def test_a_gpu_is_kept_busy_and_a_cpu_has_nothing_to_wait_for() -> None:
     assert [EngineOptions().steps_ahead_on(kind) for kind in ("cpu", "cuda")] == [0, 1]
     assert EngineOptions(steps_ahead=0).steps_ahead_on("cuda") == 0
-
-
-class _Unlucky:
-    """Picks another token than the likeliest for one row, once."""
-
-    def __init__(self, picker: TokenPicker) -> None:
-        self._pick, self._left = picker.pick, 3
-
-    def pick(self, logits: Tensor, draws: Mapping[int, Draw]) -> PickedTokens:
-        self._left -= 1
-        return self._pick(-logits if not self._left else logits, draws)
-
-
-def test_what_is_read_is_what_the_next_step_went_on_with(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong pick leads to other tokens after it, and the read tokens are those that follow from it."""
-    engine, request = Engine(loaded, BASE), Request((9, 10, 11), 8)
-    monkeypatch.setattr(engine._picker.plain, "pick", _Unlucky(engine._picker.plain).pick)
-    (done,) = engine.generate([request])
-    right = alone(loaded, request).token_ids
-    assert done.token_ids[:2] == right[:2]
-    assert done.token_ids[2] != right[2]
-    after = Request((*request.prompt_token_ids, *done.token_ids[:3]), 5)
-    assert done.token_ids[3:] == alone(loaded, after).token_ids

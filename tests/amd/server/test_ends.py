@@ -230,7 +230,7 @@ async def test_an_error_whose_reader_is_late_ends_the_answer_without_another_err
     generation: Any = SimpleNamespace(streams=[stream], pieces=pieces, job=SimpleNamespace(end=lambda why: None))
     generations: Any = SimpleNamespace(counts=counts, max_unread_tokens=4)
     replies = CompletionReplies(NAME, EmittedTokens(None))
-    await EventStream(generations, generation, replies, num_choices=2, usage=False)({}, no_message, send)
+    await EventStream(generations, generation, replies, usage=False)({}, no_message, send)
     assert (counts.late_readers, b"has failed" in sent[-1]) == (1, True)
 
 

@@ -34,20 +34,21 @@ class RanksDiverged(RocmAttnError, RuntimeError):
     """Ranks of one model were given different steps, by a bug in code that decides them; later results are wrong."""
 
 
-class Meetings(Protocol):
+class Meetings:
     """The messages between the ranks of one model between steps; one object per runtime. All ranks call it alike.
+
+    This base is that of a single rank, which raises a fault when it finds it.
 
     holds_faults: True if a fault that a step finds waits for a meeting, instead of being raised by that step
     steps_late:   the most steps between the one that has found a fault and the one that raises it
     digest:       of the properties that the next step must share with that of other ranks; 0: nothing is compared
     """
 
-    @property
-    def holds_faults(self) -> bool: ...
-    @property
-    def steps_late(self) -> int: ...
+    holds_faults = False
+    steps_late = 0
 
-    digest: int
+    def __init__(self) -> None:
+        self.digest = 0
 
     def before_step(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
         """The faults that all ranks raise now, in place of the step; mostly none. Waits for no rank that keeps up.
@@ -56,18 +57,18 @@ class Meetings(Protocol):
         found:  on this rank, and not raised yet
         Raises RanksDiverged for the step before.
         """
-        ...
+        return ()
 
     def all_faults(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
         """Returns the faults that any rank has found. Waits for all of them."""
-        ...
+        return found
 
     def waiting(self, reason: str) -> AbstractContextManager[None]:
         """A context in which this rank waits for the others after an error, which may have left them in a collective.
 
         reason: the error; empty if there was none
         """
-        ...
+        return nullcontext()
 
 
 class Agreement(Protocol):
@@ -80,25 +81,6 @@ class Agreement(Protocol):
         ...
 
 
-class _NoMeetings:
-    """The meetings of a single rank, which raises a fault when it finds it."""
-
-    holds_faults = False
-    steps_late = 0
-
-    def __init__(self) -> None:
-        self.digest = 0
-
-    def before_step(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
-        return ()
-
-    def all_faults(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
-        return found
-
-    def waiting(self, reason: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 class _Alone:
     """A model on one rank, or ranks that need not agree: returns the rank's own findings."""
 
@@ -106,7 +88,7 @@ class _Alone:
         return findings
 
     def new_meetings(self) -> Meetings:
-        return _NoMeetings()
+        return Meetings()
 
 
 alone = _Alone()
@@ -161,14 +143,14 @@ def found_by_any(findings_of_rank: Sequence[Mapping[str, str]]) -> dict[str, str
 SentFault = tuple[str, int | None, tuple[int, ...], bool]
 
 
-class _GroupMeetings:
+class _GroupMeetings(Meetings):
     """The meetings of a group. A message before a step is read before the next one, when it has long arrived."""
 
     holds_faults = True
     steps_late = 2  # it is sent before the next step, and read before the one after that
 
     def __init__(self, group: dist.ProcessGroup, on_wait: OnWait) -> None:
-        self.digest = 0
+        super().__init__()
         self._group = group
         self._on_wait = on_wait
         self._said = torch.zeros(2, dtype=torch.int64)  # number of faults, digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -56,39 +56,26 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Streams(Protocol):
-    """The stream functions of a device."""
+class Streams:
+    """The stream functions of a device: here, those of a CPU, on which kernels run before their launch returns."""
 
     def current_handle(self) -> int:
         """A number that identifies the current stream."""
-        ...
-
-    def current(self) -> Any:
-        """The current stream; wait_stream(other) makes it wait for everything that was launched on the other."""
-        ...
-
-    def is_capturing(self) -> bool:
-        """True if launches on the current stream are captured."""
-        ...
-
-
-class _NoStreams:
-    """The streams of a CPU, on which kernels run before their launch returns."""
-
-    def current_handle(self) -> int:
         return -1
 
     def current(self) -> Any:
+        """The current stream; wait_stream(other) makes it wait for everything that was launched on the other."""
         raise AssertionError("a CPU has one order of work")
 
     def is_capturing(self) -> bool:
+        """True if launches on the current stream are captured."""
         return False
 
 
-class _DeviceStreams:
+class _DeviceStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.current_handle: Callable[[], int] = partial(_current_stream, device.index)
+        self.current_handle = partial(_current_stream, device.index)  # type: ignore[method-assign]
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)
@@ -105,7 +92,7 @@ class StreamOrder:
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         if streams is None:
-            streams = _NoStreams() if device.type == "cpu" else _DeviceStreams(device)
+            streams = Streams() if device.type == "cpu" else _DeviceStreams(device)
         self._streams = streams
         self._last: Any = None
         self._last_handle = -1

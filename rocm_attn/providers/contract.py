@@ -189,7 +189,6 @@ class Limits:
     archs:         exact names, or prefixes that end with "*"
     exact_dims:    the only pairs of head_dim and v_head_dim
     page_sizes:    the only page sizes
-    num_q_heads:   the only counts of query heads
     pools:         the kinds of pool it reads
     encodings:     the encodings of K and V that it reads
     scales:        what may share a scale of eight-bit K and V
@@ -225,7 +224,6 @@ class Limits:
     sinks: bool
     exact_dims: tuple[tuple[int, int], ...] = ()
     page_sizes: tuple[int, ...] = ()
-    num_q_heads: tuple[int, ...] = ()
     pools: tuple[PoolKind, ...] = (PoolKind.SPLIT,)
     encodings: tuple[KVEncoding, ...] = (KVEncoding.LIKE_Q,)
     scales: tuple[Scales, ...] = (Scales.NONE,)
@@ -356,8 +354,6 @@ class Limits:
             reasons.append(f"head_dim/v_head_dim {dims[0]}/{dims[1]} are not multiples of {self.dim_step}")
         if self.page_sizes and problem.page_size not in self.page_sizes:
             reasons.append(f"page_size {problem.page_size} is not {_either(self.page_sizes)}")
-        if self.num_q_heads and problem.num_q_heads not in self.num_q_heads:
-            reasons.append(f"{problem.num_q_heads} query heads are not {_either(self.num_q_heads)}")
         return reasons
 
 

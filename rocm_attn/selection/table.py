@@ -172,9 +172,8 @@ def _page_sizes(limits: Limits) -> str:
 
 def _heads(line: _Line) -> str:
     limits = line[0].limits
-    counts = f"{' or '.join(map(str, limits.num_q_heads))} heads, " if limits.num_q_heads else ""
     least = f"{limits.least_gqa_ratio} to " if limits.least_gqa_ratio > 1 else ""
-    return f"{counts}{least}{limits.max_gqa_ratio} on a KV head"
+    return f"{least}{limits.max_gqa_ratio} on a KV head"
 
 
 def _pools(line: _Line) -> str:

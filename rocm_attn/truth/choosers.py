@@ -151,32 +151,22 @@ class PagesOfLayers(Protocol):
     def index(self, layer: int, /) -> LayerPages: ...
 
 
-class Choosers(Protocol):
-    """The makers of choosers, for a model's layers that have an indexer."""
+class Choosers:
+    """The makers of choosers, for a model's layers that have an indexer. Those of this base choose by the layer's."""
 
     def check(self, indexer: Indexer, kv_len: int) -> None:
         """Raises BadProblem if the keys that needles ask for may not be chosen."""
-
-    def of(self, pages: PagesOfLayers, layer: int) -> NewChooser:
-        """Returns a layer's. pages: of the layers"""
-        ...
-
-
-class ByIndexers:
-    """Layers choose by their own indexers."""
-
-    def check(self, indexer: Indexer, kv_len: int) -> None:
         check_indexer(indexer, kv_len)
 
     def of(self, pages: PagesOfLayers, layer: int) -> NewChooser:
-        """Returns a chooser whose index keys fit the layer's scale, if it is fixed."""
+        """Returns a layer's, whose index keys fit the layer's scale, if it is fixed. pages: of the layers"""
         index = pages.index(layer)
         if index.format.scales is not Scales.LAYER or index.k_scale is None:
             return ByIndexer
         return partial(ByIndexer, size=float(index.k_scale))
 
 
-class ByEngines:
+class ByEngines(Choosers):
     """An engine chooses. give: see GiveChosen"""
 
     def __init__(self, give: GiveChosen) -> None:
@@ -189,4 +179,4 @@ class ByEngines:
         return partial(ByEngine, give=self._give)
 
 
-BY_INDEXERS = ByIndexers()
+BY_INDEXERS = Choosers()

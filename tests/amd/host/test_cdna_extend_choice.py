@@ -80,30 +80,6 @@ def test_it_serves_extends_of_what_models_use(more: dict[str, Any], arch: str) -
         assert works_by_launches(selection.kernel(kind).bound, "attend", PaddedShape(kind, 4, 1 << 16))
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"dtype": torch.float32}, "dtype float32 is not one of bfloat16, float16"),
-        ({"head_dim": 96, "v_head_dim": 96}, "head_dim/v_head_dim 96/96 is not"),
-        ({"v_head_dim": 64}, "head_dim/v_head_dim 128/64 is not"),
-        ({"page_size": 8}, "page_size 8 is not 16 or 32 or 64 or 128"),
-        ({"window_left": 4095}, "it has no sliding window (window_left 4095)"),
-        ({"window_left": 99, "window_right": 99}, "it has no window with later keys"),
-        ({"chunk": 64}, "it has no chunks of keys (64)"),
-        ({"logits_soft_cap": 50.0}, "it has no logits soft cap (50)"),
-        ({"has_sinks": True}, "it has no attention sinks"),
-        ({"has_alibi_slopes": True}, "it has no ALiBi slopes"),
-        ({"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.HEAD}, "it reads K and V as q"),
-    ],
-    ids=str,
-)
-def test_other_kernels_serve_what_it_does_not_and_the_reason_is_said(more: dict[str, Any], why: str) -> None:
-    selection = select(replace(LAYER, **more), on("gfx950"), "triton")
-    assert not set(names(selection)) & set(CDNA)
-    for name in CDNA:
-        assert any(reason.startswith(why) for reason in reasons(selection, name)), reasons(selection, name)
-
-
 OWN_CODES = {"gfx942": KVEncoding.E4M3FNUZ, "gfx950": KVEncoding.E4M3FN}
 
 
@@ -141,7 +117,6 @@ def test_layers_that_only_extend_serves_are_decoded_by_paged_decode(more: dict[s
             {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD},
             "it reads codes of float8_e4m3fn on gfx950, not of float8_e4m3fnuz",
         ),
-        ({"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.TOKEN}, "it reads no scales or"),
     ],
     ids=str,
 )
@@ -159,15 +134,6 @@ def test_limits_of_mixed_steps_are_within_those_of_both_kernels() -> None:
         assert set(MIXED_LIMITS.dtypes) <= set(limits.dtypes)
         assert set(MIXED_LIMITS.tritons) <= set(limits.tritons)
         assert MIXED_LIMITS.max_gqa_ratio <= limits.max_gqa_ratio
-
-
-def test_other_archs_and_other_releases_keep_the_plain_kernel() -> None:
-    selection = select(LAYER, on("sm_80"), "triton")
-    assert names(selection) == ("triton.extend", "triton.extend+decode")
-    assert reasons(selection, CDNA[0]) == {"arch sm_80 is not one of gfx942, gfx950"}
-    selection = select(LAYER, on("gfx950", Release.of("3.9.1")), "triton")
-    assert names(selection) == ("triton.extend", "triton.extend+decode")
-    assert reasons(selection, CDNA[0]) == {"it needs Triton 3.9.0, and 3.9.1 is installed"}
 
 
 def test_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:

@@ -22,7 +22,7 @@ from rocm_attn.kernels.hopper.extend import launch_hopper_extend
 from rocm_attn.kernels.tuning.hopper_tiles import hopper_segment_tiles, hopper_tiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
+from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTerms
 from rocm_attn.providers.select import Selection, select
@@ -32,7 +32,7 @@ from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS, HopperExten
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.prepared import works_by_launches
-from tests.amd.host.choices import LAYER, adopting, with_triton
+from tests.amd.host.choices import LAYER, adopting, reasons, with_triton
 from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
 from tests.amd.schedule_twins import extend_schedule
 
@@ -103,27 +103,9 @@ def test_it_serves_what_models_use_where_its_triton_is_known(triton: Release, mo
     assert names(chosen(replace(LAYER, **more), on(triton))) == HOPPER
 
 
-@pytest.mark.parametrize("said", ["3.5.1", "3.6.1", "3.9.0", "3.6.0rc1", ""])
-def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said: str) -> None:
-    selection = chosen(LAYER, on(Release.of(said)))
-    assert names(selection) == PLAIN
-    reason = f"it needs Triton 3.6.0, and {Release.of(said)} is installed"
-    assert {(r.kernel, r.reason) for r in selection.refusals if r.kernel in HOPPER.values()} == {
-        (name, reason) for name in HOPPER.values()
-    }
-
-
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"dtype": torch.float32}, "float32"),
-        ({"head_dim": 32, "v_head_dim": 32}, "32"),
-        ({"head_dim": 264, "v_head_dim": 264}, "264"),
-        ({"has_alibi_slopes": True}, ""),
-        ({"window_left": 2046}, ""),
-        ({"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD}, "float8_e4m3fnuz"),
-        ({"head_dim": 264, "v_head_dim": 264, **CODED}, "264"),
-        ({"head_dim": 100, "v_head_dim": 100}, "head_dim/v_head_dim 100/100 are not multiples of 8"),
         (
             {"head_dim": 72, "v_head_dim": 72, **CODED},
             "head_dim/v_head_dim 72/72 of eight-bit pages are not multiples of 16",
@@ -138,32 +120,24 @@ def test_with_another_triton_the_plain_kernel_serves_and_the_reason_is_said(said
 def test_what_it_does_not_serve_the_plain_kernel_does_and_the_reason_is_said(more: dict[str, Any], reason: str) -> None:
     selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
     assert selection.kernel(StepKind.EXTEND).entry.name == PLAIN[StepKind.EXTEND]
-    assert reason in "; ".join(r.reason for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND])
-    assert [r for r in selection.refusals if r.kernel == HOPPER[StepKind.EXTEND]]
+    assert reasons(selection, HOPPER[StepKind.EXTEND]) == {reason}
 
 
 ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
 
 
 @pytest.mark.parametrize(
-    ("more", "reason"),
+    "more",
     [
-        ({}, ""),
-        ({"head_dim": 256, "v_head_dim": 256, "page_size": 1, "has_sinks": True}, ""),
-        ({"num_q_heads": 80, "head_dim": 112, "v_head_dim": 112}, ""),
-        ({"num_q_heads": 64}, "64 query heads share a KV head; at least 65 must"),
-        ({"head_dim": 96, "v_head_dim": 96}, "head_dim 96 is outside 112..256"),
-        ({"head_dim": 192}, "head_dim and v_head_dim must be equal, and are 192 and 128"),
-        ({"window_left": 127}, "a window of 128 keys is shorter than its least, 2048"),
-        (CODED, "it reads K and V as q, not float8_e4m3fn"),
+        {},
+        {"head_dim": 256, "v_head_dim": 256, "page_size": 1, "has_sinks": True},
+        {"num_q_heads": 80, "head_dim": 112, "v_head_dim": 112},
     ],
     ids=str,
 )
-def test_decode_of_many_heads_on_a_kv_head_is_by_it(more: dict[str, Any], reason: str) -> None:
+def test_decode_of_many_heads_on_a_kv_head_is_by_it(more: dict[str, Any]) -> None:
     selection = chosen(replace(ONE_KV_HEAD, **more), on(TRITONS[0]))
-    assert selection.kernel(StepKind.DECODE).entry.name == ("triton.decode" if reason else "triton.hopper_decode")
-    reasons = [refusal.reason for refusal in selection.refusals if refusal.kernel == "triton.hopper_decode"]
-    assert reasons[:1] == ([reason] if reason else [])
+    assert selection.kernel(StepKind.DECODE).entry.name == "triton.hopper_decode"
 
 
 def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
@@ -482,20 +456,8 @@ def test_a_prefill_has_room_for_all_that_its_kernel_takes(num_seqs: int, dim: in
         assert served.schedule.words(shape) <= kernel.schedule.words(shape)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"head_dim": 200, "v_head_dim": 200},
-        {"num_q_heads": 33, "num_kv_heads": 1},
-        {"logits_soft_cap": 30.0},
-        {"window_right": UNLIMITED_WINDOW},
-        {"window_left": 1023},
-        CODED,
-    ],
-    ids=str,
-)
-def test_other_prefills_are_extend_steps(more: dict[str, Any]) -> None:
-    selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
+def test_other_prefills_are_extend_steps() -> None:
+    selection = chosen(replace(LAYER, logits_soft_cap=30.0), on(TRITONS[0]))
     assert StepKind.PREFILL not in selection.kernels
     assert selection.kernel(StepKind.PREFILL) is selection.kernel(StepKind.EXTEND)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rocm_attn.machine import devices
 from rocm_attn.machine.devices import StreamOrder, with_index
 
 
@@ -19,7 +20,7 @@ class Stream:
 
 
 @dataclass
-class Streams:
+class Streams(devices.Streams):
     log: list[str] = field(default_factory=list)
     now: int = 0
     capturing: bool = False

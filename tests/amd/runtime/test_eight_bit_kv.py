@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.errors import BadProblem, BadTensor, Unsupported, WrongState
+from rocm_attn.errors import BadProblem, BadTensor, WrongState
 from rocm_attn.kernels.cache.page_format import Encoding
-from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Scales
-from rocm_attn.providers.contract import Limits
-from rocm_attn.providers.select import select
 from rocm_attn.step.kv_scales import KVScales
 from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
@@ -140,17 +137,6 @@ def test_scales_of_a_checkpoint_are_doubled_where_its_codes_are_worth_half(devic
     assert pages.k_scale is not None
     assert pages.v_scale is not None
     assert (pages.k_scale.tolist(), pages.v_scale.tolist()) == ([0.5], [1.0])
-
-
-def test_a_kernel_that_does_not_read_an_encoding_is_refused_with_the_reason() -> None:
-    problem = small_problem(kv_encoding=KVEncoding.E5M2, kv_scales=Scales.HEAD)
-    target = known_target("gfx942")
-    limits = Limits(("*",), (torch.float32,), (1, 256), (1, 256), (1, 128), 128, True, True, True)
-    assert limits.refusals(problem, target) == ("it reads K and V as q, not float8_e5m2",)
-    limits = replace(limits, encodings=(KVEncoding.E5M2,), scales=(Scales.LAYER,))
-    assert limits.refusals(problem, target) == ("it reads a scale for each layer, not a scale for each KV head",)
-    with pytest.raises(Unsupported):
-        select(replace(problem, pool=PoolKind.VECTORIZED, head_dim=32, v_head_dim=32, page_size=16), target, "triton")
 
 
 def test_eight_bits_have_a_scale_and_others_have_none() -> None:

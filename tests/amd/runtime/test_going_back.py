@@ -40,65 +40,6 @@ def assert_refused(world: World, request: Request, q_len: int) -> None:
     world.runtime.end_step()
 
 
-def free(world: World, request: Request) -> None:
-    world.runtime.table.free(request.row)
-
-
-def give_back_room(world: World, request: Request) -> None:
-    world.runtime.table.truncate(request.row, request.kv_len)
-
-
-def cut_stored_tokens(world: World, request: Request) -> None:
-    world.runtime.table.truncate(request.row, request.kv_len - 1)
-
-
-@pytest.mark.parametrize("go_back", [free, give_back_room, cut_stored_tokens])
-def test_a_row_that_goes_back_while_its_step_runs_is_not_stored_in_pages_that_are_anothers_by_now(
-    go_back: Callable[[World, Request], None], device: torch.device
-) -> None:
-    """The other request's tokens came from elsewhere, so no later step writes them again."""
-    world = World.build([small_problem()] * 2, device, "torch")
-    runtime, table = world.runtime, world.runtime.table
-    (request,) = world.begun(table.page_size)
-    end = table.page_size + 1
-    table.reserve(request.row, end)
-    step = runtime.stage(StepBatch([request.row], [end], [1], NO_TOKEN_IDS))
-    go_back(world, request)
-    other = table.admit()
-    table.reserve(other, 2 * table.page_size)
-    table.mark_stored([other], [2 * table.page_size])
-    pages = table.pages_of(other).tolist()
-    for layer in range(2):
-        runtime.pool.layer(layer).k[pages] = 5.0
-    step.fill()
-    for layer, problem in enumerate(world.problems):
-        _, k, v = world.qkv(problem, step.parts[0])
-        with pytest.raises(BadBatch, match=f"row {request.row} was freed, or cut to .* while its step runs"):
-            step.parts[0].layers.store(layer, k, v)
-    runtime.end_step()
-    assert all((runtime.pool.layer(layer).k[pages] == 5.0).all() for layer in range(2))
-
-
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize(
-    ("kv_len", "back"),
-    [(8, 1), pytest.param(10, 1, marks=pytest.mark.nightly), pytest.param(10, 3, marks=pytest.mark.nightly), (9, 9)],
-)
-@pytest.mark.parametrize("who", ["parent", "child"])
-def test_either_side_recomputes_tokens_that_both_have(
-    provider: str, who: str, kv_len: int, back: int, device: torch.device
-) -> None:
-    """This happens if a cache has a whole prompt, whose last token is computed again for its logits."""
-    world = World.build([small_problem()] * 2, device, provider)
-    parent, child = family(world, kv_len, kv_len)
-    goes_back, stays = (parent, child) if who == "parent" else (child, parent)
-    take_back(goes_back, back)
-    assert_refused(world, goes_back, back)
-    world.runtime.table.truncate(goes_back.row, kv_len - back)
-    world.step([goes_back, stays], [back, 1])
-    world.step([goes_back, stays], [1, 1])
-
-
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("freed", ["parent", "child"])
 def test_who_holds_its_pages_alone_again_goes_back_freely(provider: str, freed: str, device: torch.device) -> None:
@@ -259,33 +200,6 @@ def test_a_step_that_raised_half_way_is_run_again_before_the_next(
             runner.run(tokens(row, 9, 1))
     else:
         runner.run(tokens(row, 9, 1))
-
-
-def test_a_replay_that_raised_is_run_again_before_the_next_step(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime, forward, _ = model(2, device)
-    runner = StepRunner(runtime, forward, recorder_for(runtime.device))
-    row = runtime.table.admit()
-    runtime.table.reserve(row, 12)
-    runner.run(tokens(row, 5, 5))
-    for kv_len in (6, 7):
-        runner.run(tokens(row, kv_len, 1))
-    assert runner.counters.replays == 2
-
-    def fails() -> None:
-        raise Fails
-
-    for kv_len in (8, 6):
-        with monkeypatch.context() as patch:
-            for graph in runner._graph_of_plan.values():
-                patch.setattr(graph.recording, "replay", fails)
-            with pytest.raises(Fails):
-                runner.run(tokens(row, kv_len, 1))
-        with pytest.raises(BadBatch, match=f"of which {kv_len - 1} are stored"):
-            runner.run(tokens(row, kv_len + 1, 1))
-    runner.run(tokens(row, 6, 1))
-    runner.run(tokens(row, 7, 1))
 
 
 def test_attending_before_storing_is_refused(device: torch.device) -> None:

@@ -10,10 +10,8 @@ import torch
 
 from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.guards.registry import Guards
-from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.triton import TRITON
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
@@ -130,25 +128,6 @@ def test_weights_are_copied_from_wherever_they_are(given: Callable[[], torch.Ten
     assert now.tolist() == [0, 1, 2, 3, 4, 5]
     assert (now.dtype, now.device, now.requires_grad) == (torch.float32, world.runtime.device, False)
     world.step([world.admit()], [3])
-
-
-def test_a_kernel_without_a_feature_is_refused_by_name() -> None:
-    """A kernel does not serve features that its row of the capability table does not list."""
-    (row,) = (row for row in TRITON.entries if row.name == "triton.decode")
-    limits = replace(row.limits, window=False, soft_cap=False, sinks=False, alibi=False, non_causal=False)
-    problem = replace(
-        small_problem(logits_soft_cap=3.0, has_sinks=True, has_alibi_slopes=True), window_right=UNLIMITED_WINDOW
-    )
-    refusals = limits.refusals(problem, known_target("gfx942"))
-    assert refusals == (
-        "it has no logits soft cap (3)",
-        "it has no attention sinks",
-        "it has no ALiBi slopes",
-        "it is causal only",
-    )
-    assert limits.refusals(small_problem(window_left=3), known_target("gfx942")) == (
-        "it has no sliding window (window_left 3)",
-    )
 
 
 @pytest.mark.fast(interpreted=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 import pytest
@@ -26,12 +27,19 @@ OF_ENGINES = "rocm_attn.integrations"
 def modules_that_name(kind: Rule) -> list[str]:
     """Returns the product's modules with a name in their code that stands for a kind."""
     return [
-        source.module
+        module for module, found in names_by_module().items() if any(re.search(NAMES[kind], name) for name in found)
+    ]
+
+
+@functools.cache
+def names_by_module() -> dict[str, set[str]]:
+    """Returns the names in the code of each of the product's modules."""
+    return {
+        source.module: names(source.tree)
         for house in ("rocm_attn", "rocm_serve")
         for source in sources_of(house)
         if not belongs_to(source.module, OF_ENGINES)
-        and any(re.search(NAMES[kind], name) for name in names(source.tree))
-    ]
+    }
 
 
 def names(tree: ast.Module) -> set[str]:

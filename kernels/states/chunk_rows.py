@@ -223,8 +223,9 @@ def _chunk_rows_kernel(
                 since_first = tl.exp(tl.cumsum(decays, 0))
                 until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
                 tl.store(words.decay, tl.exp(tl.sum(decays, 0)))
-                tl.store(words.read + row, since_first * of_q * G.RULE.scale, mask=is_row)
-                tl.store(words.write + row, until_last * of_k, mask=is_row)
+                # Every chunk has words for all of its rows: those of rows that are not there are finite.
+                tl.store(words.read + row, since_first * of_q * G.RULE.scale)
+                tl.store(words.write + row, until_last * of_k)
             p = tl.where(row[:, None] >= row[None, :], p * G.RULE.scale, 0.0)
             _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
             a = tl.where(is_before, a * strength[:, None], 0.0)

@@ -117,7 +117,7 @@ def _chunk_walk_kernel(
             else:
                 q_at = q + token * q_token + k_head_of * q_head
                 read = tl.load(q_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                of_read = tl.load(words.read + row, mask=is_row, other=0.0)
+                of_read = tl.load(words.read + row)
                 result = tl.dot(read, operand, input_precision=exact()) * of_read[:, None]
             products = tl.load(of.products[:, None] + row[None, :], mask=is_row[:, None], other=0.0)
             result = tl.dot(products, changes.to(rows.dtype.element_ty), result, input_precision=exact())
@@ -130,7 +130,7 @@ def _chunk_walk_kernel(
             else:
                 k_at = k + token * k_token + k_head_of * k_head
                 write = tl.load(k_at[:, None] + channel[None, :], mask=in_k, other=0.0)
-                changes *= tl.load(words.write + row, mask=is_row, other=0.0)[:, None]
+                changes *= tl.load(words.write + row)[:, None]
                 states = states * tl.load(words.decay)
             states = tl.dot(tl.trans(write), changes.to(rows.dtype.element_ty), states, input_precision=exact())
         to = state + tl.load(target + seq).to(tl.int64) * state_slot + at

@@ -106,13 +106,12 @@ def _recurs(memory: Memory, sizes: _Sizes, step: tuple[list[Tensor], int], *, de
     of_decay = (heads, dk) if channels else (heads,)
 
     def tokens(*lead: int) -> list[Tensor]:
-        """k, v, decay and beta."""
-        decay = gapped(*lead, *of_decay).abs_().neg_()
-        return [_unit(*lead, k_heads, dk), gapped(*lead, heads, dv), decay, gapped(*lead, heads).sigmoid_()]
+        """k, v or changes, and decay."""
+        return [_unit(*lead, k_heads, dk), gapped(*lead, heads, dv), gapped(*lead, *of_decay).abs_().neg_()]
 
-    kept = tokens(_SLOTS, _MOST_KEPT)
+    kept, beta = tokens(_SLOTS, _MOST_KEPT), gapped(num_tokens, heads).sigmoid_()
     words = RecurrentSlots(gapped(_SLOTS, heads, dk, dv), *kept).workspace_words(num_tokens, len(places[0]))
-    inputs = [*places, _unit(num_tokens, k_heads, dk), *tokens(num_tokens), torch.randn(words)]
+    inputs = [*places, _unit(num_tokens, k_heads, dk), *tokens(num_tokens), beta, torch.randn(words)]
     outputs = [gapped(num_tokens, heads, dv), gapped(_SLOTS, heads, dk, dv), *kept]
     launch, twin = (_of_recurrence(recur, deterministic=deterministic) for recur in (launch_recur, state_twins.recur))
     assert_same(memory, launch, twin, inputs, outputs)
@@ -155,6 +154,6 @@ def _of_recurrence(recur: Callable[..., None], *, deterministic: bool) -> Callab
         tokens, slots = RecurrentTokens(q, k, v, decay, beta, out), RecurrentSlots(state, *kept)
         form = RecurrenceRule(corrects=True, scale=0.5, normalises=False)
         recur(tokens, form, slots, _of_places(tensors[:4], len(q)), workspace, deterministic=deterministic)
-        _round(out, state)
+        _round(out, state, slots.change)
 
     return of_tensors

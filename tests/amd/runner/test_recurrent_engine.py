@@ -216,10 +216,10 @@ def test_kept_states_take_as_much_memory_as_pages_and_no_more_than_one_for_each_
 @pytest.mark.parametrize(
     ("changes", "num_pages", "checkpoints"),
     [
-        # 1,024 bytes for a page, and 2,048 for a state; a spacing has 4 pages, which take more.
+        # 1,024 bytes for a page, and 1,792 for a state; a spacing has 4 pages, which take more.
         ({"num_pages": 41}, 41, 10),
-        ({"kv_bytes": 10 * (4 * 1024 + 2048)}, 40, 10),
-        ({"kv_bytes": 40 * 1024 + 5 * 2048, "state_checkpoints": 5}, 40, 5),
+        ({"kv_bytes": 10 * (4 * 1024 + 1792)}, 40, 10),
+        ({"kv_bytes": 40 * 1024 + 5 * 1792, "state_checkpoints": 5}, 40, 5),
         ({"kv_bytes": 40 * 1024, "prefix_caching": False}, 40, 0),
     ],
 )
@@ -229,13 +229,13 @@ def test_states_have_a_share_of_the_memory(
     options = EngineOptions(page_size=4, max_batch_size=8, chunk=16, graphs=False, max_kv_len=64)
     served = Engine(loaded, replace(options, **changes))
     report, states = served.report(), served.runtime.states
-    assert slot_bytes(states.recurrent) == 2048
+    assert slot_bytes(states.recurrent) == 1792
     assert (report.num_pages, report.checkpoints) == (num_pages, checkpoints)
     # Eight requests, the truth probe and the reserved row have two states each.
-    assert report.state_bytes == states.num_bytes == (2 * 10 + checkpoints) * 2048
+    assert report.state_bytes == states.num_bytes == (2 * 10 + checkpoints) * 1792
     assert "states 0.00 GiB" in report.memory_line()
 
 
 def test_states_that_leave_no_memory_for_pages_are_refused(loaded: LoadedModel) -> None:
     with pytest.raises(CapacityExceeded, match=r"state_checkpoints is 20.*lower state_checkpoints, or leave it out"):
-        engine(loaded, num_pages=None, kv_bytes=20 * 2048)
+        engine(loaded, num_pages=None, kv_bytes=20 * 1792)

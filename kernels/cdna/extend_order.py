@@ -81,11 +81,8 @@ def _steps(units: ExtendUnits, dtype: gl.dtype, number: int) -> list[Step]:
 
 @constexpr_function
 def end_of(G: ExtendGeometry, dtype: gl.dtype, number: int, product: int) -> int:
-    """The number of steps that are done when a round's next product begins: all of them after its last one."""
+    """The number of steps that are done when a round's next product begins: those that hide next to products."""
     steps = _steps(G.UNITS, dtype, number)
-    elements = EXTEND_TILES.key_block * (G.HEADS.DIM if number == 1 else G.HEADS.V_DIM) // 32
-    if product == elements // G.UNITS.DEPTH - 1:
-        return len(steps)
     done, left = 0, steps[0].clocks
     for _ in range(product + 1):
         room = _FREE
@@ -96,6 +93,19 @@ def end_of(G: ExtendGeometry, dtype: gl.dtype, number: int, product: int) -> int
         if left > _FREE:
             left -= room
     return done
+
+
+@constexpr_function
+def num_hidden(G: ExtendGeometry, dtype: gl.dtype, number: int) -> int:
+    """The number of a round's steps that hide next to its products. The others follow without one."""
+    elements = EXTEND_TILES.key_block * (G.HEADS.DIM if number == 1 else G.HEADS.V_DIM) // 32
+    return int(end_of(G, dtype, number, elements // G.UNITS.DEPTH - 1))
+
+
+@constexpr_function
+def num_steps(G: ExtendGeometry, dtype: gl.dtype, number: int) -> int:
+    """The number of a round's steps."""
+    return len(_steps(G.UNITS, dtype, number))
 
 
 @constexpr_function

@@ -21,7 +21,7 @@ EIGHTHS_IN_ROUND_2 = gl.constexpr(3)
 _FREE = 24
 _VECTOR = 4
 # Vector instructions of the largest scores of a lane, of the new maximum, and of a pair of float16.
-_OF_LANE, _OF_ROW, _PAIR = 6, 5, 3
+_OF_LANE, _OF_ROW, _PAIR = 4, 5, 3
 
 
 class Work(Enum):
@@ -73,8 +73,8 @@ def _steps(units: ExtendUnits, dtype: gl.dtype, number: int) -> list[Step]:
     weights = [step for eighth in range(eighths) for step in _of_eighth(units, dtype, eighth)]
     if number == 1:
         return weights
-    # Two eighths more each: four maxima of three.
-    largest = [Step(Work.LARGEST.value, eighth, 0, 4 * _VECTOR) for eighth in (0, 2, 4, 6)]
+    # Two eighths more each: four maxima of three. Those of a lane have the last eighth.
+    largest = [Step(Work.LARGEST.value, eighth, 0, 4 * _VECTOR) for eighth in (0, 2, 4)]
     of_lane = Step(Work.OF_LANE.value, 0, 0, _OF_LANE * _VECTOR)
     return [*largest, of_lane, Step(Work.OF_ROW.value, 0, 0, _OF_ROW * _VECTOR + units.EXCHANGE), *weights]
 

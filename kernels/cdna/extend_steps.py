@@ -150,20 +150,27 @@ class Rise(NamedTuple):
 
 
 @gluon.jit
+def _largest_of(x, y, L: gl.constexpr, G: gl.constexpr):
+    """The largest element of a lane's row in two eighths, in maxima of three."""
+    a, b = registers(x), registers(y)
+    top = _larger(_larger(a[0], b[0], G), b[1], G)
+    top = _larger(_larger(top, b[2], G), b[3], G)
+    top = _larger(_larger(top, a[1], G), a[2], G)
+    return here(gl.convert_layout(_larger(top, a[3], G), L, assert_trivial=True))
+
+
+@gluon.jit
 def _rise(STEP: gl.constexpr, rise, raw, maximum, scale, DTYPE: gl.constexpr, G: gl.constexpr):
     """A step of the work with the next block's scores: its maximum, and then weights."""
     KIND: gl.constexpr = STEP[0]
     EIGHTH: gl.constexpr = STEP[1]
     top, both, new, r, done, total = rise
     if KIND == _LARGEST:
-        top = _larger(top, raw[EIGHTH + 1], G)
-        if EIGHTH < 6:
-            top = _larger(top, raw[EIGHTH + 2], G)
+        # The compiler would pair maxima of different steps, so that some would have two numbers.
+        top = here(_larger(_larger(top, raw[EIGHTH + 1], G), raw[EIGHTH + 2], G))
     if KIND == _OF_LANE:
         # Each lane has the largest of its columns of the row, and gets that of the other lane.
-        own = top.reshape([top.shape[0], 2, 4])
-        own = gl.reduce(own, 2, _larger_or_nan) if G.UNITS.MAXIMA_OF_3 else gl.max(own, 2)
-        own = gl.convert_layout(own, maximum.type.layout, assert_trivial=True)
+        own = _largest_of(top, raw[7], maximum.type.layout, G)
         if G.UNITS.EXCHANGE:
             other = 1 - gl.arange(0, 2, layout=gl.SliceLayout(0, own.type.layout))[None, :]
             both = (own, gl.gather(own, other.broadcast_to([own.shape[0], 2]), axis=1))

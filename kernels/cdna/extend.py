@@ -46,6 +46,8 @@ from rocm_attn.kernels.cdna.extend_layouts import (
     rows_in_lds,
 )
 from rocm_attn.kernels.cdna.extend_steps import (
+    after_round_1,
+    after_round_2,
     all_lanes,
     eighths_of,
     joined,
@@ -180,7 +182,8 @@ def _first_block(query, ks, vs, acc, maximum, total, scale, G: gl.constexpr):
     tiles = _scores(query, ks, G)
     nothing = gl.zeros([ROWS, 8], query[0].dtype, layout=product(G))
     no_values = (gl.zeros([KEYS, G.HEADS.PART], query[0].dtype, layout=operand(G, 1, False)),) * len(vs)
-    acc, done, raw, new, part = round_2(acc, (nothing,) * 8, no_values, tiles, maximum, scale, G)
+    acc, rise = round_2(acc, (nothing,) * 8, no_values, tiles, maximum, scale, G)
+    done, raw, new, part = after_round_2(rise, tiles, maximum, scale, nothing.dtype, G)
     acc, total = _to_maximum(acc, total, part, maximum, new)
     return acc, done, raw, new, total
 
@@ -210,6 +213,7 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
     LATE_VALUES: gl.constexpr = K_ROUNDS > 1 and not INTO_LDS
     PARTS: gl.constexpr = len(ks)
     V_PARTS: gl.constexpr = len(vs)
+    DTYPE: gl.constexpr = query[0].dtype
     last = num - 1
     first = _pages(line, 0, G)
     pages = (
@@ -273,9 +277,10 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
                     if not LATE_VALUES:
                         next_values = _loaded(V_PARTS, v, pages[0], block + 1, G)
                 later = _pages(line, gl.minimum(block + 4, last), G)
+                weights, total = after_round_1(r, weights, raw, maximum, total, scale, DTYPE, G)
             with warp_pipeline_stage("products"):
                 old = maximum
-                acc, done, raw, maximum, part = round_2(acc, weights, values, tiles, maximum, scale, G)
+                acc, rise = round_2(acc, weights, values, tiles, maximum, scale, G)
             if INTO_LDS:
                 async_copy.wait_group(1)
             with warp_pipeline_stage("loads"):
@@ -289,6 +294,7 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
                     _store(vs, next_values, G)
                     keys = _keys(ks, 0, 0, OF_ROUND, G)
                     next_keys = _loaded(PARTS, k, pages[2], block + 3, G)
+                done, raw, maximum, part = after_round_2(rise, tiles, maximum, scale, DTYPE, G)
                 acc, total = _to_maximum(acc, total, part, old, maximum)
             pages = (pages[1], pages[2], later)
     zeros = gl.zeros([ROWS, 32], gl.float32, layout=product(G))
@@ -296,6 +302,7 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
     # These scores are of no block; the compiler drops them.
     for at in gl.static_range(K_ROUNDS):
         tiles, r, weights, total = round_1(query, keys, at, tiles, r, weights, raw, maximum, total, scale, G)
+    weights, total = after_round_1(r, weights, raw, maximum, total, scale, DTYPE, G)
     if INTO_LDS:
         async_copy.wait_group(0)
     elif LATE_VALUES:

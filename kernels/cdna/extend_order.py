@@ -21,7 +21,7 @@ EIGHTHS_IN_ROUND_2 = gl.constexpr(3)
 _FREE = 24
 _VECTOR = 4
 # Vector instructions of the largest scores of a lane, of the new maximum, and of a pair of float16.
-_OF_LANE, _OF_ROW, _PAIR = 6, 5, 3
+_OF_LANE, _OF_ROW, _PAIR = 4, 5, 3
 
 
 class Work(Enum):
@@ -73,19 +73,16 @@ def _steps(units: ExtendUnits, dtype: gl.dtype, number: int) -> list[Step]:
     weights = [step for eighth in range(eighths) for step in _of_eighth(units, dtype, eighth)]
     if number == 1:
         return weights
-    # Two eighths more each: four maxima of three.
-    largest = [Step(Work.LARGEST.value, eighth, 0, 4 * _VECTOR) for eighth in (0, 2, 4, 6)]
+    # Two eighths more each: four maxima of three. Those of a lane have the last eighth.
+    largest = [Step(Work.LARGEST.value, eighth, 0, 4 * _VECTOR) for eighth in (0, 2, 4)]
     of_lane = Step(Work.OF_LANE.value, 0, 0, _OF_LANE * _VECTOR)
     return [*largest, of_lane, Step(Work.OF_ROW.value, 0, 0, _OF_ROW * _VECTOR + units.EXCHANGE), *weights]
 
 
 @constexpr_function
 def end_of(G: ExtendGeometry, dtype: gl.dtype, number: int, product: int) -> int:
-    """The number of steps that are done when a round's next product begins: all of them after its last one."""
+    """The number of steps that are done when a round's next product begins: those that hide next to products."""
     steps = _steps(G.UNITS, dtype, number)
-    elements = EXTEND_TILES.key_block * (G.HEADS.DIM if number == 1 else G.HEADS.V_DIM) // 32
-    if product == elements // G.UNITS.DEPTH - 1:
-        return len(steps)
     done, left = 0, steps[0].clocks
     for _ in range(product + 1):
         room = _FREE
@@ -96,6 +93,19 @@ def end_of(G: ExtendGeometry, dtype: gl.dtype, number: int, product: int) -> int
         if left > _FREE:
             left -= room
     return done
+
+
+@constexpr_function
+def num_hidden(G: ExtendGeometry, dtype: gl.dtype, number: int) -> int:
+    """The number of a round's steps that hide next to its products. The others follow without one."""
+    elements = EXTEND_TILES.key_block * (G.HEADS.DIM if number == 1 else G.HEADS.V_DIM) // 32
+    return int(end_of(G, dtype, number, elements // G.UNITS.DEPTH - 1))
+
+
+@constexpr_function
+def num_steps(G: ExtendGeometry, dtype: gl.dtype, number: int) -> int:
+    """The number of a round's steps."""
+    return len(_steps(G.UNITS, dtype, number))
 
 
 @constexpr_function

@@ -15,6 +15,8 @@ would be, and the accumulator is rescaled by few waves, few times. Those that ne
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import slice as columns
@@ -23,7 +25,7 @@ from triton.experimental.gluon.language.amd.hint import sched_barrier
 from triton.language import PropagateNan
 
 from rocm_attn.kernels.cdna.extend_layouts import KEYS, operand
-from rocm_attn.kernels.cdna.extend_order import EIGHTHS_IN_ROUND_2, Work, end_of, step_of
+from rocm_attn.kernels.cdna.extend_order import EIGHTHS_IN_ROUND_2, Work, end_of, num_hidden, num_steps, step_of
 
 # Maxima of three are one instruction only so.
 _NAN = gl.constexpr(PropagateNan.ALL)
@@ -124,7 +126,7 @@ def _weigh(STEP: gl.constexpr, r, raw, done, maximum, total, scale, DTYPE: gl.co
         total = here(total + r[AT])
     if KIND == _ROUND:
         bits = r[AT].to(gl.uint32, bitcast=True)
-        r = _with(r, AT, here(bits + 0x7FFF + ((bits >> 16) & 1)))
+        r = _with(r, AT, here(bits + 0x8000))
     if KIND == _PACK:
         if r[0].dtype == gl.uint32:
             r = (r[0] >> 16, r[1] >> 16, r[2] >> 16, r[3] >> 16)
@@ -135,20 +137,40 @@ def _weigh(STEP: gl.constexpr, r, raw, done, maximum, total, scale, DTYPE: gl.co
     return r, total, done
 
 
+class Rise(NamedTuple):
+    """Work with the next block's scores: the largest of each register, of each lane and its neighbour, the new maximum;
+    the eighth that is begun, the weights that are done, and their sum."""
+
+    top: Any
+    both: Any
+    new: Any
+    r: Any
+    done: Any
+    total: Any
+
+
 @gluon.jit
-def _rise(STEP: gl.constexpr, raw, top, both, new, maximum, scale, G: gl.constexpr):
-    """A step of the work with the maximum: the largest scores of registers, then the new maximum."""
+def _largest_of(x, y, L: gl.constexpr, G: gl.constexpr):
+    """The largest element of a lane's row in two eighths, in maxima of three."""
+    a, b = registers(x), registers(y)
+    top = _larger(_larger(a[0], b[0], G), b[1], G)
+    top = _larger(_larger(top, b[2], G), b[3], G)
+    top = _larger(_larger(top, a[1], G), a[2], G)
+    return here(gl.convert_layout(_larger(top, a[3], G), L, assert_trivial=True))
+
+
+@gluon.jit
+def _rise(STEP: gl.constexpr, rise, raw, maximum, scale, DTYPE: gl.constexpr, G: gl.constexpr):
+    """A step of the work with the next block's scores: its maximum, and then weights."""
     KIND: gl.constexpr = STEP[0]
     EIGHTH: gl.constexpr = STEP[1]
+    top, both, new, r, done, total = rise
     if KIND == _LARGEST:
-        top = _larger(top, raw[EIGHTH + 1], G)
-        if EIGHTH < 6:
-            top = _larger(top, raw[EIGHTH + 2], G)
+        # The compiler would pair maxima of different steps, so that some would have two numbers.
+        top = here(_larger(_larger(top, raw[EIGHTH + 1], G), raw[EIGHTH + 2], G))
     if KIND == _OF_LANE:
         # Each lane has the largest of its columns of the row, and gets that of the other lane.
-        own = top.reshape([top.shape[0], 2, 4])
-        own = gl.reduce(own, 2, _larger_or_nan) if G.UNITS.MAXIMA_OF_3 else gl.max(own, 2)
-        own = gl.convert_layout(own, maximum.type.layout, assert_trivial=True)
+        own = _largest_of(top, raw[7], maximum.type.layout, G)
         if G.UNITS.EXCHANGE:
             other = 1 - gl.arange(0, 2, layout=gl.SliceLayout(0, own.type.layout))[None, :]
             both = (own, gl.gather(own, other.broadcast_to([own.shape[0], 2]), axis=1))
@@ -157,7 +179,8 @@ def _rise(STEP: gl.constexpr, raw, top, both, new, maximum, scale, G: gl.constex
     if KIND == _OF_ROW:
         row_top = _larger(maximum, _larger(both[0], both[1], G) * scale, G)
         new = gl.where(row_top - maximum > LAG, row_top, maximum)
-    return top, both, new
+    r, total, done = _weigh(STEP, r, raw, done, new, total, scale, DTYPE)
+    return Rise(top, both, new, r, done, total)
 
 
 @gluon.jit
@@ -186,6 +209,16 @@ def round_1(query, keys, PART: gl.constexpr, tiles, r, done, raw, maximum, total
 
 
 @gluon.jit
+def after_round_1(r, done, raw, maximum, total, scale, DTYPE: gl.constexpr, G: gl.constexpr):
+    """The work of round 1 that does not hide next to its products: this block's weights, and the sum."""
+    sched_barrier()
+    for s in gl.static_range(num_hidden(G, DTYPE, 1), num_steps(G, DTYPE, 1)):
+        r, total, done = _weigh(step_of(G, DTYPE, 1, s), r, raw, done, maximum, total, scale, DTYPE)
+    sched_barrier()
+    return done, total
+
+
+@gluon.jit
 def weights_of(done, i: gl.constexpr, G: gl.constexpr):
     """The operand of the i-th products with V: weights of DEPTH keys."""
     W: gl.constexpr = operand(G, 0, False)
@@ -203,29 +236,35 @@ def value_of(values, tile: gl.constexpr, i: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def round_2(acc, weights, values, scores, maximum, scale, G: gl.constexpr):
-    """acc + P V, in tiles; of scores, the next block's: its maximum, the first eighths of its weights, their sum.
-
-    values: parts of V's columns. Returns the scores of the other eighths too.
-    """
+    """acc + P V, in tiles; and the Rise of scores, the next block's, that is begun. values: parts of V's columns"""
     DTYPE: gl.constexpr = values[0].dtype
     DEPTH: gl.constexpr = G.UNITS.DEPTH
     TILES: gl.constexpr = len(acc)
     raw = eighths_of(scores)
-    top = raw[0]
-    both = (top, top)
-    new = maximum
-    done = ()
-    r = registers(top)
-    total = gl.zeros_like(r[0])
+    r = registers(raw[0])
+    rise = Rise(raw[0], (r[0], r[0]), maximum, r, (), gl.zeros_like(r[0]))
     for i in gl.static_range(KEYS // DEPTH * TILES):
         value = value_of(values, i % TILES, i // TILES, G)
         acc = _with(acc, i % TILES, mfma(weights_of(weights, i // TILES, G), value, acc[i % TILES]))
         sched_barrier()
         for s in gl.static_range(end_of(G, DTYPE, 2, i - 1), end_of(G, DTYPE, 2, i)):
-            top, both, new = _rise(step_of(G, DTYPE, 2, s), raw, top, both, new, maximum, scale, G)
-            r, total, done = _weigh(step_of(G, DTYPE, 2, s), r, raw, done, new, total, scale, DTYPE)
+            rise = _rise(step_of(G, DTYPE, 2, s), rise, raw, maximum, scale, DTYPE, G)
         sched_barrier()
-    return acc, done, raw[EIGHTHS_IN_ROUND_2:], new, total
+    return acc, rise
+
+
+@gluon.jit
+def after_round_2(rise, scores, maximum, scale, DTYPE: gl.constexpr, G: gl.constexpr):
+    """The work of round 2 that does not hide next to its products.
+
+    Returns the first eighths of the weights, the scores of the others, the new maximum, and the sum of these weights.
+    """
+    raw = eighths_of(scores)
+    sched_barrier()
+    for s in gl.static_range(num_hidden(G, DTYPE, 2), num_steps(G, DTYPE, 2)):
+        rise = _rise(step_of(G, DTYPE, 2, s), rise, raw, maximum, scale, DTYPE, G)
+    sched_barrier()
+    return rise.done, raw[EIGHTHS_IN_ROUND_2:], rise.new, rise.total
 
 
 @gluon.jit

@@ -413,9 +413,14 @@ def _add_values(lds, state, values, G: gl.constexpr):
             (each,) = gl.map_elementwise(decayed, each, decay, pack=PACK)
         else:
             each = each * decay
+        weights = ()
         for j in gl.static_range(_PARTS):
-            weights = lds.weights[j].slice(i * TILE, TILE, dim=1).load(W).to(v.dtype, bitcast=True)
-            each = _product(v, weights, powers[i], each)
+            weights += (lds.weights[j].slice(i * TILE, TILE, dim=1).load(W).to(v.dtype, bitcast=True),)  # type: ignore[assignment]
+            if G.V_IN_LDS:
+                # The part that is read last is multiplied first, so that one wait is for both.
+                sched_barrier()
+        for j in gl.static_range(_PARTS):
+            each = _product(v, weights[_PARTS - 1 - j], powers[i], each)
         acc += (each,)  # type: ignore[assignment]
     return CodeState(acc, state.largest, state.base, state.total)
 

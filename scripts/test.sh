@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up .venv-test and runs every check, or only the stages named:
 #   bash scripts/test.sh [STAGE...]
-# An argument may name several stages, 'host interpreter soak': five run side by side, and the next begins as soon as
+# An argument may name several stages, 'host interpreter soak': four run side by side, and the next begins as soon as
 # one ends.
 #
 # With SHARD=2/5 in the environment a stage runs the second of five parts of its tests; one without tests is whole in one
@@ -320,7 +320,7 @@ time_side_by_side() {
     # A single worker would only add a process that hands it tests: with 0 pytest runs them itself.
     [ "$workers" -gt 1 ] || workers=0
     for stage in "$@"; do
-        while [ "$(jobs -rp | wc -l)" -ge 5 ]; do
+        while [ "$(jobs -rp | wc -l)" -ge 4 ]; do
             wait -n || true # whether it passed is in its file
             print_ended "$@"
         done

@@ -29,6 +29,12 @@ _BEGINS = tl.constexpr(arguments.BEGINS)
 # shared memory. 128 sequences of 32 heads of 128: 155 us, 163 with half as many (H200).
 _MOST_COLUMNS = 64
 _STATE_ELEMENTS = 4096
+# Fewest channels of a program's state. With fewer, a thread may have one product of a sum. Compilers add it to those of
+# other threads unrounded there and rounded elsewhere, so that threads differ in the change that they make, and only one
+# of them stores it (Triton 3.6, sm_90, states of 8 x 16).
+_LEAST_CHANNELS = 64
+# Fewest elements of a wave's state on AMD, for the same reason: two channels of each thread, which loads four columns.
+_LEAST_ELEMENTS = 512
 
 
 class StepGeometry(NamedTuple):
@@ -222,7 +228,7 @@ def launch_token_steps(
     clears: whether rows of out that belong to no sequence are cleared
     """
     _, num_heads, dk, dv = slots.state.shape
-    dk_block = next_power_of_2(dk)
+    dk_block = max(_LEAST_CHANNELS, next_power_of_2(dk))
     columns = max(8, min(next_power_of_2(dv), _MOST_COLUMNS, _STATE_ELEMENTS // dk_block))
     launch(
         _token_steps_kernel,
@@ -252,5 +258,5 @@ def launch_token_steps(
             RULE=recurrence,
             CLEARS=clears,
         ),
-        num_warps=1 if on_nvidia() else 4,
+        num_warps=1 if on_nvidia() else min(4, dk_block * columns // _LEAST_ELEMENTS),
     )

@@ -180,8 +180,8 @@ def test_the_table_of_models_is_current() -> None:
 
 def test_a_plan_says_the_bytes_of_states(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ("--arch", "gfx942", "--max-kv-len", "4096", "--max-batch-size", "8")
-    # Two states, each with the last inputs of the convolution, and k, v, decay and beta of one token that is kept.
-    state = 4 * 48 * 128 * 128 + 2 * (3 + 1) * 80 * 128 + 2 * (16 + 48) * 128 + 2 * 256
+    # Two states, each with the last inputs of the convolution, and k, change and decay of one token that is kept.
+    state = 4 * 48 * 128 * 128 + 2 * (3 + 1) * 80 * 128 + (2 * 16 + 4 * 48) * 128 + 256
     states = 2 * 48 * state
     assert main(["capture-plan", str(HERE / "qwen3.8-27b.json"), *plan, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state_bytes_per_request"] == states
@@ -206,7 +206,7 @@ def test_a_plan_counts_the_states_of_mamba_on_a_rank(
     """sizes: recurrent layers, heads, groups, rows of a state, elements of a head"""
     layers, heads, groups, rows, dim = sizes
     inputs = 2 * (3 + 1) * (heads * dim + 2 * groups * rows)
-    kept = 2 * (groups * rows + heads * dim) + 2 * max(256, 4 * heads)  # k, v, decay and beta of one token
+    kept = 2 * groups * rows + 4 * heads * dim + max(256, 4 * heads)  # k, change and decay of one token
     state = layers * (4 * heads * rows * dim + inputs + kept)
     command = ["capture-plan", str(PUBLISHED / f"{model}.json"), "--arch", "gfx942", "--tp", str(tp)]
     assert main([*command, "--max-kv-len", "4096", "--max-batch-size", "8", "--json"]) == 0

@@ -143,6 +143,8 @@ LEAST_WAVES = {
     "_merge_kernel": 4,
     "_rope_store_kernel": 4,
     "_share_kernel": 4,
+    # The rows of the next token wait in registers, too.
+    "_token_steps_kernel": 4,
 }
 # Above 2 GiB its addresses have 64 bits.
 LEAST_WAVES_ABOVE = LEAST_WAVES | {"_convolve_kernel": 4}

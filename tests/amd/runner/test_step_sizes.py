@@ -47,10 +47,10 @@ def test_a_decode_step_reads_the_weights_once_and_the_keys_of_each_sequence() ->
 
 
 def test_a_step_reads_and_writes_the_states_of_each_sequence() -> None:
-    """A state of 2 x 64 x 32 float32, and one token of k, v, decay and beta, each in whole vectors of 256 bytes."""
+    """A state of 2 x 64 x 32 float32, and k, change and decay of one token, each in whole vectors of 256 bytes."""
     gated = Recurrence(2, 2, 64, 32, torch.bfloat16)
     times = replace(TIMES, recurrent=[gated, gated])
-    moved = 2 * 2 * (2 * 64 * 32 * 4 + 256 + 256 + 256 + 256)
+    moved = 2 * 2 * (2 * 64 * 32 * 4 + 256 + 256 + 256)
     assert times.decode(3, 1000) - TIMES.decode(3, 1000) == pytest.approx(3 * moved / 1e12)
     assert times.prompt(10) - TIMES.prompt(10) == pytest.approx(moved / 1e12)
     assert times.prompt_tokens(3e-3, 64, 1000) < TIMES.prompt_tokens(3e-3, 64, 1000)

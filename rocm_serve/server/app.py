@@ -224,9 +224,12 @@ def _add_errors(app: FastAPI, generations: Generations) -> None:
     async def of_http(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
             return error_response(no_such_path(request.url.path))
-        answer = ApiError(error.status_code, str(error.detail), code=_CODES.get(error.status_code, "bad_request"))
+        headers, sentence = error.headers or {}, str(error.detail)
+        if error.status_code == 405:
+            sentence = f"{request.url.path} does not serve {request.method}; it serves {headers.get('Allow', 'others')}"
+        answer = ApiError(error.status_code, sentence, code=_CODES.get(error.status_code, "bad_request"))
         response = error_response(answer)
-        response.headers.update(error.headers or {})
+        response.headers.update(headers)
         return response
 
     @app.exception_handler(Exception)

@@ -48,7 +48,7 @@ def _value_of(body: bytes) -> Any:
     except json.JSONDecodeError:
         raise
     except UnicodeDecodeError as error:
-        raise json.JSONDecodeError(f"byte {error.start} is no UTF-8; send text in UTF-8", "", 0) from error
+        raise json.JSONDecodeError(f"byte {error.start} is not UTF-8; send text in UTF-8", "", 0) from error
     except RecursionError as error:
         raise json.JSONDecodeError("it is nested too deeply; send fewer levels", "", 0) from error
     except ValueError as error:  # Python's bound on the digits of an integer

@@ -69,7 +69,7 @@ def locked() -> Iterator[Running]:
             b'{"type": "json_schema", "json_schema": {"schema": {"const": "\\ud800"}}}}',
             "the constraint is not Unicode text",
         ),
-        (b'"\xff"', "the body is not JSON: byte 1 is no UTF-8"),
+        (b'"\xff"', "the body is not JSON: byte 1 is not UTF-8"),
         (b"[" * 15_000, "the body is not JSON: it is nested too deeply"),
         (b"9" * 5000, "the body is not JSON: an integer has too many digits"),
     ],
@@ -231,6 +231,11 @@ def test_what_changes_nothing_is_ignored(server: Running) -> None:
 def test_errors_of_http_have_openais_form(method: str, path: str, status: int, code: str, server: Running) -> None:
     reply = send(server, method, path)
     assert (reply.status, reply.error["code"]) == (status, code)
+
+
+def test_a_wrong_method_is_answered_with_the_right_ones(server: Running) -> None:
+    reply = send(server, "DELETE", "/v1/completions")
+    assert reply.error["message"] == "/v1/completions does not serve DELETE; it serves POST"
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/v1", "/v1/completions/more"])

@@ -76,7 +76,7 @@ def recur(
         )
     )
     q, k = (rows.repeat_interleave(groups, 1) for rows in (q, k))
-    of_q, of_k = (_scale(rows, recurrence) for rows in (q, k))
+    q, of_k = q * _scale(q, recurrence), _scale(k, recurrence)
     factor = (decay if slots.has_channels else decay[..., None]).exp()[..., None]
     # [steps, S]: the row that a step of the loop takes of each sequence, and the token whose result it makes.
     step = torch.arange(most_kept + places.max_q_len, device=q.device)[:, None]
@@ -94,7 +94,7 @@ def recur(
         change = v[of_seq] - of_k[of_seq] * (column * decayed).sum(2) if recurrence.corrects else v[of_seq]
         change = torch.where(is_kept_change, v[of_seq], beta[of_seq][..., None] * of_k[of_seq] * change)
         state = torch.where(is_taken, decayed + column * change[..., None, :], state)
-        results[token] = recurrence.scale * of_q[of_seq] * (q[of_seq][..., None] * state).sum(2)
+        results[token] = recurrence.scale * (q[of_seq][..., None] * state).sum(2)
         changes[token] = change
     tokens.out.copy_(results[:-1])
     kept_state = torch.where(_of_seqs(is_kept, 4), first_state, state)

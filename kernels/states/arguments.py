@@ -160,7 +160,7 @@ class RecurrentSlots:
 
     @property
     def kept(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is kept of tokens: k, changes and decays."""
+        """The kept tokens' k, changes and decays."""
         return self.k, self.change, self.decay
 
     @property

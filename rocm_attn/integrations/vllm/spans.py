@@ -7,6 +7,7 @@ tokens see all of its KV. So such a step needs no lengths. It imports no vLLM.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,13 @@ from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.external_step import NO_CELLS, DeviceSpans, NoCells
 from rocm_attn.step.host_ring import HostRing
 
-# An image's sequence, first token and end.
-Span = tuple[int, int, int]
+
+class Span(NamedTuple):
+    """The tokens of an image, from the first one until the end, of a sequence of the step."""
+
+    seq: int
+    first: int
+    end: int
 
 
 class GroupSpans:
@@ -59,7 +65,7 @@ class GroupSpans:
             return NO_CELLS  # the last token of its KV sees all of it anyway
         if not self.is_needed:
             require_causal(common)
-            if len(_images_of(common)):
+            if _images_of(common):
                 raise Unsupported(
                     "vLLM gives images whose tokens see each other to layers of which it has not said so "
                     "(is_mm_prefix_lm); choose another attention backend for this model"
@@ -118,5 +124,5 @@ def _images_of(common: CommonMetadata) -> Sequence[Span]:
                     f"an image has the tokens {first} to {last} of request {seq}, and the step ends with its token "
                     f"{stop - 1}; the tokens of an image see each other, so set --disable-chunked-mm-input"
                 )
-            found.append((seq, first, last + 1))  # vLLM counts to the last token
+            found.append(Span(seq, first, last + 1))  # vLLM counts to the last token
     return found

@@ -96,7 +96,7 @@ BROKEN: list[tuple[Said, Said, str]] = [
         "K or V of a layer takes 2097152 bytes, and its offsets reach 2097151",
     ),
 ]
-# Of layers in pools on other terms.
+# The same, with the terms of the layer's pool before the clause.
 BROKEN_BY_POOLS: list[tuple[Said, Said, PoolTerms, str]] = [
     ({"page_strides": False}, {}, STRIDES, "it needs contiguous pages, and these may have other strides"),
     (

@@ -33,6 +33,20 @@ class GateForm(NamedTuple):
 
 
 @triton.jit
+def gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """The output of two inner products, float32."""
+    slope = gate
+    if KIND == _GELU:
+        slope = _GELU_SLOPE * (gate + 0.044715 * gate * gate * gate)
+    if KIND == _CLAMPED:
+        # A comparison keeps NaN, which tl.minimum and tl.maximum may drop.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        slope = ALPHA * gate
+    return gate * tl.sigmoid(slope) * up
+
+
+@triton.jit
 def _gate_kernel(
     both,
     out,
@@ -51,15 +65,7 @@ def _gate_kernel(
     is_column = column < INNER
     gate = tl.load(both + row * (2 * INNER) + column, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(both + row * (2 * INNER) + INNER + column, mask=is_column, other=0.0).to(tl.float32)
-    slope = gate
-    if KIND == _GELU:
-        slope = _GELU_SLOPE * (gate + 0.044715 * gate * gate * gate)
-    if KIND == _CLAMPED:
-        # A comparison keeps NaN, which tl.minimum and tl.maximum may drop.
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
-        slope = ALPHA * gate
-    mixed = gate * tl.sigmoid(slope) * up
+    mixed = gated(gate, up, KIND, LIMIT, ALPHA)
     tl.store(out + row * INNER + column, mixed.to(out.dtype.element_ty), mask=is_column)
 
 

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_serve.models.expert_products import expert_products
+from rocm_serve.models.gated import fill_a_gpu, mixed, multiplied_and_mixed
 from rocm_serve.ranks import Ranks
 
 # Rows per block. 16 fill a matrix instruction; more would be wasted on small batches.
@@ -30,6 +32,10 @@ class Linears(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias."""
+        ...
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        """[rows, inner]: the products of linear(), combined; see mixed()."""
         ...
 
     def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -61,6 +67,11 @@ class AllRows:
         launch_row_product(x, weight, bias, out)
         return out
 
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        if bias is None and not isinstance(gate, ReluSquared) and fill_a_gpu(x, weight):
+            return multiplied_and_mixed(gate, x, weight)
+        return mixed(gate, self.linear(x, weight, bias))
+
     def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.linear(x, weight, bias)
 
@@ -89,6 +100,9 @@ class BlocksOfRows(AllRows):
         blocks = torch.split(filled, ROWS)
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        return mixed(gate, self.linear(x, weight, bias))
+
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.shape[0]
         filled = F.pad(x, (0, 0, 0, 0, 0, -rows % ROWS)).transpose(0, 1)
@@ -104,7 +118,7 @@ class OverRanks:
     """Computes one rank's products. `sum_of` sums them over all ranks; biases are added once."""
 
     def __init__(self, own: Linears, sum_of: Callable[[Tensor], Tensor]) -> None:
-        self.linear = own.linear
+        self.linear, self.gated = own.linear, own.gated
         self.of_heads = own.of_heads
         self.of_experts = own.of_experts
         self.summed = sum_of

@@ -6,13 +6,12 @@ depends on the router's output, so a step with experts is captured like any othe
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rocm_attn.kernels.experts.groups import ExpertGroups
-from rocm_attn.models.gates import ClampedSwiGLU, Gate, ReluSquared, SwiGLU
 from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, Mlp
 from rocm_serve.models.arithmetic import Arithmetic, Residual
+from rocm_serve.models.gated import mixed
 from rocm_serve.models.linears import Linears
 from rocm_serve.models.mlp_weights import DenseAndExpertWeights, DenseWeights, ExpertWeights
 from rocm_serve.models.weights import LayerWeights
@@ -53,7 +52,7 @@ def _dense_and_experts(
 
 def dense_inner(x: Tensor, mlp: DenseMlp, weights: DenseWeights, linears: Linears) -> Tensor:
     """[tokens, inner]: the input of `weights.down`. x: [tokens, hidden], normalised"""
-    return mixed(mlp.gate, linears.linear(x, weights.gate_up, weights.gate_up_bias))
+    return linears.gated(x, weights.gate_up, weights.gate_up_bias, mlp.gate)
 
 
 def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears) -> Tensor:
@@ -79,20 +78,3 @@ def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeig
             shared = shared * linears.linear(x, weights.shared_share).sigmoid()
         total = total + shared
     return linears.summed(total)
-
-
-def mixed(gate: Gate, both: Tensor) -> Tensor:
-    """[rows, inner]: the inner products of an MLP, combined. both: [rows, 2 * inner], the gate's product first
-
-    Without a gate there is one product.
-    """
-    if both.device.type == "cpu" or isinstance(gate, ReluSquared):
-        return gate.mix(*both.chunk(len(gate.PRODUCTS), -1))
-    from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
-
-    out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=both.dtype, device=both.device)
-    if isinstance(gate, ClampedSwiGLU):
-        launch_gate(both, out, GateForm(CLAMPED, gate.limit, gate.alpha))
-    else:
-        launch_gate(both, out, GateForm(SILU if isinstance(gate, SwiGLU) else GELU))
-    return out

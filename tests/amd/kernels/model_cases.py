@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.model.add_norm import launch_add_norm
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
+from rocm_attn.kernels.model.gated_rows import launch_gated_rows
 from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.oracle.numerics import sum_error
 from tests.amd.tolerances import assert_attention_close
@@ -97,3 +98,20 @@ def assert_row_multiplied(
         exact, size = exact + bias.double(), size + bias.double().abs()
     allowed = sum_error(num_in + 1, size) + torch.finfo(dtype).eps * exact.abs()
     assert bool(((out[0].double() - exact).abs() <= allowed).all())
+
+
+def assert_multiplied_and_gated(
+    sizes: tuple[int, int, int],
+    form: GateForm,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    put: Put = Tensor.clone,
+) -> None:
+    """Checks combined products of random rows and a matrix. sizes: rows, inner, in; put: where a tensor lies"""
+    rows, inner, num_in = sizes
+    random = torch.Generator().manual_seed(sum(sizes))
+    x = put(torch.randn(rows, num_in, generator=random).to(device, dtype))
+    weight = put((torch.randn(2 * inner, num_in, generator=random) * num_in**-0.5).to(device, dtype))
+    out = put(torch.full((rows, inner), float("nan"), dtype=dtype, device=device))
+    launch_gated_rows(x, weight, out, form)
+    assert_attention_close(out, exact_gate(x.double() @ weight.double().T, form), dtype)

@@ -7,7 +7,13 @@ import torch
 
 from rocm_attn.kernels.model.gate import GateForm, launch_gate
 from tests.amd.kernels.attention_cases import dtypes
-from tests.amd.kernels.model_cases import FORMS, assert_gated, assert_row_multiplied, sum_of_rows
+from tests.amd.kernels.model_cases import (
+    FORMS,
+    assert_gated,
+    assert_multiplied_and_gated,
+    assert_row_multiplied,
+    sum_of_rows,
+)
 
 
 @pytest.mark.fast
@@ -45,3 +51,13 @@ def test_a_row_is_multiplied_with_a_matrix(
     sizes: tuple[int, int], has_bias: bool, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
     assert_row_multiplied(sizes, dtype, kernel_device, has_bias=has_bias)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.kind))
+@pytest.mark.parametrize("sizes", [(3, 128, 128), (65, 64, 192)], ids=str)
+def test_a_few_rows_are_multiplied_and_combined(
+    sizes: tuple[int, int, int], form: GateForm, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    assert_multiplied_and_gated(sizes, form, dtype, kernel_device)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from tests.amd.kernels.model_cases import FORMS, assert_gated, assert_row_multiplied, sum_of_rows
+from tests.amd.kernels.model_cases import (
+    FORMS,
+    assert_gated,
+    assert_multiplied_and_gated,
+    assert_row_multiplied,
+    sum_of_rows,
+)
 from tests.amd.mutation.memory import Memory
 
 
@@ -24,4 +30,10 @@ def gate(memory: Memory) -> None:
 def row_product(memory: Memory) -> None:
     """Checks a row and a matrix that fill no tile."""
     assert_row_multiplied((7, 52), torch.float32, put=memory.put, has_bias=True)
+    memory.assert_surroundings_untouched()
+
+
+def gated_rows(memory: Memory) -> None:
+    """Checks rows that do not fill a block."""
+    assert_multiplied_and_gated((3, 64, 128), FORMS[0], torch.float32, put=memory.put)
     memory.assert_surroundings_untouched()

@@ -43,7 +43,13 @@ from tests.amd.kernels.attention_cases import (
     run_shared_extend,
 )
 from tests.amd.kernels.expert_cases import random_problem
-from tests.amd.kernels.model_cases import FORMS, assert_gated, assert_row_multiplied, sum_of_rows
+from tests.amd.kernels.model_cases import (
+    FORMS,
+    assert_gated,
+    assert_multiplied_and_gated,
+    assert_row_multiplied,
+    sum_of_rows,
+)
 from tests.amd.simulator.case import KernelCase, own_encoding
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
 from tests.amd.simulator.check_cases import PATHS, check_cases
@@ -183,11 +189,12 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
 
 
 def run_model(arch: str, dtype: torch.dtype) -> Simulation:
-    """Runs sums with norms whose rows do not fill a block, each gate, and a product of one row."""
+    """Runs sums with norms whose rows do not fill a block, each gate, and products of one row and of a few."""
     with simulated(arch) as simulation:
         sum_of_rows(3, 1000, dtype).assert_served()
         for form in FORMS:
             assert_gated(2, 1032, form, dtype)
+        assert_multiplied_and_gated((3, 64, 128), FORMS[0], dtype)
         assert_row_multiplied((5, 2056), dtype, has_bias=True)
     return simulation
 

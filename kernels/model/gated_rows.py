@@ -1,4 +1,4 @@
-"""Multiplies up to 128 rows with two halves of a matrix, and combines both products: gate(x @ weight.T), see gate.py.
+"""Multiplies up to 64 rows with two halves of a matrix, and combines both products: gate(x @ weight.T), see gate.py.
 
 A BLAS starts when the launch before it has ended, and leaves the gate to a launch of its own. These programs start
 early (early.py), and each combines what it has multiplied.
@@ -16,11 +16,13 @@ from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.model.gate import GateForm, gated
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-MOST_ROWS = 128
+MOST_ROWS = 64
 # Outputs of a program, and elements of each product at a time.
 OUTPUTS, STEP = 64, 64
-# H200, products of a Llama of 1.1B and of 8B with 32 rows: 6 blocks ahead were first.
-_STAGES, _STAGES_ELSEWHERE, _WARPS = 6, 2, 8
+# Bytes of a row of the matrix that are on their way. H200, products of a Llama of 1.1B and of 8B with 32 rows: 6 blocks
+# of 16-bit elements were first.
+_BYTES_AHEAD, _BYTES_ELSEWHERE = 6 * 2 * STEP, 2 * 2 * STEP
+_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -93,7 +95,7 @@ def launch_gated_rows(x: Tensor, weight: Tensor, out: Tensor, form: GateForm) ->
         OUTPUTS,
         block,
         STEP,
-        _STAGES if early else _STAGES_ELSEWHERE,
+        (_BYTES_AHEAD if early else _BYTES_ELSEWHERE) // (STEP * x.element_size()),
         early,
         num_warps=_WARPS,
         **early_options(early),

@@ -12,7 +12,7 @@ step_us:   the median time between two steps, on the wall
 busy_us:   the time in which a kernel runs, of one step
 host_us:   the host's time in Engine.step() less the waits for the device
 floor_us:  the bytes of weights and of K and V over the bandwidth that a large copy reaches in this run; for prompts the
-           operations of the layers' products over the rate that a large product reaches
+           operations of the layers' products and of causal attention over the rate that a large product reaches
 kernels:   microseconds and launches of a step, by kernel
 """
 
@@ -29,6 +29,7 @@ from collections.abc import Iterator
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from rocm_attn.models.config import ModelConfig
 from rocm_lab.bench.ceilings import measured_ceilings
 from rocm_lab.bench.clocks import clock_of
 from rocm_lab.benchmarks.random_models import LLAMA_8B, model_of, random_model
@@ -171,6 +172,12 @@ def busy(spans: list[tuple[int, int]]) -> int:
     return total
 
 
+def attention_operations(config: ModelConfig, tokens: int) -> int:
+    """Returns the operations of causal attention over one prompt."""
+    layers = config.attention.layers
+    return sum(2 * layer.num_q_heads * layer.head_dim for layer in layers) * tokens**2
+
+
 def rows(loaded: LoadedModel) -> Iterator[Row]:
     """Yields the figures of each load."""
     for num_seqs in DECODES:
@@ -193,7 +200,8 @@ def main() -> None:
                 row["floor_us"] = round((2 * sum(sizes.values()) + row["kv_bytes"]) / limits.bytes_per_s * 1e6, 1)
             else:
                 of_layers = sum(sizes.values()) - sizes["lm_head.weight"]
-                row["floor_us"] = round(2 * of_layers * row["tokens"] / limits.flops_per_s * 1e6, 1)
+                operations = 2 * of_layers * row["tokens"] + attention_operations(config, row["tokens"])
+                row["floor_us"] = round(operations / limits.flops_per_s * 1e6, 1)
             row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
             found.append({"model": model, **row})
         del loaded

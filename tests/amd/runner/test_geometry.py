@@ -86,20 +86,6 @@ def test_a_window_counts_previous_keys_where_hugging_face_counts_the_own_one_too
         assert ours == [key for key in range(8) if visible(index[0], index[0], index[query], index[key])]
 
 
-@pytest.mark.parametrize("num_shared", [0, 1, 6, 14])
-def test_shared_k_and_v_are_those_that_transformers_shares(num_shared: int) -> None:
-    config: Any = transformers.Gemma3nTextConfig(
-        num_hidden_layers=20, num_kv_shared_layers=num_shared, intermediate_size=64, activation_sparsity_pattern=None
-    )
-    geometry = attention_geometry({**config.to_dict(), "architectures": ["Gemma3nForCausalLM"]})
-    modes, types = config.kv_sharing_modes, config.layer_types
-    stored = {types[layer]: layer for layer, mode in enumerate(modes) if mode == "store"}
-    assert geometry.reads == tuple(
-        stored[types[layer]] if mode == "reuse" else layer for layer, mode in enumerate(modes)
-    )
-    assert [layer.window_left for layer in geometry.layers] == expected_windows(config)
-
-
 @pytest.mark.parametrize(
     ("num_shared", "sentence"),
     [

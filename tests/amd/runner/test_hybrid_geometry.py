@@ -193,23 +193,6 @@ def test_compressed_rows_are_those_that_transformers_makes() -> None:
         geometry.rows_of(0)
 
 
-def test_layers_of_deepseek_v4_1_share_rows_and_choices() -> None:
-    geometry = attention_geometry(json.loads((CONFIGS / "deepseek-v4.1-flash.json").read_text()))
-    rows = {number: layer.compressed[0] for number, layer in enumerate(geometry.layers) if layer.compressed}
-    assert [number for number in rows if rows[number].own_rows] == [2, 8, 14, 20]
-    assert [number for number in rows if rows[number].own_choice] == [2, 8, 14, 20, 24, 28, 32, 36]
-    assert [rows[number].tokens for number in rows] == [2] * 18 + [1] * 20
-    assert {each.top for each in rows.values()} == {512}
-    assert {number for number in rows if rows[number].blocks} == set(range(20, 40))
-    assert {(each.blocks, each.block_rows) for each in rows.values()} == {(0, 1), (2048, 8)}
-    assert not any(each.overlaps or each.folds_index for each in rows.values())
-    problems = geometry.problems(dtype=torch.bfloat16, page_size=16)
-    assert [each.row for each in problems[40:]] == [Row(2)] * 3 + [Row()]
-    indexers = [each.indexer for each in problems[40:]]
-    assert [isinstance(each, Indexer) and each.indexing.candidate_blocks for each in indexers] == [0, 0, 0, 2048]
-    assert [geometry.rows_of(number) for number in (2, 7, 8, 19, 20, 39)] == [40, 40, 41, 42, 43, 43]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -253,39 +236,6 @@ def test_a_config_says_what_the_class_says_that_it_names_as_its_source(place: Pa
     for key, value in {**config, **config.get("text_config", {})}.items():
         if key not in ("source", "architectures", "text_config") and f" {key} of " not in rest:
             assert said[key] == value, key
-
-
-@pytest.mark.parametrize(
-    ("model", "config_class", "heads"),
-    [
-        ("kimi-k3", "KimiLinearConfig", ("linear_num_heads", "linear_num_heads", "linear_head_dim", "linear_head_dim")),
-        *(
-            (
-                model,
-                config_class,
-                ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim"),
-            )
-            for model, config_class in (
-                ("qwen3.5-397b-a17b", "Qwen3_5MoeTextConfig"),
-                ("qwen3.8-27b", "Qwen3_5TextConfig"),
-                ("qwen3.8-flash-next", "Qwen4ExpTextConfig"),
-            )
-        ),
-    ],
-)
-def test_published_fields_are_read_as_transformers_reads_them(
-    model: str, config_class: str, heads: tuple[str, ...]
-) -> None:
-    config = json.loads((CONFIGS / f"{model}.json").read_text())
-    read: Any = getattr(transformers, config_class)(**config["text_config"])
-    geometry = attention_geometry(config)
-    types = [
-        "linear_attention" if place in dict(geometry.recurrent) else "paged" for place in range(len(read.layer_types))
-    ]
-    assert types == [each if each == "linear_attention" else "paged" for each in read.layer_types]
-    (layer,) = {layer for _, layer in geometry.recurrent}
-    sizes = (layer.num_value_heads, layer.num_key_heads, layer.key_dim, layer.value_dim, layer.conv_width)
-    assert sizes == tuple(getattr(read, name) for name in (*heads, "linear_conv_kernel_dim"))
 
 
 _MAMBA: dict[str, Any] = {

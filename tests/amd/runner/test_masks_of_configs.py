@@ -217,29 +217,6 @@ def test_layers_of_a_config_see_what_transformers_lets_them_see(name: str) -> No
         assert_attention_close(out, want, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "broken"),
-    [
-        ("Llama 4", {"chunk": 0}),
-        ("Gemma 3", {"sees_spans": False}),
-        ("Gemma 3", {"spans_pass_window": True}),
-        ("Gemma 4", {"sees_spans": True}),
-        ("PaliGemma 2", {"spans_pass_window": False}),
-        ("BERT", {"window_right": 0}),
-        ("EmbeddingGemma", {"window_right": 0}),
-        ("ModernBERT", {"window_left": 5, "window_right": 4}),
-        ("ModernBERT", {"window_left": 4, "window_right": 5}),
-    ],
-)
-def test_layers_that_are_read_otherwise_see_other_keys(name: str, broken: dict[str, Any]) -> None:
-    case = CASES[name]
-    geometry = attention_geometry(case.file())
-    other = replace(geometry, layers=tuple(replace(layer, **broken) for layer in geometry.layers))
-    assert other != geometry
-    results = outputs_and_references(other, case, masks_of_transformers(case))
-    assert any((out - want).abs().max() > 0.01 for out, want in results)
-
-
 def test_chunks_that_no_sequence_outgrows_are_no_chunks() -> None:
     geometry = attention_geometry(CASES["Llama 4"].file())
     assert {layer.chunk for layer in geometry.without_idle_windows(7).layers} == {0, 6}

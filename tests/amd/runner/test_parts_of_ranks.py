@@ -30,39 +30,6 @@ from tests.amd.tolerances import assert_layers_close
 
 CPU = torch.device("cpu")
 NINE_OVER_THREE = AttentionLayer(num_q_heads=9, num_kv_heads=3, head_dim=8, scale=8**-0.5)
-HEADS = [(9, 3), (32, 8), (8, 1), (71, 1), (12, 4), (10, 5), (4, 4)]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), HEADS)
-def test_every_query_head_is_held_once_beside_the_kv_head_that_it_reads(
-    num_q_heads: int, num_kv_heads: int, num_ranks: int
-) -> None:
-    held = []
-    sizes = set()
-    for rank in range(num_ranks):
-        heads = Shard(rank, num_ranks).heads(num_q_heads, num_kv_heads)
-        sizes.add((heads.q.size, heads.kv.size))
-        readers = heads.q.size // heads.kv.size
-        assert readers * heads.kv.size == heads.q.size
-        for place, q_head in enumerate(range(heads.q.start, heads.q.stop)):
-            held.append(q_head)
-            assert place // readers < heads.kv.num_real
-            assert q_head // (num_q_heads // num_kv_heads) == heads.kv.start + place // readers
-    assert sorted(held) == list(range(num_q_heads))
-    assert len(sizes) == 1, "all ranks' parts are of one shape, so they take the same kernels"
-
-
-@pytest.mark.parametrize("size", [1, 7, 40, 101, 49152])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_a_dimension_is_cut_in_order_and_padded_at_its_end_alone(size: int, num_ranks: int) -> None:
-    spans = [Shard(rank, num_ranks).span(size) for rank in range(num_ranks)]
-    assert [element for span in spans for element in range(span.start, span.stop)] == list(range(size))
-    assert len({span.size for span in spans}) == 1
-    full = [span.num_real == span.size for span in spans]
-    assert full == sorted(full, reverse=True)
-    if size % num_ranks == 0:
-        assert all(full), "what divides is left as the model has it"
 
 
 def test_the_cost_of_a_cut_is_said() -> None:

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.errors import CapacityExceeded
-from rocm_attn.paging import kept_pages, page_table, request_table
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
@@ -24,7 +23,6 @@ from tests.amd.runner.cache_invariants import check_cache
 
 PAGE = 2
 STEPS_UNTIL_KNOWN = 3
-_TABLE = (kept_pages.__file__, page_table.__file__, request_table.__file__)
 GOLDEN = "6a7d333e7c7a6663cc52fc881003735659a3cddff3e90369291e88113172b2be"
 
 

@@ -38,16 +38,6 @@ def world_of(
     )
 
 
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("branches", [1, 2])
-def test_a_round_of_two_sequences(provider: str, branches: int, device: torch.device) -> None:
-    """A round in short, for the interpreter of every run."""
-    world = world_of(provider, device, branches, page_size=2)
-    requests = world.begun(3, 1)
-    world.step_round(requests, Drafts(branches, 2))
-    world.runtime.check_device()
-
-
 @pytest.mark.parametrize("page_size", [1, 2, 16])
 @pytest.mark.parametrize("branches", [1, 3])
 def test_drafts_see_their_prefix_their_ancestors_and_themselves(

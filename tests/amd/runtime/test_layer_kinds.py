@@ -141,6 +141,8 @@ def test_the_space_of_a_layer_is_said_and_does_not_follow_from_its_window(provid
     spaces = [Space.FULL, Space.SWA]
     kinds = LayerKinds.of([problem, problem], spaces, [selection])
     assert (len(kinds.selections), kinds.of_layer) == (2, (0, 1))
+    of_three = LayerKinds.of([problem] * 3, [*spaces, Space.FULL], [selection])
+    assert (len(of_three.selections), of_three.of_layer) == (2, (0, 1, 0)), "layers that are alike share a kind"
     runtime = AttentionRuntime(kinds, options, device=device, guards=Guards())
     assert [runtime.pool.space_of_layer(layer) for layer in range(2)] == spaces
     world = World(runtime, [problem, problem], torch.Generator().manual_seed(0))

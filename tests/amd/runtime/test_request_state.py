@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.step.step import Part
@@ -78,31 +76,6 @@ def test_a_step_says_which_row_each_sequence_and_each_token_has(
     step = tiny.runtime.step(batch, tiny.runtime.plan(batch, padded_to(pad_to))).parts[0]
     assert held(step) == by_hand(requests.rows, q_len, step)
     assert all(tensor.dtype == torch.int32 for tensor in (step.row_of_seq, step.q_indptr, step.seq_of_token))
-    tiny.runtime.end_step()
-
-
-@pytest.mark.parametrize("q_len", STEPS.values(), ids=STEPS)
-def test_a_half_says_so_of_its_own_sequences_and_tokens(q_len: list[int], provider: str, device: torch.device) -> None:
-    tiny, requests = served(device, provider, len(q_len))
-    batch = requests.batch(q_len)
-    split = tiny.runtime.step(batch, tiny.runtime.plan(batch, halves=2))
-    cut = split.parts[0].num_seqs
-    for half, part in zip(split.parts, (slice(0, cut), slice(cut, None)), strict=True):
-        assert held(half) == by_hand(requests.rows[part], q_len[part], half)
-    tiny.runtime.end_step()
-
-
-@pytest.mark.parametrize("taken", [[4, 1, 2], [0, 4, 0], [0, 0, 0], [4, 4, 4]], ids=str)
-def test_tokens_follow_the_lengths_that_only_the_device_knows(
-    taken: list[int], provider: str, device: torch.device
-) -> None:
-    tiny, requests = served(device, provider, 3)
-    bounds = requests.batch([4, 4, 4])
-    on_device = torch.tensor(taken, dtype=torch.int32, device=tiny.runtime.device)
-    kv_len = torch.tensor([8 + new for new in taken], dtype=torch.int32, device=tiny.runtime.device)
-    batch = replace(bounds, inputs=DeviceInputs(kv_len=kv_len, q_len=on_device))
-    step = tiny.runtime.step(batch).parts[0]
-    assert held(step) == by_hand(requests.rows, taken, step)
     tiny.runtime.end_step()
 
 

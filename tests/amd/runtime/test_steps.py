@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -82,50 +81,6 @@ def test_rows_of_one_element_may_have_any_stride(provider: str, device: torch.de
         step.layers.store_and_attend(0, q, k, v, out, lse)
         world.check(0, requests, q_len, q, out, lse)
         world.runtime.end_step()
-
-
-def test_positions_and_last_tokens_are_those_of_the_sequences(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem()], device, provider)
-    a, b, c = (world.admit() for _ in range(3))
-    world.step([a, c], [5, 2])
-    batch = world.batch([a, b, c], [2, 3, 0])
-    step = world.runtime.step(batch).parts[0]
-    assert step.plan.shape.kind is StepKind.MIXED
-    assert step.positions[:5].tolist() == [5, 6, 0, 1, 2]
-    assert step.last_token_of_seq[:3].tolist() == [1, 4, 0]
-    world.runtime.end_step()
-
-
-def test_the_last_token_of_a_pad_is_its_own_padded_token_and_0_where_it_has_none(
-    provider: str, device: torch.device
-) -> None:
-    world = World.build([small_problem()], device, provider)
-    requests = [world.admit() for _ in range(2)]
-    for q_len, last in (([3, 2], [2, 4, 0, 0]), ([1, 1], [0, 1, 2, 3])):
-        batch = world.batch(requests, q_len)
-        assert (
-            world.runtime.step(batch, world.runtime.plan(batch, PadTo(4))).parts[0].last_token_of_seq.tolist() == last
-        )
-        world.runtime.end_step()
-        world.runtime.table.mark_stored(batch.rows, batch.kv_len)
-
-
-def test_token_ids_arrive_and_pads_are_zero(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem()], device, provider)
-    requests = [world.admit() for _ in range(3)]
-    plain = world.batch(requests, [2, 1, 3])
-    batch = type(plain)(plain.rows, plain.kv_len, plain.q_len, np.arange(11, 17, dtype=np.int32))
-    step = world.runtime.step(batch).parts[0]
-    assert step.token_ids.tolist() == [11, 12, 13, 14, 15, 16]
-    world.runtime.end_step()
-    world.runtime.table.mark_stored(plain.rows, plain.kv_len)
-    batch = type(plain)(plain.rows, plain.kv_len, np.ones(3, np.int32), np.array([7, 8, 9]))
-    step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(5))).parts[0]
-    assert step.token_ids.tolist() == [7, 8, 9, 0, 0]
-    world.runtime.end_step()
-    step = world.runtime.step(plain, world.runtime.plan(plain, PadTo(5))).parts[0]
-    assert not step.token_ids.any()
-    world.runtime.end_step()
 
 
 @pytest.mark.parametrize(

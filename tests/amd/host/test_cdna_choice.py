@@ -15,7 +15,7 @@ from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Scales
+from rocm_attn.problem import KVEncoding, Scales
 from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolSize, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
@@ -24,7 +24,6 @@ from rocm_attn.providers.triton_cdna import TRITONS, CdnaDecode
 from rocm_attn.selection import probe
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.selection.probe_runs import FailedProbe
-from rocm_attn.step.prepared import works_by_launches
 from tests.amd.host.choices import LAYER, adopting, reasons, with_triton
 from tests.amd.host.test_measured_rows import row_of
 
@@ -44,27 +43,6 @@ def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
 
 def names(selection: Selection) -> tuple[str, ...]:
     return tuple(selection.kernel(kind).entry.name for kind in KINDS)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"dtype": torch.float16, "page_size": 128},
-        {"head_dim": 64, "v_head_dim": 64, "num_q_heads": 64, "has_sinks": True, "window_left": 127},
-        {"num_kv_heads": 2, "page_size": 32, "wants_lse": True},
-        {"window_left": 4095, "logits_soft_cap": 50.0},
-        {"window_right": UNLIMITED_WINDOW, "page_size": 64},
-    ],
-    ids=str,
-)
-def test_it_serves_decodes_of_what_models_use(arch: str, more: dict[str, Any]) -> None:
-    selection = select(replace(LAYER, **more), on(arch), "triton")
-    assert names(selection) in (CDNA, DECODE_ALONE)
-    bound = selection.kernel(StepKind.DECODE).bound
-    assert isinstance(bound, CdnaDecode)
-    assert works_by_launches(bound, "attend", PaddedShape(StepKind.DECODE, 4, 4))
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -373,8 +373,12 @@ def test_of_latent_attention_the_layer_over_keys_and_values_has_no_pages(provide
     engine.run(Mode.EXTEND, [engine.admit()], [3])
 
 
-def test_a_pools_pages_are_those_that_explain_chooses_kernels_for(provider: str, device: torch.device) -> None:
-    options = Engine(provider, device).hooks.attention.options
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_are_those_that_explain_chooses_and_deterministic_ones_if_they_are_asked_for(
+    deterministic: bool, provider: str, device: torch.device
+) -> None:
+    options = Engine(provider, device, deterministic=deterministic).hooks.attention.options
+    assert options.deterministic is deterministic
     assert (options.page_strides, options.zero_tails) == (SGLANG.packs_rows, ExternalOptions().zero_tails)
 
 
@@ -453,29 +457,6 @@ def test_what_the_engine_stored_itself_is_not_stored_again(provider: str, device
     step.k[0], step.v[0] = step.k[0] + 1, step.v[0] + 1
     engine.forward(step, save_kv_cache=False)
     engine.compare([one], step)
-
-
-def test_in_the_deterministic_mode_a_request_has_the_same_bits_in_any_batch(
-    provider: str, device: torch.device
-) -> None:
-    outs = []
-    for others in (0, 3):
-        engine = Engine(provider, device, deterministic=True)
-        requests = [engine.admit() for _ in range(1 + others)]
-        engine.random = np.random.default_rng(1)
-        engine.run(Mode.EXTEND, requests[:1], [9])
-        alone = engine.random.bit_generator.state
-        if others:
-            engine.run(Mode.EXTEND, requests[1:], [5] * others)
-        engine.random.bit_generator.state = alone
-        batch = engine.batch(Mode.DECODE, requests, [1] * len(requests))
-        step = engine.step_of(batch, [1] * len(requests))
-        for values in (step.q, step.k, step.v):
-            values[0][:1] = torch.arange(values[0][0].numel(), device=device).view_as(values[0][:1]).float().sin()
-        engine.hooks.init_forward_metadata(batch)
-        engine.forward(step)
-        outs.append(step.outs[0][0])
-    assert torch.equal(*outs)
 
 
 def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, device: torch.device) -> None:

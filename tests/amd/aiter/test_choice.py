@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
-from rocm_attn.machine.target import Target, known_target
+from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
@@ -99,13 +99,3 @@ def test_a_workspace_beyond_the_budget_takes_another_kernel() -> None:
         chosen = select(problem, GFX942, "aiter", pool=PoolSize(100, 1 << 17, num_seqs))
         assert chosen.kernels[StepKind.DECODE].entry.name == expected
     assert any("its workspace for 256 sequences of 131072 tokens takes" in line for line in chosen.lines())
-
-
-@pytest.mark.parametrize("target", [GFX942, known_target("gfx950")], ids=lambda target: target.arch)
-@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_every_page_size_and_head_dim_is_served_by_auto(target: Target, page_size: int, head_dim: int) -> None:
-    chosen = select(plain_problem(page_size, dims=(head_dim, head_dim)), target, "auto")
-    assert set(chosen.kernels) == set(StepKind) - {StepKind.MASKED, StepKind.VERIFY}
-    assert chosen.kernels[StepKind.SHARED].entry.name == "triton.shared_prefix"
-    assert all(not kernel.entry.not_bound for kernel in chosen.kernels.values())

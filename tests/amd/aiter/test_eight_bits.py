@@ -16,8 +16,8 @@ from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.aiter.entries import ENTRIES
-from rocm_attn.providers.select import select
-from rocm_attn.selection.probe_runs import edge_run, random_run
+from rocm_attn.providers.select import Selection, select
+from rocm_attn.selection.probe_runs import FailedProbe, edge_run, random_run
 from rocm_attn.watch.few_sequences import LayerOfStep
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import (
@@ -227,6 +227,7 @@ PROBED = {
     "mha_batch_prefill_func": in_eight_bits(plain_problem(1, heads=(1, 1), dims=(128, 128), dtype=BF16)),
     "mla_decode_fwd": LATENT,
 }
+Run = Callable[[Selection, torch.device], FailedProbe | None]
 # The parameters that a wrong kernel ignores.
 FACTORS = {
     "unified_attention": ("v_descale",),
@@ -248,17 +249,11 @@ def test_scales_of_heads_and_tokens_are_decoded_over_vectorised_pages(
     assert aiter.calls.count("pa_decode_gluon") == 2
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(4)
+@pytest.mark.parametrize("run", [random_run, edge_run])
 @pytest.mark.parametrize("function", PROBED)
-def test_the_probe_passes_kernels_that_are_right_in_eight_bits(function: str, aiter: StandIn) -> None:
-    assert random_run(partly_torch(PROBED[function]), CPU) is None
-    assert function in aiter.calls
-
-
-@pytest.mark.fast(1)
-@pytest.mark.parametrize("function", PROBED)
-def test_the_probe_passes_them_at_the_edges(function: str, aiter: StandIn) -> None:
-    assert edge_run(partly_torch(PROBED[function]), CPU) is None
+def test_the_probe_passes_kernels_that_are_right_in_eight_bits(function: str, run: Run, aiter: StandIn) -> None:
+    assert run(partly_torch(PROBED[function]), CPU) is None
     assert function in aiter.calls
 
 

@@ -51,25 +51,6 @@ def test_every_layer_is_listed_once_and_recurrent_ones_with_their_state(
     assert all(kind["kernels"]["decode"] and kind["kernels"]["extend"] for kind in said["layer_kinds"])
 
 
-# Model -> layers with pages and recurrent ones, and the bytes of a state: 4 * heads * rows * dim and 2 * 3 * channels.
-MAMBA = {
-    "falcon-h1-7b": (44, 44, 4 * 24 * 256 * 128 + 6 * (24 * 128 + 2 * 256)),
-    "nemotron-h-8b": (4, 24, 4 * 128 * 128 * 64 + 6 * (128 * 64 + 2 * 8 * 128)),
-}
-
-
-@pytest.mark.parametrize("model", MAMBA)
-def test_a_layer_may_have_pages_and_a_state_or_neither(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = json.loads(run(capsys, model, "--arch", "gfx942", "--json")[1])
-    (paged,), (recurrent,) = said["layer_kinds"], said["recurrent_layers"]
-    assert (len(paged["layers"]), len(recurrent["layers"]), recurrent["bytes_per_slot"]) == MAMBA[model]
-    pattern = json.loads((HERE / f"{model}.json").read_text()).get("hybrid_override_pattern")
-    letters = list(enumerate(pattern or ["both"] * 44))
-    assert [place for place, letter in letters if letter in ("*", "both")] == paged["layers"]
-    assert [place for place, letter in letters if letter in ("M", "both")] == recurrent["layers"]
-    assert {"decode", "extend"} <= set(paged["kernels"])
-
-
 def test_no_golden_file_is_left_over() -> None:
     assert set(GOLDEN.iterdir()) == {place(model, arch) for model in MODELS for arch in ARCHS}
 
@@ -145,28 +126,6 @@ def test_a_release_that_says_nothing_is_refused(
     code, _, complaint = run(capsys, "llama-3-8b", *options)
     assert code == BAD_INPUT
     assert sentence in complaint
-
-
-@pytest.mark.parametrize(("model", "ranks", "heads"), [("deepseek-v2-lite", 1, 16), ("deepseek-v3", 8, 16)])
-@pytest.mark.parametrize("arch", ARCHS)
-def test_latent_layers_are_asked_for_with_their_heads_on_a_rank(
-    model: str, ranks: int, heads: int, arch: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    latent = (model, "--arch", arch, "--tp", str(ranks), "--page-size", "1")
-    code, printed, _ = run(capsys, *latent)
-    assert code == 0
-    assert (
-        f": {heads} query heads over 1 KV heads, head_dim 576, v_head_dim 512, bfloat16, pages of 1, latent" in printed
-    )
-    assert "  decode: aiter.mla_decode_fwd+get_mla_metadata_v1\n" in printed
-    # 4 GiB of rows per layer: an MI300X has room for them, but the kernels do not reach them.
-    code, printed, _ = run(capsys, *latent, "--num-pages", "3728271")
-    assert code == 0
-    (line,) = (
-        line for line in printed.splitlines() if "decode: not" in line and "its offsets reach 4294967295" in line
-    )
-    assert "aiter.mla_decode_fwd" in line
-    assert "  decode: triton.cdna_latent_decode\n" in printed
 
 
 def test_the_page_of_kernels_is_current() -> None:

@@ -96,22 +96,6 @@ def test_more_heads_than_the_kernels_have_are_refused() -> None:
     assert "decode: aiter.mla_decode_fwd: 160 query heads share a KV head; at most 128 may" in caught.value.reasons
 
 
-def test_rows_with_gaps_over_a_latent_pool_are_served(aiter: StandIn) -> None:
-    problem = latent_problem(16)
-    serving = world(problem, max_kv_len=80)
-    requests = [serving.admit(), serving.admit()]
-    for q_len in ([4, 6], [1, 1], [2, 1]):
-        step = serving.runtime.step(serving.batch(requests, q_len)).parts[0]
-        num_tokens = step.token_ids.shape[0]
-        q = serving.random(num_tokens, 16, 600)[..., :576]
-        k = serving.random(num_tokens, 1, 576)
-        serving.remember(0, requests, q_len, k[: step.num_tokens], k[: step.num_tokens, :, :512])
-        out = serving.random(num_tokens, 17, 520)[:, 1:, :512]
-        step.layers.store_and_attend(0, q, k, k[..., :512], out)
-        serving.check(0, requests, q_len, q, out, None)
-        serving.runtime.end_step()
-
-
 def test_v_of_a_latent_layer_must_be_part_of_k() -> None:
     serving = World.build([small_latent()], CPU, "torch")
     request = serving.admit()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -84,61 +83,12 @@ def test_its_layers_with_windows_decode_steps_that_others_share_prefixes_in(aite
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize(
-    ("problem", "called"),
-    [
-        (PROBLEMS["ragged and unified"], ["flash_attn_varlen_func", "paged_attention_ragged", "unified_attention"]),
-        (
-            PROBLEMS["ragged and batch prefill"],
-            ["flash_attn_varlen_func", "paged_attention_ragged", "mha_batch_prefill_func"],
-        ),
-        (PROBLEMS["vectorised"], ["flash_attn_varlen_func", "pa_decode_gluon", "mha_batch_prefill_func"]),
-        (PROBLEMS["vectorised, wide heads"], ["flash_attn_varlen_func", "unified_attention", "mha_batch_prefill_func"]),
-        (PROBLEMS["unified alone"], ["flash_attn_varlen_func", "unified_attention", "unified_attention"]),
-    ],
-)
-def test_each_kind_of_step_runs_its_kernel(problem: Problem, called: Sequence[str], aiter: StandIn) -> None:
-    serving = world(problem)
-    requests = [serving.admit() for _ in range(2)]
-    aiter.calls.clear()
-    serving.step(requests, [4, 9])
-    serving.step(requests, [1, 1])
-    serving.step(requests, [3, 6])
-    assert aiter.calls == called
-
-
-@pytest.mark.fast(2)
-@every_problem
-@pytest.mark.parametrize("pad_to", [4, 7, 16])
-def test_padded_sequences_and_tokens_are_inert(problem: Problem, pad_to: int, aiter: StandIn) -> None:
-    serving = world(problem, capture_tokens=[32])
-    serving.served([5, 1, 20], [1, 1, 1], [2, 3, 4], [1, 3, 0], pad_to=pad_to)
-    serving.step([], [], pad_to=pad_to)
-    assert page_zero_is_zero(serving)
-
-
-@pytest.mark.fast(2)
 @every_problem
 def test_a_full_row_is_read_to_its_end(problem: Problem, aiter: StandIn) -> None:
     serving = world(problem, max_kv_len=300)
     requests = serving.begun(299, 298, 64, 300)
     serving.step(requests[:2], [1, 2])
     serving.step(requests[1:3], [0, 1])
-
-
-@pytest.mark.parametrize("name", ["ragged and batch prefill", "vectorised"])
-def test_a_page_that_held_nan_serves_the_next_request(name: str, aiter: StandIn) -> None:
-    """A masked key is multiplied by 0 in these kernels, and 0 * NaN is NaN."""
-    problem = PROBLEMS[name]
-    serving = world(problem, max_kv_len=64)
-    (poisoned,) = serving.begun(40)
-    pages, stored = serving.runtime.table.pages_of(poisoned.row), serving.runtime.pool.layer(0)
-    stored.k[pages], stored.v[pages] = float("nan"), float("nan")
-    serving.free(poisoned)
-    for q_len in (3, 1, 2):
-        (request,) = serving.begun(q_len)
-        serving.step([request], [1])
-        serving.free(request)
 
 
 @pytest.mark.parametrize("layout", [PoolKind.SPLIT, PoolKind.VECTORIZED])

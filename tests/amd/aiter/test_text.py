@@ -7,14 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target
 from rocm_attn.models.config import AttentionConfig
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.rope import Rope
 from rocm_attn.selection import build
-from rocm_attn.selection import kernels as kernel_choice
-from rocm_serve import engine_runtime
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
@@ -69,19 +66,3 @@ def test_over_vectorised_pages_the_text_is_the_same(kernel: str, graphs: bool, a
     assert engine.report().pools == ("vectorised pages",)
     assert any(line.startswith(f"decode: aiter.{kernel}") for line in engine.report().kernels)
     assert {kernel, "flash_attn_varlen_func"} <= set(aiter.calls)
-
-
-@pytest.mark.usefixtures("on_mi300")
-def test_an_engine_chooses_vectorised_pages_where_more_is_served_over_them(
-    aiter: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(target: Target, provider: str) -> dict[str, str]:
-        return {"aiter.paged_attention_ragged": "missing", "aiter.unified_attention": "missing"}
-
-    for module in (engine_runtime, kernel_choice):
-        monkeypatch.setattr(module, "missing_kernels", missing)
-    monkeypatch.setattr(engine_runtime, "detect_target", lambda device: GFX942)
-    loaded = wide_model(torch.float16)
-    engine = Engine(loaded, replace(TORCH, provider="aiter", page_size=AUTO, pool=AUTO))
-    assert engine.report().pools == ("vectorised pages",)
-    assert_text(loaded, engine)

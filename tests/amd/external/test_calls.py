@@ -17,7 +17,7 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.machine.target import known_target
-from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit
+from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.step.external_step import (
@@ -30,7 +30,7 @@ from rocm_attn.step.external_step import (
     NewLengths,
     OneEach,
 )
-from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM, Engine
+from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM
 from tests.amd.external.oracle import attention
 
 PAGE = 16
@@ -271,51 +271,6 @@ def test_a_mask_of_more_cells_than_can_be_packed_is_refused_in_words() -> None:
         BoolCells(torch.empty(2**31, dtype=torch.bool, device="meta"), positions)
 
 
-@pytest.mark.fast(interpreted=1)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("kind", ["pages", "pages in columns", "slots", "mapped slots", "lists"])
-def test_tables_of_any_kind_lead_to_the_same_pages(
-    kind: str, dtype: torch.dtype, device: torch.device, provider: str
-) -> None:
-    filled = Filled(device, provider)
-    pages = torch.from_numpy(filled.table)
-    slots = (pages[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1)
-    shift = torch.cat([torch.zeros(3 * PAGE, dtype=torch.int64), torch.arange(BOUNDS.num_pages * PAGE)])
-    of_kind: dict[str, TableSource | CsrSource] = {
-        "pages": TableSource(pages.to(device, dtype)),
-        "pages in columns": TableSource(pages.t().contiguous().to(device, dtype).t()),
-        "slots": TableSource(slots.to(device, dtype), TableUnit.SLOT),
-        "mapped slots": TableSource((slots + 3 * PAGE).to(device, dtype), TableUnit.SLOT, shift.to(device, dtype)),
-        "lists": CsrSource(torch.arange(5, device=device, dtype=dtype) * 4, pages.flatten().to(device, dtype)),
-    }
-    filled.attention = filled.build(of_kind[kind])
-    q_len, q = [3, 9, 2, 1], filled.rows(15, Q_HEADS, DIM)
-    filled.assert_right(q_len, filled.attend(q_len, filled.step(q_len), q), q)
-    filled.attention.check_device()
-
-
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("stride", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_lengths_and_rows_may_have_any_type_and_stride(
-    stride: int, dtype: torch.dtype, device: torch.device, provider: str
-) -> None:
-    def given(values: Sequence[int]) -> Tensor:
-        memory = torch.full((len(values), stride), 77, dtype=dtype, device=device)
-        memory[:, 0] = torch.tensor(list(values))
-        return memory[:, 0]
-
-    filled = Filled(device, provider)
-    q = filled.rows(6, Q_HEADS, DIM)
-    order = [2, 0, 1]
-    kv_len = [filled.kv_len[row] for row in order]
-    filled.stored = [filled.stored[row] for row in order]
-    for of_q, q_len in ((NewLengths(given([3, 1, 2])), [3, 1, 2]), (Boundaries(given([0, 1, 4, 6])), [1, 3, 2])):
-        step = ExternalStep(3, 3, 6, given(kv_len), of_q, given(order), min_q_len=1, max_q_len=3, max_kv_len=64)
-        filled.assert_right(q_len, filled.attend(q_len, step, q), q, kv_len=kv_len)
-    filled.attention.check_device()
-
-
 def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> None:
     """One row per token, whose first part is V, in pages of one token; torch's and AITER's kernels serve it."""
     generator = torch.Generator().manual_seed(0)
@@ -366,24 +321,6 @@ def test_it_is_built_and_called_within_inference_mode_and_outside(device: torch.
     graph.run([request])
     engine.run([request], [1])
     engine.attention.check_device()
-
-
-@pytest.mark.fast(interpreted=0)
-def test_nothing_is_written_but_new_tokens_to_their_slots(device: torch.device, provider: str) -> None:
-    """Values after a sequence in its last page stay, and so does every other page."""
-    engine: Engine = VLLM(PAGE, device=device, provider=provider)
-    first, second = engine.admit(), engine.admit()
-    engine.run([first, second], [5, 20])
-    for side in engine.pages[0]:
-        side[side.isnan()] = 3.0
-    before = [side.clone() for side in engine.pages[0]]
-    engine.run([first, second], [1, 2], pads=3)
-    for side, old in zip(engine.pages[0], before, strict=True):
-        changed = (side != old).flatten(2).any(2).nonzero().tolist()
-        assert sorted(changed) == sorted(
-            [request.pages[Space.FULL][at // PAGE], at % PAGE]
-            for request, at in ((first, 5), (second, 20), (second, 21))
-        )
 
 
 def test_kernels_that_need_more_are_refused_with_reasons() -> None:

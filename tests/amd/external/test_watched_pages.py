@@ -88,33 +88,6 @@ def test_a_scheduler_that_frees_slots_which_their_row_still_names_is_reported(
     engine.attention.check_device()
 
 
-@each_table
-def test_a_page_that_its_own_row_is_given_twice_is_reported(
-    make: MakeEngine, device: torch.device, provider: str
-) -> None:
-    engine = watched(make, 16, device, provider)
-    (request,) = engine.begun(32)
-    engine.free[Space.FULL].append(request.pages[Space.FULL][0])
-    engine.run_unseen([request], [1])
-    engine.run_unseen([request], [1])
-    assert_reported(engine)
-
-
-@pytest.mark.fast
-@each_table
-@each_page_size
-def test_a_page_that_two_rows_write_in_one_step_is_reported(
-    make: MakeEngine, page_size: int, device: torch.device, provider: str
-) -> None:
-    engine = watched(make, page_size, device, provider)
-    first, second = engine.begun(16, 16)
-    page = engine.free[Space.FULL][-1]
-    engine.reserve(first, 17)
-    engine.free[Space.FULL].append(page)
-    engine.run_unseen([first, second], [1, 1])
-    assert_reported(engine)
-
-
 @pytest.mark.fast
 @each_engine
 @each_page_size

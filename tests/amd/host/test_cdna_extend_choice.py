@@ -14,17 +14,16 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Scales
+from rocm_attn.problem import KVEncoding, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, PoolSize, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.triton import TritonExtend
-from rocm_attn.providers.triton_cdna import EXTEND_LIMITS, LIMITS, MIXED_LIMITS, TRITONS, CdnaDecode, CdnaExtend
+from rocm_attn.providers.triton_cdna import TRITONS, CdnaDecode, CdnaExtend
 from rocm_attn.selection import probe, probe_runs
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.selection.probe_runs import FailedProbe
-from rocm_attn.step.prepared import works_by_launches
 from tests.amd.host.choices import LAYER, reasons, with_triton
 
 KINDS = (StepKind.EXTEND, StepKind.MIXED)
@@ -52,32 +51,6 @@ def by_tokens(selection: Selection, kind: StepKind) -> KernelByTokens:
 
 def extend_of(kind: StepKind, num_seqs: int, num_tokens: int) -> BoundKernel:
     return by_tokens(select(LAYER, on("gfx950"), "triton"), kind).of_shape(PaddedShape(kind, num_seqs, num_tokens))
-
-
-@pytest.mark.parametrize("arch", EXTEND_ARCHS)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"dtype": torch.float16, "page_size": 128},
-        {"num_kv_heads": 2, "page_size": 32, "wants_lse": True},
-        {"num_q_heads": 40, "page_size": 64},
-        {"window_right": UNLIMITED_WINDOW},
-    ],
-    ids=str,
-)
-def test_it_serves_extends_of_what_models_use(more: dict[str, Any], arch: str) -> None:
-    problem = replace(LAYER, **more)
-    selection = select(problem, on(arch), "triton")
-    assert names(selection) == CDNA
-    extends = [by_tokens(selection, kind).other for kind in KINDS]
-    assert all(isinstance(extend, CdnaExtend) and extend.problem == problem for extend in extends)
-    assert all(isinstance(extend, CdnaExtend) and extend.arch == arch for extend in extends)
-    mixed = selection.kernel(StepKind.MIXED).bound
-    assert isinstance(mixed, TritonMixed)
-    assert isinstance(mixed.decode, CdnaDecode)
-    for kind in KINDS:
-        assert works_by_launches(selection.kernel(kind).bound, "attend", PaddedShape(kind, 4, 1 << 16))
 
 
 OWN_CODES = {"gfx942": KVEncoding.E4M3FNUZ, "gfx950": KVEncoding.E4M3FN}
@@ -124,16 +97,6 @@ def test_layers_that_gain_little_and_other_codes_keep_the_plain_kernel(more: dic
     selection = select(replace(LAYER, **more), on("gfx950"), "triton")
     assert not set(names(selection)) & {*CDNA, WITH_DECODE}
     assert any(reason.startswith(why) for reason in reasons(selection, CDNA[0])), reasons(selection, CDNA[0])
-
-
-def test_limits_of_mixed_steps_are_within_those_of_both_kernels() -> None:
-    for limits in (EXTEND_LIMITS, LIMITS):
-        assert set(MIXED_LIMITS.archs) <= set(limits.archs)
-        assert set(MIXED_LIMITS.exact_dims) <= set(limits.exact_dims)
-        assert set(MIXED_LIMITS.page_sizes) <= set(limits.page_sizes)
-        assert set(MIXED_LIMITS.dtypes) <= set(limits.dtypes)
-        assert set(MIXED_LIMITS.tritons) <= set(limits.tritons)
-        assert MIXED_LIMITS.max_gqa_ratio <= limits.max_gqa_ratio
 
 
 def test_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:

@@ -24,7 +24,7 @@ from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
-from rocm_attn.providers.contract import OWN_POOL, BoundKernel, PoolSize, PoolTerms
+from rocm_attn.providers.contract import BoundKernel
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.shared_prefix import SharedPrefixKernel
 from rocm_attn.providers.triton import TritonExtend
@@ -32,11 +32,10 @@ from rocm_attn.providers.triton_hopper import MIN_HEAD_DIM, TRITONS, HopperExten
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.prepared import works_by_launches
-from tests.amd.host.choices import LAYER, adopting, reasons, with_triton
+from tests.amd.host.choices import LAYER, adopting, with_triton
 from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
 from tests.amd.schedule_twins import extend_schedule
 
-KINDS = (StepKind.EXTEND, StepKind.MIXED, StepKind.SHARED)
 HOPPER = {
     StepKind.EXTEND: "triton.hopper_extend",
     StepKind.MIXED: "triton.hopper_extend+decode",
@@ -45,11 +44,6 @@ HOPPER = {
 PLAIN_PAGES: dict[str, Any] = {}
 CODED_PAGES: dict[str, Any] = {"kv": Encoding.E4M3FN, "scales": Scales.HEAD}
 CODED: dict[str, Any] = {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}
-PLAIN = {
-    StepKind.EXTEND: "triton.extend",
-    StepKind.MIXED: "triton.extend+decode",
-    StepKind.SHARED: "triton.shared_prefix",
-}
 
 
 def on(triton: Release) -> Target:
@@ -70,86 +64,6 @@ def hopper_of(kernel: BoundKernel) -> HopperExtend:
 def kernels_by_tokens(kernel: Any) -> list[Any]:
     """Returns the kernels of all steps, for any number of new tokens per sequence."""
     return [*(sized.kernel for sized in kernel.short), kernel.other] if isinstance(kernel, KernelByTokens) else [kernel]
-
-
-def names(selection: Selection) -> dict[StepKind, str]:
-    return {kind: selection.kernel(kind).entry.name for kind in KINDS}
-
-
-@pytest.mark.parametrize("triton", TRITONS, ids=str)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"dtype": torch.float16},
-        {"head_dim": 64, "v_head_dim": 64, "page_size": 8},
-        {"page_size": 128, "has_sinks": True},
-        {"num_q_heads": 128, "num_kv_heads": 1, "wants_lse": True},
-        {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD},
-        {"kv_encoding": KVEncoding.E5M2, "kv_scales": Scales.TOKEN, "dtype": torch.float16},
-        {"logits_soft_cap": 30.0},
-        {"head_dim": 256, "v_head_dim": 256, "logits_soft_cap": 50.0},
-        {"head_dim": 96, "v_head_dim": 96, "page_size": 48},
-        {"head_dim": 192, "v_head_dim": 128},
-        {"head_dim": 80, "v_head_dim": 256},
-        {"head_dim": 192, "v_head_dim": 64, **CODED},
-        {"num_q_heads": 128, "num_kv_heads": 128, "head_dim": 192, "v_head_dim": 128, "page_size": 1},
-        {"head_dim": 40, "v_head_dim": 40, "page_size": 2},
-        {"head_dim": 224, "v_head_dim": 224, "page_size": 1, "logits_soft_cap": 50.0},
-    ],
-    ids=str,
-)
-def test_it_serves_what_models_use_where_its_triton_is_known(triton: Release, more: dict[str, Any]) -> None:
-    assert names(chosen(replace(LAYER, **more), on(triton))) == HOPPER
-
-
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        (
-            {"head_dim": 72, "v_head_dim": 72, **CODED},
-            "head_dim/v_head_dim 72/72 of eight-bit pages are not multiples of 16",
-        ),
-        (
-            {"page_size": 4, **CODED},
-            "it reads eight-bit pages of 8 or 16 or 32 or 64 or 128 tokens, not 4",
-        ),
-    ],
-    ids=str,
-)
-def test_what_it_does_not_serve_the_plain_kernel_does_and_the_reason_is_said(more: dict[str, Any], reason: str) -> None:
-    selection = chosen(replace(LAYER, **more), on(TRITONS[0]))
-    assert selection.kernel(StepKind.EXTEND).entry.name == PLAIN[StepKind.EXTEND]
-    assert reasons(selection, HOPPER[StepKind.EXTEND]) == {reason}
-
-
-ONE_KV_HEAD = replace(LAYER, num_q_heads=128, num_kv_heads=1)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"head_dim": 256, "v_head_dim": 256, "page_size": 1, "has_sinks": True},
-        {"num_q_heads": 80, "head_dim": 112, "v_head_dim": 112},
-    ],
-    ids=str,
-)
-def test_decode_of_many_heads_on_a_kv_head_is_by_it(more: dict[str, Any]) -> None:
-    selection = chosen(replace(ONE_KV_HEAD, **more), on(TRITONS[0]))
-    assert selection.kernel(StepKind.DECODE).entry.name == "triton.hopper_decode"
-
-
-def test_pages_with_strides_and_masks_are_left_to_other_kernels() -> None:
-    target = on(TRITONS[0])
-    pool = PoolSize(64, 1024, 4, PoolTerms(page_strides=True))
-    assert names(chosen(LAYER, target, pool=pool)) == PLAIN
-    assert (
-        names(chosen(LAYER, target, pool=replace(pool, terms=PoolTerms(page_strides=True, even_slots=True)))) == HOPPER
-    )
-    assert names(chosen(LAYER, target, pool=replace(pool, terms=OWN_POOL))) == HOPPER
-    masked = chosen(replace(LAYER, custom_mask=True), target)
-    assert masked.kernel(StepKind.MASKED).entry.name == "triton.masked"
 
 
 def engines_pages(k_first: int, v_first: int) -> tuple[torch.Tensor, torch.Tensor]:

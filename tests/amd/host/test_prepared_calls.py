@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.launch import (
@@ -29,18 +28,11 @@ from rocm_attn.kernels.launch import (
     only_launches,
     run_as_launch,
 )
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.machine.target import KNOWN_TARGETS
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import HybridKVPool
 from rocm_attn.problem import Problem
-from rocm_attn.providers.contract import NO_SCHEDULE, StepBounds
-from rocm_attn.providers.mixed import TritonMixed
-from rocm_attn.providers.schedules import Schedules
-from rocm_attn.providers.select import select
-from rocm_attn.providers.torch_ref import TorchDecode
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
-from rocm_attn.step.prepared import AddressedCall, LayerForms, PreparedCalls, works_by_launches
+from rocm_attn.step.prepared import AddressedCall, LayerForms, PreparedCalls
 
 STREAM = 77
 ANY_SHAPE = PaddedShape(StepKind.MIXED, 4, 40)
@@ -445,48 +437,6 @@ def test_a_fixed_launch_hands_over_what_it_is_given_each_time(monkeypatch: pytes
             assert kernel.ran[-1] == expected
     assert (kernel.by_triton, len(kernel.ran)) == (1, 2 * 73)
     assert 0 < len(publish._handed) <= 64
-
-
-def test_schedules_are_prepared_whose_parts_all_are() -> None:
-    problem = Problem(8, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
-    selected = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
-    by_name = {kernel.entry.name: kernel.bound.schedule for kernel in selected.values()}
-    mixed = by_name["triton.extend+decode"]
-    assert isinstance(mixed, Schedules)
-    assert works_by_launches(by_name["triton.decode"], "build", ANY_SHAPE)
-    assert works_by_launches(mixed, "build", ANY_SHAPE)
-    assert works_by_launches(NO_SCHEDULE, "build", ANY_SHAPE)
-    assert not works_by_launches(Schedules((_BuiltByOtherWork(), mixed.parts[1])), "build", ANY_SHAPE)
-
-
-class _BuiltByOtherWork:
-    """A schedule that torch fills."""
-
-    def words(self, shape: PaddedShape) -> int:
-        return 1
-
-    def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        words.zero_()
-
-
-class _WithOtherWork:
-    """A kernel with other work around it."""
-
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        args.out.zero_()
-
-
-def test_kernels_are_prepared_whose_parts_all_are() -> None:
-    problem = Problem(8, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
-    kernels = select(problem, KNOWN_TARGETS["gfx942"], "triton").kernels
-    by_name = {kernel.entry.name: kernel.bound for kernel in kernels.values()}
-    assert works_by_launches(by_name["triton.decode"], "attend", ANY_SHAPE)
-    assert works_by_launches(by_name["triton.extend"], "attend", ANY_SHAPE)
-    mixed = by_name["triton.extend+decode"]
-    assert isinstance(mixed, TritonMixed)
-    assert works_by_launches(mixed, "attend", ANY_SHAPE)
-    assert not works_by_launches(TritonMixed(_WithOtherWork(), mixed.extend), "attend", ANY_SHAPE)  # type: ignore[arg-type]
-    assert not works_by_launches(TorchDecode(problem), "attend", ANY_SHAPE)
 
 
 def test_a_layer_that_stores_and_attends_again_in_one_call_launches_what_it_is_given_now() -> None:

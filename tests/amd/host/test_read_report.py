@@ -109,9 +109,9 @@ def test_no_other_candidate_gives_a_row(left: int, read: Read) -> None:
 def test_a_gain_of_few_rounds_is_no_gain(read: Read) -> None:
     """The median is faster by 5 %, and a quarter of the rounds is not."""
     content = Report(candidates=(Candidate((("num_stages", 3),), 0.95),)).content
-    trial = content["tests"]["tiles"]["measured"]["tile trials"][0]["candidates"][1]
+    candidate = trial(content)["candidates"][1]
     assert len(rows(read(content)).rows) == 1
-    trial["us"][:4] = [[1.2 * us for us in of_round] for of_round in trial["in_use_us"][:4]]
+    candidate["us"][:4] = [[1.2 * us for us in of_round] for of_round in candidate["in_use_us"][:4]]
     assert rows(read(content)).rows == ()
 
 
@@ -144,8 +144,7 @@ def test_a_report_of_another_triton_leaves_no_row(read: Read) -> None:
 
 def test_a_row_that_serves_no_more_is_not_compared_with(read: Read) -> None:
     content = Report().content
-    trial = content["tests"]["tiles"]["measured"]["tile trials"][0]
-    trial["in_use"]["tiles"]["num_stages"] = 4
+    trial(content)["in_use"]["tiles"]["num_stages"] = 4
     found = rows(read(content))
     assert found.rows == ()
     assert "num_stages=4" in found.left_out[0]
@@ -176,6 +175,12 @@ def test_kernels_that_were_compiled_for_another_gpu_are_refused(read: Read) -> N
         read(content)
 
 
+def trial(content: Content) -> Content:
+    """Returns the first search for tiles in a report."""
+    found: Content = content["tests"]["tiles"]["measured"]["tile trials"][0]
+    return found
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -192,40 +197,29 @@ def test_a_damaged_report_is_refused(damage: Callable[[Content], object], read: 
         read(content)
 
 
-@pytest.mark.parametrize("shape", [[1, 2], [0, 1, 1], [1, 2, 3], [1, 8, 0]])
-def test_a_damaged_shape_is_refused(shape: object, read: Read) -> None:
-    content = Report().content
-    content["tests"]["tiles"]["measured"]["tile trials"][0]["shapes"] = [shape, shape]
-    with pytest.raises(BadSetting):
-        rows(read(content))
+SHAPES: list[Content] = [{"shapes": [shape, shape]} for shape in ([1, 2], [0, 1, 1], [1, 2, 3], [1, 8, 0])]
+OF_LAYERS: list[Content] = [{"layer": {**layer_fields(LAYER), "dtype": dtype}} for dtype in ("nn", "none of torch's")]
+CANDIDATE_LISTS: list[Content] = [{"candidates": listed} for listed in (None, [7], [{"table": "decode"}])]
 
 
-@pytest.mark.parametrize(
-    "layer", [{}, *({**layer_fields(LAYER), "dtype": dtype} for dtype in ("nn", "none of torch's"))]
-)
-def test_a_damaged_layer_is_refused(layer: object, read: Read) -> None:
+@pytest.mark.parametrize("damage", [{"layer": {}}, *SHAPES, *OF_LAYERS, *CANDIDATE_LISTS], ids=str)
+def test_damaged_trials_of_tiles_are_refused(damage: Content, read: Read) -> None:
     content = Report().content
-    content["tests"]["tiles"]["measured"]["tile trials"][0]["layer"] = layer
+    trial(content).update(damage)
+    report = read(content)
     with pytest.raises(BadSetting):
-        rows(read(content))
+        rows(report)
+    if "candidates" in damage:
+        with pytest.raises(BadSetting, match="damaged"):
+            differences(report)
 
 
 @pytest.mark.parametrize("damage", [lambda us: us.pop(), lambda us: us[0].pop(), lambda us: us[0].__setitem__(0, -1.0)])
 def test_damaged_times_of_tiles_are_refused(damage: Callable[[list[list[float]]], object], read: Read) -> None:
     content = Report().content
-    damage(content["tests"]["tiles"]["measured"]["tile trials"][0]["candidates"][1]["us"])
+    damage(trial(content)["candidates"][1]["us"])
     with pytest.raises(BadSetting, match="the times of tiles in the report are damaged"):
         rows(read(content))
-
-
-@pytest.mark.parametrize("candidates", [None, [7], [{"table": "decode"}]])
-def test_damaged_trials_of_tiles_are_refused(candidates: object, read: Read) -> None:
-    content = Report().content
-    content["tests"]["tiles"]["measured"]["tile trials"][0]["candidates"] = candidates
-    report = read(content)
-    for reads in (rows, differences):
-        with pytest.raises(BadSetting, match="damaged"):
-            reads(report)
 
 
 def test_a_gpu_that_is_as_the_compiler_says_has_no_differences(read: Read) -> None:

@@ -107,25 +107,6 @@ def test_a_compiled_forward_gives_the_bits_of_the_eager_one(
     assert (runner.counters.replays > 0) == graphs
 
 
-def test_the_operations_by_themselves_give_the_bits_of_the_layers(provider: str, device: torch.device) -> None:
-    model, work = Tiny.build(device, provider, layers=2), work_of(device)
-    layers = serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime)
-    assert same(layers, serve(StepRunner(model.runtime, compilable(model, work), None), model.runtime))
-
-
-@pytest.mark.nightly
-def test_both_halves_of_a_split_step_find_their_own_tokens(provider: str, device: torch.device) -> None:
-    model, work = Tiny.build(device, provider, layers=2, split_steps=True), work_of(device)
-    outs = []
-    for forward in (eager_forward(model, work), compile_forward(compilable(model, work), backend="aot_eager")):
-        requests = Requests(model.runtime)
-        requests.admit(3)
-        runner = StepRunner(model.runtime, forward, None)
-        outs.append([runner.run(requests.batch([5, 2, 7])), runner.run(requests.batch([1, 1, 1]), halves=2).clone()])
-        requests.free()
-    assert same(*outs)
-
-
 def operations_of(forward: Callable[..., Any], *args: Any) -> list[str]:
     """Returns this project's operations that compiled code calls, in order, after removal of ineffective ones."""
     found: list[str] = []

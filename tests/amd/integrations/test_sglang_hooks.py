@@ -91,53 +91,6 @@ def test_a_captured_step_serves_any_batch_up_to_its_bucket(
     engine.hooks.attention.check_device()
 
 
-def tree_of(requests: Sequence[Request], new: int) -> Any:
-    """Returns the keys that drafts of a tree see: all earlier ones, the first draft, and themselves only."""
-
-    def cells(number: int) -> Array:
-        before = requests[number].kv_len - new
-        seen = np.zeros((new, before + new))
-        seen[:, : before + 1] = 1
-        seen[np.arange(new), before + np.arange(new)] = 1
-        return seen
-
-    return cells
-
-
-def test_a_tree_of_drafts_is_verified_by_its_mask_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
-    engine = Engine(provider, device, with_trees=True)
-    requests = [engine.admit() for _ in range(3)]
-    engine.run(Mode.EXTEND, requests, [9, 2, 5])
-    batch = engine.batch(Mode.TARGET_VERIFY, requests, [3, 3, 3])
-    step = engine.step_of(batch, [3, 3, 3])
-    for request in requests:
-        request.kv_len += 3
-    shown = tree_of(requests, 3)
-    batch.spec_info.topk = 2
-    batch.spec_info.custom_mask = torch.cat([torch.from_numpy(shown(n) != 0).flatten() for n in range(3)]).to(device)
-    for request in requests:
-        request.kv_len -= 3
-    engine.hooks.init_forward_metadata(batch)
-    engine.finish(requests, step, shown)
-    engine.hooks.init_cuda_graph_state(3, 9)
-    graph = Graph(engine, 3, width=3, mode=Mode.TARGET_VERIFY, topk=2)
-    for batch_of in (requests[:2], requests):
-        replay_tree(graph, batch_of)
-
-
-def replay_tree(graph: Graph, requests: Sequence[Request]) -> None:
-    """Replays the graph with a tree whose lengths are those after the step."""
-
-    def cells(number: int) -> Array:
-        count = graph.width
-        longer = [Request(r.row, r.pages, r.kv_len + count) for r in before]
-        seen: Array = tree_of(longer, count)(number)
-        return seen
-
-    before = [Request(r.row, r.pages, r.kv_len) for r in requests]
-    graph.replay(requests, mask=cells)
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("spec", [{"topk": 2}, {"tree_topk": -1}, {}], ids=["two branches", "irregular", "unknown"])
 @pytest.mark.parametrize("captured", [False, True])
@@ -300,13 +253,6 @@ def test_the_two_halves_of_an_overlapped_batch_have_backends_of_their_own(provid
         engine.finish([request], step, hooks=hooks)
 
 
-def test_tokens_past_those_of_a_step_are_zero(provider: str, device: torch.device) -> None:
-    """A rank in step with others calls layers with more tokens than it has."""
-    engine = Engine(provider, device)
-    one, two = engine.admit(), engine.admit()
-    engine.finish([one, two], engine.begun(Mode.EXTEND, [one, two], [3, 2], padded=8))
-
-
 def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.device) -> None:
     engine, one = prompted(provider, device)
     batch = engine.batch(Mode.DECODE, [one], [1])
@@ -427,15 +373,26 @@ def test_of_latent_attention_the_layer_over_keys_and_values_has_no_pages(provide
     engine.run(Mode.EXTEND, [engine.admit()], [3])
 
 
-def test_a_pools_pages_are_those_that_explain_chooses_kernels_for(provider: str, device: torch.device) -> None:
-    options = Engine(provider, device).hooks.attention.options
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kernels_are_those_that_explain_chooses_and_deterministic_ones_if_they_are_asked_for(
+    deterministic: bool, provider: str, device: torch.device
+) -> None:
+    options = Engine(provider, device, deterministic=deterministic).hooks.attention.options
+    assert options.deterministic is deterministic
     assert (options.page_strides, options.zero_tails) == (SGLANG.packs_rows, ExternalOptions().zero_tails)
 
 
-def test_a_layer_that_the_model_did_not_have_is_refused(provider: str, device: torch.device) -> None:
-    engine, one = prompted(provider, device)
-    engine.layers = [RadixAttention(0, sliding_window_size=7)]
-    with pytest.raises(WrongState, match=r"layer 0 differs from every layer that the model had .*, window 7"):
+@pytest.mark.parametrize(
+    ("of_model", "changed", "said"),
+    [({}, {"sliding_window_size": 7}, ", window 7"), ({"chunked": (0,)}, {"use_irope": False}, "")],
+    ids=["a window", "no chunks"],
+)
+def test_a_layer_that_the_model_did_not_have_is_refused(
+    of_model: dict[str, Any], changed: dict[str, Any], said: str, provider: str, device: torch.device
+) -> None:
+    engine, one = prompted(provider, device, **of_model)
+    engine.layers = [RadixAttention(0, **changed)]
+    with pytest.raises(WrongState, match=rf"layer 0 differs from every layer that the model had .*{said}"):
         engine.run(Mode.DECODE, [one], [1])
 
 
@@ -502,29 +459,6 @@ def test_what_the_engine_stored_itself_is_not_stored_again(provider: str, device
     engine.compare([one], step)
 
 
-def test_in_the_deterministic_mode_a_request_has_the_same_bits_in_any_batch(
-    provider: str, device: torch.device
-) -> None:
-    outs = []
-    for others in (0, 3):
-        engine = Engine(provider, device, deterministic=True)
-        requests = [engine.admit() for _ in range(1 + others)]
-        engine.random = np.random.default_rng(1)
-        engine.run(Mode.EXTEND, requests[:1], [9])
-        alone = engine.random.bit_generator.state
-        if others:
-            engine.run(Mode.EXTEND, requests[1:], [5] * others)
-        engine.random.bit_generator.state = alone
-        batch = engine.batch(Mode.DECODE, requests, [1] * len(requests))
-        step = engine.step_of(batch, [1] * len(requests))
-        for values in (step.q, step.k, step.v):
-            values[0][:1] = torch.arange(values[0][0].numel(), device=device).view_as(values[0][:1]).float().sin()
-        engine.hooks.init_forward_metadata(batch)
-        engine.forward(step)
-        outs.append(step.outs[0][0])
-    assert torch.equal(*outs)
-
-
 def test_what_an_idle_rank_makes_up_to_keep_up_is_not_computed(provider: str, device: torch.device) -> None:
     engine = Engine(provider, device)
     one = engine.admit()
@@ -541,23 +475,6 @@ def test_trees_of_drafts_in_layers_with_chunks_are_refused(provider: str, device
     """In a tree positions are depths, and chunks count places."""
     with pytest.raises(Unsupported, match=r"layer 0: a tree of drafts in a layer with chunks.* is not served"):
         Engine(provider, device, chunked=(0,), with_trees=True)
-
-
-def test_chunks_are_seen_by_the_layers_that_turn_and_by_no_others(provider: str, device: torch.device) -> None:
-    """Without its chunks a layer's rows differ from the oracle's; a layer that lost them matches no kernel."""
-    engine = Engine(provider, device, windows=(-1, -1), chunked=(0,))
-    one = engine.admit()
-    engine.run(Mode.EXTEND, [one], [13])
-    engine.chunked = frozenset()
-    with pytest.raises(AssertionError, match="layer 0"):
-        engine.run(Mode.DECODE, [one], [1])
-    engine.layers[0].use_irope = False
-    engine.hooks.init_forward_metadata(engine.batch(Mode.DECODE, [one], [1]))
-    other: Any = RadixAttention(0, use_irope=False)
-    q, k, v = (engine.random_rows(1, heads, DIM) for heads in (4, 2, 2))
-    batch: Any = SimpleNamespace(forward_mode=Mode.DECODE)
-    with pytest.raises(WrongState, match="layer 0 differs from every layer that the model had"):
-        engine.hooks.forward_decode(q, k, v, other, batch)
 
 
 @pytest.mark.fast

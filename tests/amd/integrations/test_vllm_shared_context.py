@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
 from rocm_attn.integrations.vllm.shared_context import ContextRanks, ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from tests.amd.integrations.oracle import Array, Scores, attention
+from tests.amd.runner.thread_ranks import ThreadRank, on_threads
 
 HEADS, DIM, BLOCK, SCALE = 4, 16, 16, 0.3
 SEQS, MAX_LEN, NUM_BLOCKS, MAX_TOKENS = 4, 128, 40, 64
@@ -25,72 +25,20 @@ TOLERANCE = 3e-5
 
 
 @dataclass
-class Meeting:
-    """Ranks as threads: each brings a tensor, and all get all of them.
+class ContextRank:
+    """A rank of a model as vLLM's GroupCoordinator; without a thread it meets no other one."""
 
-    Between two meetings one thread runs at a time, because Triton's interpreter supports only one.
-    """
-
-    ranks: int
-    turn: threading.Lock = field(init=False, default_factory=threading.Lock)
-    barrier: threading.Barrier = field(init=False)
-    brought: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.ranks)
-        self.brought = [torch.empty(0)] * self.ranks
-
-    def all_of(self, rank: int, tensor: Tensor) -> list[Tensor]:
-        self.brought[rank] = tensor
-        self._wait_for_all()
-        found = list(self.brought)
-        self._wait_for_all()
-        return found
-
-    def _wait_for_all(self) -> None:
-        self.turn.release()
-        try:
-            self.barrier.wait()
-        finally:
-            self.turn.acquire()
-
-    def together(self, run: Callable[[int], None]) -> None:
-        """Runs all ranks. The first error is raised, and ends the others."""
-        raised: list[BaseException] = []
-
-        def caught(rank: int) -> None:
-            with self.turn:
-                try:
-                    run(rank)
-                except BaseException as error:  # raised below
-                    raised.append(error)
-                    self.barrier.abort()
-
-        threads = [threading.Thread(target=caught, args=(rank,), daemon=True) for rank in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if raised:
-            raise raised[0]
-
-
-@dataclass
-class ThreadRanks:
-    """A rank's view of a meeting, like vLLM's GroupCoordinator."""
-
-    meeting: Meeting
     rank_in_group: int
-
-    @property
-    def world_size(self) -> int:
-        return self.meeting.ranks
+    world_size: int = 2
+    meets: ThreadRank | None = None
 
     def all_gather(self, input_: Tensor, dim: int) -> Tensor:
-        return torch.cat(self.meeting.all_of(self.rank_in_group, input_), dim)
+        assert self.meets is not None
+        return torch.cat(self.meets.all_of(input_), dim)
 
     def reduce_scatter(self, input_: Tensor, dim: int) -> Tensor:
-        total = torch.stack(self.meeting.all_of(self.rank_in_group, input_)).sum(0)
+        assert self.meets is not None
+        total = torch.stack(self.meets.all_of(input_)).sum(0)
         return total.chunk(self.world_size, dim)[self.rank_in_group].contiguous()
 
 
@@ -152,50 +100,52 @@ class Rank:
             self.group.attend("layer", step, self.layer.kv_cache, q, out)
 
 
+# Prompts, of which the first one's single token is on one rank only; decodes; a chunk next to decodes.
+STEPS = ([1, 9, 40], [1, 1, 1], [1, 1, 1], [1, 20, 1], [3, 1, 2])
+
+
 @pytest.mark.parametrize(("stretch", "has_sinks"), [(1, False), (4, True)])
 def test_new_tokens_see_the_contexts_of_all_ranks_and_themselves(
     stretch: int, has_sinks: bool, device: torch.device, provider: str
 ) -> None:
     draw = np.random.default_rng(0)
     sinks = torch.from_numpy(draw.standard_normal(HEADS)).float() if has_sinks else None
-    meeting = Meeting(2)
-    ranks = [Rank(ThreadRanks(meeting, rank), stretch, device, provider, sinks) for rank in range(2)]
+    given = [
+        [draw.standard_normal((sum(new), heads, DIM)).astype(np.float32) for heads in (HEADS, 1, 1)] for new in STEPS
+    ]
+
+    def served(meets: ThreadRank) -> list[Tensor]:
+        """Returns a rank's heads of each step's output."""
+        number = meets.shard.rank
+        rank = Rank(ContextRank(number, meets=meets), stretch, device, provider, sinks)
+        before, outs = np.zeros(len(STEPS[0]), np.int64), []
+        for new, rows in zip(STEPS, given, strict=True):
+            q, k, v = (torch.from_numpy(each).to(device) for each in rows)
+            mine = q[:, number * HEADS // 2 :][:, : HEADS // 2]
+            outs.append(torch.full_like(mine, 7.0))
+            rank.step(before.tolist(), new, mine, k, v, outs[-1])
+            before += new
+        rank.group.attention.check_device()
+        return outs
+
+    found = [torch.cat(outs, 1).double().cpu().numpy() for outs in zip(*on_threads(2, served), strict=True)]
     stored: list[list[tuple[Array, Array]]] = [[], [], []]
-    before = [0, 0, 0]
-    # Prompts, of which the first one's single token is on one rank only; decodes; a chunk next to decodes.
-    for new in ([1, 9, 40], [1, 1, 1], [1, 1, 1], [1, 20, 1], [3, 1, 2]):
-        q, k, v = (draw.standard_normal((sum(new), heads, DIM)).astype(np.float32) for heads in (HEADS, 1, 1))
-        found = forward(meeting, ranks, before, new, [torch.from_numpy(each).to(device) for each in (q, k, v)])
+    scores = Scores(SCALE, sinks=None if sinks is None else sinks.double().numpy())
+    for new, (q, k, v), out in zip(STEPS, given, found, strict=True):
         first = 0
         for seq, count in enumerate(new):
             rows = slice(first, first + count)
             stored[seq].append((k[rows].astype(np.float64), v[rows].astype(np.float64)))
             keys, values = (np.concatenate(side) for side in zip(*stored[seq], strict=True))
-            scores = Scores(SCALE, sinks=None if sinks is None else sinks.double().numpy())
             want, _ = attention(q[rows].astype(np.float64), keys, values, scores)
-            assert np.allclose(found[rows], want, atol=TOLERANCE, rtol=TOLERANCE), (new, seq)
-            before[seq] += count
+            assert np.allclose(out[rows], want, atol=TOLERANCE, rtol=TOLERANCE), (new, seq)
             first += count
-    for rank in ranks:
-        rank.group.attention.check_device()
-
-
-def forward(
-    meeting: Meeting, ranks: Sequence[Rank], before: Sequence[int], new: Sequence[int], given: Sequence[Tensor]
-) -> Array:
-    """Runs a step of all ranks at once and returns the output of all heads. given: q of all heads, k and v"""
-    q, k, v = given
-    heads = HEADS // len(ranks)
-    outs = [torch.full((len(q), heads, DIM), 7.0, device=q.device) for _ in ranks]
-    meeting.together(lambda rank: ranks[rank].step(before, new, q[:, rank * heads :][:, :heads], k, v, outs[rank]))
-    found: Array = torch.cat(outs, 1).double().cpu().numpy()
-    return found
 
 
 def test_what_a_rank_keeps_of_a_sequence_is_every_nth_stretch_of_it() -> None:
     lengths = torch.arange(0, 50)
     for stretch in (1, 4):
-        of_ranks = [ContextSharing(ThreadRanks(Meeting(3), rank), stretch).kept(lengths) for rank in range(3)]
+        of_ranks = [ContextSharing(ContextRank(rank, 3), stretch).kept(lengths) for rank in range(3)]
         for length in range(50):
             want = [sum(place // stretch % 3 == rank for place in range(length)) for rank in range(3)]
             assert [int(each[length]) for each in of_ranks] == want
@@ -213,7 +163,7 @@ def test_layers_that_ranks_cannot_share_are_refused(change: dict[str, object], s
     terms = replace(LayerTerms(2, DIM, SCALE, 1), **change)  # type: ignore[arg-type]
     problem = terms.problem(CacheTerms(BLOCK, DIM, torch.float32, torch.float8_e4m3fn))
     layer = GroupLayer(Cache(1, torch.device("cpu")), problem)
-    sizes, sharing = GroupSizes(SEQS, MAX_TOKENS, MAX_LEN), ContextSharing(ThreadRanks(Meeting(2), 0))
+    sizes, sharing = GroupSizes(SEQS, MAX_TOKENS, MAX_LEN), ContextSharing(ContextRank(0))
     with pytest.raises(Unsupported, match=sentence):
         SharedContextGroup({"layer": layer}, sizes, torch.device("cpu"), GroupOptions(), sharing)
     assert KVGroup({"layer": layer}, sizes, torch.device("cpu"), GroupOptions())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -205,6 +205,7 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
 @publishes
 @settings(max_examples=30)
 @given(step=steps())
+@example(step=Step([(2, 9, 3), (4, 7, 2)], Q_LENGTHS, True, True, False, [], 4, 9, stride=3))
 def test_an_engines_lengths_are_published_within_their_bounds(
     publish: Launch, kernel_device: torch.device, step: Step
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from rocm_attn.kernels.attention.limits import DTYPES, MAX_GQA_RATIO, MAX_HEAD_DIM
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES, decode_tiles
-from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES, extend_choices, extend_tiles
+from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES, extend_choices
 from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles, hopper_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tile_choices import TableFile
@@ -21,7 +21,6 @@ from rocm_attn.kernels.tuning.tiles import (
     CodeKind,
     DecodeTileChoice,
     DecodeTiles,
-    ExtendTileChoice,
     ExtendTiles,
     NoTiles,
 )
@@ -48,22 +47,17 @@ def test_whatever_the_kernels_serve_has_a_row(arch: str, dtype: torch.dtype) -> 
     # In float32, in which no model is served, rows of 512 spill on AMD.
     has_wide = dtype != torch.float32 or arch in ("sm_90", "interpreter", "cpu")
     largest = MAX_HEAD_DIM if has_wide else 256
-    dims = (1, 64, 80, 96, 128, 192, 256, largest)
+    dims = (1, 16, 64, 80, 96, 128, 192, 256, largest)
     for gqa_ratio, head_dim, v_head_dim in itertools.product((1, 3, 8, 16, 71, MAX_GQA_RATIO), dims, dims):
         for num_kv_heads in (1, 2, 3):
             tiles = decode_for(arch, (gqa_ratio * num_kv_heads, num_kv_heads), (head_dim, v_head_dim), dtype)
             assert num_kv_heads % tiles.heads_per_row == 0
             assert tiles.q_rows(gqa_ratio) * tiles.rows_per_seq(num_kv_heads) >= gqa_ratio * num_kv_heads
             assert tiles.q_rows(gqa_ratio) <= 64
-            extend = extend_tiles(
-                arch,
-                gqa_ratio=gqa_ratio,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                v_head_dim=v_head_dim,
-                dtype=dtype,
-            )
-            assert extend.tokens_per_block(gqa_ratio) >= 1
+            shape: dict[str, Any] = {"gqa_ratio": gqa_ratio, "num_kv_heads": num_kv_heads, "dtype": dtype}
+            *short, extend = extend_choices(arch, head_dim=head_dim, v_head_dim=v_head_dim, **shape)
+            assert extend.tiles.tokens_per_block(gqa_ratio) >= 1
+            assert all(num_kv_heads % row.tiles.heads_per_row == 0 for row in short)
 
 
 @pytest.mark.parametrize(
@@ -97,35 +91,9 @@ def test_heads_of_64_are_paired_where_two_fit_a_tile(arch: str) -> None:
     assert decode_for(arch, (8, 2), (64, 32)).heads_per_row == 1, "columns of different widths"
 
 
-def test_small_kv_heads_are_decoded_as_one_where_they_were_faster_so() -> None:
-    """It depends on the number of query heads that a row then has."""
-    cases = (32, 8), (16, 8), (32, 4), (120, 12), (32, 2)
-    joined = {heads: decode_for("sm_90", heads, (16, 16)).heads_per_row for heads in cases}
-    assert joined == {(32, 8): 4, (16, 8): 4, (32, 4): 2, (120, 12): 4, (32, 2): 2}
-    assert all(decode_for("sm_90", heads, (16, 16)).programs_per_cu == 16 for heads in ((18, 3), (30, 5)))
-    assert [decode_for("sm_90", heads, (24, 24)).heads_per_row for heads in ((32, 8), (12, 3), (20, 10))] == [4, 3, 5]
-
-
 def test_large_groups_of_query_heads_are_cut_evenly() -> None:
     tiles = decode_for("gfx942", (71, 1), (64, 64))
     assert (tiles.head_blocks, tiles.q_rows(71), tiles.rows_per_seq(1)) == (3, 24, 3)
-
-
-def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> None:
-    """The number of joined heads divides them. Rows with more query heads per KV head fill a block by themselves."""
-
-    def joined(num_kv_heads: int, gqa_ratio: int, dim: int) -> list[tuple[int, int]]:
-        heads: dict[str, Any] = {"gqa_ratio": gqa_ratio, "num_kv_heads": num_kv_heads}
-        rows = extend_choices("sm_90", **heads, head_dim=dim, v_head_dim=dim, dtype=BF16)
-        return [(row.max_rows, row.tiles.heads_per_row) for row in rows if row.max_rows <= 64]
-
-    assert joined(8, 1, 16) == [(4, 4), (16, 1), (32, 2), (64, 1)]
-    assert joined(6, 2, 16) == [(16, 1), (32, 2), (64, 1)]
-    assert joined(12, 4, 24) == [(16, 1), (32, 2), (64, 1)]
-    assert joined(3, 4, 24) == [(16, 1), (64, 1)], "an odd number of KV heads"
-    assert joined(12, 40, 24) == [(64, 1)], "more query heads than half a block has rows"
-    assert joined(8, 4, 32) == [(16, 1), (64, 1)], "of more elements"
-    assert all(row.tiles.heads_per_row == 1 or _is_one_block(row) for row in EXTEND_CHOICES)
 
 
 def test_layers_of_windows_have_tiles_of_their_own_up_to_the_windows_that_they_were_measured_with() -> None:
@@ -137,10 +105,6 @@ def test_layers_of_windows_have_tiles_of_their_own_up_to_the_windows_that_they_w
         assert of_many_tokens(dim).query_rows == 128
         assert [of_many_tokens(dim, window=window).query_rows for window in (1, 128, 2047, 2048)] == [64, 64, 64, 128]
     assert of_many_tokens(128, window=128) == of_many_tokens(128)
-
-
-def _is_one_block(row: ExtendTileChoice) -> bool:
-    return row.max_rows * row.tiles.heads_per_row <= row.tiles.query_rows and row.codes == (CodeKind.NONE,)
 
 
 def test_query_blocks_are_filled_by_fewer_heads_of_a_kv_head() -> None:
@@ -179,6 +143,12 @@ def test_every_row_starts_with_whole_tiles() -> None:
     sides += [side for row in EXTEND_CHOICES for side in (row.tiles.query_rows, row.tiles.key_block)]
     assert all(side >= 16 and side & (side - 1) == 0 for side in sides)
     assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_CHOICES)
+
+
+def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> None:
+    for row in (row for row in EXTEND_CHOICES if row.tiles.heads_per_row > 1):
+        assert row.max_rows * row.tiles.heads_per_row <= row.tiles.query_rows
+        assert row.codes == (CodeKind.NONE,)
 
 
 @pytest.mark.fast

@@ -17,11 +17,22 @@ T = TypeVar("T")
 
 
 class _Meeting:
-    """A meeting point at which the threads exchange tensors."""
+    """A meeting point at which the threads exchange tensors.
+
+    Between two meetings one thread runs at a time, because Triton's interpreter supports only one.
+    """
 
     def __init__(self, num_ranks: int) -> None:
+        self.turn = threading.Lock()
         self.barrier = threading.Barrier(num_ranks)
         self.brought: list[Tensor] = [torch.empty(0)] * num_ranks
+
+    def wait(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
 
 class ThreadRank:
@@ -37,19 +48,20 @@ class ThreadRank:
         return self.sum_in_order(x)
 
     def sum_in_order(self, x: Tensor) -> Tensor:
-        return torch.stack(self._all(x)).sum(0)
+        return torch.stack(self.all_of(x)).sum(0)
 
     def gathered(self, x: Tensor) -> Tensor:
-        return torch.cat(self._all(x), -1)
+        return torch.cat(self.all_of(x), -1)
 
     def least(self, number: int) -> int:
-        return int(torch.stack(self._all(torch.tensor(number))).min())
+        return int(torch.stack(self.all_of(torch.tensor(number))).min())
 
-    def _all(self, x: Tensor) -> list[Tensor]:
+    def all_of(self, x: Tensor) -> list[Tensor]:
+        """Returns what each rank brings."""
         self._meeting.brought[self.shard.rank] = x
-        self._meeting.barrier.wait()
+        self._meeting.wait()
         everything = list(self._meeting.brought)
-        self._meeting.barrier.wait()  # before one of them brings the next
+        self._meeting.wait()  # before one of them brings the next
         return everything
 
 
@@ -58,11 +70,12 @@ def on_threads(num_ranks: int, body: Callable[[ThreadRank], T]) -> list[T]:
     meeting = _Meeting(num_ranks)
 
     def run(rank: int) -> T:
-        try:
-            return body(ThreadRank(Shard(rank, num_ranks), meeting))
-        except BaseException:
-            meeting.barrier.abort()  # the others are not left waiting
-            raise
+        with meeting.turn:
+            try:
+                return body(ThreadRank(Shard(rank, num_ranks), meeting))
+            except BaseException:
+                meeting.barrier.abort()  # the others are not left waiting
+                raise
 
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(run, range(num_ranks)))

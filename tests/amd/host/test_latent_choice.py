@@ -1,4 +1,4 @@
-"""The choice of latent decode for CDNA, and the reasons against it elsewhere."""
+"""The choice of latent decode for CDNA and for Hopper, and the part of a step that it serves."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.kernels.tuning.measured import TileTable
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers import triton_hopper
 from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.providers.triton_cdna_latent import CdnaLatentDecode
+from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
+from rocm_attn.providers.triton_latent import LatentDecode
 from rocm_attn.step.prepared import works_by_launches
 from rocm_lab.tune.jobs import jobs_of, shapes_named
 from tests.amd.host.choices import reasons, with_triton
@@ -31,6 +35,7 @@ LAYER = Problem(16, 1, 576, torch.bfloat16, v_head_dim=512, page_size=64, scale=
 KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 CDNA = ("triton.cdna_latent_decode", "triton.latent_extend", "triton.latent_extend+cdna_latent_decode")
 PLAIN = ("triton.latent_decode", "triton.latent_extend", "triton.latent_extend+decode")
+HOPPER = with_triton("sm_90", triton_hopper.TRITONS[0])
 
 
 def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
@@ -44,22 +49,9 @@ def names(problem: Problem, target: Target, terms: PoolTerms = OWN_POOL) -> tupl
 
 
 @pytest.mark.parametrize("arch", EXTEND_ARCHS)
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"num_q_heads": 1, "page_size": 1},
-        {"page_size": 48, "dtype": torch.float16},
-        {"wants_lse": True},
-        {"window_right": UNLIMITED_WINDOW},
-        {"num_q_heads": 64},
-    ],
-    ids=str,
-)
-def test_it_serves_one_token(arch: str, more: dict[str, Any]) -> None:
-    layer = replace(LAYER, **more)
-    assert names(layer, on(arch)) == CDNA
-    selection = select(layer, on(arch), "triton")
+def test_cdnas_serves_one_token(arch: str) -> None:
+    assert names(LAYER, on(arch)) == CDNA
+    selection = select(LAYER, on(arch), "triton")
     decode, mixed = (selection.kernel(kind).bound for kind in (StepKind.DECODE, StepKind.MIXED))
     assert isinstance(decode, CdnaLatentDecode)
     assert decode.cut.programs == on(arch).compute_units
@@ -69,7 +61,7 @@ def test_it_serves_one_token(arch: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("arch", EXTEND_ARCHS)
-def test_it_serves_the_codes_that_the_arch_reads(arch: str) -> None:
+def test_cdnas_serves_the_codes_that_the_arch_reads(arch: str) -> None:
     coded = replace(LAYER, kv_encoding=KVEncoding(EXTEND_CODES[arch].value), kv_scales=Scales.LAYER)
     assert names(coded, on(arch)) == CDNA
 
@@ -80,21 +72,10 @@ def test_programs_that_share_a_token_take_all_compute_units() -> None:
     assert 2 * decode.cut.programs == on("gfx942").compute_units
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.LAYER},
-        {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.LAYER, "dtype": torch.float16},
-    ],
-    ids=str,
-)
-def test_what_it_does_not_serve_the_plain_kernels_do(more: dict[str, Any]) -> None:
-    assert names(replace(LAYER, **more), on("gfx942")) == PLAIN
-
-
-def test_unaligned_rows_are_the_plain_kernels() -> None:
-    assert names(LAYER, on("gfx942"), PoolTerms(page_strides=True)) == CDNA
-    assert names(LAYER, on("gfx942"), PoolTerms(unaligned_rows=True)) == PLAIN
+@pytest.mark.parametrize("changes", [{"kv_encoding": KVEncoding.E4M3FN}, {"dtype": torch.float16}], ids=str)
+def test_codes_of_the_other_arch_and_of_float16_are_the_plain_kernels(changes: dict[str, Any]) -> None:
+    coded = replace(LAYER, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.LAYER)
+    assert names(replace(coded, **changes), on("gfx942")) == PLAIN
 
 
 def test_tiles_that_were_measured_on_such_a_gpu_beat_it() -> None:
@@ -112,3 +93,26 @@ def test_steps_that_it_serves_are_not_searched() -> None:
     jobs, left_out = jobs_of([LAYER], on("gfx942"), shapes_named("64d4k"))
     assert not jobs
     assert [line.endswith("no row is for 64d4k alone") for line in left_out] == [True]
+
+
+def test_one_token_of_few_heads_is_the_plain_kernels_and_several_are_hoppers() -> None:
+    """A program has 64 rows: one token of 16 heads would leave most of them empty."""
+    assert names(LAYER, HOPPER) == (
+        "triton.latent_decode",
+        "triton.hopper_latent_extend",
+        "triton.hopper_latent_extend+decode",
+    )
+    mixed = select(LAYER, HOPPER, "triton").kernel(StepKind.MIXED).bound
+    assert isinstance(mixed, TritonMixed)
+    assert isinstance(mixed.decode, LatentDecode)
+    assert isinstance(mixed.extend, HopperLatentDecode)
+    # Together they serve every number of new tokens once.
+    tokens = mixed.extend.cut.tokens
+    assert (mixed.decode.cut.tokens.MOST, tokens.FEWEST, tokens.MOST, tokens.OF_ROW) == (1, 2, ANY_TOKENS, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_launch_of_hoppers_serves_all_tokens_of_many_heads(kind: StepKind) -> None:
+    bound = select(replace(LAYER, num_q_heads=128), HOPPER, "triton").kernel(kind).bound
+    assert isinstance(bound, HopperLatentDecode)
+    assert kind is StepKind.DECODE or (bound.cut.tokens.FEWEST, bound.cut.tokens.MOST) == (1, ANY_TOKENS)

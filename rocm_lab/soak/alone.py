@@ -21,7 +21,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
-from rocm_lab.soak.model import LayerTables, Mismatch, PlayedStep, SequenceTruth, SoakModel, StepOutputs
+from rocm_lab.soak.checker import LayerTables, Mismatch, PlayedStep, SequenceTruth, SoakModel, StepOutputs
 from rocm_lab.soak.recurrent import RecurrentTables
 
 

@@ -21,7 +21,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.step.step import Series
-from rocm_lab.soak.model import LayerTables, StepOutputs
+from rocm_lab.soak.checker import LayerTables, StepOutputs
 
 Ids = TypeVar("Ids", Int32Array, Tensor)
 

@@ -37,7 +37,7 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.step.options import RuntimeOptions
 from rocm_lab.soak.alone import NoAloneCheck, ServedAlone, SoloCheck
-from rocm_lab.soak.model import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
+from rocm_lab.soak.checker import Checker, LayerTables, PlayedStep, SoakModel, soak_problems
 from rocm_lab.soak.recurrent import RecurrentReference, RecurrentTables, soak_recurrences
 from rocm_lab.soak.rounds import SoakRounds
 from rocm_lab.soak.scenario import Action, Scenario

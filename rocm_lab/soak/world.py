@@ -22,7 +22,7 @@ from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.request_table import RequestTable
-from rocm_lab.soak.model import SequenceTruth, chain
+from rocm_lab.soak.checker import SequenceTruth, chain
 from rocm_lab.soak.rounds import drafts_after
 from rocm_lab.soak.scenario import Action, Scenario
 

@@ -14,15 +14,15 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.errors import RocmAttnError
-from tests.amd.random_calls.calls import REFUSED
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.hostile_verbs import going_on
-from tests.amd.random_calls.model import HalfWay
-from tests.amd.random_calls.scene import Scene, draft_id
-from tests.amd.random_calls.seq import Seq
-from tests.amd.random_calls.setting import CHAIN, MAX_KV_LEN
-from tests.amd.random_calls.step_verbs import by_hand, by_runner, finish_by_hand, judged_step, reserve_for
-from tests.amd.random_calls.table_verbs import export_pages
+from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.model import HalfWay
+from rocm_lab.soak.scene import Scene, draft_id
+from rocm_lab.soak.seq import Seq
+from rocm_lab.soak.setting import CHAIN, MAX_KV_LEN
+from rocm_lab.soak.shown_verbs import going_on
+from rocm_lab.soak.step_verbs import by_hand, by_runner, finish_by_hand, judged_step, reserve_for
+from rocm_lab.soak.table_verbs import export_pages
 
 
 def verify_drafts(scene: Scene) -> None:

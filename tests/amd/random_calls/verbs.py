@@ -14,13 +14,14 @@ from rocm_attn.capture.graphs import capture_shapes
 from rocm_attn.step.accepting import select_last_accepted
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
-from tests.amd.random_calls import hostile_verbs, state_verbs, step_verbs, table_verbs
-from tests.amd.random_calls.calls import REFUSED
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.oracle import UNKNOWN
-from tests.amd.random_calls.scene import Scene
-from tests.amd.random_calls.seq import Seq
-from tests.amd.random_calls.setting import MAX_KV_LEN
+from rocm_lab.soak import shown_verbs, step_verbs, table_verbs
+from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.oracle import UNKNOWN
+from rocm_lab.soak.scene import Scene
+from rocm_lab.soak.seq import Seq
+from rocm_lab.soak.setting import MAX_KV_LEN
+from tests.amd.random_calls import hostile_verbs, state_verbs
 
 Verb = Callable[[Scene], None]
 
@@ -171,7 +172,7 @@ VERBS: dict[str, Verb] = {
         table_verbs.keep, table_verbs.admit_over, table_verbs.drop, table_verbs.look, table_verbs.export_row,
         table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, weights, kv_scales,
         scales_from_scratch, expanded, captures, reopen, unseal, ask, copied, accepted_rows,
-        hostile_verbs.step_with_mask, hostile_verbs.step_with_spans, hostile_verbs.step_sharing_prefixes,
+        shown_verbs.step_with_mask, shown_verbs.step_with_spans, shown_verbs.step_sharing_prefixes,
         hostile_verbs.step_of_infinities, hostile_verbs.memory_runs_out, hostile_verbs.stray_write,
     )
 }  # fmt: skip
@@ -187,7 +188,7 @@ STATE_VERBS: dict[str, Verb] = {
         table_verbs.admit, table_verbs.reserve, table_verbs.truncate, table_verbs.free, table_verbs.given_to_another,
         table_verbs.fork, table_verbs.mark_stored, table_verbs.keep, table_verbs.admit_over, table_verbs.drop,
         table_verbs.export_row, table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, captures,
-        reopen, unseal, hostile_verbs.step_sharing_prefixes, hostile_verbs.step_of_infinities,
+        reopen, unseal, shown_verbs.step_sharing_prefixes, hostile_verbs.step_of_infinities,
         hostile_verbs.memory_runs_out, hostile_verbs.stray_write, state_verbs.verify_drafts, state_verbs.wrong_state,
         state_verbs.forward_breaks_off, state_verbs.recurrent_call, state_verbs.states_of_kept,
         state_verbs.masks_and_rounds, state_verbs.filled_from_elsewhere,

@@ -28,14 +28,14 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.step import Series, Step
-from tests.amd.random_calls.calls import Calls
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.going_on import GoingOn
-from tests.amd.random_calls.model import NOT_FINITE_ID, PLACES, VOCABULARY, Model, looked_up
-from tests.amd.random_calls.movers import Movers, Sent
-from tests.amd.random_calls.oracle import UNKNOWN, Oracle
-from tests.amd.random_calls.seq import Seq
-from tests.amd.random_calls.setting import DRAWN, MAX_KV_LEN, MAX_ROWS, MAX_SEQS, Setting, setting_of
+from rocm_lab.soak.calls import Calls
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.going_on import GoingOn
+from rocm_lab.soak.model import NOT_FINITE_ID, PLACES, VOCABULARY, Model, looked_up
+from rocm_lab.soak.movers import Movers, Sent
+from rocm_lab.soak.oracle import UNKNOWN, Oracle
+from rocm_lab.soak.seq import Seq
+from rocm_lab.soak.setting import DRAWN, MAX_KV_LEN, MAX_ROWS, MAX_SEQS, Setting, setting_of
 
 
 @dataclass(slots=True)

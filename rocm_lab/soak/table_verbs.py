@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.paging.state_slots import require_state_slots
-from tests.amd.random_calls.calls import REFUSED
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.movers import Sent
-from tests.amd.random_calls.oracle import Bools
-from tests.amd.random_calls.scene import Kept, Scene
-from tests.amd.random_calls.setting import MAX_KV_LEN, MAX_ROWS
+from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.movers import Sent
+from rocm_lab.soak.oracle import Bools
+from rocm_lab.soak.scene import Kept, Scene
+from rocm_lab.soak.setting import MAX_KV_LEN, MAX_ROWS
 
 # Rows and kept pages
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
-from tests.amd.random_calls.model import LayerTables
-from tests.amd.random_calls.oracle import Answer
-from tests.amd.random_calls.scene import Scene
-from tests.amd.random_calls.seq import Seq
+from rocm_lab.soak.model import LayerTables
+from rocm_lab.soak.oracle import Answer
+from rocm_lab.soak.scene import Scene
+from rocm_lab.soak.seq import Seq
 
 Ints = npt.NDArray[np.int64]
 

@@ -20,13 +20,13 @@ from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.step import Step
-from tests.amd.random_calls.calls import REFUSED, in_another_thread
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.judge import judge
-from tests.amd.random_calls.model import attend_turned, looked_up
-from tests.amd.random_calls.scene import Begun, Scene, draft_id
-from tests.amd.random_calls.seq import Seq
-from tests.amd.random_calls.setting import CHAIN, MAX_ROWS, TREE
+from rocm_lab.soak.calls import REFUSED, in_another_thread
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.judge import judge
+from rocm_lab.soak.model import attend_turned, looked_up
+from rocm_lab.soak.scene import Begun, Scene, draft_id
+from rocm_lab.soak.seq import Seq
+from rocm_lab.soak.setting import CHAIN, MAX_ROWS, TREE
 
 PARENTS = [-1, 0, 0, 0, 2]  # of a verified tree; its path 0, 2, 4 is accepted
 PATH = [0, 2, 4]

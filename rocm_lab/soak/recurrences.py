@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.step.step import Part
+from rocm_lab.soak.oracle import FLOAT32_ROUNDING, UNKNOWN, Answer, Floats, Tokens
 from rocm_lab.soak.recurrent import RecurrentTables
-from tests.amd.random_calls.oracle import FLOAT32_ROUNDING, UNKNOWN, Answer, Floats, Tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from rocm_attn.errors import DeviceFault, RocmAttnError
-from tests.amd.random_calls.finding import Finding
+from rocm_lab.soak.finding import Finding
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -10,53 +11,108 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
-from rocm_lab.soak.model import LayerTables
-from rocm_lab.soak.oracle import Answer
-from rocm_lab.soak.scene import Scene
+from rocm_lab.soak.model import LayerTables, Model
+from rocm_lab.soak.oracle import Answer, Oracle, OracleLayer
 from rocm_lab.soak.seq import Seq
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
-def judge(scene: Scene, seqs: Sequence[Seq], rows: Tensor, shape: PaddedShape) -> str:
-    """Returns the error of a step that was run and whose tokens the oracle has, or an empty string.
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A step that was run: later ones change nothing of what is here, so that it can be judged after them.
 
-    rows:  what the forward returned, [num_seqs, ...]
-    shape: what the step was padded to
+    what:   the step, in words
+    stored: what each token of its sequences looks up, the new ones included
+    rows:   what its forward returned, [num_seqs, ...]
+    shape:  what it was padded to
+    layers: as the oracle knew them
+    outs:   per layer [padded tokens, heads, dim]; lses: per layer [padded tokens, heads], of those that give one
+    token_ids, positions, last_token_of_seq: int32, as it gave them to the forward, pads included
     """
-    wrong = _places(scene, seqs, shape)
-    if isinstance(wrong, str):
-        return wrong
-    place_of_token = wrong
-    last = np.cumsum([0, *(len(seq.ids) for seq in seqs)])
-    for number, (tables, layer) in enumerate(zip(scene.model.outputs, scene.oracle.layers, strict=True)):
-        out = _host(tables.out[: shape.num_tokens])
-        lse = _host(tables.lse[: shape.num_tokens]) if isinstance(tables, LayerTables) and tables.wants_lse else None
-        failure = _pads(out, lse, place_of_token)
-        for seq, begin, end in zip(seqs, last[:-1], last[1:], strict=True):
-            if failure or begin == end:
+
+    what: str
+    seqs: tuple[Seq, ...]
+    stored: tuple[list[int], ...]
+    rows: Tensor
+    shape: PaddedShape
+    layers: tuple[OracleLayer, ...]
+    outs: tuple[Tensor, ...]
+    lses: dict[int, Tensor]
+    token_ids: Tensor
+    positions: Tensor
+    last_token_of_seq: Tensor
+
+    @classmethod
+    def of(
+        cls, model: Model, oracle: Oracle, what: str, seqs: Sequence[Seq], rows: Tensor, shape: PaddedShape
+    ) -> Played:
+        """A step that the model has just run, and whose tokens the oracle has."""
+        tokens = slice(0, shape.num_tokens)
+        return cls(
+            what,
+            tuple(seqs),
+            tuple(oracle.kv[seq.row][: seq.end] if seq.ids else [] for seq in seqs),
+            rows.clone(),
+            shape,
+            tuple(oracle.layers),
+            tuple(layer.out[tokens].clone() for layer in model.outputs),
+            {
+                number: layer.lse[tokens].clone()
+                for number, layer in enumerate(model.outputs)
+                if isinstance(layer, LayerTables) and layer.wants_lse
+            },
+            model.token_ids[tokens].clone(),
+            model.positions[tokens].clone(),
+            model.last_token_of_seq[: shape.num_seqs].clone(),
+        )
+
+    @property
+    def num_new(self) -> int:
+        """New tokens of all sequences."""
+        return sum(len(seq.ids) for seq in self.seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with a step, or an empty string; and the largest error, as a fraction of the allowed one."""
+
+    wrong: str
+    worst: float = 0.0
+
+
+def judge(step: Played) -> Verdict:
+    """Compares every new token of a step with the oracle, and every pad with what a pad must be."""
+    place_of_token = _places(step)
+    if isinstance(place_of_token, str):
+        return Verdict(place_of_token)
+    ends, worst = np.cumsum([0, *(len(seq.ids) for seq in step.seqs)]), 0.0
+    for number, (layer, given) in enumerate(zip(step.layers, step.outs, strict=True)):
+        out, lse = _host(given), _host(step.lses[number]) if number in step.lses else None
+        wrong = _pads(out, lse, place_of_token)
+        for seq, stored, begin, end in zip(step.seqs, step.stored, ends[:-1], ends[1:], strict=True):
+            if wrong or begin == end:
                 continue
             at = place_of_token[begin:end]
-            answer = scene.oracle.answer(layer, seq.row, seq.tokens())
-            failure = _values(answer, out[at], None if lse is None else lse[at])
-            failure = failure and f"row {seq.row}: {failure}"
-            scene.counts["compared"] += int(end - begin)
-        if failure:
-            return f"layer {number}: {failure}"
-    return _returned(scene, seqs, rows, place_of_token)
+            verdict = _values(layer.answer(stored, seq.tokens()), out[at], None if lse is None else lse[at])
+            wrong = verdict.wrong and f"row {seq.row}: {verdict.wrong}"
+            worst = max(worst, verdict.worst)
+        if wrong:
+            return Verdict(f"layer {number}: {wrong}", worst)
+    return Verdict(_returned(step, place_of_token), worst)
 
 
-def _places(scene: Scene, seqs: Sequence[Seq], shape: PaddedShape) -> Ints | str:
+def _places(step: Played) -> Ints | str:
     """Where the step has its tokens, in order; or what is wrong with what it says of them."""
-    model, num_seqs, num_padded, num_children = scene.model, shape.num_seqs, shape.num_tokens, shape.num_children
-    ids, positions = _host(model.token_ids[:num_padded]), _host(model.positions[:num_padded])
-    each = num_padded // num_children
-    places, tokens = [], sum(len(seq.ids) for seq in seqs)
+    seqs, num_padded, num_children = step.seqs, step.shape.num_tokens, step.shape.num_children
+    ids, positions = _host(step.token_ids), _host(step.positions)
+    each, places = num_padded // num_children, []
     for child in range(num_children):
         taken = int((ids[child * each : (child + 1) * each] != 0).sum())
         places += list(range(child * each, child * each + taken))
-    if len(places) != tokens:
-        return f"{len(places)} tokens reached the forward of {tokens}"
+    if len(places) != step.num_new:
+        return f"{len(places)} tokens reached the forward of {step.num_new}"
     at = np.array(places, np.int64)
     pads = np.ones(num_padded, np.bool_)
     pads[at] = False
@@ -67,7 +123,7 @@ def _places(scene: Scene, seqs: Sequence[Seq], shape: PaddedShape) -> Ints | str
     if positions[at].tolist() != wanted_positions or positions[pads].any():
         return f"positions {positions.tolist()} reached the forward of {wanted_positions}"
     if num_children == 1:
-        last = _host(model.last_token_of_seq[:num_seqs]).tolist()
+        last = _host(step.last_token_of_seq).tolist()
         ends = np.cumsum([len(seq.ids) for seq in seqs], dtype=np.int64).tolist()
         real = zip(seqs, ends, last, strict=False)
         # A padded sequence's is a padded token, or 0 where it has none.
@@ -77,7 +133,7 @@ def _places(scene: Scene, seqs: Sequence[Seq], shape: PaddedShape) -> Ints | str
     return at
 
 
-def _pads(out: npt.NDArray[np.float64], lse: npt.NDArray[np.float64] | None, real: Ints) -> str:
+def _pads(out: Floats, lse: Floats | None, real: Ints) -> str:
     pads = np.ones(len(out), np.bool_)
     pads[real] = False
     if (out[pads] != 0).any():
@@ -87,37 +143,41 @@ def _pads(out: npt.NDArray[np.float64], lse: npt.NDArray[np.float64] | None, rea
     return ""
 
 
-def _values(answer: Answer, out: npt.NDArray[np.float64], lse: npt.NDArray[np.float64] | None) -> str:
+def _values(answer: Answer, out: Floats, lse: Floats | None) -> Verdict:
     usable = answer.known & answer.sound
+    out, wanted, allowed = out[usable], answer.out[usable], answer.out_bound[usable]
     with np.errstate(invalid="ignore"):
-        off = ~(np.abs(out - answer.out) <= answer.out_bound)[usable]
+        error = np.abs(out - wanted)
+        off = ~(error <= allowed)
     if off.any():
         token = int(np.argmax(off.any((1, 2))))
-        if not np.isfinite(out[usable][token]).all():
-            return f"token {token} is not finite"
-        worst = np.abs(out - answer.out)[usable][token].max()
-        return f"token {token} is off by {worst:.2g}, allowed {answer.out_bound[usable][token].max():.2g}"
+        if not np.isfinite(out[token]).all():
+            return Verdict(f"token {token} is not finite")
+        return Verdict(f"token {token} is off by {error[token].max():.2g}, allowed {allowed[token].max():.2g}")
+    worst = float((error / np.maximum(allowed, np.finfo(np.float64).tiny)).max(initial=0.0))
     if lse is None:
-        return ""
+        return Verdict("", worst)
     with np.errstate(invalid="ignore"):
         same = (lse == answer.lse) | (np.abs(lse - answer.lse) <= answer.lse_bound)
-    return "" if same[usable].all() else f"the LSE of token {int(np.argmin(same[usable].all(1)))} is wrong"
+    if same[usable].all():
+        return Verdict("", worst)
+    return Verdict(f"the LSE of token {int(np.argmin(same[usable].all(1)))} is wrong", worst)
 
 
-def _returned(scene: Scene, seqs: Sequence[Seq], rows: Tensor, place_of_token: Ints) -> str:
+def _returned(step: Played, place_of_token: Ints) -> str:
     """The forward's rows are those of each sequence's last token, in the order of the batch."""
-    ends = np.cumsum([len(seq.ids) for seq in seqs], dtype=np.int64)
-    with_tokens = [number for number, seq in enumerate(seqs) if seq.ids]
-    if rows.shape[0] != len(seqs):
-        return f"{rows.shape[0]} rows came back of {len(seqs)} sequences"
+    ends = np.cumsum([len(seq.ids) for seq in step.seqs], dtype=np.int64)
+    with_tokens = [number for number, seq in enumerate(step.seqs) if seq.ids]
+    if step.rows.shape[0] != len(step.seqs):
+        return f"{step.rows.shape[0]} rows came back of {len(step.seqs)} sequences"
     if not with_tokens:
         return ""
-    places = torch.from_numpy(place_of_token[ends[with_tokens] - 1]).to(rows.device)
-    wanted = torch.cat([layer.out[places].flatten(1).float() for layer in scene.model.outputs], 1)
-    if not torch.equal(rows[with_tokens].nan_to_num(), wanted.nan_to_num()):
+    places = torch.from_numpy(place_of_token[ends[with_tokens] - 1]).to(step.rows.device)
+    wanted = torch.cat([out[places].flatten(1).float() for out in step.outs], 1)
+    if not torch.equal(step.rows[with_tokens].nan_to_num(), wanted.nan_to_num()):
         return "the rows that came back are not those of the sequences' last tokens"
     return ""
 
 
-def _host(tensor: Tensor) -> npt.NDArray[np.float64]:
+def _host(tensor: Tensor) -> Floats:
     return tensor.double().cpu().numpy()

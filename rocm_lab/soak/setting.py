@@ -34,12 +34,18 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The arguments that a runtime is built from."""
+    """The arguments that a runtime is built from.
+
+    most_unjudged: steps that may run before the first of them is judged
+    most_nodes:    of a tree of drafts
+    """
 
     problems: list[Problem]
     options: RuntimeOptions
     has_graphs: bool
     recurrent: RecurrentLayers = NO_RECURRENT_LAYERS
+    most_unjudged: int = 1
+    most_nodes: int = 5
 
 
 def setting_of(kind: str, rng: random.Random, device: torch.device) -> Setting:

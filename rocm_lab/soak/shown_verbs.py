@@ -9,7 +9,6 @@ from rocm_attn.batch.mask import StepMask, spans_of_blocks
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
-from rocm_lab.soak.setting import MAX_KV_LEN, MAX_SEQS
 from rocm_lab.soak.step_verbs import by_hand, by_runner, judged_step, reserve_for
 
 
@@ -60,8 +59,8 @@ def step_sharing_prefixes(scene: Scene) -> None:
     """A decode step that says which neighbours hold the same pages; seldom of neighbours that do not."""
     table, page_size = scene.runtime.table, scene.page_size
     rows = [row for row in scene.rows if row not in scene.unsure and not scene.only_device_knows(row)]
-    rows = [row for row in rows if 0 < scene.length(row) < MAX_KV_LEN]
-    rows = sorted(rows, key=lambda row: table.pages_of(row).tolist())[:MAX_SEQS]
+    rows = [row for row in rows if 0 < scene.length(row) < scene.options.max_kv_len]
+    rows = sorted(rows, key=lambda row: table.pages_of(row).tolist())[: scene.options.max_num_seqs]
     seqs = [Seq(row, scene.length(row), scene.ids(1)) for row in rows]
     reserve_for(scene, seqs)
     if not seqs or any(scene.room(seq.row) < seq.end for seq in seqs):

@@ -19,7 +19,7 @@ from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.model import HalfWay
 from rocm_lab.soak.scene import Scene, draft_id
 from rocm_lab.soak.seq import Seq
-from rocm_lab.soak.setting import CHAIN, MAX_KV_LEN
+from rocm_lab.soak.setting import CHAIN
 from rocm_lab.soak.shown_verbs import going_on
 from rocm_lab.soak.step_verbs import by_hand, by_runner, finish_by_hand, judged_step, reserve_for
 from rocm_lab.soak.table_verbs import export_pages
@@ -203,7 +203,7 @@ def filled_from_elsewhere(scene: Scene) -> None:
     if sent is None or not rows or scene.open is not None:
         return export_pages(scene)
     row, kv_len, table, importer = rows[0], sent.extent.kv_len, scene.runtime.table, scene.movers.importer
-    if kv_len > MAX_KV_LEN:
+    if kv_len > scene.options.max_kv_len:
         return None
     scene.call(f"row {row} goes back to its beginning", lambda: table.truncate(row, 0), right=True)
     scene.changed(row)

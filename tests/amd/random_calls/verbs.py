@@ -20,7 +20,6 @@ from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.oracle import UNKNOWN
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
-from rocm_lab.soak.setting import MAX_KV_LEN
 from tests.amd.random_calls import hostile_verbs, state_verbs
 
 Verb = Callable[[Scene], None]
@@ -220,10 +219,10 @@ def settle(scene: Scene) -> None:
     if scene.listen():
         scene.say("reported at the end")
     scene.provoked = False
-    sure = [row for row in scene.rows if scene.surely_goes_on(row) and scene.length(row) < MAX_KV_LEN]
+    sure = [row for row in scene.rows if scene.surely_goes_on(row) and scene.length(row) < scene.options.max_kv_len]
     for first in range(0, len(sure), 4):
         _go_on(scene, sure[first : first + 4], right=True)
-    for row in [row for row in scene.rows if row not in sure and scene.length(row) < MAX_KV_LEN]:
+    for row in [row for row in scene.rows if row not in sure and scene.length(row) < scene.options.max_kv_len]:
         if not scene.only_device_knows(row):
             _go_on(scene, [row], right=False)
     scene.compare_pool("going on")
@@ -247,7 +246,7 @@ def _go_on(scene: Scene, rows: list[int], *, right: bool) -> None:
 def clear(scene: Scene) -> None:
     """Fewer requests and kept pages, so that the next verbs find room."""
     rng = scene.rng
-    while len(scene.rows) > 4 or any(scene.length(row) > MAX_KV_LEN - 12 for row in scene.rows):
+    while len(scene.rows) > 4 or any(scene.length(row) > scene.options.max_kv_len - 12 for row in scene.rows):
         row = max(scene.rows, key=scene.length) if rng.random() < 0.5 else rng.choice(scene.rows)
         scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
         scene.gone(row)

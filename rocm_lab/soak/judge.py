@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
+from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.model import LayerTables, Model
 from rocm_lab.soak.oracle import Answer, Oracle, OracleLayer
 from rocm_lab.soak.seq import Seq
@@ -23,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 class Played:
     """A step that was run: later ones change nothing of what is here, so that it can be judged after them.
 
-    what:   the step, in words
+    turn:   in which the scene ran it; what: the step, in words
     stored: what each token of its sequences looks up, the new ones included
     rows:   what its forward returned, [num_seqs, ...]
     shape:  what it was padded to
@@ -32,6 +33,7 @@ class Played:
     token_ids, positions, last_token_of_seq: int32, as it gave them to the forward, pads included
     """
 
+    turn: int
     what: str
     seqs: tuple[Seq, ...]
     stored: tuple[list[int], ...]
@@ -46,11 +48,12 @@ class Played:
 
     @classmethod
     def of(
-        cls, model: Model, oracle: Oracle, what: str, seqs: Sequence[Seq], rows: Tensor, shape: PaddedShape
+        cls, turn: int, model: Model, oracle: Oracle, what: str, seqs: Sequence[Seq], rows: Tensor, shape: PaddedShape
     ) -> Played:
         """A step that the model has just run, and whose tokens the oracle has."""
         tokens = slice(0, shape.num_tokens)
         return cls(
+            turn,
             what,
             tuple(seqs),
             tuple(oracle.kv[seq.row][: seq.end] if seq.ids else [] for seq in seqs),
@@ -74,6 +77,14 @@ class Played:
         return sum(len(seq.ids) for seq in self.seqs)
 
 
+class WrongStep(Finding):
+    """A step gave something else than the oracle says."""
+
+    def __init__(self, step: Played, wrong: str) -> None:
+        super().__init__(f"{step.what}: {wrong}")
+        self.turn = step.turn
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What is wrong with a step, or an empty string; and the largest error, as a fraction of the allowed one."""
@@ -84,7 +95,7 @@ class Verdict:
 
 def judge(step: Played) -> Verdict:
     """Compares every new token of a step with the oracle, and every pad with what a pad must be."""
-    place_of_token = _places(step)
+    place_of_token = place_of_tokens(step)
     if isinstance(place_of_token, str):
         return Verdict(place_of_token)
     ends, worst = np.cumsum([0, *(len(seq.ids) for seq in step.seqs)]), 0.0
@@ -103,7 +114,7 @@ def judge(step: Played) -> Verdict:
     return Verdict(_returned(step, place_of_token), worst)
 
 
-def _places(step: Played) -> Ints | str:
+def place_of_tokens(step: Played) -> Ints | str:
     """Where the step has its tokens, in order; or what is wrong with what it says of them."""
     seqs, num_padded, num_children = step.seqs, step.shape.num_tokens, step.shape.num_children
     ids, positions = _host(step.token_ids), _host(step.positions)

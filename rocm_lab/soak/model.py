@@ -22,7 +22,6 @@ from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.step import Part
 from rocm_lab.soak.oracle import Layer, OracleLayer
 from rocm_lab.soak.recurrences import RecurrentRows
-from rocm_lab.soak.recurrent import RecurrentTables
 
 PAD_ID = 0  # its hidden state is NaN: a pad's may be
 VOCABULARY = 12  # ids 1 up to, but not including, this one are tokens; graphs are checked on them
@@ -155,10 +154,10 @@ class Model:
         self.layers = [LayerTables.random(problem, generator, device) for problem in problems]
         self.breaks_before = -1
         entries = (VOCABULARY + 1) * PLACES
-        of_recurrent = [RecurrentTables.random(form, entries, PLACES, generator) for form in recurrent]
-        for tables in of_recurrent:
-            tables.x[NOT_FINITE_ID * PLACES :, -1] = float("inf")
-        self.recurrent = [RecurrentRows.over(tables.to(device), MAX_TOKENS) for tables in of_recurrent]
+        drawn = [RecurrentRows.random(form, entries, PLACES, MAX_TOKENS, generator) for form in recurrent]
+        for each in drawn:
+            each.x[NOT_FINITE_ID * PLACES :, -1] = float("inf")
+        self.recurrent = [each.to(device) for each in drawn]
         self.token_ids, self.positions, self.last_token_of_seq = torch.zeros(
             3, MAX_TOKENS, dtype=torch.int32, device=device
         )

@@ -32,7 +32,7 @@ from rocm_attn.step.step import Series, Step
 from rocm_lab.soak.calls import Calls
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.going_on import GoingOn
-from rocm_lab.soak.judge import Played, judge
+from rocm_lab.soak.judge import Played, WrongStep, judge
 from rocm_lab.soak.model import NOT_FINITE_ID, PLACES, VOCABULARY, Model
 from rocm_lab.soak.movers import Movers, Sent
 from rocm_lab.soak.oracle import UNKNOWN, Oracle
@@ -83,6 +83,8 @@ class Scene(Calls):
     unsure:    rows whose next step may be refused: they were cut, or share room without tokens
     lives:     row -> admissions so far; changes: row -> what has happened to it since
     unjudged:  steps that were run and must be judged; worst_error: of those that were, as a fraction of the allowed
+    checks:    what must be so of a step that the oracle agrees with: each says what is wrong, or nothing
+    turn:      of who makes the calls, counted by it
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class Scene(Calls):
         self.last: tuple[StepBatch, list[Seq], dict[int, int]] | None = None
         self.verified: Verified | None = None
         self.unjudged: list[Played] = []
+        self.checks: list[Callable[[Played], str]] = []
+        self.turn = 0
         self.worst_error = 0.0
         self.set_weights()
 
@@ -388,8 +392,9 @@ class Scene(Calls):
         """Judge the steps that were run since the last time. Raises Finding."""
         for step in self.unjudged:
             verdict = judge(step)
-            if verdict.wrong:
-                raise Finding(f"{step.what}: {verdict.wrong}")
+            wrong = verdict.wrong or next(filter(None, (check(step) for check in self.checks)), "")
+            if wrong:
+                raise WrongStep(step, wrong)
             self.worst_error = max(self.worst_error, verdict.worst)
             self.counts["compared"] += step.num_new * len(step.layers)
         self.unjudged.clear()

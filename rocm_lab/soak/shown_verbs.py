@@ -1,12 +1,15 @@
-"""Verbs of steps that say what their tokens see, or which of their sequences share pages."""
+"""Verbs of steps that say what their tokens see or share, or whose tokens are taken back."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 import torch
 
 from rocm_attn.batch.mask import StepMask, spans_of_blocks
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
+from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.step_verbs import by_hand, by_runner, judged_step, reserve_for
@@ -86,3 +89,29 @@ def step_sharing_prefixes(scene: Scene) -> None:
     batch = scene.batch(seqs, prefixes=SharedPrefixes(groups))
     run = scene.rng.choice((by_hand, by_runner))
     judged_step(scene, run, f"a step that shares {groups}", seqs, batch, wrong)
+
+
+def verify_drafts(scene: Scene) -> None:
+    """A step of a token and drafts; any number of them is taken back, and the rows go on from there."""
+    rng = scene.rng
+    rows = [row for row in scene.some(3) if scene.surely_goes_on(row)]
+    seqs = [Seq(row, scene.length(row), scene.ids(scene.setting.num_drafts)) for row in rows]
+    reserve_for(scene, seqs)
+    seqs = [seq for seq in seqs if scene.room(seq.row) >= seq.end]
+    run = rng.choice((by_hand, by_runner))
+    if not seqs or not judged_step(scene, run, "drafts to verify", seqs, scene.batch(seqs)):
+        return
+    is_cut = rng.random() < 0.7
+    later = [Seq(seq.row, rng.randint(seq.begin, seq.end), scene.ids(rng.choice((1, 1, 2, 5)))) for seq in seqs]
+    for seq in later:
+        if is_cut and seq.begin < scene.length(seq.row):
+            cut = partial(scene.runtime.table.truncate, seq.row, seq.begin)
+            scene.call(f"row {seq.row} goes back to {seq.begin}", cut, right=True)
+            scene.changed(seq.row)
+            scene.cut(seq.row, seq.begin)
+    reserve_for(scene, later)
+    if any(scene.room(seq.row) < seq.end for seq in later):
+        return
+    taken = judged_step(scene, run, f"rows go on after drafts, cut: {is_cut}", later, scene.batch(later))
+    if is_cut and not taken and scene.open is None:
+        raise Finding("rows that were cut to accepted drafts do not go on")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -110,13 +110,15 @@ def judged_step(
     wrong: str = "",
     halves: int = 1,
     pad_to: PadTo | None = None,
+    *,
+    right: bool = False,
 ) -> bool:
     """Runs a step whose forward notes all that it is given; each of its tokens, and each pad, is judged.
 
     Returns whether it was taken.
     """
     scene.model.forget()
-    given = scene.call(what, lambda: run(scene, batch, pad_to), wrong=wrong)
+    given = scene.call(what, lambda: run(scene, batch, pad_to), wrong=wrong, right=right)
     if scene.open is not None:
         return False
     if given is REFUSED:
@@ -126,7 +128,7 @@ def judged_step(
     scene.stored(seqs)
     padding = scene.runtime.padding
     shape = padding.shape(batch, pad_to) if halves == 1 else padding.split_shape(batch, pad_to)
-    scene.played(Played.of(scene.model, scene.oracle, what, seqs, given, shape))
+    scene.played(Played.of(scene.turn, scene.model, scene.oracle, what, seqs, given, shape))
     return True
 
 
@@ -215,9 +217,14 @@ def by_runner(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
     return scene.runner.run(batch, pad_to)
 
 
+def by_runner_in_halves(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+    """The same of a step in two halves."""
+    return scene.runner.run(batch, pad_to, halves=2)
+
+
 def run_graphed_halves(scene: Scene) -> None:
     """StepRunner.run() in halves."""
-    padded_step(scene, lambda s, b, pad_to: s.runner.run(b, pad_to, halves=2), "runner.run in halves", halves=2)
+    padded_step(scene, by_runner_in_halves, "runner.run in halves", halves=2)
 
 
 def run_eagerly(scene: Scene) -> None:
@@ -294,21 +301,21 @@ def tree_over(scene: Scene, row: int) -> tuple[Seq, list[int], list[int]]:
 
 def verify(scene: Scene) -> None:
     """A step of trees, by hand or by the runner; their paths may be moved afterwards."""
-    verify_trees(scene, [row for row in scene.some(2) if scene.length(row)], scene.rng.choice((by_hand, by_runner)))
-
-
-def verify_trees(scene: Scene, rows: list[int], run: Run) -> None:
-    """A step of a tree of each of these rows."""
+    rows, run = [row for row in scene.some(2) if scene.length(row)], scene.rng.choice((by_hand, by_runner))
     trees = [tree_over(scene, row) for row in rows]
-    if not trees:
-        return
+    if trees:
+        reserve_for(scene, [seq for seq, _, _ in trees])
+        verify_trees(scene, trees, run)
+
+
+def verify_trees(scene: Scene, trees: Sequence[tuple[Seq, list[int], list[int]]], run: Run) -> None:
+    """A step of these trees, at least one, for which there is room."""
     seqs = [seq for seq, _, _ in trees]
-    reserve_for(scene, seqs)
     most = max(len(parents) for _, parents, _ in trees)
     mask = TreeMask(scene.ints([parents + [-1] * (most - len(parents)) for _, parents, _ in trees]))
     is_taken = judged_step(scene, run, "a verify step", seqs, scene.batch(seqs, mask=mask))
     if scene.open is None:
-        changes = {row: scene.changes[row] for row in rows}
+        changes = {seq.row: scene.changes[seq.row] for seq in seqs}
         scene.verified = Verified(seqs, [path for _, _, path in trees], changes) if is_taken else None
 
 

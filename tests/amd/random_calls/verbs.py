@@ -188,7 +188,7 @@ STATE_VERBS: dict[str, Verb] = {
         table_verbs.fork, table_verbs.mark_stored, table_verbs.keep, table_verbs.admit_over, table_verbs.drop,
         table_verbs.export_row, table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, captures,
         reopen, unseal, shown_verbs.step_sharing_prefixes, hostile_verbs.step_of_infinities,
-        hostile_verbs.memory_runs_out, hostile_verbs.stray_write, state_verbs.verify_drafts, state_verbs.wrong_state,
+        hostile_verbs.memory_runs_out, hostile_verbs.stray_write, shown_verbs.verify_drafts, state_verbs.wrong_state,
         state_verbs.forward_breaks_off, state_verbs.recurrent_call, state_verbs.states_of_kept,
         state_verbs.masks_and_rounds, state_verbs.filled_from_elsewhere,
     )

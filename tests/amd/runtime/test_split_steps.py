@@ -171,9 +171,9 @@ def test_recurrent_layers_of_the_halves_may_run_in_turn(provider: str, device: t
                 rows = torch.zeros(len(part.token_ids), 2, 16, device=device)
                 part.layers.store(0, rows, rows)
             outs: list[list[torch.Tensor]] = [[], []]
-            for layer, inputs in enumerate(world.inputs):
+            for layer in range(len(world.layers)):
                 for part in reversed(step.parts):
-                    outs[part.half].append(inputs.forward(part, layer)[: part.num_tokens].clone())
+                    outs[part.half].append(world.recur(part, layer)[: part.num_tokens].clone())
         for each, ids in zip(requests, new, strict=True):
             each.ids += ids
         world.check(torch.cat([torch.cat(of_half, 1) for of_half in outs]), requests, new)

@@ -19,6 +19,7 @@ class Refused:
 
 
 REFUSED: Final = Refused()
+LAST_CALLS = 12  # before a finding that are reported
 
 
 def in_another_thread(body: Callable[[], T]) -> T:

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 class Played:
     """A step that was run: later ones change nothing of what is here, so that it can be judged after them.
 
-    turn:   in which the scene ran it; what: the step, in words
+    turn:   in which the scene ran it; history: the last calls before it; what: the step, in words
     stored: what each token of its sequences looks up, the new ones included
     rows:   what its forward returned, [num_seqs, ...]
     shape:  what it was padded to
@@ -34,6 +34,7 @@ class Played:
     """
 
     turn: int
+    history: tuple[str, ...]
     what: str
     seqs: tuple[Seq, ...]
     stored: tuple[list[int], ...]
@@ -48,12 +49,21 @@ class Played:
 
     @classmethod
     def of(
-        cls, turn: int, model: Model, oracle: Oracle, what: str, seqs: Sequence[Seq], rows: Tensor, shape: PaddedShape
+        cls,
+        turn: int,
+        history: Sequence[str],
+        model: Model,
+        oracle: Oracle,
+        what: str,
+        seqs: Sequence[Seq],
+        rows: Tensor,
+        shape: PaddedShape,
     ) -> Played:
         """A step that the model has just run, and whose tokens the oracle has."""
         tokens = slice(0, shape.num_tokens)
         return cls(
             turn,
+            tuple(history),
             what,
             tuple(seqs),
             tuple(oracle.kv[seq.row][: seq.end] if seq.ids else [] for seq in seqs),
@@ -82,7 +92,7 @@ class WrongStep(Finding):
 
     def __init__(self, step: Played, wrong: str) -> None:
         super().__init__(f"{step.what}: {wrong}")
-        self.turn = step.turn
+        self.step = step
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,8 +108,8 @@ class Scene(Calls):
         recorder = recorder_for(device) if self.setting.has_graphs else None
         checks = kind == DRAWN and self.rng.random() < 0.2
         check = CaptureCheck(vocabulary=VOCABULARY, seed=seed) if checks else NO_CHECK
-        self.runner = StepRunner(self.runtime, self.model.forward, recorder, check=check)
-        self.drafter = StepRunner(self.runtime, self.model.forward, recorder, draft=self.draft, check=NO_CHECK)
+        self.runner = StepRunner(self.runtime, self.model.forward, recorder, draft=self.draft, check=check)
+        self.without_drafts = StepRunner(self.runtime, self.model.forward, None)
         self.compiled = compiled_layers(self.runtime)
         self.renew_movers()
         self.kept: dict[int, Kept] = {}

@@ -27,6 +27,7 @@ from rocm_attn.errors import RocmAttnError, WrongState
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.paging.page_table import PageTable
 from rocm_lab.soak.alone import ServedAlone
+from rocm_lab.soak.calls import LAST_CALLS
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.judge import WrongStep
 from rocm_lab.soak.scenario import CHANGES, STEPS, Scenario
@@ -38,8 +39,6 @@ MAX_HOST_GROWTH_BYTES = 16 << 20
 MAX_DEVICE_GROWTH_BYTES = 1 << 20
 # Python takes larger objects from the C library: docs.python.org/3/c-api/memory.html, "The pymalloc allocator".
 _LARGEST_SMALL_OBJECT = 512
-# Calls before a finding that are reported, and entries of the log that are kept.
-_LAST_CALLS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,46 +211,41 @@ class Soak:
                     on_reopen(self._steps)
             self._close()
         except WrongStep as wrong:
-            raise self._failure(wrong.turn, f"step {wrong.turn}", str(wrong)) from wrong
+            step = wrong.step
+            raise SoakFailed(SoakFault(step.turn, f"step {step.turn}", str(wrong), step.history)) from wrong
         except Finding as found:
-            raise self._failure(self._steps, f"{where} {self._steps}", str(found)) from found
+            raise self._failure(where, str(found)) from found
         except Exception as error:  # any exception of a step is a finding, and the step's number is needed to repeat it
             frame = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
-            raise self._failure(self._steps, f"{where} {self._steps}", what) from error
+            raise self._failure(where, what) from error
         return self._report(time.perf_counter() - started)
 
     def _play(self) -> None:
         """Draws calls until one of them is a step."""
         scene = self._scene
-        scene.turn, scene.log = self._steps, scene.log[-_LAST_CALLS:]
+        scene.turn, scene.log = self._steps, scene.log[-LAST_CALLS:]
         while True:
             name = self._draw.choices(list(self._verbs), self._weights)[0]
             self._actions[name] += 1
-            before = self._counters()
+            before = scene.runner.counters
             scene.say(f"{name}:")
             self._verbs[name](scene)
             if name in STEPS:
                 break
-        after = self._counters()
-        way = ["replayed", "captured"][after[1] > before[1]] if after > before else "eager"
+        after = scene.runner.counters
+        way = "replayed" if after.replays > before.replays else "eager"
+        way = "captured" if after.captures > before.captures else way
         self._ways[f"{name} {way}"] += 1
-        for runner in (scene.runner, scene.drafter):
-            if runner.counters.graphs_off:
-                raise Finding(f"graphs were switched off: {runner.counters.graphs_off}")
-
-    def _counters(self) -> tuple[int, int]:
-        """Replays and captures so far."""
-        both = self._scene.runner.counters, self._scene.drafter.counters
-        return sum(each.replays for each in both), sum(each.captures for each in both)
+        if after.graphs_off:
+            raise Finding(f"graphs were switched off: {after.graphs_off}")
 
     def _audit(self) -> None:
         """Checks state that no output shows yet. The last step has published all changes of the table."""
         scene, runtime = self._scene, self._scene.runtime
         scene.judge_all()
         scene.compare_pool("the calls so far")
-        for runner in (scene.runner, scene.drafter):
-            runner.check_addresses()
+        scene.runner.check_addresses()
         for layer in range(len(scene.model.layers)):
             if not runtime.pool.layer(layer).is_zero(RESERVED_PAGE):
                 raise Finding(f"page 0 of layer {layer} is no longer zero")
@@ -334,16 +328,16 @@ class Soak:
         first, last = self._memory[min(len(self._scenario.ladders), len(self._memory) - 1) - 1], self._memory[-1]
         return _MemoryUse(last.host_bytes - first.host_bytes, last.device_bytes - first.device_bytes)
 
-    def _failure(self, step: int, where: str, what: str) -> SoakFailed:
-        return SoakFailed(SoakFault(step, where, what, tuple(self._scene.log[-_LAST_CALLS:])))
+    def _failure(self, where: str, what: str) -> SoakFailed:
+        return SoakFailed(SoakFault(self._steps, f"{where} {self._steps}", what, tuple(self._scene.log[-LAST_CALLS:])))
 
     def _report(self, seconds: float) -> SoakReport:
-        growth, (replays, captures) = self._growth(), self._counters()
+        growth, counters = self._growth(), self._scene.runner.counters
         return SoakReport(
             seed=self._seed,
             steps=self._steps,
-            replays=replays,
-            captures=captures,
+            replays=counters.replays,
+            captures=counters.captures,
             ways=dict(sorted(self._ways.items())),
             reopens=self._reopens,
             actions={name: self._actions[name] for name in self._verbs},

@@ -21,7 +21,7 @@ from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.step import Step
-from rocm_lab.soak.calls import REFUSED, in_another_thread
+from rocm_lab.soak.calls import LAST_CALLS, REFUSED, in_another_thread
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.judge import Played
 from rocm_lab.soak.model import attend_turned, looked_up
@@ -128,7 +128,7 @@ def judged_step(
     scene.stored(seqs)
     padding = scene.runtime.padding
     shape = padding.shape(batch, pad_to) if halves == 1 else padding.split_shape(batch, pad_to)
-    scene.played(Played.of(scene.turn, scene.model, scene.oracle, what, seqs, given, shape))
+    scene.played(Played.of(scene.turn, scene.log[-LAST_CALLS:], scene.model, scene.oracle, what, seqs, given, shape))
     return True
 
 
@@ -540,10 +540,10 @@ def draft_runner(scene: Scene) -> None:
     drafts = scene.rng.choice(scene.options.drafts)
     seqs, batch = _round_of(scene, drafts)
     if scene.rng.random() < 0.2:
-        scene.call("a round", lambda: scene.runner.run(batch), wrong="the runner has no draft model")
+        scene.call("a round", lambda: scene.without_drafts.run(batch), wrong="the runner has no draft model")
         return
     halves = scene.rng.choice((1, 1, 2))
-    given = scene.call(f"drafter.run of {drafts}", lambda: scene.drafter.run(batch, halves=halves))
+    given = scene.call(f"a round of {drafts} by the runner", lambda: scene.runner.run(batch, halves=halves))
     if given is not REFUSED and scene.open is None:
         _drafted(scene, drafts, seqs)
         for step in range(drafts.steps):

@@ -111,7 +111,7 @@ def mark_stored(scene: Scene) -> None:
     kv_len = scene.rng.choice((length, max(0, length - 2), scene.room(row) + 1, -1, 2**32))
     rows = [row] * scene.rng.choice((1, 1, 1, 2))
     bad = row not in scene.oracle.kv or not 0 <= kv_len <= scene.room(row) or len(rows) > 1
-    has_more = not bad and kv_len > scene.runtime.table.tokens.stored_len[row]
+    has_more = not bad and kv_len > _stored_len(scene, row)
     given = scene.call(
         f"mark_stored({rows}, {kv_len})",
         lambda: scene.runtime.table.mark_stored(rows, [kv_len] * len(rows)),
@@ -131,7 +131,8 @@ def keep(scene: Scene) -> None:
     full = scene.length(row) // scene.page_size
     first, last = (0, full) if rng.random() < 0.7 else (rng.randint(0, 1), full + 1)
     bad = row not in scene.oracle.kv or last > full
-    bad = bad and row not in scene.unsure and first < last
+    # Where a path was moved, the places after it count as stored.
+    bad = bad and row not in scene.unsure and first < last and _stored_len(scene, row) <= scene.length(row)
     table = scene.runtime.table.kept
     free, due = table.num_free_states, np.zeros(0, np.bool_)
     if row in scene.oracle.kv:
@@ -162,6 +163,11 @@ def keep(scene: Scene) -> None:
         begin = page_no * scene.page_size
         only_device_knows = scene.going_on.only_device_knows(row, begin + scene.page_size)
         scene.kept[id_] = Kept(page_no, stored, scene.oracle.kv[row][:begin], has_state, only_device_knows)
+
+
+def _stored_len(scene: Scene, row: int) -> int:
+    """Tokens that count as stored in a row, or 0 if it is none."""
+    return int(scene.runtime.table.tokens.stored_len[row]) if row in scene.oracle.kv else 0
 
 
 def _out_of_windows(scene: Scene, row: int, first: int, last: int) -> int:

@@ -165,7 +165,7 @@ def masks_and_rounds(scene: Scene) -> None:
     round_ = draft_batch([seq.row for seq in seqs], [seq.begin for seq in seqs], CHAIN, first)
     why = "states go on token after token"
     scene.call("a step with a mask", lambda: finish_by_hand(scene, scene.runtime.step(masked), masked), wrong=why)
-    scene.call("a round of drafts", lambda: scene.drafter.run(round_), wrong=why)
+    scene.call("a round of drafts", lambda: scene.runner.run(round_), wrong=why)
 
 
 def filled_from_elsewhere(scene: Scene) -> None:

@@ -75,7 +75,6 @@ def scenes(device: torch.device) -> tuple[list[object], list[Tensor | np.ndarray
         recorded_fill(engine)
     held = [
         plain.runner,
-        plain.drafter,
         plain.compiled,
         plain.movers.exporter,
         plain.movers.importer,

@@ -105,7 +105,7 @@ def expanded(scene: Scene) -> None:
 def captures(scene: Scene) -> None:
     """Every graph is made, or one of them."""
     one = partial(scene.runner.capture, capture_shapes(scene.runtime.padding)[-1:])
-    ways: tuple[Callable[[], object], ...] = (scene.runner.capture_all, scene.drafter.capture_all, one)
+    ways: tuple[Callable[[], object], ...] = (scene.runner.capture_all, one)
     scene.call("capture", scene.one_of("captures", ways))
 
 

@@ -280,7 +280,7 @@ def test_an_output_that_is_not_written_once_is_found(monkeypatch: pytest.MonkeyP
         original(*inputs, torch.empty_like(out) if skipped() else out, lse)
 
     wrap(monkeypatch, StepLayers, "store_and_attend", store_and_attend)
-    assert "is not finite" in str(found(ALMOST_ALL_EAGER))
+    assert re.search("is not finite|a padded token's output", str(found(ALMOST_ALL_EAGER)))
 
 
 def test_a_wrong_last_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +410,7 @@ def test_the_command_soaks_recurrent_layers(capsys: pytest.CaptureFixture[str]) 
 def test_the_command_soaks_deterministic_mode_and_says_how_to_find_it_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["soak", "--steps", "25", "--seed", "0", "--device", "cpu", "--json", "--deterministic"]
+    arguments = ["soak", "--steps", "100", "--seed", "0", "--device", "cpu", "--json", "--deterministic"]
     assert main(arguments) == DONE
     report = json.loads(capsys.readouterr().out)["report"]
     assert report["deterministic"]

@@ -37,7 +37,8 @@ class ServedAlone:
             deterministic=True,
         )
         recurrent = replace(scene.setting.recurrent, checkpoints=0)
-        self._runtime = build_runtime(scene.setting.problems, options, recurrent, device=scene.device)
+        guards = scene.runtime.guards
+        self._runtime = build_runtime(scene.setting.problems, options, recurrent, device=scene.device, guards=guards)
         for layer in range(len(scene.setting.problems)):
             self._runtime.head_weights.set(layer, scene.runtime.head_weights.of(layer))
         self._runner = StepRunner(self._runtime, self._model.forward, None)

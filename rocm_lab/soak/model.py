@@ -189,7 +189,7 @@ class Model:
 
     def forward(self, step: Part) -> Tensor:
         """float32 [S, everything that the last token of a sequence gets]."""
-        entry = self._begin(step)
+        entry = self.begin(step)
         rows = []
         for number, layer in enumerate(self.layers):
             q, k, v = layer.of(entry)
@@ -209,7 +209,7 @@ class Model:
 
     def forward_apart(self, steps: list[Part]) -> list[Tensor]:
         """The same for steps that run at once: layer by layer in turn, and every layer stores before it attends."""
-        entries = [self._begin(step) for step in steps]
+        entries = [self.begin(step) for step in steps]
         rows: list[list[Tensor]] = [[] for _ in steps]
         for number, layer in enumerate(self.layers):
             for step, entry in zip(steps, entries, strict=True):
@@ -225,7 +225,7 @@ class Model:
                 kept.append(each.run(step, number, entry))
         return [torch.cat(kept, 1) for kept in rows]
 
-    def _begin(self, step: Part) -> Tensor:
+    def begin(self, step: Part) -> Tensor:
         """Note what the step says of its tokens; the entry that each takes."""
         num_seqs = step.last_token_of_seq.shape[0]
         self.token_ids[step.tokens] = step.token_ids

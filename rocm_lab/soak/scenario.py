@@ -26,7 +26,7 @@ STEPS: Mapping[str, Callable[[Scene], None]] = {
     "share": shown_verbs.step_sharing_prefixes,
     "verify": shown_verbs.verify_drafts,
     "tree": serving.trees,
-    "draft": step_verbs.draft_runner,
+    "draft": serving.rounds,
     "mask": shown_verbs.step_with_mask,
     "spans": shown_verbs.step_with_spans,
     "any": step_verbs.run_graphed,  # also of rows that are none, and of tokens that were stored before
@@ -194,7 +194,7 @@ class Scenario:
             drafts=self.rounds if self.weights.get("draft", 0) > 0 else (),
         )
         return Setting(
-            list(_problems(dtype, self.page_size, custom_mask=can_mask)),
+            _problems(dtype, self.page_size, custom_mask=can_mask),
             options,
             has_graphs=True,
             recurrent=recurrent,
@@ -204,35 +204,11 @@ class Scenario:
         )
 
 
-def _problems(dtype: torch.dtype, page_size: int, *, custom_mask: bool) -> tuple[Problem, Problem]:
+def _problems(dtype: torch.dtype, page_size: int, *, custom_mask: bool) -> list[Problem]:
     """Returns two layers that share only the page size, so that a step has two kernels and two schedules.
 
     The second has a window that sequences outgrow, and so a pool of its own, a soft cap and sinks.
     """
-    return (
-        Problem(
-            num_q_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            v_head_dim=16,
-            dtype=dtype,
-            page_size=page_size,
-            scale=0.25,
-            custom_mask=custom_mask,
-            wants_lse=True,
-        ),
-        Problem(
-            num_q_heads=3,
-            num_kv_heads=1,
-            head_dim=24,
-            v_head_dim=8,
-            dtype=dtype,
-            page_size=page_size,
-            scale=0.2,
-            window_left=13,
-            logits_soft_cap=2.0,
-            has_sinks=True,
-            custom_mask=custom_mask,
-            wants_lse=True,
-        ),
-    )
+    full = Problem(4, 2, 16, dtype, page_size, v_head_dim=16, scale=0.25, custom_mask=custom_mask, wants_lse=True)
+    windowed = replace(full, num_q_heads=3, num_kv_heads=1, head_dim=24, v_head_dim=8, scale=0.2, window_left=13)
+    return [full, replace(windowed, logits_soft_cap=2.0, has_sinks=True)]

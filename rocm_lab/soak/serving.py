@@ -11,10 +11,12 @@ from rocm_attn.errors import OutOfPages
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.step_verbs import (
+    after_round,
     by_runner,
     by_runner_in_halves,
     judged_step,
     move_paths,
+    round_by_runner,
     tree_over,
     verify_trees,
 )
@@ -61,6 +63,13 @@ def trees(scene: Scene) -> None:
         unsure = set(scene.unsure)
         move_paths(scene, scene.verified, [], "")
         scene.unsure = unsure  # an accepted path must go on
+
+
+def rounds(scene: Scene) -> None:
+    """A round of drafts, none of which is kept but those of chains."""
+    drafts = scene.rng.choice(scene.options.drafts)
+    seqs = _with_room(scene, after_round(scene, _rows(scene), drafts))
+    round_by_runner(scene, [seq.row for seq in seqs], drafts)
 
 
 def _chunk(scene: Scene) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from rocm_attn.errors import RocmAttnError, WrongState
+from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.paging.page_table import PageTable
 from rocm_lab.soak.alone import ServedAlone
@@ -170,14 +171,22 @@ class Soak:
 
     seed:     of all random choices
     provider: "auto", "torch" or "triton"
+    guards:   not given, those of the environment
     """
 
     def __init__(
-        self, scenario: Scenario, *, seed: int, device: torch.device, provider: str, dtype: torch.dtype
+        self,
+        scenario: Scenario,
+        *,
+        seed: int,
+        device: torch.device,
+        provider: str,
+        dtype: torch.dtype,
+        guards: Guards | None = None,
     ) -> None:
         self._scenario, self._seed = scenario, seed
         setting = scenario.setting(dtype, provider)
-        self._scene = Scene("soak", seed, device, None, lambda *_: setting)
+        self._scene = Scene("soak", seed, device, guards, lambda *_: setting)
         self._draw = random.Random(seed)
         self._alone = ServedAlone(self._scene, scenario.alone_every) if scenario.deterministic else None
         if self._alone is not None:

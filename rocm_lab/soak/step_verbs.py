@@ -74,22 +74,6 @@ def reserve_for(scene: Scene, seqs: list[Seq]) -> None:
                 return
 
 
-def plain_step(scene: Scene, run: Callable[[Scene, StepBatch], Tensor], what: str) -> None:
-    """A whole step in some way."""
-    seqs, wrong = new_tokens(scene, scene.some())
-    try:
-        batch = scene.batch(seqs)
-    except RocmAttnError:
-        return
-    given = scene.call(what, lambda: run(scene, batch), wrong=wrong)
-    if scene.open is None and given is not REFUSED:
-        scene.staged(batch, seqs)
-        scene.stored(seqs)
-        scene.compare_rows(what, seqs, given)
-    elif scene.open is None:
-        scene.last = None
-
-
 def padded_step(scene: Scene, run: Run, what: str, halves: int = 1) -> None:
     """A whole step, sometimes padded beyond what the ladder pads it to."""
     seqs, wrong = new_tokens(scene, scene.some())
@@ -169,11 +153,11 @@ def step_halves(scene: Scene) -> None:
 def step_compiled(scene: Scene) -> None:
     """The same by the calls that compiled forwards make."""
 
-    def run(scene: Scene, batch: StepBatch) -> Tensor:
-        with scene.runtime.stage(batch) as step:
+    def run(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+        with scene.runtime.stage(batch, scene.runtime.plan(batch, pad_to)) as step:
             calls = scene.compiled.of(step.parts[0])
             calls.fill()
-            entry, rows = scene.model.entries(step.parts[0]), []
+            entry, rows = scene.model.begin(step.parts[0]), []
             for number, layer in enumerate(scene.model.layers):
                 q, k, v = layer.of(entry)
                 out, lse = layer.room(q)
@@ -186,25 +170,25 @@ def step_compiled(scene: Scene) -> None:
             rows += scene.model.recur(step.parts[0], entry)
         return torch.cat(rows, 1)[: batch.num_seqs]
 
-    plain_step(scene, run, "a step by compiled layers")
+    padded_step(scene, run, "a step by compiled layers")
 
 
 def step_with_rows_worked(scene: Scene) -> None:
     """A step whose rows are turned, by 0, as they are stored or before, by its layers or by those of compiled code."""
 
-    def run(scene: Scene, batch: StepBatch) -> Tensor:
-        with scene.runtime.step(batch) as step:
+    def run(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+        with scene.runtime.step(batch, scene.runtime.plan(batch, pad_to)) as step:
             part = step.parts[0]
             compiled = scene.compiled.of(part)
             ways = ((part.layers, True), (compiled, True), (part.layers, False), (compiled, False))
             calls, apart = scene.one_of("layers", ways)
-            entry, rows = scene.model.entries(part), []
+            entry, rows = scene.model.begin(part), []
             for number, layer in enumerate(scene.model.layers):
                 out, lse = attend_turned(calls, number, layer, entry, apart=apart or scene.is_latent)
                 rows.append(layer.keep(part, out, lse))
         return torch.cat(rows, 1)[: batch.num_seqs]
 
-    plain_step(scene, run, "a step whose rows are turned")
+    padded_step(scene, run, "a step whose rows are turned")
 
 
 def run_graphed(scene: Scene) -> None:
@@ -235,10 +219,10 @@ def run_eagerly(scene: Scene) -> None:
 def step_of_a_thread(scene: Scene) -> None:
     """A step by another thread: refused while this one has one."""
 
-    def run(scene: Scene, batch: StepBatch) -> Tensor:
-        return in_another_thread(lambda: finish_by_hand(scene, scene.runtime.step(batch), batch))
+    def run(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+        return in_another_thread(lambda: by_hand(scene, batch, pad_to))
 
-    plain_step(scene, run, "a step of another thread")
+    padded_step(scene, run, "a step of another thread")
 
 
 def lengths_on_device(scene: Scene) -> None:
@@ -538,7 +522,19 @@ def draft_tree(scene: Scene) -> None:
 def draft_runner(scene: Scene) -> None:
     """A round by a runner, as a graph where there are some; or by one without a draft model, which refuses it."""
     drafts = scene.rng.choice(scene.options.drafts)
-    seqs, batch = _round_of(scene, drafts)
+    rows = scene.some(3)
+    reserve_for(scene, after_round(scene, rows, drafts))
+    round_by_runner(scene, rows, drafts)
+
+
+def after_round(scene: Scene, rows: list[int], drafts: Drafts) -> list[Seq]:
+    """Sequences that need the room of a round."""
+    return [Seq(row, scene.length(row), [1] * drafts.tokens) for row in rows]
+
+
+def round_by_runner(scene: Scene, rows: list[int], drafts: Drafts) -> None:
+    """Runs a round of rows that have room for it."""
+    seqs, batch = _round_of(scene, rows, drafts)
     if scene.rng.random() < 0.2:
         scene.call("a round", lambda: scene.without_drafts.run(batch), wrong="the runner has no draft model")
         return
@@ -551,10 +547,8 @@ def draft_runner(scene: Scene) -> None:
             scene.compare_draft(seqs, drafts, step, given[:, step * width : (step + 1) * width], draft_parent)
 
 
-def _round_of(scene: Scene, drafts: Drafts) -> tuple[list[Seq], StepBatch]:
-    rows = scene.some(3)
+def _round_of(scene: Scene, rows: list[int], drafts: Drafts) -> tuple[list[Seq], StepBatch]:
     seqs = [Seq(row, scene.length(row), [draft_id(0, 0)]) for row in rows]
-    reserve_for(scene, [Seq(seq.row, seq.begin, [1] * drafts.tokens) for seq in seqs])
     ids = [int(draft_id(0, branch)) for _ in seqs for branch in range(drafts.branches)]
     scene.last = scene.verified = None
     return seqs, draft_batch([seq.row for seq in seqs], [seq.begin for seq in seqs], drafts, ids)
@@ -570,8 +564,9 @@ def _drafted(scene: Scene, drafts: Drafts, seqs: list[Seq]) -> None:
 
 
 def _round(scene: Scene, drafts: Drafts) -> None:
-    rng = scene.rng
-    seqs, batch = _round_of(scene, drafts)
+    rng, rows = scene.rng, scene.some(3)
+    reserve_for(scene, after_round(scene, rows, drafts))
+    seqs, batch = _round_of(scene, rows, drafts)
     order = list(range(drafts.steps))
     if rng.random() < 0.4:
         order = rng.choice((order[::-1], order[1:], [order[0], order[-1]], [order[0], order[0], *order[1:]]))

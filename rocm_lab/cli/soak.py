@@ -25,13 +25,14 @@ def run(options: argparse.Namespace) -> None:
     if options.speculative and options.recurrent:
         raise BadSetting("--speculative drafts trees, and states of --recurrent go on token after token; leave one out")
     scenario = Scenario.of_seed(options.seed, LONG_KV_LEN if options.deterministic else SHORT_KV_LEN)
+    scenario = scenario.speculative() if options.speculative else scenario
+    scenario = scenario.with_states() if options.recurrent else scenario
     soak = Soak(
-        scenario.speculative() if options.speculative else scenario.with_states() if options.recurrent else scenario,
+        scenario.in_order() if options.deterministic else scenario,
         seed=options.seed,
         device=device,
         provider=options.provider,
         dtype=getattr(torch, dtype_name),
-        deterministic=options.deterministic,
     )
     machine = describe_machine()  # before the soak: the checkout may move while it runs
     try:

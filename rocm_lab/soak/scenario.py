@@ -1,40 +1,69 @@
-"""The settings of a soak: the actions that can be drawn, their weights, and the sizes of pools, steps and requests."""
+"""The settings of a soak: the verbs that are drawn, how often, and the sizes of pools, steps and requests."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.errors import BadSetting
+from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
+from rocm_attn.problem import Problem
+from rocm_attn.step.options import RuntimeOptions
+from rocm_lab.soak import serving, shown_verbs, step_verbs, table_verbs
+from rocm_lab.soak.recurrences import recurrent_forms
+from rocm_lab.soak.scene import Scene
+from rocm_lab.soak.setting import Setting
 
-
-class Action(enum.Enum):
-    """Actions that can be drawn. The first ones change the table; the others are steps."""
-
-    ADMIT = "admit"  # a request with a new prompt
-    RESUME = "resume"  # a preempted request, to be computed again
-    FORK = "fork"  # requests that share the first tokens of another
-    KEEP = "keep"  # the full pages of a request are kept when it ends
-    BEGIN = "begin"  # a request over kept pages, possibly of several requests that began alike
-    DROP = "drop"  # kept pages are dropped, or only those of the SWA space
-    RESERVE = "reserve"  # pages that no step needs yet
-    REJECT = "reject"  # the last tokens of a request are taken back, as after a verify step
-    ABORT = "abort"
-    PREEMPT = "preempt"
-    DECODE = "decode"  # one new token in each sequence
-    SHARE = "share"  # the same, but shared prefixes are read once for all sequences that share them
-    VERIFY = "verify"  # the same few new tokens in each sequence
-    DRAFT = "draft"  # a round of drafts of each sequence, none of which is kept
-    TREE = "tree"  # trees of drafts, each with a mask; the tokens of a path from the first one on are kept
-    EXTEND = "extend"  # chunks of a few sequences
-    MIXED = "mixed"  # up to two chunks among decodes and idle sequences
-    IDLE = "idle"  # no new token in any sequence
-    EMPTY = "empty"  # no sequence
-
-
-_STEPS = tuple(Action)[list(Action).index(Action.DECODE) :]
+STEPS: Mapping[str, Callable[[Scene], None]] = {
+    "decode": serving.decode,
+    "extend": serving.extend,
+    "mixed": serving.mixed,
+    "idle": serving.idle,
+    "empty": serving.empty,
+    "share": shown_verbs.step_sharing_prefixes,
+    "verify": shown_verbs.verify_drafts,
+    "tree": serving.trees,
+    "draft": serving.rounds,
+    "mask": shown_verbs.step_with_mask,
+    "spans": shown_verbs.step_with_spans,
+    "any": step_verbs.run_graphed,  # also of rows that are none, and of tokens that were stored before
+}
+CHANGES: Mapping[str, Callable[[Scene], None]] = {
+    "admit": table_verbs.admit,
+    "fork": table_verbs.fork,
+    "keep": table_verbs.keep,
+    "begin": table_verbs.admit_over,
+    "drop": table_verbs.drop,
+    "reserve": table_verbs.reserve,
+    "truncate": table_verbs.truncate,
+    "free": table_verbs.free,
+}
+_OF_MASKS = ("tree", "draft", "mask", "spans")
+_WEIGHTS: Mapping[str, float] = {
+    "decode": 8,
+    "extend": 3,
+    "mixed": 4,
+    "idle": 0.4,
+    "empty": 0.3,
+    "share": 4,
+    "verify": 2,
+    "tree": 2,
+    "draft": 2,
+    "mask": 0.5,
+    "spans": 0.5,
+    "any": 1,
+    "admit": 6,
+    "fork": 1.5,
+    "keep": 2.5,
+    "begin": 4,
+    "drop": 0.5,
+    "reserve": 1,
+    "truncate": 0.5,
+    "free": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +78,6 @@ class Ladders:
 # kernels, so that deterministic sums are split.
 SHORT_KV_LEN, LONG_KV_LEN = 80, 200
 
-_WEIGHTS: Mapping[Action, float] = {
-    Action.ADMIT: 5,
-    Action.RESUME: 2,
-    Action.FORK: 1.5,
-    Action.KEEP: 2.5,
-    Action.BEGIN: 4,
-    Action.DROP: 0.5,
-    Action.RESERVE: 1,
-    Action.REJECT: 1,
-    Action.ABORT: 1,
-    Action.PREEMPT: 0.5,
-    Action.DECODE: 8,
-    Action.SHARE: 4,
-    Action.VERIFY: 2,
-    Action.DRAFT: 0,
-    Action.TREE: 2,
-    Action.EXTEND: 3,
-    Action.MIXED: 4,
-    Action.IDLE: 0.4,
-    Action.EMPTY: 0.3,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -81,20 +88,16 @@ class Scenario:
     max_num_seqs:         sequences of a step
     max_num_rows:         requests at a time
     max_kv_len:           tokens of a request
-    vocabulary:           token ids, the reserved id 0 included
     ladders:              capture sizes; each reopen uses the next
     reopen_every:         steps between two reopens
     audit_every:          steps between two audits of tables and pages
-    max_unchecked:        steps that may have been launched before their results are compared
-    verify_len:           new tokens of a sequence in verify steps, and the most that are taken back later
-    tree_len:             most new tokens of a sequence in steps of trees, which take rejected ones back themselves
+    most_unjudged:        steps that may have been launched before their results are compared
+    num_drafts:           new tokens of a sequence in verify steps, of which any number is taken back
+    most_nodes:           of a tree of drafts
     rounds:               of drafts, of which one is drawn each time
-    chunk_lens:           smallest and largest chunk
-    pad_chance:           the probability that a step's padding is forced
-    split_every:          one step in this many runs as two halves, unless it shares prefixes
-    alone_every:          in deterministic mode, one step in this many has a sequence that is served alone too
-    weights:              how often each action is drawn
-    recurrent:            whether the model has recurrent layers next to those that attend; checkpoints: of their states
+    weights:              how often each verb is drawn
+    deterministic:        whether the runtime is; alone_every: one step in this many has a sequence served alone too
+    checkpoints:          of the states of recurrent layers; 0: there are no such layers
     """
 
     page_size: int = 4
@@ -103,7 +106,6 @@ class Scenario:
     max_num_seqs: int = 10
     max_num_rows: int = 12
     max_kv_len: int = SHORT_KV_LEN
-    vocabulary: int = 40
     ladders: tuple[Ladders, ...] = (
         Ladders((2, 4, 8), (4, 24)),
         Ladders((1, 3, 6), (16,)),
@@ -111,17 +113,14 @@ class Scenario:
     )
     reopen_every: int = 1000
     audit_every: int = 50
-    max_unchecked: int = 8
-    verify_len: int = 3
-    tree_len: int = 6
+    most_unjudged: int = 8
+    num_drafts: int = 3
+    most_nodes: int = 6
     rounds: tuple[Drafts, ...] = (Drafts(1, 3), Drafts(3, 2), Drafts(2, 3))
-    chunk_lens: tuple[int, int] = (2, 20)
-    pad_chance: float = 0.15
-    split_every: int = 4
+    weights: Mapping[str, float] = field(default_factory=lambda: dict(_WEIGHTS))
+    deterministic: bool = False
     alone_every: int = 3
-    weights: Mapping[Action, float] = field(default_factory=lambda: dict(_WEIGHTS))
-    recurrent: bool = False
-    checkpoints: int = 6
+    checkpoints: int = 0
 
     def __post_init__(self) -> None:
         for pages, knob in ((self.num_pages - 1, "num_pages"), (self.swa_pages, "swa_pages")):
@@ -130,7 +129,7 @@ class Scenario:
                     f"{pages} pages of {self.page_size} tokens do not hold one request of {self.max_kv_len}; "
                     f"raise {knob}"
                 )
-        if not any(self.weights.get(step, 0) > 0 for step in _STEPS):
+        if not any(self.weights.get(step, 0) > 0 for step in STEPS):
             raise BadSetting("no step has a weight; give at least one of them a positive one")
 
     @classmethod
@@ -146,46 +145,70 @@ class Scenario:
         )
 
     def speculative(self) -> Scenario:
-        """Returns a scenario that mostly drafts and verifies chains and trees, with many rejections and preemptions."""
-        more = {
-            Action.DRAFT: 12.0,
-            Action.TREE: 14.0,
-            Action.VERIFY: 5.0,
-            Action.REJECT: 4.0,
-            Action.PREEMPT: 1.5,
-            Action.DECODE: 2.0,
-            Action.SHARE: 1.5,
-            Action.EXTEND: 2.0,
-            Action.MIXED: 2.0,
-        }
-        return replace(self, weights={**self.weights, **more}, tree_len=9)
+        """Returns a scenario that mostly drafts and verifies chains and trees."""
+        more = {"draft": 12.0, "tree": 14.0, "verify": 9.0, "decode": 2.0, "share": 1.5, "extend": 2.0, "mixed": 2.0}
+        return replace(self, weights={**self.weights, **more}, most_nodes=9)
 
     def with_states(self) -> Scenario:
         """Returns a scenario of a model with recurrent layers, with more drafts of chains that are taken back.
 
-        Their states go on token after token, so that there are no trees and no rounds of drafts.
+        Their states go on token after token, so that there are no masks and no rounds of drafts.
         """
-        more = {Action.VERIFY: 6.0, Action.REJECT: 4.0, Action.KEEP: 5.0, Action.TREE: 0.0, Action.DRAFT: 0.0}
-        return replace(self, weights={**self.weights, **more}, recurrent=True)
+        more = {"verify": 8.0, "keep": 5.0}
+        return replace(self.without(*_OF_MASKS), checkpoints=6).weighing(more)
 
-    def without(self, action: Action) -> Scenario:
-        """Returns a scenario in which an action is never drawn."""
-        return replace(self, weights={**self.weights, action: 0.0})
+    def in_order(self) -> Scenario:
+        """Returns a scenario of a deterministic runtime, which has no kernels for masks and shared prefixes."""
+        return replace(self.without("share", *_OF_MASKS), deterministic=True)
 
-    @property
-    def drawn_rounds(self) -> tuple[Drafts, ...]:
-        """The rounds of drafts that are drawn, if any are."""
-        return self.rounds if self.weights.get(Action.DRAFT, 0) > 0 else ()
+    def weighing(self, weights: Mapping[str, float]) -> Scenario:
+        """Returns a scenario in which these verbs have other weights."""
+        return replace(self, weights={**self.weights, **weights})
 
-    @property
-    def most_seqs(self) -> int:
-        """An upper bound of the sequences of a padded step."""
-        # Drawn padding exceeds the sizes by 3 at most, and halves are equal.
-        return 4 + max(self.max_num_seqs, *(max(ladders.seqs) for ladders in self.ladders))
+    def without(self, *verbs: str) -> Scenario:
+        """Returns a scenario in which these verbs are never drawn."""
+        return self.weighing(dict.fromkeys(verbs, 0.0))
 
-    @property
-    def max_tokens(self) -> int:
-        """An upper bound of the tokens of a padded step."""
-        # One more than the number of sequences, because both halves of a split step are padded to the larger one.
-        most = max(*self.chunk_lens, self.verify_len, self.tree_len) * (self.max_num_seqs + 1)
-        return max(most, 2 * max(max(*ladders.seqs, *ladders.tokens) for ladders in self.ladders))
+    def setting(self, dtype: torch.dtype, provider: str) -> Setting:
+        """Returns what the runtime is built from."""
+        recurrent = NO_RECURRENT_LAYERS
+        if self.checkpoints:
+            forms = recurrent_forms(dtype)
+            recurrent = RecurrentLayers(forms, kept=self.num_drafts, checkpoints=self.checkpoints)
+        can_mask = not self.deterministic and not self.checkpoints
+        options = RuntimeOptions(
+            num_pages=self.num_pages,
+            # No page id is used in both spaces, so a mix-up meets a page that no request has.
+            swa_pages=self.num_pages + self.swa_pages,
+            first_swa_page=self.num_pages,
+            swa_kept=self.num_drafts,
+            max_num_seqs=self.max_num_seqs,
+            max_num_rows=self.max_num_rows,
+            max_kv_len=self.max_kv_len,
+            provider=provider,
+            capture_sizes=self.ladders[0].seqs,
+            capture_tokens=self.ladders[0].tokens,
+            split_steps=True,
+            deterministic=self.deterministic,
+            shared_prefixes=not self.deterministic,
+            drafts=self.rounds if self.weights.get("draft", 0) > 0 else (),
+        )
+        return Setting(
+            _problems(dtype, self.page_size, custom_mask=can_mask),
+            options,
+            has_graphs=True,
+            recurrent=recurrent,
+            most_unjudged=self.most_unjudged,
+            most_nodes=self.most_nodes,
+            num_drafts=self.num_drafts,
+        )
+
+
+def _problems(dtype: torch.dtype, page_size: int, *, custom_mask: bool) -> list[Problem]:
+    """Returns two layers that share only the page size, so that a step has two kernels and two schedules.
+
+    The second has a window that sequences outgrow, and so a pool of its own, a soft cap and sinks.
+    """
+    full = Problem(4, 2, 16, dtype, page_size, v_head_dim=16, scale=0.25, custom_mask=custom_mask, wants_lse=True)
+    windowed = replace(full, num_q_heads=3, num_kv_heads=1, head_dim=24, v_head_dim=8, scale=0.2, window_left=13)
+    return [full, replace(windowed, logits_soft_cap=2.0, has_sinks=True)]

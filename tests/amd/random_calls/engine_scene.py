@@ -17,13 +17,13 @@ from rocm_attn.integrations.compiled import compiled_layers
 from rocm_attn.paging.adopted import CsrSource, Source, TableSource, TableUnit
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, NewLengths
-from tests.amd.random_calls.calls import Calls
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.model import Model
-from tests.amd.random_calls.movers import Movers, Sent
-from tests.amd.random_calls.oracle import UNKNOWN, Oracle
-from tests.amd.random_calls.scene import make_exact
-from tests.amd.random_calls.seq import Seq
+from rocm_lab.soak.calls import Calls
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.model import Model
+from rocm_lab.soak.movers import Movers, Sent
+from rocm_lab.soak.oracle import UNKNOWN, Oracle
+from rocm_lab.soak.scene import make_exact
+from rocm_lab.soak.seq import Seq
 
 ENGINE_KINDS = ("in place", "gathered", "slots", "lists", "watched")
 PAGE, WIDTH, ROWS, NUM_PAGES = 4, 12, 8, 60

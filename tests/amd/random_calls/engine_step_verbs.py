@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rocm_attn.external import Bounds
 from rocm_attn.step.external_step import ONE_EACH, BoolCells, DeviceSpans, ExternalStep
-from tests.amd.random_calls.calls import REFUSED, in_another_thread
+from rocm_lab.soak.calls import REFUSED, in_another_thread
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.model import attend_turned
+from rocm_lab.soak.oracle import UNKNOWN
+from rocm_lab.soak.seq import Seq
 from tests.amd.random_calls.engine_scene import MOST_SEQS, NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene, Graph
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.model import attend_turned
-from tests.amd.random_calls.oracle import UNKNOWN
-from tests.amd.random_calls.seq import Seq
 
 # Whole steps
 

@@ -8,12 +8,12 @@ import torch
 
 from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.paging.index_spaces import Space
-from tests.amd.random_calls.calls import REFUSED
+from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.movers import Sent
+from rocm_lab.soak.seq import Seq
 from tests.amd.random_calls.engine_scene import NUM_PAGES, PAGE, ROWS, WIDTH, EngineScene
 from tests.amd.random_calls.engine_step_verbs import replayed, right, run, wrong
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.movers import Sent
-from tests.amd.random_calls.seq import Seq
 
 # Tables and pages
 

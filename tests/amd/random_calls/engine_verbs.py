@@ -10,12 +10,12 @@ from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.watch.shadow_check import shadow_check
+from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.oracle import UNKNOWN
+from rocm_lab.soak.seq import Seq
 from tests.amd.random_calls import engine_step_verbs, engine_table_verbs
-from tests.amd.random_calls.calls import REFUSED
 from tests.amd.random_calls.engine_scene import MOST_SEQS, PAGE, ROWS, WIDTH, EngineScene
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.oracle import UNKNOWN
-from tests.amd.random_calls.seq import Seq
 
 Verb = Callable[[EngineScene], None]
 

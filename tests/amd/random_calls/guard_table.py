@@ -12,9 +12,7 @@ import argparse
 import datetime
 import json
 import logging
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,16 +26,20 @@ from typing import TypeVar
 import torch
 
 from rocm_attn.guards.registry import GUARDS, Guards
-from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS
 from rocm_lab.bench.machine import commit
+from rocm_lab.soak.scenario import LONG_KV_LEN, Scenario
+from rocm_lab.soak.soak import Soak, SoakFailed
 from tests.amd.random_calls.__main__ import prepare
 from tests.amd.random_calls.pairs import is_found
 
 PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
 BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"
-SHORTEST_SOAK = 25
-# Safeguard -> the option of the soak in which there is something for it to do.
-SOAKS = {"cut_points": ["--deterministic"], "state_lineage": ["--recurrent"]}
+# Safeguard -> the soak in which there is something for it to do.
+SOAKS = {
+    "cut_points": Scenario.of_seed(0, LONG_KV_LEN).in_order(),
+    "state_lineage": Scenario.of_seed(0).with_states(),
+    "mask_room": Scenario.of_seed(0).speculative(),
+}
 _T = TypeVar("_T")
 
 _SELECTS = "no layer of these runs selects keys: tests/amd/guards/test_selections.py"
@@ -46,7 +48,6 @@ _STAYS = "no page of these runs moves to host memory: tests/amd/guards/test_host
 UNSEEN = {
     **dict.fromkeys(("fresh_selection", "selection_place"), _SELECTS),
     **dict.fromkeys(("host_bytes", "host_lineage"), _STAYS),
-    "mask_room": "masks have room for 1,024 older keys and more; `rocm-attn soak --speculative` finds it",
     "row_zero": "no call of the API changes row 0, and the pads of an update have no cell",
     "table_tails": "read by AITER's kernels alone: those of torch and Triton read no entry after the last page",
     "sealed_growth": "refuses what the planner does not ask for: a step above the captured sizes uses other memory",
@@ -69,7 +70,7 @@ class Row:
     """The findings with a safeguard off.
 
     by_driver: the seed at which the tester found it; None: not
-    by_soak:   the steps of a soak in which it was found; None: in none
+    by_soak:   the step of a soak at which it was found; None: at none
     """
 
     guard: str
@@ -79,7 +80,7 @@ class Row:
     def line(self, device_type: str) -> str:
         """A row of the table of a kind of device."""
         tester = "-" if self.by_driver is None else f"seed {self.by_driver}"
-        soak = "-" if self.by_soak is None else f"within {self.by_soak:,} steps"
+        soak = "-" if self.by_soak is None else f"step {self.by_soak:,}"
         reasons = {**UNSEEN, **UNSEEN_ON[device_type]}
         why = reasons.get(self.guard, "") if self.by_driver is None and self.by_soak is None else ""
         return f"| `{self.guard}` | {tester} | {soak} | {why} |"
@@ -111,33 +112,23 @@ def alone(function: Callable[..., _T], *arguments: object) -> _T:
         return pool.submit(function, *arguments).result()
 
 
-def found_by_soak(guard: str, steps: int, device: str) -> int | None:
-    """Steps, rounded up to a soak's length, until the soak finds something without the safeguard.
-
-    Raises RuntimeError for a soak that ends as none should.
-    """
-    environment = {**os.environ, DEBUG: "1", DISABLE_GUARDS: guard}
-    length = SHORTEST_SOAK
-    while True:
-        length = min(length, steps)
-        soak = [sys.executable, "-m", "rocm_attn.cli", "soak", "--steps", str(length), "--device", device]
-        done = subprocess.run(
-            [*soak, *SOAKS.get(guard, ())], env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode == 1:
-            return length
-        if done.returncode:
-            raise RuntimeError(f"the soak without {guard} ended with {done.returncode}: {done.stderr[-2000:]}")
-        if length == steps:
-            return None
-        length *= 4
+def found_by_soak(guard: str, steps: int, device: torch.device) -> int | None:
+    """The step at which a soak finds something without the safeguard."""
+    scenario = SOAKS.get(guard, Scenario.of_seed(0))
+    guards, dtype = Guards().without(guard), torch.float32 if device.type == "cpu" else torch.bfloat16
+    soak = Soak(scenario, seed=0, device=device, provider="auto", dtype=dtype, guards=guards)
+    try:
+        soak.run(steps)
+    except SoakFailed as failed:
+        return failed.finding.step
+    return None
 
 
 def found_without(guard: str, *, seeds: int, seconds: float, steps: int, device: torch.device) -> Row:
     """The tester and the soak without a safeguard."""
     logging.getLogger("rocm_attn").setLevel(logging.ERROR)
     prepare(device)
-    return Row(guard, found_by_drivers(guard, seeds, seconds, device), found_by_soak(guard, steps, str(device)))
+    return Row(guard, found_by_drivers(guard, seeds, seconds, device), found_by_soak(guard, steps, device))
 
 
 def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:

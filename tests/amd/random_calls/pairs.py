@@ -12,15 +12,14 @@ import torch
 
 from rocm_attn.errors import Unsupported
 from rocm_attn.guards.registry import Guards
-from tests.amd.random_calls.calls import Calls
+from rocm_lab.soak.calls import LAST_CALLS, Calls
+from rocm_lab.soak.finding import Outcome, finding_of
+from rocm_lab.soak.scene import Scene
+from rocm_lab.soak.setting import KINDS, STATES_IN_GRAPHS, WITH_STATES
 from tests.amd.random_calls.engine_scene import ENGINE_KINDS, EngineScene
 from tests.amd.random_calls.engine_verbs import ENGINE_VERBS, engine_clear, engine_prefill, engine_settle
-from tests.amd.random_calls.finding import Outcome, finding_of
-from tests.amd.random_calls.scene import Scene
-from tests.amd.random_calls.setting import KINDS, STATES_IN_GRAPHS, WITH_STATES
 from tests.amd.random_calls.verbs import STATE_VERBS, VERBS, clear, prefill, settle
 
-LAST_CALLS = 10
 SEQUENCES_OF_A_SEED = 12
 SEED_OF_STATES = 7
 # A new scene then undoes what verbs leave for good, such as a seal.

@@ -4,7 +4,6 @@ that are filled from elsewhere."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,41 +13,15 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import TreeMask
 from rocm_attn.batch.step_batch import StepBatch, draft_batch
 from rocm_attn.errors import RocmAttnError
-from tests.amd.random_calls.calls import REFUSED
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.hostile_verbs import going_on
-from tests.amd.random_calls.model import HalfWay
-from tests.amd.random_calls.scene import Scene, draft_id
-from tests.amd.random_calls.seq import Seq
-from tests.amd.random_calls.setting import CHAIN, MAX_KV_LEN
-from tests.amd.random_calls.step_verbs import by_hand, by_runner, finish_by_hand, judged_step, reserve_for
-from tests.amd.random_calls.table_verbs import export_pages
-
-
-def verify_drafts(scene: Scene) -> None:
-    """A step of a token and drafts; any number of them is taken back, and the rows go on from there."""
-    rng = scene.rng
-    rows = [row for row in scene.some(3) if scene.surely_goes_on(row)]
-    seqs = [Seq(row, scene.length(row), scene.ids(scene.going_on.kept)) for row in rows]
-    reserve_for(scene, seqs)
-    seqs = [seq for seq in seqs if scene.room(seq.row) >= seq.end]
-    run = rng.choice((by_hand, by_runner))
-    if not seqs or not judged_step(scene, run, "drafts to verify", seqs, scene.batch(seqs)):
-        return
-    is_cut = rng.random() < 0.7
-    later = [Seq(seq.row, rng.randint(seq.begin, seq.end), scene.ids(rng.choice((1, 1, 2, 5)))) for seq in seqs]
-    for seq in later:
-        if is_cut and seq.begin < scene.length(seq.row):
-            cut = partial(scene.runtime.table.truncate, seq.row, seq.begin)
-            scene.call(f"row {seq.row} goes back to {seq.begin}", cut, right=True)
-            scene.changed(seq.row)
-            scene.cut(seq.row, seq.begin)
-    reserve_for(scene, later)
-    if any(scene.room(seq.row) < seq.end for seq in later):
-        return
-    taken = judged_step(scene, run, f"rows go on after drafts, cut: {is_cut}", later, scene.batch(later))
-    if is_cut and not taken and scene.open is None:
-        raise Finding("rows that were cut to accepted drafts do not go on")
+from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.model import HalfWay
+from rocm_lab.soak.scene import Scene, draft_id
+from rocm_lab.soak.seq import Seq
+from rocm_lab.soak.setting import CHAIN
+from rocm_lab.soak.shown_verbs import going_on
+from rocm_lab.soak.step_verbs import by_hand, by_runner, finish_by_hand, judged_step, reserve_for
+from rocm_lab.soak.table_verbs import export_pages
 
 
 def wrong_state(scene: Scene) -> None:
@@ -129,26 +102,25 @@ def recurrent_call(scene: Scene) -> None:
     part, count = step.parts[0], len(scene.model.recurrent)
     number = scene.rng.randrange(count)
     layer = scene.model.recurrent[number]
-    tables = layer.tables
     is_open = scene.open is not None
     entry = scene.model.entries(part)
     wrong = "" if is_open else "its step is over"
 
     def too_few() -> Tensor:
-        return layer.recur(part, number, entry[1:], tables.x[entry[1:]])
+        return layer.recur(part, number, entry[1:], layer.x[entry[1:]])
 
     def recurs() -> Tensor:
-        return layer.recur(part, number, entry, tables.x[entry])
+        return layer.recur(part, number, entry, layer.x[entry])
 
     def convolves() -> Tensor:
-        return tables.convolve(part, number, entry)
+        return layer.convolve(part, number, entry)
 
     ways: tuple[tuple[str, Callable[[], Any], str], ...] = (
-        ("convolves", convolves, wrong if tables.weight.numel() else ""),
+        ("convolves", convolves, wrong if layer.weight.numel() else ""),
         ("recurs with a token too few", too_few, "a token is missing"),
         (
             "is called by a number that there is not",
-            lambda: layer.recur(part, count, entry, tables.x[entry]),
+            lambda: layer.recur(part, count, entry, layer.x[entry]),
             "no such",
         ),
     )
@@ -158,7 +130,7 @@ def recurrent_call(scene: Scene) -> None:
     given = scene.call(f"recurrent layer {number} {name}", call, wrong=why)
     if given is REFUSED or scene.open is None:
         return
-    if tables.weight.numel():
+    if layer.weight.numel():
         scene.stored_in_layer(scene.open, len(scene.model.outputs) + number)
 
 
@@ -193,7 +165,7 @@ def masks_and_rounds(scene: Scene) -> None:
     round_ = draft_batch([seq.row for seq in seqs], [seq.begin for seq in seqs], CHAIN, first)
     why = "states go on token after token"
     scene.call("a step with a mask", lambda: finish_by_hand(scene, scene.runtime.step(masked), masked), wrong=why)
-    scene.call("a round of drafts", lambda: scene.drafter.run(round_), wrong=why)
+    scene.call("a round of drafts", lambda: scene.runner.run(round_), wrong=why)
 
 
 def filled_from_elsewhere(scene: Scene) -> None:
@@ -203,7 +175,7 @@ def filled_from_elsewhere(scene: Scene) -> None:
     if sent is None or not rows or scene.open is not None:
         return export_pages(scene)
     row, kv_len, table, importer = rows[0], sent.extent.kv_len, scene.runtime.table, scene.movers.importer
-    if kv_len > MAX_KV_LEN:
+    if kv_len > scene.options.max_kv_len:
         return None
     scene.call(f"row {row} goes back to its beginning", lambda: table.truncate(row, 0), right=True)
     scene.changed(row)

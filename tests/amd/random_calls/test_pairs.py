@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rocm_attn.guards.registry import Guards
+from rocm_lab.soak.setting import DRAWN
 from tests.amd.random_calls.pairs import ENGINE, SERVER, STATES, Side, drive, is_found, run_triples
-from tests.amd.random_calls.setting import DRAWN
 
 SIDES = (SERVER, ENGINE, STATES)
 PAIRS = [(side, kind, part) for side in SIDES for kind in side.kinds for part in range(1, side.parts)]

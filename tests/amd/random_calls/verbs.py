@@ -14,13 +14,13 @@ from rocm_attn.capture.graphs import capture_shapes
 from rocm_attn.step.accepting import select_last_accepted
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
-from tests.amd.random_calls import hostile_verbs, state_verbs, step_verbs, table_verbs
-from tests.amd.random_calls.calls import REFUSED
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.oracle import UNKNOWN
-from tests.amd.random_calls.scene import Scene
-from tests.amd.random_calls.seq import Seq
-from tests.amd.random_calls.setting import MAX_KV_LEN
+from rocm_lab.soak import shown_verbs, step_verbs, table_verbs
+from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.oracle import UNKNOWN
+from rocm_lab.soak.scene import Scene
+from rocm_lab.soak.seq import Seq
+from tests.amd.random_calls import hostile_verbs, state_verbs
 
 Verb = Callable[[Scene], None]
 
@@ -105,7 +105,7 @@ def expanded(scene: Scene) -> None:
 def captures(scene: Scene) -> None:
     """Every graph is made, or one of them."""
     one = partial(scene.runner.capture, capture_shapes(scene.runtime.padding)[-1:])
-    ways: tuple[Callable[[], object], ...] = (scene.runner.capture_all, scene.drafter.capture_all, one)
+    ways: tuple[Callable[[], object], ...] = (scene.runner.capture_all, one)
     scene.call("capture", scene.one_of("captures", ways))
 
 
@@ -171,7 +171,7 @@ VERBS: dict[str, Verb] = {
         table_verbs.keep, table_verbs.admit_over, table_verbs.drop, table_verbs.look, table_verbs.export_row,
         table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, weights, kv_scales,
         scales_from_scratch, expanded, captures, reopen, unseal, ask, copied, accepted_rows,
-        hostile_verbs.step_with_mask, hostile_verbs.step_with_spans, hostile_verbs.step_sharing_prefixes,
+        shown_verbs.step_with_mask, shown_verbs.step_with_spans, shown_verbs.step_sharing_prefixes,
         hostile_verbs.step_of_infinities, hostile_verbs.memory_runs_out, hostile_verbs.stray_write,
     )
 }  # fmt: skip
@@ -187,8 +187,8 @@ STATE_VERBS: dict[str, Verb] = {
         table_verbs.admit, table_verbs.reserve, table_verbs.truncate, table_verbs.free, table_verbs.given_to_another,
         table_verbs.fork, table_verbs.mark_stored, table_verbs.keep, table_verbs.admit_over, table_verbs.drop,
         table_verbs.export_row, table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, captures,
-        reopen, unseal, hostile_verbs.step_sharing_prefixes, hostile_verbs.step_of_infinities,
-        hostile_verbs.memory_runs_out, hostile_verbs.stray_write, state_verbs.verify_drafts, state_verbs.wrong_state,
+        reopen, unseal, shown_verbs.step_sharing_prefixes, hostile_verbs.step_of_infinities,
+        hostile_verbs.memory_runs_out, hostile_verbs.stray_write, shown_verbs.verify_drafts, state_verbs.wrong_state,
         state_verbs.forward_breaks_off, state_verbs.recurrent_call, state_verbs.states_of_kept,
         state_verbs.masks_and_rounds, state_verbs.filled_from_elsewhere,
     )
@@ -219,10 +219,10 @@ def settle(scene: Scene) -> None:
     if scene.listen():
         scene.say("reported at the end")
     scene.provoked = False
-    sure = [row for row in scene.rows if scene.surely_goes_on(row) and scene.length(row) < MAX_KV_LEN]
+    sure = [row for row in scene.rows if scene.surely_goes_on(row) and scene.length(row) < scene.options.max_kv_len]
     for first in range(0, len(sure), 4):
         _go_on(scene, sure[first : first + 4], right=True)
-    for row in [row for row in scene.rows if row not in sure and scene.length(row) < MAX_KV_LEN]:
+    for row in [row for row in scene.rows if row not in sure and scene.length(row) < scene.options.max_kv_len]:
         if not scene.only_device_knows(row):
             _go_on(scene, [row], right=False)
     scene.compare_pool("going on")
@@ -246,7 +246,7 @@ def _go_on(scene: Scene, rows: list[int], *, right: bool) -> None:
 def clear(scene: Scene) -> None:
     """Fewer requests and kept pages, so that the next verbs find room."""
     rng = scene.rng
-    while len(scene.rows) > 4 or any(scene.length(row) > MAX_KV_LEN - 12 for row in scene.rows):
+    while len(scene.rows) > 4 or any(scene.length(row) > scene.options.max_kv_len - 12 for row in scene.rows):
         row = max(scene.rows, key=scene.length) if rng.random() < 0.5 else rng.choice(scene.rows)
         scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
         scene.gone(row)

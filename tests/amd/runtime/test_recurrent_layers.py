@@ -55,7 +55,7 @@ def test_a_step_can_run_twice_and_a_forward_that_failed_half_way_can_be_repeated
             assert torch.equal(first, again)
         world.runtime.table.truncate(request.row, len(request.ids))
         with world.runtime.step(world.batch([request], [new])) as step:  # it ends before the other layers
-            world.inputs[0].forward(step.parts[0], 0)
+            world.recur(step.parts[0], 0)
         world.step([request], [new])
     world.runtime.check_device()
 
@@ -86,7 +86,7 @@ def test_a_fork_after_a_forward_that_failed_half_way_has_the_state_before_it(
     world = Hybrid(device, provider)
     (one,) = world.begun(6)
     with world.runtime.step(world.batch([one], [world.ids(1)])) as step:  # it ends before the other layers
-        world.inputs[0].forward(step.parts[0], 0)
+        world.recur(step.parts[0], 0)
     child = type(one)(world.runtime.table.fork(one.row, 6), list(one.ids))
     world.step([child, one], [world.ids(1), world.ids(2)])
     world.runtime.check_device()
@@ -318,7 +318,7 @@ def test_a_step_that_leaves_out_a_layer_has_not_stored(device: torch.device) -> 
         part = step.parts[0]
         rows = torch.zeros(len(part.token_ids), 2, 16, device=device)
         part.layers.store(0, rows, rows)
-        world.inputs[0].forward(part, 0)
+        world.recur(part, 0)
     one.ids += world.ids(4)
     with pytest.raises(
         BadBatch, match="its last step did not store in the convolution of recurrent layer 1, the state"

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.recurrence import Convolution, Recurrence
 from rocm_attn.step.options import RuntimeOptions
+from rocm_lab.soak.recurrences import recurrent_forms
 
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
 MAX_SEQS, MAX_ROWS, MAX_KV_LEN, NUM_PAGES = 4, 8, 40, 64
@@ -23,23 +22,23 @@ KINDS = ("plain", "graphs", "windows", "latent", "eight bits", DRAWN)
 STATES, STATES_IN_GRAPHS = "states", "states in graphs"
 WITH_STATES = (STATES, STATES_IN_GRAPHS)
 WITH_GRAPHS = ("graphs", "windows", "eight bits", STATES_IN_GRAPHS)
-FORMS = (
-    Recurrence(4, 2, 4, 8, torch.float32, convolution=Convolution(2 * 2 * 4 + 4 * 8, 4), normalises=True, scale=0.4),
-    Recurrence(2, 2, 8, 4, torch.float32, channel_decay=True, normalises=True),
-    Recurrence(
-        4, 1, 8, 4, torch.float32, update=Update.SUM, convolution=Convolution(2 * 8 + 4 * 4, 3, silu=False), scale=1.0
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The arguments that a runtime is built from."""
+    """The arguments that a runtime is built from.
+
+    most_unjudged: steps that may run before the first of them is judged
+    most_nodes:    of a tree of drafts; num_drafts: new tokens of a sequence of which any number may be taken back
+    """
 
     problems: list[Problem]
     options: RuntimeOptions
     has_graphs: bool
     recurrent: RecurrentLayers = NO_RECURRENT_LAYERS
+    most_unjudged: int = 1
+    most_nodes: int = 5
+    num_drafts: int = 3
 
 
 def setting_of(kind: str, rng: random.Random, device: torch.device) -> Setting:
@@ -67,13 +66,13 @@ def setting_of(kind: str, rng: random.Random, device: torch.device) -> Setting:
 
 def _with_states(kind: str, rng: random.Random, device: torch.device, options: RuntimeOptions) -> Setting:
     """Rounds and masks are refused, and neither is captured."""
-    forms, kept = rng.sample(FORMS, rng.choice((1, 1, 2, 3))), rng.choice((1, 3, 4))
+    forms, kept = rng.sample(recurrent_forms(torch.float32), rng.choice((1, 1, 2, 3))), rng.choice((1, 3, 4))
     recurrent = RecurrentLayers(forms, kept=kept, checkpoints=rng.choice((0, 2, 5)), spacing=rng.choice((0, 0, 8)))
     options = replace(
         options, capture_tokens=(8,), drafts=(), verify_tokens=rng.choice((0, kept)), shared_prefixes=rng.random() < 0.5
     )
     problems = [replace(problem, custom_mask=False) for problem in _problems(kind, device)]
-    return Setting(problems, options, kind in WITH_GRAPHS, recurrent)
+    return Setting(problems, options, kind in WITH_GRAPHS, recurrent, num_drafts=kept)
 
 
 def _problems(kind: str, device: torch.device) -> list[Problem]:

@@ -7,7 +7,8 @@ and each fork with the KV that the oracle has for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,14 +29,15 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.step import Series, Step
-from tests.amd.random_calls.calls import Calls
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.going_on import GoingOn
-from tests.amd.random_calls.model import NOT_FINITE_ID, PLACES, VOCABULARY, Model, looked_up
-from tests.amd.random_calls.movers import Movers, Sent
-from tests.amd.random_calls.oracle import UNKNOWN, Oracle
-from tests.amd.random_calls.seq import Seq
-from tests.amd.random_calls.setting import DRAWN, MAX_KV_LEN, MAX_ROWS, MAX_SEQS, Setting, setting_of
+from rocm_lab.soak.calls import Calls
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.going_on import GoingOn
+from rocm_lab.soak.judge import Played, WrongStep, judge
+from rocm_lab.soak.model import NOT_FINITE_ID, PLACES, VOCABULARY, Model
+from rocm_lab.soak.movers import Movers, Sent
+from rocm_lab.soak.oracle import UNKNOWN, Oracle
+from rocm_lab.soak.seq import Seq
+from rocm_lab.soak.setting import DRAWN, MAX_SEQS, Setting, setting_of
 
 
 @dataclass(slots=True)
@@ -64,53 +66,79 @@ class Kept:
     only_device_knows: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The last step of trees. paths: the nodes of each that are accepted; changes: of its rows, up to it"""
+
+    seqs: list[Seq]
+    paths: list[list[int]]
+    changes: dict[int, int]
+    is_moved: bool = False
+
+
 class Scene(Calls):
     """One runtime of a kind and its requests.
 
     oracle.kv: row -> what its stored tokens look up
     unsure:    rows whose next step may be refused: they were cut, or share room without tokens
     lives:     row -> admissions so far; changes: row -> what has happened to it since
+    unjudged:  steps that were run and must be judged; worst_error: of those that were, as a fraction of the allowed
+    checks:    what must be so of a step that the oracle agrees with: each says what is wrong, or nothing
+    turn:      of who makes the calls, counted by it
     """
 
-    def __init__(self, kind: str, seed: int, device: torch.device, guards: Guards | None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        seed: int,
+        device: torch.device,
+        guards: Guards | None,
+        settings: Callable[[str, random.Random, torch.device], Setting] = setting_of,
+    ) -> None:
         super().__init__(seed)
         self.kind, self.device = kind, device
-        setting, self.runtime = self._served(guards)
-        self.options, problems = setting.options, setting.problems
-        recurrent = setting.recurrent
+        self.setting, self.runtime = self._served(guards, settings)
+        self.options, problems = self.setting.options, self.setting.problems
+        recurrent = self.setting.recurrent
         self.going_on = GoingOn(recurrent.kept if recurrent.layers else 0)
         self.spacing = recurrent.spacing or self.runtime.table.page_size
         self.model = Model(problems, seed, device, recurrent.layers)
         make_exact(self.model)
         self.oracle = Oracle([])
-        recorder = recorder_for(device) if setting.has_graphs else None
+        recorder = recorder_for(device) if self.setting.has_graphs else None
         checks = kind == DRAWN and self.rng.random() < 0.2
         check = CaptureCheck(vocabulary=VOCABULARY, seed=seed) if checks else NO_CHECK
-        self.runner = StepRunner(self.runtime, self.model.forward, recorder, check=check)
-        self.drafter = StepRunner(self.runtime, self.model.forward, recorder, draft=self.draft, check=NO_CHECK)
+        self.runner = StepRunner(self.runtime, self.model.forward, recorder, draft=self.draft, check=check)
+        self.without_drafts = StepRunner(self.runtime, self.model.forward, None)
         self.compiled = compiled_layers(self.runtime)
         self.renew_movers()
         self.kept: dict[int, Kept] = {}
         self.dropped: list[int] = []
         self.freed: list[int] = []
         self.unsure: set[int] = set()
-        self.lives = dict.fromkeys(range(-2, MAX_ROWS + 2), 0)
+        self.lives = dict.fromkeys(range(-2, self.options.max_num_rows + 2), 0)
         self.changes = dict(self.lives)
         self.sent: list[Sent] = []
         self.last_draft = torch.zeros(0, 0)
         self.open: Begun | None = None
         self.over: Step | None = None
         self.last: tuple[StepBatch, list[Seq], dict[int, int]] | None = None
-        self.verified: tuple[list[Seq], dict[int, int], bool] | None = None
+        self.verified: Verified | None = None
+        self.unjudged: list[Played] = []
+        self.checks: list[Callable[[Played], str]] = []
+        self.turn = 0
+        self.worst_error = 0.0
         self.set_weights()
 
-    def _served(self, guards: Guards | None) -> tuple[Setting, AttentionRuntime]:
+    def _served(
+        self, guards: Guards | None, settings: Callable[[str, random.Random, torch.device], Setting]
+    ) -> tuple[Setting, AttentionRuntime]:
         """Returns a setting and its runtime. Raises Unsupported for a kind that no kernel serves."""
         for _ in range(50 if self.kind == DRAWN else 0):
-            setting = setting_of(self.kind, self.rng, self.device)
+            setting = settings(self.kind, self.rng, self.device)
             with suppress(Unsupported):
                 return setting, _built(setting, self.device, guards)
-        setting = setting_of(self.kind, self.rng, self.device)
+        setting = settings(self.kind, self.rng, self.device)
         return setting, _built(setting, self.device, guards)
 
     def renew_movers(self) -> None:
@@ -140,13 +168,17 @@ class Scene(Calls):
 
     def a_row(self) -> int:
         """A live row; seldom one that was freed, or none at all."""
-        strange = [*self.freed, 0, -1, MAX_ROWS + 1]
+        strange = [*self.freed, 0, -1, self.options.max_num_rows + 1]
         live = self.rows
         return self.rng.choice(live) if live and self.rng.random() < 0.85 else self.rng.choice(strange)
 
     def some(self, most: int = MAX_SEQS) -> list[int]:
         """Some live rows that have room for a token, in any order."""
-        live = [row for row in self.rows if self.length(row) < MAX_KV_LEN - 6 and not self.only_device_knows(row)]
+        live = [
+            row
+            for row in self.rows
+            if self.length(row) < self.options.max_kv_len - 6 and not self.only_device_knows(row)
+        ]
         self.rng.shuffle(live)
         return live[: self.rng.randint(1, most)]
 
@@ -222,7 +254,7 @@ class Scene(Calls):
 
     def room(self, row: int) -> int:
         """Tokens that a row has room for; -1: none."""
-        return int(self.runtime.table.room([row])[0]) if 0 <= row <= MAX_ROWS else -1
+        return int(self.runtime.table.room([row])[0]) if 0 <= row <= self.options.max_num_rows else -1
 
     def set_weights(self) -> None:
         """Give every layer that has sinks new ones."""
@@ -293,16 +325,22 @@ class Scene(Calls):
             at += width
 
     def draft(self, parts: Series) -> Tensor:
-        """A forward of rounds: branch b of draft step i has an id that follows from both; trees keep their branches."""
+        """A forward of rounds: branch b of draft step i has an id and a parent that follow from both."""
         rows = []
         for step, part in enumerate(parts):
             if step and part.branches > 1:
-                part.keep_branches()
+                part.set_parents(self.draft_parents(part, step))
             rows.append(self.draft_step(part, step))
         return torch.cat(rows, 1)
 
+    def draft_parents(self, part: Any, step: int) -> Tensor:
+        """The branches that those of a draft step continue, int32 [T]."""
+        branch = torch.arange(part.token_ids.shape[0], dtype=torch.int32, device=self.device) % part.branches
+        parents: Tensor = draft_parent(step, branch, part.branches)
+        return parents
+
     def draft_step(self, part: Any, step: int, calls: Any = None) -> Tensor:
-        """One draft step; float32 [S, what all layers gave for the first branch]."""
+        """One draft step; float32 [S, what all layers gave, branch after branch]."""
         branches = part.branches
         branch = torch.arange(part.token_ids.shape[0], device=self.device) % branches
         entry = draft_id(step, branch) * PLACES + part.positions.remainder(PLACES)
@@ -311,30 +349,55 @@ class Scene(Calls):
             q, k, v = layer.of(entry.long())
             out, lse = layer.room(q)
             (part.layers if calls is None else calls).store_and_attend(number, q, k, v, out, lse)
-            rows.append(out[::branches].flatten(1).float())
-        return torch.cat(rows, 1)
+            rows.append(out.float().reshape(-1, branches, out[0].numel()))
+        return torch.cat(rows, 2).flatten(1)
 
-    def compare_draft(self, seqs: Sequence[Seq], drafts: Drafts, step: int, rows: Tensor) -> None:
-        """A draft step gave what its first branch sees: the prefix, its ancestors and itself."""
+    def compare_draft(
+        self,
+        seqs: Sequence[Seq],
+        drafts: Drafts,
+        step: int,
+        rows: Tensor,
+        parent: Callable[[int, int, int], int],
+    ) -> None:
+        """A draft step gave what each branch sees: the prefix, its ancestors and itself."""
         if drafts.branches > 1 and any(layer.slopes.any() for layer in self.oracle.layers):
             return  # ALiBi counts places, and the drafts of other branches lie between those of this one
-        width = sum(layer.shape[0] * layer.shape[1] for layer in self.oracle.layers)
-        rows = rows[: len(seqs), -width:] if rows.shape[1] == width else rows[: len(seqs), step * width :]
-        looked = []
-        for seq in seqs:
-            chain = [draft_id(at, 0) for at in range(step + 1)]
-            entries = [looked_up(chain[at], seq.begin + at) for at in range(step + 1)]
-            kept = self.oracle.kv[seq.row][: seq.begin]
-            looked.append((seq, kept, entries))
-        kv = self.oracle.kv
-        try:
-            self.oracle.kv = {seq.row: kept + entries for seq, kept, entries in looked}
-            ends = [Seq(seq.row, seq.begin + step, [draft_id(step, 0)]) for seq, _, _ in looked]
-            self.compare_rows(f"draft step {step} of {drafts}", ends, rows[:, :width])
-        finally:
-            self.oracle.kv = kv
+        if bool((rows[len(seqs) :] != 0).any()):
+            raise Finding(f"draft step {step} of {drafts} gives pads something else than 0")
+        width, kv = sum(layer.shape[0] * layer.shape[1] for layer in self.oracle.layers), self.oracle.kv
+        for branch in range(drafts.branches):
+            at, ids = branch, list[int]()
+            for number in range(step, -1, -1):
+                ids.insert(0, draft_id(number, at))
+                at = parent(number, at, drafts.branches)
+            lines = [Seq(seq.row, seq.begin, ids) for seq in seqs]
+            ends = [Seq(seq.row, seq.begin + step, ids[-1:]) for seq in seqs]
+            try:
+                self.oracle.kv = {line.row: kv[line.row][: line.begin] + line.stored for line in lines}
+                of_branch = rows[: len(seqs), branch * width : (branch + 1) * width]
+                self.compare_rows(f"branch {branch} of draft step {step} of {drafts}", ends, of_branch)
+            finally:
+                self.oracle.kv = kv
 
     # Comparisons
+
+    def played(self, step: Played) -> None:
+        """A step was run that must be judged, now or after a few more."""
+        self.unjudged.append(step)
+        if len(self.unjudged) >= self.setting.most_unjudged:
+            self.judge_all()
+
+    def judge_all(self) -> None:
+        """Judge the steps that were run since the last time. Raises Finding."""
+        for step in self.unjudged:
+            verdict = judge(step)
+            wrong = verdict.wrong or next(filter(None, (check(step) for check in self.checks)), "")
+            if wrong:
+                raise WrongStep(step, wrong)
+            self.worst_error = max(self.worst_error, verdict.worst)
+            self.counts["compared"] += step.num_new * len(step.layers)
+        self.unjudged.clear()
 
     def compare_pool(self, what: str) -> None:
         """Every token of every live request, and of every kept page, lies in its page as it was stored."""
@@ -374,6 +437,16 @@ def _built(setting: Setting, device: torch.device, guards: Guards | None) -> Att
 def draft_id(step: int, branch: Any) -> Any:
     """The id that a branch of a draft step has."""
     return (step * 5 + branch * 3) % (VOCABULARY - 1) + 1
+
+
+def draft_parent(step: int, branch: Any, branches: int) -> Any:
+    """The branch of the draft step before that a branch of a draft step continues."""
+    return (branch * 3 + step) % branches
+
+
+def same_branch(step: int, branch: int, branches: int) -> int:
+    """The same of a round whose branches go on side by side."""
+    return branch
 
 
 def _tokens(kv: Sequence[int], pages: Sequence[int], page_size: int, what: str) -> list[tuple[int, int, int, str]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.amd.random_calls.model import looked_up
-from tests.amd.random_calls.oracle import Bools, Tokens
+from rocm_lab.soak.model import looked_up
+from rocm_lab.soak.oracle import Bools, Tokens
 
 
 @dataclass(slots=True)

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.state_slots import require_state_slots
-from tests.amd.random_calls.calls import REFUSED
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.movers import Sent
-from tests.amd.random_calls.oracle import Bools
-from tests.amd.random_calls.scene import Kept, Scene
-from tests.amd.random_calls.setting import MAX_KV_LEN, MAX_ROWS
+from rocm_lab.soak.calls import REFUSED
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.movers import Sent
+from rocm_lab.soak.oracle import Bools
+from rocm_lab.soak.scene import Kept, Scene
 
 # Rows and kept pages
 
@@ -30,8 +30,8 @@ def admit(scene: Scene) -> None:
 def reserve(scene: Scene) -> None:
     """Room in a row."""
     row = scene.a_row()
-    kv_len = scene.rng.choice((scene.length(row) + 2, 12, -3, MAX_KV_LEN + 1, 2**32 + 4))
-    bad = row not in scene.oracle.kv or not 0 <= kv_len <= MAX_KV_LEN
+    kv_len = scene.rng.choice((scene.length(row) + 2, 12, -3, scene.options.max_kv_len + 1, 2**32 + 4))
+    bad = row not in scene.oracle.kv or not 0 <= kv_len <= scene.options.max_kv_len
     scene.call(
         f"reserve {kv_len} in row {row}", lambda: scene.runtime.table.reserve(row, kv_len), wrong="it is bad" * bad
     )
@@ -41,7 +41,7 @@ def reserve_all(scene: Scene) -> None:
     """Room in some rows, or in none of them."""
     rows = [scene.a_row() for _ in range(scene.rng.randint(1, 3))]
     lengths = [scene.length(row) + scene.rng.randint(0, 5) for row in rows]
-    bad = len(set(rows)) < len(rows) or not {*rows} <= {*scene.rows} or max(lengths) > MAX_KV_LEN
+    bad = len(set(rows)) < len(rows) or not {*rows} <= {*scene.rows} or max(lengths) > scene.options.max_kv_len
     scene.call(
         f"reserve_all of {rows}", lambda: scene.runtime.table.reserve_all(rows, lengths), wrong="a row is bad" * bad
     )
@@ -111,7 +111,7 @@ def mark_stored(scene: Scene) -> None:
     kv_len = scene.rng.choice((length, max(0, length - 2), scene.room(row) + 1, -1, 2**32))
     rows = [row] * scene.rng.choice((1, 1, 1, 2))
     bad = row not in scene.oracle.kv or not 0 <= kv_len <= scene.room(row) or len(rows) > 1
-    has_more = not bad and kv_len > scene.runtime.table.tokens.stored_len[row]
+    has_more = not bad and kv_len > _stored_len(scene, row)
     given = scene.call(
         f"mark_stored({rows}, {kv_len})",
         lambda: scene.runtime.table.mark_stored(rows, [kv_len] * len(rows)),
@@ -131,13 +131,22 @@ def keep(scene: Scene) -> None:
     full = scene.length(row) // scene.page_size
     first, last = (0, full) if rng.random() < 0.7 else (rng.randint(0, 1), full + 1)
     bad = row not in scene.oracle.kv or last > full
-    bad = bad and row not in scene.unsure and first < last
+    # Where a path was moved, the places after it count as stored.
+    bad = bad and row not in scene.unsure and first < last and _stored_len(scene, row) <= scene.length(row)
     table = scene.runtime.table.kept
     free, due = table.num_free_states, np.zeros(0, np.bool_)
     if row in scene.oracle.kv:
         due = table.states_due([row] * (last - first), list(range(first, last)))
     if rng.random() < 0.5:
-        ids = scene.call(f"keep {first}:{last} of row {row}", lambda: table.keep(row, first, last), wrong="bad" * bad)
+        # Pages that have left the window are kept for the other layers.
+        left = 0 if bad or row in scene.unsure else _out_of_windows(scene, row, first, last)
+        ids = scene.call(
+            f"keep {first}:{last} of row {row}, {left} of them out of the window",
+            lambda: np.concatenate(
+                [table.keep(row, first, first + left, [Space.FULL]), table.keep(row, first + left, last)]
+            ),
+            wrong="bad" * bad,
+        )
     else:
         pages = list(range(first, last))
         ids = scene.call(
@@ -154,6 +163,19 @@ def keep(scene: Scene) -> None:
         begin = page_no * scene.page_size
         only_device_knows = scene.going_on.only_device_knows(row, begin + scene.page_size)
         scene.kept[id_] = Kept(page_no, stored, scene.oracle.kv[row][:begin], has_state, only_device_knows)
+
+
+def _stored_len(scene: Scene, row: int) -> int:
+    """Tokens that count as stored in a row, or 0 if it is none."""
+    return int(scene.runtime.table.tokens.stored_len[row]) if row in scene.oracle.kv else 0
+
+
+def _out_of_windows(scene: Scene, row: int, first: int, last: int) -> int:
+    """The first pages of a range that a row has no more in the space of windows."""
+    if len(scene.runtime.table.spaces) == 1 or row not in scene.oracle.kv:
+        return 0
+    held = scene.runtime.table.pages_of(row, Space.SWA)[first:last] > 0
+    return int(np.argmax(held)) if held.any() else len(held)
 
 
 def _judge_checkpoints(scene: Scene, row: int, first: int, due: Bools, have: Bools, free: int) -> None:
@@ -246,7 +268,7 @@ def look(scene: Scene) -> None:
         lambda: (scene.runtime.padding, scene.runtime.deterministic, scene.runtime.selections, scene.runtime.target),
         lambda: (scene.runtime.kinds, scene.runtime.max_kv_len, scene.runtime.head_weights.of(0)),
         scene.runtime.head_weights.tensors,
-        lambda: require_state_slots(table, state=torch.zeros(MAX_ROWS + 1, device=scene.device)),
+        lambda: require_state_slots(table, state=torch.zeros(scene.options.max_num_rows + 1, device=scene.device)),
         scene.runner.check_addresses,
     ]
     for number, each in enumerate(calls):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,16 +21,15 @@ from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.step import Step
-from tests.amd.random_calls.calls import REFUSED, in_another_thread
-from tests.amd.random_calls.finding import Finding
-from tests.amd.random_calls.judge import judge
-from tests.amd.random_calls.model import attend_turned, looked_up
-from tests.amd.random_calls.scene import Begun, Scene, draft_id
-from tests.amd.random_calls.seq import Seq
-from tests.amd.random_calls.setting import CHAIN, MAX_ROWS, TREE
+from rocm_lab.soak.calls import LAST_CALLS, REFUSED, in_another_thread
+from rocm_lab.soak.finding import Finding
+from rocm_lab.soak.judge import Played
+from rocm_lab.soak.model import attend_turned, looked_up
+from rocm_lab.soak.scene import Begun, Scene, Verified, draft_id, draft_parent, same_branch
+from rocm_lab.soak.seq import Seq
+from rocm_lab.soak.setting import CHAIN, TREE
 
-PARENTS = [-1, 0, 0, 0, 2]  # of a verified tree; its path 0, 2, 4 is accepted
-PATH = [0, 2, 4]
+Run = Callable[[Scene, StepBatch, PadTo | None], Tensor]
 
 
 # Steps
@@ -53,7 +53,7 @@ def new_tokens(scene: Scene, rows: list[int], *, most: int = 3) -> tuple[list[Se
         seqs.append(Seq(seqs[0].row, seqs[0].begin, scene.ids(1)))
         wrong = "a row is named twice"
     elif chance < 0.95:
-        strange = rng.choice([*scene.freed, 0, -1, MAX_ROWS + 1])
+        strange = rng.choice([*scene.freed, 0, -1, scene.options.max_num_rows + 1])
         seqs[-1] = Seq(strange, rng.choice((0, 3)), scene.ids(1))
         wrong = f"row {strange} is no request's"
     elif seqs[-1].row not in scene.going_on.untracked:
@@ -72,25 +72,6 @@ def reserve_for(scene: Scene, seqs: list[Seq]) -> None:
                 scene.runtime.table.reserve(seq.row, seq.end)
             except RocmAttnError:
                 return
-
-
-def plain_step(scene: Scene, run: Callable[[Scene, StepBatch], Tensor], what: str) -> None:
-    """A whole step in some way."""
-    seqs, wrong = new_tokens(scene, scene.some())
-    try:
-        batch = scene.batch(seqs)
-    except RocmAttnError:
-        return
-    given = scene.call(what, lambda: run(scene, batch), wrong=wrong)
-    if scene.open is None and given is not REFUSED:
-        scene.staged(batch, seqs)
-        scene.stored(seqs)
-        scene.compare_rows(what, seqs, given)
-    elif scene.open is None:
-        scene.last = None
-
-
-Run = Callable[[Scene, StepBatch, PadTo | None], Tensor]
 
 
 def padded_step(scene: Scene, run: Run, what: str, halves: int = 1) -> None:
@@ -113,13 +94,15 @@ def judged_step(
     wrong: str = "",
     halves: int = 1,
     pad_to: PadTo | None = None,
+    *,
+    right: bool = False,
 ) -> bool:
     """Runs a step whose forward notes all that it is given; each of its tokens, and each pad, is judged.
 
     Returns whether it was taken.
     """
     scene.model.forget()
-    given = scene.call(what, lambda: run(scene, batch, pad_to), wrong=wrong)
+    given = scene.call(what, lambda: run(scene, batch, pad_to), wrong=wrong, right=right)
     if scene.open is not None:
         return False
     if given is REFUSED:
@@ -129,9 +112,7 @@ def judged_step(
     scene.stored(seqs)
     padding = scene.runtime.padding
     shape = padding.shape(batch, pad_to) if halves == 1 else padding.split_shape(batch, pad_to)
-    found = judge(scene, seqs, given, shape)
-    if found:
-        raise Finding(f"{what}: {found}")
+    scene.played(Played.of(scene.turn, scene.log[-LAST_CALLS:], scene.model, scene.oracle, what, seqs, given, shape))
     return True
 
 
@@ -172,11 +153,11 @@ def step_halves(scene: Scene) -> None:
 def step_compiled(scene: Scene) -> None:
     """The same by the calls that compiled forwards make."""
 
-    def run(scene: Scene, batch: StepBatch) -> Tensor:
-        with scene.runtime.stage(batch) as step:
+    def run(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+        with scene.runtime.stage(batch, scene.runtime.plan(batch, pad_to)) as step:
             calls = scene.compiled.of(step.parts[0])
             calls.fill()
-            entry, rows = scene.model.entries(step.parts[0]), []
+            entry, rows = scene.model.begin(step.parts[0]), []
             for number, layer in enumerate(scene.model.layers):
                 q, k, v = layer.of(entry)
                 out, lse = layer.room(q)
@@ -189,25 +170,25 @@ def step_compiled(scene: Scene) -> None:
             rows += scene.model.recur(step.parts[0], entry)
         return torch.cat(rows, 1)[: batch.num_seqs]
 
-    plain_step(scene, run, "a step by compiled layers")
+    padded_step(scene, run, "a step by compiled layers")
 
 
 def step_with_rows_worked(scene: Scene) -> None:
     """A step whose rows are turned, by 0, as they are stored or before, by its layers or by those of compiled code."""
 
-    def run(scene: Scene, batch: StepBatch) -> Tensor:
-        with scene.runtime.step(batch) as step:
+    def run(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+        with scene.runtime.step(batch, scene.runtime.plan(batch, pad_to)) as step:
             part = step.parts[0]
             compiled = scene.compiled.of(part)
             ways = ((part.layers, True), (compiled, True), (part.layers, False), (compiled, False))
             calls, apart = scene.one_of("layers", ways)
-            entry, rows = scene.model.entries(part), []
+            entry, rows = scene.model.begin(part), []
             for number, layer in enumerate(scene.model.layers):
                 out, lse = attend_turned(calls, number, layer, entry, apart=apart or scene.is_latent)
                 rows.append(layer.keep(part, out, lse))
         return torch.cat(rows, 1)[: batch.num_seqs]
 
-    plain_step(scene, run, "a step whose rows are turned")
+    padded_step(scene, run, "a step whose rows are turned")
 
 
 def run_graphed(scene: Scene) -> None:
@@ -220,9 +201,14 @@ def by_runner(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
     return scene.runner.run(batch, pad_to)
 
 
+def by_runner_in_halves(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+    """The same of a step in two halves."""
+    return scene.runner.run(batch, pad_to, halves=2)
+
+
 def run_graphed_halves(scene: Scene) -> None:
     """StepRunner.run() in halves."""
-    padded_step(scene, lambda s, b, pad_to: s.runner.run(b, pad_to, halves=2), "runner.run in halves", halves=2)
+    padded_step(scene, by_runner_in_halves, "runner.run in halves", halves=2)
 
 
 def run_eagerly(scene: Scene) -> None:
@@ -233,10 +219,10 @@ def run_eagerly(scene: Scene) -> None:
 def step_of_a_thread(scene: Scene) -> None:
     """A step by another thread: refused while this one has one."""
 
-    def run(scene: Scene, batch: StepBatch) -> Tensor:
-        return in_another_thread(lambda: finish_by_hand(scene, scene.runtime.step(batch), batch))
+    def run(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+        return in_another_thread(lambda: by_hand(scene, batch, pad_to))
 
-    plain_step(scene, run, "a step of another thread")
+    padded_step(scene, run, "a step of another thread")
 
 
 def lengths_on_device(scene: Scene) -> None:
@@ -273,85 +259,89 @@ def lengths_on_device(scene: Scene) -> None:
             scene.unsure.add(row)  # the bound counts as stored
 
 
+def tree_over(scene: Scene, row: int) -> tuple[Seq, list[int], list[int]]:
+    """Draws a tree of drafts of a row. Returns it, its nodes' parents, and the nodes that are accepted.
+
+    Most nodes follow the one before; the others have any parent. Those of a path are accepted.
+    """
+    rng, begin = scene.rng, scene.length(row)
+    parents = [-1]
+    for node in range(1, rng.randint(1, scene.setting.most_nodes)):
+        parents.append(node - 1 if rng.random() < 0.5 else rng.randint(-1, node - 1))
+    path, after = [], [0]
+    while after:
+        path.append(rng.choice(after))
+        after = [node for node, parent in enumerate(parents) if parent == path[-1]] if rng.random() < 0.8 else []
+    seq = Seq(row, begin, scene.ids(len(parents)))
+    seq.shows = np.zeros((len(parents), seq.end), np.bool_)
+    seq.shows[:, :begin] = True
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            seq.shows[node] = seq.shows[parent]
+        seq.shows[node, begin + node] = True
+    seq.positions = [int(count) - 1 for count in seq.shows.sum(1)]
+    return seq, parents, path
+
+
 def verify(scene: Scene) -> None:
-    """A step of trees, by hand or by the runner; its path may be moved afterwards."""
-    rows = [row for row in scene.some(2) if scene.length(row)]
-    seqs = []
-    for row in rows:
-        begin = scene.length(row)
-        seq = Seq(row, begin, scene.ids(len(PARENTS)))
-        depths = [0, 1, 1, 1, 2]
-        seq.positions = [begin + depth for depth in depths]
-        seq.shows = np.zeros((len(PARENTS), begin + len(PARENTS)), np.bool_)
-        seq.shows[:, :begin] = True
-        for node, parent in enumerate(PARENTS):
-            seq.shows[node, begin + node] = True
-            if parent >= 0:
-                seq.shows[node, begin:] |= seq.shows[parent, begin:]
-        seqs.append(seq)
-    if not seqs:
-        return
-    reserve_for(scene, seqs)
-    batch = scene.batch(seqs, mask=TreeMask(scene.ints([PARENTS] * len(seqs))))
-    by_hand = scene.rng.random() < 0.5
-    run = (
-        (lambda: finish_by_hand(scene, scene.runtime.step(batch), batch))
-        if by_hand
-        else lambda: scene.runner.run(batch)
-    )
-    given = scene.call("a verify step", run)
-    if scene.open is not None:
-        return
-    if given is REFUSED:
-        scene.last = scene.verified = None
-        return
-    scene.staged(batch, seqs)
-    scene.stored(seqs)
-    scene.compare_rows("a verify step", seqs, given)
-    scene.verified = list(seqs), {seq.row: scene.changes[seq.row] for seq in seqs}, False
+    """A step of trees, by hand or by the runner; their paths may be moved afterwards."""
+    rows, run = [row for row in scene.some(2) if scene.length(row)], scene.rng.choice((by_hand, by_runner))
+    trees = [tree_over(scene, row) for row in rows]
+    if trees:
+        reserve_for(scene, [seq for seq, _, _ in trees])
+        verify_trees(scene, trees, run)
+
+
+def verify_trees(scene: Scene, trees: Sequence[tuple[Seq, list[int], list[int]]], run: Run) -> None:
+    """A step of these trees, at least one, for which there is room."""
+    seqs = [seq for seq, _, _ in trees]
+    most = max(len(parents) for _, parents, _ in trees)
+    mask = TreeMask(scene.ints([parents + [-1] * (most - len(parents)) for _, parents, _ in trees]))
+    is_taken = judged_step(scene, run, "a verify step", seqs, scene.batch(seqs, mask=mask))
+    if scene.open is None:
+        changes = {seq.row: scene.changes[seq.row] for seq in seqs}
+        scene.verified = Verified(seqs, [path for _, _, path in trees], changes) if is_taken else None
 
 
 def move(scene: Scene) -> None:
     """move_accepted() of the last verify step: once; or again, late, of changed rows, by a path that leads too far."""
     if scene.verified is None:
         verify(scene)
-    if scene.verified is None:
+    verified = scene.verified
+    if verified is None:
         accepted = Accepted(*(scene.ints([[0] * 5] if wide else [0]) for wide in (0, 1, 1, 0, 0)))
         scene.call("a move without a verify step", lambda: scene.runtime.move_accepted(accepted))
         return
-    seqs, changes, was_moved = scene.verified
-    is_last = scene.last is not None and scene.last[1] == seqs
-    far = scene.rng.random() < 0.2
-    path = [*PATH, 30, -1] if far else [*PATH, -1, -1]
-    count = 3 if far else 2
-    accepted = Accepted(
-        scene.ints([count] * len(seqs)),
-        scene.ints([path] * len(seqs)),
-        scene.ints([[1, 2, 3, -1, -1]] * len(seqs)),
-        scene.ints([3] * len(seqs)),
-        scene.ints([seq.begin + 1 + count for seq in seqs]),
-    )
-    wrong = "they were moved already" if was_moved else ""
-    if any(changes[seq.row] != scene.changes[seq.row] for seq in seqs):
+    far = [30] * (scene.rng.random() < 0.2)
+    wrong = "they were moved already" if verified.is_moved else ""
+    if any(count != scene.changes[row] for row, count in verified.changes.items()):
         wrong = "a row has changed"
-    elif not is_last:
+    elif scene.last is None or scene.last[1] != verified.seqs:
         wrong = wrong or "another step was staged since"
-    given = scene.call("a move", lambda: scene.runtime.move_accepted(accepted), wrong=wrong)
-    if given is REFUSED:
+    move_paths(scene, verified, far, wrong)
+
+
+def move_paths(scene: Scene, verified: Verified, far: list[int], wrong: str) -> None:
+    """Moves the accepted paths of a verify step. far: nodes after each path that no tree has"""
+    paths = [[*path, *far] for path in verified.paths]
+    wide = 1 + max(map(len, paths))
+    accepted = Accepted(
+        scene.ints([len(path) - 1 for path in paths]),
+        scene.ints([path + [-1] * (wide - len(path)) for path in paths]),
+        scene.ints([[1] * len(path) + [-1] * (wide - len(path)) for path in paths]),
+        scene.ints([1] * len(paths)),
+        scene.ints([seq.begin + len(path) for seq, path in zip(verified.seqs, paths, strict=True)]),
+    )
+    if scene.call("a move", lambda: scene.runtime.move_accepted(accepted), wrong=wrong) is REFUSED:
         return
-    scene.verified = seqs, changes, True
-    scene.last = None
-    for seq in seqs:
-        kept = [seq.stored[node] for node in PATH]
-        kv = list(scene.oracle.kv[seq.row])
+    scene.verified, scene.last = replace(verified, is_moved=True), None
+    for seq, path in zip(verified.seqs, verified.paths, strict=True):
+        kept, after = [seq.stored[node] for node in path], seq.begin + len(path)
+        stays = scene.oracle.kv[seq.row][after : after + len(far)]
         scene.cut(seq.row, seq.begin)
         # A node without a page moves nothing: what was there stays.
-        extra = (
-            [kv[seq.begin + 3]]
-            if far and seq.begin + 30 >= -(-scene.room(seq.row) // scene.page_size) * scene.page_size
-            else []
-        )
-        scene.oracle.store(seq.row, seq.begin, kept + extra)
+        has_page = seq.begin + max(far, default=0) < -(-scene.room(seq.row) // scene.page_size) * scene.page_size
+        scene.oracle.store(seq.row, seq.begin, kept if has_page else kept + stays)
         scene.unsure.add(seq.row)  # the places of what was not accepted count as stored, too
 
 
@@ -531,24 +521,34 @@ def draft_tree(scene: Scene) -> None:
 
 def draft_runner(scene: Scene) -> None:
     """A round by a runner, as a graph where there are some; or by one without a draft model, which refuses it."""
-    drafts = scene.rng.choice((CHAIN, TREE))
-    seqs, batch = _round_of(scene, drafts)
+    drafts = scene.rng.choice(scene.options.drafts)
+    rows = scene.some(3)
+    reserve_for(scene, after_round(scene, rows, drafts))
+    round_by_runner(scene, rows, drafts)
+
+
+def after_round(scene: Scene, rows: list[int], drafts: Drafts) -> list[Seq]:
+    """Sequences that need the room of a round."""
+    return [Seq(row, scene.length(row), [1] * drafts.tokens) for row in rows]
+
+
+def round_by_runner(scene: Scene, rows: list[int], drafts: Drafts) -> None:
+    """Runs a round of rows that have room for it."""
+    seqs, batch = _round_of(scene, rows, drafts)
     if scene.rng.random() < 0.2:
-        scene.call("a round", lambda: scene.runner.run(batch), wrong="the runner has no draft model")
+        scene.call("a round", lambda: scene.without_drafts.run(batch), wrong="the runner has no draft model")
         return
     halves = scene.rng.choice((1, 1, 2))
-    given = scene.call(f"drafter.run of {drafts}", lambda: scene.drafter.run(batch, halves=halves))
+    given = scene.call(f"a round of {drafts} by the runner", lambda: scene.runner.run(batch, halves=halves))
     if given is not REFUSED and scene.open is None:
         _drafted(scene, drafts, seqs)
         for step in range(drafts.steps):
             width = given.shape[1] // drafts.steps
-            scene.compare_draft(seqs, drafts, step, given[:, step * width : (step + 1) * width])
+            scene.compare_draft(seqs, drafts, step, given[:, step * width : (step + 1) * width], draft_parent)
 
 
-def _round_of(scene: Scene, drafts: Drafts) -> tuple[list[Seq], StepBatch]:
-    rows = scene.some(3)
+def _round_of(scene: Scene, rows: list[int], drafts: Drafts) -> tuple[list[Seq], StepBatch]:
     seqs = [Seq(row, scene.length(row), [draft_id(0, 0)]) for row in rows]
-    reserve_for(scene, [Seq(seq.row, seq.begin, [1] * drafts.tokens) for seq in seqs])
     ids = [int(draft_id(0, branch)) for _ in seqs for branch in range(drafts.branches)]
     scene.last = scene.verified = None
     return seqs, draft_batch([seq.row for seq in seqs], [seq.begin for seq in seqs], drafts, ids)
@@ -564,13 +564,14 @@ def _drafted(scene: Scene, drafts: Drafts, seqs: list[Seq]) -> None:
 
 
 def _round(scene: Scene, drafts: Drafts) -> None:
-    rng = scene.rng
-    seqs, batch = _round_of(scene, drafts)
+    rng, rows = scene.rng, scene.some(3)
+    reserve_for(scene, after_round(scene, rows, drafts))
+    seqs, batch = _round_of(scene, rows, drafts)
     order = list(range(drafts.steps))
     if rng.random() < 0.4:
         order = rng.choice((order[::-1], order[1:], [order[0], order[-1]], [order[0], order[0], *order[1:]]))
     bad_parents = drafts.branches > 1 and rng.random() < 0.25
-    compiled, halves = rng.random() < 0.4, rng.choice((1, 1, 2))
+    compiled, halves, keeps = rng.random() < 0.4, rng.choice((1, 1, 2)), rng.random() < 0.5
     step = scene.call(
         f"a round of {drafts}", lambda: scene.runtime.step(batch, scene.runtime.plan(batch, halves=halves))
     )
@@ -579,10 +580,10 @@ def _round(scene: Scene, drafts: Drafts) -> None:
     done: list[int] = []
     try:
         for number in order:
-            if not _draft_step(scene, step, number, bad_parents, compiled):
+            if not _draft_step(scene, step, number, bad_parents, compiled, keeps):
                 break
             if halves == 1 and seqs and not bad_parents and done == list(range(number)):
-                scene.compare_draft(seqs, drafts, number, scene.last_draft)
+                scene.compare_draft(seqs, drafts, number, scene.last_draft, same_branch if keeps else draft_parent)
             elif number != 0 and number - 1 not in done and number not in done:
                 raise Finding(f"draft step {number} of {drafts} was taken after {done}")
             done.append(number)
@@ -599,7 +600,7 @@ def _round(scene: Scene, drafts: Drafts) -> None:
             scene.cut(seq.row, seq.begin)
 
 
-def _draft_step(scene: Scene, step: Step, number: int, bad_parents: bool, compiled: bool) -> bool:
+def _draft_step(scene: Scene, step: Step, number: int, bad_parents: bool, compiled: bool, keeps: bool) -> bool:
     """One draft step in every half; whether it was taken."""
     for half in step.halves:
         part = half[number]
@@ -609,11 +610,10 @@ def _draft_step(scene: Scene, step: Step, number: int, bad_parents: bool, compil
                 if bad_parents:
                     scene.provoked = True
                     part.set_parents(torch.full_like(part.token_ids, scene.rng.choice((5, -7))))
-                elif scene.rng.random() < 0.5:
-                    places = torch.arange(len(part.token_ids), dtype=torch.int32, device=scene.device)
-                    part.set_parents(places % part.branches)
-                else:
+                elif keeps:
                     part.keep_branches()
+                else:
+                    part.set_parents(scene.draft_parents(part, number))
             return scene.draft_step(part, number, scene.compiled.of(part) if compiled else None)
 
         given = scene.call(f"draft step {number}", run)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from rocm_attn.errors import DeviceFault, RocmAttnError
-from tests.amd.random_calls.finding import Finding
+from rocm_lab.soak.finding import Finding
 
 T = TypeVar("T")
 
@@ -19,6 +19,7 @@ class Refused:
 
 
 REFUSED: Final = Refused()
+LAST_CALLS = 12  # before a finding that are reported
 
 
 def in_another_thread(body: Callable[[], T]) -> T:

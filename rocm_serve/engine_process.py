@@ -10,12 +10,14 @@ import asyncio
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
+import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -40,8 +42,10 @@ from rocm_serve.parallel.messages import how_it_ended, sendable
 
 # Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
 _END_SECONDS, _GONE_SECONDS = 20.0, 5.0
-# Messages that are taken in a row, before the event loop does something else.
-_MOST_AT_ONCE = 32
+# Bytes of messages that are taken in a row, before the event loop does something else.
+_MOST_AT_ONCE = 2**16
+# The length before each message, as multiprocessing's connections send it.
+_LENGTH = struct.Struct("!i")
 
 P = ParamSpec("P")
 EngineMaker = Callable[[], AbstractContextManager[ServingEngine]]
@@ -66,6 +70,8 @@ class EngineProcess:
         theirs.close()  # so that the pipe ends when the process does
         # SimpleQueue.put may be called from a destructor, which garbage collection runs anywhere.
         self._commands: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._is_writing = False
+        self._unread, self._unsent = bytearray(), bytearray()
 
     @cached_property
     def limits(self) -> RequestLimits:
@@ -99,13 +105,16 @@ class EngineProcess:
         """Starts serving, when the engine is made. Messages are read in the current event loop. Raises like limits."""
         _ = self.limits  # the first message
         self._owner, self._loop = owner, asyncio.get_running_loop()
+        os.set_blocking(self._pipe.fileno(), False)  # a process that hangs would hold up the event loop
         self._loop.add_reader(self._pipe.fileno(), self._take)
-        # A thread: a long prompt, or a process that hangs, would hold up the event loop.
-        threading.Thread(target=self._write, name="commands", daemon=True).start()
 
     def tell(self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs) -> None:
         """Like EngineThread.tell. A process that does not end after stop() is killed after a while."""
         self._commands.put((command, arguments))
+        if not self._is_writing:
+            self._is_writing = True
+            with suppress(RuntimeError):  # the event loop was closed
+                self._loop.call_soon_threadsafe(self._write)
         if command is EngineThread.stop:
             self._loop.call_later(_END_SECONDS, self._process.kill)
 
@@ -116,30 +125,63 @@ class EngineProcess:
 
     def _take(self) -> None:
         """Passes on the messages that have come: several steps' if the event loop is late, which holds up no step."""
-        for _ in range(_MOST_AT_ONCE):
-            message = self._hear()
+        try:
+            data = os.read(self._pipe.fileno(), _MOST_AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._unread += data
+        messages = list(self._messages()) if data else [self._death()]
+        for message in messages:
             self._owner(message)
             if isinstance(message, Ended):
                 self._loop.remove_reader(self._pipe.fileno())
-                return
-            if not self._pipe.poll():
-                return
+                self._loop.remove_writer(self._pipe.fileno())
+
+    def _messages(self) -> Iterator[Any]:
+        """Yields the messages that have come whole."""
+        begin, have = 0, len(self._unread)
+        while have >= begin + _LENGTH.size:
+            end = begin + _LENGTH.size + _LENGTH.unpack_from(self._unread, begin)[0]
+            if have < end:
+                break
+            yield pickle.loads(self._unread[begin + _LENGTH.size : end])
+            begin = end
+        del self._unread[:begin]
 
     def _hear(self) -> Any:
-        """Returns the next message of the process, which is its limits when it is made."""
+        """Returns the first message of the process, which is its limits when it is made."""
         try:
             return self._pipe.recv()
         except (EOFError, OSError):
-            self._process.join(_GONE_SECONDS)
-            return Ended(EngineDied(f"the engine's process {how_it_ended(self._process.exitcode)}"))
+            return self._death()
+
+    def _death(self) -> Ended:
+        self._process.join(_GONE_SECONDS)
+        return Ended(EngineDied(f"the engine's process {how_it_ended(self._process.exitcode)}"))
 
     def _write(self) -> None:
-        while True:
-            command = self._commands.get()
-            try:
-                self._pipe.send(command)
-            except (OSError, ValueError):  # the process has ended, or close() was called
-                return
+        """Sends the commands that were given, together."""
+        self._is_writing = False
+        given = [self._commands.get() for _ in range(self._commands.qsize())]
+        message = pickle.dumps(given)
+        self._unsent += _LENGTH.pack(len(message)) + message
+        self._send()
+
+    def _send(self) -> None:
+        """Sends what the pipe takes, and the rest when it takes more."""
+        try:
+            fileno = self._pipe.fileno()
+            with suppress(BlockingIOError):
+                del self._unsent[: os.write(fileno, self._unsent)]
+        except OSError:  # the process has ended, or close() was called
+            self._unsent.clear()
+        else:
+            if self._unsent:
+                self._loop.add_writer(fileno, self._send)
+            else:
+                self._loop.remove_writer(fileno)
 
 
 def _run(make: EngineMaker, pipe: Connection) -> None:
@@ -182,8 +224,8 @@ def _read(pipe: Connection, thread: EngineThread) -> None:
     """Passes on the commands, until the other process ends and this one with it."""
     with suppress(EOFError, OSError):
         while True:
-            command, arguments = pipe.recv()
-            thread.tell(command, *arguments)
+            for command, arguments in pipe.recv():
+                thread.tell(command, *arguments)
 
 
 def _sendable(message: Message) -> Message:

@@ -51,6 +51,7 @@ class Inbox:
     completion: once it has ended
     error:      raised to its reader after the pieces: the request has failed, or the engine has ended
     on_late:    called when a request goes on while more than most_unread of its tokens were not read
+    on_output:  called when something has come, or the end
     num_tokens: that have come, read or not
     first_token_at: when the first of them came, in seconds of time.perf_counter(); 0 if none did
     """
@@ -61,6 +62,7 @@ class Inbox:
     error: Exception | None = None
     most_unread: float = math.inf
     on_late: Callable[[], None] = lambda: None
+    on_output: Callable[[], None] = lambda: None
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _texts: list[str] = field(default_factory=list)  # of the whole answer
@@ -156,6 +158,7 @@ class Inbox:
             self._reader = None
 
     def _wake(self) -> None:
+        self.on_output()
         reader = self._reader
         if reader is not None and not reader.done() and (self.has_ended or not self._reads_end_only):
             reader.set_result(None)
@@ -184,9 +187,15 @@ class RequestStream:
         """The next piece. Raises RequestFailed and EngineEnded, after the pieces that came before."""
         if self._is_over:
             raise StopAsyncIteration
-        inbox = self._inbox
-        if inbox.is_empty and not inbox.has_ended:
+        while (piece := self.take()) is None:
             await self._wait(end_only=False)
+        return piece
+
+    def take(self) -> OutputChunk | None:
+        """Returns the next piece if it has come, else None. Raises like __anext__."""
+        inbox = self._inbox
+        if self._is_over or (inbox.is_empty and not inbox.has_ended):
+            return None
         if inbox.is_empty and inbox.error is not None:
             self._is_over = True
             raise inbox.error
@@ -229,6 +238,10 @@ class RequestStream:
     def bound(self, most_unread: int, on_late: Callable[[], None]) -> None:
         """Calls a function in the event loop whenever the request goes on with more than most_unread unread tokens."""
         self._inbox.most_unread, self._inbox.on_late = most_unread, on_late
+
+    def listen(self, on_output: Callable[[], None]) -> None:
+        """Calls a function in the event loop whenever take() has something to return or to raise."""
+        self._inbox.on_output = on_output
 
     def give_up(self, error: Exception) -> None:
         """Ends the request, unless it has ended; its reader gets this error after the pieces that have come."""

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -27,7 +26,7 @@ from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Job
 from rocm_serve.server.observed import Observed, Observers
-from rocm_serve.server.parsing import ParsedRoute, looks_at
+from rocm_serve.server.parsing import BodyRoutes
 from rocm_serve.server.record import note_error, request_id
 from rocm_serve.server.replies import (
     ChatReplies,
@@ -59,14 +58,14 @@ _CODES = {405: "method_not_allowed"}
 def build_app(generations: Generations, model: ServedModel, observers: Observers, truth: TruthProbe) -> ASGIApp:
     """Builds the ASGI application of a server."""
     app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.router.route_class = ParsedRoute
+    routes = BodyRoutes(app)
     _add_status(app, generations, model, observers.health)
     _add_truth(app, truth)
-    _add_generation(app, generations, model)
-    add_text_routes(app, generations, model)
+    _add_generation(routes, generations, model)
+    add_text_routes(app, routes, generations, model)
     _add_errors(app, generations)
     _document(app)
-    return Observed(ServerGate(app, generations, observers.keys, model.options), observers)
+    return Observed(ServerGate(routes, generations, observers.keys, model.options), observers)
 
 
 def _add_status(app: FastAPI, generations: Generations, model: ServedModel, health: Health) -> None:
@@ -125,8 +124,8 @@ def _add_truth(app: FastAPI, truth: TruthProbe) -> None:
         return JSONResponse(content)
 
 
-def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) -> None:
-    @app.post("/v1/completions", dependencies=[looks_at("prompt", model.refuse_large)])
+def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedModel) -> None:
+    @routes.post("/v1/completions", CompletionBody, model.refuse_large)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continues prompts."""
         job = _job(request, body, model)
@@ -135,7 +134,7 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         replies = CompletionReplies(model.name, EmittedTokens(model.tokenizer), echoed, PromptReport.of(body))
         return await _answer(generations, job, requests, body, replies)
 
-    @app.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", ChatBody)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Continues a conversation."""
         job = _job(request, body, model)
@@ -144,13 +143,10 @@ def _add_generation(app: FastAPI, generations: Generations, model: ServedModel) 
         replies = ChatReplies(model.name, EmittedTokens(model.tokenizer), reader, prompts)
         return await _answer(generations, job, requests, body, replies)
 
-    @app.post("/v1/responses")
+    @routes.post("/v1/responses", ResponsesBody)
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Continues a conversation, in the form of OpenAI's newer API. Nothing is kept."""
-        try:
-            chat = body.as_chat
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
+        chat = body.as_chat
         job = _job(request, chat, model)
         requests = await model.chat_requests(chat, job.salt)
         replies = ResponseReplies(model.name, body, partial(model.reader_of, chat, requests[0]), model.count_tokens)
@@ -216,8 +212,8 @@ def _add_errors(app: FastAPI, generations: Generations) -> None:
     async def of_engine(request: Request, error: RocmAttnError) -> Response:
         return error_response(generations.as_answer(error))
 
-    @app.exception_handler(RequestValidationError)
-    async def of_body(request: Request, error: RequestValidationError) -> Response:
+    @app.exception_handler(ValidationError)
+    async def of_body(request: Request, error: ValidationError) -> Response:
         return error_response(_bad_body(error.errors()))
 
     @app.exception_handler(HTTPException)
@@ -244,9 +240,7 @@ def _add_errors(app: FastAPI, generations: Generations) -> None:
 def _bad_body(errors: Sequence[Any]) -> ApiError:
     """Returns the first error. The answer repeats nothing of the body, which may be long or not Unicode."""
     first = errors[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        return bad_request(f"the body is not JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
+    where = list(map(str, first["loc"]))
     if not where:
         return bad_request("the body must be a JSON object, sent with Content-Type: application/json")
     field = where[0]

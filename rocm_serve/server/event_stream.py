@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from json.encoder import encode_basestring
 from typing import Any
@@ -14,16 +13,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import RocmAttnError
-from rocm_serve.request_stream import OutputChunk
 from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, reader_late
-from rocm_serve.server.generation import Generation, Generations
-from rocm_serve.server.record import RAW_SEND
+from rocm_serve.server.generation import Generation, Generations, Pieces
+from rocm_serve.server.record import WRITE
 from rocm_serve.server.replies import Replies, TextChunk, as_event
 
 # A text that is in no model's name.
 _MARK = "\0text\0"
 # Seconds without data after which a comment shows the client and all proxies that the server is alive.
 _PING_SECONDS = 15.0
+_PING = b": the request waits or is computed\n\n"
 
 
 class EventStream(Response):
@@ -39,12 +38,13 @@ class EventStream(Response):
         self._has_usage, self._is_late = usage, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events, task = _Events(send, scope.get(RAW_SEND, send)), asyncio.current_task()
+        pieces, task = Pieces(self._generation.streams), asyncio.current_task()
         assert task is not None
         for stream in self._generation.streams:
             stream.bound(self._generations.max_unread_tokens, partial(self._give_up_late, task))
+        events = _Events(send, scope[WRITE], pieces.wake)
         try:
-            await self._send_all(events, scope, receive)
+            await self._send_all(events, pieces, scope, receive)
         except asyncio.CancelledError:
             if not self._is_late:
                 raise
@@ -52,17 +52,15 @@ class EventStream(Response):
         finally:
             events.close()
 
-    async def _send_all(self, events: _Events, scope: Scope, receive: Receive) -> None:
+    async def _send_all(self, events: _Events, pieces: Pieces, scope: Scope, receive: Receive) -> None:
         """Sends the chunks and the end. Any of it may be cancelled: other choices may go on while an error is sent."""
         try:
-            async with aclosing(self._generation.pieces()) as pieces:
-                await self._send_chunks(events, pieces)
+            await self._send_chunks(events, pieces)
         except (ApiError, RocmAttnError) as error:
             answer = error if isinstance(error, ApiError) else self._generations.as_answer(error)
             await events.fail(answer, scope, receive)
         else:
-            await events.send(self._replies.done)
-            await events.end()
+            await events.end(self._replies.done)
 
     def _give_up_late(self, task: asyncio.Task[Any]) -> None:
         """Ends the request of a client that does not read. The task itself waits until the client takes some bytes."""
@@ -72,11 +70,16 @@ class EventStream(Response):
             self._generation.job.end(reader_late(self._generations.max_unread_tokens))
             task.cancel()
 
-    async def _send_chunks(self, events: _Events, pieces: AsyncIterator[tuple[int, OutputChunk]]) -> None:
+    async def _send_chunks(self, events: _Events, pieces: Pieces) -> None:
         replies, num_tokens = self._replies, 0
         more = {"usage": None} if self._has_usage else {}
         frames: dict[int, _Frame] = {}
-        async for place, piece in pieces:
+        while pieces.num_left:
+            found = await pieces.next()
+            if found is None:
+                await events.send(_PING)
+                continue
+            place, piece = found
             num_tokens += len(piece.token_ids)
             chunks = b""
             if place not in frames:
@@ -113,31 +116,30 @@ class _Frame:
 
 
 class _Events:
-    """Sends bytes, headers before the first of them, and comments while there are none.
+    """Sends bytes, and headers before the first of them.
 
-    raw_send: takes bytes that are neither the first nor the last ones
+    write:    takes bytes that are neither the first nor the last ones
+    on_quiet: called when nothing was sent for a while
     """
 
-    def __init__(self, send: Send, raw_send: Send) -> None:
-        self._raw_send = raw_send
-        self._send, self._has_begun, self._lock = send, False, asyncio.Lock()
+    def __init__(self, send: Send, write: Callable[[bytes], Awaitable[None]], on_quiet: Callable[[], None]) -> None:
+        self._send, self._write, self._on_quiet, self._has_begun = send, write, on_quiet, False
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
-        self._timer = self._loop.call_later(_PING_SECONDS, self._ping)
-        self._pinging: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(_PING_SECONDS, self._look)
 
     async def send(self, data: bytes) -> None:
         """Sends bytes. Returns when the client has taken enough of the earlier ones."""
-        async with self._lock:
-            if not self._has_begun:
-                self._has_begun = True
-                await self._send(_start())
-            self._sent_at = self._loop.time()
-            await self._raw_send({"type": "http.response.body", "body": data, "more_body": True})
+        if not self._has_begun:
+            self._has_begun = True
+            await self._send(_start())
+        await self._write(data)
+        self._sent_at = self._loop.time()
 
-    async def end(self) -> None:
-        async with self._lock:
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def end(self, data: bytes) -> None:
+        """Sends the last bytes."""
+        await self.send(data)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
         """Sends the error to the client."""
@@ -145,21 +147,18 @@ class _Events:
             return
         if self._has_begun:
             error.note()
-            await self.send(as_event(error.body()))
-            await self.end()
+            await self.end(as_event(error.body()))
         else:
             await error_response(error)(scope, receive, self._send)
 
     def close(self) -> None:
         self._timer.cancel()
-        if self._pinging is not None:
-            self._pinging.cancel()
 
-    def _ping(self) -> None:
+    def _look(self) -> None:
         wait = self._sent_at + _PING_SECONDS - self._loop.time()
-        if wait <= 0 and not self._lock.locked():
-            self._pinging = asyncio.ensure_future(self.send(b": the request waits or is computed\n\n"))
-        self._timer = self._loop.call_later(wait if wait > 0 else _PING_SECONDS, self._ping)
+        if wait <= 0:
+            self._on_quiet()
+        self._timer = self._loop.call_later(wait if wait > 0 else _PING_SECONDS, self._look)
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rocm_attn.errors import FitsLater, RocmAttnError
 from rocm_serve.async_engine import EngineClient
@@ -69,35 +70,53 @@ class Generation:
         prompts, streams = self.requests[:: self.num_choices], self.streams[:: self.num_choices]
         return Usage(sum(len(each.prompt_token_ids) for each in prompts), num_tokens, cached_tokens(streams))
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, OutputChunk]]:
-        """Yields (place of a request, its next piece) as they come, until all have ended. Raises like completions().
-
-        A slow reader gets several tokens in a piece, because the stream keeps all that was not read yet as one piece.
-        """
-        if len(self.streams) == 1:
-            async for piece in self.streams[0]:
-                yield 0, piece
-            return
-        read: asyncio.Queue[tuple[int, OutputChunk | BaseException | None]] = asyncio.Queue(maxsize=1)
-        readers = [asyncio.ensure_future(_read(place, stream, read)) for place, stream in enumerate(self.streams)]
-        try:
-            num_left = len(readers)
-            while num_left:
-                place, found = await read.get()
-                if isinstance(found, BaseException):
-                    raise found
-                if found is None:
-                    num_left -= 1
-                else:
-                    yield place, found
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)  # gather() does not hide that this task is cancelled
-
     def note(self, num_tokens: int) -> None:
         """Notes that all requests have ended, with this many tokens in total."""
         self.pacing.note(self.job.age, num_tokens // len(self.streams))
+
+
+class Pieces:
+    """The pieces of several streams as they come, for one reader.
+
+    A slow reader gets several tokens in a piece, because a stream keeps all that was not read yet as one piece.
+
+    num_left: streams that have not ended
+    """
+
+    def __init__(self, streams: Sequence[RequestStream]) -> None:
+        self._streams, self.num_left = streams, len(streams)
+        self._due = dict.fromkeys(range(len(streams)))  # places of streams that may have a piece
+        self._reader: asyncio.Future[None] | None = None
+        for place, stream in enumerate(streams):
+            stream.listen(partial(self._note, place))
+
+    async def next(self) -> tuple[int, OutputChunk] | None:
+        """Returns the place of a stream and its next piece; None after wake(). Raises like RequestStream.take()."""
+        while True:
+            while self._due:
+                place = next(iter(self._due))
+                piece = self._streams[place].take()
+                if piece is None or piece.finish_reason is not None or not self._streams[place].has_ended:
+                    del self._due[place]
+                if piece is not None:
+                    self.num_left -= piece.finish_reason is not None
+                    return place, piece
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+            if not self._due:
+                return None
+
+    def wake(self) -> None:
+        """Lets a reader that waits go on."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _note(self, place: int) -> None:
+        self._due[place] = None
+        self.wake()
 
 
 class Generations:
@@ -146,15 +165,3 @@ class Generations:
     def as_answer(self, error: RocmAttnError) -> ApiError:
         """Converts an error to an answer."""
         return api_error(error, self.retry_after)
-
-
-async def _read(
-    place: int, stream: RequestStream, into: asyncio.Queue[tuple[int, OutputChunk | BaseException | None]]
-) -> None:
-    try:
-        async for piece in stream:
-            await into.put((place, piece))
-    except Exception as error:  # the reader of the queue raises it
-        await into.put((place, error))
-    else:
-        await into.put((place, None))

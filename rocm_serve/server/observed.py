@@ -18,7 +18,7 @@ from rocm_serve.server.gate import GENERATING, needs_key, route_of
 from rocm_serve.server.health import Health
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.keys import ApiKeys
-from rocm_serve.server.record import RAW_SEND, RequestRecord
+from rocm_serve.server.record import RequestRecord
 from rocm_serve.server.traces import OtelTraces
 
 ID_HEADER = b"x-request-id"
@@ -103,7 +103,10 @@ class Observed:
             await send(message)
 
         try:
-            await self._app({**scope, RAW_SEND: send}, receive, answer)
+            await self._app(scope, receive, answer)
+        except Exception as error:  # while an answer was sent
+            records.note_error(500, "internal_error", f"{type(error).__name__}, whose traceback is in the log")
+            raise
         finally:
             record.end()
             self._observers.report(record)

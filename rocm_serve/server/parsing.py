@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-from fastapi import Depends, Request, Response
-from fastapi.routing import APIRoute
-from pydantic import TypeAdapter
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, TypeAdapter
+from starlette.types import Receive, Scope, Send
+
+from rocm_serve.server.api_errors import bad_request
+
+_Body = TypeVar("_Body", bound=BaseModel)
+_Handler = Callable[[_Body, Request], Awaitable[Response]]
+_Route = tuple[type[_Body], Callable[[dict[str, Any]], None], _Handler[_Body]]
 
 FAST: TypeAdapter[Any] = TypeAdapter(Any)
 # Bytes of a body that takes a millisecond to parse.
@@ -42,59 +47,65 @@ def parsed(body: bytes) -> Any:
 
 
 def _value_of(body: bytes) -> Any:
-    """Returns parsed(body). Raises JSONDecodeError alone: FastAPI hides the reason of any other error."""
+    """Returns parsed(body). Raises ApiError."""
     try:
         return parsed(body)
-    except json.JSONDecodeError:
-        raise
+    except json.JSONDecodeError as error:
+        why = error.msg
     except UnicodeDecodeError as error:
-        raise json.JSONDecodeError(f"byte {error.start} is not UTF-8; send text in UTF-8", "", 0) from error
-    except RecursionError as error:
-        raise json.JSONDecodeError("it is nested too deeply; send fewer levels", "", 0) from error
-    except ValueError as error:  # Python's bound on the digits of an integer
-        raise json.JSONDecodeError("an integer has too many digits; send at most 4300", "", 0) from error
+        why = f"byte {error.start} is not UTF-8; send text in UTF-8"
+    except RecursionError:
+        why = "it is nested too deeply; send fewer levels"
+    except ValueError:  # Python's bound on the digits of an integer
+        why = "an integer has too many digits; send at most 4300"
+    raise bad_request(f"the body is not JSON: {why}", code="invalid_json")
 
 
-class ParsedRequest(Request):
-    """A request whose body is read by parsed(), once. Its bytes are not kept: FastAPI would until it is answered."""
-
-    async def body(self) -> bytes:
-        """Returns a blank in the place of a body that is not empty. Raises like json.loads."""
-        if not hasattr(self, "_body"):
-            body = (await self.receive())["body"]  # the gate gives it whole
-            if body:
-                self._json, num_bytes, body = _value_of(body), len(body), b" "
-                await let_streams_write(num_bytes)
-            self._body = body
-        return self._body
-
-    async def json(self) -> Any:
-        """Returns the value of the body. Raises like json.loads."""
-        return self._json if await self.body() else parsed(b"")
+async def content_of(receive: Receive) -> Any:
+    """Returns the value of a body, which the gate gives whole; None if it is empty. Raises ApiError."""
+    body = (await receive())["body"]
+    content, num_bytes = _value_of(body) if body else None, len(body)
+    del body  # a long one is not kept until its request is answered
+    await let_streams_write(num_bytes)
+    return content
 
 
-class ParsedRoute(APIRoute):
-    """A route whose handler gets a ParsedRequest."""
+class BodyRoutes:
+    """An ASGI application around FastAPI's. It serves the routes whose bodies the gate has read.
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Returns the handler of the route."""
-        handle = super().get_route_handler()
-
-        async def handle_parsed(request: Request) -> Response:
-            return await handle(ParsedRequest(request.scope, request.receive))
-
-        return handle_parsed
-
-
-def looks_at(name: str, check: Callable[[object], None]) -> Any:
-    """Returns a route's dependency: check gets a field of the body before pydantic looks at each item.
-
-    It gets None if there is no such field, and may raise ApiError. The body is parsed once for both.
+    FastAPI describes these routes, and answers other methods. Its own way to a handler takes longer than the handler.
     """
 
-    async def look(request: Request) -> None:
-        with suppress(ValueError):  # not JSON, which FastAPI reports
-            content = await request.json()
-            check(content.get(name) if isinstance(content, dict) else None)
+    def __init__(self, app: FastAPI) -> None:
+        self._app, self._routes = app, dict[str, _Route[Any]]()
 
-    return Depends(look)
+    def post(
+        self, path: str, body: type[_Body], check: Callable[[dict[str, Any]], None] = lambda _: None
+    ) -> Callable[[_Handler[_Body]], _Handler[_Body]]:
+        """Returns a decorator of the handler of a path.
+
+        check: looks at a body that is an object before pydantic looks at each item; may raise ApiError
+        """
+
+        def add(handler: _Handler[_Body]) -> _Handler[_Body]:
+            self._routes[path] = body, check, handler
+            return self._app.post(path)(handler)
+
+        return add
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get(scope["path"]) if scope["method"] == "POST" else None
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        (kind, check, handler), request = route, Request(scope)
+        try:
+            content = await content_of(receive)
+            if isinstance(content, dict):
+                check(content)
+            response = await handler(kind.model_validate(content), request)
+        except Exception as error:
+            handlers = self._app.exception_handlers
+            answer = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
+            response = await answer(request, error)  # type: ignore[misc]  # none of ours is for websockets
+        await response(scope, receive, send)

@@ -21,8 +21,9 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _NOT_FAILURES = frozenset({503, 504})
 
 
-# The key of the ASGI server's own send in an ASGI scope: every layer above it takes time for each token of a stream.
-RAW_SEND = "rocm_attn.send"
+# The key, in an ASGI scope, of the connection's own way to send a part of an answer that has begun: every layer between
+# takes time for each token of a stream.
+WRITE = "rocm_attn.write"
 
 
 @dataclass(slots=True, eq=False)

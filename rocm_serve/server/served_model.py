@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -113,11 +113,12 @@ class ServedModel:
                 param="model",
             )
 
-    def refuse_large(self, prompt: object) -> None:
+    def refuse_large(self, body: Mapping[str, object]) -> None:
         """Refuses more prompts, or longer lists of token ids, than can be served, before any item is looked at.
 
-        prompt: the field of a body that nothing has checked yet. Raises ApiError.
+        body: that nothing has checked yet. Raises ApiError.
         """
+        prompt = body.get("prompt")
         if not isinstance(prompt, list) or not prompt:
             return
         prompts = prompt if isinstance(prompt[0], str | list) else [prompt]
@@ -126,8 +127,9 @@ class ServedModel:
             if isinstance(each, list) and len(each) > self._most_prompt_tokens:
                 raise self._too_long("", len(each))
 
-    def refuse_many_tokens(self, tokens: object) -> None:
-        """Refuses to write a text of more tokens than the context holds. tokens: as for refuse_large"""
+    def refuse_many_tokens(self, body: Mapping[str, object]) -> None:
+        """Refuses to write a text of more tokens than the context holds. body: as for refuse_large"""
+        tokens = body.get("tokens")
         if isinstance(tokens, list) and len(tokens) > self.max_len:
             raise bad_request(
                 f"the body has {len(tokens)} tokens and this server writes the text of at most {self.max_len} at once, "

@@ -7,14 +7,14 @@ import json
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_attn.machine.distributions import version_of_package
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.generation import Generations
-from rocm_serve.server.parsing import looks_at
+from rocm_serve.server.parsing import BodyRoutes
 from rocm_serve.server.schema import Messages, TokenIds
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.template_fields import TemplateFields
@@ -56,11 +56,11 @@ class DetokenizeBody(_TextBody):
     tokens: TokenIds
 
 
-def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) -> None:
+def add_text_routes(app: FastAPI, routes: BodyRoutes, generations: Generations, model: ServedModel) -> None:
     """Adds the routes to an application."""
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Response:
+    @routes.post("/tokenize", TokenizeBody)
+    async def tokenize(body: TokenizeBody, _: Request) -> Response:
         """Returns the tokens of a prompt, or of a conversation."""
         tokenizer = model.writer(_tokenizer_for(model, body), body.chat_template)
         assert model.tokenising is not None, "there is a tokenizer"
@@ -68,8 +68,8 @@ def add_text_routes(app: FastAPI, generations: Generations, model: ServedModel) 
         answer = await model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model.max_len)
         return Response(answer, media_type="application/json")
 
-    @app.post("/detokenize", dependencies=[looks_at("tokens", model.refuse_many_tokens)])
-    async def detokenize(body: DetokenizeBody) -> Response:
+    @routes.post("/detokenize", DetokenizeBody, model.refuse_many_tokens)
+    async def detokenize(body: DetokenizeBody, _: Request) -> Response:
         """Returns the text of tokens, with the names of special ones."""
         tokenizer = _tokenizer_for(model, body)
         model.limits.check_tokens(body.tokens)

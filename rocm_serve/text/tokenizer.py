@@ -102,7 +102,9 @@ class Tokenizer:
 
         Special tokens have no text, except for the marks of written_forms.py.
         """
-        said = [token for token in token_ids if token not in self._silent]
+        said = token_ids
+        if not self._silent.isdisjoint(token_ids):
+            said = [token for token in token_ids if token not in self._silent]
         return str(self.backend.decode(said, skip_special_tokens=False))
 
     def decode_all(self, token_ids: Sequence[int]) -> str:

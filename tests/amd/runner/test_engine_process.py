@@ -141,6 +141,7 @@ def test_the_tokens_of_a_step_are_one_message_for_all_requests() -> None:
 def test_a_late_event_loop_takes_the_messages_of_several_steps_in_a_row() -> None:
     """Otherwise the pipe would fill, and the engine would wait for its clients."""
     process = EngineProcess.__new__(EngineProcess)
+    process._unread = bytearray()
     process._pipe, theirs = Pipe()
     taken: list[Message] = []
     process._owner = taken.append

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.job import Jobs
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.record import WRITE
 from rocm_serve.server.replies import CompletionReplies
 from tests.amd.runner.async_engines import Broken, engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
@@ -216,21 +217,27 @@ async def test_an_error_whose_reader_is_late_ends_the_answer_without_another_err
     """One of several choices has failed, and the others continue while the error waits for its reader."""
     counts, bounds, sent = HttpMetrics(), list[Callable[[], None]](), list[bytes]()
 
-    async def pieces() -> AsyncIterator[tuple[int, OutputChunk]]:
-        yield 0, OutputChunk((5,), "w5", None)
-        raise ApiError(500, "the second choice has failed", code="request_failed")
-
-    async def send(message: Any) -> None:
-        sent.append(message.get("body", b""))
-        if b"has failed" in sent[-1]:
+    async def write(data: bytes) -> None:
+        sent.append(data)
+        if b"has failed" in data:
             bounds[0]()
             await asyncio.Event().wait()
 
-    stream = SimpleNamespace(bound=lambda most, on_late: bounds.append(on_late))
-    generation: Any = SimpleNamespace(streams=[stream], pieces=pieces, job=SimpleNamespace(end=lambda why: None))
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    def take() -> OutputChunk:
+        if not sent:
+            return OutputChunk((5,), "w5", None)
+        raise ApiError(500, "the second choice has failed", code="request_failed")
+
+    stream = SimpleNamespace(
+        bound=lambda most, on_late: bounds.append(on_late), listen=lambda _: None, take=take, has_ended=True
+    )
+    generation: Any = SimpleNamespace(streams=[stream], job=SimpleNamespace(end=lambda why: None))
     generations: Any = SimpleNamespace(counts=counts, max_unread_tokens=4)
     replies = CompletionReplies(NAME, EmittedTokens(None))
-    await EventStream(generations, generation, replies, usage=False)({}, no_message, send)
+    await EventStream(generations, generation, replies, usage=False)({WRITE: write}, no_message, send)
     assert (counts.late_readers, b"has failed" in sent[-1]) == (1, True)
 
 

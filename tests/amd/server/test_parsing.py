@@ -13,7 +13,7 @@ from rocm_serve.limits import RequestLimits
 from rocm_serve.request import Request
 from rocm_serve.server import gate, parsing, served_model
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.parsing import LONG_BODY, ParsedRequest, let_streams_write, parsed
+from rocm_serve.server.parsing import LONG_BODY, content_of, let_streams_write, parsed
 from rocm_serve.server.schema import CompletionBody
 from rocm_serve.server.served_model import ServedModel
 from tests.amd.runner.async_engines import engine
@@ -89,7 +89,7 @@ async def test_a_token_that_comes_during_a_pass_over_a_long_body_is_written_befo
         return {"type": "http.request", "body": body}
 
     model = ServedModel("tiny", None, RequestLimits(2 * LONG_BODY, 2 * LONG_BODY, 64, None), ServerOptions())
-    reading = ParsedRequest({"type": "http", "headers": []}, receive).json()
+    reading = content_of(receive)
     making = model.completion_requests(CompletionBody(model="tiny", prompt=ids), "")
     loop, num_bytes = asyncio.get_running_loop(), list[int]()
 

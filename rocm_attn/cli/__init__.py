@@ -49,8 +49,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     finally:
         sys.stdout.flush()  # --help prints there, and exits
     command = importlib.import_module(options.module)
-    command.run(options)
-    sys.stdout.flush()
+    try:
+        command.run(options)
+    finally:
+        sys.stdout.flush()  # also before an error: Python's own flush at exit says it in two lines, with code 120
 
 
 def _answer(error: BaseException) -> int:

@@ -68,11 +68,13 @@ def at_least(least: int, text: str, most: int = _LARGEST) -> int:
 positive, natural = partial(at_least, 1), partial(at_least, 0)
 
 
-def not_negative(text: str) -> float:
+def not_negative(text: str, most: float = math.inf) -> float:
     """Parses a finite number of at least 0. Raises ArgumentTypeError."""
     parsed: float = number(float, text)
     if not (parsed >= 0 and math.isfinite(parsed)):
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    if parsed > most:
+        raise argparse.ArgumentTypeError(f"{text} is above {most:g}")
     return parsed
 
 

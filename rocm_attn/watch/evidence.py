@@ -312,7 +312,8 @@ class StepEvidence:
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError) as error:
             if isinstance(error, BadSetting):
                 raise
-            raise BadSetting(f"{path} holds no evidence of a step ({error})") from error
+            reason = str(error).partition("\n")[0].partition(". ")[0]  # torch adds advice, in several lines
+            raise BadSetting(f"{path} holds no evidence of a step ({reason})") from error
 
     def storages(self) -> list[Tensor]:
         """A new copy of the memory before the first launch, uint8 [n] each; zeros take no memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from rocm_attn.cli import options as o
 from rocm_attn.cli.parser import add_options
@@ -141,7 +142,7 @@ TRAFFIC = (
     o.option("--output", type=o.positive, default=128, metavar="TOKENS", help="median of new tokens (128)"),
     o.option(
         "--spread",
-        type=o.not_negative,
+        type=partial(o.not_negative, most=10.0),  # e to the power of far larger ones is no float
         default=0.5,
         metavar="S",
         help="standard deviation of the logarithm of lengths (0.5)",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rocm_attn.errors import BadSetting
 from rocm_lab.cycles.count import LoopCount, count_loop, waves_of
 from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
+from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.waits.objects import OBJDUMPS, CodeKernel, files_of, kernels_of
 
 
@@ -45,16 +48,10 @@ class CountedKernel:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints a line for each kernel. Raises BadSetting for bad files, UnknownInstruction for what cannot be read."""
+    """Prints a line for each kernel. Raises BadSetting for bad files."""
+    waves = waves_of(options.waves, options.num_warps)
     objdumps = (options.objdump,) if options.objdump else OBJDUMPS
-    waves, of_program = waves_of(options.waves, options.num_warps)
-    counted = [
-        CountedKernel(
-            kernel, count_loop(kernel.assembly, kernel.arch, waves, of_program), loop_traffic(kernel.assembly)
-        )
-        for path in files_of(map(Path, options.files))
-        for kernel in kernels_of(path, objdumps)
-    ]
+    counted = [each for path in files_of(map(Path, options.files)) for each in _counted(path, objdumps, *waves)]
     if options.json:
         found = [
             {
@@ -70,3 +67,13 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps({"kernels": found}, indent=2))
     else:
         print("\n".join(each.line() for each in counted))
+
+
+def _counted(path: Path, objdumps: Sequence[str], waves: int, of_program: int) -> list[CountedKernel]:
+    try:
+        return [
+            CountedKernel(each, count_loop(each.assembly, each.arch, waves, of_program), loop_traffic(each.assembly))
+            for each in kernels_of(path, objdumps)
+        ]
+    except UnknownInstruction as unknown:
+        raise BadSetting(f"the loops of {path} cannot be counted ({unknown}); leave this file out") from unknown

@@ -125,6 +125,8 @@ def _split(operands: str) -> list[str]:
 
 def _arguments(text: str) -> tuple[Argument, ...]:
     """The arguments that the code object's metadata lists."""
-    metadata = text[text.index(".amdgpu_metadata") :]
+    _, begin, metadata = text.partition(".amdgpu_metadata")
+    if not begin:
+        raise UnknownInstruction("the text has no .amdgpu_metadata, which lists the kernel's arguments")
     found = re.findall(r"\.offset:\s+(\d+)\n\s+\.size:\s+(\d+)\n\s+\.value_kind:\s+(\w+)", metadata)
     return tuple(Argument(int(offset), int(size), kind) for offset, size, kind in found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import struct
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,12 +77,12 @@ def kernels_of(path: Path, objdumps: Sequence[str] = OBJDUMPS) -> list[CodeKerne
     """
     data = path.read_bytes()
     if data.startswith(_ELF):
-        arch = _MACHINES.get(struct.unpack_from("<I", data, _E_FLAGS_AT)[0] & 0xFF)
+        arch = _MACHINES.get(int.from_bytes(data[_E_FLAGS_AT : _E_FLAGS_AT + 1], "little"))
         _require_known(path, arch or "another arch")
         assert arch is not None
         sha256 = hashlib.sha256(data).hexdigest()
         return [CodeKernel(path, arch, sha256, each) for each in parse_disassembly(_disassembled(path, arch, objdumps))]
-    text = data.decode()
+    text = data.decode(errors="replace")  # of any file that was named, assembly or not
     target = re.search(r"^\s*\.amdgcn_target\s+\"\S*?(gfx\w+)", text, re.MULTILINE)
     arch = target[1] if target else "an unknown arch"
     _require_known(path, arch)

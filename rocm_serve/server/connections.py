@@ -10,7 +10,8 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -24,8 +25,8 @@ from rocm_serve.server.waiting import client_at
 
 # Bytes of a request's head: h11's own limit.
 MOST_HEAD_BYTES = 16 * 1024
-# After a head that is refused, a client may go on sending for this long, and this many bytes. They are not kept. A
-# connection that is closed at once is reset by them, and the client would lose the answer.
+# After a refusal, a client may go on sending for this long, and this many bytes. They are not kept. They reset a
+# connection that is closed at once, and the client would lose the answer.
 _SECONDS_IN_VAIN, _BYTES_IN_VAIN = 5.0, 16 * 2**20
 _TOO_LARGE = 431
 
@@ -49,6 +50,7 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.transport = cast(asyncio.Transport, _Ended(transport, self._end))
             self._client = client_at(self.client[0]) if self.client is not None else ""
             by_client[self._client] += 1
             if len(self.connections) > most or by_client[self._client] > most_of_one:
@@ -93,12 +95,21 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
             is_answering = self.cycle is not None and not self.cycle.response_complete
             for event in (answer, h11.Data(data=json.dumps(error.body()).encode()), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
-            if is_answering or not self.transport.can_write_eof():
-                self.transport.close()
-                return
-            self._is_refused = True
-            self.transport.write_eof()
-            self.loop.call_later(_SECONDS_IN_VAIN, self.transport.abort)
+            self._end_after_answer(not is_answering)
+
+        def _end(self) -> None:
+            cycle = self.cycle
+            self._end_after_answer(cycle is not None and cycle.response_complete and cycle.more_body)
+
+        def _end_after_answer(self, may_send: bool) -> None:
+            """Closes the connection; may_send: once a client that may still send has had time to read its answer."""
+            transport: asyncio.Transport = self.transport.real  # type: ignore[attr-defined]  # see connection_made
+            if not may_send or not transport.can_write_eof():
+                transport.close()
+            elif not self._is_refused and not transport.is_closing():
+                self._is_refused = True
+                transport.write_eof()
+                self.loop.call_later(_SECONDS_IN_VAIN, transport.abort)
 
         async def _write_part(self, data: bytes) -> None:
             """Sends what cycle.send would: a part of an answer of no given length, whose head was sent."""
@@ -132,6 +143,16 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
                 self.transport.close()
 
     return Bounded
+
+
+class _Ended:
+    """A transport whose close() is called in its place: uvicorn closes it as soon as an answer is written."""
+
+    def __init__(self, real: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.real, self.close = real, close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
 
 
 def _refusal(error: BaseException | None) -> ApiError:

@@ -119,6 +119,12 @@ def test_a_trace_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert len(trace_of(text, tmp_path).requests) == 3
 
 
+def test_a_spread_whose_lengths_are_no_numbers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "traffic", "--spread", "100000"])
+    assert "argument --spread: 100000 is above 10" in capsys.readouterr().err
+
+
 def test_a_missing_trace_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--trace", "missing.jsonl"]) == BAD_INPUT
     assert "missing.jsonl cannot be read" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_cli_families import PROMPT, with_tokenizer
 from tests.amd.runner.families import family_model
 from tests.amd.runner.hf_models import save
+from tests.amd.simulator.test_wait_files import LOADED, USED, assembly_text
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,18 @@ def test_a_full_stdout_is_a_sentence(command: tuple[str, ...]) -> None:
     assert done.stderr.splitlines()[-1] == "rocm-attn: stdout cannot be written (No space left on device)"
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_a_full_stdout_is_a_sentence_after_a_job_that_failed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python writes the results at its exit otherwise, and ends with code 120."""
+    file = tmp_path / "unwaited.s"
+    file.write_text(assembly_text(LOADED, USED))
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
+    done = in_a_shell(">/dev/full", "waits", str(file))
+    said = "rocm-attn: stdout cannot be written (No space left on device)\n"
+    assert (done.returncode, done.stderr) == (FAILED, said)
 
 
 @pytest.mark.parametrize("redirected", [">&-"])

@@ -17,7 +17,7 @@ from rocm_attn.errors import BadSetting
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.server.options import ServerOptions
 from tests.amd.runner.async_engines import engine
-from tests.amd.server.raw import Client, all_of, post, requested, send
+from tests.amd.server.raw import COMPLETIONS, Client, all_of, post, requested, send
 from tests.amd.server.running import MANY_STEPS, Running, gated_server, running
 
 # A self-signed certificate of 127.0.0.1, of no other use.
@@ -144,6 +144,26 @@ def test_a_client_reads_why_its_head_was_refused_although_it_goes_on_sending(
         assert error["code"] == (code or "headers_too_large")
         assert error["message"].count(";") == 1, "it says what to do"
         assert refused(server, "head") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "num_bytes", "status"),
+    [("text/plain", "1.1", 1900, 415), ("application/json", "1.0", 9000, 413)],
+    ids=["kind", "size"],
+)
+def test_a_client_reads_why_it_was_refused_although_its_body_still_comes(
+    kind: str, version: str, num_bytes: int, status: int, loaded: LoadedModel
+) -> None:
+    """nginx asks its upstreams to close connections, in HTTP/1.0 unless it is configured otherwise."""
+    with running(engine(loaded), max_body_bytes=1000) as server, socket.create_connection(server.address) as client:
+        head = f"POST {COMPLETIONS} HTTP/{version}\r\nHost: t\r\nConnection: close\r\n"
+        client.sendall(f"{head}Content-Type: {kind}\r\nContent-Length: {num_bytes}\r\n\r\n".encode())
+        server.wait_until(lambda: server.generations.counts.refused.total() and not server.generations.counts.open)
+        for _ in range(num_bytes // 100):
+            client.sendall(b" " * 100)
+        assert all_of(client).startswith(b"HTTP/1.1 %d " % status)
+        client.close()
+        server.wait_until(lambda: not len(server.server.server_state.connections))
 
 
 def test_a_client_that_never_stops_sending_after_a_refusal_is_cut_off(

@@ -231,6 +231,26 @@ def test_the_command_prints_clocks_and_the_share(tmp_path: Path, capsys: pytest.
     assert main(["cycles", str(tmp_path / "gone")]) == BAD_INPUT
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (assembly_text(LOOP[0], "\tv_unknown_b32 v1, v2\n", *LOOP[1:]), "v_unknown_b32"),
+        (assembly_text().partition("\t.section")[0], "no kernel that ends at a .rodata section"),
+        (assembly_text().partition("\t.amdgpu_metadata")[0], "no .amdgpu_metadata"),
+    ],
+    ids=["an instruction", "a cut kernel", "no arguments"],
+)
+def test_a_kernel_that_cannot_be_read_is_a_sentence(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "loop.s"
+    file.write_text(text)
+    assert main(["cycles", str(file)]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert f"the loops of {file} cannot be counted (" in said
+    assert why in said
+
+
 def test_the_page_compares_a_published_loop_with_its_count(tmp_path: Path) -> None:
     file = tmp_path / "fav4.s"
     file.write_text(assembly_text(*LOOP, arch="gfx950"))

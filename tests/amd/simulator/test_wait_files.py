@@ -113,6 +113,17 @@ def test_another_arch_is_refused(tmp_path: Path) -> None:
         kernels_of(file.with_suffix(".s"))
 
 
+@pytest.mark.parametrize("content", [b"\x7fELF", b"\xff\x00 weights"], ids=["a cut code object", "neither"])
+def test_a_file_of_another_kind_is_a_sentence(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file.s"
+    file.write_bytes(content)
+    for command in ("waits", "cycles"):
+        assert main([command, str(file)]) == BAD_INPUT
+        assert f"{file} is code for an" in capsys.readouterr().err
+
+
 def test_a_text_is_known_by_the_code_object_next_to_it(tmp_path: Path) -> None:
     text = tmp_path / "kernel.amdgcn"
     text.write_text(assembly_text())

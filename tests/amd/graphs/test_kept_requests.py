@@ -55,23 +55,6 @@ def test_the_check_of_a_graph_leaves_kept_pages_alone(swa_pages: int, device: to
     assert all(table.kept.num_holders_of(ids, space.space).tolist() == [1, 1, 1] for space in table.spaces)
 
 
-def test_a_request_over_kept_pages_is_served_as_if_it_had_stored_them(device: torch.device) -> None:
-    outs = []
-    for over in (False, True):
-        tiny = Tiny.build(device, "torch", [1])
-        table = tiny.runtime.table
-        runner = tiny.runner()
-        first = table.admit()
-        ids = torch.randint(1, 50, (11,), generator=torch.Generator().manual_seed(5)).tolist()
-        run(tiny.runtime, runner, first, ids[:9], 0)
-        row = table.kept.admit_over(table.kept.keep(first, 0, 2), 8) if over else table.fork(first, 8)
-        table.free(first)
-        outs.append([run(tiny.runtime, runner, row, ids[at : at + 1], at).clone() for at in range(8, 11)])
-        assert runner.counters.replays > 0
-    for forked, begun in zip(*outs, strict=True):
-        assert torch.equal(forked, begun)
-
-
 def run(runtime: AttentionRuntime, runner: StepRunner, row: int, token_ids: list[int], start: int) -> torch.Tensor:
     kv_len = start + len(token_ids)
     runtime.table.reserve(row, kv_len)

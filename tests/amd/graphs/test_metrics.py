@@ -69,11 +69,6 @@ def test_prometheus_reads_every_metric_with_its_help_and_type() -> None:
             assert name.endswith("_total") == (of_type.split()[3] == "counter")
 
 
-def test_a_reason_of_any_text_stays_on_its_line() -> None:
-    text = Metrics(fallbacks={'it said "no"\nand \\': 1}).snapshot().as_prometheus()
-    assert 'rocm_attn_fallbacks_total{reason="it said \\"no\\"\\nand \\\\"} 1\n' in text
-
-
 def test_the_series_of_a_state_are_the_same_whatever_its_sentence_says() -> None:
     def series(reason: Reason) -> list[str]:
         lines = Metrics(graphs_off=reason).snapshot().as_prometheus().splitlines()

@@ -169,7 +169,6 @@ def test_mamba_states_follow_drafts_prefixes_and_requests_that_give_way(served: 
 
 # name -> a family, or transformers' class, and the settings that differ
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
     "llama_multi_head": ("Llama", {"num_key_value_heads": 4}),
     "llama_multi_query": ("Llama", {"num_key_value_heads": 1}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
@@ -181,10 +180,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_yarn_rope": ("Llama", {"rope_parameters": YARN}),
     "llama_yarn_rope_details": ("Llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 9.0}}),
     "llama_yarn_attention_factor": ("Llama", {"rope_parameters": {**YARN, "attention_factor": 1.7}}),
-    "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {}),
     "qwen3_bias": ("Qwen3", {"attention_bias": True, "head_dim": 24}),
     "mistral_window": ("Mistral", {"sliding_window": 7}),
     "mistral": ("Mistral", {"sliding_window": None}),

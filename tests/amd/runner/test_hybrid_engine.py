@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from rocm_attn.errors import BadSetting, CapacityExceeded
-from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
-from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.options import RuntimeOptions
-from rocm_serve import engine_runtime
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.pool_size import PoolPages, pool_pages, swa_pages_for
 from rocm_serve.request import Request
-from tests.amd.runner.serving import BASE, some_requests, tokens_of
+from tests.amd.runner.serving import BASE
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
 WINDOW = 9
@@ -31,39 +25,6 @@ WINDOW = 9
 def loaded() -> LoadedModel:
     """Every other layer has a window, as in Gemma."""
     return tiny_model(base=with_windows(CONFIG, WINDOW, -1))
-
-
-def disjoint(monkeypatch: pytest.MonkeyPatch, guards: Guards) -> None:
-    """Engines hand out no id in both spaces; pages that belong to no request hold large numbers."""
-
-    def build(problems: list[Problem], options: RuntimeOptions, **others: Any) -> AttentionRuntime:
-        num_pages = options.num_pages
-        apart = replace(options, swa_pages=num_pages + options.swa_pages, first_swa_page=num_pages)
-        made = build_runtime(problems, apart, **others, guards=guards)
-        for layer in range(len(problems)):
-            made.pool.layer(layer).k[1:] = 100.0
-            made.pool.layer(layer).v[1:] = 100.0
-        return made
-
-    monkeypatch.setattr(engine_runtime, "build_runtime", build)
-
-
-@pytest.mark.parametrize(
-    "deterministic", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["normal", "deterministic"]
-)
-def test_200_requests_at_a_time_keep_the_spaces_apart(
-    deterministic: bool, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Seed 003: under load, a layer with a window read by ids of the full space. 200 requests, 128 at a time."""
-    requests = some_requests(200, 6)
-    options = replace(BASE, max_batch_size=128, chunk=256, max_kv_len=40, deterministic=deterministic)
-    wanted = tokens_of(Engine(loaded, replace(options, swa_pages=0)).generate(requests))
-    disjoint(monkeypatch, Guards())
-    engine = Engine(loaded, options)
-    assert tokens_of(engine.generate(requests)) == wanted
-    assert engine.report().swa_pages > engine.report().num_pages
-    disjoint(monkeypatch, Guards().without("layer_space"))
-    assert tokens_of(Engine(loaded, options).generate(requests)) != wanted
 
 
 def test_a_pool_that_holds_no_window_and_chunk_is_refused(loaded: LoadedModel) -> None:

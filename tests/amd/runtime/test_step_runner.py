@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +10,7 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.errors import BadBatch
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Tiny, come_and_go, same
 
@@ -65,34 +63,3 @@ def test_forgotten_token_ids_are_refused_and_never_run_as_zeros(
     assert torch.equal(from_device, run(StepBatch([row], [3], [3], [5, 7, 9])))
     assert run(StepBatch([row], [3], [3], NO_TOKEN_IDS)).isfinite().all()
     assert len(run(StepBatch([], [], []))) == 0
-
-
-def test_reopening_grows_what_was_sealed_and_goes_on_with_the_same_requests(
-    provider: str, device: torch.device
-) -> None:
-    outs = []
-    for sizes in ([1, 2, 4, 8], [2]):
-        tiny = Tiny.build(device, provider, sizes)
-        runner = tiny.runner()
-        requests = tiny.admitted(1)
-        out = [requests.run(runner, [5], pad_to=2)]  # bits are equal at equal padded shapes
-        if sizes == [2]:
-            old = weakref.ref(tiny.runtime.seals.tensors()["kv_len"])
-            runner.reopen([1, 2, 4, 8])
-            assert old() is None, "the old buffers are still held"
-        out.append(requests.run(runner, [1], pad_to=2))
-        requests.free()
-        out += come_and_go(runner, tiny.runtime, [8, 3, 1])
-        assert runner.counters.replays == 4
-        outs.append(out)
-    assert same(*outs)
-
-
-def test_reopening_with_sizes_that_make_no_ladder_changes_nothing(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, [2])
-    runner = tiny.runner()
-    come_and_go(runner, tiny.runtime, [2])
-    with pytest.raises(BadSetting, match="capture_sizes"):
-        runner.reopen([4, 2])
-    come_and_go(runner, tiny.runtime, [2, 1])
-    runner.check_addresses()

@@ -24,15 +24,6 @@ def test_prefill_then_decode_equals_dense_attention(provider: str, page_size: in
     assert page_zero_is_zero(world)
 
 
-def test_a_step_without_sequences_runs(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem()], device, provider)
-    world.step([], [])
-    (request,) = world.begun(3)
-    world.step([], [], pad_to=4)
-    world.step([request], [1])
-    assert page_zero_is_zero(world)
-
-
 @pytest.mark.fast(interpreted=0)
 def test_a_step_that_is_padded_as_other_ranks_are_equals_dense_attention(provider: str, device: torch.device) -> None:
     """One token each, several, a sequence alone, and none, with room for tokens that another rank may have."""

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadSetting
+from rocm_attn.kernels.tuning.hopper_tiles import hopper_tiles
+from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes, Tiles, TileTable, refusal
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, DecodeTiles, ExtendTiles
 from rocm_attn.machine import measured_choices, settings
@@ -23,7 +26,7 @@ from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.settings import read_settings
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.machine.tuning_file import VERSION, TuningFile, as_json
-from rocm_attn.problem import KVEncoding, Problem
+from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
@@ -33,6 +36,7 @@ from rocm_attn.selection.kernels import choose_kernels
 TRITON = "3.7.1"
 GFX942 = replace(known_target("gfx942"), releases=Releases(triton=Release.of(TRITON)))
 LAYER = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
+LATENT = Problem(128, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=576**-0.5, pool=PoolKind.LATENT)
 META = torch.device("meta")
 MEASURED = Provenance(
     "AMD Instinct MI300X", "gfx942", 304, TRITON, "2.11.0", "7.2.4", "1.0", "0123456789ab", "2026-11-21T20:00:00+00:00",
@@ -56,8 +60,13 @@ def described(problem: Problem, target: Target, kind: StepKind) -> str:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    long = row_of(table=TileTable.EXTEND, tiles=ExtendTiles(64, 32, 4, 2))
-    file = TuningFile().with_choice(row_of()).with_choice(long)
+    rows = (
+        row_of(),
+        row_of(table=TileTable.EXTEND, tiles=ExtendTiles(64, 32, 4, 2)),
+        row_of(table=TileTable.HOPPER_EXTEND, tiles=hopper_tiles(128, 128, 16, coded=False)),
+        row_of(LATENT, TileTable.HOPPER_LATENT_DECODE, HOPPER_LATENT_TILES),
+    )
+    file = reduce(TuningFile.with_choice, rows, TuningFile())
     place = tmp_path / "not there yet" / "t.json"
     file.write(place)
     assert TuningFile.read(place) == file

@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.cli.tile_choices import tile_choices
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HopperTiles, hopper_tiles
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES, HopperLatentTiles
-from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes, Tiles, TileTable, refusal
-from rocm_attn.kernels.tuning.tiles import ANY_ROWS
+from rocm_attn.kernels.tuning.measured import TileTable, refusal
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import VERSION, TuningFile, as_json
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.providers.tiles import hopper_tiles_of, layer_of
 from rocm_lab.bench.batch_spec import BatchSpec
@@ -28,16 +26,11 @@ from rocm_lab.tune import hopper
 from rocm_lab.tune.bench import JobSteps, edges_of, kernel_of
 from rocm_lab.tune.candidates import candidates, together
 from rocm_lab.tune.jobs import TuneJob, jobs_of, kind_of
+from tests.amd.host.test_measured_rows import LATENT, LAYER, row_of
 
 TRITON = "3.6.0"
 H200 = replace(known_target("sm_90"), releases=Releases(triton=Release.of(TRITON)))
-LAYER = Problem(32, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
 CODED = replace(LAYER, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.HEAD)
-LATENT = Problem(128, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=576**-0.5, pool=PoolKind.LATENT)
-MEASURED = Provenance(
-    "NVIDIA H200", "sm_90", 132, TRITON, "2.11.0", "CUDA 13.0", "1.0", "0123456789ab", "2026-11-26T10:00:00+00:00",
-    (ShapeTimes("1x2048+6144", 400.0, 370.0),), 15, 0.07, 0.06, 0.08, 0,
-)  # fmt: skip
 
 
 def of_dims(dims: tuple[int, int], page_size: int, *, coded: bool = False) -> Problem:
@@ -55,10 +48,6 @@ def job_of(problem: Problem, batch: str = "1x2048+6144") -> TuneJob:
     (job,), left_out = jobs_of([problem], H200, [BatchSpec.parse(batch)])
     assert not left_out
     return job
-
-
-def row_of(problem: Problem, table: TileTable, tiles: Tiles) -> MeasuredTileChoice:
-    return MeasuredTileChoice(table, layer_of(problem), ANY_ROWS, tiles, MEASURED)
 
 
 @pytest.mark.parametrize(("dims", "page_size", "coded"), ROWS, ids=str)
@@ -129,14 +118,6 @@ def test_a_users_row_of_latent_decode_serves_one_new_token() -> None:
     job = job_of(LATENT, "64d4k")
     assert job.table is TileTable.HOPPER_LATENT_DECODE
     assert all(isinstance(each.tiles, HopperLatentTiles) for each in candidates(job, H200))
-
-
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    extend = row_of(LAYER, TileTable.HOPPER_EXTEND, hopper_tiles(128, 128, 16, coded=False))
-    latent = row_of(LATENT, TileTable.HOPPER_LATENT_DECODE, HOPPER_LATENT_TILES)
-    file = TuningFile().with_choice(extend).with_choice(latent)
-    file.write(tmp_path / "t.json")
-    assert TuningFile.read(tmp_path / "t.json") == file
 
 
 @pytest.mark.parametrize(

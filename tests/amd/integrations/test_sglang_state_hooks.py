@@ -344,12 +344,6 @@ def test_a_slot_for_a_state_that_is_not_tracked_keeps_what_it_has(
     assert hybrid.is_reported()
 
 
-def test_two_requests_with_one_slot_are_reported(sglang: Any, provider: str, device: torch.device) -> None:
-    hybrid = Hybrid(sglang, provider, device)
-    hybrid.step([hybrid.engine.admit(), hybrid.engine.admit()], [5, 5], [3, 3])
-    assert hybrid.is_reported()
-
-
 def test_a_step_without_sequences_is_not_checked(sglang: Any, provider: str, device: torch.device) -> None:
     hybrid = Hybrid(sglang, provider, device)
     idle = SimpleNamespace(forward_mode=Mode.IDLE, batch_size=0)

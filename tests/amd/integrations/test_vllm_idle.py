@@ -19,7 +19,6 @@ from rocm_attn.integrations.vllm import idle_blocks
 from rocm_attn.integrations.vllm.group import give_chosen
 from rocm_attn.integrations.vllm.idle_blocks import NO_BLOCKS, IdleBlocks, lent_blocks
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
-from rocm_attn.integrations.vllm.layer_terms import MaskTerms
 from rocm_attn.machine.settings import NEEDLES_EVERY
 from rocm_attn.truth.adopted import EngineRow, probe_idle
 from rocm_attn.truth.choosers import BY_INDEXERS, ByEngines
@@ -143,15 +142,6 @@ def test_a_fault_of_a_requests_step_goes_to_the_engine_and_not_to_the_needles() 
     with pytest.raises(DeviceFault, match="step 2: "):
         served.runner.step_unseen([1, 1])
     assert served.verdicts == []
-
-
-def test_layers_with_chunks_find_every_needle_that_they_see() -> None:
-    served = Served([TERMS], mask=MaskTerms(chunk=16))
-    served.runner.admit()
-    served.runner.step([30])
-    served.lend()
-    served.runner.step([1])
-    assert [verdict.word for verdict in served.verdicts] == ["right"]
 
 
 @pytest.mark.parametrize("top", [0, 12], ids=["all keys", "selected keys"])

@@ -11,12 +11,10 @@ import torch
 
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.problem import Scales
-from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.integrations.vllm_stand_in import (
     BLOCK,
     DIM,
     HEADS,
-    SCALE,
     Config,
     EncoderSpec,
     chunked_builder,
@@ -124,21 +122,6 @@ def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: 
     assert ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": plain}, halves), CPU).group
     with pytest.raises(Unsupported, match="vLLM does not say which in micro-batches"):
         ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": with_images}, halves), CPU)
-
-
-def test_a_prefix_that_all_requests_share_changes_nothing(ours: Any) -> None:
-    """Tables and lengths are whole, whatever vLLM says of a common prefix, and each request sees all of its keys."""
-    layer, random = gqa_layer(ours.RocmAttnImpl), torch.Generator().manual_seed(0)
-    layer.kv_cache[1:3] = torch.randn(2, *layer.kv_cache.shape[1:], generator=random)
-    made = ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": layer}), CPU)
-    q, common = torch.randn(1, HEADS, DIM, generator=random), step(BLOCK + 5)
-    common.block_table_tensor[0, 1] = 2
-    common.slot_mapping = torch.tensor([2 * BLOCK + 4])
-    kv, out = torch.randn(2, 1, 1, DIM, generator=random), torch.zeros(1, HEADS, DIM)
-    layer.impl.forward(layer, q, *kv, layer.kv_cache, made.build(BLOCK, common), out)
-    held = layer.kv_cache[1:3, 0].flatten(0, 1)[: BLOCK + 5, None].double().numpy()
-    want, _ = attention(q.double().numpy(), held[..., :DIM], held[..., DIM:], Scores(SCALE))
-    assert torch.allclose(out.double(), torch.from_numpy(want), atol=1e-5)
 
 
 @pytest.mark.parametrize("declared", ["by the model", "by the cache"])

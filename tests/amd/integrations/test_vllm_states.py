@@ -198,10 +198,10 @@ def test_a_step_is_reported_if_and_only_if_a_slot_holds_other_tokens_or_two_sequ
 
 def test_an_error_bit_is_set_for_each_kind_of_wrong_slot() -> None:
     """Never written, another request's, older and rejected tokens, another sequence's, outside of the memory, none."""
-    for read, written in ((5, 1), (2, 1), (3, 1), (4, 1), (1, 2), (NUM_SLOTS, 1), (1, NUM_SLOTS), (0, 1), (1, 0)):
+    for read, written in ((5, 8), (2, 8), (3, 8), (4, 8), (8, 2), (NUM_SLOTS, 8), (8, NUM_SLOTS), (0, 8), (8, 0)):
         world = World()
-        assert not world.run([Sequence(0, [1, 0, 1], 0, [3], [ALL_NEW]), Sequence(1, [0, 0], 0, [2], [ALL_NEW])])
-        assert not world.run([Sequence(0, [1, 1, 0], 3, [6, 1, 4], [1, 2, 3])])
+        assert not world.run([Sequence(0, [1, 0, 1], 0, [3], [ALL_NEW]), Sequence(1, [0, 0], 0, [2, 3], [ALL_NEW, 3])])
+        assert not world.run([Sequence(0, [1, 1, 0], 3, [6, 8, 4], [1, 2, 3])])
         del world.tokens[0][-1]
         others = [Sequence(1, [1], 2, [2], [ALL_NEW])]
         assert world.run([Sequence(0, [1], read, [written], [ALL_NEW]), *others]), (read, written)

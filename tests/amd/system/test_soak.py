@@ -282,7 +282,7 @@ def pages_are_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten = Fuse(monkeypatch, 12)
 
     def free(original: Callable[..., None], table: RequestTable, row: int) -> None:
-        if not forgotten():
+        if not table.is_admitted(row) or not forgotten():
             original(table, row)
 
     wrap(monkeypatch, RequestTable, "free", free)

@@ -222,7 +222,10 @@ run_stage() {
     soak) rocm-attn soak --steps 200 --seed 0 ;;
     load-long) python -m tests.amd.server.load --minutes "${LOAD_MINUTES:-60}" | tee -a "$verdicts" ;;
     walk-long) walk_pages author operator ci ;;
-    soak-long) rocm-attn soak --steps 10000 --seed 1 && rocm-attn soak --recurrent --steps 10000 --seed 1 ;;
+    soak-long)
+        rocm-attn soak --steps 10000 --seed 1 && rocm-attn soak --recurrent --steps 10000 --seed 1 &&
+            rocm-attn soak --speculative --steps 10000 --seed 1
+        ;;
     offline) compile -m "not nightly" ;;
     oldest) with_triton $OLDEST_TRITON compile -m "oldest_triton and not nightly" ;;
     oldest-long) with_triton $OLDEST_TRITON compile -m "oldest_triton and nightly" ;;

@@ -38,6 +38,8 @@ from rocm_lab.soak.scene import Scene
 # largest eager step need less than this, and so do the kernels of Triton that are compiled late.
 MAX_HOST_GROWTH_BYTES = 16 << 20
 MAX_DEVICE_GROWTH_BYTES = 1 << 20
+# Requests before the first step, so that a short soak has something to do too.
+_FIRST_REQUESTS = 4
 # Python takes larger objects from the C library: docs.python.org/3/c-api/memory.html, "The pymalloc allocator".
 _LARGEST_SMALL_OBJECT = 512
 
@@ -198,6 +200,8 @@ class Soak:
         self._actions: Counter[str] = Counter()
         self._memory: list[_MemoryUse] = []
         self._poison_free_memory()
+        for _ in range(_FIRST_REQUESTS):
+            CHANGES["admit"](self._scene)
 
     def run(self, steps: int, on_reopen: Callable[[int], None] = _say_nothing) -> SoakReport:
         """Plays this many steps, once. on_reopen: gets the number played.

@@ -156,6 +156,8 @@ def keep(scene: Scene) -> None:
         )
     if ids is REFUSED or row not in scene.oracle.kv:
         return
+    if last * scene.page_size > scene.length(row):
+        scene.unsure.add(row)  # it may not store in them again
     have = table.have_states(ids)
     _judge_checkpoints(scene, row, first, due, have, free)
     for page_no, id_, has_state in zip(range(first, last), ids.tolist(), have.tolist(), strict=True):

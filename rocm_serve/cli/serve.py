@@ -7,7 +7,6 @@ first, so that it imports torch and reads weights while this one imports its own
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -57,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
                 tokenizer = tokenizer.with_template(template)
             model = ServedModel(name, tokenizer, engine.limits, settings, defaults)
             ready_to_serve()
-            asyncio.run(serve(engine, model, keys, bound, _announce, traces))
+            serve(engine, model, keys, bound, _announce, traces)
 
 
 def _template(settings: ServerOptions) -> str | None:

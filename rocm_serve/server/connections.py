@@ -20,7 +20,7 @@ from rocm_serve.server.api_errors import ApiError
 from rocm_serve.server.half_closed import HalfClosed, can_be_told
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.record import WRITE
+from rocm_serve.server.record import WRITER
 from rocm_serve.server.waiting import client_at
 
 # Bytes of a request's head: h11's own limit.
@@ -46,7 +46,7 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
             self._head_timer: asyncio.TimerHandle | None = None
             self._is_refused, self._num_in_vain = False, 0
             served = self.app
-            self.app = lambda scope, receive, send: served({**scope, WRITE: self._write_part}, receive, send)
+            self.app = lambda scope, receive, send: served({**scope, WRITER: self}, receive, send)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -111,13 +111,17 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
                 transport.write_eof()
                 self.loop.call_later(_SECONDS_IN_VAIN, transport.abort)
 
-        async def _write_part(self, data: bytes) -> None:
-            """Sends what cycle.send would: a part of an answer of no given length, whose head was sent."""
-            if self.flow.write_paused:
-                await self.flow.drain()
+        @property
+        def is_full(self) -> bool:
+            return self.flow.write_paused
+
+        def write(self, data: bytes) -> None:
             if not self.cycle.disconnected:
                 is_chunked = self.conn.their_http_version == b"1.1"
                 self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+
+        async def drain(self) -> None:
+            await self.flow.drain()
 
         def _send_interim(self) -> None:
             """Sends what every client must skip (RFC 9110, 15.2), unless the answer has begun."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from json.encoder import encode_basestring
 from typing import Any
@@ -13,9 +13,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import RocmAttnError
+from rocm_serve.request_stream import OutputChunk, RequestStream
 from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, reader_late
 from rocm_serve.server.generation import Generation, Generations, Pieces
-from rocm_serve.server.record import WRITE
+from rocm_serve.server.record import WRITER, StreamWriter
 from rocm_serve.server.replies import Replies, TextChunk, as_event
 
 # A text that is in no model's name.
@@ -36,13 +37,18 @@ class EventStream(Response):
         self.status_code, self.background = 200, None
         self._generations, self._generation, self._replies = generations, generation, replies
         self._has_usage, self._is_late = usage, False
+        self._more = {"usage": None} if usage else {}
+        self._frames: dict[int, _Frame] = {}
+        self._num_tokens = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pieces, task = Pieces(self._generation.streams), asyncio.current_task()
+        task = asyncio.current_task()
         assert task is not None
         for stream in self._generation.streams:
             stream.bound(self._generations.max_unread_tokens, partial(self._give_up_late, task))
-        events = _Events(send, scope[WRITE], pieces.wake)
+        events = _Events(send, scope[WRITER])
+        pieces = Pieces(self._generation.streams, partial(self._send_now, events))
+        events.on_quiet = pieces.wake
         try:
             await self._send_all(events, pieces, scope, receive)
         except asyncio.CancelledError:
@@ -71,27 +77,35 @@ class EventStream(Response):
             task.cancel()
 
     async def _send_chunks(self, events: _Events, pieces: Pieces) -> None:
-        replies, num_tokens = self._replies, 0
-        more = {"usage": None} if self._has_usage else {}
-        frames: dict[int, _Frame] = {}
         while pieces.num_left:
             found = await pieces.next()
             if found is None:
                 await events.send(_PING)
-                continue
-            place, piece = found
-            num_tokens += len(piece.token_ids)
-            chunks = b""
-            if place not in frames:
-                frames[place] = _Frame(more)
-                chunks += b"".join(as_event({**each, **more}) for each in replies.opening(place))
-            if piece.text or piece.logprobs or piece.finish_reason is not None:
-                chunks += b"".join(map(frames[place].event, replies.chunk(place, piece)))
-            if chunks:
+            elif chunks := self._chunks(*found):
                 await events.send(chunks)
-        self._generation.note(num_tokens)
-        for each in replies.ending(self._generation.usage(num_tokens), is_asked=self._has_usage):
+        self._generation.note(self._num_tokens)
+        for each in self._replies.ending(self._generation.usage(self._num_tokens), is_asked=self._has_usage):
             await events.send(as_event(each))
+
+    def _send_now(self, events: _Events, place: int, stream: RequestStream) -> bool:
+        """Sends a piece that is neither a choice's first nor its last one, if the client has taken the others."""
+        if place not in self._frames or events.is_full:
+            return False
+        piece = stream.take()
+        if piece is not None and (chunks := self._chunks(place, piece)):
+            events.write(chunks)
+        return True
+
+    def _chunks(self, place: int, piece: OutputChunk) -> bytes:
+        """Returns the events of a piece; empty if it has nothing to show yet."""
+        self._num_tokens += len(piece.token_ids)
+        chunks, frame = b"", self._frames.get(place)
+        if frame is None:
+            frame = self._frames[place] = _Frame(self._more)
+            chunks = b"".join(as_event({**each, **self._more}) for each in self._replies.opening(place))
+        if piece.text or piece.logprobs or piece.finish_reason is not None:
+            chunks += b"".join(map(frame.event, self._replies.chunk(place, piece)))
+        return chunks
 
 
 class _Frame:
@@ -118,23 +132,34 @@ class _Frame:
 class _Events:
     """Sends bytes, and headers before the first of them.
 
-    write:    takes bytes that are neither the first nor the last ones
     on_quiet: called when nothing was sent for a while
     """
 
-    def __init__(self, send: Send, write: Callable[[bytes], Awaitable[None]], on_quiet: Callable[[], None]) -> None:
-        self._send, self._write, self._on_quiet, self._has_begun = send, write, on_quiet, False
+    def __init__(self, send: Send, writer: StreamWriter) -> None:
+        self._send, self._writer, self._has_begun = send, writer, False
+        self.on_quiet: Callable[[], None] = lambda: None
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
         self._timer = self._loop.call_later(_PING_SECONDS, self._look)
 
+    @property
+    def is_full(self) -> bool:
+        """True if write() must not be called: no headers were sent, or the client must take some bytes first."""
+        return not self._has_begun or self._writer.is_full
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes."""
+        self._writer.write(data)
+        self._sent_at = self._loop.time()
+
     async def send(self, data: bytes) -> None:
-        """Sends bytes. Returns when the client has taken enough of the earlier ones."""
+        """Sends bytes, when the client has taken enough of the earlier ones."""
         if not self._has_begun:
             self._has_begun = True
             await self._send(_start())
-        await self._write(data)
-        self._sent_at = self._loop.time()
+        if self._writer.is_full:
+            await self._writer.drain()
+        self.write(data)
 
     async def end(self, data: bytes) -> None:
         """Sends the last bytes."""
@@ -157,7 +182,7 @@ class _Events:
     def _look(self) -> None:
         wait = self._sent_at + _PING_SECONDS - self._loop.time()
         if wait <= 0:
-            self._on_quiet()
+            self.on_quiet()
         self._timer = self._loop.call_later(wait if wait > 0 else _PING_SECONDS, self._look)
 
 

@@ -135,7 +135,7 @@ class ServerGate:
                     self._require_place()  # others may have come meanwhile, whose bodies are shorter
                 except FitsLater as error:
                     raise generations.as_answer(error) from error
-                job.is_read = True
+                generations.jobs.note_read(job)
                 replay = _Replay(body, send.client_left, self._parsing)
                 del body
                 watcher = asyncio.ensure_future(_watch(receive, job, send.client_left))
@@ -152,9 +152,9 @@ class ServerGate:
         """Raises FitsLater if all places are taken. A body that is being read has none: only its bytes are bounded."""
         jobs, most = self._generations.jobs, self._options.max_requests
         is_full = self._generations.front.num_requests >= most
-        # Each job is counted only where there are enough of them: a burst would take a time that grows with its square.
-        is_full |= len(jobs) >= most and jobs.num_served >= most
-        if is_full or (len(jobs) >= most * _MOST_READ and jobs.num_read >= most * _MOST_READ):
+        # Each job is looked at only where enough are read: a burst would take a time that grows with its square.
+        is_full |= jobs.num_read >= most and jobs.num_served >= most
+        if is_full or jobs.num_read >= most * _MOST_READ:
             raise FitsLater("all places for running and waiting requests are taken; send this one again later")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,10 +81,12 @@ class Pieces:
     A slow reader gets several tokens in a piece, because a stream keeps all that was not read yet as one piece.
 
     num_left: streams that have not ended
+    take_now: may take a piece where it comes, while the reader waits: True if it has taken that of this place. A task
+              that is woken for each token would take most of the token's time. Not called for last pieces
     """
 
-    def __init__(self, streams: Sequence[RequestStream]) -> None:
-        self._streams, self.num_left = streams, len(streams)
+    def __init__(self, streams: Sequence[RequestStream], take_now: Callable[[int, RequestStream], bool]) -> None:
+        self._streams, self.num_left, self._take_now = streams, len(streams), take_now
         self._due = dict.fromkeys(range(len(streams)))  # places of streams that may have a piece
         self._reader: asyncio.Future[None] | None = None
         for place, stream in enumerate(streams):
@@ -115,6 +117,14 @@ class Pieces:
             self._reader.set_result(None)
 
     def _note(self, place: int) -> None:
+        stream, reader = self._streams[place], self._reader
+        if reader is not None and not reader.done() and not stream.has_ended:
+            try:
+                if self._take_now(place, stream):
+                    return
+            except Exception as error:  # of this answer alone: other streams have tokens in the same step
+                reader.set_exception(error)
+                return
         self._due[place] = None
         self.wake()
 

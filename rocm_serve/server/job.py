@@ -86,10 +86,11 @@ class Jobs:
     """All jobs that were taken and whose answers have not been sent to the last byte.
 
     is_draining: whether no more are taken
+    num_read:    jobs whose body has come, including those whose answers only wait to be read
     """
 
     def __init__(self) -> None:
-        self.is_draining = False
+        self.is_draining, self.num_read = False, 0
         self._jobs: set[Job] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -105,10 +106,10 @@ class Jobs:
         """The number of jobs that are read and not computed yet: a slow client takes no other's place."""
         return sum(job.is_read and not job.is_computed for job in self._jobs)
 
-    @property
-    def num_read(self) -> int:
-        """The number of jobs whose body has come, including those whose answers only wait to be read."""
-        return sum(job.is_read for job in self._jobs)
+    def note_read(self, job: Job) -> None:
+        """Notes that the body of a job has come: from now on it takes a place."""
+        job.is_read = True
+        self.num_read += 1
 
     @contextmanager
     def taken(self, job: Job) -> Iterator[None]:
@@ -120,6 +121,7 @@ class Jobs:
         finally:
             job.close()
             self._jobs.discard(job)
+            self.num_read -= job.is_read
             if not self._jobs:
                 self._is_empty.set()
 

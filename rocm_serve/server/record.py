@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rocm_serve.request import Request
 from rocm_serve.request_stream import RequestStream, cached_tokens
@@ -21,9 +22,25 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _NOT_FAILURES = frozenset({503, 504})
 
 
-# The key, in an ASGI scope, of the connection's own way to send a part of an answer that has begun: every layer between
-# takes time for each token of a stream.
-WRITE = "rocm_attn.write"
+# The key of the StreamWriter in an ASGI scope.
+WRITER = "rocm_attn.writer"
+
+
+class StreamWriter(Protocol):
+    """The connection's own way to send a part of an answer of no given length, whose head was sent.
+
+    Every layer between takes time for each token of a stream.
+    """
+
+    @property
+    def is_full(self) -> bool:
+        """True if the client has to take some of what was written first."""
+
+    def write(self, data: bytes) -> None:
+        """Sends bytes that are neither the first nor the last ones."""
+
+    async def drain(self) -> None:
+        """Waits until it is not full."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from rocm_serve.async_engine import EngineClient, RunningEngine
 from rocm_serve.server.address import cannot_listen, url_of
@@ -54,7 +55,7 @@ _LOGGING = {
 }
 
 
-async def serve(
+def serve(
     engine: RunningEngine,
     model: ServedModel,
     keys: ApiKeys,
@@ -66,10 +67,14 @@ async def serve(
 
     announce: called with a line when the server begins, and when it ends
     """
-    async with EngineClient(engine, max_requests=model.options.max_requests) as front:
-        server = Server(front, model, keys, announce, traces)
-        await server.serve(sockets=[bound])
-        front.check()
+
+    async def served() -> None:
+        async with EngineClient(engine, max_requests=model.options.max_requests) as front:
+            server = Server(front, model, keys, announce, traces)
+            await server.serve(sockets=[bound])
+            front.check()
+
+    uvloop.run(served())
 
 
 class Server(uvicorn.Server):

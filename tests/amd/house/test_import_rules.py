@@ -53,7 +53,7 @@ LIBRARIES = {
     AITER_MODULE: {"aiter", "numpy", "torch"},
     DOCTOR: set(),  # it must work when everything else cannot be imported
     "rocm_attn.models": {"gguf", "numpy", "torch"},
-    SERVER: {"fastapi", "h11", "numpy", "opentelemetry", "pydantic", "starlette", "uvicorn"},
+    SERVER: {"fastapi", "h11", "numpy", "opentelemetry", "pydantic", "starlette", "uvicorn", "uvloop"},
     "rocm_serve": {"jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
     "rocm_lab.bench": {"matplotlib", "numpy", "safetensors", "torch"},
     "rocm_lab.simulator.pytest_plugin": {"pytest"},

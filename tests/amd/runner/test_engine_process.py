@@ -152,6 +152,25 @@ def test_a_late_event_loop_takes_the_messages_of_several_steps_in_a_row() -> Non
     assert taken == sent
 
 
+def test_a_message_that_comes_in_parts_is_taken_when_it_is_whole() -> None:
+    process = EngineProcess.__new__(EngineProcess)
+    process._unread = bytearray()
+    process._pipe, theirs = Pipe()
+    taken: list[Message] = []
+    process._owner = taken.append
+    sent = [StepOutput({7: list(range(2**15))}), StepOutput({8: [1]})]
+    os.set_blocking(process._pipe.fileno(), False)
+    writer = threading.Thread(target=lambda: list(map(theirs.send, sent)))
+    writer.start()
+    num_reads = 0
+    while len(taken) < len(sent):
+        process._take()
+        num_reads += 1
+    writer.join()
+    assert taken == sent
+    assert num_reads > 1
+
+
 async def test_no_step_waits_for_a_collection_of_all_that_was_made_before(requests: list[Request]) -> None:
     with EngineProcess(without_old_garbage) as process:
         async with EngineClient(process) as client:

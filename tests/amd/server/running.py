@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import uvloop
+
 from rocm_attn.errors import RocmAttnError
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
@@ -172,7 +174,7 @@ def running(
 
     def run() -> None:
         try:
-            asyncio.run(main())
+            uvloop.run(main())
         except RocmAttnError as error:
             if found:
                 found[0].ended = error

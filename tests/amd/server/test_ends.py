@@ -18,16 +18,18 @@ from starlette.types import Message, Receive, Scope, Send
 from rocm_attn.errors import DeviceFault
 from rocm_serve.async_engine import EngineEnded
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.request_stream import OutputChunk
+from rocm_serve.request import Request
+from rocm_serve.request_stream import Inbox, OutputChunk, RequestStream
 from rocm_serve.server.api_errors import ApiError
 from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import EventStream
 from rocm_serve.server.gate import ServerGate
+from rocm_serve.server.generation import Pieces
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.job import Jobs
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
-from rocm_serve.server.record import WRITE
+from rocm_serve.server.record import WRITER
 from rocm_serve.server.replies import CompletionReplies
 from tests.amd.runner.async_engines import Broken, engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
@@ -217,11 +219,13 @@ async def test_an_error_whose_reader_is_late_ends_the_answer_without_another_err
     """One of several choices has failed, and the others continue while the error waits for its reader."""
     counts, bounds, sent = HttpMetrics(), list[Callable[[], None]](), list[bytes]()
 
-    async def write(data: bytes) -> None:
+    def write(data: bytes) -> None:
         sent.append(data)
-        if b"has failed" in data:
-            bounds[0]()
-            await asyncio.Event().wait()
+        writer.is_full = True
+
+    async def drain() -> None:
+        bounds[0]()
+        await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
@@ -237,8 +241,29 @@ async def test_an_error_whose_reader_is_late_ends_the_answer_without_another_err
     generation: Any = SimpleNamespace(streams=[stream], job=SimpleNamespace(end=lambda why: None))
     generations: Any = SimpleNamespace(counts=counts, max_unread_tokens=4)
     replies = CompletionReplies(NAME, EmittedTokens(None))
-    await EventStream(generations, generation, replies, usage=False)({WRITE: write}, no_message, send)
-    assert (counts.late_readers, b"has failed" in sent[-1]) == (1, True)
+    writer = SimpleNamespace(is_full=False, write=write, drain=drain)
+    await EventStream(generations, generation, replies, usage=False)({WRITER: writer}, no_message, send)
+    assert (counts.late_readers, b"w5" in sent[-1]) == (1, True)
+
+
+async def test_a_piece_that_cannot_be_written_ends_its_own_answer_alone() -> None:
+    """Tokens of all streams come in one step."""
+    inboxes = [Inbox(Request((1,)), None) for _ in range(2)]
+    streams = [RequestStream(number, inbox, lambda _: None) for number, inbox in enumerate(inboxes)]
+
+    def take(place: int, stream: RequestStream) -> bool:
+        raise ZeroDivisionError
+
+    broken, other = Pieces(streams[:1], take), Pieces(streams[1:], lambda place, stream: False)
+    readers = [asyncio.ensure_future(each.next()) for each in (broken, other)]
+    await asyncio.sleep(0)
+    for inbox in inboxes:
+        inbox.add([7])
+    with pytest.raises(ZeroDivisionError):
+        await readers[0]
+    found = await readers[1]
+    assert found is not None
+    assert found[1].token_ids == (7,)
 
 
 async def no_message() -> Any:

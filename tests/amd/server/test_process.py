@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -150,7 +149,7 @@ def test_an_address_that_another_server_takes_meanwhile_is_named() -> None:
             engine = Engine(loaded, EngineOptions(provider="torch", page_size=4, graphs=False, max_kv_len=64))
             model = ServedModel("tiny", loaded.tokenizer, engine.limits, options)
             with pytest.raises(BadSetting, match=f"cannot listen on 127.0.0.1 port {port}"):
-                asyncio.run(serve(EngineThread(engine), model, ApiKeys(), second, print))
+                serve(EngineThread(engine), model, ApiKeys(), second, print)
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".example"])

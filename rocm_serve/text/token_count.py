@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from rocm_serve.text.tokenizer import require_characters
+from rocm_serve.text.tokenizer import encoding_of, require_characters
 
 # Characters that are tokenised in one call. Between two calls, other threads can have Python's lock.
 PIECE = 2**16
@@ -48,7 +48,7 @@ class TokenCount:
         """Returns a number of tokens that the text does not fall below, at little more than `most`; 0: none is known.
 
         It is half the tokens of the pieces, without some of each: a cut changes few tokens next to it, and a piece has
-        thousands. Raises BadRequest for a text with half of a character.
+        thousands. Raises BadRequest for a text with half of a character, or that the tokenizer has no tokens for.
         """
         require_characters(text)
         if not self.is_local:
@@ -57,7 +57,7 @@ class TokenCount:
         num_tokens = 0
         for begin in range(0, len(text), PIECE):
             piece = text[begin : begin + PIECE]
-            (found,) = self.backend.encode_batch_fast([piece.strip() if strips else piece], add_special_tokens=False)
+            found = encoding_of(self.backend, piece.strip() if strips else piece, add_special_tokens=False)
             num_tokens += max(0, len(found) - _AT_CUTS)
             if num_tokens > 2 * most:
                 break

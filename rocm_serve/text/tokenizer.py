@@ -166,12 +166,24 @@ def require_characters(text: str) -> None:
         ) from error
 
 
+def encoding_of(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+    """The tokens of a text. Raises BadRequest for one that the tokenizer has no tokens for."""
+    try:
+        # encode() would hold Python's lock throughout: with megabytes of text, no other thread would run for seconds.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    except Exception as error:  # the library has no narrower one
+        raise BadRequest(
+            f"the model's tokenizer has no token for a part of the text ({error}); leave out characters that the "
+            "model does not know"
+        ) from error
+    return encoding
+
+
 def _ids(
     backend: tokenizers.Tokenizer, text: str, check: Callable[[int], None], *, add_special_tokens: bool
 ) -> list[int]:
     require_characters(text)
-    # encode() would hold Python's lock throughout: with megabytes of text, no other thread would run for seconds.
-    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    encoding = encoding_of(backend, text, add_special_tokens=add_special_tokens)
     try:
         check(len(encoding))
         ids: list[int] = encoding.ids

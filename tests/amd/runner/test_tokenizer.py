@@ -23,6 +23,7 @@ from rocm_serve.models.loading import load_tokenizer
 from rocm_serve.models.places import find_model
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.gguf_tokenizer import tokenizer_from_gguf
+from rocm_serve.text.token_count import TokenCount
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.small_tokenizers import byte_level, from_gguf, of_bytes, sentencepiece, sentencepiece_fields
 
@@ -315,6 +316,15 @@ def test_half_of_a_character_is_refused_wherever_it_comes_from() -> None:
     template = ChatTemplate("{{ 'ab\\udc80' }}")
     with pytest.raises(BadRequest, match=sentence):
         Tokenizer(backend=_OF_BYTES.backend, bos_token_id=None, chat_template=template).encode_chat("ab")
+
+
+def test_a_text_that_the_model_has_no_tokens_for_is_refused() -> None:
+    """Unigram models without an unknown token refuse characters that they do not know."""
+    backend = tokenizers.Tokenizer(models.Unigram([("a", -1.0)]))
+    with pytest.raises(BadRequest, match=r"no token for a part of the text \(.*unk_id.*\); leave out characters"):
+        Tokenizer(backend=backend, bos_token_id=None, chat_template=None).encode("a東")
+    with pytest.raises(BadRequest, match="no token for a part of the text"):
+        TokenCount.of(backend).least("a東", 10)
 
 
 def test_with_another_template_a_tokenizer_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

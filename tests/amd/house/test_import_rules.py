@@ -132,7 +132,7 @@ def test_only_modules_of_http_import_fastapi() -> None:
     for source in sources():
         if belongs_to(source.module, SERVER) and source.path.stem not in http:
             found = {name.module.partition(".")[0] for name in source.imports()}
-            assert not found & {"fastapi", "h11", "starlette", "uvicorn"}, source.module
+            assert not found & {"fastapi", "h11", "starlette", "uvicorn", "uvloop"}, source.module
 
 
 def test_the_doctor_needs_nothing_that_may_be_broken() -> None:

@@ -78,12 +78,14 @@ class Tokens:
     kv_len:    of the sequence, these included
     positions: of each
     shows:     bool [tokens, kv_len] what the step's mask shows; None in a step without one
+    is_tree:   whether they are one of drafts: then a window counts along a token's own branch
     """
 
     looked_up: Sequence[int]
     kv_len: int
     positions: Sequence[int]
     shows: Bools | None
+    is_tree: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,9 @@ def visible(layer: Layer, tokens: Tokens) -> Bools:
     first = kv_len - num_tokens
     key, place = np.arange(kv_len), first + np.arange(num_tokens)[:, None]
     if layer.takes_masks and tokens.shows is not None:
-        sees, counted_from = tokens.shows, np.maximum(np.array(tokens.positions, np.int64), first)[:, None]
+        positions = np.array(tokens.positions, np.int64)
+        sees, counted_from = tokens.shows, np.maximum(positions, first)[:, None]
+        key = np.concatenate([key[:first], positions]) if tokens.is_tree else key
     else:
         last = kv_len if layer.window_right < 0 else place + layer.window_right
         sees, counted_from = np.broadcast_to(key <= last, (num_tokens, kv_len)), place

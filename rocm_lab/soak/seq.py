@@ -15,7 +15,7 @@ class Seq:
     begin:     the place of its first new token
     ids:       of the new tokens
     positions: of the new tokens; their places, unless the step has a mask
-    shows:     bool [new tokens, end] of a step with a mask
+    shows:     bool [new tokens, end] of a step with a mask; is_tree: whether that is one of a tree of drafts
     """
 
     row: int
@@ -23,6 +23,7 @@ class Seq:
     ids: list[int]
     positions: list[int] = field(default_factory=list)
     shows: Bools | None = None
+    is_tree: bool = False
 
     def __post_init__(self) -> None:
         if not self.positions:
@@ -40,4 +41,4 @@ class Seq:
 
     def tokens(self) -> Tokens:
         """For the oracle."""
-        return Tokens(self.stored, self.end, self.positions, self.shows)
+        return Tokens(self.stored, self.end, self.positions, self.shows, self.is_tree)

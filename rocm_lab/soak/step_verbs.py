@@ -272,7 +272,7 @@ def tree_over(scene: Scene, row: int) -> tuple[Seq, list[int], list[int]]:
     while after:
         path.append(rng.choice(after))
         after = [node for node, parent in enumerate(parents) if parent == path[-1]] if rng.random() < 0.8 else []
-    seq = Seq(row, begin, scene.ids(len(parents)))
+    seq = Seq(row, begin, scene.ids(len(parents)), is_tree=True)
     seq.shows = np.zeros((len(parents), seq.end), np.bool_)
     seq.shows[:, :begin] = True
     for node, parent in enumerate(parents):

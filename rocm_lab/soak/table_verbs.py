@@ -139,7 +139,8 @@ def keep(scene: Scene) -> None:
         due = table.states_due([row] * (last - first), list(range(first, last)))
     if rng.random() < 0.5:
         # Pages that have left the window are kept for the other layers.
-        left = 0 if bad or row in scene.unsure else _out_of_windows(scene, row, first, last)
+        is_full = last * scene.page_size <= scene.length(row) and row not in scene.unsure
+        left = _out_of_windows(scene, row, first, last) if is_full else 0
         ids = scene.call(
             f"keep {first}:{last} of row {row}, {left} of them out of the window",
             lambda: np.concatenate(

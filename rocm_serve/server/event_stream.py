@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from json.encoder import encode_basestring
-from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -36,65 +34,90 @@ class EventStream(Response):
     def __init__(self, generations: Generations, generation: Generation, replies: Replies, *, usage: bool) -> None:
         self.status_code, self.background = 200, None
         self._generations, self._generation, self._replies = generations, generation, replies
-        self._has_usage, self._is_late = usage, False
+        self._has_usage, self._has_begun, self._is_late, self._num_tokens = usage, False, False, 0
         self._more = {"usage": None} if usage else {}
         self._frames: dict[int, _Frame] = {}
-        self._num_tokens = 0
+        self._pieces = Pieces(generation.streams, self._write_now)
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+        self._send, self._task = send, asyncio.current_task()
+        self._writer: StreamWriter = scope[WRITER]
         for stream in self._generation.streams:
-            stream.bound(self._generations.max_unread_tokens, partial(self._give_up_late, task))
-        events = _Events(send, scope[WRITER])
-        pieces = Pieces(self._generation.streams, partial(self._send_now, events))
-        events.on_quiet = pieces.wake
+            stream.bound(self._generations.max_unread_tokens, self._give_up_late)
+        self._timer = self._loop.call_later(_PING_SECONDS, self._look)
         try:
-            await self._send_all(events, pieces, scope, receive)
+            await self._send_all(scope, receive)
         except asyncio.CancelledError:
             if not self._is_late:
                 raise
             # Data that was sent stays with the kernel. The connection is closed because the answer is incomplete.
         finally:
-            events.close()
+            self._timer.cancel()
 
-    async def _send_all(self, events: _Events, pieces: Pieces, scope: Scope, receive: Receive) -> None:
+    async def _send_all(self, scope: Scope, receive: Receive) -> None:
         """Sends the chunks and the end. Any of it may be cancelled: other choices may go on while an error is sent."""
         try:
-            await self._send_chunks(events, pieces)
+            await self._send_chunks()
         except (ApiError, RocmAttnError) as error:
             answer = error if isinstance(error, ApiError) else self._generations.as_answer(error)
-            await events.fail(answer, scope, receive)
+            if self._has_begun and answer.status != CLIENT_GONE:
+                answer.note()
+                await self._end(as_event(answer.body()))
+            elif answer.status != CLIENT_GONE:
+                await error_response(answer)(scope, receive, self._send)
         else:
-            await events.end(self._replies.done)
+            await self._end(self._replies.done)
 
-    def _give_up_late(self, task: asyncio.Task[Any]) -> None:
+    def _give_up_late(self) -> None:
         """Ends the request of a client that does not read. The task itself waits until the client takes some bytes."""
         if not self._is_late:
             self._is_late = True
             self._generations.counts.late_readers += 1
             self._generation.job.end(reader_late(self._generations.max_unread_tokens))
-            task.cancel()
+            assert self._task is not None, "it runs in a task"
+            self._task.cancel()
 
-    async def _send_chunks(self, events: _Events, pieces: Pieces) -> None:
-        while pieces.num_left:
-            found = await pieces.next()
-            if found is None:
-                await events.send(_PING)
-            elif chunks := self._chunks(*found):
-                await events.send(chunks)
+    async def _send_chunks(self) -> None:
+        while self._pieces.num_left:
+            found = await self._pieces.next()
+            if chunks := _PING if found is None else self._chunks(*found):
+                await self._send_part(chunks)
         self._generation.note(self._num_tokens)
         for each in self._replies.ending(self._generation.usage(self._num_tokens), is_asked=self._has_usage):
-            await events.send(as_event(each))
+            await self._send_part(as_event(each))
 
-    def _send_now(self, events: _Events, place: int, stream: RequestStream) -> bool:
-        """Sends a piece that is neither a choice's first nor its last one, if the client has taken the others."""
-        if place not in self._frames or events.is_full:
+    async def _send_part(self, data: bytes) -> None:
+        """Sends bytes, when the client has taken enough of the earlier ones, and headers before the first of them."""
+        if not self._has_begun:
+            self._has_begun = True
+            await self._send(_start())
+        if self._writer.is_full:
+            await self._writer.drain()
+        self._writer.write(data)
+        self._sent_at = self._loop.time()
+
+    async def _end(self, data: bytes) -> None:
+        await self._send_part(data)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _write_now(self, place: int, stream: RequestStream) -> bool:
+        """Sends a piece that is neither the answer's first nor a choice's last, if the client has taken the others."""
+        if not self._has_begun or self._writer.is_full:
             return False
         piece = stream.take()
         if piece is not None and (chunks := self._chunks(place, piece)):
-            events.write(chunks)
+            self._writer.write(chunks)
+            self._sent_at = self._loop.time()
         return True
+
+    def _look(self) -> None:
+        """Wakes the task when nothing was sent for a while."""
+        wait = self._sent_at + _PING_SECONDS - self._loop.time()
+        if wait <= 0:
+            self._pieces.wake()
+        self._timer = self._loop.call_later(wait if wait > 0 else _PING_SECONDS, self._look)
 
     def _chunks(self, place: int, piece: OutputChunk) -> bytes:
         """Returns the events of a piece; empty if it has nothing to show yet."""
@@ -127,63 +150,6 @@ class _Frame:
             before, _, after = whole.partition(json.dumps(_MARK).encode())
             self._around = before, after
         return before + encode_basestring(chunk.text).encode() + after
-
-
-class _Events:
-    """Sends bytes, and headers before the first of them.
-
-    on_quiet: called when nothing was sent for a while
-    """
-
-    def __init__(self, send: Send, writer: StreamWriter) -> None:
-        self._send, self._writer, self._has_begun = send, writer, False
-        self.on_quiet: Callable[[], None] = lambda: None
-        self._loop = asyncio.get_running_loop()
-        self._sent_at = self._loop.time()
-        self._timer = self._loop.call_later(_PING_SECONDS, self._look)
-
-    @property
-    def is_full(self) -> bool:
-        """True if write() must not be called: no headers were sent, or the client must take some bytes first."""
-        return not self._has_begun or self._writer.is_full
-
-    def write(self, data: bytes) -> None:
-        """Sends bytes."""
-        self._writer.write(data)
-        self._sent_at = self._loop.time()
-
-    async def send(self, data: bytes) -> None:
-        """Sends bytes, when the client has taken enough of the earlier ones."""
-        if not self._has_begun:
-            self._has_begun = True
-            await self._send(_start())
-        if self._writer.is_full:
-            await self._writer.drain()
-        self.write(data)
-
-    async def end(self, data: bytes) -> None:
-        """Sends the last bytes."""
-        await self.send(data)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def fail(self, error: ApiError, scope: Scope, receive: Receive) -> None:
-        """Sends the error to the client."""
-        if error.status == CLIENT_GONE:
-            return
-        if self._has_begun:
-            error.note()
-            await self.end(as_event(error.body()))
-        else:
-            await error_response(error)(scope, receive, self._send)
-
-    def close(self) -> None:
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        wait = self._sent_at + _PING_SECONDS - self._loop.time()
-        if wait <= 0:
-            self.on_quiet()
-        self._timer = self._loop.call_later(wait if wait > 0 else _PING_SECONDS, self._look)
 
 
 def error_response(error: ApiError) -> JSONResponse:

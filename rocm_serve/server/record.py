@@ -27,20 +27,15 @@ WRITER = "rocm_attn.writer"
 
 
 class StreamWriter(Protocol):
-    """The connection's own way to send a part of an answer of no given length, whose head was sent.
+    """A connection's own way to send parts of an answer: each layer between takes time for each token of a stream.
 
-    Every layer between takes time for each token of a stream.
+    is_full: whether the client has to take some of what was written first; drain() waits for that
     """
 
     @property
-    def is_full(self) -> bool:
-        """True if the client has to take some of what was written first."""
-
-    def write(self, data: bytes) -> None:
-        """Sends bytes that are neither the first nor the last ones."""
-
-    async def drain(self) -> None:
-        """Waits until it is not full."""
+    def is_full(self) -> bool: ...
+    def write(self, data: bytes) -> None: ...
+    async def drain(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

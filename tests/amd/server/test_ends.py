@@ -246,6 +246,37 @@ async def test_an_error_whose_reader_is_late_ends_the_answer_without_another_err
     assert (counts.late_readers, b"w5" in sent[-1]) == (1, True)
 
 
+async def test_headers_come_first_even_if_the_first_token_has_no_text() -> None:
+    """It may be a part of a character."""
+    sent, came, said = list[bytes](), list[OutputChunk](), list[Callable[[], None]]()
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"].encode())
+
+    stream: Any = SimpleNamespace(
+        bound=lambda most, on_late: None,
+        listen=said.append,
+        take=lambda: came.pop() if came else None,
+        has_ended=False,
+    )
+    generation: Any = SimpleNamespace(
+        streams=[stream], note=lambda num: None, usage=lambda num: None, job=SimpleNamespace()
+    )
+    generations: Any = SimpleNamespace(counts=HttpMetrics(), max_unread_tokens=4)
+    writer = SimpleNamespace(is_full=False, write=sent.append)
+    answer = EventStream(generations, generation, CompletionReplies(NAME, EmittedTokens(None)), usage=False)
+    sending = asyncio.ensure_future(answer({WRITER: writer}, no_message, send))
+    for piece in (OutputChunk((5,), "", None), OutputChunk((6,), "w6", None), OutputChunk((7,), "w7", "stop")):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        stream.has_ended = piece.finish_reason is not None
+        came.append(piece)
+        said[0]()
+    await sending
+    assert sent[0] == b"http.response.start"
+    assert [b"w6" in each for each in sent[:3]] == [False, True, False]
+
+
 async def test_a_piece_that_cannot_be_written_ends_its_own_answer_alone() -> None:
     """Tokens of all streams come in one step."""
     inboxes = [Inbox(Request((1,)), None) for _ in range(2)]

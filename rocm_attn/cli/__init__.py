@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupte
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -48,7 +49,12 @@ def _run(arguments: Sequence[str] | None) -> None:
         options = parser.parse_args(arguments)
     finally:
         sys.stdout.flush()  # --help prints there, and exits
-    command = importlib.import_module(options.module)
+    # Interrupted while they are loaded, torch's libraries abort the process.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        command = importlib.import_module(options.module)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         command.run(options)
     finally:

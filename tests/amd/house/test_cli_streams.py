@@ -113,12 +113,19 @@ class Interrupted(importlib.abc.MetaPathFinder):
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Interrupted())
 from rocm_attn.cli import main
-sys.exit(main(["env"]))
+sys.exit(main(sys.argv[1:]))
 """
+HELD = AT_IMPORT.replace("raise_signal(signal.SIGINT)", 'raise_signal(signal.SIGINT); print("held", file=sys.stderr)')
 
 
-def test_an_interrupt_of_an_import_is_a_sentence() -> None:
+@pytest.mark.parametrize(
+    ("program", "command", "held"),
+    [(AT_IMPORT, ["env"], ""), (HELD, ["explain", "config.json", "--arch", "gfx942"], "held\n")],
+    ids=["of a command that runs", "of a command's module"],
+)
+def test_an_interrupt_of_an_import_is_a_sentence(program: str, command: list[str], held: str) -> None:
+    """It waits until a command's module is loaded: some libraries of torch abort the process otherwise."""
     done = subprocess.run(
-        [sys.executable, "-c", AT_IMPORT], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
+        [sys.executable, "-c", program, *command], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", "rocm-attn: interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED, "", f"{held}rocm-attn: interrupted\n")

@@ -34,9 +34,9 @@ from rocm_attn.providers.contract import Baked
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.plan import SMALLEST_KV_BUCKET, StepPlan
 
-# Pages that are filled with random values at a time.
 # Tokens of a span in steps of layers that see no cells.
 _BLOCK = 3
+# Pages that are filled with random values at a time.
 _FILL_PAGES = 512
 
 

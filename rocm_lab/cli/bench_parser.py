@@ -164,7 +164,6 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    bench.set_defaults(module="rocm_lab.cli.bench")
     what = bench.add_subparsers(dest="what", metavar="WHAT", required=True)
     kernels = what.add_parser("kernels", help="one layer of a step, by each provider")
     add_options(kernels, STEPS)
@@ -178,3 +177,5 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_options(serve, (*SERVING, o.JSON))
     traffic = what.add_parser("traffic", help="write a synthetic trace: Poisson arrivals, log-normal lengths")
     add_options(traffic, TRAFFIC)
+    for name, parser in what.choices.items():
+        parser.set_defaults(module=f"rocm_lab.cli.bench_{name}")

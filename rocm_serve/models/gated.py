@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm
 from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, ReluSquared, SwiGLU
+
+if TYPE_CHECKING:
+    from rocm_attn.kernels.model.gate import GateForm
 
 
 def mixed(gate: Gate, both: Tensor) -> Tensor:
@@ -35,11 +38,11 @@ def multiplied_and_mixed(gate: SwiGLU | GeGLU | ClampedSwiGLU, x: Tensor, weight
 
 
 def fill_a_gpu(x: Tensor, weight: Tensor) -> bool:
-    """True if launch_gated_rows takes x and weight, and its programs start early and are enough for most of a GPU.
+    """True if launch_gated_rows takes a GPU's x and weight, starts early, and has programs for most of the GPU.
 
     A BLAS is as fast otherwise, and a product of one row has a kernel of its own.
     """
-    if x.dim() != 2 or x.device.type == "cpu" or x.dtype.itemsize != 2 or x.dtype != weight.dtype:
+    if x.dim() != 2 or x.dtype.itemsize != 2 or x.dtype != weight.dtype:
         return False
     from rocm_attn.kernels.early import starts_early
     from rocm_attn.kernels.model.gated_rows import MOST_ROWS, OUTPUTS, STEP
@@ -51,6 +54,8 @@ def fill_a_gpu(x: Tensor, weight: Tensor) -> bool:
 
 
 def _form(gate: SwiGLU | GeGLU | ClampedSwiGLU) -> GateForm:
+    from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm
+
     if isinstance(gate, ClampedSwiGLU):
         return GateForm(CLAMPED, gate.limit, gate.alpha)
     return GateForm(SILU if isinstance(gate, SwiGLU) else GELU)

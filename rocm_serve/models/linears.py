@@ -68,6 +68,8 @@ class AllRows:
         return out
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        if not x.is_cuda:
+            return mixed(gate, F.linear(x, weight, bias))
         if bias is None and not isinstance(gate, ReluSquared) and fill_a_gpu(x, weight):
             return multiplied_and_mixed(gate, x, weight)
         return mixed(gate, self.linear(x, weight, bias))

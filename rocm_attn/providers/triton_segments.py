@@ -11,6 +11,8 @@ from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
+from rocm_attn.kernels.tuning.tiles import NoTiles
+from rocm_attn.machine.releases import UNKNOWN
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
@@ -20,6 +22,11 @@ from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import codes_of, extend_cut
 from rocm_attn.providers.triton_entries import Ranged
 from rocm_attn.providers.triton_later import triton_launches
+
+# The ptxas of CUDA 12.8, which Triton 3.6 has, adds to a uniform register that nothing has written where the address of
+# a block of V was: seen in heads of 24/8 and 128/16, not in 16/16. That of CUDA 12.9, which
+# Triton 3.9 has, does not.
+_LEAST_WRONG_DIMS, _RIGHT_TRITON = (16, 16), (3, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,4 +146,10 @@ def _extend_in(tiles: SegmentTiles, problem: Problem, min_q_len: int = 1) -> Seg
 
 def _tiles(problem: Problem, target: Target) -> SegmentTiles:
     dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
+    is_miscompiled = problem.head_dim > _LEAST_WRONG_DIMS[0] and problem.v_head_dim <= _LEAST_WRONG_DIMS[1]
+    if target.arch == "sm_90" and is_miscompiled and UNKNOWN.numbers < target.releases.triton.numbers < _RIGHT_TRITON:
+        raise NoTiles(
+            f"Triton {target.releases.triton} compiles deterministic kernels of head_dim {problem.head_dim} and "
+            f"v_head_dim {problem.v_head_dim} wrongly for sm_90; install Triton 3.9 or later"
+        )
     return segment_tiles(target.arch, **dims, dtype=problem.dtype, codes=codes_of(problem))

@@ -26,6 +26,8 @@ Bools = npt.NDArray[np.bool_]
 
 UNKNOWN = -1  # in the place of a key that was never stored, or that a failed step may have overwritten
 FLOAT32_ROUNDING = 2.0**-24
+# Relative error of `tanh.approx.f32`: PTX ISA 8.7, "Floating Point Instructions: tanh".
+TANH_ERROR = 2.0**-11
 
 
 @dataclass(slots=True)
@@ -214,13 +216,16 @@ def bounds(
     sizes:  the largest sum of |q_i k_i| * scale + |bias| of a token and head; top: its largest score, without sign
     values: the largest |v| that it sees; out: its result, without sign
 
-    A score is a sum of head_dim products: its error is at most head_dim + 8 roundings of the sum of their sizes, the 8
-    for scale, cap, bias and the base of the exponential. It moves the score's weight by as much, relatively. Numerator
-    and denominator both move, and their sums add a rounding a key. exp and
-    log are good to 4 roundings of their result, and log's base to one of the score. A kernel may round its weights to
-    the layer's dtype before it multiplies them by V, and rounds its result to it.
+    A score is a sum of head_dim products: its error is at most head_dim + 8 roundings of the sum of their sizes,
+    the 8 for scale, cap, bias and the base of the exponential. It moves the score's weight by as much, relatively.
+    Numerator and denominator both move, and their sums add a rounding a key. exp and log are good to 4 roundings of
+    their result, and log's base to one of the score. A kernel may round its weights to the layer's dtype before it
+    multiplies them by V, and rounds its result to it. In a dtype of 16 bits it may cap scores by an instruction
+    that is less exact.
     """
     of_score = (head_dim + 8) * FLOAT32_ROUNDING * np.maximum(sizes, top)
+    if layer.rounding > FLOAT32_ROUNDING:
+        of_score = of_score + layer.cap * TANH_ERROR
     of_sums = (num_keys + 16) * FLOAT32_ROUNDING
     half = layer.rounding if layer.rounding > FLOAT32_ROUNDING else 0.0
     of_weights = (2 * of_score + of_sums + half)[:, :, None]

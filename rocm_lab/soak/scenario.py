@@ -210,5 +210,5 @@ def _problems(dtype: torch.dtype, page_size: int, *, custom_mask: bool) -> list[
     The second has a window that sequences outgrow, and so a pool of its own, a soft cap and sinks.
     """
     full = Problem(4, 2, 16, dtype, page_size, v_head_dim=16, scale=0.25, custom_mask=custom_mask, wants_lse=True)
-    windowed = replace(full, num_q_heads=3, num_kv_heads=1, head_dim=24, v_head_dim=8, scale=0.2, window_left=13)
+    windowed = replace(full, num_q_heads=3, num_kv_heads=1, head_dim=24, v_head_dim=32, scale=0.2, window_left=13)
     return [full, replace(windowed, logits_soft_cap=2.0, has_sinks=True)]

@@ -22,7 +22,7 @@ OUTPUTS, STEP = 64, 64
 # Bytes of a row of the matrix that are on their way. H200, products of a Llama of 1.1B and of 8B with 32 rows: 6 blocks
 # of 16-bit elements were first.
 _BYTES_AHEAD, _BYTES_ELSEWHERE = 6 * 2 * STEP, 2 * 2 * STEP
-_WARPS = 4
+_WARPS, _WARPS_ELSEWHERE = 4, 8
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -97,6 +97,6 @@ def launch_gated_rows(x: Tensor, weight: Tensor, out: Tensor, form: GateForm) ->
         STEP,
         (_BYTES_AHEAD if early else _BYTES_ELSEWHERE) // (STEP * x.element_size()),
         early,
-        num_warps=_WARPS,
+        num_warps=_WARPS if early else _WARPS_ELSEWHERE,
         **early_options(early),
     )

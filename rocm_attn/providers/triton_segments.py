@@ -24,9 +24,8 @@ from rocm_attn.providers.triton_entries import Ranged
 from rocm_attn.providers.triton_later import triton_launches
 
 # The ptxas of CUDA 12.8, which Triton 3.6 has, adds to a uniform register that nothing has written where the address of
-# a block of V was: seen in heads of 24/8 and 128/16, not in 16/16. That of CUDA 12.9, which
-# Triton 3.9 has, does not.
-_LEAST_WRONG_DIMS, _RIGHT_TRITON = (16, 16), (3, 9)
+# a block of V was: seen in heads of 24/8 and 128/16, not in 16/16. That of CUDA 12.9, which Triton 3.9 has, does not.
+_NARROW, _RIGHT_TRITON = 16, (3, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +145,10 @@ def _extend_in(tiles: SegmentTiles, problem: Problem, min_q_len: int = 1) -> Seg
 
 def _tiles(problem: Problem, target: Target) -> SegmentTiles:
     dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
-    is_miscompiled = problem.head_dim > _LEAST_WRONG_DIMS[0] and problem.v_head_dim <= _LEAST_WRONG_DIMS[1]
-    if target.arch == "sm_90" and is_miscompiled and UNKNOWN.numbers < target.releases.triton.numbers < _RIGHT_TRITON:
+    triton, is_narrow = target.releases.triton, problem.v_head_dim <= _NARROW < problem.head_dim
+    if target.arch == "sm_90" and is_narrow and triton != UNKNOWN and triton.numbers < _RIGHT_TRITON:
         raise NoTiles(
-            f"Triton {target.releases.triton} compiles deterministic kernels of head_dim {problem.head_dim} and "
+            f"Triton {triton} compiles deterministic kernels of head_dim {problem.head_dim} and "
             f"v_head_dim {problem.v_head_dim} wrongly for sm_90; install Triton 3.9 or later"
         )
     return segment_tiles(target.arch, **dims, dtype=problem.dtype, codes=codes_of(problem))

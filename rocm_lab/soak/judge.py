@@ -97,7 +97,11 @@ class WrongStep(Finding):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is wrong with a step, or an empty string; and the largest error, as a fraction of the allowed one."""
+    """The result of judging a step.
+
+    wrong: the first difference from the oracle, in words; empty if there is none
+    worst: the largest error, as a fraction of the allowed one
+    """
 
     wrong: str
     worst: float = 0.0

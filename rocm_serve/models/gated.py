@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rocm_attn.machine.target import detect_target
 from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, ReluSquared, SwiGLU
 
 if TYPE_CHECKING:
@@ -63,4 +64,4 @@ def _form(gate: SwiGLU | GeGLU | ClampedSwiGLU) -> GateForm:
 
 @functools.cache
 def _compute_units(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return detect_target(device).compute_units

@@ -68,7 +68,7 @@ class AllRows:
         return out
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
-        if not x.is_cuda:
+        if not x.is_cuda:  # a CPU has one way to multiply rows, and looks at nothing first
             return mixed(gate, F.linear(x, weight, bias))
         if bias is None and not isinstance(gate, ReluSquared) and fill_a_gpu(x, weight):
             return multiplied_and_mixed(gate, x, weight)

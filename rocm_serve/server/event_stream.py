@@ -62,10 +62,12 @@ class EventStream(Response):
             await self._send_chunks()
         except (ApiError, RocmAttnError) as error:
             answer = error if isinstance(error, ApiError) else self._generations.as_answer(error)
-            if self._has_begun and answer.status != CLIENT_GONE:
+            if answer.status == CLIENT_GONE:
+                return
+            if self._has_begun:
                 answer.note()
                 await self._end(as_event(answer.body()))
-            elif answer.status != CLIENT_GONE:
+            else:
                 await error_response(answer)(scope, receive, self._send)
         else:
             await self._end(self._replies.done)

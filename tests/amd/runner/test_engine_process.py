@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -138,13 +139,19 @@ def test_the_tokens_of_a_step_are_one_message_for_all_requests() -> None:
     assert all(len(new) == 1 for message in decoded for new in message.token_ids.values())
 
 
-def test_a_late_event_loop_takes_the_messages_of_several_steps_in_a_row() -> None:
-    """Otherwise the pipe would fill, and the engine would wait for its clients."""
+def taking() -> tuple[EngineProcess, Connection, list[Message]]:
+    """The reading side alone, the end of the pipe that an engine writes to, and the messages that were taken."""
     process = EngineProcess.__new__(EngineProcess)
     process._unread = bytearray()
     process._pipe, theirs = Pipe()
     taken: list[Message] = []
     process._owner = taken.append
+    return process, theirs, taken
+
+
+def test_a_late_event_loop_takes_the_messages_of_several_steps_in_a_row() -> None:
+    """Otherwise the pipe would fill, and the engine would wait for its clients."""
+    process, theirs, taken = taking()
     sent = [StepOutput({7: [token]}) for token in range(5)]
     for message in sent:
         theirs.send(message)
@@ -153,11 +160,7 @@ def test_a_late_event_loop_takes_the_messages_of_several_steps_in_a_row() -> Non
 
 
 def test_a_message_that_comes_in_parts_is_taken_when_it_is_whole() -> None:
-    process = EngineProcess.__new__(EngineProcess)
-    process._unread = bytearray()
-    process._pipe, theirs = Pipe()
-    taken: list[Message] = []
-    process._owner = taken.append
+    process, theirs, taken = taking()
     sent = [StepOutput({7: list(range(2**15))}), StepOutput({8: [1]})]
     os.set_blocking(process._pipe.fileno(), False)
     writer = threading.Thread(target=lambda: list(map(theirs.send, sent)))

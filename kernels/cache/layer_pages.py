@@ -134,9 +134,9 @@ class LayerPages:
         of_tokens = (scale for _, scale in sides if form.scales is Scales.TOKEN and scale is not None)
         return *(side for side, _ in sides), *of_tokens
 
-    def is_zero(self, page: int) -> bool:
-        """True if all that belongs to a page is 0. Waits for the device."""
-        return not any(bool(line[page].any()) for line in self.lines)
+    def of_page(self, page: int) -> tuple[Tensor, ...]:
+        """All that belongs to a page, in the memory of the pages."""
+        return tuple(line[page] for line in self.lines)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that kernels are launched with, by name."""

@@ -92,8 +92,7 @@ def _steps(result: Result) -> dict[str, Any]:
         named = (
             f"`{each['name'].split('(')[0][:40]}` {each['us'] / row['busy_us']:.0%}" for each in row["kernels"][:5]
         )
-        has_bound = row["load"] != "mixed"  # its number of tokens differs from step to step
-        bounds = f"{row['floor_us']:.0f} | {row['by_floor']:.2f}" if has_bound else "| "
+        bounds = f"{row['floor_us']:.0f} | {row['by_floor']:.2f}" if "floor_us" in row else "| "
         return {"largest": ", ".join(named), "bounds": bounds}
 
     return _with(result["rows"], more)

@@ -6,13 +6,14 @@ An engine serves a Llama of 1.1B with random weights in bfloat16, greedily, over
 
 decode: all requests have their prompts of 512 tokens behind them, and a step brings each one token
 prompt: one prompt of 8,192 tokens, in one step
-mixed:  all but one request decode, and the step holds up to 2,048 tokens, most of them of one long prompt
+mixed:  all but one request decode, and the step holds as many tokens of a long prompt as the engine's budget allows,
+        2,048 at most: their number varies, so there is no lower bound
 
 step_us:   the median time between two steps, on the wall
 busy_us:   the time in which a kernel runs, of one step
 host_us:   the host's time in Engine.step() less the waits for the device
-floor_us:  the bytes of weights and of K and V over the bandwidth that a large copy reaches in this run; for prompts the
-           operations of the layers' products and of causal attention over the rate that a large product reaches
+floor_us:  of decode the bytes of weights and of K and V over the bandwidth that a large copy reaches in this run; of
+           prompts the operations of the layers' products and of causal attention over the rate of a large product
 kernels:   microseconds and launches of a step, by kernel
 """
 
@@ -109,7 +110,7 @@ def mixed(loaded: LoadedModel, num_seqs: int) -> Row:
         engine.submit(Request(prompt_of(LONG_PROMPT, num_seqs + number, vocabulary), 1, ignore_eos=True))
     for _ in range(4):
         engine.step()
-    return {"load": "mixed", "requests": num_seqs, **steps_of(engine, 16), "tokens": MIXED_CHUNK}
+    return {"load": "mixed", "requests": num_seqs, **steps_of(engine, 16)}
 
 
 def kv_bytes(engine: Engine, tokens: int) -> int:
@@ -198,11 +199,12 @@ def main() -> None:
         for row in printed(rows(loaded)):
             if row["load"] == "decode":
                 row["floor_us"] = round((2 * sum(sizes.values()) + row["kv_bytes"]) / limits.bytes_per_s * 1e6, 1)
-            else:
+            elif row["load"] == "prompt":
                 of_layers = sum(sizes.values()) - sizes["lm_head.weight"]
                 operations = 2 * of_layers * row["tokens"] + attention_operations(config, row["tokens"])
                 row["floor_us"] = round(operations / limits.flops_per_s * 1e6, 1)
-            row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
+            if "floor_us" in row:
+                row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
             found.append({"model": model, **row})
         del loaded
     write(options.out, of_machine={**dataclasses.asdict(limits), "python_loop_us": python_us()}, rows=found)

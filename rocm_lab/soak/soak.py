@@ -260,7 +260,7 @@ class Soak:
         scene.compare_pool("the calls so far")
         scene.runner.check_addresses()
         for layer in range(len(scene.model.layers)):
-            if not runtime.pool.layer(layer).is_zero(RESERVED_PAGE):
+            if any(part.any() for part in runtime.pool.layer(layer).of_page(RESERVED_PAGE)):
                 raise Finding(f"page 0 of layer {layer} is no longer zero")
         for table in runtime.table.spaces:
             if not table.pending and not np.array_equal(table.entries.cpu().numpy(), table.entries_host):

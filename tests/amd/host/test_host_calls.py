@@ -83,8 +83,8 @@ def bytecodes_in(work: Callable[[], object]) -> int:
     return bytecodes
 
 
-def operations_in(work: Callable[[], object]) -> int:
-    """Returns the number of torch operations."""
+def operations_in(work: Callable[[], object], named: str = "") -> int:
+    """Returns the number of torch operations, of all or of those with this in their names."""
 
     class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = 0
@@ -92,7 +92,7 @@ def operations_in(work: Callable[[], object]) -> int:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            Counting.count += 1
+            Counting.count += named in str(func)
             return func(*args, **(kwargs or {}))
 
     with Counting():  # type: ignore[no-untyped-call]
@@ -305,3 +305,13 @@ def test_a_step_that_runs_again_makes_few_calls_and_no_operation_of_torch() -> N
         server.again()
     assert 10 < calls <= 30
     assert 200 < bytecodes <= 440
+
+
+def test_a_check_of_the_device_reads_it_as_often_with_many_layers_as_with_few() -> None:
+    """An engine that becomes idle checks the device before it hands out its last tokens."""
+    reads = []
+    for layers in (1, 9):
+        options = RuntimeOptions(num_pages=17, max_num_seqs=1, max_kv_len=256, provider="torch")
+        runtime = build_runtime([PROBLEM] * layers, options, device="cpu")
+        reads.append(operations_in(runtime.check_device, "_local_scalar_dense"))
+    assert reads[0] == reads[1] > 0

@@ -293,7 +293,7 @@ def _selected_attention_kernel(
 def launch_selected_attention(args: SelectedArgs, *, scale: float, tiles: SelectedTiles, programs: int) -> None:
     """Attends for every token over its selection; tokens that see no key get 0 and LSE -inf.
 
-    args:     with a workspace of selected_cut(...).words(...) or longer
+    args:     with a workspace of selected_words(...) or longer
     scale:    factor on q . k
     programs: that the device is to have; a selection is cut in no more parts than that takes
 

@@ -131,6 +131,25 @@ def selected_cut(
     return SelectedCut(rows, -(-ratio // head_blocks), -(-blocks // part_blocks), part_blocks * tiles.key_block)
 
 
+def selected_words(
+    num_tokens: int,
+    selection_keys: int,
+    *,
+    heads: tuple[int, int],
+    tiles: SelectedTiles,
+    programs: int,
+    v_head_dim: int,
+) -> int:
+    """float32 words of scratch for num_tokens padded tokens or fewer; arguments: selected_cut's.
+
+    A few tokens have more parts, and may need more words than many. Graphs of all sizes share memory that is made for
+    the largest one.
+    """
+    one = selected_cut(1, selection_keys, heads=heads, tiles=tiles, programs=programs)
+    of_part = one.words(1, v_head_dim) // (one.rows * one.parts)
+    return min(programs, num_tokens * one.rows * one.parts) * of_part
+
+
 def segment_cut(selection_keys: int, *, heads: tuple[int, int], tiles: SegmentTiles) -> SelectedCut:
     """The cut of deterministic attention, for any number of tokens: a part is a segment. Arguments: selected_cut's."""
     num_kv_heads, ratio = heads

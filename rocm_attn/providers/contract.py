@@ -57,7 +57,7 @@ class Schedule(Protocol):
     """
 
     def words(self, shape: PaddedShape) -> int:
-        """int32 words that a step of this shape needs."""
+        """int32 words that a step of this shape needs, or one with fewer sequences or tokens: see workspace_words."""
         ...
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
@@ -106,7 +106,10 @@ class BoundKernel(Protocol):
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """float32 words of workspace that a step of this shape needs."""
+        """float32 words of workspace that a step of this shape needs, or one with fewer sequences or tokens.
+
+        Graphs of all sizes share memory that is made for the largest one.
+        """
         ...
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:

@@ -41,7 +41,7 @@ class BoundIndexer(Protocol):
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """float32 words of workspace that a step of this shape needs."""
+        """See BoundKernel.workspace_words."""
         ...
 
     def select(self, args: IndexArgs, selection: SelectedKeys, workspace: Tensor) -> None:
@@ -60,7 +60,7 @@ class BoundSelected(Protocol):
         ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        """float32 words of workspace that a step of this shape needs."""
+        """See BoundKernel.workspace_words."""
         ...
 
     def attend(self, args: SelectedArgs) -> None:

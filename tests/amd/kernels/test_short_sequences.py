@@ -13,12 +13,11 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES, extend_choices
+from rocm_attn.kernels.tuning.extend_tiles import extend_choices
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, ExtendTileChoice
-from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.by_tokens import KernelByTokens, likely_q_len
-from rocm_attn.providers.select import Selection, select
+from rocm_attn.providers.select import Selection
 from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World
@@ -86,23 +85,6 @@ def test_a_graph_of_short_sequences_serves_a_long_one(kernel_device: torch.devic
 )
 def test_a_shape_tells_how_many_new_tokens_a_sequence_is_likely_to_have(shape: PaddedShape, q_len: int) -> None:
     assert likely_q_len(shape) == q_len
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("arch", sorted({row.arch for row in EXTEND_CHOICES if row.max_rows < ANY_ROWS}))
-@pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MASKED])
-def test_memory_for_the_largest_shape_holds_every_smaller_one(arch: str, kind: StepKind) -> None:
-    """Buffers are made for the largest shapes, which have other tiles than smaller ones."""
-    target = known_target(arch)
-    dtype = torch.float16 if target.is_interpreted else BF16
-    for heads in ((12, 4), (32, 32), (16, 1), (40, 4)):
-        problem = Problem(*heads, 128, dtype, 16, scale=1.0, custom_mask=True)
-        kernel = select(problem, target, "triton").kernel(kind).bound
-        largest = PaddedShape(kind, 64, 4096)
-        for num_tokens in (2, 64, 128, 192, 320, 512, 1000, 4096):
-            shape = PaddedShape(kind, min(64, num_tokens), num_tokens)
-            assert kernel.workspace_words(shape) <= kernel.workspace_words(largest)
-            assert kernel.schedule.words(shape) <= kernel.schedule.words(largest)
 
 
 def rows_of(arch: str, gqa_ratio: int, dim: int) -> Sequence[ExtendTileChoice]:

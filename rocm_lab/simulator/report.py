@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
 from rocm_lab.races.watch import Race
-from rocm_lab.simulator.assembly import Assembly, parse_assembly
+from rocm_lab.simulator.assembly import parse_assembly
 from rocm_lab.simulator.code_figures import CodeFigures
 from rocm_lab.simulator.launcher import Code, SimulatedLaunch
-from rocm_lab.waits.check import Word, check_waits
+from rocm_lab.waits.check import Verdict, check_waits
 
 _HASH_CHARACTERS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The verdict of a check of machine code, and what it rests on, line by line."""
-
-    word: Word
-    lines: tuple[str, ...]
-
-
-def _waits(assembly: Assembly, arch: str) -> Finding:
-    verdict = check_waits(assembly, arch)
-    return Finding(verdict.word, (*(fault.line() for fault in verdict.faults), *verdict.reasons))
-
-
-# The proofs about machine code, made without running it. A new check is a line here: each has a column in every report.
-CHECKS: Mapping[str, Callable[[Assembly, str], Finding]] = {"waits": _waits}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +22,7 @@ class KernelReport:
 
     launches:      that were simulated
     instructions:  executed by all waves of these launches
-    findings:      of each check
+    waits:         the proof that the code waits for what it uses, made without running it
     races:         of all variants of the kernel, that these launches showed, a line each
     """
 
@@ -47,21 +30,18 @@ class KernelReport:
     launches: int
     instructions: int
     figures: CodeFigures
-    findings: Mapping[str, Finding]
+    waits: Verdict
     races: tuple[str, ...]
 
     @property
     def faults(self) -> list[str]:
-        """A line for each race, and for each fault of each check."""
-        faulty = {name: each for name, each in self.findings.items() if each.word is Word.FAULT}
-        found = [f"{name}: {line}" for name, each in faulty.items() for line in each.lines]
-        return [*found, *(f"race: {line}" for line in self.races)]
+        """A line for each missing wait, and for each race."""
+        return [*(f"waits: {fault.line()}" for fault in self.waits.faults), *(f"race: {line}" for line in self.races)]
 
     def lines(self) -> list[str]:
         """Lines for people."""
         code, figures = self.code, self.figures
         spills = figures.vgpr_spills + figures.sgpr_spills
-        words = [f"{name} {each.word.value}" for name, each in self.findings.items()]
         return [
             f"{code.sha256[:_HASH_CHARACTERS]} {code.arch} {code.kernel}: "
             + ", ".join(
@@ -73,11 +53,12 @@ class KernelReport:
                     f"{figures.lds_bytes} bytes of LDS",
                     f"{figures.waves_per_simd} waves a SIMD",
                     f"{spills} spills",
-                    *words,
+                    f"waits {self.waits.word.value}",
                     f"{len(self.races)} races",
                 )
             ),
-            *(f"  {name}: {line}" for name, each in self.findings.items() for line in each.lines),
+            *(f"  waits: {fault.line()}" for fault in self.waits.faults),
+            *(f"  waits: {reason}" for reason in self.waits.reasons),
             *(f"  race: {line}" for line in self.races),
         ]
 
@@ -89,10 +70,7 @@ class KernelReport:
             "launches": self.launches,
             "instructions": self.instructions,
             "figures": asdict(self.figures),
-            "checks": {
-                **{name: each.word.value for name, each in self.findings.items()},
-                "races": str(len(self.races)),
-            },
+            "checks": {"waits": self.waits.word.value, "races": str(len(self.races))},
             "faults": self.faults,
         }
 
@@ -115,7 +93,6 @@ def reports_of(launches: Iterable[SimulatedLaunch], races: Sequence[Race]) -> li
 
 
 @cache
-def _of_code(code: Code) -> tuple[CodeFigures, Mapping[str, Finding]]:
-    assembly = parse_assembly(code.text)
-    findings = {name: check(assembly, code.arch) for name, check in CHECKS.items()}
-    return CodeFigures.of(code.text, code.arch, code.lds_bytes, code.num_waves), findings
+def _of_code(code: Code) -> tuple[CodeFigures, Verdict]:
+    figures = CodeFigures.of(code.text, code.arch, code.lds_bytes, code.num_waves)
+    return figures, check_waits(parse_assembly(code.text), code.arch)

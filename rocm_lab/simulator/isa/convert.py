@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from rocm_lab.simulator.arrays import F16, F32, I32, U32, Array
-from rocm_lab.simulator.assembly import Instruction
-from rocm_lab.simulator.isa.step import Builder, Context, Step
-from rocm_lab.simulator.isa.vector import VectorOp, build
+from rocm_lab.simulator.isa.vector import VectorOp, builders_of
 
 
 def to_bfloat16(values: Array) -> Array:
@@ -57,8 +55,4 @@ OPS: dict[str, VectorOp] = {
 }
 
 
-def _table_row(context: Context, instruction: Instruction) -> Step:
-    return build(context, instruction, OPS[instruction.name])
-
-
-BUILDERS: dict[str, Builder] = dict.fromkeys(OPS, _table_row)
+BUILDERS = builders_of(OPS)

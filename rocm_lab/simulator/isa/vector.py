@@ -5,7 +5,7 @@ ISA chapter 6 "Vector ALU Operations": encodings, sub-dword selects (SDWA), data
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from rocm_lab.simulator.assembly import Instruction
 from rocm_lab.simulator.core import Core
 from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.simulator.isa.dpp import DPP_MODIFIERS, lane_pattern
-from rocm_lab.simulator.isa.step import Context, Step
+from rocm_lab.simulator.isa.step import Builder, Context, Step
 from rocm_lab.simulator.operands import (
     Source,
     VectorSink,
@@ -82,6 +82,11 @@ def build(context: Context, instruction: Instruction, op: VectorOp) -> Step:
         a, b = reads
         return lambda: write(compute(a(), b()))
     return lambda: write(compute(*[read() for read in reads]))
+
+
+def builders_of(ops: Mapping[str, VectorOp]) -> dict[str, Builder]:
+    """The builders of a table's instructions."""
+    return dict.fromkeys(ops, lambda context, instruction: build(context, instruction, ops[instruction.name]))
 
 
 def _sources(core: Core, instruction: Instruction, op: VectorOp, tokens: list[str]) -> list[Source]:

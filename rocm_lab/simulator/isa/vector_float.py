@@ -11,9 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rocm_lab.simulator.arrays import F16, F32, I16, I32, I64, U16, U32, U64, Array
-from rocm_lab.simulator.assembly import Instruction
-from rocm_lab.simulator.isa.step import Builder, Context, Step
-from rocm_lab.simulator.isa.vector import MASK, VectorOp, build
+from rocm_lab.simulator.isa.vector import MASK, VectorOp, builders_of
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
@@ -162,8 +160,4 @@ OPS: dict[str, VectorOp] = {
 }
 
 
-def _table_row(context: Context, instruction: Instruction) -> Step:
-    return build(context, instruction, OPS[instruction.name])
-
-
-BUILDERS: dict[str, Builder] = dict.fromkeys(OPS, _table_row)
+BUILDERS = builders_of(OPS)

@@ -15,7 +15,7 @@ import numpy as np
 from rocm_lab.simulator.arrays import I16, I32, I64, U16, U32, U64, Array
 from rocm_lab.simulator.assembly import Instruction
 from rocm_lab.simulator.isa.step import Builder, Context, Step
-from rocm_lab.simulator.isa.vector import MASK, VectorOp, build
+from rocm_lab.simulator.isa.vector import MASK, VectorOp, build, builders_of
 from rocm_lab.simulator.operands import all_lanes
 
 _5_BITS, _6_BITS = np.uint32(31), np.uint32(63)
@@ -211,17 +211,13 @@ OPS: dict[str, VectorOp] = {
 }
 
 
-def _table_row(context: Context, instruction: Instruction) -> Step:
-    return build(context, instruction, OPS[instruction.name])
-
-
 def _with_truth_table(context: Context, instruction: Instruction) -> Step:
     dtype = U32 if instruction.name == "v_bitop3_b32" else U16
     return build(context, instruction, _op(partial(_three_way, instruction.number("bitop3")), dtype, dtype, dtype))
 
 
 BUILDERS: dict[str, Builder] = {
-    **dict.fromkeys(OPS, _table_row),
+    **builders_of(OPS),
     "v_bitop3_b32": _with_truth_table,
     "v_bitop3_b16": _with_truth_table,
 }

@@ -111,24 +111,6 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
 def write_gguf(
     model: Any,
     path: Path,
@@ -145,18 +127,20 @@ def write_gguf(
     """
     config, kind = model.config, model.config.model_type.replace("mistral", "llama")
     writer = gguf.GGUFWriter(path, kind)
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for key, value in {**_metadata(config, kind), **(metadata or {})}.items():
         if value is not None:
-            writer.add_key_value(key, value, _value_type(value), _item_type(value))
+            writer.add_key_value(key, value, _value_type(value))
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if kind == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             tensor = interleaved(tensor, heads)
-        _add_tensor(
-            writer, _gguf_name(name), tensor, quantization if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
-        )
+        named = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert named is not None, f"{kind} has no {name}"
+        _add_tensor(writer, named, tensor, quantization if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32)
     for name, tensor in (tensors or {}).items():
         _add_tensor(writer, name, tensor, gguf.GGMLQuantizationType.F32)
     writer.write_header_to_file()
@@ -191,14 +175,6 @@ def _metadata(config: Any, kind: str) -> dict[str, Any]:
     }
 
 
-def _gguf_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        layer, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{_GGUF_NAMES[part]}.{kind}"
-    return f"{_GGUF_NAMES[stem]}.{kind}"
-
-
 def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: gguf.GGMLQuantizationType) -> None:
     values = tensor.contiguous().float().numpy()
     if kind == gguf.GGMLQuantizationType.F32:
@@ -208,18 +184,7 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: gguf.G
 
 
 def _value_type(value: object) -> gguf.GGUFValueType:
-    if isinstance(value, list):
-        return gguf.GGUFValueType.ARRAY
-    if type(value) is int and value >= 2**32:
-        return gguf.GGUFValueType.UINT64
-    kinds = {
-        bool: gguf.GGUFValueType.BOOL,
-        int: gguf.GGUFValueType.UINT32,
-        float: gguf.GGUFValueType.FLOAT32,
-        str: gguf.GGUFValueType.STRING,
-    }
-    return kinds[type(value)]
-
-
-def _item_type(value: object) -> gguf.GGUFValueType | None:
-    return _value_type(value[0]) if isinstance(value, list) else None
+    """As llama.cpp's converter has them: numbers without a sign, of 32 bits if they fit."""
+    if type(value) is int:
+        return gguf.GGUFValueType.UINT64 if value >= 2**32 else gguf.GGUFValueType.UINT32
+    return gguf.GGUFValueType.get_type(value)

@@ -26,7 +26,7 @@ from tests.amd.kernels.cdna_latent_cases import cases_of as latent_cases_of
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.large_steps import in_large_pools
 
-_IN_EVERY_RUN = ("plain", "window", "extend-plain", "latent-plain", "latent-heads_of_2_tiles")
+_IN_EVERY_RUN = ("window", "extend-plain", "latent-plain", "latent-heads_of_2_tiles")
 
 
 def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:

@@ -6,7 +6,8 @@ pages, tiles, and the shares of programs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,6 +67,7 @@ _HALVES = {"bfloat16": BF16, "float16": FP16}
 CPU = torch.device("cpu")
 
 NUM_PROGRAMS = 3
+Run = Callable[[], Simulation]
 
 # Extends with and without a prefix, decodes that several programs share, an empty decode, no new tokens, no sequence.
 STEP = Case(
@@ -332,12 +334,42 @@ def run_row_work(arch: str, pool: PoolKind, *, is_large: bool) -> Simulation:
     return simulation
 
 
-def _step_cases(arch: str, cases: dict[str, Case], widths: tuple[bool, ...]) -> list[KernelCase]:
-    return [
-        KernelCase(f"{name}-{'above' if is_large else 'below'}", arch, partial(run_step, arch, case, is_large=is_large))
-        for name, case in cases.items()
+def _cases(arch: str, runs: Mapping[str, Run]) -> list[KernelCase]:
+    return [KernelCase(name, arch, run) for name, run in runs.items()]
+
+
+def _step_cases(arch: str, cases: Sequence[Case], widths: tuple[bool, ...]) -> list[KernelCase]:
+    return _cases(
+        arch,
+        {
+            f"{_named(case)}-{_width(is_large)}": partial(run_step, arch, case, is_large=is_large)
+            for case in cases
+            for is_large in widths
+        },
+    )
+
+
+def _on_cases(arch: str, name: str, run: Callable[[str, Case], Simulation], cases: Sequence[Case]) -> dict[str, Run]:
+    return {f"{name}-{_named(case)}": partial(run, arch, case) for case in cases}
+
+
+def _merges(arch: str, sizes: Sequence[tuple[int, int]]) -> dict[str, Run]:
+    return {f"merge-{seqs}x{programs}": partial(run_merge, arch, seqs, programs) for seqs, programs in sizes}
+
+
+def _stores(arch: str, stores: Sequence[tuple[str, str, tuple[bool, ...]]]) -> dict[str, Run]:
+    """stores: layout of pages, dtype, and whether pools are large"""
+    return {
+        f"store{layout}-{name}-{_width(is_large)}": partial(
+            run_store, arch, _HALVES[name], vectorised_pools if layout else linear_pools, is_large=is_large
+        )
+        for layout, name, widths in stores
         for is_large in widths
-    ]
+    }
+
+
+def _width(is_large: bool) -> str:
+    return "above" if is_large else "below"
 
 
 def _named(case: Case) -> str:
@@ -346,168 +378,51 @@ def _named(case: Case) -> str:
     return f"{heads}-{dims}-{str(case.dtype).removeprefix('torch.')}{kv}-page{case.page_size}"
 
 
-def _by_name(cases: list[Case]) -> dict[str, Case]:
-    return {_named(case): case for case in cases}
-
-
-_CHECKED = [case.name for case in check_cases("gfx942") if f"{case.name}.py" not in PATHS]
-# Each run executes these cases on the other arch only: the machine code of the two differs in how it is scheduled, and
-# rarely in its effect. The grid has both. Decode, extend and the store run on both, other kernels on one.
-ON_THE_OTHER_ARCH = {
-    "gfx942": frozenset(
-        {
-            "6x2-80x48-float16-page5-below",
-            "merge-1x20",
-            "masked-8x2-128x128-bfloat16-page16",
-            "shared_rows-4x2-128x128-bfloat16-page16",
-            "model-float16",
-            "segments-shared",
-            "cdna-window",
-            "cdna-latent-heads_of_2_tiles",
-            "plain_decode",
-            "row_work-split-below",
-            "store-records",
-            "sparse-coded_tokens",
-            "sparse-long_lines",
-            "sparse-footers",
-            "truth-tokens",
-            "store-E5M2-HEAD",
-            "store-bfloat16-above",
-            "store_vectorised-bfloat16-above",
-            "merge_states-bfloat16",
-            "sparse-coded_latent",
-            "sparse-tokens-above",
-            "states-channels",
-            "convolution",
-            *_CHECKED[1::2],
-        }
-    ),
-    "gfx950": frozenset(
-        {
-            "8x2-128x128-bfloat16-page16-below",
-            "merge-17x20",
-            "suffixes-8x2-128x128-bfloat16-page16",
-            "model-bfloat16",
-            "experts-float16-1",
-            "experts-bfloat16-1",
-            "segments-capped",
-            "cdna-latent-plain",
-            "latent-above",
-            "latent-segments",
-            "row_work-latent-above",
-            "sparse-candidates",
-            "sparse-rows",
-            "store-float16-above",
-            "store_vectorised-bfloat16-below",
-            "merge_states-float16",
-            "sparse-split",
-            "sparse-latent-above",
-            "states-delta",
-            "states-plain",
-            *_CHECKED[0::2],
-        }
-    ),
-}
-
-
-# Only the grid has these: each run has the same kernels with other widths, page sizes or pools on either arch.
-IN_THE_GRID = frozenset(
+# Decode, extend and the store run by day on both archs. Of the other cases each runs on one, by turns: the machine code
+# of the two differs in how it is scheduled, and rarely in its effect. The grid has both.
+ON_BOTH = frozenset(
     {
-        "8x2-128x128-bfloat16-page16-above",
-        "16x2-64x64-bfloat16-page64-below",
-        "32x1-128x128-bfloat16-page1-below",
-        "suffixes-6x2-80x48-float16-page5",
-        "experts-bfloat16-1000",
-        "6x2-80x48-float16-E5M2_TOKEN-page5-below",
-        "store_vectorised-float16-below",
-        "store_vectorised-float16-above",
-        "merge-5x9",
-        "store-float16-below",
-        "8x2-128x128-bfloat16-E4M3FNUZ_HEAD-page16-below",
-        "masked-6x2-80x48-float16-page5",
-        "shared_rows-6x2-80x48-float16-page5",
-        "segments-window",
-        "cdna-plain",
-        "latent-codes_by_token",
-        "sparse-records",
-        "8x1-512x512-bfloat16-page16-below",
+        "16x2-64x64-bfloat16-page64-above",
+        *(f"store-{own_encoding(arch).name}-TOKEN" for arch in ARCHS),
+        "store-footers",
+        "store-bfloat16-below",
+        "cdna-extend-plain",
+        *(path.removesuffix(".py") for path in PATHS),
     }
 )
+WHOLE = replace(STEP, dtype=BF16)
+PAGES_OF_64 = replace(STEP, heads=(16, 2), dims=(64, 64), page_size=64, dtype=BF16)
+ODD = replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True)
+CODED = replace(STEP, kv_len=[40, 20, 0, 35], q_len=[1, 9, 1, 2], dtype=BF16, scales=Scales.HEAD)
 
 
-def every_quick_case(arch: str) -> list[KernelCase]:
+def cases_by_day(arch: str) -> list[KernelCase]:
     """Every kernel in every dtype that it has code for on AMD, below and above 4 GiB."""
-    both = [replace(STEP, dtype=BF16), replace(STEP, heads=(16, 2), dims=(64, 64), page_size=64, dtype=BF16)]
-    below = [
-        replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True),
-        replace(STEP, heads=(32, 1), dtype=BF16, page_size=1),
-        WIDE,
-    ]
     own = own_encoding(arch)
-    coded = [
-        replace(STEP, kv_len=[40, 20, 0, 35], q_len=[1, 9, 1, 2], dtype=BF16, kv=own, scales=Scales.HEAD),
-        replace(
-            STEP,
-            kv_len=[40, 20, 0, 35],
-            q_len=[1, 9, 1, 2],
-            heads=(6, 2),
-            dims=(80, 48),
-            page_size=5,
-            dtype=FP16,
-            spread=True,
-            kv=Encoding.E5M2,
-            scales=Scales.TOKEN,
-        ),
-    ]
-    masked = [
-        replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True, window_left=9),
-        replace(STEP, dtype=BF16),
-    ]
-    odd = replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True)
-    shared = [
-        replace(STEP, kv_len=[100, 20], q_len=[5, 9], heads=(4, 2), dtype=BF16),
-        replace(odd, kv_len=[40, 60], q_len=[9, 3], window_left=30),
-    ]
-    suffixes = [
-        replace(odd, first_page=[2] * 8),
-        replace(STEP, dtype=BF16, first_page=[3, 0, 9, 0, 1, 0, 4, 2]),
-    ]
-    runs = {
-        **{
-            f"store-{encoding.name}-{scales.name}": partial(run_coded_store, arch, encoding, scales)
-            for encoding, scales in ((own, Scales.TOKEN), (Encoding.E5M2, Scales.HEAD))
-        },
+    runs: dict[str, Run] = {
+        f"store-{own.name}-TOKEN": partial(run_coded_store, arch, own, Scales.TOKEN),
+        "store-E5M2-HEAD": partial(run_coded_store, arch, Encoding.E5M2, Scales.HEAD),
         "store-records": partial(run_record_store, arch, Scales.GROUP),
         "store-footers": partial(run_record_store, arch, Scales.FOOTER),
-        **{
-            f"merge-{seqs}x{programs}": partial(run_merge, arch, seqs, programs)
-            for seqs, programs in ((1, 20), (5, 9), (17, 20))
-        },
-        **{f"masked-{_named(case)}": partial(run_masked, arch, case) for case in masked},
-        **{f"shared_rows-{_named(case)}": partial(run_shared_rows, arch, case) for case in shared},
-        **{f"suffixes-{_named(case)}": partial(run_suffixes, arch, case) for case in suffixes},
+        **_stores(arch, [("", "bfloat16", (False, True)), ("", "float16", (True,))]),
+        **_stores(arch, [("_vectorised", "bfloat16", (False, True))]),
+        **_merges(arch, [(1, 20), (17, 20)]),
+        **_on_cases(arch, "masked", run_masked, [WHOLE]),
+        **_on_cases(
+            arch, "shared_rows", run_shared_rows, [replace(WHOLE, kv_len=[100, 20], q_len=[5, 9], heads=(4, 2))]
+        ),
+        **_on_cases(arch, "suffixes", run_suffixes, [replace(WHOLE, first_page=[3, 0, 9, 0, 1, 0, 4, 2])]),
         "plain_decode": partial(run_plain_decode, arch),
         **{f"merge_states-{name}": partial(run_merge_states, arch, dtype) for name, dtype in _HALVES.items()},
-        **{
-            f"store{layout}-{name}-{'above' if is_large else 'below'}": partial(
-                run_store, arch, dtype, pools_of, is_large=is_large
-            )
-            for layout, pools_of in (("", linear_pools), ("_vectorised", vectorised_pools))
-            for name, dtype in _HALVES.items()
-            for is_large in (False, True)
-        },
-        **{
-            f"experts-{name}-{rows}": partial(run_experts, arch, _HALVES[name], rows)
-            for name, rows in (("bfloat16", 1), ("bfloat16", 1000), ("float16", 1))
-        },
+        **{f"experts-{name}-1": partial(run_experts, arch, dtype, 1) for name, dtype in _HALVES.items()},
         **{f"model-{name}": partial(run_model, arch, dtype) for name, dtype in _HALVES.items()},
         "row_work-split-below": partial(run_row_work, arch, PoolKind.SPLIT, is_large=False),
         "row_work-latent-above": partial(run_row_work, arch, PoolKind.LATENT, is_large=True),
     }
     return [
-        *_step_cases(arch, _by_name(both), (False, True)),
-        *_step_cases(arch, _by_name([*below, *coded]), (False,)),
-        *(KernelCase(name, arch, run) for name, run in runs.items()),
+        *_step_cases(arch, [WHOLE, replace(CODED, kv=own), ODD], (False,)),
+        *_step_cases(arch, [PAGES_OF_64], (True,)),
+        *_cases(arch, runs),
         *segment_cases(arch),
         *cdna_cases(arch),
         *check_cases(arch),
@@ -519,7 +434,10 @@ def every_quick_case(arch: str) -> list[KernelCase]:
 
 
 def grid_cases(arch: str) -> list[KernelCase]:
-    """Every decode row of the tuning table, which meet every extend row, in every dtype and at both pool sizes."""
+    """Every decode row of the tuning table, which meet every extend row, in every dtype and at both pool sizes.
+
+    And other widths, page sizes and pools of the kernels of the day.
+    """
     steps = [
         replace(STEP, heads=(row.max_q_rows // row.tiles.heads_per_row * 2, 2), dims=(dim, dim), dtype=dtype)
         for row in DECODE_CHOICES
@@ -528,6 +446,9 @@ def grid_cases(arch: str) -> list[KernelCase]:
         for dtype in ((FP32,) if row.item_bytes == 4 else (BF16, FP16))
     ]
     odd = [
+        replace(STEP, heads=(32, 1), dtype=BF16, page_size=1),
+        WIDE,
+        replace(ODD, kv_len=CODED.kv_len, q_len=CODED.q_len, kv=Encoding.E5M2, scales=Scales.TOKEN),
         replace(STEP, heads=(3, 1), dims=(192, 128), page_size=128, dtype=BF16),
         replace(STEP, heads=(71, 1), dims=(32, 32), page_size=7, dtype=FP16),
         replace(STEP, heads=(2, 2), dims=(96, 64), page_size=1, dtype=BF16, spread=True),
@@ -536,12 +457,22 @@ def grid_cases(arch: str) -> list[KernelCase]:
         replace(STEP, heads=(6, 2), dims=(256, 80), page_size=16, dtype=FP32),
     ]
     small = [case for case in steps if case.dtype != FP32]
+    runs: dict[str, Run] = {
+        **_stores(arch, [("", "float16", (False,)), ("_vectorised", "float16", (False, True))]),
+        **_merges(arch, [(5, 9), (1, 260)]),
+        **_on_cases(arch, "masked", run_masked, [replace(ODD, window_left=9)]),
+        **_on_cases(
+            arch, "shared_rows", run_shared_rows, [replace(ODD, kv_len=[40, 60], q_len=[9, 3], window_left=30)]
+        ),
+        **_on_cases(arch, "suffixes", run_suffixes, [replace(ODD, first_page=[2] * 8)]),
+        "experts-bfloat16-1000": partial(run_experts, arch, BF16, 1000),
+    }
     return [
-        *every_quick_case(arch),
-        *_step_cases(arch, _by_name([replace(STEP, dtype=FP16)]), (False, True)),
-        *_step_cases(arch, _by_name([*steps, *odd]), (False,)),
-        *_step_cases(arch, _by_name(small), (True,)),
-        KernelCase("merge-1x260", arch, partial(run_merge, arch, 1, 260)),
+        *cases_by_day(arch),
+        *_step_cases(arch, [WHOLE, PAGES_OF_64, replace(STEP, dtype=FP16)], (False, True)),
+        *_step_cases(arch, [*steps, *odd], (False,)),
+        *_step_cases(arch, small, (True,)),
+        *_cases(arch, runs),
         *more_segment_cases(arch),
         *more_sparse_cases(arch),
         *more_latent_cases(arch),
@@ -550,7 +481,13 @@ def grid_cases(arch: str) -> list[KernelCase]:
     ]
 
 
-QUICK = tuple(
-    case for arch in ARCHS for case in every_quick_case(arch) if case.name not in ON_THE_OTHER_ARCH[arch] | IN_THE_GRID
-)
+def _by_turns(arch: str) -> Iterator[KernelCase]:
+    """The arch's cases by day. Both archs have as many, in the same order."""
+    turns = itertools.cycle(ARCHS)
+    for case in cases_by_day(arch):
+        if case.name in ON_BOTH or next(turns) == arch:
+            yield case
+
+
+QUICK = tuple(case for arch in ARCHS for case in _by_turns(arch))
 GRID = tuple({str(case): case for arch in ARCHS for case in grid_cases(arch)}.values())

@@ -75,24 +75,24 @@ def run_latent_segments(arch: str, case: Case) -> Simulation:
 
 
 def latent_cases(arch: str) -> list[KernelCase]:
-    """Every latent kernel: above 4 GiB, in eight bits, and deterministic."""
+    """Every latent kernel: above 4 GiB, and deterministic."""
     small = replace(STEP, kv_len=[20, 0, 9, 14, 3])
-    by_token = replace(STEP, kv=own_encoding(arch), scales=Scales.TOKEN, heads=(6, 1))
     segments = replace(STEP, kv_len=[70, 33], q_len=[3, 9])
     return [
         KernelCase("latent-above", arch, partial(run_latent_step, arch, small, is_large=True)),
-        KernelCase("latent-codes_by_token", arch, partial(run_latent_step, arch, by_token)),
         KernelCase("latent-segments", arch, partial(run_latent_segments, arch, segments)),
     ]
 
 
 def more_latent_cases(arch: str) -> list[KernelCase]:
-    """Both dtypes, windows, sinks, caps and gaps between rows, a scale per layer, masks."""
+    """Both dtypes, windows, sinks, caps and gaps between rows, scales of layers and of tokens, masks."""
     scored = replace(STEP, dims=(40, 40), dtype=FP16, window_left=9, sinks=True, soft_cap=2.0, page_size=5, spread=True)
     coded = replace(STEP, kv=own_encoding(arch), scales=Scales.LAYER)
+    by_token = replace(STEP, kv=own_encoding(arch), scales=Scales.TOKEN, heads=(6, 1))
     return [
         KernelCase("latent-below", arch, partial(run_latent_step, arch, STEP)),
         KernelCase("latent-scored", arch, partial(run_latent_step, arch, scored)),
         KernelCase("latent-codes", arch, partial(run_latent_step, arch, coded)),
+        KernelCase("latent-codes_by_token", arch, partial(run_latent_step, arch, by_token)),
         KernelCase("latent-masked", arch, partial(run_latent_masked, arch, replace(STEP, window_left=9))),
     ]

@@ -271,7 +271,7 @@ def main(document: Path) -> None:
                     str(report.instructions),
                     f"{seconds:.2f}",
                     f"{report.instructions / seconds:.0f}",
-                    report.findings["waits"].word.value,
+                    report.waits.word.value,
                 ]
                 rows.append(f"| {' | '.join(cells)} |\n")
                 print(rows[-1], end="", flush=True)

@@ -49,14 +49,14 @@ def run_shared_segments(arch: str, case: Case) -> Simulation:
 
 
 def segment_cases(arch: str) -> list[KernelCase]:
-    """The deterministic kernels: with a window and sinks, and with a cap, slopes and odd dims; rows that are shared."""
+    """The deterministic kernels: with a cap, slopes and odd dims; rows that are shared."""
     shared = KernelCase("segments-shared", arch, partial(run_shared_segments, arch, WINDOW))
-    return [*_named(arch, {"window": WINDOW, "capped": CAPPED}), shared]
+    return [*_named(arch, {"capped": CAPPED}), shared]
 
 
 def more_segment_cases(arch: str) -> list[KernelCase]:
-    """Plain layers, of which the others have all launches."""
-    return _named(arch, {"plain": PLAIN})
+    """Plain layers and those with a window and sinks, of which the others have all launches."""
+    return _named(arch, {"plain": PLAIN, "window": WINDOW})
 
 
 def _named(arch: str, cases: dict[str, Case]) -> list[KernelCase]:

@@ -1,30 +1,59 @@
-"""The simulator notices mistakes in copies of decode and extend for CDNA: each mask and each clamp is needed."""
+"""The simulator notices mistakes in copies of the kernels for CDNA: each mask, clamp, order and scale is needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from rocm_attn.kernels.cache.page_format import Scales
-from rocm_attn.kernels.cdna import codes, decode, extend, extend_steps, key_blocks
+from rocm_attn.kernels.cdna import (
+    codes,
+    decode,
+    extend,
+    extend_steps,
+    key_blocks,
+    latent,
+    latent_blocks,
+    latent_codes,
+    latent_heads,
+)
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
-from rocm_lab.simulator.faults import SimulationFault
-from rocm_lab.simulator.launcher import ARCHS, Simulation
-from tests.amd.kernels import cdna_cases, cdna_extend_cases
+from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
+from tests.amd.kernels import cdna_cases, cdna_extend_cases, cdna_latent_cases
+from tests.amd.kernels.attention_cases import build
 from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
 from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.kernels.cdna_extend_cases import case_of
-from tests.amd.simulator.cdna_cases import run_cdna, run_codes, simulate_extend
-from tests.amd.simulator.test_broken_kernels import STRAYS, Mistake, broken_copy
+from tests.amd.kernels.cdna_latent_cases import CASES, coded
+from tests.amd.simulator.cdna_cases import run_cdna, run_codes, run_large_weight, run_latents, simulate_extend
+from tests.amd.simulator.test_broken_kernels import Launched, Mistake, assert_noticed
 
 pytestmark = pytest.mark.nightly
+CPU = torch.device("cpu")
 
 SMALL = replace(PLAIN, kv_len=[40, 33], q_len=[1, 1], heads=(4, 2))
+SHORT_EXTEND, PLAIN_EXTEND, STEEP_EXTEND, WIDE_EXTEND = (
+    partial(simulate_extend, case=EXTENDS[name]) for name in ("short", "plain", "steep", "wide")
+)
+LATENT = cdna_latent_cases.SMALL
+SHORT, LONG, STEEP, FEW, HEADS, LONG_HEADS, BLOCKS = (
+    partial(run_latents, case=case)
+    for case in (
+        LATENT,
+        replace(cdna_latent_cases.PLAIN, page_size=16),
+        CASES["steep"],
+        replace(LATENT, heads=(1, 1), spread=False),
+        replace(LATENT, heads=(20, 1), spread=False),
+        replace(CASES["steep_heads"], heads=(20, 1), spread=False),
+        replace(LATENT, heads=(67, 1), spread=False),
+    )
+)
 
 
 def _decode_by_token(arch: str, *, length: int = 40) -> Simulation:
@@ -35,271 +64,325 @@ def _coded_decode(arch: str) -> Simulation:
     return run_cdna(arch, replace(SMALL, kv=EXTEND_CODES[arch], scales=Scales.HEAD))
 
 
-# Name of a mistake -> text of key_blocks.py, its replacement, a run that must fail, the exception and its message.
-IN_KEY_BLOCKS: dict[str, tuple[str, str, Callable[[str], Simulation], type[Exception], str]] = {
-    "pages_in_32_bits": (
-        "page.to(gl.int64) * side.page",
-        "page * side.page",
-        partial(run_cdna, case=LARGE, is_large=True),
-        SimulationFault,
-        STRAYS,
-    ),
-    "values_are_not_masked": (
-        "words = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_words(G)), G)[:, None], words, 0)",
-        "words = words",
-        partial(run_cdna, case=SMALL),
-        AssertionError,
-        "nan",
-    ),
-    "scores_are_not_masked": (
-        'scores = gl.where(_is_seen(first, keys, gl.SliceLayout(1, P), G)[:, None], scores, float("-inf"))',
-        "scores = scores",
-        partial(run_cdna, case=SMALL),
-        AssertionError,
-        "nan",
-    ),
-    "windows_have_no_first_key": (
-        "in_range(key, keys.first, keys.end) if G.rows.WINDOWED else key < keys.end",
-        "key < keys.end",
-        partial(run_cdna, case=WINDOW),
-        AssertionError,
-        "nan",
-    ),
-    "the_first_block_of_a_window_is_whole": (
-        "_attend(state, query, loaded, sides, first, read, logits, G, True)",
-        "_attend(state, query, loaded, sides, first, read, logits, G, False)",
-        partial(run_cdna, case=WINDOW),
-        AssertionError,
-        "nan",
-    ),
-    "pages_before_a_window_are_read": (
-        "gl.maximum(place, read.keys.first // (CHUNK * OF_PLACE))",
-        "place",
-        partial(run_cdna, case=replace(WINDOW, page_size=16)),
-        SimulationFault,
-        STRAYS,
-    ),
-    "the_block_that_is_loaded_is_the_one_before": (
-        "k = _load(k_side, places, G)",
-        "k = k",
-        partial(run_cdna, case=PLAIN),
-        AssertionError,
-        "Tensor-likes are not close",
-    ),
-    "small_weights_are_relative_to_a_large_one": (
-        "gl.maximum(top, largest - _MOST_BELOW)",
-        "largest",
-        partial(run_codes, name="weights"),
-        AssertionError,
-        "Tensor-likes are not close",
-    ),
-    "sums_grow_without_a_bound": (
-        "gl.maximum(top, largest - _MOST_BELOW)",
-        "top",
-        partial(run_codes, name="steep"),
-        AssertionError,
-        "nan",
-    ),
-    "large_elements_of_q_are_no_codes": (
-        "moved_to_codes(query, exponent[:, None], G.CDNA)",
-        "moved_to_codes(query, exponent[:, None] - 2, G.CDNA)",
-        _coded_decode,
-        AssertionError,
-        "nan",
-    ),
-    "scales_of_v_are_not_masked": (
-        "seen_scales(scales.v, read, block, G) if MASKED else scales.v",
-        "scales.v",
-        _decode_by_token,
-        AssertionError,
-        "nan",
-    ),
-    "tokens_of_k_have_no_scale": (
-        "scores = single(scores * scale)",
-        "scores = single(scores)",
-        _decode_by_token,
-        AssertionError,
-        "Tensor-likes are not close",
-    ),
-    "tokens_of_v_have_no_scale": (
-        "weight = single(weight * scales_of_chunk(scales_of_v, i, G))",
-        "weight = single(weight)",
-        _decode_by_token,
-        AssertionError,
-        "nan|Tensor-likes are not close",
-    ),
-    "pages_of_scales_are_those_of_the_block_before": (
-        "pages_of_lanes(read, block + 2, G)",
-        "pages_of_lanes(read, block + 1, G)",
-        partial(_decode_by_token, length=470),
-        AssertionError,
-        "nan|Tensor-likes are not close",
-    ),
-    "weights_do_not_know_the_largest_scale": (
-        "+ largest_scales(scales_of_v, L)",
-        "+ BIAS",
-        partial(run_codes, name="far_scales"),
-        AssertionError,
-        "nan|Tensor-likes are not close",
-    ),
-    "weights_of_other_lanes_are_not_added_up": (
-        "gl.sum(state.total, 0)",
-        "gl.max(state.total, 0)",
-        partial(run_cdna, case=SMALL),
-        AssertionError,
-        "Tensor-likes are not close",
-    ),
-    "the_last_chunk_is_passed": (
-        "gl.minimum(block * PLACES + i, read.last_chunk // OF_PLACE)",
-        "(block * PLACES + i) * 99",
-        partial(run_cdna, case=SMALL),
-        SimulationFault,
-        f"{STRAYS}|out of range: it wrapped around",
-    ),
-}
-# Name of a mistake -> text of codes.py, and its replacement.
-IN_CODES = {
-    "the_last_code_of_a_word_is_the_one_before": ("(elements >> 8).to(gl.uint8)", "elements.to(gl.uint8)"),
-    "a_number_is_one_code": ("numbers -= first", "numbers -= numbers"),
-}
-# The same for extend.py, or of it for extend_steps.py.
-SHORT_EXTEND, PLAIN_EXTEND, STEEP_EXTEND = (
-    partial(simulate_extend, case=EXTENDS[name]) for name in ("short", "plain", "steep")
-)
-
-
 def _coded_extend(arch: str, name: str) -> Simulation:
     return simulate_extend(arch, case_of(name, arch))
 
 
-WIDE_EXTEND = partial(simulate_extend, case=EXTENDS["wide"])
-IN_EXTEND = {
-    "extend_values_are_not_masked": (
-        extend,
-        "gl.where(live[:, None], loaded[i], gl.zeros_like(loaded[i]))",
-        "loaded[i]",
-        SHORT_EXTEND,
-    ),
-    "extend_rows_see_the_keys_after_their_own": (
-        extend,
-        "last_key = gl.minimum(last_key, first_key + gl.arange(0, ROWS, layout=M) // G.BLOCK_HEADS)",
-        "last_key = last_key",
-        SHORT_EXTEND,
-    ),
-    "extend_pages_in_32_bits": (
-        extend,
-        "pages.to(gl.int64) * side.page",
-        "pages * side.page",
-        partial(simulate_extend, case=EXTEND_ABOVE, is_large=True),
-    ),
-    "extend_the_sum_keeps_an_old_maximum": (extend, "total * decay + part", "total + part", STEEP_EXTEND),
-    "extend_the_accumulator_keeps_an_old_maximum": (
-        extend_steps,
-        "if x[NUM] < 1.0:",
-        "if x[NUM] < -1.0:",
-        STEEP_EXTEND,
-    ),
-    "extend_a_block_is_taken_for_the_one_before": (
-        extend,
-        "pages = (pages[1], pages[2], later)",
-        "pages = (pages[1], pages[1], later)",
-        PLAIN_EXTEND,
-    ),
-    "extend_parts_of_rows_are_all_the_first": (extend, "gl.load(at + i * G.HEADS.PART)", "gl.load(at)", WIDE_EXTEND),
-    "extend_the_second_keys_are_the_first": (extend, "at * OF_ROUND, OF_ROUND, G", "0, OF_ROUND, G", WIDE_EXTEND),
-    "extend_late_keys_are_those_before": (
-        extend,
-        "next_keys = _loaded(PARTS, k, pages[1], block + 2, G)",
-        "next_keys = _loaded(PARTS, k, pages[0], block + 1, G)",
-        partial(_coded_extend, name="codes_wide"),
-    ),
-    "extend_scores_have_no_scale": (
-        extend,
-        "coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, G.CODING), False, G.CODING)",
-        "coded_scales(qk_scale, 0.0, 1.0, False, G.CODING)",
-        partial(_coded_extend, name="codes_64"),
-    ),
-    "extend_values_have_no_scale": (
-        extend,
-        "(row_scale(v_scale, kv_head, G.CODING) / total)[:, None]",
-        "(1.0 / total)[:, None]",
-        partial(_coded_extend, name="codes_64"),
-    ),
-    "extend_codes_are_numbers": (
-        extend,
-        "store(numbers)",
-        "store(rows[i].to(to[i].dtype))",
-        partial(_coded_extend, name="codes_64"),
-    ),
+def latent_over_codes(arch: str) -> Simulation:
+    """Scores that differ much over codes."""
+    return run_latents(arch, coded(replace(LATENT, steep=16.0, spread=False), arch))
+
+
+def long_latent_over_codes(arch: str) -> Simulation:
+    """A row of many blocks over codes, whose scores rise."""
+    return run_latents(arch, cdna_latent_cases.cases_of(arch)["codes_of_4_tiles"])
+
+
+def at_the_tables_end(arch: str, *, over_codes: bool = False) -> Simulation:
+    """A sequence whose pages are the last entries of the table."""
+    case = replace(LATENT, kv_len=[64], q_len=[1], heads=(20, 1), page_size=16, spread=False)
+    tensors = build(coded(case, arch) if over_codes else case, CPU)
+    entries = tensors.table[tensors.row_of_seq[:1].long(), :4].clone()
+    tensors = replace(tensors, table=entries, row_of_seq=torch.zeros_like(tensors.row_of_seq))
+    with simulated(arch) as simulation:
+        cdna_latent_cases.launch_cdna_latent(arch, tensors)
+    return simulation
+
+
+def with_room_for_more_heads(arch: str) -> Simulation:
+    """A layer whose q and out are the first heads of tensors with more, which must stay as they are."""
+    case = replace(LATENT, heads=(67, 1), spread=False)
+    tensors = build(case, CPU)
+    q, out = (each.new_full((len(each), case.heads[0] + 1, each.shape[2]), -1.0) for each in (tensors.q, tensors.out))
+    q[:, :-1] = tensors.q
+    tensors = replace(tensors, q=q[:, :-1], out=out[:, :-1])
+    with simulated(arch) as simulation:
+        cdna_latent_cases.launch_cdna_latent(arch, tensors)
+    torch.testing.assert_close(out[:, -1], torch.full_like(out[:, -1], -1.0))
+    return simulation
+
+
+DECODE = Launched("launch_cdna_decode", cdna_cases, (decode,))
+EXTEND = Launched("launch_cdna_extend", cdna_extend_cases, (extend,))
+LATENT_DECODE = Launched("launch_cdna_latent_decode", cdna_latent_cases, (latent,))
+# File -> the launcher that runs it.
+LAUNCHED: dict[ModuleType, Launched] = {
+    key_blocks: DECODE,
+    codes: replace(DECODE, importers=(key_blocks, decode)),
+    decode: DECODE,
+    **dict.fromkeys((extend, extend_steps), EXTEND),
+    **dict.fromkeys((latent, latent_blocks, latent_heads, latent_codes), LATENT_DECODE),
 }
-MISTAKES = {
-    **{
-        name: Mistake(
-            module,
-            right,
-            wrong,
-            "launch_cdna_extend",
-            cdna_extend_cases,
-            run,
-            Exception,
-            f"nan|not close|{STRAYS}|race",
-            importers=[] if module is extend else [extend],
-        )
-        for name, (module, right, wrong, run) in IN_EXTEND.items()
-    },
-    **{
-        name: Mistake(
-            key_blocks, right, wrong, "launch_cdna_decode", cdna_cases, run, notices, says, importers=[decode]
-        )
-        for name, (right, wrong, run, notices, says) in IN_KEY_BLOCKS.items()
-    },
-    **{
-        name: Mistake(
-            codes,
-            right,
-            wrong,
-            "launch_cdna_decode",
-            cdna_cases,
+# File -> mistakes in it, by name.
+MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
+    key_blocks: {
+        "pages_in_32_bits": Mistake(
+            "page.to(gl.int64) * side.page", "page * side.page", partial(run_cdna, case=LARGE, is_large=True)
+        ),
+        "values_are_not_masked": Mistake(
+            "words = gl.where(_is_seen(first, keys, gl.SliceLayout(1, value_words(G)), G)[:, None], words, 0)",
+            "words = words",
+            partial(run_cdna, case=SMALL),
+        ),
+        "scores_are_not_masked": Mistake(
+            'scores = gl.where(_is_seen(first, keys, gl.SliceLayout(1, P), G)[:, None], scores, float("-inf"))',
+            "scores = scores",
+            partial(run_cdna, case=SMALL),
+        ),
+        "windows_have_no_first_key": Mistake(
+            "in_range(key, keys.first, keys.end) if G.rows.WINDOWED else key < keys.end",
+            "key < keys.end",
+            partial(run_cdna, case=WINDOW),
+        ),
+        "the_first_block_of_a_window_is_whole": Mistake(
+            "_attend(state, query, loaded, sides, first, read, logits, G, True)",
+            "_attend(state, query, loaded, sides, first, read, logits, G, False)",
+            partial(run_cdna, case=WINDOW),
+        ),
+        "pages_before_a_window_are_read": Mistake(
+            "gl.maximum(place, read.keys.first // (CHUNK * OF_PLACE))",
+            "place",
+            partial(run_cdna, case=replace(WINDOW, page_size=16)),
+        ),
+        "the_block_that_is_loaded_is_the_one_before": Mistake(
+            "k = _load(k_side, places, G)", "k = k", partial(run_cdna, case=PLAIN)
+        ),
+        "small_weights_are_relative_to_a_large_one": Mistake(
+            "gl.maximum(top, largest - _MOST_BELOW)", "largest", partial(run_codes, name="weights")
+        ),
+        "sums_grow_without_a_bound": Mistake(
+            "gl.maximum(top, largest - _MOST_BELOW)", "top", partial(run_codes, name="steep")
+        ),
+        "large_elements_of_q_are_no_codes": Mistake(
+            "moved_to_codes(query, exponent[:, None], G.CDNA)",
+            "moved_to_codes(query, exponent[:, None] - 2, G.CDNA)",
             _coded_decode,
-            AssertionError,
-            "Tensor-likes are not close",
-            importers=[key_blocks, decode],
-        )
-        for name, (right, wrong) in IN_CODES.items()
+        ),
+        "scales_of_v_are_not_masked": Mistake(
+            "seen_scales(scales.v, read, block, G) if MASKED else scales.v", "scales.v", _decode_by_token
+        ),
+        "tokens_of_k_have_no_scale": Mistake(
+            "scores = single(scores * scale)", "scores = single(scores)", _decode_by_token
+        ),
+        "tokens_of_v_have_no_scale": Mistake(
+            "weight = single(weight * scales_of_chunk(scales_of_v, i, G))", "weight = single(weight)", _decode_by_token
+        ),
+        "pages_of_scales_are_those_of_the_block_before": Mistake(
+            "pages_of_lanes(read, block + 2, G)",
+            "pages_of_lanes(read, block + 1, G)",
+            partial(_decode_by_token, length=470),
+        ),
+        "weights_do_not_know_the_largest_scale": Mistake(
+            "+ largest_scales(scales_of_v, L)", "+ BIAS", partial(run_codes, name="far_scales")
+        ),
+        "weights_of_other_lanes_are_not_added_up": Mistake(
+            "gl.sum(state.total, 0)", "gl.max(state.total, 0)", partial(run_cdna, case=SMALL)
+        ),
+        "the_last_chunk_is_passed": Mistake(
+            "gl.minimum(block * PLACES + i, read.last_chunk // OF_PLACE)",
+            "(block * PLACES + i) * 99",
+            partial(run_cdna, case=SMALL),
+        ),
     },
-    "values_have_no_scale": Mistake(
-        decode,
-        "softmax = scaled_values(softmax, value_scale, G.CODING)",
-        "softmax = softmax",
-        "launch_cdna_decode",
-        cdna_cases,
-        _coded_decode,
-        AssertionError,
-        "Tensor-likes are not close",
-    ),
-    "queries_see_the_other_head_too": Mistake(
-        decode,
-        "query = gl.load(at, mask=own & (line < heads.num)[:, None], other=0.0)",
-        "query = gl.load(at, mask=(line < heads.num)[:, None], other=0.0)",
-        "launch_cdna_decode",
-        cdna_cases,
-        partial(run_cdna, case=PAIRED),
-        AssertionError,
-        "Tensor-likes are not close",
-    ),
+    codes: {
+        "the_last_code_of_a_word_is_the_one_before": Mistake(
+            "(elements >> 8).to(gl.uint8)", "elements.to(gl.uint8)", _coded_decode
+        ),
+        "a_number_is_one_code": Mistake("numbers -= first", "numbers -= numbers", _coded_decode),
+    },
+    decode: {
+        "values_have_no_scale": Mistake(
+            "softmax = scaled_values(softmax, value_scale, G.CODING)", "softmax = softmax", _coded_decode
+        ),
+        "queries_see_the_other_head_too": Mistake(
+            "query = gl.load(at, mask=own & (line < heads.num)[:, None], other=0.0)",
+            "query = gl.load(at, mask=(line < heads.num)[:, None], other=0.0)",
+            partial(run_cdna, case=PAIRED),
+        ),
+    },
+    extend: {
+        "values_are_not_masked": Mistake(
+            "gl.where(live[:, None], loaded[i], gl.zeros_like(loaded[i]))", "loaded[i]", SHORT_EXTEND
+        ),
+        "rows_see_the_keys_after_their_own": Mistake(
+            "last_key = gl.minimum(last_key, first_key + gl.arange(0, ROWS, layout=M) // G.BLOCK_HEADS)",
+            "last_key = last_key",
+            SHORT_EXTEND,
+        ),
+        "pages_in_32_bits": Mistake(
+            "pages.to(gl.int64) * side.page",
+            "pages * side.page",
+            partial(simulate_extend, case=EXTEND_ABOVE, is_large=True),
+        ),
+        "the_sum_keeps_an_old_maximum": Mistake("total * decay + part", "total + part", STEEP_EXTEND),
+        "a_block_is_taken_for_the_one_before": Mistake(
+            "pages = (pages[1], pages[2], later)", "pages = (pages[1], pages[1], later)", PLAIN_EXTEND
+        ),
+        "parts_of_rows_are_all_the_first": Mistake("gl.load(at + i * G.HEADS.PART)", "gl.load(at)", WIDE_EXTEND),
+        "the_second_keys_are_the_first": Mistake("at * OF_ROUND, OF_ROUND, G", "0, OF_ROUND, G", WIDE_EXTEND),
+        "late_keys_are_those_before": Mistake(
+            "next_keys = _loaded(PARTS, k, pages[1], block + 2, G)",
+            "next_keys = _loaded(PARTS, k, pages[0], block + 1, G)",
+            partial(_coded_extend, name="codes_wide"),
+        ),
+        "scores_have_no_scale": Mistake(
+            "coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, G.CODING), False, G.CODING)",
+            "coded_scales(qk_scale, 0.0, 1.0, False, G.CODING)",
+            partial(_coded_extend, name="codes_64"),
+        ),
+        "values_have_no_scale": Mistake(
+            "(row_scale(v_scale, kv_head, G.CODING) / total)[:, None]",
+            "(1.0 / total)[:, None]",
+            partial(_coded_extend, name="codes_64"),
+        ),
+        "codes_are_numbers": Mistake(
+            "store(numbers)", "store(rows[i].to(to[i].dtype))", partial(_coded_extend, name="codes_64")
+        ),
+    },
+    extend_steps: {
+        "the_accumulator_keeps_an_old_maximum": Mistake("if x[NUM] < 1.0:", "if x[NUM] < -1.0:", STEEP_EXTEND),
+    },
+    latent_blocks: {
+        "pages_in_32_bits": Mistake(
+            "pages.to(gl.int64) * rows.page",
+            "(pages * (2 * rows.page.to(gl.int32))).to(gl.int64) // 2",
+            partial(run_latents, case=cdna_latent_cases.LARGE, is_large=True),
+        ),
+        "the_last_key_is_passed": Mistake(
+            "gl.minimum(_keys(block, gl.SliceLayout(2, L)), rows.last_key).to(gl.uint32)",
+            "_keys(block, gl.SliceLayout(2, L)).to(gl.uint32)",
+            SHORT,
+        ),
+        "scores_are_not_masked": Mistake(
+            'scores = gl.where(is_seen[:, :, None], scores, float("-inf"))', "scores = scores", SHORT
+        ),
+        "a_wave_without_keys_has_a_maximum": Mistake(
+            'gl.where(maximum == float("-inf"), 0.0, maximum) if MASKED else maximum', "maximum", SHORT
+        ),
+        "values_are_those_of_the_block_before": Mistake("block + i + 2, V, G", "block + i + 1, V, G", LONG),
+        "keys_are_those_of_the_block_before": Mistake("block + i + BLOCKS + 1, K, G", "block + i + BLOCKS, K, G", LONG),
+        "the_last_values_are_those_before": Mistake(
+            "values = _load_values(rows, next_v_pages, middle + i + 1, G)", "values = values", LONG
+        ),
+        "the_sum_keeps_an_old_maximum": Mistake("state.total * of_total +", "state.total +", STEEP),
+        "the_accumulator_keeps_an_old_maximum": Mistake("if x[NUM] < 1.0:", "if x[NUM] < -1.0:", STEEP),
+        "missing_heads_are_read": Mistake("mask=head < G.rows.GQA_RATIO, other=0.0", "", FEW),
+    },
+    latent: {
+        "waves_have_one_maximum": Mistake(
+            "parts = _parts_of(state.acc * gl.convert_layout(scale, gl.SliceLayout(1, value_layout(G)))[:, None, :])",
+            "parts = _parts_of(state.acc)",
+            STEEP,
+        ),
+        "a_row_has_its_programs_other_part": Mistake("(first_block == 0).to", "(first_block != 0).to", LONG),
+        "missing_heads_are_stored": Mistake("is_head = head < R.GQA_RATIO", "is_head = head < ROWS", FEW),
+        "zeros_of_missing_heads_are_stored": Mistake(
+            "is_head = head < num_heads",
+            "is_head = head < ROWS",
+            partial(run_latents, case=replace(LATENT, kv_len=[0], q_len=[1], heads=(1, 1), spread=False)),
+        ),
+        "programs_of_a_token_have_the_same_heads": Mistake(
+            "first_head = launched // num_programs * OF_BLOCK", "first_head = 0", BLOCKS
+        ),
+        "the_last_program_has_heads_too_many": Mistake(
+            "gl.minimum(R.GQA_RATIO - first_head, OF_BLOCK)", "OF_BLOCK", with_room_for_more_heads
+        ),
+        "an_empty_row_keeps_what_was_there": Mistake(
+            "(kv_len == 0) & (done == 0)", "(kv_len == 0) & (done == 1)", LONG
+        ),
+    },
+    latent_heads: {
+        "a_half_of_columns_is_left_out": Mistake("gl.sum(halves, 2)", "gl.min(halves, 2)", HEADS),
+        "scores_of_shared_rows_are_not_masked": Mistake(
+            'scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))', "scores = scores", HEADS
+        ),
+        "values_after_the_last_key_are_not_masked": Mistake(
+            "gl.where(is_seen[:, :, :, None], values, 0)", "values", HEADS
+        ),
+        "the_last_key_of_shared_rows_is_passed": Mistake(
+            "gl.minimum(block * KEYS + (wave // 2 * HALF_KEYS + key), rows.last_key).to",
+            "(block * KEYS + (wave // 2 * HALF_KEYS + key)).to",
+            at_the_tables_end,
+        ),
+        "the_last_group_is_passed": Mistake(
+            "gl.minimum(block * KEYS + group * GROUP, rows.last_key // GROUP * GROUP).to",
+            "(block * KEYS + group * GROUP).to",
+            at_the_tables_end,
+        ),
+        "keys_of_shared_rows_are_those_before": Mistake(
+            "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
+            "k_pages = pages_of(rows, _read_keys(rows, block + 1, G), G)",
+            LONG_HEADS,
+        ),
+        "values_of_shared_rows_are_those_before": Mistake(
+            "v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)",
+            "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
+            LONG_HEADS,
+        ),
+        "the_sum_of_shared_rows_keeps_an_old_maximum": Mistake("state.total * of_total +", "state.total +", LONG_HEADS),
+    },
+    latent_codes: {
+        "codes_lack_the_last_bits_of_q": Mistake(
+            "codes.store(parts[i].to(gl.uint8, bitcast=True))",
+            "codes.store(parts[i].to(gl.uint8, bitcast=True) * (1 - i))",
+            latent_over_codes,
+        ),
+        "codes_lack_the_last_bits_of_weights": Mistake(
+            "lds.weights[i].store(codes[i].to(gl.uint8, bitcast=True))",
+            "lds.weights[i].store(codes[i].to(gl.uint8, bitcast=True) * (1 - i))",
+            latent_over_codes,
+        ),
+        "scores_over_codes_are_not_masked": Mistake(
+            'scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))', "scores = scores", latent_over_codes
+        ),
+        "the_sum_over_codes_keeps_an_old_base": Mistake(
+            "total = state.total * gl.convert_layout(decay, T, assert_trivial=True)[None, :]",
+            "total = state.total",
+            long_latent_over_codes,
+        ),
+        "values_over_codes_are_those_before": Mistake(
+            "v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)",
+            "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
+            long_latent_over_codes,
+        ),
+        "keys_over_codes_are_those_before": Mistake(
+            "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
+            "k_pages = pages_of(rows, _read_keys(rows, block + 1, G), G)",
+            long_latent_over_codes,
+        ),
+        "small_weights_over_codes_are_relative_to_a_large_one": Mistake(
+            "gl.minimum(largest - top, _MOST_BELOW)",
+            "gl.minimum(largest - top, 0.0)",
+            partial(run_large_weight, heads=16),
+        ),
+        "values_over_codes_are_not_masked": Mistake(
+            "+ key[None, None, :, None] < kv_len", "+ key[None, None, :, None] < kv_len + 9999", latent_over_codes
+        ),
+        "keys_over_codes_after_the_last_are_read": Mistake(
+            "gl.minimum(block * num_keys(G) + key, rows.last_key)",
+            "(block * num_keys(G) + key)",
+            partial(at_the_tables_end, over_codes=True),
+        ),
+        "groups_over_codes_after_the_last_are_read": Mistake(
+            "gl.minimum(key, rows.last_key // GROUP * GROUP)", "key", partial(at_the_tables_end, over_codes=True)
+        ),
+        "codes_lack_their_scale": Mistake(
+            "lds.heads.store(row / total)", "lds.heads.store(1.0 / total)", latent_over_codes
+        ),
+    },
 }
 
 
 @pytest.mark.parametrize(
-    ("mistake", "arch"),
+    ("module", "name", "arch"),
     [
-        pytest.param(mistake, arch, id=f"{name}-{arch}")
-        for name, mistake in MISTAKES.items()
-        for arch in (cdna_extend_cases.ARCHS if name in IN_EXTEND else ARCHS)
+        pytest.param(module, name, arch, id=f"{module.__name__.rpartition('.')[2]}-{name}-{arch}")
+        for module, mistakes in MISTAKES.items()
+        for name in mistakes
+        for arch in (cdna_extend_cases.ARCHS if LAUNCHED[module] is EXTEND else ARCHS)
     ],
 )
-def test_a_mistake_is_noticed(mistake: Mistake, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = broken_copy(mistake, tmp_path, monkeypatch)
-    monkeypatch.setattr(mistake.used_by, mistake.launcher, getattr(broken, mistake.launcher))
-    with pytest.raises(mistake.notices, match=mistake.says):
-        mistake.run(arch)
+def test_a_mistake_is_noticed(
+    module: ModuleType, name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_noticed(MISTAKES[module][name], module, LAUNCHED[module], arch, tmp_path, monkeypatch)

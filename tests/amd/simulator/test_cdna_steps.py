@@ -20,43 +20,31 @@ from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
 from tests.amd.kernels.cdna_extend_cases import assert_extended, run_cdna_extend
 
 LAYER = Problem(4, 2, 64, torch.bfloat16, 16, v_head_dim=64, scale=0.125, wants_lse=True)
+WIDE = replace(LAYER, head_dim=128, v_head_dim=128, scale=128**-0.5)
 LATENTS = Problem(20, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=0.05, wants_lse=True, pool=PoolKind.LATENT)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_probes_steps_are_right(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New sequences, a decode over them, a mixed step, and a padded one."""
-    monkeypatch.setattr(probe_runs, "_STEPS", ((5, 2, 17), (1, 1, 1), (3, 1, 1), (1, 0, 1)))
-    target = replace(known_target(arch), releases=Releases(triton=TRITONS[-1]), compute_units=1)
-    selection = select(LAYER, target, "triton")
-    with simulated(arch) as simulation:
-        assert probe_runs.random_run(selection, torch.device("cpu")) is None
-    assert simulation.kernels.count("_cdna_decode_kernel") == 3
+# A layer, steps of the probe, the kernel that serves them and how many of them it has work in: new sequences, a decode
+# over them, a mixed step, and a padded one; for extend, new tokens of which one sees whole blocks of keys.
+STEPS = {
+    "decode": (LAYER, ((5, 2, 17), (1, 1, 1), (3, 1, 1), (1, 0, 1)), "_cdna_decode_kernel", 3),
+    "latents": (LATENTS, ((5, 2, 17), (1, 1, 1), (3, 1, 1)), "_cdna_latent_decode_kernel", 2),
+    "extend": (WIDE, ((5, 2, 137), (3, 1, 2)), "_cdna_extend_kernel", 2),
+}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("arch", EXTEND_ARCHS)
-def test_the_probes_steps_over_latents_are_right(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New sequences, a decode over them, and a mixed step."""
-    monkeypatch.setattr(probe_runs, "_STEPS", ((5, 2, 17), (1, 1, 1), (3, 1, 1)))
-    target = replace(known_target(arch), releases=Releases(triton=TRITONS[-1]), compute_units=1)
-    with simulated(arch) as simulation:
-        assert probe_runs.random_run(select(LATENTS, target, "triton"), torch.device("cpu")) is None
-    assert simulation.kernels.count("_cdna_latent_decode_kernel") == 2
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("arch", EXTEND_ARCHS)
-def test_the_probes_steps_of_extend_are_right(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New sequences, one of whose tokens sees whole blocks of keys, and a mixed step over them."""
-    monkeypatch.setattr(probe_runs, "_STEPS", ((5, 2, 137), (3, 1, 2)))
-    layer = replace(LAYER, head_dim=128, v_head_dim=128, scale=128**-0.5)
+@pytest.mark.parametrize(
+    ("name", "arch"), [(name, arch) for name in STEPS for arch in (ARCHS if name == "decode" else EXTEND_ARCHS)]
+)
+def test_the_probes_steps_are_right(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, steps, kernel, num_launches = STEPS[name]
+    monkeypatch.setattr(probe_runs, "_STEPS", steps)
     target = replace(known_target(arch), releases=Releases(triton=TRITONS[-1]), compute_units=1)
     selection = select(layer, target, "triton")
     with simulated(arch) as simulation:
         assert probe_runs.random_run(selection, torch.device("cpu")) is None
-    assert simulation.kernels.count("_cdna_extend_kernel") == 2
+    assert simulation.kernels.count(kernel) == num_launches
 
 
 @pytest.mark.nightly

@@ -16,7 +16,7 @@ from rocm_lab.waits.check import Word, check_waits
 from tests.amd.kernels.attention_cases import build, run_decode, run_extend
 from tests.amd.offline.test_compiles import TO_READ, names_of_all_kernels
 from tests.amd.simulator.case import KernelCase, Runs
-from tests.amd.simulator.kernel_cases import BF16, CPU, GRID, ON_THE_OTHER_ARCH, QUICK, STEP, tiles_of
+from tests.amd.simulator.kernel_cases import BF16, CPU, GRID, QUICK, STEP, tiles_of
 
 OF_CDNA = ("_cdna_decode_kernel", "_cdna_extend_kernel", "_cdna_latent_decode_kernel")
 
@@ -115,10 +115,3 @@ def test_the_grid_holds_the_quick_cases_and_more() -> None:
     names = [str(case) for case in GRID]
     assert len(names) == len(set(names))
     assert {str(case) for case in QUICK} < set(names)
-
-
-def test_what_one_arch_leaves_out_the_other_executes() -> None:
-    assert set(ON_THE_OTHER_ARCH) == set(ARCHS)
-    for arch, other in (ARCHS, ARCHS[::-1]):
-        assert ON_THE_OTHER_ARCH[arch] <= {case.name for case in QUICK if case.arch == other}
-        assert ON_THE_OTHER_ARCH[arch] <= {case.name for case in GRID if case.arch == arch}

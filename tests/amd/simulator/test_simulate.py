@@ -16,9 +16,8 @@ from rocm_attn.errors import BadTensor
 from rocm_lab.simulator import report
 from rocm_lab.simulator.faults import SimulationFault
 from rocm_lab.simulator.launcher import ARCHS
-from rocm_lab.simulator.report import Finding
 from rocm_lab.simulator.simulate import simulate
-from rocm_lab.waits.check import Word
+from rocm_lab.waits.check import Fault, Verdict, Word
 from tests.amd.offline.small_kernels import _copy_kernel, number_kernel
 
 SCRIPT = """\
@@ -81,7 +80,7 @@ def test_results_are_in_the_arrays_whatever_they_are(arch: str) -> None:
     assert (wide.code.kernel, wide.code.arch, wide.launches) == ("_copy_kernel", arch, 1)
     assert wide.instructions > narrow.instructions > 0
     assert 0 < wide.figures.vgprs <= 64
-    assert wide.findings["waits"].word is Word.PROVED
+    assert wide.waits.word is Word.PROVED
     assert not wide.faults
 
 
@@ -145,16 +144,16 @@ def test_a_script_that_does_not_pass_fails(tmp_path: Path, capsys: pytest.Captur
     assert "is no file; give a Python script" in capsys.readouterr().err
 
 
-def test_a_fault_of_any_check_of_the_code_fails(
+def test_code_with_a_missing_wait_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finding = Finding(Word.FAULT, ("two waves meet",))
-    monkeypatch.setattr(report, "CHECKS", {**report.CHECKS, "planted": lambda assembly, arch: finding})
+    fault = Fault("a load", ("first",), "a use", "v0 is not waited for")
+    monkeypatch.setattr(report, "check_waits", lambda assembly, arch: Verdict(assembly.name, (fault,), ()))
     report._of_code.cache_clear()
     script = tmp_path / "check.py"
     script.write_text(SCRIPT.replace("LIMIT", "n"))
     assert main(["simulate", str(script), "--arch", "gfx942"]) == FAILED
-    assert "  planted: two waves meet" in capsys.readouterr().out
+    assert f"  waits: {fault.line()}" in capsys.readouterr().out
     report._of_code.cache_clear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from collections.abc import Set
 from typing import NamedTuple
 
 from rocm_attn.errors import BadLogits
@@ -12,36 +13,42 @@ from rocm_serve.request import ALL_READ, FinishReason, Sequence
 Pick = Many[int] | BadLogits
 Picks = list[Pick]
 
-# AppendedTokens.first of a sequence that takes nothing at all.
-NOWHERE = -1
 
+class Appended(NamedTuple):
+    """The result of a step.
 
-class AppendedTokens(NamedTuple):
-    """The result of a step for a sequence.
-
-    token_ids: at least one, or none if it has failed, or if its round went on from tokens that it has not taken
-    reason:    why it has ended; None: it goes on
-    first:     the place of the first of them in its text, its prompt included; NOWHERE: it has ended before
+    token_ids: of each of step.picking at least one; none if it has failed, if it had ended before, or if its round went
+               on from tokens that it has not taken
+    reasons:   place among step.picking -> why it has ended; the others go on, or had ended before
     """
 
-    token_ids: tuple[int, ...]
-    reason: FinishReason | None
-    first: int
+    token_ids: list[Many[int]]
+    reasons: dict[int, FinishReason]
 
 
-_NOTHING = AppendedTokens((), None, NOWHERE)
+def appended_to(picking: Many[Sequence], picks: Many[Pick]) -> Appended:
+    """Appends to each sequence its pick. A token that ends it is its last one, whatever comes after it."""
+    token_ids, reasons = list[Many[int]](), dict[int, FinishReason]()
+    for place, (sequence, pick) in enumerate(zip(picking, picks, strict=True)):
+        if sequence.pending_at == ALL_READ:
+            token_ids.append(())
+            continue
+        known = sequence.token_ids
+        if isinstance(pick, BadLogits):
+            pick, reasons[place] = (), "error"
+        elif len(known) + len(pick) >= sequence.most_tokens or not sequence.stops.isdisjoint(pick):
+            pick, reasons[place] = _up_to_end(pick, sequence.stops, sequence.most_tokens - len(known))
+        known.extend(pick)
+        sequence.num_stored, sequence.pending_at = len(known) - 1, ALL_READ
+        token_ids.append(pick)
+    return Appended(token_ids, reasons)
 
 
-def appended_of(sequence: Sequence, pick: Pick) -> AppendedTokens:
-    """The tokens that a sequence takes of a pick. A token that ends it is its last one, whatever comes after it."""
-    if sequence.pending_at == ALL_READ:
-        return _NOTHING
-    first = len(sequence.token_ids)
-    if isinstance(pick, BadLogits):
-        return AppendedTokens((), "error", first)
+def _up_to_end(pick: Many[int], stops: Set[int], most: int) -> tuple[Many[int], FinishReason]:
+    """The tokens up to the one that ends a sequence, and why. most: the sequence ends with this number of tokens"""
     for num, token in enumerate(pick, 1):
-        if token in sequence.stops:
-            return AppendedTokens(tuple(pick[:num]), "stop", first)
-        if first + num >= sequence.most_tokens:
-            return AppendedTokens(tuple(pick[:num]), "length", first)
-    return AppendedTokens(tuple(pick), None, first)
+        if token in stops:
+            return pick[:num], "stop"
+        if num == most:
+            break
+    return pick[:most], "length"

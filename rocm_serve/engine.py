@@ -47,9 +47,9 @@ from rocm_serve.request import (
     Request,
     Sequence,
 )
-from rocm_serve.request_times import RequestTimes, StepTimes
+from rocm_serve.request_times import StepTimes
 from rocm_serve.sampling.compared import RankComparison
-from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
+from rocm_serve.sampling.logprobs import NO_LOGPROBS
 from rocm_serve.sampling.parameter_picker import ParameterPicker
 from rocm_serve.sampling.sampling import NothingAllowed, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
@@ -509,22 +509,28 @@ class Engine:
         pending, picks, appended, read_at, emitted, prompts = read
         for part in prompts:
             self._take_prompt_part(part, pending)
-        got, num_tokens = list[RequestTimes](), 0
-        each = zip(pending.step.picking, picks, appended, strict=True)
-        for place, (sequence, pick, (token_ids, reason, _)) in enumerate(each):
-            if token_ids:
-                got.append(sequence.times)
-                num_tokens += len(token_ids)
-            output = self._outputs.get(sequence.number)
-            if output is None:
+        picking, new, reasons = pending.step.picking, appended.token_ids, appended.reasons
+        outputs, events, before = self._outputs, self._events, len(self._events)
+        for place, (sequence, token_ids) in enumerate(zip(picking, new, strict=True)):
+            output = outputs.get(sequence.number)
+            if output is None or not token_ids:
                 continue
-            if token_ids:
-                self._publish(output, token_ids, reason, emitted.get(place, ()) if emitted else (), pending)
-            elif reason == "error" and isinstance(pick, BadLogits):
+            reason = reasons.get(place)
+            if output.take(token_ids, reason, emitted.get(place, ()) if emitted else (), events):
+                if reason is None:  # only its text ends it
+                    self._scheduler.drop(sequence)
                 self._recent.leave(sequence.number, pending.number, pending.picks.speculative_step_number)
+                self._end(output)
+        self.metrics.new_tokens += len(events) - before
+        for place in reasons:
+            output, pick = outputs.get(picking[place].number), picks[place]
+            if output is not None and isinstance(pick, BadLogits):
+                self._recent.leave(output.sequence.number, pending.number, pending.picks.speculative_step_number)
                 output.is_own_fault = isinstance(pick, NothingAllowed)
-                self._fail(sequence.number, str(pick))
-        seconds = self._times.note(pending.started, pending.launched, got, num_tokens, read_at)
+                self._fail(output.sequence.number, str(pick))
+        self._compared.note(new)
+        got = [sequence.times for sequence, token_ids in zip(picking, new, strict=True) if token_ids]
+        seconds = self._times.note(pending.started, pending.launched, got, sum(map(len, new)), read_at)
         if pending.picks.speculative_step_number != NO_ROUND:
             self._pace.note(seconds)
 
@@ -568,27 +574,6 @@ class Engine:
         finally:
             self._recent.note(before, self.runtime.faults.step_number, [sequence.number for sequence in step.sequences])
         return self._speculation.pick(step, logits, self.settle), prompts
-
-    def _publish(
-        self,
-        output: Output,
-        token_ids: tuple[int, ...],
-        reason: FinishReason | None,
-        logprobs: Many[TokenLogprobs],
-        pending: PendingStep,
-    ) -> None:
-        """Notes the tokens that a request got from a step, and its end.
-
-        reason:    why it ends with the last of them, as far as tokens show it
-        logprobs:  of them, if the request asks for any
-        """
-        self.metrics.new_tokens += output.take(token_ids, reason, logprobs, self._events)
-        self._compared.note(token_ids)
-        if output.reason is not None:
-            if reason is None:  # only its text ends it
-                self._scheduler.drop(output.sequence)
-            self._recent.leave(output.sequence.number, pending.number, pending.picks.speculative_step_number)
-            self._end(output)
 
     def _end(self, output: Output) -> None:
         """Notes the completion of a request that has ended and is not served any more."""

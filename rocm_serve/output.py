@@ -45,25 +45,27 @@ class Output:
         reason: FinishReason | None,
         logprobs: Many[TokenLogprobs],
         events: list[Event],
-    ) -> int:
-        """Takes in the tokens of a step, at least one, adds their events to a list, and returns their number.
+    ) -> bool:
+        """Takes in the tokens of a step, at least one, and adds their events to a list. True if it has ended.
 
         Tokens after one that completes a text of Request.stop are dropped.
         reason:   why it ends with the last token; None: its tokens do not end it
         logprobs: of each of them, or none
         """
         if self.tokenizer is None and not logprobs:
-            number, (*first, last) = self.sequence.number, token_ids
-            events += [TokenEvent(number, token, "", None) for token in first]
-            events.append(TokenEvent(number, last, "", reason))
-            self.num_tokens, self.reason = self.num_tokens + len(token_ids), reason
-            return len(token_ids)
+            number = self.sequence.number
+            for token in token_ids[:-1]:
+                events.append(TokenEvent(number, token, "", None))
+            events.append(TokenEvent(number, token_ids[-1], "", reason))
+            self.num_tokens += len(token_ids)
+            self.reason = reason
+            return reason is not None
         new, self.reason = self._with_text(token_ids, reason, logprobs)
         self.text += "".join([event.text for event in new])
         self.logprobs += logprobs[: len(new)]
         self.num_tokens += len(new)
         events += new
-        return len(new)
+        return self.reason is not None
 
     def end_early(self, reason: FinishReason, error: str, events: list[Event]) -> None:
         """Ends it with the tokens published so far, and adds the event of that to a list.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.step.outputs import Outputs
-from rocm_serve.appended import AppendedTokens, Picks
+from rocm_serve.appended import Appended, Picks
 from rocm_serve.prompt_logprobs import NO_PROMPT_LOGPROBS, ComingPromptLogprobs, PromptPart
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.scheduled_step import ScheduledStep
@@ -42,7 +42,6 @@ class ReadStep(NamedTuple):
     """A step whose tokens its sequences have taken.
 
     picks:    of each of step.picking
-    appended: likewise
     read_at:  when they were read, in seconds of time.perf_counter()
     logprobs: see StepPicks.logprobs
     prompts:  logprobs of prompts that it has taken in
@@ -50,7 +49,7 @@ class ReadStep(NamedTuple):
 
     pending: PendingStep
     picks: Picks
-    appended: Many[AppendedTokens]
+    appended: Appended
     read_at: float
     logprobs: Mapping[int, Many[TokenLogprobs]]
     prompts: Many[PromptPart]

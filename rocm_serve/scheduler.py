@@ -28,7 +28,6 @@ tokens is made after they are read: before a sequence is preempted, and before a
 
 from __future__ import annotations
 
-from array import array
 from bisect import insort
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
@@ -45,7 +44,7 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.step.metrics import Metrics
-from rocm_serve.appended import NOWHERE, AppendedTokens, Pick, appended_of
+from rocm_serve.appended import Appended, Pick, appended_to
 from rocm_serve.page_tier import NO_TIER, PageTier
 from rocm_serve.prefix_cache import PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
@@ -244,30 +243,25 @@ class Scheduler:
         table.reserve_all(rows, kv_len)
         return True
 
-    def finish_step(self, step: ScheduledStep, picks: Many[Pick]) -> list[AppendedTokens]:
-        """Takes in the picks of each of step.picking: returns the tokens it took, and why it ends, if it does.
+    def finish_step(self, step: ScheduledStep, picks: Many[Pick]) -> Appended:
+        """Takes in the picks of each of step.picking: returns the tokens that each took, and why some end.
 
         picks: for each the accepted drafts, in order, and then one token more. The K and V of these drafts lie in the
                places of their tokens: those of a tree were moved there by the engine
         A token that ends a sequence is its last one, whatever comes after it. Ended sequences leave their pages. A
         sequence that has ended since the step was scheduled takes nothing.
         """
-        appended = [appended_of(*each) for each in zip(step.picking, picks, strict=True)]
+        appended = appended_to(step.picking, picks)
         self._num_pending = 0
-        for sequence, (token_ids, _, first) in zip(step.picking, appended, strict=True):
-            if first != NOWHERE:
-                sequence.token_ids[first:] = array("i", token_ids)
-                sequence.num_stored, sequence.pending_at = first + len(token_ids) - 1, ALL_READ
         if step.drafts:
             self._enter_accepted(step, appended)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
-        for sequence, (_, reason, _) in zip(step.picking, appended, strict=True):
-            if reason is not None:
-                if reason == "error":
-                    self._cache.forget_row(sequence.cached_row)
-                self._end(sequence)
+        for place, reason in appended.reasons.items():
+            if reason == "error":
+                self._cache.forget_row(step.picking[place].cached_row)
+            self._end(step.picking[place])
         self._count_cached_pages()
         return appended
 
@@ -321,12 +315,12 @@ class Scheduler:
             if each.row != RESERVED_ROW
         )
 
-    def _enter_accepted(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
-        """Likewise, after a step has verified drafts of these sequences. appended: per sequence of step.picking"""
+    def _enter_accepted(self, step: ScheduledStep, appended: Appended) -> None:
+        """Likewise, after a step has verified drafts of these sequences."""
         page_size = self._table.page_size
         completed = [
             each
-            for each, (token_ids, *_) in zip(step.picking, appended, strict=True)
+            for each, token_ids in zip(step.picking, appended.token_ids, strict=True)
             if each.row != RESERVED_ROW and each.num_stored % page_size < len(token_ids)
         ]
         if completed:

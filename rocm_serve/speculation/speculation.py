@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from itertools import compress
 from types import MappingProxyType
 from typing import cast
 
@@ -29,7 +30,7 @@ from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
-from rocm_serve.appended import AppendedTokens, Picks
+from rocm_serve.appended import Appended, Picks
 from rocm_serve.recent_steps import NO_ROUND
 from rocm_serve.request import Sequence, SequenceParameters
 from rocm_serve.sampling.logprobs import TokenLogprobs
@@ -58,11 +59,8 @@ class Drafter:
         """
         return NO_SEQUENCE
 
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
-        """Notes that a step has run, and that its sequences have its tokens; the next one is not launched.
-
-        appended: of each of step.picking
-        """
+    def follow(self, step: ScheduledStep, appended: Appended) -> None:
+        """Notes that a step has run, and that its sequences have its tokens; the next one is not launched."""
 
     def capture_all(self, progress: Progress) -> None:
         """Makes the graphs of the drafter, if it has any. progress: see StepRunner.capture_all"""
@@ -166,26 +164,18 @@ class Speculation:
         picked = self._picker.pick(rows, draws, parameters) if parameters else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
-        """Counts a step's drafts and accepted ones, and passes the step to the drafter.
-
-        appended: of each of step.picking
-        """
+    def follow(self, step: ScheduledStep, appended: Appended) -> None:
+        """Counts a step's drafts and accepted ones, and passes the step to the drafter."""
         self._drafter.follow(step, appended)
         if not step.drafts:
             return
         # Nothing was verified of a sequence that has ended since the step was launched.
-        verified = num_drafts = num_appended = 0
-        for seq, drafts in step.drafts.items():
-            token_ids = appended[seq].token_ids
-            if token_ids:
-                verified += 1
-                num_drafts += len(drafts.token_ids)
-                num_appended += len(token_ids)
+        num_taken = [len(appended.token_ids[seq]) for seq in step.drafts]
+        verified = list(compress(step.drafts.values(), num_taken))
         metrics = self._metrics
-        metrics.verifications += verified
-        metrics.drafts += num_drafts
-        metrics.accepted_drafts += num_appended - verified
+        metrics.verifications += len(verified)
+        metrics.drafts += sum([len(drafts.token_ids) for drafts in verified])
+        metrics.accepted_drafts += sum(num_taken) - len(verified)
 
 
 class _Verified(StepPicks):

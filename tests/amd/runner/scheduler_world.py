@@ -217,10 +217,11 @@ class World:
         while self.pending:
             step, outputs = self.pending.pop()
             taken = self.scheduler.finish_step(step, outputs[: step.num_picks])
-            for sequence, output, each in zip(step.picking, outputs, taken, strict=False):
-                assert each.token_ids == tuple(output[: len(each.token_ids)])
-                if each.reason is not None:
-                    self.results[sequence.number] = list(sequence.new_token_ids), each.reason
+            for output, token_ids in zip(outputs, taken.token_ids, strict=False):
+                assert list(token_ids) == output[: len(token_ids)]
+            for place, reason in taken.reasons.items():
+                sequence = step.picking[place]
+                self.results[sequence.number] = list(sequence.new_token_ids), reason
 
     @staticmethod
     def _q_len(step: ScheduledStep) -> Iterator[tuple[Sequence, int]]:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Many
-from collections.abc import Set
 from typing import NamedTuple
 
 from rocm_attn.errors import BadLogits
 from rocm_serve.request import ALL_READ, FinishReason, Sequence
 
-# The picks of each sequence that picks; see StepPicks.read.
-Pick = Many[int] | BadLogits
-Picks = list[Pick]
+
+class Picks(NamedTuple):
+    """The tokens that were picked in a step.
+
+    token_ids: of each sequence that picks; empty if no token can be picked
+    failed:    the place of such a sequence -> why
+    """
+
+    token_ids: list[list[int]]
+    failed: dict[int, BadLogits]
+
+    @classmethod
+    def of(cls, picks: Iterable[list[int] | BadLogits]) -> Picks:
+        """Makes them of the tokens of each sequence, or the reason why it has none."""
+        token_ids, failed = list[list[int]](), dict[int, BadLogits]()
+        for place, pick in enumerate(picks):
+            if isinstance(pick, BadLogits):
+                pick, failed[place] = [], pick
+            token_ids.append(pick)
+        return cls(token_ids, failed)
 
 
 class Appended(NamedTuple):
@@ -26,25 +43,30 @@ class Appended(NamedTuple):
     reasons: dict[int, FinishReason]
 
 
-def appended_to(picking: Many[Sequence], picks: Many[Pick]) -> Appended:
-    """Appends to each sequence its pick. A token that ends it is its last one, whatever comes after it."""
+def appended_to(picking: Many[Sequence], picks: Picks, *, may_stop: bool) -> Appended:
+    """Appends to each sequence its pick. A token that ends it is its last one, whatever comes after it.
+
+    may_stop: whether a token that was picked may end a sequence
+    """
     token_ids, reasons = list[Many[int]](), dict[int, FinishReason]()
-    for place, (sequence, pick) in enumerate(zip(picking, picks, strict=True)):
+    for place in picks.failed:
+        if picking[place].pending_at != ALL_READ:
+            reasons[place] = "error"
+    for place, (sequence, pick) in enumerate(zip(picking, picks.token_ids, strict=True)):
         if sequence.pending_at == ALL_READ:
             token_ids.append(())
             continue
         known = sequence.token_ids
-        if isinstance(pick, BadLogits):
-            pick, reasons[place] = (), "error"
-        elif len(known) + len(pick) >= sequence.most_tokens or not sequence.stops.isdisjoint(pick):
-            pick, reasons[place] = _up_to_end(pick, sequence.stops, sequence.most_tokens - len(known))
-        known.extend(pick)
+        most = sequence.most_tokens - len(known)
+        if len(pick) >= most or (may_stop and not sequence.stops.isdisjoint(pick)):
+            pick, reasons[place] = _up_to_end(pick, sequence.stops, most)
+        known.fromlist(pick)
         sequence.num_stored, sequence.pending_at = len(known) - 1, ALL_READ
         token_ids.append(pick)
     return Appended(token_ids, reasons)
 
 
-def _up_to_end(pick: Many[int], stops: Set[int], most: int) -> tuple[Many[int], FinishReason]:
+def _up_to_end(pick: list[int], stops: Set[int], most: int) -> tuple[list[int], FinishReason]:
     """The tokens up to the one that ends a sequence, and why. most: the sequence ends with this number of tokens"""
     for num, token in enumerate(pick, 1):
         if token in stops:

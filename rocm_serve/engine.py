@@ -8,13 +8,14 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from itertools import compress
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.prewarm import run_every_kernel
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadLogits, BadRequest, DeviceFault, WrongState
+from rocm_attn.errors import BadRequest, DeviceFault, WrongState
 from rocm_attn.machine.compile_watch import compile_watch
 from rocm_attn.step.protocols import NO_EVIDENCE, NO_FLIGHT_RECORDER
 from rocm_attn.truth.live import LiveTruth
@@ -523,13 +524,13 @@ class Engine:
                 self._end(output)
         self.metrics.new_tokens += len(events) - before
         for place in reasons:
-            output, pick = outputs.get(picking[place].number), picks[place]
-            if output is not None and isinstance(pick, BadLogits):
+            output, why = outputs.get(picking[place].number), picks.failed.get(place)
+            if output is not None and why is not None:
                 self._recent.leave(output.sequence.number, pending.number, pending.picks.speculative_step_number)
-                output.is_own_fault = isinstance(pick, NothingAllowed)
-                self._fail(output.sequence.number, str(pick))
+                output.is_own_fault = isinstance(why, NothingAllowed)
+                self._fail(output.sequence.number, str(why))
         self._compared.note(new)
-        got = [sequence.times for sequence, token_ids in zip(picking, new, strict=True) if token_ids]
+        got = [sequence.times for sequence in compress(picking, new)]
         seconds = self._times.note(pending.started, pending.launched, got, sum(map(len, new)), read_at)
         if pending.picks.speculative_step_number != NO_ROUND:
             self._pace.note(seconds)
@@ -572,7 +573,7 @@ class Engine:
             else:
                 logits = self._steps.run(self._speculation.batch(step))
         finally:
-            self._recent.note(before, self.runtime.faults.step_number, [sequence.number for sequence in step.sequences])
+            self._recent.note(before, self.runtime.faults.step_number, step.sequences)
         return self._speculation.pick(step, logits, self.settle), prompts
 
     def _end(self, output: Output) -> None:

@@ -76,7 +76,7 @@ class StepPicks(ABC):
 
     @abstractmethod
     def read(self) -> Picks:
-        """Waits for them. Returns for each of step.picking its tokens, or the reason why it gets none."""
+        """Waits for them. Returns those of each of step.picking."""
 
     @property
     def tokens(self) -> PickedTokens | None:
@@ -210,9 +210,11 @@ class _Verified(StepPicks):
         found = self._found = self._picked.read()
         if not step.drafts:
             last_rows = found if num_rows == 1 else found[num_rows - 1 :: num_rows]
-            return [pick if isinstance(pick, BadLogits) else (pick,) for pick in last_rows]
+            if set(map(type, last_rows)) == {int}:
+                return Picks([[token] for token in cast(Many[int], last_rows)], {})
+            return Picks.of(pick if isinstance(pick, BadLogits) else [pick] for pick in last_rows)
         drawn = self._drawn.read()
-        picks: Picks = []
+        picks: list[list[int] | BadLogits] = []
         moves: dict[int, Many[int]] = {}
         for seq in range(step.num_picks):
             drafts = step.drafts.get(seq, NO_DRAFTS)
@@ -231,7 +233,7 @@ class _Verified(StepPicks):
                 moves[seq] = path
         if moves:
             self._move(moves)
-        return picks
+        return Picks.of(picks)
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """Like StepPicks.logprobs."""
@@ -284,7 +286,7 @@ def _parents(step: ScheduledStep) -> Int32Array:
     return parents
 
 
-def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tuple[Many[int] | BadLogits, Many[int]]:
+def _of_drawn(first: int | BadLogits, tokens: list[int], path: list[int]) -> tuple[list[int] | BadLogits, Many[int]]:
     """Like _found_right, for drawn drafts. first: the plain pick of their first row"""
     if tokens[-1] >= 0 and not isinstance(first, BadLogits):
         return tokens, path
@@ -293,7 +295,7 @@ def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tup
     return first if isinstance(first, BadLogits) else BadLogits("no token can be sampled: no probability is left"), []
 
 
-def _found_right(rows: Many[int | BadLogits], drafts: DraftTree) -> tuple[Many[int] | BadLogits, Many[int]]:
+def _found_right(rows: list[int | BadLogits], drafts: DraftTree) -> tuple[list[int] | BadLogits, Many[int]]:
     """The tokens from a sequence's last one on, and the drafts of all but the last of them.
 
     rows: the picks after the last token, and after each draft
@@ -310,8 +312,8 @@ def _found_right(rows: Many[int | BadLogits], drafts: DraftTree) -> tuple[Many[i
                 num += 1
         last = rows[num]
         if not isinstance(last, BadLogits):
-            return cast(Many[int], rows[: num + 1]), range(num)
-        return (cast(Many[int], rows[:num]), range(num - 1)) if num else (last, [])
+            return cast(list[int], rows[: num + 1]), range(num)
+        return (cast(list[int], rows[:num]), range(num - 1)) if num else (last, [])
     at: int | None = LAST_TOKEN
     while at is not None:
         pick = rows[1 + at]

@@ -19,9 +19,10 @@ from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.speculation import StepPicks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: see ScheduledStep.
+@dataclass(slots=True, eq=False)
 class PendingStep:
-    """A step that was launched.
+    """A step that was launched. Not to be changed.
 
     number:   the runtime's
     picks:    of each of step.picking

@@ -323,12 +323,13 @@ class Scheduler:
         """
         completed = step.batch.kv_len % self._table.page_size < step.batch.q_len
         # Rejected drafts may have completed some of these; num_stored does not count them.
-        sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
-        self._cache.enter(
-            (each.cached_row, each.row, each.token_ids, each.num_stored)
-            for each in sequences
-            if each.row != RESERVED_ROW
-        )
+        if completed[completed.argmax()]:
+            sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
+            self._cache.enter(
+                (each.cached_row, each.row, each.token_ids, each.num_stored)
+                for each in sequences
+                if each.row != RESERVED_ROW
+            )
 
     def _enter_accepted(self, step: ScheduledStep, appended: Appended) -> None:
         """Likewise, after a step has verified drafts of these sequences."""
@@ -437,7 +438,9 @@ class Scheduler:
 
     def _add_waiting(self, chosen: Chosen, room: PromptRoom) -> None:
         """Admits waiting sequences while there are tokens and pages for them, and adds them to those of the step."""
-        claimed = self._claimed(self._running if self._may_admit(room) else ())
+        if not self._may_admit(room):
+            return
+        claimed = self._claimed(self._running)
         while self._may_admit(room):
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
@@ -451,7 +454,7 @@ class Scheduler:
             chosen.new.append(q_len)
 
     def _may_admit(self, room: PromptRoom) -> bool:
-        return room.is_open and bool(self._waiting) and len(self._running) < self._max_batch_size
+        return bool(self._waiting) and room.is_open and len(self._running) < self._max_batch_size
 
     def _give_back_room(self) -> bool:
         """Gives back pages that were taken ahead or hold nothing but rejected drafts; True if there were any."""

@@ -301,7 +301,8 @@ class DeviceSpeculation(SpeculativeSteps):
         assert series is not None
         series.is_launched = False
         logits = self._runner.run_again(series.batch)
-        series.launches.pick(logits, stay=self._runner.graph_again is not None)
+        stay = logits is series.launches.logits or self._runner.graph_again is not None
+        series.launches.pick(logits, stay=stay)
         series.launches.make_next()
         series.num_launched += 1
         found = self._emitted(series, series.on_host[self._next].found)

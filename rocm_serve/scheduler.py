@@ -426,14 +426,16 @@ class Scheduler:
                 new.append(self._take(sequence, room))
         if drafts and num_decoding < self._chunk:
             # Waiting sequences get their share: drafts only speed up sequences that go on without them.
-            left = room.tokens // 2 if self._waiting else room.tokens
+            most = left = room.tokens // 2 if self._waiting else room.tokens
             for seq, sequence in enumerate(sequences[:num_decoding]):
                 of_it = drafts.get(sequence.number)
-                num_drafts = min(len(of_it.token_ids), left) if of_it is not None else 0
-                if of_it is not None and num_drafts > 0:
-                    new[seq], verified[seq] = 1 + num_drafts, of_it.first(num_drafts)
-                    left -= num_drafts
-                    room.tokens -= num_drafts
+                if of_it is not None and left > 0 and of_it.token_ids:
+                    num = len(of_it.token_ids)
+                    if num > left:
+                        num, of_it = left, of_it.first(left)
+                    new[seq], verified[seq] = 1 + num, of_it
+                    left -= num
+            room.tokens -= most - left
         return Chosen(sequences, new), verified, room
 
     def _add_waiting(self, chosen: Chosen, room: PromptRoom) -> None:

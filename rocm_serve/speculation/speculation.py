@@ -153,13 +153,14 @@ class Speculation:
         draws: dict[int, Draw] = {}
         parameters: dict[int, RowParameters] = {}
         for seq in step.with_parameters:
-            sequence = step.sequences[seq]
-            depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
+            sequence, drafts, of_sequence = step.sequences[seq], step.drafts.get(seq), with_parameters.get(seq)
+            sampler, num_new = sequence.sampler, sequence.num_new
+            depths = (0,) if drafts is None else (0, *drafts.depths())
             for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
-                if not sequence.sampler.is_greedy:
-                    draws[row] = sequence.sampler.draw(sequence.num_new + depth)
-                if seq in with_parameters:
-                    parameters[row] = with_parameters[seq].of(sequence, sequence.num_new + depth)
+                if not sampler.is_greedy:
+                    draws[row] = sampler.draw(num_new + depth)
+                if of_sequence is not None:
+                    parameters[row] = of_sequence.of(sequence, num_new + depth)
         rows = (logits if step.num_picks == logits.shape[0] else logits[: step.num_picks]).flatten(0, -2)
         picked = self._picker.pick(rows, draws, parameters) if parameters else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))

@@ -26,8 +26,8 @@ class Picks(NamedTuple):
         token_ids, failed = list[list[int]](), dict[int, BadLogits]()
         for place, pick in enumerate(picks):
             if isinstance(pick, BadLogits):
-                pick, failed[place] = [], pick
-            token_ids.append(pick)
+                failed[place] = pick
+            token_ids.append([] if isinstance(pick, BadLogits) else pick)
         return cls(token_ids, failed)
 
 
@@ -52,16 +52,17 @@ def appended_to(picking: Many[Sequence], picks: Picks, *, may_stop: bool) -> App
     for place in picks.failed:
         if picking[place].pending_at != ALL_READ:
             reasons[place] = "error"
-    for place, (sequence, pick) in enumerate(zip(picking, picks.token_ids, strict=True)):
+    for sequence, pick in zip(picking, picks.token_ids, strict=True):
         if sequence.pending_at == ALL_READ:
             token_ids.append(())
             continue
-        known = sequence.token_ids
-        most = sequence.most_tokens - len(known)
-        if len(pick) >= most or (may_stop and not sequence.stops.isdisjoint(pick)):
-            pick, reasons[place] = _up_to_end(pick, sequence.stops, most)
+        known, most = sequence.token_ids, sequence.most_tokens
+        num = len(known) + len(pick)
+        if num >= most or (may_stop and not sequence.stops.isdisjoint(pick)):
+            pick, reasons[len(token_ids)] = _up_to_end(pick, sequence.stops, most - len(known))
+            num = len(known) + len(pick)
         known.fromlist(pick)
-        sequence.num_stored, sequence.pending_at = len(known) - 1, ALL_READ
+        sequence.num_stored, sequence.pending_at = num - 1, ALL_READ
         token_ids.append(pick)
     return Appended(token_ids, reasons)
 

@@ -174,5 +174,5 @@ def step_of(chosen: Chosen, verified: Verified, lengths: Lengths) -> ScheduledSt
         num_picks -= 1
     picking = sequences[:num_picks]
     with_parameters = [seq for seq, each in enumerate(picking) if not each.is_plain]
-    has_trees = not all(drafts.is_chain for drafts in verified.values())
+    has_trees = False in [drafts.is_chain for drafts in verified.values()]
     return ScheduledStep(sequences, picking, batch, verified, has_trees, with_parameters)

@@ -8,7 +8,6 @@ have picked, greedily or at random, whatever the drafts are: they decide only ho
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Many
@@ -149,7 +148,7 @@ class Speculation:
                 rows is 1
         settle: reads the tokens of all steps before this one; called if a token depends on them on the host
         """
-        num_rows, with_parameters = math.prod(logits.shape[1:-1]), _with_parameters(step, settle)
+        num_rows, with_parameters = logits.shape[1] if logits.dim() == 3 else 1, _with_parameters(step, settle)
         draws: dict[int, Draw] = {}
         parameters: dict[int, RowParameters] = {}
         for seq in step.with_parameters:

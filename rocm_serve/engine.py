@@ -8,13 +8,14 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from itertools import compress
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
 from rocm_attn.capture.prewarm import run_every_kernel
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadLogits, BadRequest, DeviceFault, WrongState
+from rocm_attn.errors import BadRequest, DeviceFault, WrongState
 from rocm_attn.machine.compile_watch import compile_watch
 from rocm_attn.step.protocols import NO_EVIDENCE, NO_FLIGHT_RECORDER
 from rocm_attn.truth.live import LiveTruth
@@ -47,9 +48,9 @@ from rocm_serve.request import (
     Request,
     Sequence,
 )
-from rocm_serve.request_times import RequestTimes, StepTimes
+from rocm_serve.request_times import StepTimes
 from rocm_serve.sampling.compared import RankComparison
-from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs
+from rocm_serve.sampling.logprobs import NO_LOGPROBS
 from rocm_serve.sampling.parameter_picker import ParameterPicker
 from rocm_serve.sampling.sampling import NothingAllowed, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
@@ -509,22 +510,28 @@ class Engine:
         pending, picks, appended, read_at, emitted, prompts = read
         for part in prompts:
             self._take_prompt_part(part, pending)
-        got, num_tokens = list[RequestTimes](), 0
-        each = zip(pending.step.picking, picks, appended, strict=True)
-        for place, (sequence, pick, (token_ids, reason, _)) in enumerate(each):
-            if token_ids:
-                got.append(sequence.times)
-                num_tokens += len(token_ids)
-            output = self._outputs.get(sequence.number)
-            if output is None:
+        picking, new, reasons = pending.step.picking, appended.token_ids, appended.reasons
+        outputs, events, before = self._outputs, self._events, len(self._events)
+        for place, (sequence, token_ids) in enumerate(zip(picking, new, strict=True)):
+            output = outputs.get(sequence.number)
+            if output is None or not token_ids:
                 continue
-            if token_ids:
-                self._publish(output, token_ids, reason, emitted.get(place, ()) if emitted else (), pending)
-            elif reason == "error" and isinstance(pick, BadLogits):
+            reason = reasons.get(place)
+            if output.take(token_ids, reason, emitted.get(place, ()) if emitted else (), events):
+                if reason is None:  # only its text ends it
+                    self._scheduler.drop(sequence)
                 self._recent.leave(sequence.number, pending.number, pending.picks.speculative_step_number)
-                output.is_own_fault = isinstance(pick, NothingAllowed)
-                self._fail(sequence.number, str(pick))
-        seconds = self._times.note(pending.started, pending.launched, got, num_tokens, read_at)
+                self._end(output)
+        self.metrics.new_tokens += len(events) - before
+        for place in reasons:
+            output, why = outputs.get(picking[place].number), picks.failed.get(place)
+            if output is not None and why is not None:
+                self._recent.leave(output.sequence.number, pending.number, pending.picks.speculative_step_number)
+                output.is_own_fault = isinstance(why, NothingAllowed)
+                self._fail(output.sequence.number, str(why))
+        self._compared.note(new)
+        got = [sequence.times for sequence in compress(picking, new)]
+        seconds = self._times.note(pending.started, pending.launched, got, sum(map(len, new)), read_at)
         if pending.picks.speculative_step_number != NO_ROUND:
             self._pace.note(seconds)
 
@@ -566,29 +573,8 @@ class Engine:
             else:
                 logits = self._steps.run(self._speculation.batch(step))
         finally:
-            self._recent.note(before, self.runtime.faults.step_number, [sequence.number for sequence in step.sequences])
+            self._recent.note(before, self.runtime.faults.step_number, step.sequences)
         return self._speculation.pick(step, logits, self.settle), prompts
-
-    def _publish(
-        self,
-        output: Output,
-        token_ids: tuple[int, ...],
-        reason: FinishReason | None,
-        logprobs: Many[TokenLogprobs],
-        pending: PendingStep,
-    ) -> None:
-        """Notes the tokens that a request got from a step, and its end.
-
-        reason:    why it ends with the last of them, as far as tokens show it
-        logprobs:  of them, if the request asks for any
-        """
-        self.metrics.new_tokens += output.take(token_ids, reason, logprobs, self._events)
-        self._compared.note(token_ids)
-        if output.reason is not None:
-            if reason is None:  # only its text ends it
-                self._scheduler.drop(output.sequence)
-            self._recent.leave(output.sequence.number, pending.number, pending.picks.speculative_step_number)
-            self._end(output)
 
     def _end(self, output: Output) -> None:
         """Notes the completion of a request that has ended and is not served any more."""

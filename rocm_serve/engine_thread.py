@@ -256,17 +256,19 @@ class EngineThread:
         output, ended = StepOutput(), dict[int, None]()
         token_ids, ticket_of = output.token_ids, self._ticket_of
         for event in events:
-            number = event.request
-            if number not in ticket_of:
+            ticket = ticket_of.get(event.request)
+            if ticket is None:
                 continue  # a request that another caller has submitted
-            ticket = ticket_of[number]
-            of_request = token_ids.setdefault(ticket, [])
+            of_request = token_ids.get(ticket)
+            if of_request is None:
+                of_request = token_ids[ticket] = []
             if isinstance(event, TokenEvent):
                 of_request.append(event.token_id)
                 if event.logprobs is not None:
                     output.logprobs.setdefault(ticket, []).append(event.logprobs)
-            if not isinstance(event, TokenEvent) or event.finish_reason is not None:
-                ended[number] = None
+                if event.finish_reason is None:
+                    continue
+            ended[event.request] = None
         for number in ended:
             output.completions[ticket_of[number]] = self._engine.completion(number)
             self._drop(number)

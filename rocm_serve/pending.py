@@ -12,16 +12,17 @@ from torch import Tensor
 
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.step.outputs import Outputs
-from rocm_serve.appended import AppendedTokens, Picks
+from rocm_serve.appended import Appended, Picks
 from rocm_serve.prompt_logprobs import NO_PROMPT_LOGPROBS, ComingPromptLogprobs, PromptPart
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.speculation import StepPicks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: see ScheduledStep.
+@dataclass(slots=True, eq=False)
 class PendingStep:
-    """A step that was launched.
+    """A step that was launched. Not to be changed.
 
     number:   the runtime's
     picks:    of each of step.picking
@@ -42,7 +43,6 @@ class ReadStep(NamedTuple):
     """A step whose tokens its sequences have taken.
 
     picks:    of each of step.picking
-    appended: likewise
     read_at:  when they were read, in seconds of time.perf_counter()
     logprobs: see StepPicks.logprobs
     prompts:  logprobs of prompts that it has taken in
@@ -50,7 +50,7 @@ class ReadStep(NamedTuple):
 
     pending: PendingStep
     picks: Picks
-    appended: Many[AppendedTokens]
+    appended: Appended
     read_at: float
     logprobs: Mapping[int, Many[TokenLogprobs]]
     prompts: Many[PromptPart]

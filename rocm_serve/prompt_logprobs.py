@@ -75,6 +75,8 @@ class ComingPromptLogprobs:
 
     def read(self) -> list[PromptPart]:
         """Waits for them."""
+        if not self._rows:
+            return []
         self._done.synchronize()
         ids, numbers = self._found.tolist(), self._found.view(torch.float32).tolist()
         parts, begin = [], 0

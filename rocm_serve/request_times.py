@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress, groupby
 
 from rocm_attn.step.metrics import Durations, Metrics
 
@@ -57,15 +58,12 @@ class StepTimes:
 
     def _note_tokens(self, got: Sequence[RequestTimes], now: float) -> None:
         """Records that each of these requests has got a token. Those with the same last time are noted together."""
-        num_since: dict[float, int] = {}
+        metrics, before = self._metrics, [each.last_token for each in got]
         for each in got:
-            last = each.last_token
             each.last_token = now
-            if last in num_since:
-                num_since[last] += 1
-            elif last:
-                num_since[last] = 1
-            else:
-                self._metrics.first_token_seconds.note(now - each.taken)
-        for last, num in num_since.items():
-            self._metrics.token_gap_seconds.note(now - last, num)
+        for last, same in groupby(sorted(before)):
+            if last:
+                metrics.token_gap_seconds.note(now - last, len(list(same)))
+        if 0.0 in before:
+            for each in compress(got, [not last for last in before]):
+                metrics.first_token_seconds.note(now - each.taken)

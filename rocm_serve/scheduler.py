@@ -28,10 +28,11 @@ tokens is made after they are read: before a sequence is preempted, and before a
 
 from __future__ import annotations
 
-from array import array
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
+from itertools import chain
 from operator import attrgetter
 
 import numpy as np
@@ -45,11 +46,20 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.step.metrics import Metrics
-from rocm_serve.appended import NOWHERE, AppendedTokens, Pick, appended_of
+from rocm_serve.appended import Appended, Picks, appended_to
 from rocm_serve.page_tier import NO_TIER, PageTier
 from rocm_serve.prefix_cache import PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
-from rocm_serve.scheduled_step import NO_SEQUENCE, Lengths, PromptRoom, ScheduledStep, Verified, picking_first, step_of
+from rocm_serve.scheduled_step import (
+    NO_SEQUENCE,
+    Chosen,
+    Lengths,
+    PromptRoom,
+    ScheduledStep,
+    Verified,
+    picking_first,
+    step_of,
+)
 from rocm_serve.speculation.drafts import DraftTree
 
 _by_urgency = attrgetter("urgency")
@@ -104,6 +114,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._suspects: list[Sequence] = []
+        self._stops = Counter[int]()  # token -> sequences that run and end with it
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_pending = 0  # steps that were launched and not finished
         self.num_changes = 0  # how often a sequence was added or has given its row back
@@ -180,29 +191,31 @@ class Scheduler:
             return step_of(*self._continue([suspect], NO_SEQUENCE)[:3])
         self._give_back_ahead()
         self._admit_urgent()
-        scheduled, verified, lengths, room = self._continue(self._running, drafts)
-        scheduled += self._admitted(room)
-        if not scheduled:  # all that run have their last token
+        chosen, verified, lengths, room = self._continue(self._running, drafts)
+        self._add_waiting(chosen, room)
+        if not chosen.sequences:  # all that run have their last token
             self._require_all_read()
-        assert scheduled, "a running sequence always gets a token, and a lone waiting one is always admitted"
+        assert chosen.sequences, "a running sequence always gets a token, and a lone waiting one is always admitted"
         if self._cache.has_states:
-            scheduled = picking_first(scheduled)
-            lengths = Lengths.of(scheduled)
-        elif len(scheduled) > len(lengths.rows):
-            lengths = Lengths.of(scheduled)
-        return step_of(scheduled, verified, lengths)
+            chosen = picking_first(chosen)
+            lengths = Lengths.of(chosen)
+        elif len(chosen.new) > len(lengths.rows):
+            lengths = Lengths.of(chosen)
+        return step_of(chosen, verified, lengths)
 
     def launched(self, step: ScheduledStep) -> None:
         """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
         assert self._num_pending == 0
         self._num_pending = 1
         self._num_steps += 1
-        stored, num_picks = step.batch.kv_len.tolist(), step.num_picks
+        stored = step.batch.kv_len.tolist()
         for place, drafts in step.drafts.items():
             stored[place] -= len(drafts.token_ids)
-        for place, sequence in enumerate(step.sequences):
+        for place, (sequence, num_stored) in enumerate(zip(step.sequences, stored, strict=True)):
             if sequence.row != RESERVED_ROW:  # else it has ended since the step was scheduled
-                sequence.num_stored, sequence.pending_at = stored[place], place if place < num_picks else ALL_READ
+                sequence.num_stored, sequence.pending_at = num_stored, place
+        for sequence in step.sequences[step.num_picks :]:
+            sequence.pending_at = ALL_READ
         self._cache.end_step()
         self._enter_pages(step)
 
@@ -244,30 +257,26 @@ class Scheduler:
         table.reserve_all(rows, kv_len)
         return True
 
-    def finish_step(self, step: ScheduledStep, picks: Many[Pick]) -> list[AppendedTokens]:
-        """Takes in the picks of each of step.picking: returns the tokens it took, and why it ends, if it does.
+    def finish_step(self, step: ScheduledStep, picks: Picks) -> Appended:
+        """Takes in the picks of each of step.picking: returns the tokens that each took, and why some end.
 
         picks: for each the accepted drafts, in order, and then one token more. The K and V of these drafts lie in the
                places of their tokens: those of a tree were moved there by the engine
         A token that ends a sequence is its last one, whatever comes after it. Ended sequences leave their pages. A
         sequence that has ended since the step was scheduled takes nothing.
         """
-        appended = [appended_of(*each) for each in zip(step.picking, picks, strict=True)]
+        may_stop = not self._stops.keys().isdisjoint(chain.from_iterable(picks.token_ids))
+        appended = appended_to(step.picking, picks, may_stop=may_stop)
         self._num_pending = 0
-        for sequence, (token_ids, _, first) in zip(step.picking, appended, strict=True):
-            if first != NOWHERE:
-                sequence.token_ids[first:] = array("i", token_ids)
-                sequence.num_stored, sequence.pending_at = first + len(token_ids) - 1, ALL_READ
         if step.drafts:
             self._enter_accepted(step, appended)
         if step.is_of_a_suspect:
             for sequence in step.picking:
                 self._clear_of_suspicion(sequence)
-        for sequence, (_, reason, _) in zip(step.picking, appended, strict=True):
-            if reason is not None:
-                if reason == "error":
-                    self._cache.forget_row(sequence.cached_row)
-                self._end(sequence)
+        for place, reason in appended.reasons.items():
+            if reason == "error":
+                self._cache.forget_row(step.picking[place].cached_row)
+            self._end(step.picking[place])
         self._count_cached_pages()
         return appended
 
@@ -314,19 +323,20 @@ class Scheduler:
         """
         completed = step.batch.kv_len % self._table.page_size < step.batch.q_len
         # Rejected drafts may have completed some of these; num_stored does not count them.
-        sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
-        self._cache.enter(
-            (each.cached_row, each.row, each.token_ids, each.num_stored)
-            for each in sequences
-            if each.row != RESERVED_ROW
-        )
+        if completed[completed.argmax()]:
+            sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
+            self._cache.enter(
+                (each.cached_row, each.row, each.token_ids, each.num_stored)
+                for each in sequences
+                if each.row != RESERVED_ROW
+            )
 
-    def _enter_accepted(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
-        """Likewise, after a step has verified drafts of these sequences. appended: per sequence of step.picking"""
+    def _enter_accepted(self, step: ScheduledStep, appended: Appended) -> None:
+        """Likewise, after a step has verified drafts of these sequences."""
         page_size = self._table.page_size
         completed = [
             each
-            for each, (token_ids, *_) in zip(step.picking, appended, strict=True)
+            for each, token_ids in zip(step.picking, appended.token_ids, strict=True)
             if each.row != RESERVED_ROW and each.num_stored % page_size < len(token_ids)
         ]
         if completed:
@@ -339,6 +349,10 @@ class Scheduler:
         self._cache.leave(sequence.cached_row)
         self._table.free(sequence.row)
         self._running.remove(sequence)
+        self._stops.subtract(sequence.stops)
+        for token in sequence.stops:
+            if not self._stops[token]:
+                del self._stops[token]
         sequence.row, sequence.pending_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
@@ -348,7 +362,7 @@ class Scheduler:
 
     def _continue(
         self, running: list[Sequence], drafts: Mapping[int, DraftTree]
-    ) -> tuple[list[tuple[Sequence, int]], Verified, Lengths, PromptRoom]:
+    ) -> tuple[Chosen, Verified, Lengths, PromptRoom]:
         """The new tokens of some running sequences, with pages for them, and the room for more tokens in the step.
 
         If pages run out, drafts are left out, then room that was taken ahead or for rejected drafts is given back, and
@@ -356,15 +370,15 @@ class Scheduler:
         running: all that run, or one of them
         """
         while True:
-            scheduled, verified, room = self._assigned(running, drafts)
-            lengths = rows, stored, new = Lengths.of(scheduled)
+            chosen, verified, room = self._assigned(running, drafts)
+            lengths = rows, stored, new = Lengths.of(chosen)
             if self._cache.has_windows:
-                self._evict(scheduled, rows, stored)
+                self._evict(chosen.sequences, rows, stored)
             kv_len, page_size = stored + new, self._table.page_size
             if self._table.is_reserved(rows, kv_len):
-                return scheduled, verified, lengths, room
+                return chosen, verified, lengths, room
             # An upper bound: usually as many are free, and nothing has to be counted.
-            if sum([q_len for _, q_len in scheduled]) // page_size + len(scheduled) > self._table.fewest_free_pages:
+            if sum(chosen.new) // page_size + len(rows) > self._table.fewest_free_pages:
                 self._make_room(int((num_pages(kv_len, page_size) - num_pages(stored, page_size)).sum()))
             try:
                 self._reserve(rows, stored, kv_len)
@@ -374,7 +388,7 @@ class Scheduler:
                 elif not self._give_back_room():
                     self._preempt(next(other for other in reversed(self._running) if not other.is_suspect))
             else:
-                return scheduled, verified, lengths, room
+                return chosen, verified, lengths, room
 
     def _reserve(self, rows: Int32Array, stored: Int32Array, kv_len: Int32Array) -> None:
         """Makes room for the tokens of a step, and for some after them if pages are plentiful and no sequence waits.
@@ -392,39 +406,43 @@ class Scheduler:
 
     def _assigned(
         self, running: list[Sequence], drafts: Mapping[int, DraftTree]
-    ) -> tuple[list[tuple[Sequence, int]], Verified, PromptRoom]:
+    ) -> tuple[Chosen, Verified, PromptRoom]:
         """The new tokens of some running sequences, those that decode first, and the room for more."""
-        scheduled: list[tuple[Sequence, int]] = []
+        sequences: list[Sequence] = []
         verified: dict[int, DraftTree] = {}
         prompts: list[Sequence] = []
         for sequence in running:
-            num_read, is_read = len(sequence.token_ids), sequence.pending_at == ALL_READ
-            if num_read + (not is_read) - sequence.num_stored > 1:
+            num_tokens = len(sequence.token_ids) + (sequence.pending_at != ALL_READ)
+            if num_tokens - sequence.num_stored > 1:
                 prompts.append(sequence)
-            # else it ends with its unread token, whatever that one is
-            elif is_read or num_read + 1 < sequence.most_tokens:
-                scheduled.append((sequence, 1))
-        num_decoding = len(scheduled)
+            elif num_tokens < sequence.most_tokens:  # else it ends with its unread token, whatever that one is
+                sequences.append(sequence)
+        num_decoding = len(sequences)
+        new = [1] * num_decoding
         room = PromptRoom.beside(num_decoding, len(prompts) + len(self._waiting), self._budget)
         for sequence in prompts:
             if room.is_open:
-                scheduled.append((sequence, self._take(sequence, room)))
+                sequences.append(sequence)
+                new.append(self._take(sequence, room))
         if drafts and num_decoding < self._chunk:
             # Waiting sequences get their share: drafts only speed up sequences that go on without them.
-            left = room.tokens // 2 if self._waiting else room.tokens
-            for seq, (sequence, q_len) in enumerate(scheduled[:num_decoding]):
+            most = left = room.tokens // 2 if self._waiting else room.tokens
+            for seq, sequence in enumerate(sequences[:num_decoding]):
                 of_it = drafts.get(sequence.number)
-                num_drafts = min(len(of_it.token_ids), left) if of_it is not None else 0
-                if of_it is not None and num_drafts > 0:
-                    scheduled[seq], verified[seq] = (sequence, q_len + num_drafts), of_it.first(num_drafts)
-                    left -= num_drafts
-                    room.tokens -= num_drafts
-        return scheduled, verified, room
+                if of_it is not None and left > 0 and of_it.token_ids:
+                    num = len(of_it.token_ids)
+                    if num > left:
+                        num, of_it = left, of_it.first(left)
+                    new[seq], verified[seq] = 1 + num, of_it
+                    left -= num
+            room.tokens -= most - left
+        return Chosen(sequences, new), verified, room
 
-    def _admitted(self, room: PromptRoom) -> list[tuple[Sequence, int]]:
-        """Admits waiting sequences while there are tokens and pages for them; their tokens of the next step."""
-        admitted: list[tuple[Sequence, int]] = []
-        claimed = self._claimed(self._running if self._may_admit(room) else ())
+    def _add_waiting(self, chosen: Chosen, room: PromptRoom) -> None:
+        """Admits waiting sequences while there are tokens and pages for them, and adds them to those of the step."""
+        if not self._may_admit(room):
+            return
+        claimed = self._claimed(self._running)
         while self._may_admit(room):
             newcomer = self._waiting[0]
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
@@ -434,11 +452,11 @@ class Scheduler:
             q_len = self._take(newcomer, room)
             self._reserve_first(newcomer, q_len)
             claimed += self._claimed([newcomer])
-            admitted.append((newcomer, q_len))
-        return admitted
+            chosen.sequences.append(newcomer)
+            chosen.new.append(q_len)
 
     def _may_admit(self, room: PromptRoom) -> bool:
-        return room.is_open and bool(self._waiting) and len(self._running) < self._max_batch_size
+        return bool(self._waiting) and room.is_open and len(self._running) < self._max_batch_size
 
     def _give_back_room(self) -> bool:
         """Gives back pages that were taken ahead or hold nothing but rejected drafts; True if there were any."""
@@ -451,10 +469,10 @@ class Scheduler:
                 given = True
         return given
 
-    def _evict(self, scheduled: list[tuple[Sequence, int]], rows: Int32Array, stored: Int32Array) -> None:
+    def _evict(self, sequences: list[Sequence], rows: Int32Array, stored: Int32Array) -> None:
         """Gives back the pages that have left the windows of some rows, before others are taken."""
         self._table.evict(rows, stored)
-        for sequence, _ in scheduled:
+        for sequence in sequences:
             if sequence.num_stored >= sequence.cached_row.moves_at:
                 self._cache.move_windows(sequence.cached_row, sequence.num_stored)
 
@@ -593,6 +611,7 @@ class Scheduler:
             sequence.num_cached = sequence.num_stored
         sequence.times.begin(self._metrics.queue_seconds)
         insort(self._running, sequence, key=_by_urgency)
+        self._stops.update(sequence.stops)
         if row.is_cached and not sequence.is_suspect:
             self._metrics.prefix_lookups += len(sequence.token_ids)
             self._metrics.prefix_hits += sequence.num_stored

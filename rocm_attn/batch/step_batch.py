@@ -252,7 +252,7 @@ def has_repeats(numbers: npt.NDArray[np.integer[Any]]) -> bool:
 def as_int32(name: str, values: object) -> Int32Array:
     """Returns values as a contiguous int32 vector, without wrapping a value that does not fit."""
     array = np.asarray(values)
-    if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous:
+    if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
         return array
     if array.ndim != 1:
         raise BadBatch(f"{name} has shape {array.shape}; it must be a vector")

@@ -333,7 +333,8 @@ class StepGate:
     @property
     def last(self) -> RanStep | None:
         """The step that AGAIN runs; None if none was staged last, or it may not store."""
-        ran = self._ran()
+        staged = self._staged
+        ran = staged if type(staged) is RanStep else self._ran()
         return ran if ran is not None and ran.repeats else None
 
     def _ran(self) -> RanStep | None:

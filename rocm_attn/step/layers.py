@@ -106,32 +106,35 @@ class Layers(TensorChecks):
         return len(self._kind_of_layer)
 
     def store(self, step: DeviceStep, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> None:
-        tensors = step.of_kind[self._kind_of(layer)]
+        kind = self._kind_of(layer)
         call = self.forms.store(step.prepared, layer, k, v) if self.prepares() else _AS_IT_IS
         if call is None:
             return
-        self._check_kv(layer, k, v, tensors.slot_of_token.shape[0])
+        problem, tensors = self._selections[kind].problem, step.of_kind[kind]
+        self._check_kv(layer, problem, k, v, tensors.slot_of_token.shape[0])
         pages, null_page = self._pool.layer(layer), tensors.terms.null_page
-        with on_device(self._device), self._noting(step, call):
+        with self._noting(step, call):
             self._ops.store_kv(k, v, tensors.slot_of_token, tensors.counts, pages, null_page=null_page)
-            self._after_store(plan, layer, tensors)
+            self._after_store(plan, layer, problem, tensors)
 
     def rope_and_store(self, step: DeviceStep, plan: StepPlan, layer: int, given: Projected, work: QkvWork) -> None:
-        self._require_rows_of_one(layer)
-        tensors = step.of_kind[self._kind_of(layer)]
+        kind = self._kind_of(layer)
         call = self.forms.rope_and_store(step.prepared, layer, given, work) if self.prepares() else _AS_IT_IS
-        if call is None:
+        if call is None:  # this and later checks were passed by a call of the same form
             return
-        self._check_kv(layer, given.k, given.v, tensors.slot_of_token.shape[0])
-        self._check_queries(layer, given.q, given.q_out, work, tensors.slot_of_token.shape[0])
+        problem, tensors = self._selections[kind].problem, step.of_kind[kind]
+        _require_rows_of_one(layer, problem)
+        num_tokens = tensors.slot_of_token.shape[0]
+        self._check_kv(layer, problem, given.k, given.v, num_tokens)
+        self._check_queries(layer, problem, given.q, given.q_out, work, num_tokens)
         tokens = TokenPlaces(tensors.positions, tensors.slot_of_token, tensors.counts)
-        with on_device(self._device), self._noting(step, call):
+        with self._noting(step, call):
             self._ops.rope_store(given, tokens, work, self._pool.layer(layer), null_page=tensors.terms.null_page)
-            self._after_store(plan, layer, tensors)
+            self._after_store(plan, layer, problem, tensors)
 
     def rope_queries(self, step: DeviceStep, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
         tensors = step.tensors
-        self._check_queries(layer, q, q_out, work, tensors.slot_of_token.shape[0])
+        self._check_queries(layer, self.problem(layer), q, q_out, work, tensors.slot_of_token.shape[0])
         with on_device(self._device):
             self._ops.rope_queries(q, q_out, tensors.positions, work)
 
@@ -160,7 +163,7 @@ class Layers(TensorChecks):
             return
         tensors = self._read_by(step, kind)
         args = self._attend_args(step, tensors, plan, layer, q, out, lse)
-        with on_device(self._device), self._noting(step, call):
+        with self._noting(step, call):
             kernel.bound.attend(args, tensors, plan.bounds)
             if not kernel.entry.clears_pads:
                 self._ops.clear_pads(tensors.counts, out, lse)
@@ -188,11 +191,11 @@ class Layers(TensorChecks):
         if call is None:
             return
         tensors = step.of_kind[kind]
-        self._check_kv(layer, k, v, tensors.slot_of_token.shape[0])
+        self._check_kv(layer, self._selections[kind].problem, k, v, tensors.slot_of_token.shape[0])
         new = NewRows(k, v, tensors.slot_of_token, tensors.counts, tensors.terms.null_page)
         read = self._read_by(step, kind)
         args = self._attend_args(step, read, plan, layer, q, out, lse)
-        with on_device(self._device), self._noting(step, call):
+        with self._noting(step, call):
             bound.store_and_attend(args, new, read, plan.bounds)
 
     def join(self, step: DeviceStep, plan: StepPlan, layer: int) -> None:
@@ -338,9 +341,9 @@ class Layers(TensorChecks):
         # A call for a device that is not the current one is not prepared.
         return self._launches_alone and is_current(self._device) and not observers
 
-    def _noting(self, step: DeviceStep, call: AddressedCall) -> AbstractContextManager[None]:
-        """Prepares the form of a call that is made inside this context."""
-        return nullcontext() if call is _AS_IT_IS else step.prepared.noting(call, step)
+    def _noting(self, step: DeviceStep, call: AddressedCall) -> AbstractContextManager[object]:
+        """A context in which a call is made on the device, and its form is prepared: then the device is current."""
+        return on_device(self._device) if call is _AS_IT_IS else step.prepared.noting(call, step)
 
     def problem(self, layer: int) -> Problem:
         """A layer's problem. Raises BadTensor for a layer that does not exist."""
@@ -352,16 +355,15 @@ class Layers(TensorChecks):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._kind_of_layer) - 1}")
         return self._kind_of_layer[layer]
 
-    def _after_store(self, plan: StepPlan, layer: int, tensors: StepTensors) -> None:
+    def _after_store(self, plan: StepPlan, layer: int, problem: Problem, tensors: StepTensors) -> None:
         """Zeroes the rest of a sequence's last page for kernels that multiply V after its end."""
         entry = plan.kernels[self._kind_of_layer[layer]].entry
         # Most kernels mask V, and this runs for each layer of each step: the method is called for the others.
-        if not entry.masks_v and entry.needs_zeroed_tails(self.problem(layer)):
+        if not entry.masks_v and entry.needs_zeroed_tails(problem):
             of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
             self._ops.zero_tails(*of_seqs, self._pool.layer(layer), null_page=tensors.terms.null_page)
 
-    def _check_kv(self, layer: int, k: Tensor, v: Tensor, num_tokens: int) -> None:
-        problem = self.problem(layer)
+    def _check_kv(self, layer: int, problem: Problem, k: Tensor, v: Tensor, num_tokens: int) -> None:
         self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)
         self._check("v", v, (num_tokens, problem.num_kv_heads, problem.v_head_dim), problem.dtype)
         if problem.pool is PoolKind.LATENT and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
@@ -369,8 +371,10 @@ class Layers(TensorChecks):
                 f"layer {layer} is latent and keeps one row per token: pass k[..., :{problem.v_head_dim}] as v"
             )
 
-    def _check_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork, num_tokens: int) -> None:
-        problem, dim = self.problem(layer), q.shape[-1]
+    def _check_queries(
+        self, layer: int, problem: Problem, q: Tensor, q_out: Tensor, work: QkvWork, num_tokens: int
+    ) -> None:
+        dim = q.shape[-1]
         if self._work_of_layer.get(layer) is not work:
             _check_work(problem, work, self._device)
             self._work_of_layer[layer] = work
@@ -380,15 +384,6 @@ class Layers(TensorChecks):
         self._check("q_out", q_out, (num_tokens, problem.num_q_heads, dim), problem.dtype)
         if work.q_norm is not None and work.q_norm.dim != dim:
             raise BadTensor(f"q_norm has {work.q_norm.dim} weights; rows of q have {dim} elements")
-
-    def _require_rows_of_one(self, layer: int) -> None:
-        """Raises BadTensor for a layer whose rows stand for several tokens: they have places of their own."""
-        tokens = self.problem(layer).row.tokens
-        if tokens > 1:
-            raise BadTensor(
-                f"a row of layer {layer} stands for {tokens} tokens, and rope turns by the places of tokens; turn what "
-                f"fold() gives by the place of its first token, positions // {tokens} * {tokens}, then call store()"
-            )
 
     def _check_gate(self, gate: Tensor, shape: tuple[int, int, int]) -> None:
         if not gate.is_floating_point():
@@ -418,6 +413,16 @@ _AS_IT_IS = AddressedCall(None, (), 0)
 
 def _no_stream() -> int:
     raise AssertionError("a CPU has no streams")
+
+
+def _require_rows_of_one(layer: int, problem: Problem) -> None:
+    """Raises BadTensor for a layer whose rows stand for several tokens: they have places of their own."""
+    tokens = problem.row.tokens
+    if tokens > 1:
+        raise BadTensor(
+            f"a row of layer {layer} stands for {tokens} tokens, and rope turns by the places of tokens; turn what "
+            f"fold() gives by the place of its first token, positions // {tokens} * {tokens}, then call store()"
+        )
 
 
 def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:

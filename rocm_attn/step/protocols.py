@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -224,12 +224,14 @@ class Flight:
 NO_FLIGHT_RECORDER = Flight()
 
 
+_NOTHING = nullcontext()
+
+
 class NoWatchdog(Watchdog):
     """A watchdog that watches nothing."""
 
-    @contextmanager
-    def watch(self, what: str) -> Iterator[None]:
-        yield
+    def watch(self, what: str) -> AbstractContextManager[None]:
+        return _NOTHING
 
 
 NO_WATCHDOG = NoWatchdog(0.0)

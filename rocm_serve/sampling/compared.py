@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from zlib import crc32
 
 import numpy as np
@@ -21,10 +22,10 @@ class RankComparison:
         self._meetings, self._has_ranks = meetings, has_ranks
         self._read_ids: list[int] = []  # since the last step was launched
 
-    def note(self, token_ids: Iterable[int]) -> None:
-        """Records tokens that were read."""
+    def note(self, token_ids: Iterable[Iterable[int]]) -> None:
+        """Records tokens that were read, of each sequence of a step."""
         if self._has_ranks:
-            self._read_ids += token_ids
+            self._read_ids += chain.from_iterable(token_ids)
 
     def before_step(self, *words: Int32Array) -> None:
         """Makes the ranks compare the tokens read so far and these words of the step that is launched next."""

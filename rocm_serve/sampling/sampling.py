@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ _COLDEST, _HOTTEST = 1e-30, 1e30
 
 
 class Draw(NamedTuple):
-    """How one token is drawn.
+    """How one token is drawn, in numbers that float32 holds; see launch_pick_rows.
 
     uniform: a number of [0, 1) that decides
     """
@@ -46,10 +47,12 @@ class Draw(NamedTuple):
 
 # The Draw of a row whose likeliest token is taken.
 GREEDY = Draw(0.0, 0.0, 0.0)
+# Makes a Draw of its fields, in half the time: Draw(...) is a function of Python.
+_new = tuple.__new__
 
 
 class _Uniforms:
-    """Numbers of [0, 1) of a seed, by their places."""
+    """Numbers of [0, 1) of a seed, by their places. Float32 rounds none of them up to 1."""
 
     __slots__ = ("_numbers", "_random", "_seed")
 
@@ -62,7 +65,7 @@ class _Uniforms:
         if self._random is None:
             self._random = np.random.default_rng(self._seed)
         while place >= len(self._numbers):
-            self._numbers += self._random.random(_NUMBERS_AT_ONCE).tolist()
+            self._numbers += np.minimum(self._random.random(_NUMBERS_AT_ONCE), _MOST_UNIFORM).tolist()
         return self._numbers[place]
 
 
@@ -75,6 +78,7 @@ class Sampler:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self.is_greedy = sampling.is_greedy
+        self._temperature = 0.0 if self.is_greedy else min(max(sampling.temperature, _COLDEST), _HOTTEST)
         self._draws, self._draft_numbers, self._accepts = (
             _Uniforms(seed) for seed in (sampling.seed, (sampling.seed, 1), (sampling.seed, 2))
         )
@@ -87,7 +91,7 @@ class Sampler:
 
     def draw(self, place: int) -> Draw:
         """The draw of the request's new token number `place`, counted from 0."""
-        return Draw(self.sampling.temperature, self.sampling.top_p, self._draws.at(place))
+        return _new(Draw, (self._temperature, self.sampling.top_p, self._draws.at(place)))
 
     def draft_number_at(self, place: int) -> float:
         """A uniform number that draws the draft token of that place."""
@@ -244,20 +248,14 @@ def _found(logits: Tensor, draws: Mapping[int, Draw], pick_rows: PickRows) -> li
 
 def _put_terms(terms: Tensor, draws: Mapping[int, Draw]) -> None:
     """terms: float32 [rows, 3] of the host; see launch_pick_rows"""
-    terms.numpy()[:] = terms_of([draws.get(row, GREEDY) for row in range(terms.shape[0])])
+    of_rows = terms.numpy()
+    of_rows[:] = GREEDY
+    of_rows[list(draws)] = terms_of(draws.values())
 
 
-def terms_of(draws: Sequence[Draw]) -> npt.NDArray[np.float32]:
+def terms_of(draws: Collection[Draw]) -> npt.NDArray[np.float32]:
     """float32 [rows, 3]; see launch_pick_rows."""
-    return np.array(
-        [
-            (min(max(draw.temperature, _COLDEST), _HOTTEST), draw.top_p, min(draw.uniform, _MOST_UNIFORM))
-            if draw.temperature > 0
-            else GREEDY
-            for draw in draws
-        ],
-        np.float32,
-    ).reshape(-1, 3)
+    return np.fromiter(chain.from_iterable(draws), np.float32, 3 * len(draws)).reshape(-1, 3)
 
 
 NOTHING_LEFT = (

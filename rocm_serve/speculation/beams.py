@@ -8,7 +8,6 @@ it comes after, so they form a tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -129,7 +128,7 @@ class BeamLevels:
     def drafts(self, seq: int, most: int, place: int) -> DraftTree:
         """A sequence's likeliest drafts; if drafts were drawn, the first ones. place: of DraftTree"""
         if self._is_chain:
-            return replace(DraftTree.chain(tuple(self._token_ids[seq, :most].tolist())), place=place)
+            return DraftTree.chain(tuple(self._token_ids[seq, :most].tolist()), place)
         if place != NOT_DRAWN:
             return self._drawn(seq, most, place)
         appended = np.sort(self._best[seq, :most])

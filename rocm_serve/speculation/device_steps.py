@@ -187,19 +187,21 @@ class SpeculativePicks(StepPicks):
         picked, appended = PickedTokens(self.found, NoFence()).read(), emitted[:, 0]
         width = len(picked) // len(emitted)
         lines = [picked[seq * width : seq * width + num] for seq, num in enumerate(appended.tolist())]
-        is_whole = not series.cut and set(map(type, picked)) == {int}
-        picks = cast(Picks, lines) if is_whole else [self._right(seq, line) for seq, line in enumerate(lines)]
+        if not series.cut and set(map(type, picked)) == {int}:
+            picks = Picks(cast(list[list[int]], lines), {})
+        else:
+            picks = Picks.of(self._right(seq, line) for seq, line in enumerate(lines))
         series.note(appended, emitted)
         return picks
 
-    def _right(self, place: int, pick: Many[int | BadLogits]) -> Many[int] | BadLogits:
+    def _right(self, place: int, pick: list[int | BadLogits]) -> list[int] | BadLogits:
         """The picks of a sequence: if no token can be picked after an accepted draft, the tokens before it.
 
         Then the sequence fails in the next step that the host plans. The device's later tokens are not part of its
         text.
         """
         if self._series.cut.get(place, self.speculative_step_number) < self.speculative_step_number:
-            return ()
+            return []
         tokens: list[int] = []
         for token in pick:
             if isinstance(token, BadLogits):
@@ -299,7 +301,8 @@ class DeviceSpeculation(SpeculativeSteps):
         assert series is not None
         series.is_launched = False
         logits = self._runner.run_again(series.batch)
-        series.launches.pick(logits, stay=self._runner.graph_again is not None)
+        stay = logits is series.launches.logits or self._runner.graph_again is not None
+        series.launches.pick(logits, stay=stay)
         series.launches.make_next()
         series.num_launched += 1
         found = self._emitted(series, series.on_host[self._next].found)

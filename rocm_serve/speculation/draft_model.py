@@ -110,25 +110,25 @@ class ModelDrafter(RowDrafter[_Follower]):
 
         Sequences with at most as many new tokens as a verification brings come first, so that their step has a graph.
         """
-        few = [seq for seq, each in enumerate(drafting) if self._num_unseen(each) <= self._few]
-        many = [seq for seq, each in enumerate(drafting) if self._num_unseen(each) > self._few]
+        unseen = [len(each.token_ids) - len(self._rows[each.number].token_ids) for each in drafting]
+        few = [seq for seq, num in enumerate(unseen) if num <= self._few]
+        many = [seq for seq, num in enumerate(unseen) if num > self._few]
         for left in (few, many):
             while left:
                 seqs, budget = [], self._chunk
                 q_len: list[int] = []
                 for seq in left:
                     if budget > 0:
+                        num = min(unseen[seq], budget)
                         seqs.append(seq)
-                        q_len.append(min(self._num_unseen(drafting[seq]), budget))
-                        budget -= q_len[-1]
-                batch = self._batch([drafting[seq] for seq in seqs], q_len)
-                whole = [seq for seq in seqs if not self._num_unseen(drafting[seq])]  # all but the last one, at least
-                terms = self.runners.terms([drafting[seq] for seq in seqs])
-                self.runners.take_in(batch, whole, terms)
+                        q_len.append(num)
+                        unseen[seq] -= num
+                        budget -= num
+                sequences = [drafting[seq] for seq in seqs]
+                batch = self._batch(sequences, q_len)
+                whole = [seq for seq in seqs if not unseen[seq]]  # all but the last one, at least
+                self.runners.take_in(batch, whole, self.runners.terms(sequences))
                 del left[: len(whole)]
-
-    def _num_unseen(self, sequence: Sequence) -> int:
-        return len(sequence.token_ids) - len(self._rows[sequence.number].token_ids)
 
     def _batch(self, sequences: list[Sequence], q_len: list[int]) -> StepBatch:
         """A step over the next tokens of some sequences, which count as stored from now on."""

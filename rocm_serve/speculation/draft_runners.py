@@ -120,8 +120,8 @@ class DraftRunners:
         return self._first_level.token_ids.shape[1]
 
     def terms(self, sequences: Sequence[DraftedFor]) -> npt.NDArray[np.float32]:
-        """See terms_of_drafts."""
-        return terms_of_drafts(sequences, self.num_levels, self.num_branches)
+        """See terms_of_drafts; of no sequence if no drafts are drawn, which need none."""
+        return terms_of_drafts(sequences if self._draws else (), self.num_levels, self.num_branches)
 
     def places(self, sequences: Sequence[DraftedFor]) -> list[int]:
         """Drafts.place for each of a round's sequences."""

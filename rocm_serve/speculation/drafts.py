@@ -36,10 +36,10 @@ class DraftTree:
         self.is_chain = is_chain
 
     @classmethod
-    def chain(cls, token_ids: tuple[int, ...]) -> DraftTree:
+    def chain(cls, token_ids: tuple[int, ...], place: int = NOT_DRAWN) -> DraftTree:
         """Drafts of which each comes after the one before it."""
         made = cls.__new__(cls)  # the checks of parents hold for these
-        made.token_ids, made.parents, made.place = token_ids, _one_after_another(len(token_ids)), NOT_DRAWN
+        made.token_ids, made.parents, made.place = token_ids, _one_after_another(len(token_ids)), place
         made.is_chain = True
         return made
 

@@ -123,7 +123,7 @@ def _siblings(q: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 class AcceptedDrafts(NamedTuple):
     """A sequence's accepted drafts: their tokens and the one after them, -1 if there is none; their numbers."""
 
-    token_ids: Many[int]
+    token_ids: list[int]
     drafts: list[int]
 
 

@@ -24,7 +24,7 @@ from rocm_attn.errors import FitsLater
 from rocm_attn.machine.sending import sent
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.paging.request_table import RequestTable
-from rocm_serve.appended import AppendedTokens
+from rocm_serve.appended import Appended
 from rocm_serve.request import Sequence
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.draft_runners import DraftRunners
@@ -72,7 +72,7 @@ class EagleDrafter(RowDrafter[_Row]):
         self._handed, self._features = handed, features
         self._new: dict[int, _New] = {}
 
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
+    def follow(self, step: ScheduledStep, appended: Appended) -> None:
         """Like Drafter.follow."""
         first = 0
         kv_len, q_len = step.batch.kv_len.tolist(), step.batch.q_len.tolist()
@@ -82,7 +82,7 @@ class EagleDrafter(RowDrafter[_Row]):
                 known = q_len[seq] - len(drafts)
                 places = list(range(first, first + known))
                 if len(drafts):
-                    places += [first + known + draft for draft in _accepted(drafts, appended[seq].token_ids)]
+                    places += [first + known + draft for draft in _accepted(drafts, appended.token_ids[seq])]
                 self._new[sequence.number] = _New(sequence, kv_len[seq] - q_len[seq], places)
             first += q_len[seq]
 
@@ -152,7 +152,7 @@ class EagleDrafter(RowDrafter[_Row]):
         return StepBatch(rows, kv_len, q_len, token_ids)
 
 
-def _accepted(drafts: DraftTree, token_ids: tuple[int, ...]) -> list[int]:
+def _accepted(drafts: DraftTree, token_ids: Many[int]) -> list[int]:
     """The drafts that were accepted, in order. token_ids: these, and one token more"""
     path: list[int] = []
     for token in token_ids[:-1]:

@@ -8,11 +8,11 @@ have picked, greedily or at random, whatever the drafts are: they decide only ho
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from itertools import compress
 from types import MappingProxyType
 from typing import cast
 
@@ -29,7 +29,7 @@ from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
-from rocm_serve.appended import AppendedTokens, Picks
+from rocm_serve.appended import Appended, Picks
 from rocm_serve.recent_steps import NO_ROUND
 from rocm_serve.request import Sequence, SequenceParameters
 from rocm_serve.sampling.logprobs import TokenLogprobs
@@ -58,11 +58,8 @@ class Drafter:
         """
         return NO_SEQUENCE
 
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
-        """Notes that a step has run, and that its sequences have its tokens; the next one is not launched.
-
-        appended: of each of step.picking
-        """
+    def follow(self, step: ScheduledStep, appended: Appended) -> None:
+        """Notes that a step has run, and that its sequences have its tokens; the next one is not launched."""
 
     def capture_all(self, progress: Progress) -> None:
         """Makes the graphs of the drafter, if it has any. progress: see StepRunner.capture_all"""
@@ -78,7 +75,7 @@ class StepPicks(ABC):
 
     @abstractmethod
     def read(self) -> Picks:
-        """Waits for them. Returns for each of step.picking its tokens, or the reason why it gets none."""
+        """Waits for them. Returns those of each of step.picking."""
 
     @property
     def tokens(self) -> PickedTokens | None:
@@ -151,41 +148,34 @@ class Speculation:
                 rows is 1
         settle: reads the tokens of all steps before this one; called if a token depends on them on the host
         """
-        num_rows, with_parameters = math.prod(logits.shape[1:-1]), _with_parameters(step, settle)
+        num_rows, with_parameters = logits.shape[1] if logits.dim() == 3 else 1, _with_parameters(step, settle)
         draws: dict[int, Draw] = {}
         parameters: dict[int, RowParameters] = {}
         for seq in step.with_parameters:
-            sequence = step.sequences[seq]
-            depths = [0, *step.drafts.get(seq, NO_DRAFTS).depths()]
+            sequence, drafts, of_sequence = step.sequences[seq], step.drafts.get(seq), with_parameters.get(seq)
+            sampler, num_new = sequence.sampler, sequence.num_new
+            depths = (0,) if drafts is None else (0, *drafts.depths())
             for row, depth in enumerate(depths, (seq + 1) * num_rows - len(depths)):
-                if not sequence.sampler.is_greedy:
-                    draws[row] = sequence.sampler.draw(sequence.num_new + depth)
-                if seq in with_parameters:
-                    parameters[row] = with_parameters[seq].of(sequence, sequence.num_new + depth)
+                if not sampler.is_greedy:
+                    draws[row] = sampler.draw(num_new + depth)
+                if of_sequence is not None:
+                    parameters[row] = of_sequence.of(sequence, num_new + depth)
         rows = (logits if step.num_picks == logits.shape[0] else logits[: step.num_picks]).flatten(0, -2)
         picked = self._picker.pick(rows, draws, parameters) if parameters else self._picker.plain.pick(rows, draws)
         return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
 
-    def follow(self, step: ScheduledStep, appended: Many[AppendedTokens]) -> None:
-        """Counts a step's drafts and accepted ones, and passes the step to the drafter.
-
-        appended: of each of step.picking
-        """
+    def follow(self, step: ScheduledStep, appended: Appended) -> None:
+        """Counts a step's drafts and accepted ones, and passes the step to the drafter."""
         self._drafter.follow(step, appended)
         if not step.drafts:
             return
         # Nothing was verified of a sequence that has ended since the step was launched.
-        verified = num_drafts = num_appended = 0
-        for seq, drafts in step.drafts.items():
-            token_ids = appended[seq].token_ids
-            if token_ids:
-                verified += 1
-                num_drafts += len(drafts.token_ids)
-                num_appended += len(token_ids)
+        num_taken = [len(appended.token_ids[seq]) for seq in step.drafts]
+        verified = list(compress(step.drafts.values(), num_taken))
         metrics = self._metrics
-        metrics.verifications += verified
-        metrics.drafts += num_drafts
-        metrics.accepted_drafts += num_appended - verified
+        metrics.verifications += len(verified)
+        metrics.drafts += sum([len(drafts.token_ids) for drafts in verified])
+        metrics.accepted_drafts += sum(num_taken) - len(verified)
 
 
 class _Verified(StepPicks):
@@ -220,9 +210,11 @@ class _Verified(StepPicks):
         found = self._found = self._picked.read()
         if not step.drafts:
             last_rows = found if num_rows == 1 else found[num_rows - 1 :: num_rows]
-            return [pick if isinstance(pick, BadLogits) else (pick,) for pick in last_rows]
+            if set(map(type, last_rows)) == {int}:
+                return Picks([[token] for token in cast(Many[int], last_rows)], {})
+            return Picks.of(pick if isinstance(pick, BadLogits) else [pick] for pick in last_rows)
         drawn = self._drawn.read()
-        picks: Picks = []
+        picks: list[list[int] | BadLogits] = []
         moves: dict[int, Many[int]] = {}
         for seq in range(step.num_picks):
             drafts = step.drafts.get(seq, NO_DRAFTS)
@@ -241,7 +233,7 @@ class _Verified(StepPicks):
                 moves[seq] = path
         if moves:
             self._move(moves)
-        return picks
+        return Picks.of(picks)
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
         """Like StepPicks.logprobs."""
@@ -294,7 +286,7 @@ def _parents(step: ScheduledStep) -> Int32Array:
     return parents
 
 
-def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tuple[Many[int] | BadLogits, Many[int]]:
+def _of_drawn(first: int | BadLogits, tokens: list[int], path: list[int]) -> tuple[list[int] | BadLogits, Many[int]]:
     """Like _found_right, for drawn drafts. first: the plain pick of their first row"""
     if tokens[-1] >= 0 and not isinstance(first, BadLogits):
         return tokens, path
@@ -303,7 +295,7 @@ def _of_drawn(first: int | BadLogits, tokens: Many[int], path: list[int]) -> tup
     return first if isinstance(first, BadLogits) else BadLogits("no token can be sampled: no probability is left"), []
 
 
-def _found_right(rows: Many[int | BadLogits], drafts: DraftTree) -> tuple[Many[int] | BadLogits, Many[int]]:
+def _found_right(rows: list[int | BadLogits], drafts: DraftTree) -> tuple[list[int] | BadLogits, Many[int]]:
     """The tokens from a sequence's last one on, and the drafts of all but the last of them.
 
     rows: the picks after the last token, and after each draft
@@ -320,8 +312,8 @@ def _found_right(rows: Many[int | BadLogits], drafts: DraftTree) -> tuple[Many[i
                 num += 1
         last = rows[num]
         if not isinstance(last, BadLogits):
-            return cast(Many[int], rows[: num + 1]), range(num)
-        return (cast(Many[int], rows[:num]), range(num - 1)) if num else (last, [])
+            return cast(list[int], rows[: num + 1]), range(num)
+        return (cast(list[int], rows[:num]), range(num - 1)) if num else (last, [])
     at: int | None = LAST_TOKEN
     while at is not None:
         pick = rows[1 + at]

@@ -24,6 +24,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers, StateCopy
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.metrics import Metrics
+from rocm_serve.appended import Picks
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.request import FinishReason, Request, Sequence
 from rocm_serve.sampling.sampling import Sampler
@@ -216,11 +217,12 @@ class World:
         """Reads the tokens of the step that was run last, unless that was done."""
         while self.pending:
             step, outputs = self.pending.pop()
-            taken = self.scheduler.finish_step(step, outputs[: step.num_picks])
-            for sequence, output, each in zip(step.picking, outputs, taken, strict=False):
-                assert each.token_ids == tuple(output[: len(each.token_ids)])
-                if each.reason is not None:
-                    self.results[sequence.number] = list(sequence.new_token_ids), each.reason
+            taken = self.scheduler.finish_step(step, Picks(outputs[: step.num_picks], {}))
+            for output, token_ids in zip(outputs, taken.token_ids, strict=False):
+                assert list(token_ids) == output[: len(token_ids)]
+            for place, reason in taken.reasons.items():
+                sequence = step.picking[place]
+                self.results[sequence.number] = list(sequence.new_token_ids), reason
 
     @staticmethod
     def _q_len(step: ScheduledStep) -> Iterator[tuple[Sequence, int]]:

@@ -14,7 +14,9 @@ from tests.amd.runner.serving import engine, some_requests, tokens_of
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 # Calls of Python and C functions in each layer of a decode step, checks included: transformers makes 190.
-CALLS_OF_A_LAYER = 211
+CALLS_OF_A_LAYER = 196
+# Likewise of each sequence in a step, for its token, its room and its event.
+CALLS_OF_A_SEQUENCE = 20
 NEW_TOKENS = 9
 
 
@@ -47,6 +49,11 @@ def test_a_layer_makes_as_many_calls_for_any_number_of_sequences() -> None:
         short, long = (calls_of_a_step(with_layers(num), batch, "cpu") for num in (2, 6))
         of_layer.append(long - short)
     assert of_layer[0] == of_layer[1]
+
+
+def test_a_sequence_of_a_decode_step_makes_few_calls() -> None:
+    few, many = (calls_of_a_step(with_layers(2), batch, "cpu") for batch in (2, 8))
+    assert 10 < (many - few) / 6 <= CALLS_OF_A_SEQUENCE
 
 
 def test_tokens_are_those_of_the_plain_kernels(graphs: bool) -> None:

@@ -30,6 +30,7 @@ from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.serving import BASE as EIGHT
 from tests.amd.runner.serving import all_pages_are_free, alone, faults_until_done, short_requests, until_done
 from tests.amd.runner.small_tokenizers import half_characters, sentencepiece
+from tests.amd.runner.test_ngrams import sequence
 from tests.amd.runner.tiny_model import NAN_TOKEN
 
 BASE = replace(EIGHT, max_batch_size=4)
@@ -362,8 +363,8 @@ def test_faults_of_two_steps_that_are_reported_together_fail_none_that_was_only_
 
 def test_a_step_is_found_across_the_wrap_of_its_number() -> None:
     recent = RecentSteps()
-    recent.note(INT32_MAX - 2, INT32_MAX - 1, [4])
-    recent.note(INT32_MAX - 1, 1, [5, 6])
+    recent.note(INT32_MAX - 2, INT32_MAX - 1, [sequence(1, number=4)])
+    recent.note(INT32_MAX - 1, 1, [sequence(1, number=5), sequence(1, number=6)])
     assert recent.requests_in(INT32_MAX - 1, 0) == frozenset({4})
     for step in (INT32_MAX, 0, 1):
         assert recent.requests_in(step, 0) == frozenset({5, 6})

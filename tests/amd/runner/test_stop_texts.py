@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rocm_attn.errors import BadRequest
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.paging.index_spaces import RESERVED_ROW
-from rocm_serve.appended import AppendedTokens, Picks
+from rocm_serve.appended import Appended, Picks
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -123,7 +123,7 @@ def test_who_has_ended_by_its_text_takes_nothing_of_the_step_that_runs(
         assert set(rows) <= {sequence.row for sequence in scheduler._running}
         move(accepted, seqs)
 
-    def noted_finish(step: ScheduledStep, picks: Picks) -> list[AppendedTokens]:
+    def noted_finish(step: ScheduledStep, picks: Picks) -> Appended:
         dropped.extend(sequence.row == RESERVED_ROW for sequence in step.sequences)
         return finish(step, picks)
 

@@ -1,0 +1,111 @@
+"""Machine code for sm_90 reads no register that nothing has written; the check of it finds what a compiler broke."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_attn.problem import Problem
+from tests.amd.offline import sparse_matrix, state_matrix
+from tests.amd.offline.compiling import ONLY_OLDEST, compiled_kernels
+from tests.amd.offline.matrix import ROWS, Row
+from tests.amd.offline.offline_driver import compiled_by, last_compiled_by
+from tests.amd.offline.unwritten_registers import reads_of_unwritten, unwritten_registers
+
+# Registers of each kind, of which a listing here has few.
+COLUMNS = {"R": 4, "P": 2, "UR": 8, "UP": 2}
+HEADS = """\
+\t.section\t.text.kernel,"ax",@progbits
+ // |  GPR  | PRED  |  UGPR  | UPRED  |
+ // |  # 0123  |  # 01  |  # 01234567  |  # 01  |
+"""
+
+
+def listing(*lines: str) -> str:
+    """A listing of nvdisasm. A line: an instruction; its reads; its writes; or a label, which ends in a colon."""
+    text, address = HEADS, 0
+    for line in lines:
+        if line.endswith(":"):
+            text += f"{line}\n"
+            continue
+        instruction, reads, writes = (part.strip() for part in f"{line};;".split(";")[:3])
+        cells = []
+        for kind, count in COLUMNS.items():
+            names = [f"{kind}{number}" for number in range(count)]
+            marks = [{(1, 0): "v", (0, 1): "^", (1, 1): "x"}.get((n in reads.split(), n in writes.split()), " ") for n in names]
+            cells.append("    " + "".join(marks) + "  ")
+        text += f"        /*{address:04x}*/    {instruction} ; // |{'|'.join(cells)}|\n"
+        address += 16
+    return text
+
+
+def found(*lines: str) -> list[str]:
+    return reads_of_unwritten(listing(*lines))
+
+
+WRITE, READ = "UMOV UR4, 0x1;;UR4", "UIADD3 UR5, UR4, 0x20, URZ;UR4;UR5"
+PRODUCT = "HGMMA.64x16x16.F32.BF16 R0, R2, gdesc[UR4].tnspB, R0, gsb0;R2 UR4 UR5 UR6 UR7;R0"
+
+
+def test_a_read_before_a_write_is_found_with_its_place() -> None:
+    (line,) = found(READ, WRITE, READ, "EXIT")
+    assert line.startswith("kernel: 0x0000 UIADD3 UR5, UR4, 0x20, URZ reads UR4, ")
+
+
+@pytest.mark.parametrize(
+    ("lines", "number"),
+    [
+        ((WRITE, READ, "EXIT"), 0),
+        # One of two paths writes.
+        (("ISETP P0, R1;;P0 R1", "@P0 BRA `(.L_x_0);P0", WRITE, ".L_x_0:", READ, "EXIT"), 1),
+        (("ISETP P0;;P0", "@P0 BRA `(.L_x_0);P0", WRITE, "BRA `(.L_x_1)", ".L_x_0:", WRITE, ".L_x_1:", READ, "EXIT"), 0),
+        # A loop writes at its end what it reads at its beginning.
+        (("ISETP P0;;P0", ".L_x_0:", READ, WRITE, "@P0 BRA `(.L_x_0);P0", "EXIT"), 1),
+        ((WRITE, "ISETP P0;;P0", ".L_x_0:", READ, WRITE, "@P0 BRA `(.L_x_0);P0", "EXIT"), 0),
+        # A branch with a second predicate goes on.
+        (("ISETP P0;;P0", WRITE, "BRA !P0, `(.L_x_0);P0", "NOP", ".L_x_0:", READ, "EXIT"), 0),
+        (("ISETP P0;;P0", "BRA !P0, `(.L_x_0);P0", WRITE, ".L_x_0:", READ, "EXIT"), 1),
+        # A table of branches.
+        ((WRITE, 'BRX R0 -0x3f0 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)', ".L_x_0:", READ, "EXIT", ".L_x_1:", READ, "EXIT"), 0),
+        (('BRX R0 -0x3f0 (*"BRANCH_TARGETS .L_x_0,.L_x_1"*)', ".L_x_0:", WRITE, ".L_x_1:", READ, "EXIT"), 1),
+        # A function writes for its caller, and reads what its callers have written.
+        (("CALL.REL.NOINC `($f)", READ, "EXIT", "$f:", WRITE, "RET.REL.NODEC R0 `(kernel)"), 0),
+        (("CALL.REL.NOINC `($f)", WRITE, "EXIT", "$f:", READ, "RET.REL.NODEC R0 `(kernel)"), 1),
+        ((WRITE, "CALL.REL.NOINC `($f)", READ, "EXIT", "$f:", READ, "RET.REL.NODEC R0 `(kernel)"), 0),
+        # A write under a predicate is a write; a predicate is a register.
+        (("ISETP P0;;P0", f"@P0 {WRITE}", READ, "EXIT"), 0),
+        (("@P1 EXIT;P1", "EXIT"), 1),
+        (("USEL UR4, UP0;UP0;UR4", READ, "EXIT"), 1),
+        # A copy of nothing is no read, and no write either.
+        (("MOV R0, UR4;UR4;R0", "R2UR UR4, R0;R0;UR4", WRITE, READ, "EXIT"), 0),
+        (("MOV R0, UR4;UR4;R0", "R2UR UR4, R0;R0;UR4", READ, "EXIT"), 1),
+        ((WRITE, "MOV R0, UR4;UR4;R0", "R2UR UR5, R0;R0;UR5", "UIADD3 UR6, UR5, 1, URZ;UR5;UR6", "EXIT"), 0),
+        # Half a word and a bit begin a register.
+        (("PRMT R0, RZ, 0x7610, R0;R0;R0", "FADD R1, R0, R0;R0;R1", "EXIT"), 0),
+        (("LOP3.LUT R0, R0, 0xfffffffb, RZ, 0xc0, !PT;R0;R0", "EXIT"), 0),
+        (("LOP3.LUT R0, R1, 0xfffffffb, RZ, 0xc0, !PT;R1;R0", "EXIT"), 1),
+        # Only the description of the second matrix is read if the first is in registers.
+        (("MOV R2, 1;;R2", "UMOV UR6, 1;;UR6", "UMOV UR7, 1;;UR7", PRODUCT, "EXIT"), 0),
+        (("MOV R2, 1;;R2", "UMOV UR4, 1;;UR4", "UMOV UR5, 1;;UR5", PRODUCT, "EXIT"), 1),
+    ],
+)  # fmt: skip
+def test_each_path_counts(lines: tuple[str, ...], number: int) -> None:
+    assert len(found(*lines)) == number
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ((), "lists no instruction"),
+        (("JMP `(.L_x_0)", ".L_x_0:", "EXIT"), "is not followed"),
+        (("BRX R0 -0x3f0", "EXIT"), "does not say where it leads"),
+        (("EXIT", READ, "EXIT"), "no path that is known leads to"),
+        ((WRITE, READ), "is the last instruction, and leads on"),
+        (("CALL.REL.NOINC `($f)", "EXIT", "$f:", "EXIT"), "does not return"),
+    ],
+)
+def test_code_that_is_not_followed_is_no_right_code(lines: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        found(*lines)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import pytest
 import torch
+from triton.compiler import CompiledKernel
 
-from rocm_attn.problem import Problem
+from rocm_attn.errors import Unsupported
+from rocm_attn.machine.releases import Release
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.providers.select import select
 from tests.amd.offline import sparse_matrix, state_matrix
-from tests.amd.offline.compiling import ONLY_OLDEST, compiled_kernels
-from tests.amd.offline.matrix import ROWS, Row
+from tests.amd.offline.compiling import OLDEST_TRITON, ONLY_OLDEST, compiled_kernels
+from tests.amd.offline.matrix import ROWS, Row, launch_mixed_step, launch_rest
 from tests.amd.offline.offline_driver import compiled_by, last_compiled_by
 from tests.amd.offline.unwritten_registers import reads_of_unwritten, unwritten_registers
 
@@ -34,7 +40,10 @@ def listing(*lines: str) -> str:
         cells = []
         for kind, count in COLUMNS.items():
             names = [f"{kind}{number}" for number in range(count)]
-            marks = [{(1, 0): "v", (0, 1): "^", (1, 1): "x"}.get((n in reads.split(), n in writes.split()), " ") for n in names]
+            marks = [
+                {(1, 0): "v", (0, 1): "^", (1, 1): "x"}.get((n in reads.split(), n in writes.split()), " ")
+                for n in names
+            ]
             cells.append("    " + "".join(marks) + "  ")
         text += f"        /*{address:04x}*/    {instruction} ; // |{'|'.join(cells)}|\n"
         address += 16
@@ -109,3 +118,83 @@ def test_each_path_counts(lines: tuple[str, ...], number: int) -> None:
 def test_code_that_is_not_followed_is_no_right_code(lines: tuple[str, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         found(*lines)
+
+
+ON_SM_90 = [row for row in ROWS if row.arch == "sm_90"]
+# The layer whose deterministic kernels the oldest Triton breaks, and its like.
+BROKEN = Row("sm_90", (3, 1), (24, 8), torch.bfloat16, 4)
+# Values in one block of 16 columns or of 32, which matrix products describe in a way of their own, and uneven ones.
+NARROW = ((16, 8), (16, 16), (24, 24), (24, 32), (64, 32), (128, 32), (512, 32))
+UNEVEN = ((8, 24), (16, 64), (64, 128), (72, 40), (128, 256), (256, 128), (320, 256))
+SCORED = {"window_left": 13, "logits_soft_cap": 2.0, "has_sinks": True}
+ATTENTION = ("_decode_kernel", "_extend_kernel")
+IN_SEGMENTS = ("_segment_decode_kernel", "_segment_extend_kernel")
+
+
+def found_in(kernels: Iterable[CompiledKernel]) -> list[str]:
+    kernels = list(kernels)
+    assert kernels
+    return [line for kernel in kernels for line in unwritten_registers(kernel)]
+
+
+def attention_of(row: Row, problem: Problem, *, deterministic: bool) -> dict[str, CompiledKernel]:
+    """The kernels of decode and of extend of a layer, in a step of both."""
+    names = IN_SEGMENTS if deterministic else ATTENTION
+    return last_compiled_by(lambda: launch_mixed_step(row, [problem], deterministic=deterministic), row.arch, names)
+
+
+def only_oldest(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in ONLY_OLDEST:
+        test = mark(test)
+    return test
+
+
+@only_oldest
+@pytest.mark.parametrize(("score", "broken"), [({}, "_segment_extend_kernel"), (SCORED, "_segment_decode_kernel")])
+def test_what_the_oldest_triton_breaks_is_found_and_refused(score: dict[str, float], broken: str) -> None:
+    problem = replace(BROKEN.problems[0], **score)  # type: ignore[arg-type]
+    assert found_in([attention_of(BROKEN, problem, deterministic=True)[broken]])
+    target = known_target("sm_90")
+    target = replace(target, releases=replace(target.releases, triton=Release.of(OLDEST_TRITON)))
+    with pytest.raises(Unsupported):
+        select(problem, target, "triton", deterministic=True)
+    assert not found_in(attention_of(BROKEN, problem, deterministic=False).values())
+    like = replace(BROKEN, dims=(24, 24))
+    assert not found_in(attention_of(like, replace(like.problems[0], **score), deterministic=True).values())  # type: ignore[arg-type]
+
+
+def _by_night(rows: Iterable[object], by_day: Collection[object] = ()) -> pytest.MarkDecorator:
+    """Runs a test with these rows, those of by_day in every run."""
+    marks = {row: [pytest.mark.nightly] * (row not in by_day) for row in rows}
+    return pytest.mark.parametrize("row", [pytest.param(row, id=str(row), marks=marks[row]) for row in rows])
+
+
+@only_oldest
+@_by_night(
+    [(dims, exact) for dims in (*NARROW, *UNEVEN) for exact in (False, True)], [((16, 16), True), ((128, 32), True)]
+)
+def test_no_narrow_or_uneven_head_is_read_unwritten(row: tuple[tuple[int, int], bool]) -> None:
+    dims, deterministic = row
+    layer = replace(BROKEN, dims=dims)
+    for score in ({}, SCORED):
+        problem = replace(layer.problems[0], **score)  # type: ignore[arg-type]
+        assert not found_in(attention_of(layer, problem, deterministic=deterministic).values())
+
+
+@only_oldest
+@_by_night([row for row in (*sparse_matrix.ROWS, *state_matrix.ROWS) if row.arch == "sm_90"])
+def test_nothing_sparse_or_recurrent_is_read_unwritten(row: sparse_matrix.SparseRow | state_matrix.StateRow) -> None:
+    assert not found_in(compiled_by(row.launch, row.arch))
+
+
+@only_oldest
+@_by_night(ON_SM_90)
+def test_no_kernel_of_a_row_reads_what_nothing_has_written(row: Row) -> None:
+    assert not found_in(compiled_kernels(row))
+
+
+@only_oldest
+@pytest.mark.nightly
+def test_no_kernel_of_metadata_and_of_engines_reads_what_nothing_has_written() -> None:
+    row = next(row for row in ON_SM_90 if row.dims == (128, 128) and row.pool is PoolKind.SPLIT)
+    assert not found_in(compiled_by(lambda: launch_rest(row), row.arch))

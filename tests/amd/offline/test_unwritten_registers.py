@@ -79,6 +79,7 @@ def test_a_read_before_a_write_is_found_with_its_place() -> None:
         # A branch with a second predicate goes on.
         (("ISETP P0;;P0", WRITE, "BRA !P0, `(.L_x_0);P0", "NOP", ".L_x_0:", READ, "EXIT"), 0),
         (("ISETP P0;;P0", "BRA !P0, `(.L_x_0);P0", WRITE, ".L_x_0:", READ, "EXIT"), 1),
+        ((WRITE, "BRA.DIV UR4, `(.L_x_0);UR4", READ, "EXIT", ".L_x_0:", READ, "EXIT"), 0),
         # A table of branches.
         ((WRITE, TABLE, ".L_x_0:", READ, "EXIT", ".L_x_1:", READ, "EXIT"), 0),
         ((TABLE, ".L_x_0:", WRITE, ".L_x_1:", READ, "EXIT"), 1),

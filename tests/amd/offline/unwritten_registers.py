@@ -137,7 +137,10 @@ def _written_before(code: _Code, begin: int, written: int) -> dict[int, int]:
 
 
 def _followers(code: _Code, place: int, written: int) -> Iterator[tuple[int, int]]:
-    """Yields the instructions that may follow one, with what is written then."""
+    """Yields the instructions that may follow one, with what is written then.
+
+    Threads that meet again (BSYNC), or work together (WARPSYNC.COLLECTIVE), go on with the next instruction.
+    """
     step = code.steps[place]
     if step.name in _NOT_FOLLOWED:
         raise ValueError(f"where {step} leads is not followed")
@@ -155,8 +158,8 @@ def _followers(code: _Code, place: int, written: int) -> Iterator[tuple[int, int
         if step.name == "CALL":
             after |= _written_by(code, targets[0])
         else:
-            # A branch may have a second predicate, as its first operand.
-            goes_on = bool(step.predicate) or step.operands.lstrip("!").startswith(("P", "UP"))
+            # A branch may have another condition as its first operand: a predicate, or the threads that diverge.
+            goes_on = bool(step.predicate) or (step.name == "BRA" and "," in step.operands)
     if goes_on:
         if place + 1 == len(code.steps):
             raise ValueError(f"{step} is the last instruction, and leads on")

@@ -24,8 +24,11 @@ from rocm_attn.providers.triton_entries import Ranged
 from rocm_attn.providers.triton_later import triton_launches
 
 # The ptxas of CUDA 12.8, which Triton 3.6 has, adds to a uniform register that nothing has written where the address of
-# a block of V was: seen in heads of 24/8 and 128/16, not in 16/16. That of CUDA 12.9, which Triton 3.9 has, does not.
-_NARROW, _RIGHT_TRITON = 16, (3, 9)
+# a block of V was. It does so in some kernels whose V has a block of 16 or 32 columns and whose K has a wider one, by
+# scores and heads: 24/8, 128/16, 128/32 and 256/32. That of CUDA 12.9, which Triton 3.9 has, does not.
+# tests/amd/offline/test_unwritten_registers.py compiles these, and others without it.
+_NARROW_BLOCKS = (16, 32)
+RIGHT_TRITON = (3, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,9 @@ def _extend_in(tiles: SegmentTiles, problem: Problem, min_q_len: int = 1) -> Seg
 
 def _tiles(problem: Problem, target: Target) -> SegmentTiles:
     dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
-    triton, is_narrow = target.releases.triton, problem.v_head_dim <= _NARROW < problem.head_dim
-    if target.arch == "sm_90" and is_narrow and triton != UNKNOWN and triton.numbers < _RIGHT_TRITON:
+    triton = target.releases.triton
+    is_narrow = any(problem.v_head_dim <= columns < problem.head_dim for columns in _NARROW_BLOCKS)
+    if target.arch == "sm_90" and is_narrow and triton != UNKNOWN and triton.numbers < RIGHT_TRITON:
         raise NoTiles(
             f"Triton {triton} compiles deterministic kernels of head_dim {problem.head_dim} and "
             f"v_head_dim {problem.v_head_dim} wrongly for sm_90; install Triton 3.9 or later"

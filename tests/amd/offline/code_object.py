@@ -1,7 +1,7 @@
 """The cost of a compiled kernel, read without any vendor's tool chain except the one inside Triton's wheel.
 
 AMD: the assembly that Triton's own assembler turns into the hsaco. NVIDIA: cuobjdump, which Triton's wheel brings,
-prints the resources of a cubin.
+prints the resources of a cubin, and nvdisasm which registers its instructions read and write.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from rocm_lab.simulator.code_figures import CodeFigures, only_match
+from tests.amd.offline.unwritten_registers import unwritten_registers
 from tests.amd.offline.warpgroup_products import PRODUCTS, Instruction, instructions, touched_while_running
 
 
@@ -41,6 +42,7 @@ class NvidiaCode:
     matrix_ops:    wgmma and mma instructions
     has_dot:       true if the source has a matrix product
     touched:       instructions that touch registers of a running wgmma (warpgroup_products.py)
+    unwritten:     reads of registers that nothing has written (unwritten_registers.py)
     """
 
     registers: int
@@ -50,6 +52,7 @@ class NvidiaCode:
     matrix_ops: int
     has_dot: bool
     touched: tuple[str, ...]
+    unwritten: tuple[str, ...]
 
 
 def read_amd_code(compiled: CompiledKernel) -> AmdCode:
@@ -60,7 +63,7 @@ def read_amd_code(compiled: CompiledKernel) -> AmdCode:
 
 
 def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
-    """Returns the resources of a kernel compiled for cuda. Raises ValueError if cuobjdump does not state one."""
+    """Returns the resources of a kernel compiled for cuda. Raises ValueError if a tool does not state one."""
     report = _cuobjdump(compiled, "-res-usage")
     has_warpgroup_products = "wgmma.mma_async" in compiled.asm["ptx"]
     return NvidiaCode(
@@ -71,6 +74,7 @@ def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
         matrix_ops=len(re.findall(r"(?m)^\s+(?:@\S+\s+)?(?:wgmma\.mma_async|mma)\.", compiled.asm["ptx"])),
         has_dot=_has_dot(compiled),
         touched=_touched(machine_code(compiled)) if has_warpgroup_products else (),
+        unwritten=tuple(unwritten_registers(compiled)),
     )
 
 

@@ -240,8 +240,7 @@ def launch_all(row: Row) -> None:
     _launch_masked_step(row)
     if row.kv is not KVEncoding.LIKE_Q:
         if _has_segments(row):
-            runtime, rows = _runtime(row, row.problems, deterministic=True)
-            _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+            launch_mixed_step(row, row.problems, deterministic=True)
         return
     if not row.is_large:
         _launch_experts(row)
@@ -255,6 +254,12 @@ def launch_all(row: Row) -> None:
     # In float32, which no model is served in, extend that is not causal costs sm_90 24 bytes of spilled registers.
     if runtime.target.is_amd or row.dtype != torch.float32:
         _launch_shared_step(row)
+
+
+def launch_mixed_step(row: Row, problems: list[Problem], *, deterministic: bool) -> None:
+    """Launches a step of decode and extend of these layers, with LSE, over a pool of the row's size."""
+    runtime, rows = _runtime(row, problems, deterministic=deterministic)
+    _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
 
 
 def _decodes_by_number(row: Row) -> bool:
@@ -334,8 +339,7 @@ def _launch_latent(row: Row) -> None:
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
     _launch_step(runtime, _batch(rows, [32] * 16))
-    runtime, rows = _runtime(row, row.problems[:1], deterministic=True)
-    _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
+    launch_mixed_step(row, row.problems[:1], deterministic=True)
     masked = replace(row.problems[0], custom_mask=True)
     for deterministic in (False, True):
         runtime, rows = _runtime(row, [masked], deterministic=deterministic)

@@ -310,6 +310,7 @@ def nvidia_complaints(row: Compiled, name: str, code: NvidiaCode) -> Iterator[st
     if code.has_dot and not code.matrix_ops and row.dtype != torch.float32:
         yield "a product without matrix instructions"
     yield from code.touched[:1]
+    yield from code.unwritten[:1]
 
 
 def launched_in_the_matrix(arch: str, *, is_large: bool) -> list[LaunchedTiles]:

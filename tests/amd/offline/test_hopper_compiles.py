@@ -34,6 +34,7 @@ from tests.amd.offline.barriers import misused_barriers
 from tests.amd.offline.code_object import machine_code, read_nvidia_code
 from tests.amd.offline.early_launches import assert_waits
 from tests.amd.offline.offline_driver import compiled_by
+from tests.amd.offline.unwritten_registers import unwritten_registers
 
 pytestmark = [
     pytest.mark.oldest_triton,
@@ -192,6 +193,7 @@ def assert_fast(
     assert_waits(kernel, reads_before=False)
     assert_waits(merge, reads_before=True)
     assert_sound(kernel, spilled)
+    assert not unwritten_registers(merge)
     opcodes = [each.opcode for each in machine_code(kernel)]
     assert ("VOTE.ANY" in opcodes) == parameters_to_scale
     waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))
@@ -199,9 +201,10 @@ def assert_fast(
 
 
 def assert_sound(kernel: CompiledKernel, spilled: int) -> None:
-    """Asserts that it fits, spills at most `spilled` bytes, and keeps off running products and barriers' memory."""
+    """Asserts that it fits, spills at most `spilled` bytes, and keeps off running products, barriers and garbage."""
     code = read_nvidia_code(kernel)
     assert not code.touched
+    assert not code.unwritten
     assert not misused_barriers(kernel.asm["ptx"])
     assert code.stack_bytes <= spilled
     assert code.local_bytes == 0

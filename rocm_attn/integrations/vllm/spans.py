@@ -21,11 +21,29 @@ from rocm_attn.step.host_ring import HostRing
 
 
 class Span(NamedTuple):
-    """The tokens of an image, from the first one until the end, of a sequence of the step."""
+    """The tokens of an image, from the first one until the end, of a sequence of the step.
+
+    start: the first new token of the sequence
+    """
 
     seq: int
     first: int
     end: int
+    start: int
+
+
+class StepSpans(NamedTuple):
+    """The spans of a step.
+
+    mask: NO_CELLS if its tokens see themselves and what comes before
+    far:  int32 [n, 3], on the device: those of the mask that begin before a window that they override
+    """
+
+    mask: DeviceSpans | NoCells
+    far: Tensor | None = None
+
+
+NO_SPANS = StepSpans(NO_CELLS)
 
 
 class GroupSpans:
@@ -37,7 +55,8 @@ class GroupSpans:
 
     def __init__(self, problems: Collection[Problem], num_seqs: int, num_tokens: int, device: torch.device) -> None:
         self.is_needed = any(problem.custom_mask for problem in problems)
-        self._is_passed = any(problem.spans_pass_window for problem in problems)
+        passed = [problem.window_left for problem in problems if problem.spans_pass_window]
+        self._is_passed, self._passed_window = bool(passed), min(passed, default=INT32_MAX)
         windows = [problem.window_left for problem in problems if problem.window_left != UNLIMITED_WINDOW]
         self._shortest_window = min(windows, default=INT32_MAX)
         if not self.is_needed:
@@ -54,15 +73,15 @@ class GroupSpans:
         """The spans of a masked step that has none."""
         return DeviceSpans(self._of_images[:0])
 
-    def of(self, common: CommonMetadata) -> DeviceSpans | NoCells:
-        """Returns a step's spans; NO_CELLS if its tokens see themselves and what comes before.
+    def of(self, common: CommonMetadata) -> StepSpans:
+        """Returns a step's spans.
 
         Raises Unsupported for a step that is not causal, or has images, in layers that were not declared so; for one
         whose tokens a window hides from each other; and for an image of which only a part is in the step.
         """
-        if common.max_query_len <= 1:
-            _images_of(common)  # refuses a token whose image goes on
-            return NO_CELLS  # the last token of its KV sees all of it anyway
+        # A token whose image goes on is refused. The last token of its KV sees all of it anyway, unless a window hides it.
+        if common.max_query_len <= 1 and not any(map(self._is_far, _images_of(common))):
+            return NO_SPANS
         if not self.is_needed:
             require_causal(common)
             if _images_of(common):
@@ -70,9 +89,9 @@ class GroupSpans:
                     "vLLM gives images whose tokens see each other to layers of which it has not said so "
                     "(is_mm_prefix_lm); choose another attention backend for this model"
                 )
-            return NO_CELLS
+            return NO_SPANS
         if common.causal is not True:
-            return self._whole(common, common.causal)
+            return StepSpans(self._whole(common, common.causal))
         return self._images(_images_of(common))
 
     def _whole(self, common: CommonMetadata, causal: bool | Tensor) -> DeviceSpans:
@@ -96,13 +115,19 @@ class GroupSpans:
         torch.mul(is_open, INT32_MAX, out=spans[:, 2])
         return DeviceSpans(spans)
 
-    def _images(self, found: Sequence[Span]) -> DeviceSpans | NoCells:
+    def _images(self, found: Sequence[Span]) -> StepSpans:
         """The spans of the images that have new tokens in the step."""
         if not found:
-            return NO_CELLS
+            return NO_SPANS
+        far = [span for span in found if self._is_far(span)]
         spans = self._of_images[: len(found)]
-        self._ring.send([word for span in found for word in span], spans)
-        return DeviceSpans(spans)
+        in_order = [*far, *(span for span in found if not self._is_far(span))]
+        self._ring.send([word for span in in_order for word in span[:3]], spans)
+        return StepSpans(DeviceSpans(spans), spans[: len(far)] if far else None)
+
+    def _is_far(self, span: Span) -> bool:
+        """True if an image overrides a window, and begins before that of the first new token."""
+        return span.first < span.start - self._passed_window
 
 
 def _images_of(common: CommonMetadata) -> Sequence[Span]:
@@ -124,5 +149,5 @@ def _images_of(common: CommonMetadata) -> Sequence[Span]:
                     f"an image has the tokens {first} to {last} of request {seq}, and the step ends with its token "
                     f"{stop - 1}; the tokens of an image see each other, so set --disable-chunked-mm-input"
                 )
-            found.append(Span(seq, first, last + 1))  # vLLM counts to the last token
+            found.append(Span(seq, first, last + 1, start))  # vLLM counts to the last token
     return found

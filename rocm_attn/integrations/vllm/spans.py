@@ -79,7 +79,7 @@ class GroupSpans:
         Raises Unsupported for a step that is not causal, or has images, in layers that were not declared so; for one
         whose tokens a window hides from each other; and for an image of which only a part is in the step.
         """
-        # A token whose image goes on is refused. The last token of its KV sees all of it anyway, unless a window hides it.
+        # A token whose image goes on is refused. The last one of its KV sees all of it, unless a window hides a part.
         if common.max_query_len <= 1 and not any(map(self._is_far, _images_of(common))):
             return NO_SPANS
         if not self.is_needed:

@@ -22,15 +22,13 @@ from rocm_attn.integrations.encoder_rows import store_at_slots
 from rocm_attn.integrations.vllm.idle_blocks import IdleBlocks, no_blocks
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
-from rocm_attn.integrations.vllm.spans import NO_SPANS, GroupSpans
+from rocm_attn.integrations.vllm.spans import GroupSpans
 from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, as_vllm_makes_it, external_step
 from rocm_attn.kernels.cache.layer_pages import has_even_slots
-from rocm_attn.kernels.metadata.error_word import ERROR_WORD, WINDOW_WITHOUT_PAGE
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.target import detect_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.adopted_pages import EnginePages
-from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.kernels import choose_kernels
@@ -198,8 +196,7 @@ class KVGroup:
         """
         if (lent := self._options.lent()).turn not in (0, self._turn):
             self._try_again(common, lent)
-        own = ReplayShape.of(common)
-        mask, far = NO_SPANS if self._options.is_cross else self._spans.of(common)
+        own, mask = ReplayShape.of(common), NO_CELLS if self._options.is_cross else self._spans.of(common)
         known = self._captured.get(own.padded)
         is_captured = known is not None and known.shape.serves(own)
         shape, kv_len = known.shape if known is not None and is_captured else own, common.seq_lens
@@ -210,11 +207,6 @@ class KVGroup:
             kv_len = kv_len[: common.num_reqs] * (common.block_table_tensor[: common.num_reqs, 0] > 0)
         if is_captured and isinstance(mask, NoCells):
             mask = self._captured_mask(shape)
-        elif is_captured and shape.max_q_len == 1:
-            raise Unsupported(
-                "a step of one token for each request replays a graph of decodes, and one of the tokens is in an image "
-                "that begins before its window; set --no-enable-prefix-caching"
-            )
         attention = self._renewed(common)
         # Without any token all are padding: a decode's shape would give a single sequence one.
         num_seqs = common.num_reqs if common.num_actual_tokens else 0
@@ -223,8 +215,6 @@ class KVGroup:
             attention.replay_fill(known.fill)
         else:
             attention.fill(slots)
-        if far is not None:
-            _report_lost_pages(attention, far)
         return StepOfGroup(attention.step_number, shape.num_tokens, slots)
 
     def begin_capture(self, common: CommonMetadata) -> StepOfGroup:
@@ -479,21 +469,6 @@ def _require_kernels(
             deterministic=options.deterministic,
             device=torch.device("meta"),  # no kernel is tried yet
         )
-
-
-def _report_lost_pages(attention: ExternalAttention, spans: Tensor) -> None:
-    """Sets WINDOW_WITHOUT_PAGE in a step that was filled, if a span begins in a block that vLLM has taken back.
-
-    vLLM keeps no more than a window of a prefix that it has found in its cache, whatever images there are. Blocks go
-    from the front: if the first one of a span is there, all are.
-
-    spans: int32 [n, 3]: sequence of the step, first token, end
-    """
-    step = attention.gate.begun().step.spaces[0]
-    seq, first = spans[:, 0].long(), spans[:, 1].long()
-    page = step.table[step.row_of_seq[seq].long(), first // attention.tables.page_size]
-    is_lost = (seq < step.counts[0]) & (page == RESERVED_PAGE)
-    step.counts[ERROR_WORD : ERROR_WORD + 1].bitwise_or_(is_lost.any().int() * WINDOW_WITHOUT_PAGE)
 
 
 def _place(slots: Tensor | None) -> int:

@@ -21,29 +21,11 @@ from rocm_attn.step.host_ring import HostRing
 
 
 class Span(NamedTuple):
-    """The tokens of an image, from the first one until the end, of a sequence of the step.
-
-    start: the first new token of the sequence
-    """
+    """The tokens of an image, from the first one until the end, of a sequence of the step."""
 
     seq: int
     first: int
     end: int
-    start: int
-
-
-class StepSpans(NamedTuple):
-    """The spans of a step.
-
-    mask: NO_CELLS if its tokens see themselves and what comes before
-    far:  int32 [n, 3], on the device: those of the mask that begin before a window that they override
-    """
-
-    mask: DeviceSpans | NoCells
-    far: Tensor | None = None
-
-
-NO_SPANS = StepSpans(NO_CELLS)
 
 
 class GroupSpans:
@@ -73,26 +55,27 @@ class GroupSpans:
         """The spans of a masked step that has none."""
         return DeviceSpans(self._of_images[:0])
 
-    def of(self, common: CommonMetadata) -> StepSpans:
-        """Returns a step's spans.
+    def of(self, common: CommonMetadata) -> DeviceSpans | NoCells:
+        """Returns a step's spans; NO_CELLS if its tokens see themselves and what comes before.
 
         Raises Unsupported for a step that is not causal, or has images, in layers that were not declared so; for one
-        whose tokens a window hides from each other; and for an image of which only a part is in the step.
+        whose tokens a window hides from each other; and for an image of which only a part is in the step, or that
+        begins before a window that it overrides.
         """
-        # A token whose image goes on is refused. The last one of its KV sees all of it, unless a window hides a part.
-        if common.max_query_len <= 1 and not any(map(self._is_far, _images_of(common))):
-            return NO_SPANS
+        if common.max_query_len <= 1:
+            self._images_of(common)  # refuses a token whose image goes on
+            return NO_CELLS  # the last token of its KV sees all of it anyway
         if not self.is_needed:
             require_causal(common)
-            if _images_of(common):
+            if self._images_of(common):
                 raise Unsupported(
                     "vLLM gives images whose tokens see each other to layers of which it has not said so "
                     "(is_mm_prefix_lm); choose another attention backend for this model"
                 )
-            return NO_SPANS
+            return NO_CELLS
         if common.causal is not True:
-            return StepSpans(self._whole(common, common.causal))
-        return self._images(_images_of(common))
+            return self._whole(common, common.causal)
+        return self._images(self._images_of(common))
 
     def _whole(self, common: CommonMetadata, causal: bool | Tensor) -> DeviceSpans:
         """The spans of a step of which all requests, or some, are not causal."""
@@ -115,39 +98,42 @@ class GroupSpans:
         torch.mul(is_open, INT32_MAX, out=spans[:, 2])
         return DeviceSpans(spans)
 
-    def _images(self, found: Sequence[Span]) -> StepSpans:
+    def _images(self, found: Sequence[Span]) -> DeviceSpans | NoCells:
         """The spans of the images that have new tokens in the step."""
         if not found:
-            return NO_SPANS
-        far = [span for span in found if self._is_far(span)]
+            return NO_CELLS
         spans = self._of_images[: len(found)]
-        in_order = [*far, *(span for span in found if not self._is_far(span))]
-        self._ring.send([word for span in in_order for word in span[:3]], spans)
-        return StepSpans(DeviceSpans(spans), spans[: len(far)] if far else None)
+        self._ring.send([word for span in found for word in span], spans)
+        return DeviceSpans(spans)
 
-    def _is_far(self, span: Span) -> bool:
-        """True if an image overrides a window, and begins before that of the first new token."""
-        return span.first < span.start - self._passed_window
+    def _images_of(self, common: CommonMetadata) -> Sequence[Span]:
+        """The images with new tokens. Lengths on the host are those of the device for prompts.
 
-
-def _images_of(common: CommonMetadata) -> Sequence[Span]:
-    """The images with new tokens. Lengths on the host are those of the device for prompts."""
-    if not common.mm_req_doc_ranges:
-        return ()
-    if common.query_start_loc_cpu is None or common.seq_lens_cpu_upper_bound is None:
-        raise WrongState("vLLM gives ranges of images for a step without its lengths on the host")
-    starts, kv_len = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
-    found = []
-    for seq, ranges in common.mm_req_doc_ranges.items():
-        stop = kv_len[seq]
-        start = stop - (starts[seq + 1] - starts[seq])
-        for first, last in ranges:
-            if max(first, start) >= min(last + 1, stop):
-                continue
-            if last >= stop:
-                raise Unsupported(
-                    f"an image has the tokens {first} to {last} of request {seq}, and the step ends with its token "
-                    f"{stop - 1}; the tokens of an image see each other, so set --disable-chunked-mm-input"
-                )
-            found.append(Span(seq, first, last + 1, start))  # vLLM counts to the last token
-    return found
+        vLLM makes no spans of images that are longer than a window which they override. So it has taken back no block
+        of one, and a step of one token needs no mask.
+        """
+        if not common.mm_req_doc_ranges:
+            return ()
+        if common.query_start_loc_cpu is None or common.seq_lens_cpu_upper_bound is None:
+            raise WrongState("vLLM gives ranges of images for a step without its lengths on the host")
+        starts, kv_len = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
+        found = []
+        for seq, ranges in common.mm_req_doc_ranges.items():
+            stop = kv_len[seq]
+            start = stop - (starts[seq + 1] - starts[seq])
+            for first, last in ranges:
+                if max(first, start) >= min(last + 1, stop):
+                    continue
+                if last >= stop:
+                    raise Unsupported(
+                        f"an image has the tokens {first} to {last} of request {seq}, and the step ends with its token "
+                        f"{stop - 1}; the tokens of an image see each other, so set --disable-chunked-mm-input"
+                    )
+                if first < start - self._passed_window:
+                    raise Unsupported(
+                        f"an image begins with token {first} of request {seq}, and the step with token {start}, in "
+                        f"layers whose images override a window of {self._passed_window + 1} keys; vLLM may have taken "
+                        "back what lies before a window, so set --no-enable-prefix-caching"
+                    )
+                found.append(Span(seq, first, last + 1))  # vLLM counts to the last token
+        return found

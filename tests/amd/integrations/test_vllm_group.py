@@ -199,48 +199,28 @@ def test_an_image_of_which_the_first_tokens_were_found_in_the_cache_is_seen_whol
     runner = Runner([replace(TERMS, sliding_window=7)], device=device, provider=provider, mask=IMAGES)
     runner.admit()
     runner.step([13])
-    runner.images = {0: [(4, 24)]}
+    runner.images = {0: [(7, 24)]}
     runner.step([20])
     runner.groups[0].attention.check_device()
 
 
-def test_the_last_token_of_an_image_in_a_step_by_itself_sees_what_lies_before_its_window(
-    device: torch.device, provider: str
-) -> None:
-    """A graph of decodes has no masks, and vLLM would replay it."""
-    runner = Runner([replace(TERMS, sliding_window=7)], device=device, provider=provider, mask=IMAGES)
-    for _ in range(2):
-        runner.admit()
-    runner.step([20, 3])
-    runner.images = {0: [(4, 20)]}
-    runner.step([1, 1])
-    runner.images = {0: [(15, 21)]}  # from the first token in the window on
-    decodes = runner.capture(2, 2, 1)
-    decodes.run([1, 1])
-    runner.images = {0: [(15, 22)]}
-    with pytest.raises(Unsupported, match="replays a graph of decodes, and one of the tokens is in an image that begi"):
-        decodes.run([1, 1])
-    runner.groups[0].attention.check_device()
-
-
-@pytest.mark.parametrize("new", [5, 1])
-def test_an_image_that_begins_in_a_block_that_vllm_has_taken_back_is_a_fault(
+@pytest.mark.parametrize("new", [20, 1])
+def test_an_image_that_begins_before_a_window_that_it_overrides_is_refused(
     new: int, device: torch.device, provider: str
 ) -> None:
-    """Of a cached prefix vLLM keeps the blocks of a window, whatever images there are."""
-    runner = Runner([replace(TERMS, sliding_window=7)], device=device, provider=provider, mask=IMAGES)
-    for _ in range(2):
+    """vLLM makes no such spans. It would have taken their blocks back, and a step of one token has no mask."""
+    for mask in (IMAGES, MaskTerms(spans=True)):
+        runner = Runner([replace(TERMS, sliding_window=7)], device=device, provider=provider, mask=mask)
         runner.admit()
-    runner.step([32, 32])
-    for row in range(2):
-        runner.evict(row, 0, 1)
-    runner.images = {0: [(2, 14), (16, 31 + new)], 1: [(41, 50)]}
-    runner.step([new, 1])
-    runner.groups[0].attention.check_device()
-    runner.images = {1: [(15, 32 + new)]}
-    runner.step_unseen([1, new])
-    with pytest.raises(DeviceFault, match="was in a page that its row no longer holds"):
-        runner.groups[0].attention.check_device()
+        runner.step([13])
+        runner.images = {0: [(2, 5), (6, 12 + new)]}
+        if mask is IMAGES:
+            with pytest.raises(
+                Unsupported, match="an image begins with token 6 of request 0, and the step with token 13"
+            ):
+                runner.step([new])
+        else:
+            runner.step([new])
 
 
 @pytest.mark.parametrize("terms", [replace(TERMS, sliding_window=9), TERMS], ids=["window", "plain"])

@@ -131,6 +131,24 @@ def selected_cut(
     return SelectedCut(rows, -(-ratio // head_blocks), -(-blocks // part_blocks), part_blocks * tiles.key_block)
 
 
+def selected_words(
+    num_tokens: int,
+    selection_keys: int,
+    v_head_dim: int,
+    *,
+    heads: tuple[int, int],
+    tiles: SelectedTiles,
+    programs: int,
+) -> int:
+    """float32 words of scratch that hold num_tokens padded tokens, and any fewer. Arguments: selected_cut's.
+
+    Fewer tokens are cut into more parts each, and all together into no more than `programs`.
+    """
+    one = selected_cut(1, selection_keys, heads=heads, tiles=tiles, programs=programs)
+    parts = min(programs, num_tokens * one.rows * one.parts)
+    return parts * one.row_heads * (v_head_dim + 2) if one.parts > 1 else 0
+
+
 def segment_cut(selection_keys: int, *, heads: tuple[int, int], tiles: SegmentTiles) -> SelectedCut:
     """The cut of deterministic attention, for any number of tokens: a part is a segment. Arguments: selected_cut's."""
     num_kv_heads, ratio = heads

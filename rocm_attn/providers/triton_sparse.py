@@ -18,7 +18,7 @@ from rocm_attn.kernels.cache.page_format import RECORDS, SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
-from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
+from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_words
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import (
     IndexTiles,
@@ -84,9 +84,9 @@ class TritonSelected:
         return f"triton.selected({self.problem}, {self.tiles}, programs={self.programs})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        heads = self.problem.num_kv_heads, self.problem.gqa_ratio
-        cut = selected_cut(shape.num_tokens, self.keys, heads=heads, tiles=self.tiles, programs=self.programs)
-        return cut.words(shape.num_tokens, self.problem.v_head_dim)
+        problem = self.problem
+        heads, sizes = (problem.num_kv_heads, problem.gqa_ratio), (shape.num_tokens, self.keys, problem.v_head_dim)
+        return selected_words(*sizes, heads=heads, tiles=self.tiles, programs=self.programs)
 
     def attend(self, args: SelectedArgs) -> None:
         triton_launches.launch_selected_attention(

@@ -13,11 +13,13 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES, extend_choices
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, ExtendTileChoice
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import Problem
+from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens, likely_q_len
+from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import Selection, select
 from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.worlds.problems import small_problem
@@ -103,6 +105,30 @@ def test_memory_for_the_largest_shape_holds_every_smaller_one(arch: str, kind: S
             shape = PaddedShape(kind, min(64, num_tokens), num_tokens)
             assert kernel.workspace_words(shape) <= kernel.workspace_words(largest)
             assert kernel.schedule.words(shape) <= kernel.schedule.words(largest)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+@pytest.mark.parametrize("of_records", [False, True])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_memory_for_the_largest_sparse_step_holds_every_smaller_one(heads: int, of_records: bool, arch: str) -> None:
+    """Few tokens are cut into more parts each. Engines name the largest step of their graphs alone."""
+    indexing = Indexing(scale=1.0, top=2048)
+    chooses = Problem(heads, 1, 576, BF16, 64, v_head_dim=512, scale=1.0, pool=PoolKind.LATENT)
+    kinds = Indexer(64, 128, indexing), EarlierSelection(indexing)
+    records = (
+        {"kv_encoding": KVEncoding.E4M3FNUZ if arch == "gfx942" else KVEncoding.E4M3FN, "kv_scales": Scales.GROUP}
+        if of_records
+        else {}
+    )
+    for problem in (replace(chooses, indexer=each, **records) for each in kinds):
+        pool = PoolSize(num_pages=100, max_kv_len=4096, max_num_seqs=256)
+        for deterministic in {False, not of_records}:
+            found = select(problem, known_target(arch), "triton", pool=pool, deterministic=deterministic)
+            words = [
+                found.kernel(StepKind.DECODE).bound.workspace_words(PaddedShape(StepKind.DECODE, tokens, tokens))
+                for tokens in range(1, 257)
+            ]
+            assert words == sorted(words)
 
 
 def rows_of(arch: str, gqa_ratio: int, dim: int) -> Sequence[ExtendTileChoice]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -116,12 +115,10 @@ def test_memory_for_the_largest_sparse_step_holds_every_smaller_one(heads: int, 
     indexing = Indexing(scale=1.0, top=2048)
     chooses = Problem(heads, 1, 576, BF16, 64, v_head_dim=512, scale=1.0, pool=PoolKind.LATENT)
     kinds = Indexer(64, 128, indexing), EarlierSelection(indexing)
-    records = (
-        {"kv_encoding": KVEncoding.E4M3FNUZ if arch == "gfx942" else KVEncoding.E4M3FN, "kv_scales": Scales.GROUP}
-        if of_records
-        else {}
-    )
-    for problem in (replace(chooses, indexer=each, **records) for each in kinds):
+    if of_records:
+        encoding = KVEncoding.E4M3FNUZ if arch == "gfx942" else KVEncoding.E4M3FN
+        chooses = replace(chooses, kv_encoding=encoding, kv_scales=Scales.GROUP)
+    for problem in (replace(chooses, indexer=each) for each in kinds):
         pool = PoolSize(num_pages=100, max_kv_len=4096, max_num_seqs=256)
         for deterministic in {False, not of_records}:
             found = select(problem, known_target(arch), "triton", pool=pool, deterministic=deterministic)

@@ -36,9 +36,13 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from rocm_attn.errors import Unsupported
 from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.integrations.host_blocks import HostBlocks, Moved, Transfer
 from rocm_attn.integrations.plugins import VLLM
+
+# vLLM's setting, from 0.33 on, for the bytes that requests may load within the step that they run in.
+_LOADS_IN_STEP = "sync_load_budget_bytes"
 
 
 class CheckedManager(CPUOffloadingManager):
@@ -183,10 +187,18 @@ class CheckedWorkerMetadata(OffloadingWorkerMetadata):
 
 
 class CheckedOffloadingConnector(OffloadingConnector):
-    """vLLM's OffloadingConnector, with a checksum of each block that leaves the device and comes back."""
+    """vLLM's OffloadingConnector, with a checksum of each block that leaves the device and comes back.
+
+    Raises Unsupported for loads within the step that reads them: it would have begun before a block is refused.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         chosen = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if int(chosen.get(_LOADS_IN_STEP, 0)):
+            raise Unsupported(
+                f"{_LOADS_IN_STEP} is {chosen[_LOADS_IN_STEP]}: a step would read blocks that it has just loaded, "
+                "before one that has changed is refused; leave it out of kv_connector_extra_config"
+            )
         chosen |= {"spec_name": CheckedSpec.__name__, "spec_module_path": CheckedSpec.__module__}
         super().__init__(vllm_config, role, kv_cache_config)
         self._request_of_load: dict[int, str] = {}

@@ -113,9 +113,17 @@ class StepMaker:
         captured: bool,
         hides_pads: bool = False,
     ) -> ExternalStep:
-        """Returns a step with the same number of new tokens in each sequence."""
+        """Returns a step with the same number of new tokens in each sequence, unless the batch says how many each has.
+
+        SGLang captures none of the latter (DSpark's compact mode) with this backend.
+        """
         verifies, count, rows = batch.forward_mode.is_target_verify(), batch.batch_size, batch.req_pool_indices
         width = draft_width(batch)
+        ragged = getattr(batch.spec_info, "ragged_verify_layout", None) if verifies else None
+        if ragged is not None:
+            lens, tokens = ragged.verify_lens[:count], max(1, len(batch.positions))
+            kv_len, new = batch.seq_lens[:count] + lens, NewLengths(lens)
+            return ExternalStep(num_seqs, count, tokens, kv_len, new, rows, 1, width, self.max_kv_len, mask=cells)
         more = width if verifies else 0
         kv_len = self._kv_len.of(batch, more=more, hides_pads=hides_pads) if more or hides_pads else batch.seq_lens
         new = NewLengths(self._of_width(width, count))

@@ -37,7 +37,8 @@ class GroupSpans:
 
     def __init__(self, problems: Collection[Problem], num_seqs: int, num_tokens: int, device: torch.device) -> None:
         self.is_needed = any(problem.custom_mask for problem in problems)
-        self._is_passed = any(problem.spans_pass_window for problem in problems)
+        passed = [problem.window_left for problem in problems if problem.spans_pass_window]
+        self._is_passed, self._passed_window = bool(passed), min(passed, default=INT32_MAX)
         windows = [problem.window_left for problem in problems if problem.window_left != UNLIMITED_WINDOW]
         self._shortest_window = min(windows, default=INT32_MAX)
         if not self.is_needed:
@@ -58,14 +59,15 @@ class GroupSpans:
         """Returns a step's spans; NO_CELLS if its tokens see themselves and what comes before.
 
         Raises Unsupported for a step that is not causal, or has images, in layers that were not declared so; for one
-        whose tokens a window hides from each other; and for an image of which only a part is in the step.
+        whose tokens a window hides from each other; and for an image of which only a part is in the step, or that
+        begins before a window that it overrides.
         """
         if common.max_query_len <= 1:
-            _images_of(common)  # refuses a token whose image goes on
+            self._images_of(common)  # refuses a token whose image goes on
             return NO_CELLS  # the last token of its KV sees all of it anyway
         if not self.is_needed:
             require_causal(common)
-            if _images_of(common):
+            if self._images_of(common):
                 raise Unsupported(
                     "vLLM gives images whose tokens see each other to layers of which it has not said so "
                     "(is_mm_prefix_lm); choose another attention backend for this model"
@@ -73,7 +75,7 @@ class GroupSpans:
             return NO_CELLS
         if common.causal is not True:
             return self._whole(common, common.causal)
-        return self._images(_images_of(common))
+        return self._images(self._images_of(common))
 
     def _whole(self, common: CommonMetadata, causal: bool | Tensor) -> DeviceSpans:
         """The spans of a step of which all requests, or some, are not causal."""
@@ -104,25 +106,34 @@ class GroupSpans:
         self._ring.send([word for span in found for word in span], spans)
         return DeviceSpans(spans)
 
+    def _images_of(self, common: CommonMetadata) -> Sequence[Span]:
+        """The images with new tokens. Lengths on the host are those of the device for prompts.
 
-def _images_of(common: CommonMetadata) -> Sequence[Span]:
-    """The images with new tokens. Lengths on the host are those of the device for prompts."""
-    if not common.mm_req_doc_ranges:
-        return ()
-    if common.query_start_loc_cpu is None or common.seq_lens_cpu_upper_bound is None:
-        raise WrongState("vLLM gives ranges of images for a step without its lengths on the host")
-    starts, kv_len = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
-    found = []
-    for seq, ranges in common.mm_req_doc_ranges.items():
-        stop = kv_len[seq]
-        start = stop - (starts[seq + 1] - starts[seq])
-        for first, last in ranges:
-            if max(first, start) >= min(last + 1, stop):
-                continue
-            if last >= stop:
-                raise Unsupported(
-                    f"an image has the tokens {first} to {last} of request {seq}, and the step ends with its token "
-                    f"{stop - 1}; the tokens of an image see each other, so set --disable-chunked-mm-input"
-                )
-            found.append(Span(seq, first, last + 1))  # vLLM counts to the last token
-    return found
+        vLLM makes no spans of images that are longer than a window which they override. So it has taken back no block
+        of one, and a step of one token needs no mask.
+        """
+        if not common.mm_req_doc_ranges:
+            return ()
+        if common.query_start_loc_cpu is None or common.seq_lens_cpu_upper_bound is None:
+            raise WrongState("vLLM gives ranges of images for a step without its lengths on the host")
+        starts, kv_len = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
+        found = []
+        for seq, ranges in common.mm_req_doc_ranges.items():
+            stop = kv_len[seq]
+            start = stop - (starts[seq + 1] - starts[seq])
+            for first, last in ranges:
+                if max(first, start) >= min(last + 1, stop):
+                    continue
+                if last >= stop:
+                    raise Unsupported(
+                        f"an image has the tokens {first} to {last} of request {seq}, and the step ends with its token "
+                        f"{stop - 1}; the tokens of an image see each other, so set --disable-chunked-mm-input"
+                    )
+                if first < start - self._passed_window:
+                    raise Unsupported(
+                        f"an image begins with token {first} of request {seq}, and the step with token {start}, in "
+                        f"layers whose images override a window of {self._passed_window + 1} keys; vLLM may have taken "
+                        "back what lies before a window, so set --no-enable-prefix-caching"
+                    )
+                found.append(Span(seq, first, last + 1))  # vLLM counts to the last token
+        return found

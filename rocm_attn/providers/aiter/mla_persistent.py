@@ -6,7 +6,7 @@ the schedule's own buffers into it, so a schedule that has moved must be made ag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -119,14 +119,18 @@ class SharesOfFew:
     splits: EqualSplits
 
     def words(self, shape: PaddedShape) -> int:
-        return self._of(shape).words(shape)
+        """Room for this step and for every smaller one: shares of few sequences take more than splits of many."""
+        few = replace(shape, num_seqs=min(shape.num_seqs, self.max_seqs))
+        return max(self.shares.words(few), self.splits.words(shape))
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        self._of(bounds.shape).build(queries, step, bounds, words)
+        work = self._of(bounds.shape)
+        work.build(queries, step, bounds, words[: work.words(bounds.shape)])
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
         """Arguments of mla_decode_fwd for a schedule that was built into words."""
-        return self._of(shape).as_arguments(shape, words)
+        work = self._of(shape)
+        return work.as_arguments(shape, words[: work.words(shape)])
 
     def _of(self, shape: PaddedShape) -> LatentShares | EqualSplits:
         return self.shares if shape.num_seqs <= self.max_seqs else self.splits

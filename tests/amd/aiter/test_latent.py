@@ -10,8 +10,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadProblem, BadTensor, Unsupported
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import PoolKind, Problem
-from rocm_attn.providers.aiter.mla import bind_latent_decode
-from rocm_attn.providers.contract import SMALLEST_POOL
+from rocm_attn.providers.aiter.mla_persistent import SharesOfFew
 from rocm_attn.providers.select import select
 from tests.amd.aiter.checks import ContractBroken
 from tests.amd.aiter.serving import CPU, GFX942, latent_problem, world
@@ -59,11 +58,22 @@ def serve_every_kind_of_step(num_q_heads: int, launches: int, aiter: StandIn) ->
 def test_a_schedule_is_made_for_as_many_sequences_as_equal_splits_do_not_fill_the_device(arch: str, most: int) -> None:
     target = known_target(arch)
     bound = select(latent_problem(), target, "aiter").kernels[StepKind.DECODE].bound
-    splits = bind_latent_decode(latent_problem(), target, SMALLEST_POOL)
-    shape = PaddedShape(StepKind.DECODE, most, most)
-    assert bound.schedule.words(shape) > 8 * target.compute_units > splits.schedule.words(shape) - most
-    more = PaddedShape(StepKind.DECODE, most + 1, most + 1)
-    assert bound.schedule.words(more) == splits.schedule.words(more)
+    schedule = bound.schedule
+    assert isinstance(schedule, SharesOfFew)
+    for num_seqs in (most, most + 1):
+        shape = PaddedShape(StepKind.DECODE, num_seqs, num_seqs)
+        given = schedule.as_arguments(shape, torch.zeros(schedule.words(shape), dtype=torch.int32))
+        assert ("work_info_set" in given) == (num_seqs == most)
+        splits = given.get("num_kv_splits_indptr")
+        assert splits is None or len(splits) == num_seqs + 1  # type: ignore[arg-type]  # a tensor
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_memory_for_the_schedule_of_many_sequences_holds_that_of_few(arch: str) -> None:
+    """Engines name the largest step of their graphs alone."""
+    schedule = select(latent_problem(), known_target(arch), "aiter").kernels[StepKind.DECODE].bound.schedule
+    words = [schedule.words(PaddedShape(StepKind.DECODE, num_seqs, num_seqs)) for num_seqs in range(1, 257)]
+    assert words == sorted(words)
 
 
 @pytest.mark.fast(2)

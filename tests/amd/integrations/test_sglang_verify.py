@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -189,3 +190,19 @@ def test_a_tree_of_drafts_is_verified_by_its_mask_alone(
     graph = Graph(engine, 4, width=DRAFTS, mode=Mode.TARGET_VERIFY, topk=2)
     graph.replay(requests, mask=chains_and_branches(requests), into=engine.hooks.mask_cells)
     assert kinds == [StepKind.EXTEND, *[StepKind.MASKED] * 3]
+
+
+@pytest.mark.parametrize("padded", [7, 9])
+def test_sequences_may_verify_different_numbers_of_drafts(padded: int, device: torch.device, provider: str) -> None:
+    """DSpark's compact mode verifies as many drafts of a sequence as are likely to be accepted, eagerly."""
+    engine = Engine(provider, device, draft_tokens=4, windows=(-1, 4))
+    requests = [engine.admit() for _ in range(3)]
+    engine.run(Mode.EXTEND, requests, [5, 9, 2])
+    for new in ([2, 4, 1], [1, 2, 4]):
+        batch = engine.batch(Mode.TARGET_VERIFY, requests, new)
+        batch.spec_info.ragged_verify_layout = SimpleNamespace(verify_lens=engine.ints(new).int())
+        step = engine.step_of(batch, new, padded)
+        engine.hooks.init_forward_metadata(step.batch)
+        engine.finish(requests, step)
+        engine.hooks.attention.check_device()
+        requests[1].kv_len -= 1

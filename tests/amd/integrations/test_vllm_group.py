@@ -199,9 +199,28 @@ def test_an_image_of_which_the_first_tokens_were_found_in_the_cache_is_seen_whol
     runner = Runner([replace(TERMS, sliding_window=7)], device=device, provider=provider, mask=IMAGES)
     runner.admit()
     runner.step([13])
-    runner.images = {0: [(4, 24)]}
+    runner.images = {0: [(7, 24)]}
     runner.step([20])
     runner.groups[0].attention.check_device()
+
+
+@pytest.mark.parametrize("new", [20, 1])
+def test_an_image_that_begins_before_a_window_that_it_overrides_is_refused(
+    new: int, device: torch.device, provider: str
+) -> None:
+    """vLLM makes no such spans. It would have taken their blocks back, and a step of one token has no mask."""
+    for mask in (IMAGES, MaskTerms(spans=True)):
+        runner = Runner([replace(TERMS, sliding_window=7)], device=device, provider=provider, mask=mask)
+        runner.admit()
+        runner.step([13])
+        runner.images = {0: [(2, 5), (6, 12 + new)]}
+        if mask is IMAGES:
+            with pytest.raises(
+                Unsupported, match="an image begins with token 6 of request 0, and the step with token 13"
+            ):
+                runner.step([new])
+        else:
+            runner.step([new])
 
 
 @pytest.mark.parametrize("terms", [replace(TERMS, sliding_window=9), TERMS], ids=["window", "plain"])

@@ -68,14 +68,6 @@ def test_a_schedule_is_made_for_as_many_sequences_as_equal_splits_do_not_fill_th
         assert splits is None or len(splits) == num_seqs + 1  # type: ignore[arg-type]  # a tensor
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-def test_memory_for_the_schedule_of_many_sequences_holds_that_of_few(arch: str) -> None:
-    """Engines name the largest step of their graphs alone."""
-    schedule = select(latent_problem(), known_target(arch), "aiter").kernels[StepKind.DECODE].bound.schedule
-    words = [schedule.words(PaddedShape(StepKind.DECODE, num_seqs, num_seqs)) for num_seqs in range(1, 257)]
-    assert words == sorted(words)
-
-
 @pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("function", "q_len"), [("mla_decode_fwd", [1, 1]), ("mla_decode_fwd", [2, 3]), ("mla_prefill_fwd", [2, 5])]

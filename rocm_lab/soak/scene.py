@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,10 @@ class Scene(Calls):
     # State that refused calls keep
 
     def check_device(self) -> None:
-        """Checks the device of the runtime."""
+        """Checks the device of the runtime, or lets a step without sequences report what came before it."""
+        if self.open is None and self.rng.random() < 0.5:
+            self.last = self.verified = None
+            self.runner.run(self.batch([]))
         self.runtime.check_device()
 
     def state(self) -> tuple[object, ...]:
@@ -240,6 +244,17 @@ class Scene(Calls):
         self.oracle.free(row)
         self.unsure.discard(row)
         self.freed.append(row)
+
+    def end(self, row: int) -> None:
+        """Frees a row."""
+        self.call(f"free row {row}", partial(self.runtime.table.free, row), right=True)
+        self.gone(row)
+
+    def drop_all(self) -> None:
+        """Drops all kept pages."""
+        self.call("drop_all", self.runtime.table.kept.drop_all, right=True)
+        self.dropped += self.kept
+        self.kept.clear()
 
     def cut(self, row: int, kv_len: int) -> None:
         """A row keeps its first tokens alone."""

@@ -100,7 +100,7 @@ def _rows(scene: Scene) -> list[int]:
     rng, longest = scene.rng, scene.options.max_kv_len - _END_BEFORE
     for row in scene.rows:
         if scene.length(row) > longest or (not scene.surely_goes_on(row) and rng.random() < 0.3):
-            _end(scene, row)
+            scene.end(row)
     rows = [row for row in scene.rows if scene.surely_goes_on(row)]
     rng.shuffle(rows)
     most = min(len(rows), scene.options.max_num_seqs)
@@ -121,12 +121,7 @@ def _with_room(scene: Scene, seqs: Sequence[Seq]) -> list[Seq]:
                     del scene.kept[id_]
             else:
                 victim = scene.rows[-1]
-                _end(scene, victim)
+                scene.end(victim)
                 left = [seq for seq in left if seq.row != victim]
         else:
             return left
-
-
-def _end(scene: Scene, row: int) -> None:
-    scene.call(f"row {row} ends", partial(scene.runtime.table.free, row), right=True)
-    scene.gone(row)

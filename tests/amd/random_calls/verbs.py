@@ -50,10 +50,8 @@ def scales_from_scratch(scene: Scene) -> None:
     if scene.kind != "eight bits" or scene.open is not None:
         return kv_scales(scene)
     for row in scene.rows:
-        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
-        scene.gone(row)
-    scene.call("drop_all", scene.runtime.table.kept.drop_all)
-    scene.kept.clear()
+        scene.end(row)
+    scene.drop_all()
     step = scene.rng.choice((0.5, 1.0, 2.0))
     given = scene.call("set_kv_scales", lambda: scene.runtime.set_kv_scales(0, KVScales(step, 1 / step)))
     if given is not REFUSED:
@@ -248,14 +246,10 @@ def clear(scene: Scene) -> None:
     rng = scene.rng
     while len(scene.rows) > 4 or any(scene.length(row) > scene.options.max_kv_len - 12 for row in scene.rows):
         row = max(scene.rows, key=scene.length) if rng.random() < 0.5 else rng.choice(scene.rows)
-        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
-        scene.gone(row)
+        scene.end(row)
     for row in [row for row in scene.rows if not scene.surely_goes_on(row) or UNKNOWN in scene.oracle.kv[row]]:
-        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
-        scene.gone(row)
+        scene.end(row)
     if len(scene.kept) > 6:
-        scene.call("drop_all", scene.runtime.table.kept.drop_all)
-        scene.dropped += list(scene.kept)
-        scene.kept.clear()
+        scene.drop_all()
     scene.sent = scene.sent[-4:]
     scene.log = scene.log[-12:]

@@ -84,15 +84,15 @@ def serve(scene: Scene, what: str, lengths: Iterable[int]) -> None:
         for row, new in zip(_rows(scene), lengths, strict=False)
     ]
     seqs = _with_room(scene, seqs)
-    run, halves = (by_runner_in_halves, 2) if rng.random() < 0.25 else (by_runner, 1)
+    run = by_runner_in_halves if rng.random() < 0.25 else by_runner
     batch = scene.batch(seqs)
     pad_to = None
     if rng.random() < 0.15:
         # One in three also pads tokens, as if another rank prefilled.
         more = 2 * max(1, batch.num_tokens) if rng.random() < 0.3 else 0
         pad_to = PadTo(2 * len(seqs) + 2 * rng.randint(1, 2), more)
-    what += " in halves" * (halves == 2)
-    judged_step(scene, run, what, seqs, batch, halves=halves, pad_to=pad_to, right=True)
+    what += " in halves" * (run is by_runner_in_halves)
+    judged_step(scene, run, what, seqs, batch, pad_to=pad_to, right=True)
 
 
 def _rows(scene: Scene) -> list[int]:

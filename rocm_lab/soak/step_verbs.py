@@ -74,7 +74,7 @@ def reserve_for(scene: Scene, seqs: list[Seq]) -> None:
                 return
 
 
-def padded_step(scene: Scene, run: Run, what: str, halves: int = 1) -> None:
+def padded_step(scene: Scene, run: Run, what: str) -> None:
     """A whole step, sometimes padded beyond what the ladder pads it to."""
     seqs, wrong = new_tokens(scene, scene.some())
     try:
@@ -82,7 +82,7 @@ def padded_step(scene: Scene, run: Run, what: str, halves: int = 1) -> None:
     except RocmAttnError:
         return
     beyond = scene.rng.random() < 0.15
-    judged_step(scene, run, what, seqs, batch, wrong, halves, PadTo(2 * len(seqs) + 4) if beyond else None)
+    judged_step(scene, run, what, seqs, batch, wrong, PadTo(2 * len(seqs) + 4) if beyond else None)
 
 
 def judged_step(
@@ -92,7 +92,6 @@ def judged_step(
     seqs: list[Seq],
     batch: StepBatch,
     wrong: str = "",
-    halves: int = 1,
     pad_to: PadTo | None = None,
     *,
     right: bool = False,
@@ -111,7 +110,7 @@ def judged_step(
     scene.staged(batch, seqs)
     scene.stored(seqs)
     padding = scene.runtime.padding
-    shape = padding.shape(batch, pad_to) if halves == 1 else padding.split_shape(batch, pad_to)
+    shape = padding.split_shape(batch, pad_to) if run in _IN_HALVES else padding.shape(batch, pad_to)
     scene.played(Played.of(scene.turn, scene.log[-LAST_CALLS:], scene.model, scene.oracle, what, seqs, given, shape))
     return True
 
@@ -143,11 +142,12 @@ def by_hand(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
 
 def step_halves(scene: Scene) -> None:
     """The same in two halves."""
+    padded_step(scene, by_hand_in_halves, "two halves")
 
-    def run(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
-        return finish_by_hand(scene, scene.runtime.step(batch, scene.runtime.plan(batch, pad_to, halves=2)), batch)
 
-    padded_step(scene, run, "two halves", halves=2)
+def by_hand_in_halves(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+    """Run a step in two halves, call by call."""
+    return finish_by_hand(scene, scene.runtime.step(batch, scene.runtime.plan(batch, pad_to, halves=2)), batch)
 
 
 def step_compiled(scene: Scene) -> None:
@@ -208,7 +208,15 @@ def by_runner_in_halves(scene: Scene, batch: StepBatch, pad_to: PadTo | None) ->
 
 def run_graphed_halves(scene: Scene) -> None:
     """StepRunner.run() in halves."""
-    padded_step(scene, by_runner_in_halves, "runner.run in halves", halves=2)
+    padded_step(scene, by_runner_in_halves, "runner.run in halves")
+
+
+_IN_HALVES: tuple[Run, Run] = by_hand_in_halves, by_runner_in_halves
+
+
+def a_run(scene: Scene) -> Run:
+    """A way to run a step."""
+    return scene.rng.choice((by_hand, by_runner, *_IN_HALVES))
 
 
 def run_eagerly(scene: Scene) -> None:
@@ -285,7 +293,7 @@ def tree_over(scene: Scene, row: int) -> tuple[Seq, list[int], list[int]]:
 
 def verify(scene: Scene) -> None:
     """A step of trees, by hand or by the runner; their paths may be moved afterwards."""
-    rows, run = [row for row in scene.some(2) if scene.length(row)], scene.rng.choice((by_hand, by_runner))
+    rows, run = [row for row in scene.some(2) if scene.length(row)], a_run(scene)
     trees = [tree_over(scene, row) for row in rows]
     if trees:
         reserve_for(scene, [seq for seq, _, _ in trees])

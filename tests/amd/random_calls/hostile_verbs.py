@@ -10,7 +10,7 @@ from rocm_lab.soak.model import NOT_FINITE_ID
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.shown_verbs import going_on
-from rocm_lab.soak.step_verbs import by_hand, by_runner, judged_step, reserve_for
+from rocm_lab.soak.step_verbs import a_run, judged_step, reserve_for
 from rocm_lab.soak.table_verbs import fork_at
 from tests.amd.runtime.interrupts import OutOfMemory
 
@@ -24,8 +24,7 @@ def step_of_infinities(scene: Scene) -> None:
     if not rows:
         return
     scene.provoked = True
-    run = scene.rng.choice((by_hand, by_runner))
-    if judged_step(scene, run, "a step of infinities", seqs, scene.batch(seqs)):
+    if judged_step(scene, a_run(scene), "a step of infinities", seqs, scene.batch(seqs)):
         if not scene.listen():
             raise Finding("an infinite V was not reported")
         scene.last = None

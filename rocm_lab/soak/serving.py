@@ -11,6 +11,7 @@ from rocm_attn.errors import OutOfPages
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.step_verbs import (
+    Run,
     after_round,
     by_runner,
     by_runner_in_halves,
@@ -58,7 +59,7 @@ def trees(scene: Scene) -> None:
     drawn = [tree for tree in drawn if tree[0].row in fit]
     if not drawn:
         return
-    verify_trees(scene, drawn, by_runner)
+    verify_trees(scene, drawn, _runner(scene))
     if scene.verified is not None and scene.rng.random() < 0.8:
         unsure = set(scene.unsure)
         move_paths(scene, scene.verified, [], "")
@@ -70,6 +71,11 @@ def rounds(scene: Scene) -> None:
     drafts = scene.rng.choice(scene.options.drafts)
     seqs = _with_room(scene, after_round(scene, _rows(scene), drafts))
     round_by_runner(scene, [seq.row for seq in seqs], drafts)
+
+
+def _runner(scene: Scene) -> Run:
+    """A step by the runner, sometimes in halves."""
+    return by_runner_in_halves if scene.rng.random() < 0.25 else by_runner
 
 
 def _chunk(scene: Scene) -> int:
@@ -84,7 +90,7 @@ def serve(scene: Scene, what: str, lengths: Iterable[int]) -> None:
         for row, new in zip(_rows(scene), lengths, strict=False)
     ]
     seqs = _with_room(scene, seqs)
-    run = by_runner_in_halves if rng.random() < 0.25 else by_runner
+    run = _runner(scene)
     batch = scene.batch(seqs)
     pad_to = None
     if rng.random() < 0.15:

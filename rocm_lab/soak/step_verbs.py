@@ -105,7 +105,7 @@ def judged_step(
     if scene.open is not None:
         return False
     if given is REFUSED:
-        scene.last = None
+        scene.last = scene.verified = None  # it may have been staged, or not
         return False
     scene.staged(batch, seqs)
     scene.stored(seqs)

@@ -234,7 +234,7 @@ def _go_on(scene: Scene, rows: list[int], *, right: bool) -> None:
     batch = scene.batch(seqs)
     given = scene.call(f"rows {rows} go on", lambda: scene.runner.run(batch), right=right)
     if given is REFUSED:
-        scene.last = None
+        scene.last = scene.verified = None
         return
     scene.staged(batch, seqs)
     scene.stored(seqs)

@@ -43,13 +43,13 @@ from rocm_lab.soak.setting import DRAWN, MAX_SEQS, Setting, setting_of
 
 @dataclass(slots=True)
 class Begun:
-    """A step that was begun by hand, and is open. done: (part, layer) that were stored; lives: of its rows"""
+    """A step that was begun by hand, and is open. done: layers that were stored; lives: of its rows"""
 
     step: Step
     seqs: list[Seq]
     lives: dict[int, int]
     changes: dict[int, int]
-    done: set[tuple[int, int]] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -303,7 +303,7 @@ class Scene(Calls):
 
     def stored_in_layer(self, begun: Begun, layer: int) -> None:
         """A layer of an open step has stored: until all have, the tokens that were stored before it may be gone."""
-        begun.done.add((0, layer))
+        begun.done.add(layer)
         for seq in begun.seqs:
             if seq.row in self.oracle.kv and begun.lives[seq.row] == self.lives[seq.row]:
                 self.forget_from(seq)

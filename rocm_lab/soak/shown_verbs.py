@@ -15,10 +15,10 @@ from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.step_verbs import a_run, judged_step, reserve_for
 
 
-def going_on(scene: Scene, most: int = 3) -> list[Seq]:
+def going_on(scene: Scene, most: int = 3, fewest: int = 1) -> list[Seq]:
     """New tokens of some rows that surely go on, with room for them."""
     rows = [row for row in scene.some(3) if scene.surely_goes_on(row)]
-    seqs = [Seq(row, scene.length(row), scene.ids(scene.rng.randint(1, most))) for row in rows]
+    seqs = [Seq(row, scene.length(row), scene.ids(scene.rng.randint(fewest, most))) for row in rows]
     reserve_for(scene, seqs)
     return [seq for seq in seqs if scene.room(seq.row) >= seq.end]
 
@@ -92,12 +92,8 @@ def step_sharing_prefixes(scene: Scene) -> None:
 
 def verify_drafts(scene: Scene) -> None:
     """A step of a token and drafts; any number of them is taken back, and the rows go on from there."""
-    rng = scene.rng
-    rows = [row for row in scene.some(3) if scene.surely_goes_on(row)]
-    seqs = [Seq(row, scene.length(row), scene.ids(scene.setting.num_drafts)) for row in rows]
-    reserve_for(scene, seqs)
-    seqs = [seq for seq in seqs if scene.room(seq.row) >= seq.end]
-    run = a_run(scene)
+    rng, run = scene.rng, a_run(scene)
+    seqs = going_on(scene, scene.setting.num_drafts, scene.setting.num_drafts)
     if not seqs or not judged_step(scene, run, "drafts to verify", seqs, scene.batch(seqs)):
         return
     is_cut = rng.random() < 0.7

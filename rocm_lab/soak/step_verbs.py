@@ -24,7 +24,7 @@ from rocm_attn.step.step import Step
 from rocm_lab.soak.calls import LAST_CALLS, REFUSED, in_another_thread
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.judge import Played
-from rocm_lab.soak.model import attend_turned, looked_up
+from rocm_lab.soak.model import LayerTables, attend_turned, looked_up
 from rocm_lab.soak.scene import Begun, Scene, Verified, draft_id, draft_parent, same_branch
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.setting import CHAIN, TREE
@@ -431,26 +431,19 @@ def store_one(scene: Scene) -> None:
     """A part of the open step stores in a layer."""
     if scene.open is None:
         return old_layers(scene)
-    for number, layer in enumerate(scene.model.layers):
-        if (0, number) in scene.open.done:
-            continue
-        part = scene.open.step.parts[0]
-        _, k, v = layer.of(scene.model.entries(part))
+    number = next((each for each in range(len(scene.model.outputs)) if each not in scene.open.done), None)
+    if number is None:
+        return None
+    part, layer = scene.open.step.parts[0], scene.model.outputs[number]
+    entry = scene.model.entries(part)
+    if isinstance(layer, LayerTables):
+        _, k, v = layer.of(entry)
         calls = scene.compiled.of(part) if scene.rng.random() < 0.3 else part.layers
-        if scene.call(f"layer {number} stores", partial(calls.store, number, k, v)) is not REFUSED:
-            scene.stored_in_layer(scene.open, number)
-        return None
-    for number, each in enumerate(scene.model.recurrent):
-        key = len(scene.model.layers) + number
-        if (0, key) in scene.open.done:
-            continue
-        part = scene.open.step.parts[0]
-        if (
-            scene.call(f"recurrent layer {number}", partial(each.run, part, number, scene.model.entries(part)))
-            is not REFUSED
-        ):
-            scene.stored_in_layer(scene.open, key)
-        return None
+        run: Callable[[], object] = partial(calls.store, number, k, v)
+    else:
+        run = partial(layer.run, part, number - len(scene.model.layers), entry)
+    if scene.call(f"layer {number} stores", run) is not REFUSED:
+        scene.stored_in_layer(scene.open, number)
     return None
 
 
@@ -496,8 +489,7 @@ def close_of(scene: Scene) -> None:
     begun = scene.open
     assert begun is not None
     scene.open, scene.over = None, begun.step
-    every = {(0, number) for number in range(len(scene.model.outputs))}
-    if begun.done >= every:
+    if begun.done >= {*range(len(scene.model.outputs))}:
         scene.stored(begun.seqs, begun.changes, begun.lives)
     elif begun.done or scene.model.recurrent:
         for seq in begun.seqs:

@@ -174,21 +174,17 @@ VERBS: dict[str, Verb] = {
     )
 }  # fmt: skip
 
-# Calls that reach states of recurrent layers, or come between those that do; there are no masks and no rounds.
-STATE_VERBS: dict[str, Verb] = {
+# Calls that have nothing to do where layers are recurrent: there are no masks and no rounds, and one layer attends.
+_NOT_WITH_STATES = {
+    "step_with_rows_worked", "verify", "move", "attend_one", "draft_chain", "draft_tree", "draft_runner", "reserve_all",
+    "evict", "look", "weights", "kv_scales", "scales_from_scratch", "expanded", "ask", "copied", "accepted_rows",
+    "step_with_mask", "step_with_spans",
+}  # fmt: skip
+STATE_VERBS: dict[str, Verb] = {name: verb for name, verb in VERBS.items() if name not in _NOT_WITH_STATES} | {
     verb.__name__: verb
     for verb in (
-        step_verbs.step_whole, step_verbs.step_halves, step_verbs.step_compiled, step_verbs.run_graphed,
-        step_verbs.run_graphed_halves, step_verbs.run_eagerly, step_verbs.step_of_a_thread,
-        step_verbs.lengths_on_device, step_verbs.again_by_hand, step_verbs.again_by_runner, step_verbs.begin,
-        step_verbs.stage, step_verbs.fill, step_verbs.store_one, step_verbs.old_layers, step_verbs.end,
-        table_verbs.admit, table_verbs.reserve, table_verbs.truncate, table_verbs.free, table_verbs.given_to_another,
-        table_verbs.fork, table_verbs.mark_stored, table_verbs.keep, table_verbs.admit_over, table_verbs.drop,
-        table_verbs.export_row, table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, captures,
-        reopen, unseal, shown_verbs.step_sharing_prefixes, hostile_verbs.step_of_infinities,
-        hostile_verbs.memory_runs_out, hostile_verbs.stray_write, shown_verbs.verify_drafts, state_verbs.wrong_state,
-        state_verbs.forward_breaks_off, state_verbs.recurrent_call, state_verbs.states_of_kept,
-        state_verbs.masks_and_rounds, state_verbs.filled_from_elsewhere,
+        shown_verbs.verify_drafts, state_verbs.wrong_state, state_verbs.forward_breaks_off, state_verbs.recurrent_call,
+        state_verbs.states_of_kept, state_verbs.masks_and_rounds, state_verbs.filled_from_elsewhere,
     )
 }  # fmt: skip
 

@@ -4,7 +4,6 @@ that are filled from elsewhere."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +46,8 @@ def wrong_state(scene: Scene) -> None:
     scene.listen()
     before = scene.runtime.states.memory[slots].clone()
     scene.provoked, scene.last = True, None
-    given = scene.call("a step from a wrong state", partial(a_run(scene), scene, batch, None))
+    run = a_run(scene)
+    given = scene.call("a step from a wrong state", lambda: run(scene, batch, None).clone())
     if given is REFUSED:
         return
     scene.stored(seqs[1:])

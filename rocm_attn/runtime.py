@@ -203,7 +203,7 @@ class AttentionRuntime:
         Call it once after a verify step of trees has stored, in its forward or after it, and before the next step.
         Chains need none.
         seqs: int32 [paths], the place in the step's batch of each accepted path's sequence: rows of the others may have
-              changed. None: all sequences in order, with the step's pads or without
+              changed. None: all sequences in order; with a whole step's pads or without
         Raises BadTensor; WrongState for a second move, after a step without a mask, and after a row of the step was
         freed, cut, forked or kept; BadBatch for other sequences than the step's, and if it may not store;
         Unsupported for layers whose index keys stand for several tokens.

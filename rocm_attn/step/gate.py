@@ -403,7 +403,7 @@ class StepGate:
         """
         step = self._verified()
         batch, with_pads = step.batch, step.inputs.row_of_seq
-        if seqs is None and num_paths == len(with_pads):
+        if seqs is None and len(step.children) == 1 and num_paths == len(with_pads):
             self._allow_move(step, batch.rows)
             return with_pads
         places = np.arange(batch.num_seqs) if seqs is None else as_int32("seqs", seqs)

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,13 @@ from rocm_lab.soak.setting import DRAWN, MAX_SEQS, Setting, setting_of
 
 @dataclass(slots=True)
 class Begun:
-    """A step that was begun by hand, and is open. done: (part, layer) that were stored; lives: of its rows"""
+    """A step that was begun by hand, and is open. done: layers that were stored; lives: of its rows"""
 
     step: Step
     seqs: list[Seq]
     lives: dict[int, int]
     changes: dict[int, int]
-    done: set[tuple[int, int]] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -197,7 +198,10 @@ class Scene(Calls):
     # State that refused calls keep
 
     def check_device(self) -> None:
-        """Checks the device of the runtime."""
+        """Checks the device of the runtime, or lets a step without sequences report what came before it."""
+        if self.open is None and self.rng.random() < 0.5:
+            self.last = self.verified = None
+            self.runner.run(self.batch([]))
         self.runtime.check_device()
 
     def state(self) -> tuple[object, ...]:
@@ -240,6 +244,17 @@ class Scene(Calls):
         self.oracle.free(row)
         self.unsure.discard(row)
         self.freed.append(row)
+
+    def end(self, row: int) -> None:
+        """Frees a row."""
+        self.call(f"free row {row}", partial(self.runtime.table.free, row), right=True)
+        self.gone(row)
+
+    def drop_all(self) -> None:
+        """Drops all kept pages."""
+        self.call("drop_all", self.runtime.table.kept.drop_all, right=True)
+        self.dropped += self.kept
+        self.kept.clear()
 
     def cut(self, row: int, kv_len: int) -> None:
         """A row keeps its first tokens alone."""
@@ -288,7 +303,7 @@ class Scene(Calls):
 
     def stored_in_layer(self, begun: Begun, layer: int) -> None:
         """A layer of an open step has stored: until all have, the tokens that were stored before it may be gone."""
-        begun.done.add((0, layer))
+        begun.done.add(layer)
         for seq in begun.seqs:
             if seq.row in self.oracle.kv and begun.lives[seq.row] == self.lives[seq.row]:
                 self.forget_from(seq)

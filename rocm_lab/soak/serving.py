@@ -11,6 +11,7 @@ from rocm_attn.errors import OutOfPages
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.step_verbs import (
+    Run,
     after_round,
     by_runner,
     by_runner_in_halves,
@@ -58,7 +59,7 @@ def trees(scene: Scene) -> None:
     drawn = [tree for tree in drawn if tree[0].row in fit]
     if not drawn:
         return
-    verify_trees(scene, drawn, by_runner)
+    verify_trees(scene, drawn, _runner(scene))
     if scene.verified is not None and scene.rng.random() < 0.8:
         unsure = set(scene.unsure)
         move_paths(scene, scene.verified, [], "")
@@ -70,6 +71,11 @@ def rounds(scene: Scene) -> None:
     drafts = scene.rng.choice(scene.options.drafts)
     seqs = _with_room(scene, after_round(scene, _rows(scene), drafts))
     round_by_runner(scene, [seq.row for seq in seqs], drafts)
+
+
+def _runner(scene: Scene) -> Run:
+    """A step by the runner, sometimes in halves."""
+    return by_runner_in_halves if scene.rng.random() < 0.25 else by_runner
 
 
 def _chunk(scene: Scene) -> int:
@@ -84,15 +90,15 @@ def serve(scene: Scene, what: str, lengths: Iterable[int]) -> None:
         for row, new in zip(_rows(scene), lengths, strict=False)
     ]
     seqs = _with_room(scene, seqs)
-    run, halves = (by_runner_in_halves, 2) if rng.random() < 0.25 else (by_runner, 1)
+    run = _runner(scene)
     batch = scene.batch(seqs)
     pad_to = None
     if rng.random() < 0.15:
         # One in three also pads tokens, as if another rank prefilled.
         more = 2 * max(1, batch.num_tokens) if rng.random() < 0.3 else 0
         pad_to = PadTo(2 * len(seqs) + 2 * rng.randint(1, 2), more)
-    what += " in halves" * (halves == 2)
-    judged_step(scene, run, what, seqs, batch, halves=halves, pad_to=pad_to, right=True)
+    what += " in halves" * (run is by_runner_in_halves)
+    judged_step(scene, run, what, seqs, batch, pad_to=pad_to, right=True)
 
 
 def _rows(scene: Scene) -> list[int]:
@@ -100,7 +106,7 @@ def _rows(scene: Scene) -> list[int]:
     rng, longest = scene.rng, scene.options.max_kv_len - _END_BEFORE
     for row in scene.rows:
         if scene.length(row) > longest or (not scene.surely_goes_on(row) and rng.random() < 0.3):
-            _end(scene, row)
+            scene.end(row)
     rows = [row for row in scene.rows if scene.surely_goes_on(row)]
     rng.shuffle(rows)
     most = min(len(rows), scene.options.max_num_seqs)
@@ -121,12 +127,7 @@ def _with_room(scene: Scene, seqs: Sequence[Seq]) -> list[Seq]:
                     del scene.kept[id_]
             else:
                 victim = scene.rows[-1]
-                _end(scene, victim)
+                scene.end(victim)
                 left = [seq for seq in left if seq.row != victim]
         else:
             return left
-
-
-def _end(scene: Scene, row: int) -> None:
-    scene.call(f"row {row} ends", partial(scene.runtime.table.free, row), right=True)
-    scene.gone(row)

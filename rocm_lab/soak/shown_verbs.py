@@ -12,13 +12,13 @@ from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.scene import Scene
 from rocm_lab.soak.seq import Seq
-from rocm_lab.soak.step_verbs import by_hand, by_runner, judged_step, reserve_for
+from rocm_lab.soak.step_verbs import a_run, judged_step, reserve_for
 
 
-def going_on(scene: Scene, most: int = 3) -> list[Seq]:
+def going_on(scene: Scene, most: int = 3, fewest: int = 1) -> list[Seq]:
     """New tokens of some rows that surely go on, with room for them."""
     rows = [row for row in scene.some(3) if scene.surely_goes_on(row)]
-    seqs = [Seq(row, scene.length(row), scene.ids(scene.rng.randint(1, most))) for row in rows]
+    seqs = [Seq(row, scene.length(row), scene.ids(scene.rng.randint(fewest, most))) for row in rows]
     reserve_for(scene, seqs)
     return [seq for seq in seqs if scene.room(seq.row) >= seq.end]
 
@@ -40,7 +40,7 @@ def step_with_mask(scene: Scene) -> None:
     # Bits after the last cell are no one's.
     bits = torch.from_numpy(np.concatenate([cells, np.full(rng.choice((0, 3)), 255, np.uint8)])).to(scene.device)
     mask = StepMask(bits, scene.ints([position for seq in seqs for position in seq.positions]))
-    judged_step(scene, rng.choice((by_hand, by_runner)), "a step with a mask", seqs, scene.batch(seqs, mask=mask))
+    judged_step(scene, a_run(scene), "a step with a mask", seqs, scene.batch(seqs, mask=mask))
     scene.verified = None  # a move would be one of this step, which may be right
 
 
@@ -54,7 +54,7 @@ def step_with_spans(scene: Scene) -> None:
         seq.shows = np.arange(seq.end) < np.minimum(seq.begin + (number + 1) * block, seq.end)
     kv_len, q_len = (np.array(each, np.int32) for each in zip(*((seq.end, len(seq.ids)) for seq in seqs), strict=True))
     batch = scene.batch(seqs, mask=spans_of_blocks(kv_len, q_len, block, scene.device))
-    judged_step(scene, scene.rng.choice((by_hand, by_runner)), f"a step of blocks of {block}", seqs, batch)
+    judged_step(scene, a_run(scene), f"a step of blocks of {block}", seqs, batch)
     scene.verified = None  # a move would be one of this step, which may be right
 
 
@@ -87,18 +87,13 @@ def step_sharing_prefixes(scene: Scene) -> None:
         groups[at : at + 2] = [PrefixGroup(1 + groups[at + 1].num_seqs, page_size)]
         wrong = "two neighbours hold different pages"
     batch = scene.batch(seqs, prefixes=SharedPrefixes(groups))
-    run = scene.rng.choice((by_hand, by_runner))
-    judged_step(scene, run, f"a step that shares {groups}", seqs, batch, wrong)
+    judged_step(scene, a_run(scene), f"a step that shares {groups}", seqs, batch, wrong)
 
 
 def verify_drafts(scene: Scene) -> None:
     """A step of a token and drafts; any number of them is taken back, and the rows go on from there."""
-    rng = scene.rng
-    rows = [row for row in scene.some(3) if scene.surely_goes_on(row)]
-    seqs = [Seq(row, scene.length(row), scene.ids(scene.setting.num_drafts)) for row in rows]
-    reserve_for(scene, seqs)
-    seqs = [seq for seq in seqs if scene.room(seq.row) >= seq.end]
-    run = rng.choice((by_hand, by_runner))
+    rng, run = scene.rng, a_run(scene)
+    seqs = going_on(scene, scene.setting.num_drafts, scene.setting.num_drafts)
     if not seqs or not judged_step(scene, run, "drafts to verify", seqs, scene.batch(seqs)):
         return
     is_cut = rng.random() < 0.7

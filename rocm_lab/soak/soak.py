@@ -17,7 +17,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -294,10 +293,8 @@ class Soak:
         scene.runner.check_device()
         scene.judge_all()
         for row in scene.rows:
-            scene.call(f"free row {row}", partial(table.free, row), right=True)
-            scene.gone(row)
-        scene.call("drop_all", table.kept.drop_all, right=True)
-        scene.kept.clear()
+            scene.end(row)
+        scene.drop_all()
         self._audit()
         self._reopen()
         missing = sum(pages.num_usable_pages - pages.num_free_pages for pages in table.spaces)

@@ -24,7 +24,7 @@ from rocm_attn.step.step import Step
 from rocm_lab.soak.calls import LAST_CALLS, REFUSED, in_another_thread
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.judge import Played
-from rocm_lab.soak.model import attend_turned, looked_up
+from rocm_lab.soak.model import LayerTables, attend_turned, looked_up
 from rocm_lab.soak.scene import Begun, Scene, Verified, draft_id, draft_parent, same_branch
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.setting import CHAIN, TREE
@@ -74,7 +74,7 @@ def reserve_for(scene: Scene, seqs: list[Seq]) -> None:
                 return
 
 
-def padded_step(scene: Scene, run: Run, what: str, halves: int = 1) -> None:
+def padded_step(scene: Scene, run: Run, what: str) -> None:
     """A whole step, sometimes padded beyond what the ladder pads it to."""
     seqs, wrong = new_tokens(scene, scene.some())
     try:
@@ -82,7 +82,7 @@ def padded_step(scene: Scene, run: Run, what: str, halves: int = 1) -> None:
     except RocmAttnError:
         return
     beyond = scene.rng.random() < 0.15
-    judged_step(scene, run, what, seqs, batch, wrong, halves, PadTo(2 * len(seqs) + 4) if beyond else None)
+    judged_step(scene, run, what, seqs, batch, wrong, PadTo(2 * len(seqs) + 4) if beyond else None)
 
 
 def judged_step(
@@ -92,7 +92,6 @@ def judged_step(
     seqs: list[Seq],
     batch: StepBatch,
     wrong: str = "",
-    halves: int = 1,
     pad_to: PadTo | None = None,
     *,
     right: bool = False,
@@ -106,12 +105,12 @@ def judged_step(
     if scene.open is not None:
         return False
     if given is REFUSED:
-        scene.last = None
+        scene.last = scene.verified = None  # it may have been staged, or not
         return False
     scene.staged(batch, seqs)
     scene.stored(seqs)
     padding = scene.runtime.padding
-    shape = padding.shape(batch, pad_to) if halves == 1 else padding.split_shape(batch, pad_to)
+    shape = padding.split_shape(batch, pad_to) if run in _IN_HALVES else padding.shape(batch, pad_to)
     scene.played(Played.of(scene.turn, scene.log[-LAST_CALLS:], scene.model, scene.oracle, what, seqs, given, shape))
     return True
 
@@ -143,11 +142,12 @@ def by_hand(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
 
 def step_halves(scene: Scene) -> None:
     """The same in two halves."""
+    padded_step(scene, by_hand_in_halves, "two halves")
 
-    def run(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
-        return finish_by_hand(scene, scene.runtime.step(batch, scene.runtime.plan(batch, pad_to, halves=2)), batch)
 
-    padded_step(scene, run, "two halves", halves=2)
+def by_hand_in_halves(scene: Scene, batch: StepBatch, pad_to: PadTo | None) -> Tensor:
+    """Run a step in two halves, call by call."""
+    return finish_by_hand(scene, scene.runtime.step(batch, scene.runtime.plan(batch, pad_to, halves=2)), batch)
 
 
 def step_compiled(scene: Scene) -> None:
@@ -208,7 +208,15 @@ def by_runner_in_halves(scene: Scene, batch: StepBatch, pad_to: PadTo | None) ->
 
 def run_graphed_halves(scene: Scene) -> None:
     """StepRunner.run() in halves."""
-    padded_step(scene, by_runner_in_halves, "runner.run in halves", halves=2)
+    padded_step(scene, by_runner_in_halves, "runner.run in halves")
+
+
+_IN_HALVES: tuple[Run, Run] = by_hand_in_halves, by_runner_in_halves
+
+
+def a_run(scene: Scene) -> Run:
+    """A way to run a step."""
+    return scene.rng.choice((by_hand, by_runner, *_IN_HALVES))
 
 
 def run_eagerly(scene: Scene) -> None:
@@ -285,7 +293,7 @@ def tree_over(scene: Scene, row: int) -> tuple[Seq, list[int], list[int]]:
 
 def verify(scene: Scene) -> None:
     """A step of trees, by hand or by the runner; their paths may be moved afterwards."""
-    rows, run = [row for row in scene.some(2) if scene.length(row)], scene.rng.choice((by_hand, by_runner))
+    rows, run = [row for row in scene.some(2) if scene.length(row)], a_run(scene)
     trees = [tree_over(scene, row) for row in rows]
     if trees:
         reserve_for(scene, [seq for seq, _, _ in trees])
@@ -423,26 +431,19 @@ def store_one(scene: Scene) -> None:
     """A part of the open step stores in a layer."""
     if scene.open is None:
         return old_layers(scene)
-    for number, layer in enumerate(scene.model.layers):
-        if (0, number) in scene.open.done:
-            continue
-        part = scene.open.step.parts[0]
-        _, k, v = layer.of(scene.model.entries(part))
+    number = next((each for each in range(len(scene.model.outputs)) if each not in scene.open.done), None)
+    if number is None:
+        return None
+    part, layer = scene.open.step.parts[0], scene.model.outputs[number]
+    entry = scene.model.entries(part)
+    if isinstance(layer, LayerTables):
+        _, k, v = layer.of(entry)
         calls = scene.compiled.of(part) if scene.rng.random() < 0.3 else part.layers
-        if scene.call(f"layer {number} stores", partial(calls.store, number, k, v)) is not REFUSED:
-            scene.stored_in_layer(scene.open, number)
-        return None
-    for number, each in enumerate(scene.model.recurrent):
-        key = len(scene.model.layers) + number
-        if (0, key) in scene.open.done:
-            continue
-        part = scene.open.step.parts[0]
-        if (
-            scene.call(f"recurrent layer {number}", partial(each.run, part, number, scene.model.entries(part)))
-            is not REFUSED
-        ):
-            scene.stored_in_layer(scene.open, key)
-        return None
+        run: Callable[[], object] = partial(calls.store, number, k, v)
+    else:
+        run = partial(layer.run, part, number - len(scene.model.layers), entry)
+    if scene.call(f"layer {number} stores", run) is not REFUSED:
+        scene.stored_in_layer(scene.open, number)
     return None
 
 
@@ -488,8 +489,7 @@ def close_of(scene: Scene) -> None:
     begun = scene.open
     assert begun is not None
     scene.open, scene.over = None, begun.step
-    every = {(0, number) for number in range(len(scene.model.outputs))}
-    if begun.done >= every:
+    if begun.done >= {*range(len(scene.model.outputs))}:
         scene.stored(begun.seqs, begun.changes, begun.lives)
     elif begun.done or scene.model.recurrent:
         for seq in begun.seqs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,15 +85,19 @@ def fork(scene: Scene) -> None:
     row = scene.a_row()
     length, room = scene.length(row), scene.room(row)
     kv_len = scene.rng.choice((length, length, max(0, length - 3), room, room + 1))
-    bad = row not in scene.oracle.kv or kv_len > room
-    child = scene.call(f"fork row {row} at {kv_len}", lambda: scene.runtime.table.fork(row, kv_len), wrong="bad" * bad)
+    fork_at(scene, row, kv_len, "bad" * (row not in scene.oracle.kv or kv_len > room))
+
+
+def fork_at(scene: Scene, row: int, kv_len: int, wrong: str = "") -> int | None:
+    """Forks a row after these tokens. Returns the fork, or None if it was refused."""
+    child: Any = scene.call(f"fork row {row} at {kv_len}", partial(scene.runtime.table.fork, row, kv_len), wrong=wrong)
     if child is REFUSED:
-        return
-    kept = scene.oracle.kv[row][:kv_len]
-    scene.admitted(child, kept)
+        return None
+    scene.admitted(child, scene.oracle.kv[row][:kv_len])
     scene.going_on.fork(row, child, kv_len)
-    if kv_len > length or row in scene.unsure:
+    if kv_len > scene.length(row) or row in scene.unsure:
         scene.unsure |= {row, child}
+    return int(child)
 
 
 def evict(scene: Scene) -> None:
@@ -239,15 +244,15 @@ def drop(scene: Scene) -> None:
     if scene.dropped and scene.rng.random() < 0.3:
         ids, wrong = [scene.rng.choice(scene.dropped)], "it was dropped"
     if not ids:
-        return
+        return None
     if scene.rng.random() < 0.15:
-        scene.call("drop_all", scene.runtime.table.kept.drop_all)
-        ids = list(scene.kept)
-    elif scene.call(f"drop {ids}", lambda: scene.runtime.table.kept.drop(ids), wrong=wrong) is REFUSED:
-        return
+        return scene.drop_all()
+    if scene.call(f"drop {ids}", lambda: scene.runtime.table.kept.drop(ids), wrong=wrong) is REFUSED:
+        return None
     for id_ in ids:
         scene.kept.pop(id_, None)
         scene.dropped.append(id_)
+    return None
 
 
 def look(scene: Scene) -> None:

@@ -375,7 +375,8 @@ def recorded_fill(scene: EngineScene) -> None:
     if not seqs:
         return
     count = len(seqs)
-    kv_len, rows = (scene.ints([*values, *[0] * (MOST_SEQS - count)]) for values in _lengths_and_rows(seqs))
+    both = [seq.end for seq in seqs], [seq.row for seq in seqs]
+    kv_len, rows = (scene.ints([*values, *[0] * (MOST_SEQS - count)]) for values in both)
     captured = scene.is_sealed
     step = _captured(scene, count, kv_len, rows) if captured else scene.step(seqs)
     if scene.call("begin", lambda: scene.attention.begin(step)) is REFUSED:
@@ -398,7 +399,3 @@ def recorded_fill(scene: EngineScene) -> None:
     if given is not REFUSED:
         outs = scene.call("its layers", lambda: scene.forward(seqs, MOST_SEQS, scene.attention.layers), right=True)
         right(scene, "a step with a recorded fill", seqs, outs)
-
-
-def _lengths_and_rows(seqs: list[Seq]) -> tuple[list[int], list[int]]:
-    return [seq.end for seq in seqs], [seq.row for seq in seqs]

@@ -61,18 +61,12 @@ def _fewer_rows(scene: EngineScene) -> None:
         return
     if scene.graph is not None and scene.rng.random() < 0.5:
         scene.provoked = True
-        replay_of_rows(scene, seqs)
+        if replayed(scene, "a replay over fewer rows", seqs) is not REFUSED and not scene.listen():
+            raise Finding("a replay over a row that the table has no more was not reported")
+        scene.give_up([seq.row for seq in seqs])
     else:
         wrong(scene, "a row that the table has no more", seqs, scene.step(seqs))
     scene.call("use of all rows", lambda: tables.use(scene.source()), right=True)
-
-
-def replay_of_rows(scene: EngineScene, seqs: list[Seq]) -> None:
-    """A replay over a row that its table has no more."""
-    given = replayed(scene, "a replay over fewer rows", seqs)
-    if given is not REFUSED and not scene.listen():
-        raise Finding("a replay over a row that the table has no more was not reported")
-    scene.give_up([seq.row for seq in seqs])
 
 
 def write(scene: EngineScene) -> None:

@@ -8,8 +8,10 @@ from rocm_attn.errors import DeviceFault, RocmAttnError
 from rocm_lab.soak.finding import Finding
 from rocm_lab.soak.model import NOT_FINITE_ID
 from rocm_lab.soak.scene import Scene
+from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.shown_verbs import going_on
-from rocm_lab.soak.step_verbs import by_hand, by_runner, judged_step
+from rocm_lab.soak.step_verbs import a_run, judged_step, reserve_for
+from rocm_lab.soak.table_verbs import fork_at
 from tests.amd.runtime.interrupts import OutOfMemory
 
 
@@ -22,8 +24,7 @@ def step_of_infinities(scene: Scene) -> None:
     if not rows:
         return
     scene.provoked = True
-    run = scene.rng.choice((by_hand, by_runner))
-    if judged_step(scene, run, "a step of infinities", seqs, scene.batch(seqs)):
+    if judged_step(scene, a_run(scene), "a step of infinities", seqs, scene.batch(seqs)):
         if not scene.listen():
             raise Finding("an infinite V was not reported")
         scene.last = None
@@ -35,7 +36,11 @@ def memory_runs_out(scene: Scene) -> None:
     seqs = going_on(scene)
     if not seqs or scene.open is not None:
         return
-    batch, place = scene.batch(seqs), int(10 ** scene.rng.uniform(0, 2.2))
+    forks = scene.rng.random() < 0.5
+    for seq in seqs if forks else ():
+        _replaced_by_a_fork(scene, seq)
+    # Pages are copied first.
+    batch, place = scene.batch(seqs), int(10 ** scene.rng.uniform(0, 1 if forks else 2.2))
     scene.say(f"memory runs out at operation {place}")
     scene.provoked = True
     scene.last = scene.verified = None
@@ -52,6 +57,15 @@ def memory_runs_out(scene: Scene) -> None:
         return
     for seq in seqs:
         scene.broke_off(seq)
+
+
+def _replaced_by_a_fork(scene: Scene, seq: Seq) -> None:
+    """A fork goes on in place of its row, which ends: the row's last page is free once it was copied."""
+    parent, child = seq.row, fork_at(scene, seq.row, seq.begin)
+    if child is not None:
+        seq.row = child
+        reserve_for(scene, [seq])
+        scene.end(parent)
 
 
 def stray_write(scene: Scene) -> None:

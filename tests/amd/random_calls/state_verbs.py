@@ -20,7 +20,7 @@ from rocm_lab.soak.scene import Scene, draft_id
 from rocm_lab.soak.seq import Seq
 from rocm_lab.soak.setting import CHAIN
 from rocm_lab.soak.shown_verbs import going_on
-from rocm_lab.soak.step_verbs import by_hand, by_runner, finish_by_hand, judged_step, reserve_for
+from rocm_lab.soak.step_verbs import a_run, by_hand, by_runner, finish_by_hand, judged_step, reserve_for
 from rocm_lab.soak.table_verbs import export_pages
 
 
@@ -46,8 +46,8 @@ def wrong_state(scene: Scene) -> None:
     scene.listen()
     before = scene.runtime.states.memory[slots].clone()
     scene.provoked, scene.last = True, None
-    run = rng.choice((by_hand, by_runner))
-    given = scene.call("a step from a wrong state", lambda: run(scene, batch, None))
+    run = a_run(scene)
+    given = scene.call("a step from a wrong state", lambda: run(scene, batch, None).clone())
     if given is REFUSED:
         return
     scene.stored(seqs[1:])

@@ -73,22 +73,9 @@ def scenes(device: torch.device) -> tuple[list[object], list[Tensor | np.ndarray
     capture(engine)
     while not engine.fills:
         recorded_fill(engine)
-    held = [
-        plain.runner,
-        plain.compiled,
-        plain.movers.exporter,
-        plain.movers.importer,
-        plain.over,
-        latent.runtime,
-        states.runtime,
-    ]
-    held += [
-        plain.runtime,
-        latent.runtime.expanded_prefill(0),
-        engine.attention,
-        engine.movers.exporter,
-        engine.fills[0][1],
-    ]
+    movers = [plain.movers.exporter, plain.movers.importer, engine.movers.exporter]
+    held = [plain.runner, plain.compiled, plain.over, plain.runtime, latent.runtime, states.runtime, *movers]
+    held += [latent.runtime.expanded_prefill(0), engine.attention, engine.fills[0][1]]
     tensors: list[Tensor | np.ndarray] = [*engine.kv, engine.entries]
     for core in engine.attention.cores.values():
         tensors += core.sealed_tensors().values()

@@ -50,10 +50,8 @@ def scales_from_scratch(scene: Scene) -> None:
     if scene.kind != "eight bits" or scene.open is not None:
         return kv_scales(scene)
     for row in scene.rows:
-        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
-        scene.gone(row)
-    scene.call("drop_all", scene.runtime.table.kept.drop_all)
-    scene.kept.clear()
+        scene.end(row)
+    scene.drop_all()
     step = scene.rng.choice((0.5, 1.0, 2.0))
     given = scene.call("set_kv_scales", lambda: scene.runtime.set_kv_scales(0, KVScales(step, 1 / step)))
     if given is not REFUSED:
@@ -176,21 +174,17 @@ VERBS: dict[str, Verb] = {
     )
 }  # fmt: skip
 
-# Calls that reach states of recurrent layers, or come between those that do; there are no masks and no rounds.
-STATE_VERBS: dict[str, Verb] = {
+# Calls that have nothing to do where layers are recurrent: there are no masks and no rounds, and one layer attends.
+_NOT_WITH_STATES = {
+    "step_with_rows_worked", "verify", "move", "attend_one", "draft_chain", "draft_tree", "draft_runner", "reserve_all",
+    "evict", "look", "weights", "kv_scales", "scales_from_scratch", "expanded", "ask", "copied", "accepted_rows",
+    "step_with_mask", "step_with_spans",
+}  # fmt: skip
+STATE_VERBS: dict[str, Verb] = {name: verb for name, verb in VERBS.items() if name not in _NOT_WITH_STATES} | {
     verb.__name__: verb
     for verb in (
-        step_verbs.step_whole, step_verbs.step_halves, step_verbs.step_compiled, step_verbs.run_graphed,
-        step_verbs.run_graphed_halves, step_verbs.run_eagerly, step_verbs.step_of_a_thread,
-        step_verbs.lengths_on_device, step_verbs.again_by_hand, step_verbs.again_by_runner, step_verbs.begin,
-        step_verbs.stage, step_verbs.fill, step_verbs.store_one, step_verbs.old_layers, step_verbs.end,
-        table_verbs.admit, table_verbs.reserve, table_verbs.truncate, table_verbs.free, table_verbs.given_to_another,
-        table_verbs.fork, table_verbs.mark_stored, table_verbs.keep, table_verbs.admit_over, table_verbs.drop,
-        table_verbs.export_row, table_verbs.export_pages, table_verbs.import_row, table_verbs.import_pages, captures,
-        reopen, unseal, shown_verbs.step_sharing_prefixes, hostile_verbs.step_of_infinities,
-        hostile_verbs.memory_runs_out, hostile_verbs.stray_write, shown_verbs.verify_drafts, state_verbs.wrong_state,
-        state_verbs.forward_breaks_off, state_verbs.recurrent_call, state_verbs.states_of_kept,
-        state_verbs.masks_and_rounds, state_verbs.filled_from_elsewhere,
+        shown_verbs.verify_drafts, state_verbs.wrong_state, state_verbs.forward_breaks_off, state_verbs.recurrent_call,
+        state_verbs.states_of_kept, state_verbs.masks_and_rounds, state_verbs.filled_from_elsewhere,
     )
 }  # fmt: skip
 
@@ -236,7 +230,7 @@ def _go_on(scene: Scene, rows: list[int], *, right: bool) -> None:
     batch = scene.batch(seqs)
     given = scene.call(f"rows {rows} go on", lambda: scene.runner.run(batch), right=right)
     if given is REFUSED:
-        scene.last = None
+        scene.last = scene.verified = None
         return
     scene.staged(batch, seqs)
     scene.stored(seqs)
@@ -248,14 +242,10 @@ def clear(scene: Scene) -> None:
     rng = scene.rng
     while len(scene.rows) > 4 or any(scene.length(row) > scene.options.max_kv_len - 12 for row in scene.rows):
         row = max(scene.rows, key=scene.length) if rng.random() < 0.5 else rng.choice(scene.rows)
-        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
-        scene.gone(row)
+        scene.end(row)
     for row in [row for row in scene.rows if not scene.surely_goes_on(row) or UNKNOWN in scene.oracle.kv[row]]:
-        scene.call(f"free row {row}", partial(scene.runtime.table.free, row), right=True)
-        scene.gone(row)
+        scene.end(row)
     if len(scene.kept) > 6:
-        scene.call("drop_all", scene.runtime.table.kept.drop_all)
-        scene.dropped += list(scene.kept)
-        scene.kept.clear()
+        scene.drop_all()
     scene.sent = scene.sent[-4:]
     scene.log = scene.log[-12:]

@@ -404,6 +404,22 @@ def test_paths_are_moved_in_the_rows_of_their_step_alone(device: torch.device) -
     world.runtime.move_accepted(accepted, [0])
 
 
+def test_paths_of_both_halves_are_moved(device: torch.device) -> None:
+    """They are as many as the sequences of a half, pads included."""
+    world = World.build([MASKED], device, "torch")
+    requests = world.begun(4, 4)
+    parents = torch.tensor([[NO_PARENT, 0, 0]] * 2, dtype=torch.int32, device=device)
+    batch = replace(world.batch(requests, [3, 3]), mask=TreeMask(parents))
+    world.run_batch(requests, [3, 3], batch, 4, halves=True)
+    paths = [one_path(world, request) for request in requests]
+    world.runtime.move_accepted(Accepted(*(torch.cat(its) for its in zip(*paths, strict=True))))
+    path = [0, 1, 2, 3, 4, 6]
+    for request in requests:
+        world.runtime.table.truncate(request.row, 6)
+        request.k, request.v = [k[path] for k in request.k], [v[path] for v in request.v]
+    world.step(requests, [2, 2])
+
+
 def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
     """Its new tokens lie in pages that another row reads too."""
     world = World.build([MASKED], device, "torch")

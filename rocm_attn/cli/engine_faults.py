@@ -23,7 +23,9 @@ def named_engine(text: str) -> tuple[str, Release]:
     engine, _, version = text.partition("@")
     release = Release.of(version)
     if engine not in ENGINES or release == UNKNOWN:
-        raise BadSetting(f"--engine is {text!r}; give one of {', '.join(ENGINES)}, @ and a release, as in vllm@0.33")
+        raise BadSetting(
+            f"--engine is {text!r}; give an engine and its release, as in vllm@0.33; engines are {', '.join(ENGINES)}"
+        )
     if len(release.numbers) == 3:
         release = Release((*release.numbers[:2], 0, release.numbers[2]))
     return engine, release

@@ -19,9 +19,7 @@ COMMANDS = "rocm_attn.commands"
 # The commands of this project's other distributions, and the folder that each is installed from.
 ELSEWHERE = {
     **dict.fromkeys(("generate", "serve"), "rocm_serve"),
-    **dict.fromkeys(
-        ("bench", "cost", "cycles", "read-report", "replay-step", "simulate", "soak", "tune", "waits"), "rocm_lab"
-    ),
+    **dict.fromkeys(("bench", "cycles", "read-report", "replay-step", "simulate", "soak", "tune", "waits"), "rocm_lab"),
 }
 
 EPILOG = """\
@@ -220,8 +218,8 @@ def _add_truth(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     config = o.CONFIG.but(
         metavar="CONFIG.json|SHAPE",
-        help="a model's config.json, the directory that holds it, a .gguf file, or dense, latent, tokens, pools or "
-        "blocks: layers of well-known models",
+        help="a model's config.json, the directory that holds it, a .gguf file, or dense, latent, tokens, pools, "
+        "blocks or compressed: layers of well-known models",
     )
     seed = o.SEED.but(help="seed of keys, values and queries (0)")
     served = (o.DEVICE, o.PROVIDERS, o.DTYPE, o.KV_ENCODINGS, *o.PAGES, o.RANKS, o.DETERMINISTIC)

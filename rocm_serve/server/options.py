@@ -73,8 +73,8 @@ class ServerOptions:
     )
     client_share: float = option(
         0.5,
-        "share of --max-connections that one address may have, and of --max-waiting-bytes that one key may have, or "
-        "one address where there are no keys; 1 behind a gateway, which has one address for all",
+        "share of --max-connections that one address may have, and of --max-waiting-bytes that one key may have "
+        "(without keys, one address); give 1 behind a gateway, whose address is that of all clients",
         unit="SHARE",
         least=0,
     )

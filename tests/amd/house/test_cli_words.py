@@ -29,7 +29,11 @@ from tests.amd.house.test_cli import LLAMA, config_file
             "argument COMMAND: invalid choice: 'explian'; did you mean explain? (see rocm-attn",
         ),
         (["bench", "kernls"], "invalid choice: 'kernls'; did you mean kernels? (see rocm-attn bench --help)"),
-        (["serve", "--page-szie", "3"], "unrecognized arguments: --page-szie 3; did you mean --page-size?"),
+        (["serve", "--page-szie", "3"], "unrecognized arguments: --page-szie; did you mean --page-size?"),
+        (["explain", "config.json", "--arhc", "gfx942"], "unrecognized arguments: --arhc; did you mean --arch?"),
+        (["serve", "--tensor-parallel-size", "8"], "vLLM's --tensor-parallel-size is --tp here"),
+        (["capture-plan", "config.json", "--max-num-seqs=4"], "vLLM's --max-num-seqs is --max-batch-size here"),
+        (["serve", "extra"], "rocm-attn serve: error: unrecognized arguments: extra (see"),
         (["generate", "--provider", "tritn", "x"], "invalid choice: 'tritn'; did you mean triton?"),
         (["generate", "--provider", "x", "x"], "invalid choice: 'x' (choose from auto, cpu, torch, triton, aiter)"),
         (["kernels", "--quiet"], "rocm-attn kernels: error: unrecognized arguments: --quiet (see"),
@@ -58,6 +62,37 @@ def test_a_wrong_word_is_refused_in_one_line_by_its_own_command(
     (line,) = printed.err.splitlines()
     assert complaint in line
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (("explain", "{list}", "--arch", "gfx942"), "{list} holds JSON that is no object"),
+        (("explain", "{broken}", "--arch", "gfx942"), "download the model's files again, or name another file"),
+        (("explain", "{model}", "--arch", "gfx942", "--tuning", "/nowhere"), "name one that `rocm-attn tune` wrote"),
+        (("explain", "{model}", "--arch", "gfx942", "--engine", "vllm"), "an engine and its release, as in vllm@0.33"),
+        (("explain", "{model}", "--arch", "gfx942", "--kv-scales", "head"), "choose kv_dtype fp8, or kv_scales auto"),
+        (("tune", "32x8", "--dry-run"), "or query heads x KV heads x head dim, as in 32x8x128"),
+        (("truth", "dnse"), "or one of dense, latent, tokens, pools, blocks"),
+        (("replay-step", "{list}"), "its JSON is no object); give a file that --flight-record has written"),
+        (("replay-step", "/nowhere"), "No such file or directory); give a file that --flight-record has written"),
+        (("cycles", "{empty}"), "{empty} has no file that ends in one of"),
+        (("serve", "--api-key-file", "/nowhere"), "(No such file or directory); give a file with one per line"),
+        (("serve", "--chat-template", "/nowhere"), "leave it out for the model's own"),
+        (("generate", "--json-schema", "/nowhere", "x"), "give the schema itself, or a file that holds it"),
+    ],
+)
+def test_a_wrong_file_or_value_is_named_with_what_to_give(
+    arguments: tuple[str, ...], remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"model": config_file(tmp_path, LLAMA), "empty": str(tmp_path / "empty")}
+    for name, text in (("list", "[1]"), ("broken", "{")):
+        places[name] = str(tmp_path / f"{name}.json")
+        Path(places[name]).write_text(text)
+    assert main([word.format(**places) for word in arguments]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert remedy.format(**places) in line
 
 
 @pytest.mark.parametrize(

@@ -62,5 +62,5 @@ class CommandParser(argparse.ArgumentParser):
 
 def meant(word: str, words: Iterable[str]) -> str:
     """Returns a question after the word of `words` that is spelt most like `word`, or "" if none is."""
-    close = get_close_matches(word, list(words), n=1)
+    close = get_close_matches(word, list(words), n=1, cutoff=0.75)
     return f"; did you mean {close[0]}?" if close else ""

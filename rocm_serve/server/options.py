@@ -165,6 +165,8 @@ class ServerOptions:
             value = getattr(self, name)
             if value != default and text.least is not None and value < text.least:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
+        if self.served_model_name == "":
+            raise BadSetting("served_model_name is empty; give a name, or leave it out for that of the model")
         if self.port > 65535:
             raise BadSetting(f"port is {self.port}; it must be at most 65535")
         for name in ("truth_seconds", "head_seconds", "body_seconds", "deadline_seconds", "write_seconds"):

@@ -36,6 +36,7 @@ from tests.amd.house.test_cli import LLAMA, config_file
         (["serve", "extra"], "rocm-attn serve: error: unrecognized arguments: extra (see"),
         (["generate", "--provider", "tritn", "x"], "invalid choice: 'tritn'; did you mean triton?"),
         (["generate", "--provider", "x", "x"], "invalid choice: 'x' (choose from auto, cpu, torch, triton, aiter)"),
+        (["capture-plan", "x", "--gpu", "mi301"], "invalid choice: 'mi301' (choose from mi300x, mi308x, "),
         (["kernels", "--quiet"], "rocm-attn kernels: error: unrecognized arguments: --quiet (see"),
         (["generate", "--page-size", "abc", "x"], "argument --page-size: 'abc' is not a whole number, or auto"),
         (
@@ -76,6 +77,15 @@ def test_a_wrong_word_is_refused_in_one_line_by_its_own_command(
         (("truth", "dnse"), "or one of dense, latent, tokens, pools, blocks"),
         (("replay-step", "{list}"), "its JSON is no object); give a file that --flight-record has written"),
         (("replay-step", "/nowhere"), "No such file or directory); give a file that --flight-record has written"),
+        (
+            ("read-report", "{list}"),
+            "its JSON is no object); name the file that `bash scripts/test.sh rocm` has written",
+        ),
+        (
+            ("read-report", "/nowhere"),
+            "the report /nowhere cannot be read (No such file or directory); name another file",
+        ),
+        (("serve", "--served-model-name", ""), "served_model_name is empty; give a name, or leave it out"),
         (("cycles", "{empty}"), "{empty} has no file that ends in one of"),
         (("serve", "--api-key-file", "/nowhere"), "(No such file or directory); give a file with one per line"),
         (("serve", "--chat-template", "/nowhere"), "leave it out for the model's own"),

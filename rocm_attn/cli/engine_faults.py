@@ -64,7 +64,9 @@ def faults(options: argparse.Namespace) -> tuple[tuple[KnownBad, tuple[str, ...]
     )
     features = {"fp8_kv": options.kv_dtype != "auto", "ranks": options.tp > 1}
     with contextlib.suppress(Unsupported):
-        layers = described_model(options.config).geometry.on_one_of(options.tp).layers
+        geometry = described_model(options.config).geometry.on_one_of(options.tp)
+        layers = geometry.layers
+        features["state_layers"] = bool(geometry.recurrent)
         features["latent"] = any(layer.latent_dim for layer in layers)
         features["sparse"] = not all(isinstance(layer.indexer, AllKeys) for layer in layers)
         features["window"] = any(layer.window_left != UNLIMITED_WINDOW for layer in layers)

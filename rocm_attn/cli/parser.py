@@ -111,7 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name, folder in ELSEWHERE.items():
         if name not in commands.choices:
             # Without a prefix for options every word is an argument, which the refusal need not understand.
-            absent = commands.add_parser(name, help=f"not installed: pip install ./{folder}", prefix_chars="\0")
+            said = f"not installed, a part of {folder.replace('_', '-')}; run it to see how to install that"
+            absent = commands.add_parser(name, help=said, prefix_chars="\0")
             absent.add_argument("arguments", nargs="*")
             absent.set_defaults(module=f"{__package__}.elsewhere", folder=folder)
     return parser

@@ -24,19 +24,19 @@ class EngineOptions(AttentionOptions):
 
     latency: float = option(
         0.0,
-        "expected time within which a sequence gets its next token while prompts come in, which get fewer tokens of a "
-        "step the shorter it is",
+        "time to aim for between two tokens of a sequence while prompts come in; a shorter one gives prompts fewer "
+        "tokens of each step",
         unit="MILLISECONDS",
         least=0,
-        default_is="that of two and a half steps that decode the sequences that run; longer while more requests wait "
-        "than decode; not bounded on a CPU",
+        default_is="two and a half decode steps of the running sequences; longer while more requests wait than decode; "
+        "not bounded on a CPU",
     )
     chunk: int = option(
         0,
         "most tokens per step; a longer prompt takes several steps",
         unit="TOKENS",
         least=0,
-        default_is="a quarter of a second's, 2048 to 8192; 512 on a CPU",
+        default_is="as many as take a quarter of a second, 2048 to 8192; 512 on a CPU",
     )
     graphs: bool = option(
         True,
@@ -105,11 +105,11 @@ class EngineOptions(AttentionOptions):
         "the same tokens (draft:MODEL), or an EAGLE head (eagle:HEAD, or eagle:seeded)",
         unit="off|ngram|draft:MODEL|eagle:HEAD",
     )
-    draft_tokens: int = option(4, "with speculative: most draft tokens per sequence and step", unit="TOKENS", least=1)
-    topk: int = option(1, "with speculative: most branches of a sequence's draft tokens", unit="BRANCHES", least=1)
+    draft_tokens: int = option(4, "with --speculative: most draft tokens per sequence and step", unit="TOKENS", least=1)
+    topk: int = option(1, "with --speculative: most branches of a sequence's draft tokens", unit="BRANCHES", least=1)
     sampled_drafts: bool = option(
         False,
-        "with speculative draft or eagle: sample the draft tokens of requests that sample, and accept them by "
+        "with --speculative draft or eagle: sample the draft tokens of requests that sample, and accept them by "
         "rejection sampling; tokens keep their distribution, but differ from those without draft tokens",
     )
     steps_ahead: int | None = option(

@@ -125,7 +125,7 @@ def kv_encodings(names: Sequence[str]) -> Iterator[tuple[KVEncoding, Scales]]:
         yield encoding, Scales.NONE if encoding is KVEncoding.LIKE_Q else _SCALES[scales or "layer"]
 
 
-def config_at(place: str) -> Path:
+def config_at(place: str, besides: str = "") -> Path:
     """The file that describes the model at `place`; see described_model. Raises BadModel if there is none."""
     if is_hub_id(place):
         return config_of_id(place)
@@ -134,7 +134,7 @@ def config_at(place: str) -> Path:
     if not path.is_file():
         raise BadModel(
             f"there is no file {path}; give a model's config.json, the directory that holds it, a .gguf file, or an "
-            "id of Hugging Face's hub"
+            f"id of Hugging Face's hub{besides}"
         )
     return path
 
@@ -151,12 +151,14 @@ class DescribedModel:
     max_kv_len: Callable[[int | None], int]
 
 
-def described_model(place: str) -> DescribedModel:
+def described_model(place: str, besides: str = "") -> DescribedModel:
     """The model at `place`: a config.json, the directory that holds it, a .gguf file, or an id of the hub.
+
+    besides: words that a command takes in place of a model, for the refusal: ", or ..."
 
     Raises BadModel if it is missing or damaged, Unsupported for attention of another kind.
     """
-    path = config_at(place)
+    path = config_at(place, besides)
     if path.suffix == ".gguf" and path.is_file():
         # Imported here, because the gguf package belongs to an extra.
         from rocm_attn.models.gguf_config import config_from_gguf

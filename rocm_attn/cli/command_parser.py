@@ -6,9 +6,12 @@ argparse's own suggestions exist from Python 3.14 on; it lists the usage before 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
+
+from rocm_attn.cli.vllm_flags import FROM_VLLM
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -16,12 +19,35 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parses arguments, and refuses those that are left over: the list returned is empty."""
+        self._refuse_unknown_flags(sys.argv[1:] if args is None else args)
         parsed, rest = super().parse_known_args(args, namespace)
         if rest:
-            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            unknown = rest[0].partition("=")[0]
-            self.error(f"unrecognized arguments: {' '.join(rest)}{meant(unknown, flags)}")
+            self._refuse(rest)
         return parsed, rest
+
+    def _refuse_unknown_flags(self, args: Sequence[str]) -> None:
+        """Refuses a misspelt flag. argparse would first name the flag that is missing because of it."""
+        if self._subparsers is not None or "-" not in self.prefix_chars:
+            return  # the words are those of a command
+        for index, word in enumerate(args):
+            if word == "--":
+                return
+            name = word.partition("=")[0]
+            if word.startswith("--") and " " not in word and not self._begins_a_flag(name):
+                self._refuse(args[index : index + 1])
+
+    def _begins_a_flag(self, name: str) -> bool:
+        return any(flag.startswith(name) for flag in self._option_string_actions)
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        name = unknown[0].partition("=")[0]
+        own = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        if name in FROM_VLLM:
+            ours = [flag for flag in FROM_VLLM[name] if flag in own]
+            hint = f"; vLLM's {name} is {' and '.join(ours)} here" if ours else ""
+        else:
+            hint = meant(name, own)
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def error(self, message: str) -> NoReturn:
         """Prints the sentence and where the arguments are listed, and exits with code 2."""
@@ -36,5 +62,5 @@ class CommandParser(argparse.ArgumentParser):
 
 def meant(word: str, words: Iterable[str]) -> str:
     """Returns a question after the word of `words` that is spelt most like `word`, or "" if none is."""
-    close = get_close_matches(word, list(words), n=1)
+    close = get_close_matches(word, list(words), n=1, cutoff=0.75)
     return f"; did you mean {close[0]}?" if close else ""

@@ -23,7 +23,9 @@ def named_engine(text: str) -> tuple[str, Release]:
     engine, _, version = text.partition("@")
     release = Release.of(version)
     if engine not in ENGINES or release == UNKNOWN:
-        raise BadSetting(f"--engine is {text!r}; give one of {', '.join(ENGINES)}, @ and a release, as in vllm@0.33")
+        raise BadSetting(
+            f"--engine is {text!r}; give an engine and its release, as in vllm@0.33; engines are {', '.join(ENGINES)}"
+        )
     if len(release.numbers) == 3:
         release = Release((*release.numbers[:2], 0, release.numbers[2]))
     return engine, release
@@ -62,7 +64,9 @@ def faults(options: argparse.Namespace) -> tuple[tuple[KnownBad, tuple[str, ...]
     )
     features = {"fp8_kv": options.kv_dtype != "auto", "ranks": options.tp > 1}
     with contextlib.suppress(Unsupported):
-        layers = described_model(options.config).geometry.on_one_of(options.tp).layers
+        geometry = described_model(options.config).geometry.on_one_of(options.tp)
+        layers = geometry.layers
+        features["state_layers"] = bool(geometry.recurrent)
         features["latent"] = any(layer.latent_dim for layer in layers)
         features["sparse"] = not all(isinstance(layer.indexer, AllKeys) for layer in layers)
         features["window"] = any(layer.window_left != UNLIMITED_WINDOW for layer in layers)

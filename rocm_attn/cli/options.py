@@ -148,7 +148,7 @@ MAX_BATCH_SIZE = MAX_BATCH_SIZE.but(type=positive, default=256, help="sequences 
 PAGES = (OF_ATTENTION["page_size"], OF_ATTENTION["pool"])
 PAGE_SIZE_FOUND = PAGES[0].but(
     default=None,
-    help="tokens per page of the KV cache (those with the best kernels; with --engine, 16); auto lists every size",
+    help="tokens per page of the KV cache; auto lists every size (the sizes with the best kernels; with --engine, 16)",
 )
 KV_FORMAT = (OF_ATTENTION["kv_dtype"], OF_ATTENTION["kv_scales"])
 

@@ -19,9 +19,7 @@ COMMANDS = "rocm_attn.commands"
 # The commands of this project's other distributions, and the folder that each is installed from.
 ELSEWHERE = {
     **dict.fromkeys(("generate", "serve"), "rocm_serve"),
-    **dict.fromkeys(
-        ("bench", "cost", "cycles", "read-report", "replay-step", "simulate", "soak", "tune", "waits"), "rocm_lab"
-    ),
+    **dict.fromkeys(("bench", "cycles", "read-report", "replay-step", "simulate", "soak", "tune", "waits"), "rocm_lab"),
 }
 
 EPILOG = """\
@@ -113,7 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name, folder in ELSEWHERE.items():
         if name not in commands.choices:
             # Without a prefix for options every word is an argument, which the refusal need not understand.
-            absent = commands.add_parser(name, help=f"not installed: pip install ./{folder}", prefix_chars="\0")
+            said = f"not installed, a part of {folder.replace('_', '-')}; run it to see how to install that"
+            absent = commands.add_parser(name, help=said, prefix_chars="\0")
             absent.add_argument("arguments", nargs="*")
             absent.set_defaults(module=f"{__package__}.elsewhere", folder=folder)
     return parser
@@ -220,8 +219,8 @@ def _add_truth(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     config = o.CONFIG.but(
         metavar="CONFIG.json|SHAPE",
-        help="a model's config.json, the directory that holds it, a .gguf file, or dense, latent, tokens, pools or "
-        "blocks: layers of well-known models",
+        help="a model's config.json, the directory that holds it, a .gguf file, or dense, latent, tokens, pools, "
+        "blocks or compressed: layers of well-known models",
     )
     seed = o.SEED.but(help="seed of keys, values and queries (0)")
     served = (o.DEVICE, o.PROVIDERS, o.DTYPE, o.KV_ENCODINGS, *o.PAGES, o.RANKS, o.DETERMINISTIC)

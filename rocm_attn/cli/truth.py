@@ -93,7 +93,7 @@ def _layers(options: argparse.Namespace, way: Way, target: Target) -> tuple[Page
     if options.config in SHAPES:
         over: Sequence[Problem] = SHAPES[options.config](dtype, way.encoding)
     else:
-        geometry = described_model(options.config).geometry.on_one_of(options.tp)
+        geometry = described_model(options.config, f", or one of {', '.join(SHAPES)}").geometry.on_one_of(options.tp)
         over = geometry.without_idle_windows(max(_plan(options, way, 0, torch.device("cpu")).kv_len)).problems(
             dtype=dtype, page_size=128
         )

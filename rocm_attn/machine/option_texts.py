@@ -109,9 +109,9 @@ class AttentionOptions:
     )
     kv_scales: str = option(
         AUTO,
-        "scales of eight-bit K and V, one per layer, per KV head, per token, or per group of elements of latents in "
-        "records (fp8_ds_mla): of 128, in the record, or of 64, in the page's footer, as for DeepSeek-V4; those of "
-        "tokens and groups are computed at the store, the others come from the model or are 1",
+        "scales of eight-bit K and V: one per layer, per KV head or per token; for latents also one per 128 elements "
+        "within each row (group, as fp8_ds_mla), or per 64 in the page's footer (footer, as DeepSeek-V4). Token, group "
+        "and footer scales are computed when KV is written; the others come from the model, or are 1",
         choices=KV_SCALES,
         default_is="auto: token, or layer if the model has scales",
     )

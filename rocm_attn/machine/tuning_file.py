@@ -36,6 +36,10 @@ class TuningFile:
         """Reads a file. Raises BadSetting with a sentence if it cannot be read, or is no such file."""
         try:
             text = place.read_bytes().decode()
+        except FileNotFoundError as error:
+            raise BadSetting(
+                f"there is no tuning file {place}; name one that `rocm-attn tune` wrote, or off"
+            ) from error
         except (OSError, UnicodeDecodeError) as error:
             raise BadSetting(f"the tuning file {place} cannot be read ({error}); {_REMEDY}") from error
         try:

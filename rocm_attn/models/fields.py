@@ -17,6 +17,7 @@ _LARGEST = 2**31 - 1
 MAX_LAYERS = 10_000
 # The index of a trillion parameters has a few megabytes. A config is read whole.
 _MAX_TEXT_BYTES = 64 << 20
+_REMEDY = "download the model's files again, or name another file"
 
 _LONGEST = 160
 _SHORT = reprlib.Repr()
@@ -127,11 +128,11 @@ def read_json(path: Path) -> Mapping[str, object]:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise BadModel(f"{path} is not JSON of a model (it is nested too deeply)") from error
+        raise BadModel(f"{path} is not JSON of a model (it is nested too deeply); {_REMEDY}") from error
     except ValueError as error:
-        raise BadModel(f"{path} is not JSON ({error})") from error
+        raise BadModel(f"{path} is not JSON ({error}); {_REMEDY}") from error
     if not isinstance(value, dict):
-        raise BadModel(f"{path} must hold a JSON object")
+        raise BadModel(f"{path} holds JSON that is no object, and a model's files hold one; {_REMEDY}")
     return value
 
 

@@ -21,7 +21,10 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     """The ModelConfig of a Hugging Face config.json. Raises BadModel, or Unsupported for attention of another kind."""
     architecture = architecture_of(config)
     if architecture not in DECODERS:
-        raise BadModel(f"the runner does not serve {architecture}; it serves {', '.join(DECODERS)}")
+        raise BadModel(
+            f"the engine does not serve {architecture}; try vLLM or SGLang with the plug-in, or choose one of "
+            f"{', '.join(DECODERS)}"
+        )
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
     _refuse_quantised(whole)
     attention = attention_geometry(config).over_text()

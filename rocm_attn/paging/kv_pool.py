@@ -46,7 +46,7 @@ class KVPool:
         if num_pages * self.page_size > INT32_MAX:
             raise NeverFits(
                 f"{num_pages} pages of {self.page_size} tokens overflow an int32 slot id; use at most "
-                f"{INT32_MAX // self.page_size} pages"
+                f"{INT32_MAX // self.page_size} pages, or fewer or shorter sequences"
             )
         self.num_pages = num_pages
         self.device = device

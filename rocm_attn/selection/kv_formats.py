@@ -44,7 +44,8 @@ class KVFormat:
         if encoding is KVEncoding.LIKE_Q:
             if kv_scales != AUTO:
                 raise BadSetting(
-                    f"kv_scales is {kv_scales} and kv_dtype {kv_dtype}; only eight-bit K and V have scales"
+                    f"kv_scales is {kv_scales} and kv_dtype {kv_dtype}; only eight-bit K and V have scales: "
+                    f"choose kv_dtype fp8, or kv_scales {AUTO}"
                 )
             return cls()
         if kv_scales == AUTO:

@@ -277,10 +277,15 @@ def read_dump(path: Path) -> FlightDump:
     """Reads a dump from its file. Raises BadSetting if the file does not hold one; it names the field that is wrong."""
     try:
         content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise TypeError("its JSON is no object")
         if content["format"] != _FORMAT:
             raise BadSetting(f"{path} is a dump of format {content['format']}; this version reads format {_FORMAT}")
         fields = {name: value for name, value in content.items() if name not in _FACTS_OF_THE_FILE}
         dump: FlightDump = from_json(FlightDump, fields, f"{path}: dump")
         return dump
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
-        raise BadSetting(f"{path} is not a dump of a flight recorder ({error})") from error
+        why = getattr(error, "strerror", None) or error
+        raise BadSetting(
+            f"{path} is not a dump of a flight recorder ({why}); give a file that --flight-record has written"
+        ) from error

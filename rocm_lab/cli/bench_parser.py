@@ -9,7 +9,10 @@ from rocm_attn.cli import options as o
 from rocm_attn.cli.parser import add_options
 from rocm_lab.bench.choices import ALL_SUITES, HOST, LAYERS, RANDOM, SUITES
 
-_EPILOG = """\
+_EXIT_CODES = (
+    "exit codes: 0 done, 1 a result was wrong or a comparison found something slower, 2 wrong usage or bad input\n"
+)
+_EXAMPLES = """\
 examples:
   rocm-attn bench kernels --batch 64d4k --batch 1x2048+6144 --layer llama-8b
   rocm-attn bench kernels --batch 63d4k+1x2048 --heads 32/8 --head-dim 128 --providers triton,fa3 --out run.json
@@ -19,7 +22,6 @@ examples:
   rocm-attn bench traffic --requests 200 --rate 8 > trace.jsonl
   rocm-attn bench serve --url http://127.0.0.1:8000 --trace trace.jsonl
 
-exit codes: 0 done, 1 a result was wrong or a comparison found something slower, 2 wrong usage or bad input
 """
 
 
@@ -130,7 +132,7 @@ SERVING = (
     o.switch("--at-once", "let all arrive at the beginning"),
     o.option("--concurrency", type=o.positive, default=256, metavar="N", help="most open requests (256)"),
     MAX_SECONDS.but(default=3600.0, help="seconds after which the remaining requests are aborted (3600)"),
-    o.SEED.but(help="of prompts (0)"),
+    o.SEED.but(help="seed of prompts (0)"),
     o.option("--load-processes", type=o.positive, default=1, metavar="N", help="processes that send the requests (1)"),
     OUT,
     o.option("--picture", metavar="FILE.png", help="draw throughput and times"),
@@ -161,21 +163,41 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="measure kernels side by side, compare runs, and measure servers",
         description="Measure performance. Results are first compared with the float64 reference; a wrong one gets "
         "no time.",
-        epilog=_EPILOG,
+        epilog=_EXAMPLES + _EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = bench.add_subparsers(dest="what", metavar="WHAT", required=True)
-    kernels = what.add_parser("kernels", help="one layer of a step, by each provider")
+
+    def add(name: str, help: str, description: str) -> argparse.ArgumentParser:
+        return what.add_parser(name, help=help, description=description, epilog=_EXIT_CODES)
+
+    kernels = add(
+        "kernels",
+        "one layer of a step, by each provider",
+        "Check and time one layer of a step by each provider, which take turns.",
+    )
     add_options(kernels, STEPS)
     add_options(kernels.add_argument_group("layers"), LAYER_OPTIONS)
     add_options(kernels.add_argument_group("measuring"), MEASURING)
     add_options(kernels.add_argument_group("results"), (OUT, o.JSON))
-    compare = what.add_parser("compare", help="two runs of the same cases; exit code 1 if something is slower")
+    compare = add(
+        "compare",
+        "two runs of the same cases; exit code 1 if something is slower",
+        "Say which cases of two runs are slower, faster, the same, or unclear.",
+    )
     add_options(compare, (*COMPARED, o.JSON))
-    add_options(what.add_parser("plot", help="pictures of a run"), PLOTTED)
-    serve = what.add_parser("serve", help="send a trace of requests to servers with OpenAI's API")
+    add_options(add("plot", "pictures of a run", "Draw a run of `bench kernels` or `bench serve`."), PLOTTED)
+    serve = add(
+        "serve",
+        "send a trace of requests to servers with OpenAI's API",
+        "Send a trace of requests to servers with OpenAI's API, and report throughput and times.",
+    )
     add_options(serve, (*SERVING, o.JSON))
-    traffic = what.add_parser("traffic", help="write a synthetic trace: Poisson arrivals, log-normal lengths")
+    traffic = add(
+        "traffic",
+        "write a synthetic trace: Poisson arrivals, log-normal lengths",
+        "Write a synthetic trace of requests to stdout: Poisson arrivals, log-normal lengths.",
+    )
     add_options(traffic, TRAFFIC)
     for name, parser in what.choices.items():
         parser.set_defaults(module=f"rocm_lab.cli.bench_{name}")

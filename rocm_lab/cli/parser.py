@@ -69,7 +69,8 @@ def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(module="rocm_lab.tune.command")
     config = a.CONFIG.but(
         metavar="CONFIG.json|QxKVxDIM",
-        help="a model's config.json, the directory that holds it, a .gguf file, or query heads x KV heads x head dim",
+        help="a model's config.json, the directory that holds it, a .gguf file, an id of Hugging Face's "
+        "hub, or query heads x KV heads x head dim, as in 32x8x128",
     )
     arch = a.ARCH.but(help="with --dry-run: gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (gfx942)")
     model = (config, a.RANKS, a.DTYPE, *a.KV_FORMAT, *a.PAGES, a.PROVIDER, a.MAX_KV_LEN)
@@ -80,7 +81,7 @@ def _add_read_report(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "read-report",
-        help="make tuning rows and a list of differences of the report of an AMD GPU; needs no GPU",
+        help="read the report of a first run on an AMD GPU: tiles, and differences from the simulator; needs no GPU",
         description="Read the report of the first run on an AMD GPU. Write tuning.json with tiles that it measured to "
         "be faster, and differences.json with what the simulator or the compiler's figures have otherwise.",
         examples=_READ_REPORT_EXAMPLES,

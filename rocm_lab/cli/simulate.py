@@ -45,7 +45,8 @@ class ScriptRun:
     def lines(self) -> list[str]:
         """Lines for people."""
         executed = sum(report.instructions for report in self.reports)
-        end = self.error or ("it ended well" if self.reports else "it launched no kernel")
+        idle = "it launched no kernel; launch one as on a GPU, on tensors of the CPU"
+        end = self.error or ("it ended well" if self.reports else idle)
         return [
             *(line for report in self.reports for line in report.lines()),
             f"{self.arch}: {executed} instructions in {self.seconds:.1f} s with compiling; {end}",

@@ -84,12 +84,15 @@ class GpuReport:
         """Reads a file. Raises BadSetting if it is no report, or not one of a GPU of this arch."""
         try:
             content = json.loads(path.read_bytes())
+            if not isinstance(content, dict):
+                raise ValueError("its JSON is no object")
             found = cls._of(content)
         except OSError as error:
-            raise BadSetting(f"the report {path} cannot be read ({error}); name another file") from error
+            raise BadSetting(f"the report {path} cannot be read ({error.strerror}); name another file") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
             raise BadSetting(
-                f"{path} is no report of this release ({type(error).__name__}: {error}); send the file that "
+                f"{path} is no report of this release ({why}); name the file that "
                 "`bash scripts/test.sh rocm` has written, unchanged"
             ) from error
         found._check(path, arch)

@@ -164,7 +164,7 @@ def problems_of(options: argparse.Namespace, target: Target) -> tuple[Problem, .
         )
         over: Sequence[Problem] = (plain,)
     else:
-        model = described_model(options.config)
+        model = described_model(options.config, ", or query heads x KV heads x head dim, as in 32x8x128")
         geometry = model.geometry.without_idle_windows(model.max_kv_len(options.max_kv_len)).on_one_of(options.tp)
         over = geometry.problems(dtype=dtype, page_size=geometry.least_page_size, kv=kv)
     pages = page_choice(options, over, lambda problem: select(problem, target, options.provider))

@@ -55,6 +55,7 @@ def files_of(paths: Iterable[Path]) -> list[Path]:
     Raises BadSetting for a path that does not exist, and if there are none.
     """
     found: list[Path] = []
+    paths = tuple(paths)
     for path in paths:
         if path.is_dir():
             texts = [each for suffix in TEXTS for each in path.rglob(f"*{suffix}")]
@@ -66,7 +67,10 @@ def files_of(paths: Iterable[Path]) -> list[Path]:
         else:
             raise BadSetting(f"{path} does not exist; give assembly ({', '.join(TEXTS)}) or code objects")
     if not found:
-        raise BadSetting(f"no file ends in one of {', '.join((*TEXTS, *OBJECTS))}")
+        places = ", ".join(map(str, paths))
+        raise BadSetting(
+            f"{places} has no file that ends in one of {', '.join((*TEXTS, *OBJECTS))}; give another folder"
+        )
     return found
 
 

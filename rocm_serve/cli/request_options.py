@@ -53,4 +53,7 @@ def _constraint(options: argparse.Namespace) -> Constraint | None:
     try:
         return Constraint.json_schema(Path(schema).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadSetting(f"the JSON schema in {schema} cannot be read ({error})") from error
+        why = getattr(error, "strerror", None) or error
+        raise BadSetting(
+            f"the JSON schema in {schema} cannot be read ({why}); give the schema itself, or a file that holds it"
+        ) from error

@@ -69,7 +69,11 @@ def _template(settings: ServerOptions) -> str | None:
         source = settings.chat_template.read_text(encoding="utf-8")
         ChatTemplate(source).render([{"role": "user", "content": "?"}])
     except (OSError, UnicodeDecodeError, BadModel, BadRequest) as error:
-        raise BadSetting(f"chat_template {settings.chat_template} cannot be used: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise BadSetting(
+            f"chat_template {settings.chat_template} cannot be used ({why}); give a file with a template in Jinja, or "
+            "leave it out for the model's own"
+        ) from error
     return source
 
 

@@ -39,7 +39,7 @@ class HttpMetrics:
     late_readers: int = _value("http_late_readers_total", "requests aborted because their client did not read")
     waiting_bytes: int = _value("http_waiting_bytes", "bytes of bodies that are read, or wait for the engine")
     max_requests: int = _value("http_max_requests", "most prompts that may run or wait; --max-requests")
-    failing: bool = _value("failing", "1 while /health tells that nothing should be sent to this server")
+    failing: bool = _value("failing", "1 while /health answers 503")
     draining: bool = _value("draining", "1 while the server is shutting down and accepts no more requests")
     age_seconds: float = _value(
         "metrics_age_seconds", "age of the engine's counts, which are late while a step takes long"

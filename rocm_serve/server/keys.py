@@ -106,7 +106,8 @@ def _read(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadSetting(f"the API keys in {path} cannot be read ({error})") from error
+        why = getattr(error, "strerror", None) or error
+        raise BadSetting(f"the API keys in {path} cannot be read ({why}); give a file with one per line") from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise BadSetting(f"{path} holds no API key; it must have one per line, or leave --api-key-file out")

@@ -73,8 +73,8 @@ class ServerOptions:
     )
     client_share: float = option(
         0.5,
-        "share of --max-connections that one address may have, and of --max-waiting-bytes that one key may have, or "
-        "one address where there are no keys; 1 behind a gateway, which has one address for all",
+        "share of --max-connections that one address may have, and of --max-waiting-bytes that one key may have "
+        "(without keys, one address); give 1 behind a gateway, whose address is that of all clients",
         unit="SHARE",
         least=0,
     )
@@ -165,6 +165,8 @@ class ServerOptions:
             value = getattr(self, name)
             if value != default and text.least is not None and value < text.least:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
+        if self.served_model_name == "":
+            raise BadSetting("served_model_name is empty; give a name, or leave it out for that of the model")
         if self.port > 65535:
             raise BadSetting(f"port is {self.port}; it must be at most 65535")
         for name in ("truth_seconds", "head_seconds", "body_seconds", "deadline_seconds", "write_seconds"):

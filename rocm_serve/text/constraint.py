@@ -116,7 +116,7 @@ def _grammar_alone(constraint: Constraint) -> str:
     try:
         json.loads(constraint.text)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the JSON schema is not JSON ({error})") from error
+        raise BadRequest(f'the JSON schema is not JSON ({error}); give an object, as {{"type": "object"}}') from error
     return str(matcher.grammar_from_json_schema(constraint.text))
 
 

@@ -75,6 +75,12 @@ def test_windows_of_a_model_are_known(capsys: pytest.CaptureFixture[str]) -> Non
     assert "vllm-project/vllm#47276" not in gemma
 
 
+def test_recurrent_layers_of_a_model_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    thread, options = "vllm-project/vllm#53912", ("--arch", "gfx942", "--engine", "vllm@0.33")
+    assert known(capsys, "qwen3.8-27b", *options)[thread] == ["prefix caching", "speculative decoding"]
+    assert thread not in known(capsys, "llama-3-8b", *options)
+
+
 def test_a_model_that_is_not_served_is_told_of_its_faults_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,7 +138,10 @@ def test_an_engine_without_a_plug_in_has_our_own_pages(capsys: pytest.CaptureFix
 def test_an_engine_without_a_release_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, error = run(capsys, HERE / "llama-3-8b.json", "--arch", "gfx942", "--engine", text)
     assert code == BAD_INPUT
-    assert f"--engine is {text!r}; give one of vllm, sglang, atom, @ and a release, as in vllm@0.33" in error
+    assert (
+        f"--engine is {text!r}; give an engine and its release, as in vllm@0.33; engines are vllm, sglang, atom"
+        in error
+    )
 
 
 @pytest.mark.parametrize(

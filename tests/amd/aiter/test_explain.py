@@ -230,7 +230,7 @@ WHOLE = {
             {"architectures": ["MixtralForCausalLM"]},
             (),
             "plugins",
-            "served by the plug-ins for vLLM and SGLang, not by rocm-attn serve: the runner does not serve "
+            "served by the plug-ins for vLLM and SGLang, not by rocm-attn serve: the engine does not serve "
             "MixtralForCausalLM",
         ),
         (

@@ -88,8 +88,8 @@ takes MI300X, MI325X, MI350X, MI355X and others; `--gpu-memory-share` is the sha
 ## One MI300X, and eight
 
 `python -m tests.amd.docs.capacity` makes this table with that command: weights, K and V in bfloat16, 0.9 of the memory,
-graphs for up to {MAX_BATCH_SIZE} sequences. *Tokens* are those of all requests together that fit beside the weights;
-memory for activations is taken from them too, some GiB at most (`--chunk` bounds it, and the server measures it).
+graphs for up to {MAX_BATCH_SIZE} sequences. *Tokens* are those of all requests together that fit next to the
+weights; activations take some GiB of that at most (`--chunk` bounds them, and the server measures them).
 
 | model | GPUs | weights on each | K and V of a token, on each | tokens | sequences of 8,192 |
 |---|---|---|---|---|---|
@@ -98,20 +98,23 @@ memory for activations is taken from them too, some GiB at most (`--chunk` bound
 _TIMES = """
 ## How fast
 
-The same command tells the time of a step before anything runs. A step reads the weights once, and the keys of each
+The same command computes the time of a step before anything runs. A step reads the weights once, and the keys of each
 sequence; it reads and writes its recurrent states. That takes at least the bytes over the GPU's published bandwidth,
 which is the lower bound here in brackets. Steps are expected to reach two thirds of the bandwidth, and prompts 0.6 of
 the published rate of bfloat16 matrices. Sums over ranks are left out. None of it was measured on an AMD GPU; [one
 command](rocm.md) measures it.
 
-The columns: milliseconds of a step that decodes 1, 32 and the most sequences of 512 tokens; these most; tokens per
-second of them; milliseconds to the first token of a prompt of 2,048 tokens; and the [sizes of
-steps](server.md#the-sizes-of-steps) that `serve` chooses: the tokens that prompts get while 1 and while the most
-sequences decode, and in brackets the milliseconds within which these are expected to get their next token. That is
-three of their steps. It is more where a token needs few of many experts, and a prompt all of them: prompts then get as
-many tokens as are multiplied while all weights are read.
+* **1, 32, most**: milliseconds of a step that decodes 1, 32, and the most sequences, of 512 tokens each.
+* **sequences, tokens/s**: the most sequences that `serve` runs at a time, and their tokens per second.
+* **first token**: milliseconds to the first token of a prompt of 2,048 tokens.
+* **prompts with 1, with most**: the tokens that prompts get in a step while 1, and while the most sequences decode
+  ([how](server.md#the-sizes-of-steps)); in brackets the milliseconds in which each of these is expected to get its next
+  token.
 
-| model | GPUs | 1 | 32 | most | sequences | tokens/s | first token | prompts beside 1 | beside the most |
+The last is two and a half of their steps. It is more where a token needs few of many experts, and a prompt all of them:
+prompts then get as many tokens as are multiplied while all weights are read.
+
+| model | GPUs | 1 | 32 | most | sequences | tokens/s | first token | prompts with 1 | with most |
 |---|---|---|---|---|---|---|---|---|---|
 """
 

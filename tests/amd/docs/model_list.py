@@ -93,9 +93,9 @@ details of each family.
 """
 
 _TAIL = """
-The engine reads safetensors in bfloat16, float16 or float32, and GGUF where the table says so. Nothing here serves
-images, audio, embeddings, rerankers or LoRA, nor weights in AWQ, GPTQ, FP8 or MXFP4: the plug-ins leave those to their
-engine.
+The engine reads safetensors in bfloat16, float16 or float32, and GGUF where the table says so. It serves no images,
+audio, embeddings, rerankers or LoRA, nor weights in AWQ, GPTQ, FP8 or MXFP4. With a plug-in vLLM or SGLang does these
+parts, and attention is ours.
 
 Weights come from where their makers publish them, for instance with `hf download meta-llama/Llama-3.1-8B-Instruct
 --local-dir Llama-3.1-8B-Instruct`; many ask you to accept a licence first.

@@ -6,42 +6,12 @@ import argparse
 from collections.abc import Iterator
 
 from rocm_attn.cli.parser import build_parser
+from rocm_attn.cli.vllm_flags import FROM_VLLM
 from tests.amd.docs.pages import DOCS
 
 PAGE = DOCS / "serve_flags.md"
 
-# Flags of `vllm serve` by their documentation (docs.vllm.ai, "Engine Arguments" and "OpenAI-Compatible Server").
-FROM_VLLM = {
-    "MODEL": ("--model",),
-    "--served-model-name": ("--served-model-name",),
-    "--host": ("--host",),
-    "--port": ("--port",),
-    "--api-key": ("--api-key-file",),
-    "--ssl-certfile": ("--tls-cert",),
-    "--ssl-keyfile": ("--tls-key",),
-    "--dtype": ("--dtype",),
-    "--tensor-parallel-size": ("--tp",),
-    "--max-model-len": ("--max-kv-len",),
-    "--max-num-seqs": ("--max-batch-size",),
-    "--max-num-batched-tokens": ("--chunk",),
-    "--gpu-memory-utilization": ("--gpu-memory-share",),
-    "--kv-cache-memory-bytes": ("--kv-bytes",),
-    "--num-gpu-blocks-override": ("--num-pages",),
-    "--block-size": ("--page-size",),
-    "--kv-cache-dtype": ("--kv-dtype", "--kv-scales"),
-    "--attention-backend": ("--provider",),
-    "--enforce-eager": ("--no-graphs",),
-    "--no-enable-prefix-caching": ("--no-prefix-caching",),
-    "--speculative-config": ("--speculative", "--draft-tokens", "--topk"),
-    "--max-logprobs": ("--max-logprobs",),
-    "--chat-template": ("--chat-template",),
-    "--trust-request-chat-template": ("--trust-request-chat-template",),
-    "--tool-call-parser": ("--tool-parser",),
-    "--reasoning-parser": ("--reasoning-parser",),
-    "--generation-config": ("--generation-config",),
-    "--enable-log-requests": ("--access-log",),
-    "--otlp-traces-endpoint": ("--traces",),
-}
+# Flags of `vllm serve` that have no other name here.
 WITHOUT = {
     "--trust-remote-code": "no code of a model's folder is ever run",
     "--quantization": "a `.gguf` file brings its own; other quantised weights are not served",
@@ -94,7 +64,7 @@ def page() -> str:
             parts += ["\n".join(rows), "\n\n"]
     ours = serve._option_string_actions
     lines = []
-    for theirs, flags in FROM_VLLM.items():
+    for theirs, flags in {"MODEL": ("--model",), **FROM_VLLM}.items():
         assert all(ours[flag] for flag in flags)
         lines.append(f"| `{theirs}` | {', '.join(f'`{flag}`' for flag in flags)} |")
     lines += [f"| `{theirs.replace(', ', '`, `')}` | {reason} |" for theirs, reason in WITHOUT.items()]

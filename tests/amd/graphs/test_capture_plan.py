@@ -240,7 +240,7 @@ def test_weights_that_the_runner_cannot_count_are_those_of_the_files_or_given(
     command = ["capture-plan", mixtral, "--gpu", "mi355x", "--max-batch-size", "1", "--max-kv-len", "64"]
     assert main(command) == DONE
     said = capsys.readouterr().out
-    assert "weights are not known: the runner does not serve MixtralForCausalLM; it serves " in said
+    assert "weights are not known: the engine does not serve MixtralForCausalLM; try vLLM" in said
     assert "; give --weights-gib" in said
     (tmp_path / "model-00001-of-00001.safetensors").write_bytes(bytes(3 << 20))
     assert main([*command, "--tp", "2"]) == DONE

@@ -91,5 +91,5 @@ def test_prewarm_says_in_a_sentence_that_it_needs_triton() -> None:
     assert (done.returncode, done.stdout) == (FAILED, "")
     *_, sentence = done.stderr.splitlines()
     assert sentence.startswith("rocm-attn: triton is not installed; it compiles kernels; torch for a GPU ")
-    assert sentence.endswith("run: pip install triton")
+    assert sentence.endswith("run: pip install 'triton>=3.6'")
     assert "Traceback" not in done.stderr

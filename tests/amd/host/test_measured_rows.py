@@ -233,7 +233,7 @@ def test_a_runtime_takes_the_rows_of_the_file_that_the_environment_names(
     assert with_measured_choices(GFX942) == GFX942
     served_with(monkeypatch, str(tmp_path / "missing.json"))
     assert with_measured_choices(GFX942) == GFX942
-    assert "missing.json cannot be read" in caplog.text
+    assert "missing.json; name one that `rocm-attn tune` wrote, or off" in caplog.text
     served_with(monkeypatch, str(place))
     other = replace(GFX942, releases=Releases(triton=Release.of("3.6.0")))
     for _ in range(2):
@@ -265,7 +265,7 @@ def test_a_user_without_a_home_stops_no_runtime(
     monkeypatch.chdir(tmp_path)
     served_with(monkeypatch, named)
     assert with_measured_choices(GFX942) == GFX942
-    assert ("no-such-user/tuning.json cannot be read" in caplog.text) is bool(named)
+    assert ("there is no tuning file ~no-such-user/tuning.json" in caplog.text) is bool(named)
 
 
 def test_tiles_that_no_kernel_takes_have_a_reason() -> None:

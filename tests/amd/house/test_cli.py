@@ -193,7 +193,7 @@ def test_explain_lists_every_reason_when_layers_are_not_served(
     [
         (json.dumps(LLAMA), "gfx941", BAD_INPUT, "arch 'gfx941' is not known; choose one of gfx942, gfx950"),
         ("{", "gfx942", BAD_INPUT, "is not JSON"),
-        ("[]", "gfx942", BAD_INPUT, "must hold a JSON object"),
+        ("[]", "gfx942", BAD_INPUT, "holds JSON that is no object"),
         ("{}", "gfx942", BAD_INPUT, "architectures is None"),
         ('{"architectures": ["T5Model"]}', "gfx942", FAILED, "the attention of T5Model is not known"),
     ],

@@ -49,5 +49,5 @@ def test_an_architecture_that_is_not_known_is_one_sentence(tmp_path: Path, capsy
     printed = capsys.readouterr()
     assert printed.out == ""
     *_, sentence = printed.err.splitlines()
-    assert "the runner does not serve MambaForCausalLM; it serves LlamaForCausalLM, " in sentence
+    assert "the engine does not serve MambaForCausalLM; try vLLM or SGLang with the plug-in" in sentence
     assert "GptOssForCausalLM" in sentence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -29,9 +30,14 @@ from tests.amd.house.test_cli import LLAMA, config_file
             "argument COMMAND: invalid choice: 'explian'; did you mean explain? (see rocm-attn",
         ),
         (["bench", "kernls"], "invalid choice: 'kernls'; did you mean kernels? (see rocm-attn bench --help)"),
-        (["serve", "--page-szie", "3"], "unrecognized arguments: --page-szie 3; did you mean --page-size?"),
+        (["serve", "--page-szie", "3"], "unrecognized arguments: --page-szie; did you mean --page-size?"),
+        (["explain", "config.json", "--arhc", "gfx942"], "unrecognized arguments: --arhc; did you mean --arch?"),
+        (["serve", "--tensor-parallel-size", "8"], "vLLM's --tensor-parallel-size is --tp here"),
+        (["capture-plan", "config.json", "--max-num-seqs=4"], "vLLM's --max-num-seqs is --max-batch-size here"),
+        (["serve", "extra"], "rocm-attn serve: error: unrecognized arguments: extra (see"),
         (["generate", "--provider", "tritn", "x"], "invalid choice: 'tritn'; did you mean triton?"),
         (["generate", "--provider", "x", "x"], "invalid choice: 'x' (choose from auto, cpu, torch, triton, aiter)"),
+        (["capture-plan", "x", "--gpu", "mi301"], "invalid choice: 'mi301' (choose from mi300x, mi308x, "),
         (["kernels", "--quiet"], "rocm-attn kernels: error: unrecognized arguments: --quiet (see"),
         (["generate", "--page-size", "abc", "x"], "argument --page-size: 'abc' is not a whole number, or auto"),
         (
@@ -58,6 +64,46 @@ def test_a_wrong_word_is_refused_in_one_line_by_its_own_command(
     (line,) = printed.err.splitlines()
     assert complaint in line
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (("explain", "{list}", "--arch", "gfx942"), "{list} holds JSON that is no object"),
+        (("explain", "{broken}", "--arch", "gfx942"), "download the model's files again, or name another file"),
+        (("explain", "{model}", "--arch", "gfx942", "--tuning", "/nowhere"), "name one that `rocm-attn tune` wrote"),
+        (("explain", "{model}", "--arch", "gfx942", "--engine", "vllm"), "an engine and its release, as in vllm@0.33"),
+        (("explain", "{model}", "--arch", "gfx942", "--kv-scales", "head"), "choose kv_dtype fp8, or kv_scales auto"),
+        (("tune", "32x8", "--dry-run"), "or query heads x KV heads x head dim, as in 32x8x128"),
+        (("truth", "dnse"), "or one of dense, latent, tokens, pools, blocks"),
+        (("replay-step", "{list}"), "its JSON is no object); give a file that --flight-record has written"),
+        (("replay-step", "/nowhere"), "No such file or directory); give a file that --flight-record has written"),
+        (
+            ("read-report", "{list}"),
+            "its JSON is no object); name the file that `bash scripts/test.sh rocm` has written",
+        ),
+        (
+            ("read-report", "/nowhere"),
+            "the report /nowhere cannot be read (No such file or directory); name another file",
+        ),
+        (("serve", "--served-model-name", ""), "served_model_name is empty; give a name, or leave it out"),
+        (("cycles", "{empty}"), "{empty} has no file that ends in one of"),
+        (("serve", "--api-key-file", "/nowhere"), "(No such file or directory); give a file with one per line"),
+        (("serve", "--chat-template", "/nowhere"), "leave it out for the model's own"),
+        (("generate", "--json-schema", "/nowhere", "x"), "give the schema itself, or a file that holds it"),
+    ],
+)
+def test_a_wrong_file_or_value_is_named_with_what_to_give(
+    arguments: tuple[str, ...], remedy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"model": config_file(tmp_path, LLAMA), "empty": str(tmp_path / "empty")}
+    for name, text in (("list", "[1]"), ("broken", "{")):
+        places[name] = str(tmp_path / f"{name}.json")
+        Path(places[name]).write_text(text)
+    assert main([word.format(**places) for word in arguments]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert remedy.format(**places) in line
 
 
 @pytest.mark.parametrize(
@@ -178,11 +224,14 @@ def test_env_reports_without_torch_and_says_why_there_is_none(state: str, tmp_pa
 
 
 def test_every_command_describes_itself_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("explain", "capture-plan", "prewarm", "truth", "kernels", "guards", "doctor", "env", "serve"):
+    alone = ("explain", "capture-plan", "prewarm", "truth", "kernels", "guards", "doctor", "env", "serve")
+    for command in (*alone, *(f"bench {name}" for name in ("kernels", "compare", "plot", "serve", "traffic"))):
         with pytest.raises(SystemExit):
-            main([command, "--help"])
+            main([*command.split(), "--help"])
         printed = capsys.readouterr().out
         description = printed.partition("\n\n")[2].partition("\n\n")[0]
         assert description.strip().endswith("."), command
         assert not description.startswith("options"), command
-        assert "exit codes: 0 done, 1 the job failed, 2 wrong usage" in printed
+        assert re.search(r"exit codes: 0 done, 1 (the job failed|a result was wrong[^,]*),\s+2 wrong usage", printed), (
+            command
+        )

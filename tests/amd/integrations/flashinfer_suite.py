@@ -1,9 +1,9 @@
 """FlashInfer's own tests against ours: the number that pass, the number that ask for refused features, and the reasons.
 
-    python -m tests.amd.integrations.flashinfer_suite CHECKOUT [PAGE]
+    python -m tests.amd.integrations.flashinfer_suite CHECKOUT
 
-CHECKOUT: a folder with FlashInfer's folder `tests`, which no commit here holds. The table is printed, and written to
-PAGE between the lines that name it. FLASHINFER_CASES and FLASHINFER_MOST_WORK: see flashinfer_stand_in.py.
+CHECKOUT: a folder with FlashInfer's folder `tests`, which no commit here holds. The table is printed.
+FLASHINFER_CASES and FLASHINFER_MOST_WORK: see flashinfer_stand_in.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ FILES = (
     "attention/test_shared_prefix_kernels",
     "attention/test_deepseek_mla",
 )
-BEGIN, END = "<!-- flashinfer_suite begins -->", "<!-- flashinfer_suite ends -->"
 
 
 def outcomes(checkout: Path, name: str) -> dict[str, Any]:
@@ -84,19 +83,12 @@ def _short(each: dict[str, str]) -> str:
     return why[:80]
 
 
-def table(checkout: Path) -> str:
-    rows = []
+def print_table(checkout: Path) -> None:
+    print("| file | cases | run | pass | refused | skipped | fail | what was refused, skipped or failed |")
+    print("|---" * 8 + "|")
     for name in FILES:
-        found = outcomes(checkout, name)
-        rows.append(line(name, found))
-        print(rows[-1], flush=True)
-    head = "| file | cases | run | pass | refused | skipped | fail | what was refused, skipped or failed |"
-    return "\n".join([head, "|---" * 8 + "|", *rows])
+        print(line(name, outcomes(checkout, name)), flush=True)
 
 
 if __name__ == "__main__":
-    written = table(Path(sys.argv[1]).resolve())
-    if len(sys.argv) > 2:
-        page = Path(sys.argv[2])
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        page.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    print_table(Path(sys.argv[1]).resolve())

@@ -29,7 +29,7 @@ CONFIGS = {
 
 
 def test_gemma_3n_needs_more_than_the_runner_has() -> None:
-    with pytest.raises(BadModel, match="the runner does not serve Gemma3nForConditionalGeneration; it serves Llama"):
+    with pytest.raises(BadModel, match="the engine does not serve Gemma3nForConditionalGeneration; try vLLM"):
         config_from_json(published("gemma-3n-e4b"))
 
 

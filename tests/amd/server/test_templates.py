@@ -125,7 +125,7 @@ def test_a_template_of_a_file_is_checked_before_weights_are_read(tmp_path: Path)
     assert _template(ServerOptions(chat_template=file)) == SOURCE
     assert _template(ServerOptions()) is None
     for content, says in (
-        ("{% if %}", "cannot be used: the model's chat template fails"),
+        ("{% if %}", "cannot be used .the model's chat template fails"),
         ("{{ raise_exception('no') }}", "no"),
     ):
         file.write_text(content)

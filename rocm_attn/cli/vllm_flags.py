@@ -1,0 +1,35 @@
+"""Flags of `vllm serve` -> ours, for a refusal that names the right one and for the page of the server's flags."""
+
+from __future__ import annotations
+
+# By their documentation (docs.vllm.ai, "Engine Arguments" and "OpenAI-Compatible Server").
+FROM_VLLM: dict[str, tuple[str, ...]] = {
+    "--served-model-name": ("--served-model-name",),
+    "--host": ("--host",),
+    "--port": ("--port",),
+    "--api-key": ("--api-key-file",),
+    "--ssl-certfile": ("--tls-cert",),
+    "--ssl-keyfile": ("--tls-key",),
+    "--dtype": ("--dtype",),
+    "--tensor-parallel-size": ("--tp",),
+    "--max-model-len": ("--max-kv-len",),
+    "--max-num-seqs": ("--max-batch-size",),
+    "--max-num-batched-tokens": ("--chunk",),
+    "--gpu-memory-utilization": ("--gpu-memory-share",),
+    "--kv-cache-memory-bytes": ("--kv-bytes",),
+    "--num-gpu-blocks-override": ("--num-pages",),
+    "--block-size": ("--page-size",),
+    "--kv-cache-dtype": ("--kv-dtype", "--kv-scales"),
+    "--attention-backend": ("--provider",),
+    "--enforce-eager": ("--no-graphs",),
+    "--no-enable-prefix-caching": ("--no-prefix-caching",),
+    "--speculative-config": ("--speculative", "--draft-tokens", "--topk"),
+    "--max-logprobs": ("--max-logprobs",),
+    "--chat-template": ("--chat-template",),
+    "--trust-request-chat-template": ("--trust-request-chat-template",),
+    "--tool-call-parser": ("--tool-parser",),
+    "--reasoning-parser": ("--reasoning-parser",),
+    "--generation-config": ("--generation-config",),
+    "--enable-log-requests": ("--access-log",),
+    "--otlp-traces-endpoint": ("--traces",),
+}

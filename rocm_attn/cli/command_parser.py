@@ -15,7 +15,13 @@ from rocm_attn.cli.vllm_flags import FROM_VLLM
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of `rocm-attn`, and of each command. A command refuses its own words: they never reach its parent."""
+    """The parser of `rocm-attn`, and of each command. A command refuses its own words: they never reach its parent.
+
+    A flag is written out: vLLM's --api-key KEY would else be ours of a file, and the refusal would print the key.
+    """
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parses arguments, and refuses those that are left over: the list returned is empty."""
@@ -29,15 +35,12 @@ class CommandParser(argparse.ArgumentParser):
         """Refuses a misspelt flag. argparse would first name the flag that is missing because of it."""
         if self._subparsers is not None or "-" not in self.prefix_chars:
             return  # the words are those of a command
-        for index, word in enumerate(args):
+        for word in args:
             if word == "--":
                 return
             name = word.partition("=")[0]
-            if word.startswith("--") and " " not in word and not self._begins_a_flag(name):
-                self._refuse(args[index : index + 1])
-
-    def _begins_a_flag(self, name: str) -> bool:
-        return any(flag.startswith(name) for flag in self._option_string_actions)
+            if word.startswith("--") and " " not in word and name not in self._option_string_actions:
+                self._refuse([name])
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         name = unknown[0].partition("=")[0]

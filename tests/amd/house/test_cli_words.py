@@ -34,6 +34,11 @@ from tests.amd.house.test_cli import LLAMA, config_file
         (["explain", "config.json", "--arhc", "gfx942"], "unrecognized arguments: --arhc; did you mean --arch?"),
         (["serve", "--tensor-parallel-size", "8"], "vLLM's --tensor-parallel-size is --tp here"),
         (["capture-plan", "config.json", "--max-num-seqs=4"], "vLLM's --max-num-seqs is --max-batch-size here"),
+        (["serve", "--api-key=SECRET"], "unrecognized arguments: --api-key; vLLM's --api-key is --api-key-file here"),
+        (
+            ["serve", "--api-key", "SECRET"],
+            "unrecognized arguments: --api-key; vLLM's --api-key is --api-key-file here",
+        ),
         (["serve", "extra"], "rocm-attn serve: error: unrecognized arguments: extra (see"),
         (["generate", "--provider", "tritn", "x"], "invalid choice: 'tritn'; did you mean triton?"),
         (["generate", "--provider", "x", "x"], "invalid choice: 'x' (choose from auto, cpu, torch, triton, aiter)"),
@@ -63,6 +68,7 @@ def test_a_wrong_word_is_refused_in_one_line_by_its_own_command(
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert complaint in line
+    assert "SECRET" not in line, "it may be read by others"
     assert printed.out == ""
 
 

@@ -19,7 +19,7 @@ def _sm_90(triton: str) -> Target:
     return replace(target, releases=replace(target.releases, triton=Release.of(triton)))
 
 
-@pytest.mark.parametrize("dims", [(24, 8), (128, 16), (128, 32), (256, 32)], ids=str)
+@pytest.mark.parametrize("dims", [(24, 8), (40, 24), (64, 32), (128, 16), (128, 32), (256, 32)], ids=str)
 def test_deterministic_kernels_that_ptxas_breaks(dims: tuple[int, int]) -> None:
     layer = Problem(3, 1, dims[0], torch.bfloat16, 4, v_head_dim=dims[1])
     with pytest.raises(Unsupported, match="no deterministic kernel"):

@@ -132,6 +132,7 @@ BROKEN = (
     ((24, 8), False, "_segment_extend_kernel"),
     ((128, 16), False, "_segment_extend_kernel"),
     ((128, 32), False, "_segment_extend_kernel"),
+    ((40, 24), False, "_segment_extend_kernel"),
     ((256, 32), False, "_segment_extend_kernel"),
 )
 # Heads whose V has a block of 16 columns or of 32, and uneven ones. Deterministic mode serves the second and third.

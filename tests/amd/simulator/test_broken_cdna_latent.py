@@ -209,14 +209,27 @@ _MISTAKES: dict[str, tuple[ModuleType, str, str, Callable[[str], Simulation]]] =
     ),
     "values_over_codes_are_those_before": (
         latent_codes,
-        "v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)",
         "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
+        "v_pages = pages_of(rows, _read_groups(rows, block, G), G)",
         long_codes,
     ),
     "keys_over_codes_are_those_before": (
         latent_codes,
+        "k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)",
         "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
-        "k_pages = pages_of(rows, _read_keys(rows, block + 1, G), G)",
+        long_codes,
+    ),
+    "scores_over_codes_are_those_before": (latent_codes, "scores = next_scores", "scores = scores", long_codes),
+    "the_second_block_over_codes_is_the_first": (
+        latent_codes,
+        "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
+        "here(pages_of(rows, _read_keys(rows, first, G), G))",
+        long_codes,
+    ),
+    "the_third_block_over_codes_is_the_second": (
+        latent_codes,
+        "here(pages_of(rows, _read_keys(rows, first + 2, G), G))",
+        "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
         long_codes,
     ),
     "small_weights_over_codes_are_relative_to_a_large_one": (

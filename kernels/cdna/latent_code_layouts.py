@@ -103,6 +103,12 @@ def value_depth(G: CdnaLatentGeometry) -> int:
 
 
 @constexpr_function
+def reads_weights_in_order(G: CdnaLatentGeometry) -> bool:
+    """True if weights are waited for once for each tile. For 32 heads CDNA 3 has too few registers for that."""
+    return bool(G.V_IN_LDS or G.HEADS != 32)
+
+
+@constexpr_function
 def group_keys(G: CdnaLatentGeometry) -> int:
     """Neighbouring keys of V in a lane that lie in one page."""
     return 8 if G.PAGE_SIZE % 8 == 0 else 1

@@ -43,6 +43,7 @@ from rocm_attn.kernels.cdna.latent_code_layouts import (
     last_layout,
     num_keys,
     query_words,
+    reads_weights_in_order,
     rows_in_lds,
     score_layout,
     value_bytes,
@@ -272,12 +273,14 @@ def _is_seen(block, kv_len, G: gl.constexpr):
 @gluon.jit
 def _mask_values(lds, values, block, kv_len, G: gl.constexpr):
     """V with 0 for keys that are not seen, which have weights of zero: 0 times NaN is NaN."""
-    is_seen = _is_seen(block, kv_len, G)[:, :, :, :, None]
-    if G.V_IN_LDS:
-        async_copy.wait_group(0)
-        lds.columns.store(gl.where(is_seen, lds.columns.load(value_words(G)), 0))
-    else:
-        values = gl.where(is_seen, values, 0)
+    if group_keys(G) > 1:
+        # Words, since a pair of scalar registers for each of a lane's keys would be too many.
+        seen = here(gl.where(_is_seen(block, kv_len, G), -1, 0))[:, :, :, :, None]
+        if G.V_IN_LDS:
+            async_copy.wait_group(0)
+            lds.columns.store(lds.columns.load(value_words(G)) & seen)
+        else:
+            values = values & seen
     return values
 
 
@@ -393,18 +396,40 @@ def _values(lds, values, G: gl.constexpr):
 
 
 @gluon.jit
+def _next_weights(lds, INDEX: gl.constexpr, G: gl.constexpr):
+    """Both parts of the weights of a tile of heads, read in this order: operands."""
+    TILE: gl.constexpr = value_tile(G)
+    W: gl.constexpr = gl.DotOperandLayout(1, value_layout(G), value_depth(G))
+    found = ()
+    for i in gl.static_range(_PARTS):
+        part = lds.weights[i].slice(INDEX * TILE, TILE, dim=1).load(W)
+        found += (part.to(code_of(G.UNITS.VERSION), bitcast=True),)  # type: ignore[assignment]
+        if reads_weights_in_order(G):
+            sched_barrier()
+    return found
+
+
+@gluon.jit
 def _add_values(lds, state, values, G: gl.constexpr):
     """Adds weighted values of a block to the accumulators."""
-    A: gl.constexpr = value_layout(G)
     TILE: gl.constexpr = value_tile(G)
     TILES: gl.constexpr = G.HEADS // TILE
+    EARLY: gl.constexpr = reads_weights_in_order(G)
     PACK: gl.constexpr = V_DIM * TILE // (64 * WAVES)
-    W: gl.constexpr = gl.DotOperandLayout(1, A, value_depth(G))
-    decays = _of_heads(lds.heads, G)
-    powers = decays
+    if G.V_IN_LDS:
+        # The barrier before it is that of weights too.
+        v = _values(lds, values, G)
+    # The numbers that are read last are waited for first, and so once for all.
+    if EARLY:
+        weights = _next_weights(lds, 0, G)
+    powers = (None,) * TILES
     if G.V_IN_LDS:
         powers = _of_powers(lds, G)
-    v = _values(lds, values, G)
+    decays = _of_heads(lds.heads, G)
+    if EARLY:
+        wait_for(decays[-1], 1)
+    if not G.V_IN_LDS:
+        v = _values(lds, values, G)
     acc = ()
     for i in gl.static_range(TILES):
         each = state.acc[i]
@@ -413,12 +438,9 @@ def _add_values(lds, state, values, G: gl.constexpr):
             (each,) = gl.map_elementwise(decayed, each, decay, pack=PACK)
         else:
             each = each * decay
-        weights = ()
-        for j in gl.static_range(_PARTS):
-            weights += (lds.weights[j].slice(i * TILE, TILE, dim=1).load(W).to(v.dtype, bitcast=True),)  # type: ignore[assignment]
-            if G.V_IN_LDS:
-                # The part that is read last is multiplied first, so that one wait is for both.
-                sched_barrier()
+        if i > 0 or not EARLY:
+            weights = _next_weights(lds, i, G)
+        # The part that is read last is multiplied first, so that one wait is for both.
         for j in gl.static_range(_PARTS):
             each = _product(v, weights[_PARTS - 1 - j], powers[i], each)
         acc += (each,)  # type: ignore[assignment]
@@ -443,19 +465,18 @@ def _of_powers(lds, G: gl.constexpr):
 def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr):
     """Returns the CodeState of key blocks [first, end).
 
-    K and V of a block are in flight while those of the block before it are used.
+    The scores of a block are multiplied while the softmax of the block before it is computed. K and V of a later
+    block are in flight meanwhile.
     """
     P: gl.constexpr = gl.SliceLayout(0, score_layout(G))
     TILE: gl.constexpr = value_tile(G)
-    pages = pages_of(rows, _read_keys(rows, first, G), G)
-    k_pages = here(pages_of(rows, _read_keys(rows, first + 1, G), G))
+    first_pages = pages_of(rows, _read_keys(rows, first, G), G)
+    next_pages = here(pages_of(rows, _read_keys(rows, first + 1, G), G))
     sched_barrier()
-    keys = _load_keys(rows, pages, first, G)
+    keys = _load_keys(rows, first_pages, first, G)
     sched_barrier()
-    pages = pages_of(rows, _read_groups(rows, first, G), G)
-    v_pages = here(pages_of(rows, _read_groups(rows, first + 1, G), G))
-    sched_barrier()
-    values = _load_values(lds, rows, pages, first, G)
+    values = _load_values(lds, rows, pages_of(rows, _read_groups(rows, first, G), G), first, G)
+    k_pages = here(pages_of(rows, _read_keys(rows, first + 2, G), G))
     sched_barrier()
     acc = ()
     for _ in gl.static_range(G.HEADS // TILE):
@@ -463,27 +484,31 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
     nothing = gl.full([G.HEADS], float("-inf"), gl.float32, layout=P)
     total: gl.constexpr = lane_totals(G)
     state = CodeState(acc, nothing, nothing, gl.full(total.shape, 0.0, gl.float32, layout=total))
+    scores = _scores(query, keys, G)
+    sched_barrier()
+    keys = _load_keys(rows, next_pages, first + 1, G)
+    # In the loop V is loaded after K: what is in flight when it begins would be waited for in each round.
+    wait_for(keys.last, 8)
     # The last block may be seen in part.
     middle = gl.minimum(end, kv_len // num_keys(G))
     for block in range(first, middle):
         query = _kept(query)
-        scores = _scores(query, keys, G)
-        sched_barrier()
         pages = k_pages
-        k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)
-        sched_barrier()
-        keys = _load_keys(rows, pages, block + 1, G)
-        sched_barrier()
+        k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)
+        v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)
+        # The compiler deals out these products to the work of the softmax.
+        next_scores = _scores(query, keys, G)
         state = _weigh(lds, state, scores, qk_scale, G)
+        sched_barrier()
+        keys = _load_keys(rows, pages, block + 2, G)
+        # V came before these numbers, so that one wait is for both.
+        wait_for(v_pages, num_keys(G) * 8 // ((64 if G.V_IN_LDS else 32) * group_keys(G)))
         state = _add_values(lds, state, values, G)
         sched_barrier()
-        pages = v_pages
-        v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)
-        sched_barrier()
-        values = _load_values(lds, rows, pages, block + 1, G)
-        sched_barrier()
+        values = _load_values(lds, rows, v_pages, block + 1, G)
+        wait_for(keys.last, 8)
+        scores = next_scores
     if middle < end:
-        scores = _scores(query, keys, G)
         key = middle * num_keys(G) + _key_of_row(
             gl.arange(0, num_keys(G), layout=gl.SliceLayout(1, score_layout(G))), G
         )

@@ -65,12 +65,13 @@ _DECODES = (
     "mla/mla_a8w8_qh128_m32x4_n16x2_msk1",
 )
 DECODES = {
-    "gfx942": _DECODES,
+    "gfx942": (*_DECODES, "mla/mla_a8w8_qh64_qseqlen4_gqaratio16_ps"),
     "gfx950": (
         *_DECODES,
         "mla/MLA_A16W16_1TG_4W_16mx4_32nx1_Coex0_Msk1_QH16",
         "mla/mla_a16w16_qh64_qseqlen1_gqaratio64_v3",
         "mla/mla_a8w8_qh16_qseqlen1_gqaratio16_ps",
+        "mla/mla_a8w8_qh16_qseqlen4_gqaratio16_v3_ps",
     ),
 }
 AITER_BEGIN, AITER_END = "<!-- aiter -->\n", "<!-- end of aiter -->\n"

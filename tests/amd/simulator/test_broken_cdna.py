@@ -341,13 +341,26 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             long_latent_over_codes,
         ),
         "values_over_codes_are_those_before": Mistake(
-            "v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)",
             "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
+            "v_pages = pages_of(rows, _read_groups(rows, block, G), G)",
             long_latent_over_codes,
         ),
         "keys_over_codes_are_those_before": Mistake(
+            "k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)",
             "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
-            "k_pages = pages_of(rows, _read_keys(rows, block + 1, G), G)",
+            long_latent_over_codes,
+        ),
+        "scores_over_codes_are_those_before": Mistake(
+            "scores = next_scores", "scores = scores", long_latent_over_codes
+        ),
+        "the_second_block_over_codes_is_the_first": Mistake(
+            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
+            "here(pages_of(rows, _read_keys(rows, first, G), G))",
+            long_latent_over_codes,
+        ),
+        "the_third_block_over_codes_is_the_second": Mistake(
+            "here(pages_of(rows, _read_keys(rows, first + 2, G), G))",
+            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
             long_latent_over_codes,
         ),
         "small_weights_over_codes_are_relative_to_a_large_one": Mistake(

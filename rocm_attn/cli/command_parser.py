@@ -17,7 +17,7 @@ from rocm_attn.cli.vllm_flags import FROM_VLLM
 class CommandParser(argparse.ArgumentParser):
     """The parser of `rocm-attn`, and of each command. A command refuses its own words: they never reach its parent.
 
-    A flag is written out: vLLM's --api-key KEY would else be ours of a file, and the refusal would print the key.
+    Flags have no abbreviations: --api-key KEY of vLLM would mean our --api-key-file, whose refusal names the file.
     """
 
     def __init__(self, **named: Any) -> None:

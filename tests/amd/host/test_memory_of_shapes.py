@@ -73,11 +73,15 @@ def shapes(kind: StepKind) -> Iterator[PaddedShape]:
 
 
 def assert_smaller_shapes_fit(words: Callable[[PaddedShape], int], kind: StepKind) -> None:
-    needed = {shape: words(shape) for shape in shapes(kind)}
-    for large, room in needed.items():
-        for small, words_of_small in needed.items():
-            if small.num_seqs <= large.num_seqs and small.num_tokens <= large.num_tokens:
-                assert words_of_small <= room, f"{small} needs more than {large}"
+    """Checks each shape against the ones before it with as many tokens, and with as many sequences."""
+    largest_with: dict[tuple[str, int], PaddedShape] = {}
+    needed: dict[PaddedShape, int] = {}
+    for shape in shapes(kind):
+        needed[shape] = words(shape)
+        for line in (("seqs", 0 if kind.decodes else shape.num_seqs), ("tokens", shape.num_tokens)):
+            before = largest_with.get(line, shape)
+            assert needed[before] <= needed[shape], f"{before} needs more than {shape}"
+            largest_with[line] = shape
 
 
 PLACES = [(arch, "triton") for arch in ("gfx942", "gfx950", "sm_90", "sm_80")]

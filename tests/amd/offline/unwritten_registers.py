@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,6 +33,10 @@ from tests.amd.offline.warpgroup_products import PRODUCTS
 _KINDS = {"GPR": "R", "PRED": "P", "UGPR": "UR", "UPRED": "UP"}
 _KIND_SIZE = 256
 _UNIFORM = list(_KINDS).index("UGPR") * _KIND_SIZE
+
+# Marks of a register, as digits: v is a read, ^ a write, x both.
+_READ = defaultdict(lambda: "0", {ord("v"): "1", ord("x"): "1"})
+_WRITTEN = defaultdict(lambda: "0", {ord("^"): "1", ord("x"): "1"})
 
 _SECTION = re.compile(r"\t\.section\t\.text\.([^,]+)")
 _LABEL = re.compile(r"([.$\w]+):")
@@ -214,13 +219,12 @@ def _step(address: str, predicate: str, opcode: str, operands: str, reads: int, 
 
 
 def _marked(cells: Iterable[tuple[str, int, str]]) -> tuple[int, int]:
-    """Returns the registers that are read and those that are written: v is a read, ^ a write, x both."""
+    """Returns the registers that are read and those that are written."""
     reads = writes = 0
     for kind, column, cell in cells:
-        first = list(_KINDS).index(kind) * _KIND_SIZE
-        for number, mark in enumerate(cell[column:]):
-            reads |= (mark in "vx") << first + number
-            writes |= (mark in "^x") << first + number
+        first, marks = list(_KINDS).index(kind) * _KIND_SIZE, cell[: column - 1 : -1]
+        reads |= int(f"0{marks.translate(_READ)}", 2) << first
+        writes |= int(f"0{marks.translate(_WRITTEN)}", 2) << first
     return reads, writes
 
 

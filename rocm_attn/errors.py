@@ -127,3 +127,9 @@ class BadLogits(RocmAttnError, ArithmeticError):
 
 class BadSetting(RocmAttnError, ValueError):
     """An environment variable or option with a value that is not allowed."""
+
+
+def reason_of(error: Exception) -> str:
+    """The reason of an error for a sentence that names the file or address itself: an OSError's has both again."""
+    strerror: str | None = getattr(error, "strerror", None)
+    return strerror or str(error)

@@ -523,12 +523,13 @@ class Engine:
                 self._recent.leave(sequence.number, pending.number, pending.picks.speculative_step_number)
                 self._end(output)
         self.metrics.new_tokens += len(events) - before
-        for place in reasons:
-            output, why = outputs.get(picking[place].number), picks.failed.get(place)
-            if output is not None and why is not None:
-                self._recent.leave(output.sequence.number, pending.number, pending.picks.speculative_step_number)
+        for place, why in picks.failed.items():
+            number = picking[place].number
+            output = outputs.get(number)
+            if output is not None and place in reasons:  # else it had ended before
+                self._recent.leave(number, pending.number, pending.picks.speculative_step_number)
                 output.is_own_fault = isinstance(why, NothingAllowed)
-                self._fail(output.sequence.number, str(why))
+                self._fail(number, str(why))
         self._compared.note(new)
         got = [sequence.times for sequence in compress(picking, new)]
         seconds = self._times.note(pending.started, pending.launched, got, sum(map(len, new)), read_at)

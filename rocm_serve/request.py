@@ -272,7 +272,7 @@ class Sequence:
     @property
     def num_new(self) -> int:
         """Tokens generated so far, including the one that was not read yet."""
-        return len(self.token_ids) + (self.pending_at != ALL_READ) - len(self.request.prompt_token_ids)
+        return self.num_tokens - len(self.request.prompt_token_ids)
 
     @property
     def new_token_ids(self) -> tuple[int, ...]:

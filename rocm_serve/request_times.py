@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress, groupby
+from itertools import groupby
 
 from rocm_attn.step.metrics import Durations, Metrics
 
@@ -65,5 +65,6 @@ class StepTimes:
             if last:
                 metrics.token_gap_seconds.note(now - last, len(list(same)))
         if 0.0 in before:
-            for each in compress(got, [not last for last in before]):
-                metrics.first_token_seconds.note(now - each.taken)
+            for each, last in zip(got, before, strict=True):
+                if not last:
+                    metrics.first_token_seconds.note(now - each.taken)

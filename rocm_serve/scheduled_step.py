@@ -27,7 +27,7 @@ class ScheduledStep:
 
     sequences: seq -> the sequence
     picking:   those that pick a token after this step: all but the last ones, whose prompts go on in the next step
-    batch:     the token ids include unread(place), for the token in this place among the picks of the step before
+    batch:     the token ids include pending(place), for the token in this place among the picks of the step before
     drafts:    seq -> the drafts that its new tokens end with, if it has any
     has_trees: whether drafts have branches
     with_parameters: the places among `picking` of those that do not simply take the likeliest token
@@ -174,5 +174,5 @@ def step_of(chosen: Chosen, verified: Verified, lengths: Lengths) -> ScheduledSt
         num_picks -= 1
     picking = sequences[:num_picks]
     with_parameters = [seq for seq, each in enumerate(picking) if not each.is_plain]
-    has_trees = False in [drafts.is_chain for drafts in verified.values()]
+    has_trees = not all(drafts.is_chain for drafts in verified.values())
     return ScheduledStep(sequences, picking, batch, verified, has_trees, with_parameters)

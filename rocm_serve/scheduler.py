@@ -323,7 +323,7 @@ class Scheduler:
         """
         completed = step.batch.kv_len % self._table.page_size < step.batch.q_len
         # Rejected drafts may have completed some of these; num_stored does not count them.
-        if completed[completed.argmax()]:
+        if completed.any():
             sequences = [step.sequences[seq] for seq in completed.nonzero()[0].tolist()]
             self._cache.enter(
                 (each.cached_row, each.row, each.token_ids, each.num_stored)
@@ -349,10 +349,7 @@ class Scheduler:
         self._cache.leave(sequence.cached_row)
         self._table.free(sequence.row)
         self._running.remove(sequence)
-        self._stops.subtract(sequence.stops)
-        for token in sequence.stops:
-            if not self._stops[token]:
-                del self._stops[token]
+        self._stops -= Counter(sequence.stops)
         sequence.row, sequence.pending_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:

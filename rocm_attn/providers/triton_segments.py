@@ -26,8 +26,7 @@ from rocm_attn.providers.triton_later import triton_launches
 # The ptxas of CUDA 12.8, which Triton 3.6 has, adds to a uniform register that nothing has written where the address of
 # a block of V was. It does so in some kernels whose V has a block of 16 or 32 columns and whose K has a wider one, by
 # scores and heads: 24/8, 128/16, 40/24, 128/32, 256/32, and 64/32 in codes. That of CUDA 12.9, which Triton 3.9 has,
-# does not.
-# tests/amd/offline/test_unwritten_registers.py compiles these, and others without it.
+# does not. tests/amd/offline/test_unwritten_registers.py compiles these, and others without it.
 _NARROW_BLOCKS = (16, 32)
 RIGHT_TRITON = (3, 9)
 

@@ -19,7 +19,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
-from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.errors import BadBatch, BadSetting, reason_of
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
@@ -285,7 +285,7 @@ def read_dump(path: Path) -> FlightDump:
         dump: FlightDump = from_json(FlightDump, fields, f"{path}: dump")
         return dump
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
         raise BadSetting(
-            f"{path} is not a dump of a flight recorder ({why}); give a file that --flight-record has written"
+            f"{path} is not a dump of a flight recorder ({reason_of(error)}); give a file that --flight-record has "
+            "written"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rocm_attn.errors import BadRequest, BadSetting
+from rocm_attn.errors import BadRequest, BadSetting, reason_of
 from rocm_serve.cli.options import SAMPLING
 from rocm_serve.request import Request
 from rocm_serve.sampling.logprobs import NO_LOGPROBS
@@ -53,7 +53,7 @@ def _constraint(options: argparse.Namespace) -> Constraint | None:
     try:
         return Constraint.json_schema(Path(schema).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
         raise BadSetting(
-            f"the JSON schema in {schema} cannot be read ({why}); give the schema itself, or a file that holds it"
+            f"the JSON schema in {schema} cannot be read ({reason_of(error)}); give the schema itself, or a file that "
+            "holds it"
         ) from error

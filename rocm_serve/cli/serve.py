@@ -15,7 +15,7 @@ from functools import partial
 
 from rocm_attn.cli import about_a_library
 from rocm_attn.cli.streams import say
-from rocm_attn.errors import BadModel, BadRequest, BadSetting, RocmAttnError
+from rocm_attn.errors import BadModel, BadRequest, BadSetting, RocmAttnError, reason_of
 from rocm_serve.cli.engine_start import EngineStart
 from rocm_serve.cli.options import ON_SERVE, SERVER
 from rocm_serve.engine_process import EngineProcess
@@ -69,10 +69,9 @@ def _template(settings: ServerOptions) -> str | None:
         source = settings.chat_template.read_text(encoding="utf-8")
         ChatTemplate(source).render([{"role": "user", "content": "?"}])
     except (OSError, UnicodeDecodeError, BadModel, BadRequest) as error:
-        why = getattr(error, "strerror", None) or error
         raise BadSetting(
-            f"chat_template {settings.chat_template} cannot be used ({why}); give a file with a template in Jinja, or "
-            "leave it out for the model's own"
+            f"chat_template {settings.chat_template} cannot be used ({reason_of(error)}); give a file with a template "
+            "in Jinja, or leave it out for the model's own"
         ) from error
     return source
 

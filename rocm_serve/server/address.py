@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadSetting, reason_of
 from rocm_serve.server.options import ServerOptions
 
 # The limit of a kernel's timeout, a signed integer of 32 bits.
@@ -36,9 +36,9 @@ def bind(options: ServerOptions) -> socket.socket:
 
 def cannot_listen(options: ServerOptions, error: OSError | UnicodeError) -> BadSetting:
     """Returns the error of an address at which a server cannot listen."""
-    why = error.strerror if isinstance(error, OSError) and error.strerror else error
     return BadSetting(
-        f"the server cannot listen on {options.host} port {options.port} ({why}); choose another with --host and --port"
+        f"the server cannot listen on {options.host} port {options.port} ({reason_of(error)}); choose another with "
+        "--host and --port"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadSetting, reason_of
 from rocm_attn.machine.settings import API_KEYS
 from rocm_serve.server.options import ServerOptions
 
@@ -106,8 +106,9 @@ def _read(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise BadSetting(f"the API keys in {path} cannot be read ({why}); give a file with one per line") from error
+        raise BadSetting(
+            f"the API keys in {path} cannot be read ({reason_of(error)}); give a file with one per line"
+        ) from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise BadSetting(f"{path} holds no API key; it must have one per line, or leave --api-key-file out")

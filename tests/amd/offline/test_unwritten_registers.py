@@ -185,7 +185,10 @@ def test_what_the_oldest_triton_breaks_is_found_and_refused(broken: tuple[tuple[
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(Release.of(triton_version()).numbers < RIGHT_TRITON, reason="this Triton breaks some of them")
+@pytest.mark.skipif(
+    Release.of(triton_version()).numbers < RIGHT_TRITON,
+    reason="Triton before 3.9 breaks these layers, and they are refused",
+)
 def test_the_release_that_serves_these_layers_again_compiles_them_well() -> None:
     for dims, scored, _ in BROKEN:
         assert not found_in(attention_of(layer_of(dims, scored=scored), deterministic=True).values())

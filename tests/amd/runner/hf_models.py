@@ -184,7 +184,7 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Tensor, kind: gguf.G
 
 
 def _value_type(value: object) -> gguf.GGUFValueType:
-    """As llama.cpp's converter has them: numbers without a sign, of 32 bits if they fit."""
+    """The type that llama.cpp's converter writes: numbers have no sign, and 32 bits if they fit."""
     if type(value) is int:
         return gguf.GGUFValueType.UINT64 if value >= 2**32 else gguf.GGUFValueType.UINT32
     return gguf.GGUFValueType.get_type(value)

@@ -378,8 +378,8 @@ def _named(case: Case) -> str:
     return f"{heads}-{dims}-{str(case.dtype).removeprefix('torch.')}{kv}-page{case.page_size}"
 
 
-# Decode, extend and the store run by day on both archs. Of the other cases each runs on one, by turns: the machine code
-# of the two differs in how it is scheduled, and rarely in its effect. The grid has both.
+# Decode, extend and the store run by day on both archs. Each other case runs on one, by turns: the machine code of the
+# two differs in how it is scheduled, and rarely in its effect. The grid has both.
 ON_BOTH = frozenset(
     {
         "16x2-64x64-bfloat16-page64-above",

@@ -202,7 +202,7 @@ def _extend(problem: Problem, target: Target, tiles: ExtendTiles, min_q_len: int
 
 def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
     """The tiles of steps in which every row belongs to one program: one launch per layer, and no merge."""
-    return replace(tiles, programs_per_cu=0, one_launch=False)
+    return replace(tiles, programs_per_cu=0, one_launch=False) if tiles.programs_per_cu else tiles
 
 
 def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:

@@ -18,6 +18,7 @@ from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tile
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tile_choices import TableFile
 from rocm_attn.kernels.tuning.tiles import (
+    ANY_ROWS,
     CodeKind,
     DecodeTileChoice,
     DecodeTiles,
@@ -143,6 +144,15 @@ def test_every_row_starts_with_whole_tiles() -> None:
     sides += [side for row in EXTEND_CHOICES for side in (row.tiles.query_rows, row.tiles.key_block)]
     assert all(side >= 16 and side & (side - 1) == 0 for side in sides)
     assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_CHOICES)
+
+
+def test_a_long_row_of_a_gpu_is_shared_out_unless_a_window_bounds_it() -> None:
+    """A few new tokens after many others would else be a few programs that each read all keys."""
+    assert not [
+        row
+        for row in EXTEND_CHOICES
+        if row.arch.startswith(("sm_", "gfx")) and not row.tiles.programs_per_cu and row.max_window == ANY_ROWS
+    ]
 
 
 def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> None:

@@ -119,8 +119,10 @@ class Row:
             return [plain, replace(plain, has_alibi_slopes=True), replace(plain, window_right=UNLIMITED_WINDOW)]
         if self.dims[0] == 96:  # which rows of windows serve
             return [plain, replace(plain, window_left=1023)]
-        # Gemma 2; in float32, which no model is served in, a window costs sm_90 8 bytes of spilled registers.
-        window_left = UNLIMITED_WINDOW if self.dtype == torch.float32 else 4095
+        # Gemma 2; in float32, which no model is served in, a window costs sm_90 8 bytes of spilled registers. Rows of
+        # short windows serve some heads.
+        of_heads = {128: 1023, 256: 511}.get(self.dims[0], 4095)
+        window_left = UNLIMITED_WINDOW if self.dtype == torch.float32 else of_heads
         return [plain, replace(plain, logits_soft_cap=50.0, window_left=window_left)]
 
 

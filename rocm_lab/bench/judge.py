@@ -102,16 +102,17 @@ class ExpectedOutput:
             part, wrong = math.inf, "it left NaN in its output"
         return Comparison(part, error, largest, compared, wrong)
 
-    def _size(self, wanted: Tensor) -> float:
-        """Returns the value that replaces a standard deviation of 1 in the bound.
+    def _size(self, wanted: Tensor) -> float | Tensor:
+        """Returns the value that replaces a standard deviation of 1 in the bound; by tokens and heads [..., 1] it may be.
 
         The bounds are for outputs of size 1. Means over many keys are smaller, so a lost page would pass. Elements of
-        two bytes are rounded in proportion to the sum, so their bound shrinks with the output. Elements of four bytes
-        lose as much as float32 sums, in proportion to V.
+        two bytes are rounded in proportion to the sum, so their bound shrinks with the output of their token and head:
+        a first token is a value of V, and a last one a small mean. Elements of four bytes lose as much as float32 sums,
+        in proportion to V.
         """
         if self.data.problem.dtype.itemsize > 2:
             return 1.0
-        return min(1.0, 2.0 * float(wanted.square().mean().sqrt()))
+        return (2.0 * wanted.square().mean(-1, keepdim=True).sqrt()).clamp(max=1.0)
 
 
 def failed(error: BaseException) -> Comparison:

@@ -75,6 +75,20 @@ def test_a_lost_page_of_a_long_sequence_does_not_pass(dtype: torch.dtype) -> Non
     assert not truth.judge(output_of(data)).is_right
 
 
+def test_a_first_token_may_lie_as_far_off_as_its_own_size_allows_and_a_last_one_no_further() -> None:
+    """A value is read by the first token whole, and by the last one as a part of a small mean."""
+    data = one_step("1x300", replace(LAYER, dtype=torch.bfloat16))
+    truth = ExpectedOutput.of(data)
+    out = torch.cat([sample.wanted for sample in truth.samples])
+    rounding = 2.0**-7 * out[0].square().mean(-1).sqrt()
+    smallest = out.abs().argmin(-1)
+    first, last = out.clone(), out.clone()
+    first[0].scatter_add_(-1, smallest[0][:, None], rounding[:, None])
+    assert truth.judge(first).is_right
+    last[-1].scatter_add_(-1, smallest[-1][:, None], rounding[:, None])
+    assert not truth.judge(last).is_right
+
+
 def test_of_a_large_step_the_first_middle_and_last_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "MOST_SCORES", 4 * 60 * 5)
     data = one_step("1x50+10")

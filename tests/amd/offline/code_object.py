@@ -74,7 +74,8 @@ def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
         matrix_ops=len(re.findall(r"(?m)^\s+(?:@\S+\s+)?(?:wgmma\.mma_async|mma)\.", compiled.asm["ptx"])),
         has_dot=_has_dot(compiled),
         touched=_touched(machine_code(compiled)) if has_warpgroup_products else (),
-        unwritten=tuple(unwritten_registers(compiled)),
+        # nvdisasm of CUDA 13 says nothing of registers in code for older GPUs.
+        unwritten=tuple(unwritten_registers(compiled)) if compiled.metadata.target.arch >= 90 else (),
     )
 
 

@@ -103,7 +103,7 @@ class ExpectedOutput:
         return Comparison(part, error, largest, compared, wrong)
 
     def _size(self, wanted: Tensor) -> float | Tensor:
-        """Returns the value that replaces a standard deviation of 1 in the bound; by tokens and heads [..., 1] it may be.
+        """Returns what replaces a standard deviation of 1 in the bound: one value, or [tokens, q_heads, 1].
 
         The bounds are for outputs of size 1. Means over many keys are smaller, so a lost page would pass. Elements of
         two bytes are rounded in proportion to the sum, so their bound shrinks with the output of their token and head:

@@ -18,7 +18,6 @@ from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tile
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tile_choices import TableFile
 from rocm_attn.kernels.tuning.tiles import (
-    ANY_ROWS,
     CodeKind,
     DecodeTileChoice,
     DecodeTiles,
@@ -146,13 +145,13 @@ def test_every_row_starts_with_whole_tiles() -> None:
     assert all(row.tiles.row_cost + row.tiles.row_end >= 1 for row in DECODE_CHOICES)
 
 
-def test_a_long_row_of_a_gpu_is_shared_out_unless_a_window_bounds_it() -> None:
+@pytest.mark.parametrize("codes", CodeKind)
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch.startswith(("sm_", "gfx"))])
+def test_rows_of_few_new_tokens_are_shared_out_on_a_gpu(arch: str, dim: int, codes: CodeKind) -> None:
     """A few new tokens after many others would else be a few programs that each read all keys."""
-    assert not [
-        row
-        for row in EXTEND_CHOICES
-        if row.arch.startswith(("sm_", "gfx")) and not row.tiles.programs_per_cu and row.max_window == ANY_ROWS
-    ]
+    of_layer = {"gqa_ratio": 8, "num_kv_heads": 8, "head_dim": dim, "v_head_dim": dim, "dtype": BF16, "codes": codes}
+    assert extend_choices(arch, **of_layer)[0].tiles.programs_per_cu > 0  # type: ignore[arg-type]
 
 
 def test_small_kv_heads_are_extended_as_one_where_their_rows_fit_a_block() -> None:

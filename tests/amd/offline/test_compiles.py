@@ -93,10 +93,10 @@ SPILLED_ON_SM_90 = {
 SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 220, "_chunk_walk_kernel": 970}
 
 # Scalar registers that programs with shares of rows keep in lanes of vector registers and read back once per row: their
-# pointers and strides do not all fit. None of them goes to memory. On gfx942 the variants with masks and slopes have
-# the most; in deterministic attention those with scales of tokens. Two dozen of a kernel of states are addresses.
+# pointers and strides do not all fit. None of them goes to memory. Heads of 64 over codes have the most; in
+# deterministic attention those with scales of tokens. Two dozen of a kernel of states are addresses.
 SCALARS_IN_LANES = {
-    "_extend_kernel": 18,
+    "_extend_kernel": 39,
     "_segment_extend_kernel": 21,
     "_token_steps_kernel": 10,
     "_chunk_rows_kernel": 46,

@@ -109,7 +109,7 @@ class Recurrence:
 
 def rule_of(layer: Recurrence) -> RecurrenceRule:
     """The recurrence as kernels take it."""
-    return RecurrenceRule.of(layer.update, layer.scale, normalises=layer.normalises)
+    return RecurrenceRule(layer.update is Update.DELTA, layer.scale, layer.normalises)
 
 
 class TensorForm(NamedTuple):

@@ -111,11 +111,6 @@ class RecurrenceRule(NamedTuple):
     scale: float
     normalises: bool
 
-    @classmethod
-    def of(cls, update: Update, scale: float, *, normalises: bool) -> RecurrenceRule:
-        """The rule of a layer whose tokens change the state by an update."""
-        return cls(update is Update.DELTA, scale, normalises)
-
 
 class RecurrentTokens(NamedTuple):
     """New tokens of a layer, and their outputs. The last stride of each tensor is 1, the others are free.

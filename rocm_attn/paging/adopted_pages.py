@@ -18,6 +18,21 @@ from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, PoolKind, Problem, 
 _AXES = "kv", "page", "token", "head", "dim"
 
 
+def check_scales(layer: int, pool: PoolKind, k: Tensor, v: Tensor) -> None:
+    """Raises BadTensor for scales that no store can divide by, and for two of latent rows. Waits for the device."""
+    for name, scales in (("k", k), ("v", v)):
+        if not bool(((scales >= SMALLEST_SCALE) & (scales <= LARGEST_SCALE)).all()):
+            raise BadTensor(
+                f"the scales of {name} of layer {layer} are {scales.tolist()}; each must be a positive number from "
+                "2**-100 to 2**100"
+            )
+    if pool is PoolKind.LATENT and not torch.equal(k, v):
+        raise BadTensor(
+            f"layer {layer} is latent, and its scales are {k.tolist()} for k and {v.tolist()} for v: its V is a part "
+            "of its K, so give the same for both"
+        )
+
+
 def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor, Tensor], ...]:
     """K and V pages of each layer as views of an engine's KV cache; see AdoptedPages.bind_all for the axes."""
     named = axes.split()
@@ -134,8 +149,11 @@ class AdoptedPages:
         scales = [scale.view(1) if scale is not None and not scale.dim() else scale for scale in (k_scale, v_scale)]
         pages = self._pages(f"pages of layer {layer}", k, v, scales, declared, problem.page_format)
         self._check_rows(layer, pages)
-        if problem.page_format.scales in (Scales.LAYER, Scales.HEAD) and not self._binds_calls:
-            self._check_scales(layer, pages)
+        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if pages.format.scales in (Scales.LAYER, Scales.HEAD) and not self._binds_calls and not is_capturing:
+            assert pages.k_scale is not None
+            assert pages.v_scale is not None
+            check_scales(layer, pages.format.kind, pages.k_scale, pages.v_scale)
         self._adopt(self._layers, layer, "pages", pages)
 
     def bind_index(
@@ -250,25 +268,6 @@ class AdoptedPages:
             return LayerPages(k, v, wanted, *scales)
         except FormatMismatch as error:
             raise BadTensor(f"the {name}: {error}") from error
-
-    def _check_scales(self, layer: int, pages: LayerPages) -> None:
-        """Raises BadTensor for scales that no store can divide by, and for two of latent rows. Waits for the device."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return
-        k_scale, v_scale = pages.k_scale, pages.v_scale
-        assert k_scale is not None
-        assert v_scale is not None
-        for name, scales in (("k", k_scale), ("v", v_scale)):
-            if not bool(((scales >= SMALLEST_SCALE) & (scales <= LARGEST_SCALE)).all()):
-                raise BadTensor(
-                    f"the scales of {name} of layer {layer} are {scales.tolist()}; each must be a positive number "
-                    "from 2**-100 to 2**100"
-                )
-        if pages.format.kind is PoolKind.LATENT and not torch.equal(k_scale, v_scale):
-            raise BadTensor(
-                f"layer {layer} is latent, and its scales are {k_scale.tolist()} for k and {v_scale.tolist()} for "
-                "v: its V is a part of its K, so give the same for both"
-            )
 
     def _check_rows(self, layer: int, pages: LayerPages) -> None:
         """Refuses K and V at addresses that the layer's kernels do not read."""

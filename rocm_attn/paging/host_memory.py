@@ -53,10 +53,6 @@ class HostMemory:
     def __init__(self, num_bytes: int, record_bytes: int, *, pinned: bool) -> None:
         self.record_bytes = record_bytes
         self.num_slots = num_bytes // record_bytes
-        if self.num_slots < 1:
-            raise NeverFits(
-                f"{num_bytes} bytes of host memory hold no page of {record_bytes} bytes; give at least as many bytes"
-            )
         self._records = HostRecords(self.num_slots, record_bytes, pinned=pinned)
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(self.num_slots - 1, -1, -1))

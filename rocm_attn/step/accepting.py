@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.mask import TreeMask
 from rocm_attn.errors import BadTensor, Unsupported
 from rocm_attn.kernels.attention.arguments import rows_are_contiguous
 from rocm_attn.kernels.cache.layer_pages import LayerPages
@@ -38,11 +39,7 @@ def verified(step: Part, parents: Tensor) -> Verified:
 
     Raises BadTensor.
     """
-    if parents.dtype != torch.int32 or parents.dim() != 2 or (parents.shape[1] > 1 and parents.stride(1) != 1):
-        raise BadTensor(
-            f"parents is {parents.dtype} of shape {list(parents.shape)} and strides {list(parents.stride())}; "
-            "it must be torch.int32 of shape [num_seqs, nodes] with contiguous rows"
-        )
+    TreeMask(parents)  # refuses other tensors
     if not 1 <= parents.shape[1] <= MOST_NODES:
         raise BadTensor(f"trees have up to {parents.shape[1]} nodes; 1 to {MOST_NODES} are allowed")
     if parents.device != step.kv_len.device:

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.paging.adopted_pages import check_scales
+from rocm_attn.paging.convert import KEEPING_BITS
+from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.step.head_weights import NewHeadWeights
-
-# An E4M3FN code has twice the value of the same bits in E4M3FNUZ.
-_DOUBLED = {(KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ): 2.0, (KVEncoding.E4M3FNUZ, KVEncoding.E4M3FN): 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +35,17 @@ class KVScales:
                 f"layer {layer} has {problem.kv_scales.value}; scales can be set only by problems with kv_scales "
                 "LAYER or HEAD"
             )
-        encodings = problem.kv_encoding if self.made_for is KVEncoding.LIKE_Q else self.made_for, problem.kv_encoding
-        if encodings[0] is not encodings[1] and encodings not in _DOUBLED:
+        made_for = problem.kv_encoding if self.made_for is KVEncoding.LIKE_Q else self.made_for
+        encodings = made_for.over(problem.dtype), problem.kv_encoding.over(problem.dtype)
+        if encodings[0] is not encodings[1] and encodings not in KEEPING_BITS:
             raise BadTensor(
                 f"the scales of layer {layer} were computed for {encodings[0].value}, and it keeps K and V in "
                 f"{encodings[1].value}; only scales of the two E4M3 encodings can be converted"
             )
         count = problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1
         k, v = (_checked(f"{name} of layer {layer}", given, count) for name, given in (("k", self.k), ("v", self.v)))
-        if problem.pool is PoolKind.LATENT and not torch.equal(k, v):
-            raise BadTensor(
-                f"layer {layer} is latent, and got {k.tolist()} for k and {v.tolist()} for v: its V is a part of "
-                "its K, so give the same for both"
-            )
-        by = _DOUBLED.get(encodings, 1.0)
+        check_scales(layer, problem.pool, k, v)
+        by = KEEPING_BITS.get(encodings, 1.0)
         return k * by, v * by
 
 
@@ -71,9 +67,4 @@ def _checked(name: str, given: Tensor | float, count: int) -> Tensor:
             f"{count} "
             "of them"
         )
-    scale_values = scale_values.to("cpu", torch.float32).reshape(count)
-    if not bool(((scale_values >= SMALLEST_SCALE) & (scale_values <= LARGEST_SCALE)).all()):
-        raise BadTensor(
-            f"the scales of {name} are {scale_values.tolist()}; each must be a positive number from 2**-100 to 2**100"
-        )
-    return scale_values
+    return scale_values.to("cpu", torch.float32).reshape(count)

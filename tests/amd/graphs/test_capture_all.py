@@ -21,7 +21,7 @@ from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.step.step import Part
-from tests.amd.graphs.small_models import Requests, Tiny, counts_on_the_host, same, serve
+from tests.amd.graphs.small_models import Requests, Tiny, counts_on_the_host
 
 
 def names(sizes: tuple[int, ...], tokens: tuple[int, ...]) -> list[str]:
@@ -64,21 +64,6 @@ def test_every_bucket_is_reported_with_seconds_bytes_and_its_check(provider: str
     assert len(report.lines()) == len(shapes) + 1
     assert runner.counters.steps == 0
     assert runner.counters.capture_seconds >= report.seconds * 0.9
-
-
-def test_captured_ahead_or_when_needed_serves_the_same(provider: str, device: torch.device) -> None:
-    served = [[3, 5], [1, 1], [4, 4], [1, 6], [1, 1], [1]]
-    outs = []
-    for ahead in (True, False, None):
-        tiny = Tiny.build(device, provider, [1, 2], tokens=(8,))
-        recorder = None if ahead is None else recorder_for(tiny.runtime.device)
-        runner = StepRunner(tiny.runtime, tiny.forward, recorder)
-        if ahead:
-            runner.capture_all()
-        outs.append(serve(runner, tiny.runtime, served))
-        assert runner.counters.replays == (0 if ahead is None else len(served))
-    assert same(outs[0], outs[1])
-    assert same(outs[1], outs[2])
 
 
 def test_a_graph_that_exists_is_not_made_again(provider: str, device: torch.device) -> None:
@@ -178,17 +163,6 @@ def test_each_plan_pays_for_its_own_graph(provider: str, device: torch.device) -
         captures.append(runner.counters.captures)
     assert captures == [0, 0, 0, 0, 0, 1, 1, 1, 2]
     assert runner.counters.replays == 3
-
-
-def test_steps_before_and_after_the_graph_are_those_of_an_eager_run(provider: str, device: torch.device) -> None:
-    outs = []
-    for graphs in (False, True):
-        tiny = Tiny.build(device, provider, [2, 4])
-        runner = runner_of(tiny, 3) if graphs else tiny.runner(graphs=False)
-        requests = tiny.admitted(4)
-        outs.append([requests.run(runner, q_len) for q_len in ([3, 5, 2, 1], *([[1] * 4] * 5), *([[1]] * 5))])
-        assert runner.counters.replays == (4 if graphs else 0)
-    assert same(*outs)
 
 
 def test_graphs_made_ahead_wait_for_nothing(device: torch.device) -> None:

@@ -294,7 +294,7 @@ def test_pages_that_are_not_everything_are_refused(device: torch.device) -> None
     plain = runtime_of([small_problem()], device, "torch")
     with pytest.raises(BadSetting, match="the memory has records of 4096 bytes, and this runtime's have 1152"):
         tier_of(plain, memory)
-    with pytest.raises(NeverFits, match="100 bytes of host memory hold no page of 4096 bytes"):
+    with pytest.raises(NeverFits, match="host memory has room for no record of 4096 bytes"):
         HostMemory(100, 1 << 12, pinned=False)
 
 

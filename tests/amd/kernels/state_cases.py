@@ -13,13 +13,13 @@ from rocm_attn.kernels.states.arguments import (
     LEFT_OUT,
     ConvolutionSlots,
     ConvolutionWeights,
-    RecurrenceRule,
     RecurrentSlots,
     RecurrentTokens,
     StatePlaces,
 )
+from rocm_attn.recurrence import Recurrence, rule_of
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.recurrent import Drawn, Layer, recurrent
+from tests.amd.worlds.recurrent import Drawn, recurrent
 
 Launch = Callable[..., None]
 NAN = float("nan")
@@ -168,9 +168,8 @@ class StateRun(Sequences):
     """Sequences of a layer with a recurrence. tokens: the inputs of each sequence"""
 
     recur: Launch
-    layer: Layer
+    layer: Recurrence
     tokens: list[Drawn]
-    state_dtype: torch.dtype = torch.float32
     deterministic: bool = False
     slots: RecurrentSlots = field(init=False)
 
@@ -178,30 +177,29 @@ class StateRun(Sequences):
     def of(
         cls,
         recur: Launch,
-        layer: Layer,
+        layer: Recurrence,
         tokens: list[Drawn],
         most_kept: int,
         device: torch.device,
         *,
-        state_dtype: torch.dtype = torch.float32,
         deterministic: bool = False,
     ) -> StateRun:
         """A run in poisoned slots."""
-        return cls(len(tokens), most_kept, device, recur, layer, tokens, state_dtype, deterministic)
+        return cls(len(tokens), most_kept, device, recur, layer, tokens, deterministic)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layer, lead, dtype = self.layer, (self.num_slots, self.most_kept), self.tokens[0].k.dtype
-        channels = (layer.dk,) * layer.channels
+        layer, lead = self.layer, (self.num_slots, self.most_kept)
+        channels = (layer.k_dim,) * layer.channel_decay
 
         def side(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
             return poisoned(*shape, dtype=of, device=self.device)
 
         self.slots = RecurrentSlots(
-            side(self.num_slots, layer.heads, layer.dk, layer.dv, of=self.state_dtype),
-            side(*lead, layer.k_heads, layer.dk, of=dtype),
-            side(*lead, layer.heads, layer.dv),
-            side(*lead, layer.heads, *channels),
+            side(self.num_slots, layer.num_heads, layer.k_dim, layer.v_dim, of=layer.state_dtype),
+            side(*lead, layer.num_k_heads, layer.k_dim, of=layer.dtype),
+            side(*lead, layer.num_heads, layer.v_dim),
+            side(*lead, layer.num_heads, *channels),
         )
 
     def step(self, *news: New, max_q_len: int | None = None) -> list[Tensor]:
@@ -214,13 +212,12 @@ class StateRun(Sequences):
         out = torch.empty_like(v)
         words = self.slots.workspace_words(step.places.num_tokens, step.places.num_seqs)
         workspace = torch.full((words + 64,), NAN, device=self.device)
-        recurrence = RecurrenceRule(self.layer.delta, self.layer.scale, self.layer.normalises)
         slots = self.slots
 
         def launch() -> None:
             self.recur(
                 RecurrentTokens(q, k, v, decay, beta, out),
-                recurrence,
+                rule_of(self.layer),
                 slots,
                 step.places,
                 workspace[:words],
@@ -278,8 +275,9 @@ def steps_of(run: StateRun | ConvolutionRun, *steps: tuple[New, ...]) -> list[Te
     return [torch.cat(rows) for rows in outs]
 
 
-def assert_states(run: StateRun, outs: list[Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """Compares the outputs and the states of all sequences with float64. dtype: of the tokens"""
+def assert_states(run: StateRun, outs: list[Tensor]) -> None:
+    """Compares the outputs and the states of all sequences with float64."""
+    dtype = run.layer.dtype
     for seq, (rows, tokens, place) in enumerate(zip(outs, run.tokens, run.places, strict=True)):
         want, states = recurrent(run.layer, tokens.cut(0, len(rows)))
         assert_attention_close(rows, want, dtype)

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from rocm_attn.kernels.refs import states as twins
-from rocm_attn.kernels.states.arguments import ConvolutionWeights
+from rocm_attn.kernels.states.arguments import ConvolutionWeights, Update
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.recur import launch_recur
+from rocm_attn.recurrence import Recurrence
 from tests.amd.kernels.state_cases import ConvolutionRun, Launch, New, StateRun, assert_states, steps_of
 from tests.amd.tolerances import BOUNDS, assert_attention_close
-from tests.amd.worlds.recurrent import Drawn, Layer, convolved, recurrent
+from tests.amd.worlds.recurrent import Drawn, convolved, recurrent
 
-DELTA = Layer(k_heads=1, ratio=2, dk=16, dv=24)
-CHANNELS = Layer(k_heads=2, ratio=1, dk=20, dv=16, channels=True, normalises=True)
-PLAIN = Layer(k_heads=1, ratio=2, dk=8, dv=70, delta=False)
+DELTA = Recurrence(2, 1, 16, 24, torch.float32, scale=0.5)
+CHANNELS = Recurrence(2, 2, 20, 16, torch.float32, channel_decay=True, scale=0.5, normalises=True)
+PLAIN = Recurrence(2, 1, 8, 70, torch.float32, update=Update.SUM, scale=0.5)
 LAYERS = [pytest.param(layer, id=name) for name, layer in (("delta", DELTA), ("channels", CHANNELS), ("plain", PLAIN))]
 MOST_KEPT = 3
 
@@ -33,15 +34,15 @@ STORY = (
 )
 
 
-def drawn(layer: Layer, num_seqs: int, num_tokens: int, dtype: torch.dtype = torch.float32) -> list[Drawn]:
+def drawn(layer: Recurrence, num_seqs: int, num_tokens: int) -> list[Drawn]:
     generator = torch.Generator().manual_seed(0)
-    return [Drawn.of(layer, num_tokens, dtype, generator) for _ in range(num_seqs)]
+    return [Drawn.of(layer, num_tokens, generator) for _ in range(num_seqs)]
 
 
 @pytest.mark.fast(4, interpreted=4)
 @both
 @pytest.mark.parametrize("layer", LAYERS)
-def test_outputs_and_states_equal_the_recurrence(recur: Launch, layer: Layer, kernel_device: torch.device) -> None:
+def test_outputs_and_states_equal_the_recurrence(recur: Launch, layer: Recurrence, kernel_device: torch.device) -> None:
     run = StateRun.of(recur, layer, drawn(layer, 4, 150), MOST_KEPT, kernel_device)
     assert_states(run, steps_of(run, *STORY))
 
@@ -79,14 +80,14 @@ def test_bits_of_deterministic_mode_depend_on_the_sequence_alone(recur: Launch, 
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_prompts_cut_anywhere_give_the_state_of_whole_ones(layer: Layer, kernel_device: torch.device) -> None:
+def test_prompts_cut_anywhere_give_the_state_of_whole_ones(layer: Recurrence, kernel_device: torch.device) -> None:
     tokens = drawn(layer, 1, 152)
     run = StateRun.of(launch_recur, layer, tokens, MOST_KEPT, kernel_device)
     assert_states(run, steps_of(run, (New(0, 20),), (New(0, 2),), (New(0, 130),)))
 
 
 @pytest.mark.parametrize("layer", [DELTA, replace(CHANNELS, normalises=False)], ids=["delta", "channels"])
-def test_a_key_that_repeats_costs_no_digits(layer: Layer, kernel_device: torch.device) -> None:
+def test_a_key_that_repeats_costs_no_digits(layer: Recurrence, kernel_device: torch.device) -> None:
     """The keys are all the same and nothing decays: powers of the matrix that a chunk inverts have entries of 10^17."""
     (tokens,) = drawn(layer, 1, 64)
     tokens = replace(
@@ -101,26 +102,28 @@ def test_a_key_that_repeats_costs_no_digits(layer: Layer, kernel_device: torch.d
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("layer", [DELTA, CHANNELS], ids=["delta", "channels"])
-def test_decays_of_any_size_give_numbers(layer: Layer, dtype: torch.dtype, kernel_device: torch.device) -> None:
+def test_decays_of_any_size_give_numbers(layer: Recurrence, dtype: torch.dtype, kernel_device: torch.device) -> None:
     """The inverse of exp(-200) is no float32, -100,000 is no float16, and the sum of a chunk's decays is less yet."""
-    (tokens,) = drawn(layer, 1, 64, dtype)
+    layer = replace(layer, dtype=dtype)
+    (tokens,) = drawn(layer, 1, 64)
     strength = torch.rand(tokens.decay.shape, generator=torch.Generator().manual_seed(1))
     decay = torch.where(strength < 0.2, -200.0, torch.where(strength < 0.25, -1e5, -0.01))
     run = StateRun.of(launch_recur, layer, [replace(tokens, decay=decay)], MOST_KEPT, kernel_device)
-    assert_states(run, steps_of(run, (New(0, 64),)), dtype)
+    assert_states(run, steps_of(run, (New(0, 64),)))
 
 
 @both
 def test_half_precision_stays_within_its_bounds(recur: Launch, kernel_device: torch.device) -> None:
-    run = StateRun.of(recur, CHANNELS, drawn(CHANNELS, 2, 70, torch.float16), MOST_KEPT, kernel_device)
-    assert_states(run, steps_of(run, (New(0, 66), New(1, 2)), (New(0, 2), New(1, 2))), torch.float16)
+    layer = replace(CHANNELS, dtype=torch.float16)
+    run = StateRun.of(recur, layer, drawn(layer, 2, 70), MOST_KEPT, kernel_device)
+    assert_states(run, steps_of(run, (New(0, 66), New(1, 2)), (New(0, 2), New(1, 2))))
 
 
 @both
 def test_states_in_bfloat16_are_rounded_once_a_step(recur: Launch, kernel_device: torch.device) -> None:
     """The step's own outputs are those of the rounded state, and have no other error."""
     tokens = drawn(DELTA, 1, 30)
-    run = StateRun.of(recur, DELTA, tokens, 0, kernel_device, state_dtype=torch.bfloat16)
+    run = StateRun.of(recur, replace(DELTA, state_dtype=torch.bfloat16), tokens, 0, kernel_device)
     run.step(New(0, 3))
     rounded = run.state_of(0)
     assert rounded.dtype == torch.bfloat16

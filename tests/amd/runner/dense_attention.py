@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.kernels.cache.row_work import QkvWork
-from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.problem import Indexer, PoolKind, Problem
 from rocm_attn.recurrence import Recurrence
 from rocm_attn.step.head_weights import LayerHeadWeights
@@ -19,7 +18,7 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.request import Completion
 from tests.amd.kernels.rope_cases import normalised, turned
-from tests.amd.worlds.recurrent import Drawn, Layer, convolved, recurrent
+from tests.amd.worlds.recurrent import Drawn, convolved, recurrent
 
 
 @dataclass(frozen=True)
@@ -108,18 +107,7 @@ class DenseStates:
         out.copy_(convolved(x, weight, bias, silu=self.layers[layer].convolution.silu))
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
-        form = self.layers[layer]
-        sizes = Layer(
-            form.num_k_heads,
-            form.num_heads // form.num_k_heads,
-            form.k_dim,
-            form.v_dim,
-            form.channel_decay,
-            form.update is Update.DELTA,
-            form.normalises,
-            form.scale,
-        )
-        out.copy_(recurrent(sizes, Drawn(q, k, v, decay, beta))[0])
+        out.copy_(recurrent(self.layers[layer], Drawn(q, k, v, decay, beta))[0])
 
 
 @dataclass(frozen=True)

@@ -40,23 +40,6 @@ def serving_with_prompts(
     return serving, requests
 
 
-def test_decode_steps_take_kv_lengths_from_the_device(provider: str, graphs: bool, device: torch.device) -> None:
-    """The host is one to seven tokens ahead; the bucket and the graph are those of ordinary decode steps."""
-    serving, requests = serving_with_prompts(provider, device, [5, 2, 9], graphs=graphs)
-    for room in ([1, 1, 1], [0, 3, 0], [7, 0, 2]):
-        run_within_bounds(
-            serving,
-            requests,
-            [1, 1, 1],
-            kv_room=room,
-        )
-        serving.check_step(requests, [1, 1, 1])
-        serving.step(requests, [1, 1, 1])
-    serving.runtime.check_device()
-    counters = serving.runner.counters
-    assert counters.replays == (counters.steps if graphs else 0)
-
-
 def test_accepted_drafts_are_counted_on_the_device(provider: str, graphs: bool, device: torch.device) -> None:
     """Up to four tokens per sequence are verified; tokens are packed by the number that the device takes, or none."""
     serving, requests = serving_with_prompts(provider, device, [5, 2, 9, 4], graphs=graphs)
@@ -120,28 +103,6 @@ def test_no_value_on_the_device_leads_out_of_what_was_reserved(
         )
         with pytest.raises(DeviceFault, match=says):
             serving.runtime.check_device()
-
-
-def test_token_ids_come_from_the_device(provider: str, graphs: bool, device: torch.device) -> None:
-    """Overlapped scheduling does this: a step's ids are those that the last one sampled, in a tensor that stays."""
-    outs = []
-    for on_device in (False, True):
-        tiny = Tiny.build(device, provider, [4])
-        runner = tiny.runner(graphs=graphs)
-        requests = tiny.admitted(3)
-        rows = [requests.run(runner, [4, 2, 7])]
-        sampled = torch.zeros(3, dtype=torch.int32, device=tiny.runtime.device)
-        for _ in range(3):
-            batch = requests.batch([1, 1, 1])
-            sampled.copy_(rows[-1].argmax(1) % 50)
-            if on_device:
-                batch = replace(batch, token_ids=np.empty(0, np.int32), inputs=DeviceInputs(token_ids=sampled))
-            else:
-                batch = replace(batch, token_ids=sampled.cpu().numpy())
-            rows.append(runner.run(batch).clone())
-        outs.append(rows)
-        assert runner.counters.replays == (3 if graphs else 0)
-    assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
 def verified(tiny: Tiny, runner: StepRunner, prompt: int, num_seqs: int) -> tuple[Tensor, list[Tensor]]:

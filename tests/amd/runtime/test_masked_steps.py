@@ -10,15 +10,11 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.mask import NO_MASK, StepMask, TreeMask, kv_positions
-from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.batch.mask import StepMask, kv_positions
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
-from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.providers.select import select
-from tests.amd.tolerances import assert_same_but_for_rounding
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import Request, World, packed, page_zero_is_zero
 
@@ -83,11 +79,6 @@ def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, d
     world.step([trunk], [8], visible=[siblings], positions=at_the_trunk)
 
 
-def trees(parents: Sequence[Sequence[int]], device: torch.device) -> TreeMask:
-    """Trees of drafts, as wide as the widest line."""
-    return TreeMask(torch.tensor(parents, dtype=torch.int32, device=device))
-
-
 def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> torch.Tensor:
     """Positions of the next step's tokens: near the older keys' end, at most as far after it as there are new ones."""
     rows = [
@@ -108,46 +99,6 @@ def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) 
     mask = torch.ones(4, 14, dtype=torch.bool)
     mask[:, 3:5] = False
     world.step([request], [4], visible=[mask])
-
-
-@pytest.mark.fast(interpreted=0)
-def test_positions_come_with_the_mask_and_pads_are_zero(provider: str, device: torch.device) -> None:
-    world, requests = world_of(device, provider)
-    batch = world.batch(requests, [3, 1, 2])
-    parents = [[NO_PARENT, 0, 0], [NO_PARENT, 7, 7], [NO_PARENT, NO_PARENT, 7]]
-    step = world.runtime.step(replace(batch, mask=trees(parents, device))).parts[0]
-    positions = [9, 10, 10, 20, 1, 1]
-    assert step.positions.tolist() == positions + [0] * (len(step.positions) - 6)
-    world.runtime.end_step()
-    step = world.runtime.step(batch).parts[0]
-    assert step.positions.tolist()[:6] == [9, 10, 11, 20, 1, 2], "without a mask they are places in the KV"
-    world.runtime.end_step()
-
-
-def test_a_branch_is_what_a_chain_of_its_tokens_would_be(provider: str, device: torch.device) -> None:
-    """Every token of a tree gets the same result as the last token of a causal step over its own branch."""
-    world = World.build([MASKED], device, provider, num_pages=200)
-    (trunk,) = world.begun(11)
-    parents = [NO_PARENT, 0, 0, 1, 2, 2, NO_PARENT]
-    q, k, v = (world.random(7, heads, 16) for heads in (6, 2, 2))
-    chains = {token: world.fork(trunk, 11) for token in range(7)}
-    out = torch.full_like(q, float("nan"))
-    batch = world.batch([trunk], [7])
-    batch = replace(batch, mask=trees([parents], device))
-    step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(1))).parts[0]
-    step.layers.store_and_attend(0, q, k, v, out)
-    world.runtime.end_step()
-    for token, request in chains.items():
-        branch = [token]
-        while parents[branch[0]] != NO_PARENT:
-            branch.insert(0, parents[branch[0]])
-        batch = world.batch([request], [len(branch)])
-        step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(1))).parts[0]
-        chain = torch.full_like(q[branch], float("nan"))
-        assert step.positions.tolist() == list(range(11, 11 + len(branch)))
-        step.layers.store_and_attend(0, q[branch], k[branch], v[branch], chain)
-        world.runtime.end_step()
-        assert_same_but_for_rounding(out[token], chain[-1])
 
 
 @pytest.mark.fast(interpreted=0)
@@ -259,16 +210,3 @@ def test_bits_of_a_mask_are_not_split(device: torch.device) -> None:
 def test_aiter_is_not_chosen_for_masks() -> None:
     with pytest.raises(Unsupported, match=r"no kernel of provider 'aiter' serves .*masked steps"):
         select(MASKED, known_target("gfx942"), "aiter")
-
-
-def test_masked_steps_have_a_plan_of_their_own(device: torch.device) -> None:
-    """A step with a mask and one without must not share a graph, even if their sizes are equal."""
-    world, requests = world_of(device, "torch")
-    batch = world.batch(requests, [1, 1, 1])
-    mask = StepMask(ones(5, device), kv_positions(batch.kv_len, batch.q_len, device))
-    kinds = []
-    for given in (batch, replace(batch, mask=mask), batch):
-        kinds.append(world.runtime.step(given).plan.key.shape.kind)
-        world.runtime.end_step()
-    assert kinds == [StepKind.DECODE, StepKind.MASKED, StepKind.DECODE]
-    assert batch.mask is NO_MASK

@@ -130,34 +130,6 @@ def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device
     assert not kept.have_states(kept.keep(one.row, 0, 1)).any()
 
 
-def test_a_row_is_no_longer_that_of_the_request_before(provider: str, device: torch.device) -> None:
-    world = Hybrid(device, provider)
-    (one,) = world.begun(5)
-    world.runtime.table.free(one.row)
-    other = world.admit()
-    assert other.row == one.row
-    world.runtime.table.reserve(other.row, 6)
-    world.runtime.table.mark_stored([other.row], [5])
-    with pytest.raises(
-        BadBatch, match=r"sequence 0 goes on after 5 tokens of row 1, whose state is there for no token"
-    ):
-        world.runner.run(world.batch([type(one)(other.row, one.ids)], [world.ids(1)]))
-    world.step([other], [world.ids(5)])
-
-
-def test_the_host_says_where_a_row_may_go_on(provider: str, device: torch.device) -> None:
-    world = Hybrid(device, provider)
-    (one,) = world.begun(9)
-    world.step([one], [world.ids(2)])
-    world.back(one, 5)
-    with pytest.raises(
-        BadBatch, match=r"after 5 tokens of row 1, whose state is there after 9 tokens or 9 to 11 tokens"
-    ):
-        world.run([one], [world.ids(1)])
-    world.back(one, 0)
-    world.step([one], [world.ids(4)])
-
-
 def test_a_step_that_may_not_store_leaves_the_state_of_its_row(device: torch.device) -> None:
     """It would begin anew in a page that another row holds, and take both slots of its row."""
     world = Hybrid(device, "torch")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import random_mask
-from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, Unsupported
@@ -57,18 +56,6 @@ def test_a_shared_prefix_gives_what_plain_decode_gives(problem: Problem, provide
         decode(world, requests, [PrefixGroup(4, 12)], pad_to=6)
     world.runtime.check_device()
     assert page_zero_is_zero(world)
-
-
-@pytest.mark.fast(interpreted=0)
-def test_groups_have_prefixes_of_their_own(provider: str, device: torch.device) -> None:
-    """Two families, a request alone, and one whose group shares less than it could."""
-    world = World.build([small_problem(has_sinks=True)], device, provider, num_pages=128)
-    first, second = family(world, 8, [1, 2, 7]), family(world, 20, [2, 1])
-    (alone,) = world.begun(5)
-    for pad_to in (None, 6, 9):
-        decode(world, [*first, alone, *second], [PrefixGroup(3, 8), PrefixGroup(1, 0), PrefixGroup(2, 16)], pad_to)
-    decode(world, [*second, *first], [PrefixGroup(2, 20), PrefixGroup(1, 0), PrefixGroup(2, 4)])
-    decode(world, [alone], [PrefixGroup(1, 4)])
 
 
 def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch.device) -> None:
@@ -208,20 +195,6 @@ def test_lengths_that_only_the_device_knows_are_refused_and_token_ids_are_not(de
     step = world.runtime.step(replace(batch, inputs=DeviceInputs(token_ids=lengths))).parts[0]
     assert step.token_ids.tolist()[:2] == [10, 11]
     assert step.plan.shape.kind is StepKind.SHARED
-    world.runtime.end_step()
-
-
-def test_token_ids_of_the_host_lie_before_the_prefixes(device: torch.device) -> None:
-    world, requests = world_of(device)
-    batch = world.batch(requests, [1, 1])
-    batch = replace(batch, token_ids=np.array([7, 9], np.int32), prefixes=SharedPrefixes([PrefixGroup(2, 8)]))
-    step = world.runtime.step(batch, world.runtime.plan(batch, PadTo(3)))
-    assert step.parts[0].token_ids.tolist() == [7, 9, 0]
-    metadata = step.children[0].tensors
-    assert metadata.prefix_len.tolist() == [8, 8, 0]
-    assert metadata.group_indptr.tolist() == [0, 2, 2, 2]
-    assert metadata.suffix_kv_len.tolist() == [2, 3, 0]
-    assert metadata.suffix_page.tolist() == [2, 2, 0]
     world.runtime.end_step()
 
 

@@ -162,44 +162,6 @@ def check_alone(
         assert_attention_close(out[row], want, q.dtype)
 
 
-@pytest.mark.fast(4, interpreted=0)
-@each_pool
-@each_page_size
-def test_a_draft_model_reads_the_targets_pool_and_writes_nothing(
-    provider: str, page_size: int, swa: bool, graphs: bool, device: torch.device
-) -> None:
-    """Frozen-KV MTP: all steps of a round attend to the same tokens, in one decode step of the target's runtime."""
-    world = world_of(provider, device, page_size, swa=swa)
-    runtime = world.runtime
-    requests = world.begun(5, 1, 8)
-    queries = [[world.random(4, 6, 16) for _ in world.problems] for _ in range(3)]
-    outs = [[torch.zeros_like(q) for q in of_layers] for of_layers in queries]
-
-    def forward(step: Part) -> Tensor:
-        num_seqs = step.token_ids.shape[0]
-        for of_layers, to in zip(queries, outs, strict=True):
-            for layer, q in enumerate(of_layers):
-                step.layers.attend(layer, q[:num_seqs], to[layer][:num_seqs])
-        return to[-1][:num_seqs]
-
-    runner = StepRunner(runtime, forward, recorder_for(device) if graphs else None, check=NO_CHECK)
-    before = [runtime.pool.layer(layer).k.clone() for layer in range(2)]
-    rows = np.array([request.row for request in requests], np.int32)
-    lengths = np.array([request.kv_len for request in requests], np.int32)
-    for given in (lengths, np.maximum(lengths - 2, 1), lengths):
-        runner.run(StepBatch(rows, given, np.ones(3, np.int32), NO_TOKEN_IDS))
-        for of_layers, to in zip(queries, outs, strict=True):
-            for layer, q in enumerate(of_layers):
-                check_alone(world, layer, requests, given.tolist(), q, to[layer])
-    after = [runtime.pool.layer(layer).k for layer in range(2)]
-    assert all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(before, after, strict=True))
-    # It has its own bounds: tokens that the target has not stored are not read.
-    runtime.table.reserve_all(rows, lengths + 1)
-    with pytest.raises(BadBatch, match="attends to the first"):
-        runner.run(StepBatch(rows, lengths + 1, np.ones(3, np.int32), NO_TOKEN_IDS))
-    world.step(requests, [1, 1, 1])
-
-
 def test_branches_that_only_attend_all_see_the_same_tokens(provider: str, device: torch.device) -> None:
     """Frozen-KV MTP with branches: the queries of a sequence share its row, under a mask that hides nothing."""
     world = world_of(provider, device, 4, custom_mask=True)

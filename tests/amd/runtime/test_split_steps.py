@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
@@ -12,40 +10,14 @@ from rocm_attn.batch.padding import PadTo
 from rocm_attn.errors import BadTensor, CapacityExceeded, DeviceFault, WrongState
 from tests.amd.worlds.hybrid import GATED_DELTA, KEPT, Hybrid
 from tests.amd.worlds.problems import small_problem
-from tests.amd.worlds.world import World, page_zero_is_zero
+from tests.amd.worlds.world import World
 
 pytestmark = pytest.mark.fast(interpreted=0)
 
-# Ladders, and the sizes that a pool of 5 rows is padded to for 8 and 16 ranks.
-LADDERS = [(2, 4), (1, 3, 5), (8,), (16,)]
-
-
-def build(device: torch.device, provider: str, sizes: Sequence[int] = (2, 8), rows: int = 5) -> World:
-    """Two layers of unlike heads."""
-    problems = [small_problem(), small_problem(num_q_heads=4, v_head_dim=8)]
-    return World.build(problems, device, provider, max_num_seqs=rows, capture_sizes=sizes)
-
-
-@pytest.mark.parametrize("sizes", LADDERS, ids=str)
-def test_every_count_of_sequences_is_split(sizes: tuple[int, ...], provider: str, device: torch.device) -> None:
-    """None, one, odd ones, a full first half, and more than the largest size, which runs in the open memory."""
-    world = build(device, provider, sizes)
-    requests = [world.admit() for _ in range(5)]
-    for request, length in zip(requests, [5, 1, 9, 4, 3], strict=True):
-        world.step([request], [length])
-    for count in (5, 0, 1, 4, 2, 3, 5):
-        batch = world.batch(requests[:count], [1] * count)
-        with world.runtime.step(batch, world.runtime.plan(batch, halves=2)) as step:
-            first, second = step.parts
-            assert (first.num_seqs, second.num_seqs) == ((count + 1) // 2, count // 2)
-            assert first.token_ids.shape == second.token_ids.shape == (step.plan.shape.num_seqs // 2,)
-            assert step.num_first.item() == first.num_seqs
-        world.step(requests[:count], [1] * count, halves=True)
-    assert page_zero_is_zero(world)
-
 
 def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: str, device: torch.device) -> None:
-    world = build(device, provider)
+    problems = [small_problem(), small_problem(num_q_heads=4, v_head_dim=8)]
+    world = World.build(problems, device, provider, max_num_seqs=5, capture_sizes=(2, 8))
     requests = [world.admit() for _ in range(3)]
     rows = torch.zeros(4, 2, 16, device=device)
     batch = world.batch(requests, [1, 1, 1])

@@ -45,16 +45,6 @@ def generated(direct: Engine, prompt: tuple[int, ...], tokens: int, **options: A
     return completion
 
 
-def test_a_completion_is_what_the_engine_generates(client: openai.OpenAI, direct: Engine) -> None:
-    expected = generated(direct, (9, 12, 33), 10)
-    answer = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=10, temperature=0)
-    assert answer.choices[0].text == expected.text
-    assert answer.choices[0].finish_reason == expected.finish_reason == "length"
-    assert answer.usage is not None
-    counts = (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens)
-    assert counts == (3, 10, 13)
-
-
 def test_echo_puts_the_prompt_before_each_answer(client: openai.OpenAI) -> None:
     requested: dict[str, Any] = {"model": NAME, "max_tokens": 3, "temperature": 0, "n": 2}
     for prompt in (["w9  w12", "w33"], [[9, 12], [33]]):

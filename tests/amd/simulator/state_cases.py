@@ -6,29 +6,30 @@ from functools import partial
 
 import torch
 
-from rocm_attn.kernels.states.arguments import ConvolutionWeights
+from rocm_attn.kernels.states.arguments import ConvolutionWeights, Update
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.recur import launch_recur
+from rocm_attn.recurrence import Recurrence
 from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.state_cases import ConvolutionRun, New, StateRun, assert_states, steps_of
 from tests.amd.simulator.case import KernelCase
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.recurrent import Drawn, Layer, convolved
+from tests.amd.worlds.recurrent import Drawn, convolved
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
-DELTA = Layer(k_heads=1, ratio=1, dk=32, dv=16, normalises=True)
-CHANNELS = Layer(k_heads=1, ratio=1, dk=24, dv=16, channels=True)
-PLAIN = Layer(k_heads=1, ratio=2, dk=16, dv=32, delta=False)
+DELTA = Recurrence(1, 1, 32, 16, BF16, scale=0.5, normalises=True)
+CHANNELS = Recurrence(1, 1, 24, 16, FP16, channel_decay=True, scale=0.5)
+PLAIN = Recurrence(2, 1, 16, 32, BF16, update=Update.SUM, scale=0.5)
 
 
-def run_recurrence(arch: str, layer: Layer, dtype: torch.dtype) -> Simulation:
+def run_recurrence(arch: str, layer: Recurrence) -> Simulation:
     """A prompt of two chunks, then drafts of which one is rejected, next to a sequence that begins, and a pad."""
     generator = torch.Generator().manual_seed(0)
-    tokens = [Drawn.of(layer, 80, dtype, generator) for _ in range(2)]
+    tokens = [Drawn.of(layer, 80, generator) for _ in range(2)]
     run = StateRun.of(launch_recur, layer, tokens, 2, CPU)
     with simulated(arch) as simulation:
         outs = steps_of(run, (New(0, 66), New(None, 1)), (New(1, 1), New(0, 2, 1)), (New(0, 1), New(1, 1)))
-    assert_states(run, outs, dtype)
+    assert_states(run, outs)
     return simulation
 
 
@@ -48,8 +49,8 @@ def run_convolution(arch: str, dtype: torch.dtype) -> Simulation:
 def state_cases(arch: str) -> list[KernelCase]:
     """Every form of the recurrence, and a convolution."""
     return [
-        KernelCase("states-delta", arch, partial(run_recurrence, arch, DELTA, BF16)),
-        KernelCase("states-channels", arch, partial(run_recurrence, arch, CHANNELS, FP16)),
-        KernelCase("states-plain", arch, partial(run_recurrence, arch, PLAIN, BF16)),
+        KernelCase("states-delta", arch, partial(run_recurrence, arch, DELTA)),
+        KernelCase("states-channels", arch, partial(run_recurrence, arch, CHANNELS)),
+        KernelCase("states-plain", arch, partial(run_recurrence, arch, PLAIN)),
         KernelCase("convolution", arch, partial(run_convolution, arch, BF16)),
     ]

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,8 @@ from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.refs import attention, cache, metadata
+from rocm_attn.kernels.refs import attention, metadata
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kept_pages import KeptIds, KeptPages
 from rocm_attn.paging.kv_pool import KVPool
@@ -130,11 +129,6 @@ def test_cuts_that_follow_from_the_batch_show_in_bits_alone() -> None:
     assert unseen.worst_error < 1, "the oracle's bounds allow it"
 
 
-def test_states_that_are_taken_as_they_come_are_found() -> None:
-    what = found(ALMOST_ALL_EAGER.with_states(), guards=Guards().without("state_lineage")).finding.what
-    assert re.search("layer [234]: .* (is off by|is not finite)", what), "others attend"
-
-
 def test_a_seed_gives_the_same_calls_each_time_and_another_seed_others() -> None:
     def calls_of(seed: int) -> list[str]:
         soak = soak_of(ALMOST_ALL_EAGER, seed=seed)
@@ -159,15 +153,6 @@ def test_memory_counts_until_it_is_freed(size: int) -> None:
 # Each plants a mistake.
 
 
-def rounds_forget_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draft_steps(original: Callable[..., None], steps: Sequence[StepTensors], *args: Any) -> None:
-        original(steps, *args)
-        for step in steps[1:]:
-            step.kv_len.copy_(steps[0].kv_len)
-
-    wrap(monkeypatch, metadata, "draft_steps", draft_steps)
-
-
 def accepted_drafts_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AttentionRuntime, "move_accepted", lambda *_: None)
 
@@ -180,29 +165,6 @@ def a_table_update_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
             original(*args, **kwargs)
 
     wrap(monkeypatch, metadata, "table_update", table_update)
-
-
-def pads_keep_what_the_last_step_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def publish(original: Callable[..., None], slot: Tensor, last: Tensor, to: StepTensors) -> None:
-        buffers = (to.row_of_seq, to.kv_len, to.q_len, to.token_ids)
-        before = [buffer.clone() for buffer in buffers]
-        original(slot, last, to)
-        num_seqs, num_tokens = to.counts[:2].tolist()
-        for buffer, old, used in zip(buffers, before, [num_seqs] * 3 + [num_tokens], strict=True):
-            buffer[used:] = old[used:]
-
-    wrap(monkeypatch, metadata, "publish", publish)
-
-
-def a_store_does_not_drop_pads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def store_kv(
-        _: object, k: Tensor, v: Tensor, slot: Tensor, counts: Tensor, pages: LayerPages, **_terms: bool
-    ) -> None:
-        page, offset = slot // pages.k.shape[1], slot % pages.k.shape[1]
-        pages.k[page, offset] = k
-        pages.v[page, offset] = v
-
-    wrap(monkeypatch, cache, "store_kv", store_kv)
 
 
 def a_log_sum_exp_has_another_base(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +266,6 @@ TREES = replace(SMALL, weights={"admit": 3, "tree": 6, "decode": 2, "extend": 1}
 # A step that shares prefixes merges by LSE, and may meet pages that were given away.
 APART = ALMOST_ALL_EAGER.without("share")
 PLANTED = [
-    pytest.param(rounds_forget_their_drafts, DRAFTS, "branch .* of draft step .* is off by"),
     pytest.param(accepted_drafts_stay_where_they_are, TREES, VALUES, marks=pytest.mark.nightly),
     pytest.param(
         a_table_update_is_lost_once,
@@ -312,12 +273,6 @@ PLANTED = [
         f"{VALUES}|the device's table|had no page of its own",
         marks=pytest.mark.nightly,
     ),
-    pytest.param(
-        pads_keep_what_the_last_step_left,
-        SMALL.without("empty"),
-        "a padded token's|reached the forward|last tokens",
-    ),
-    pytest.param(a_store_does_not_drop_pads, SMALL, "page 0 of layer 0", marks=pytest.mark.nightly),
     pytest.param(a_log_sum_exp_has_another_base, APART, "the LSE of token"),
     *(
         pytest.param(
@@ -356,6 +311,20 @@ def test_a_planted_mistake_is_found(
 ) -> None:
     plant(monkeypatch)
     assert re.search(sign, str(found(scenario)))
+
+
+@pytest.mark.parametrize(
+    ("guard", "scenario", "sign"),
+    [
+        ("pads", SMALL.without("empty"), "a padded token's|reached the forward|last tokens"),
+        ("draft_lengths", DRAFTS, "branch .* of draft step .* is off by"),
+        # The other layers attend.
+        ("state_lineage", ALMOST_ALL_EAGER.with_states(), "layer [234]: .* (is off by|is not finite)"),
+        pytest.param("store_drops", SMALL, "page 0 of layer 0", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_safeguard_that_is_off_is_found(guard: str, scenario: Scenario, sign: str) -> None:
+    assert re.search(sign, str(found(scenario, guards=Guards().without(guard))))
 
 
 def test_an_exception_is_a_finding_with_its_step_and_what_led_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,10 @@ writes them.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
-from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer.names import REFUSED, REFUSED_ATTRIBUTES
 from rocm_lab.page_parts import with_rows
 from tests.amd.house.source_tree import ROOT
-from tests.amd.integrations.signatures import recorded_names
+from tests.amd.integrations.signatures import served_names
 
 PAGE = ROOT / "docs" / "flashinfer.md"
 
@@ -24,12 +21,8 @@ def _quoted(names: list[str]) -> str:
 
 def tables() -> dict[str, list[str]]:
     """Returns the rows of served names, of refused names, and of refused attributes."""
-    of_module = defaultdict(list)
-    for name, module in recorded_names().items():
-        if name in flashinfer.__all__ and module != ".":
-            of_module[module].append(name)
     return {
-        "served": [f"| `{module}` | {_quoted(names)} |\n" for module, names in sorted(of_module.items())],
+        "served": [f"| `{module}` | {_quoted(names)} |\n" for module, names in sorted(served_names().items())],
         "refused": [f"| {_quoted(names.split())} | {reason} |\n" for names, reason in REFUSED.items()],
         "attributes": [f"| {_quoted(names.split())} | {reason} |\n" for names, reason in REFUSED_ATTRIBUTES.items()],
     }

@@ -314,8 +314,8 @@ class KVImporter(_Mover):
     """Copies tokens from a buffer into the pages of a runtime, or of an engine's layers.
 
     source: the passport of the pages that the tokens come from
-    Eight-bit codes with another encoding or other scales become the nearest codes of this side, by the rules of
-    convert_pages(). Everything is launched on the current stream, like the launches of KVExporter.
+    Eight-bit codes with another encoding or other scales become the nearest codes of this side
+    (rocm_attn/paging/convert.py). Everything is launched on the current stream, like the launches of KVExporter.
 
     is_exact: whether every code keeps its value, except NaN, which becomes 0
     Raises BadTensor with every reason if tokens of the source cannot be stored here.
@@ -469,8 +469,8 @@ class KVImporter(_Mover):
         elif given:
             # The scales are float32 numbers.
             ratio *= torch.tensor(given, dtype=torch.float64) / torch.tensor(target, dtype=torch.float64)
-        codes, change = code_tables(source.encoding, own.encoding, ratio)
-        self.is_exact &= not bool(((change == 1) | (change == 2)).any())
+        codes, is_exact = code_tables(source.encoding, own.encoding, ratio)
+        self.is_exact &= is_exact
         self._codes[number, role] = codes.flatten().to(self.device)
 
     def _recoded(self, buffer: Tensor, parts: Sequence[Stretch]) -> Tensor:

@@ -17,19 +17,15 @@ from rocm_attn.kernels.cache.page_format import Encoding
 KEEPING_BITS = {(Encoding.E4M3FN, Encoding.E4M3FNUZ): 2.0, (Encoding.E4M3FNUZ, Encoding.E4M3FN): 0.5}
 
 
-def code_tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """New codes, uint8 [heads, 256], and int64 [heads, 256]: 1, 2 or 3 if one saturates, rounds or is not finite.
+def code_tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tensor, bool]:
+    """New codes, uint8 [heads, 256], and whether each number keeps its value. What is no number becomes 0.
 
     ratio: float64 [heads], or [1] for all heads
     """
     numbers = torch.arange(256, dtype=torch.uint8).view(source.dtype).double()
     exact = numbers * ratio.cpu()[:, None]
-    is_number = exact.isfinite()
-    exact = exact.where(is_number, 0.0)
+    exact = exact.where(exact.isfinite(), 0.0)
     kept = exact.clamp(-target.largest, target.largest)
     # Through float32, which never rounds a product to the other side of a code boundary: codes have at most 4 bits.
     codes = kept.float().to(target.dtype)
-    change = torch.where(codes.double() != exact, 2, 0)
-    change = torch.where(exact.abs() > target.largest, 1, change)
-    change = torch.where(is_number, change, 3)
-    return codes.view(torch.uint8).to(ratio.device), change.to(ratio.device)
+    return codes.view(torch.uint8).to(ratio.device), torch.equal(codes.double(), exact)

@@ -17,6 +17,7 @@ from pathlib import Path
 from rocm_attn.errors import BadSetting
 from rocm_lab.cycles.count import LoopCount, count_loop
 from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
+from rocm_lab.page_parts import rows_of, with_rows
 from rocm_lab.simulator.assembly import Assembly
 from rocm_lab.waits.objects import files_of, kernels_of
 
@@ -74,16 +75,10 @@ DECODES = {
         "mla/mla_a8w8_qh16_qseqlen4_gqaratio16_v3_ps",
     ),
 }
-AITER_BEGIN, AITER_END = "<!-- aiter -->\n", "<!-- end of aiter -->\n"
 TRAFFIC = "instructions | matrix | waits | barriers | LDS bytes | KiB in flight of a wave | waves | of a SIMD"
 _REGISTERS, _REGISTERS_AT_ONCE = 512, 8
 _REGISTER = re.compile(r"\b([va])\[?(?:\d+:)?(\d+)\b")
 
-BEGIN, END = "<!-- published -->\n", "<!-- end of published -->\n"
-_HEAD = """\
-| loop | | published clocks | counted | wrong by | of the ceiling, published | counted | code object |
-|---|---|---|---|---|---|---|---|
-"""
 # Eight waves of one program: two on each SIMD.
 _WAVES = 2
 _HASH_CHARACTERS = 12
@@ -114,12 +109,9 @@ def with_line(page: str, name: str, path: Path) -> str:
     count = count_loop(kernel.assembly, kernel.arch, _WAVES, _WAVES)
     if count is None:
         raise BadSetting(f"{path} has no loop with matrix instructions")
-    before, _, rest = page.partition(BEGIN)
-    table, _, after = rest.partition(END)
-    lines = {line.split("`")[1]: line for line in table.splitlines(keepends=True)[2:]}
+    lines = {line.split("`")[1]: line for line in rows_of(page, "published")}
     lines[name] = published_line(published[name], count, kernel.sha256)
-    ordered = [lines[each] for each in published if each in lines]
-    return f"{before}{BEGIN}{_HEAD}{''.join(ordered)}{END}{after}"
+    return with_rows(page, "published", [lines[each] for each in published if each in lines])
 
 
 def traffic_cells(traffic: LoopTraffic, waves: int) -> str:
@@ -146,7 +138,7 @@ def waves_of_registers(assembly: Assembly) -> int:
 
 def with_aiter(page: str, hsa: Path) -> str:
     """The page with the traffic of the files of DECODES in AITER's folder hsa. Raises BadSetting if one is missing."""
-    lines = [f"| file | {TRAFFIC} | code object |\n{'|---' * 10}|\n"]
+    lines = []
     for arch, names in DECODES.items():
         for name in names:
             (kernel,) = kernels_of(next(iter(files_of([hsa / arch / f"{name}.co"]))))
@@ -154,8 +146,7 @@ def with_aiter(page: str, hsa: Path) -> str:
             assert traffic is not None
             cells = traffic_cells(traffic, waves_of_registers(kernel.assembly))
             lines.append(f"| `{arch}/{name}.co` | {cells} | {kernel.sha256[:_HASH_CHARACTERS]} |\n")
-    before, _, rest = page.partition(AITER_BEGIN)
-    return f"{before}{AITER_BEGIN}{''.join(lines)}{AITER_END}{rest.partition(AITER_END)[2]}"
+    return with_rows(page, "aiter", lines)
 
 
 if __name__ == "__main__":

@@ -14,17 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rocm_attn.errors import BadSetting
+from rocm_lab.page_parts import rows_of, with_rows
 from rocm_lab.simulator.assembly import Assembly
 from rocm_lab.waits.check import Word, check_waits
 from rocm_lab.waits.objects import files_of, kernels_of
 
-BEGIN, END = "<!-- verdicts -->\n", "<!-- end of verdicts -->\n"
 # AITER appends the values of a kernel's constants to its name.
 _CONSTANTS = re.compile(r"_num_query_heads_\d.*")
-_HEAD = """\
-| compiled from | arch | kernel | different codes | proved | not checked | faults |
-|---|---|---|---|---|---|---|
-"""
 
 
 def lines_of(source: str, folders: Iterable[Path]) -> list[str]:
@@ -51,10 +47,8 @@ def lines_of(source: str, folders: Iterable[Path]) -> list[str]:
 
 def with_lines(page: str, source: str, lines: list[str]) -> str:
     """The page with these lines of a source in place of its earlier ones."""
-    before, _, rest = page.partition(BEGIN)
-    table, _, after = rest.partition(END)
-    others = [line for line in table.splitlines(keepends=True)[2:] if not line.startswith(f"| {source} |")]
-    return f"{before}{BEGIN}{_HEAD}{''.join(sorted([*others, *lines]))}{END}{after}"
+    others = [line for line in rows_of(page, "verdicts") if not line.startswith(f"| {source} |")]
+    return with_rows(page, "verdicts", sorted([*others, *lines]))
 
 
 def _text(assembly: Assembly) -> tuple[str, ...]:

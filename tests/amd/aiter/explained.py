@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_attn.cli import main
+from rocm_lab.page_parts import with_rows
 from tests.amd.house.source_tree import ROOT
 
 HERE = Path(__file__).parent
@@ -85,14 +86,7 @@ def _ran(model: str, arch: str, *options: str) -> tuple[str, str, int]:
 
 def page_with_table() -> str:
     """Returns docs/models.md with the table of kernels for the models whose configs name their source."""
-    before, _, rest = PAGE.read_text().partition(_HEAD)
-    after = rest[rest.index("\n\n") :]
-    return before + _HEAD + "".join(f"\n{row}" for model in TABLED for row in _rows(model)) + after
-
-
-_HEAD = """\
-| model | layers | what they have | decode | extend | choice and sparse attention |
-|---|---|---|---|---|---|"""
+    return with_rows(PAGE.read_text(), "kernels", [row for model in TABLED for row in _rows(model)])
 
 
 def _rows(model: str) -> list[str]:
@@ -116,7 +110,7 @@ def _rows(model: str) -> list[str]:
         size = f"{kind['bytes_per_slot']:,} bytes a layer and slot"
         numbers[f"{kind['rule']}, {state}, {size} | `kernels/states` | `kernels/states` | "] = len(kind["layers"])
     name = f"{model} {' '.join(MODELS[model])}".strip()
-    return [f"| {name} | {number} | {row} |" for row, number in numbers.items()]
+    return [f"| {name} | {number} | {row} |\n" for row, number in numbers.items()]
 
 
 def _kernels(kind: dict[str, Any], step: str) -> list[str]:

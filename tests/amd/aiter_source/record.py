@@ -23,6 +23,7 @@ from pathlib import Path
 import triton
 
 from rocm_attn.problem import Scales
+from rocm_lab.page_parts import rows_of, with_rows
 from rocm_lab.simulator.launcher import ARCHS
 from tests.amd.aiter_source.cases import GLUON, Outcome, Verdict
 from tests.amd.aiter_source.checkout import Checkout
@@ -32,11 +33,6 @@ from tests.amd.aiter_source.selected import ALL_CASES, ALL_INTERPRETED, AnyCase
 INTERPRETER = "interpreter"
 PLACES = (*ARCHS, INTERPRETER)
 
-BEGIN, END = "<!-- runs -->\n", "<!-- end of runs -->\n"
-_HEAD = """\
-| AITER | of | Triton | on | kernel | cases | largest error | verdict | date |
-|---|---|---|---|---|---|---|---|---|
-"""
 _LONGEST_REASON = 160
 
 
@@ -121,20 +117,17 @@ def _printed(line: Line) -> Line:
 
 def with_runs(text: str, lines: Sequence[Line], start: str) -> str:
     """Returns the document with these lines in place of those with the same start (AITER, Triton), place and kernel."""
-    before, _, rest = text.partition(BEGIN)
-    table, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"the document has no table between {BEGIN.strip()} and {END.strip()}")
     groups: dict[str, list[Line]] = {}
     for line in lines:
         where, kernel = line.group
         groups.setdefault(f"{start} {where} | {kernel} |", []).append(line)
-    kept = [row for row in table.splitlines()[2:] if row and not row.startswith(tuple(groups))]
+    kept = [row for row in rows_of(text, "runs") if not row.startswith(tuple(groups))]
     today = datetime.now(timezone.utc).date().isoformat()
     new = [
-        f"{key} {len(group)} | {_largest_error(group)} | {_verdict(group)} | {today} |" for key, group in groups.items()
+        f"{key} {len(group)} | {_largest_error(group)} | {_verdict(group)} | {today} |\n"
+        for key, group in groups.items()
     ]
-    return before + BEGIN + _HEAD + "".join(f"{row}\n" for row in sorted([*kept, *new])) + END + after
+    return with_rows(text, "runs", sorted([*kept, *new]))
 
 
 def _largest_error(group: Sequence[Line]) -> str:

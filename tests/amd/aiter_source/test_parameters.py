@@ -13,7 +13,6 @@ from rocm_attn.machine.releases import Release
 from rocm_attn.providers.aiter.library import ENTRY_POINTS, AiterFunction, EntryPoint
 from rocm_lab.ledger.checkout import SourceTree
 from rocm_lab.ledger.sources import Declared, declared, functions, recorded
-from tests.amd.aiter.signatures import RELEASES
 from tests.amd.aiter_source.checkout import Checkout, release_of
 
 # Parameters that functions did not have from the start -> the first release with them. The rows that pass them wait.
@@ -37,18 +36,6 @@ def test_a_function_takes_what_the_provider_passes(entry: EntryPoint) -> None:
     if any(lacks in complaint and release < added for lacks, added in ADDED.items()):
         pytest.skip(complaint)
     assert not complaint
-
-
-@pytest.mark.parametrize("function", functions(), ids=lambda each: each.name)
-def test_the_stand_ins_signatures_are_those_of_the_release(function: AiterFunction) -> None:
-    release = release_of(Checkout.named().commit())
-    by_hand = [each for each in RELEASES if Release.of(each.version) == release and function.name in each.parameters]
-    if not by_hand:
-        pytest.skip(f"no signatures are recorded for {release}")
-    for each in by_hand:
-        parameters = each.signature(function.name).parameters.values()
-        want = " ".join(each.name + "=" * (each.default is not each.empty) for each in parameters)
-        assert here(function).parameters == want
 
 
 @pytest.mark.parametrize("function", functions(), ids=lambda each: each.name)

@@ -1,4 +1,4 @@
-"""The page of capabilities, generated from the code: python -m tests.amd.docs.capabilities writes it.
+"""The tables of capabilities, generated from the code: python -m tests.amd.docs.capabilities writes it.
 
 No cell is written by hand. Kernels are those that `select` takes, as build_runtime does.
 """
@@ -16,26 +16,10 @@ from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import ENTRIES, Selection, select
+from rocm_lab.page_parts import with_part
 from tests.amd.docs.pages import DOCS
 
 PAGE = DOCS / "capabilities.md"
-
-_HEAD = """# Capabilities
-
-Which kernels serve which layer, on which GPU. `python -m tests.amd.docs.capabilities` asks the code, as
-`build_runtime` does, and writes this page; a test holds that it is current. [Kernels](kernels.md) has every kernel with
-its limits, and `rocm-attn explain CONFIG.json --arch gfx942` answers for a model, with the reasons of every refusal.
-
-No kernel here has run on an AMD GPU with this project yet ([what we could not test](untested.md)). Before a kernel of
-AITER's, or [decode or extend for CDNA](providers.md#decode-for-cdna), serves, it is [tried on the model's own
-shape](providers.md#the-probe).
-
-*Dense* is a layer of 32 query heads over 8 KV heads of 128 elements, as in Llama 3.1 8B. Where nothing else is said a
-layer is in bfloat16, over K and V pages of 16 tokens, causal, without a window. FP8 is the encoding that the GPU's
-matrix units read, E4M3FNUZ on an MI300X and E4M3FN on the others. Layers with the same kernels share a row.
-[Selecting keys](sparse.md), [shared prefixes](steps.md#shared-prefixes), [masks](steps.md#masks) and [deterministic
-mode](deterministic.md) have kernels of their own, Triton's or torch's.
-"""
 
 
 def _problem(heads: tuple[int, int], dims: tuple[int, int], **others: object) -> Problem:
@@ -213,7 +197,7 @@ def _aiters_pages() -> str:
 def page() -> str:
     """Returns the text of docs/capabilities.md."""
     tables = [_of_machine(machine, MACHINES[0] if machine is MACHINES[1] else None) for machine in MACHINES]
-    return "\n".join([_HEAD, *tables, _aiters_pages()])
+    return with_part(PAGE.read_text(), "tables", "\n".join([*tables, _aiters_pages()]))
 
 
 if __name__ == "__main__":

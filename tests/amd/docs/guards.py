@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from rocm_attn.guards.registry import GUARDS
+from rocm_lab.page_parts import with_rows
 from tests.amd.docs.pages import DOCS
 
 PAGE = DOCS / "guards.md"
 
-_BEGIN, _END = "<!-- guard list: begin -->\n", "<!-- guard list: end -->\n"
-_HEAD = "| id | what goes wrong without it | report |\n|---|---|---|\n"
-
 
 def page() -> str:
     """Returns the text of docs/guards.md with the list as the registry has it."""
-    before, _, rest = PAGE.read_text().partition(_BEGIN)
-    rows = "".join(f"| `{guard.id}` | {guard.prevents} | {guard.report} |\n" for guard in GUARDS)
-    return before + _BEGIN + _HEAD + rows + _END + rest.partition(_END)[2]
+    rows = [f"| `{guard.id}` | {guard.prevents} | {guard.report} |\n" for guard in GUARDS]
+    return with_rows(PAGE.read_text(), "safeguards", rows)
 
 
 if __name__ == "__main__":

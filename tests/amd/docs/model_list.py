@@ -1,4 +1,4 @@
-"""The page of models by their names, generated from the table of families: python -m tests.amd.docs.model_list."""
+"""The table of models by their names, generated from the table of families: python -m tests.amd.docs.model_list."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rocm_attn.models.families import FAMILIES
 from rocm_attn.models.hf_compressed import compressed_layers
 from rocm_attn.models.hf_recurrent import HybridAttention
+from rocm_lab.page_parts import with_rows
 from tests.amd.docs.pages import DOCS
 
 PAGE = DOCS / "model_list.md"
@@ -81,28 +82,8 @@ MODELS = (
 # Hybrid models that were run in vLLM, where recurrent layers are vLLM's own.
 _TRIED_HYBRIDS = ("Qwen3NextForCausalLM",)
 
-_HEAD = """# Models by name
 
-Does it run? *The engine* is `rocm-attn serve` and `generate`; *plug-ins* is vLLM or SGLang with this project's
-attention, where that engine knows the model. `rocm-attn explain CONFIG.json --arch gfx942` answers for any other
-model. `python -m tests.amd.docs.model_list` writes this page from the table of families; [models](models.md) has the
-details of each family.
-
-| models | the engine | plug-ins | class in config.json |
-|---|---|---|---|
-"""
-
-_TAIL = """
-The engine reads safetensors in bfloat16, float16 or float32, and GGUF where the table says so. It serves no images,
-audio, embeddings, rerankers or LoRA, nor weights in AWQ, GPTQ, FP8 or MXFP4. With a plug-in vLLM or SGLang does these
-parts, and attention is ours.
-
-Weights come from where their makers publish them, for instance with `hf download meta-llama/Llama-3.1-8B-Instruct
---local-dir Llama-3.1-8B-Instruct`; many ask you to accept a licence first.
-"""
-
-
-def _cells(model: Named) -> str:
+def _row(model: Named) -> str:
     family = FAMILIES[model.architectures[0]]
     decoder = family.decoder
     engine = "no" if decoder is None else model.weights or ("yes, GGUF too" if decoder.gguf else "yes")
@@ -112,12 +93,12 @@ def _cells(model: Named) -> str:
     elif isinstance(family.attention, HybridAttention):
         is_tried = model.architectures[0] in _TRIED_HYBRIDS
         plugins = "its attention, [in vLLM](vllm.md#seen)" if is_tried else "not tried: it has recurrent layers"
-    return f"| {model.name} | {engine} | {plugins} | {', '.join(f'`{name}`' for name in model.architectures)} |"
+    return f"| {model.name} | {engine} | {plugins} | {', '.join(f'`{name}`' for name in model.architectures)} |\n"
 
 
 def page() -> str:
     """Returns the text of docs/model_list.md."""
-    return _HEAD + "\n".join(map(_cells, MODELS)) + "\n" + _TAIL
+    return with_rows(PAGE.read_text(), "models", map(_row, MODELS))
 
 
 if __name__ == "__main__":

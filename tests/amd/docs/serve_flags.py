@@ -1,4 +1,4 @@
-"""The page of the server's flags, generated from its parser: python -m tests.amd.docs.serve_flags writes it."""
+"""The tables of the server's flags, generated from its parser: python -m tests.amd.docs.serve_flags writes it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rocm_attn.cli.parser import build_parser
 from rocm_attn.cli.vllm_flags import FROM_VLLM
+from rocm_lab.page_parts import with_part, with_rows
 from tests.amd.docs.pages import DOCS
 
 PAGE = DOCS / "serve_flags.md"
@@ -22,20 +23,6 @@ WITHOUT = {
     "--limit-mm-per-prompt": "only the text part of a model is served",
 }
 
-_HEAD = """# Flags of the server
-
-`rocm-attn serve` takes these flags; `rocm-attn serve --help` prints the same texts. `python -m
-tests.amd.docs.serve_flags` writes this page from the parser; a test holds that it is current. [The server](server.md)
-describes how it behaves, [environment variables](environment.md) what else it reads.
-
-"""
-
-_VLLM = """## If you come from vLLM
-
-| `vllm serve` | here |
-|---|---|
-"""
-
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
@@ -49,26 +36,26 @@ def _rows(group: argparse._ArgumentGroup) -> Iterator[str]:
         names = " ".join(f"`{name}`" for name in action.option_strings)
         choices = ", ".join(map(str, action.choices or ()))
         values = "" if action.nargs == 0 else str(action.metavar or choices or action.dest.upper()).replace("|", ", ")
-        yield f"| {names} | {values} | {action.help} |"
+        yield f"| {names} | {values} | {action.help} |\n"
 
 
 def page() -> str:
     """Returns the text of docs/serve_flags.md. Raises KeyError if a flag that vLLM's leads to does not exist."""
     serve = _commands(build_parser())["serve"]
-    parts = [_HEAD]
+    parts = []
     for group in serve._action_groups:
         rows = list(_rows(group))
         if rows:
             title = str(group.title)
-            parts += [f"## {title[0].upper()}{title[1:]}\n\n| flag | value | effect (default) |\n|---|---|---|\n"]
-            parts += ["\n".join(rows), "\n\n"]
+            head = f"## {title[0].upper()}{title[1:]}\n\n| flag | value | effect (default) |\n|---|---|---|\n"
+            parts.append(head + "".join(rows))
     ours = serve._option_string_actions
     lines = []
     for theirs, flags in {"MODEL": ("--model",), **FROM_VLLM}.items():
         assert all(ours[flag] for flag in flags)
-        lines.append(f"| `{theirs}` | {', '.join(f'`{flag}`' for flag in flags)} |")
-    lines += [f"| `{theirs.replace(', ', '`, `')}` | {reason} |" for theirs, reason in WITHOUT.items()]
-    return "".join(parts) + _VLLM + "\n".join(lines) + "\n"
+        lines.append(f"| `{theirs}` | {', '.join(f'`{flag}`' for flag in flags)} |\n")
+    lines += [f"| `{theirs.replace(', ', '`, `')}` | {reason} |\n" for theirs, reason in WITHOUT.items()]
+    return with_rows(with_part(PAGE.read_text(), "flags", "\n".join(parts)), "vllm", lines)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def test_compiling_ahead_on_a_device_that_runs_nothing_is_no_alarm(caplog: pytes
 def test_the_documentation_lists_the_safeguards_as_they_are() -> None:
     text = PAGE.read_text()
     assert text == page(), "python -m tests.amd.docs.guards writes it anew"
-    _, *measured = text.split("<!-- guard table on ")
+    _, *measured = text.split("<!-- without a safeguard on ")
     # Each table of the random tester has a row per guard, and ends in a part without guards.
     tables = [re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) for table in measured]
     assert [ids for ids in tables if ids] == [[guard.id for guard in GUARDS]] * 2

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, NeverFits, WrongState
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.page_table import PageTable, SpacePages
+from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 
 WINDOW, PAGE_SIZE, FULL_PAGES, SWA_PAGES, WIDTH = 5, 4, 16, 14, 8
-# Tokens that a sequence may go back over in the machine of random steps.
-BACK = 2
-BOTH = (Space.FULL, Space.SWA)
 
 
-def make_table(
-    *, windowed: bool = False, num_pages: int = FULL_PAGES, max_num_seqs: int = 4, back: int = 0
-) -> RequestTable:
+def make_table(*, windowed: bool = False) -> RequestTable:
     """Returns a table with rows of up to 8 pages of 4 tokens. Ids of the SWA space, if any, follow the others."""
-    swa = SpacePages(Space.SWA, FULL_PAGES + SWA_PAGES, "swa_pages", WINDOW, back, FULL_PAGES)
+    swa = SpacePages(Space.SWA, FULL_PAGES + SWA_PAGES, "swa_pages", WINDOW, 0, FULL_PAGES)
     return RequestTable(
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=4,
         max_kv_len=WIDTH * PAGE_SIZE - 1,
-        num_pages=num_pages,
+        num_pages=FULL_PAGES,
         page_size=PAGE_SIZE,
         device=torch.device("cpu"),
         windows=[swa] if windowed else [],
@@ -112,6 +101,7 @@ def test_ids_of_no_kept_page_and_one_that_is_named_twice_are_refused() -> None:
     row = stored_row(table, 8)
     ids, others = (table.kept.keep(row, 0, 2) for _ in range(2))
     table.kept.drop(ids)
+    assert sorted(table.kept.ids()) == sorted(others)
     table.free(row)
     newer = table.kept.keep(stored_row(table, 8), 0, 2)  # in the places of the dropped ones
     before = state_of(table)
@@ -190,6 +180,10 @@ def test_pages_that_left_the_window_are_kept_in_the_full_space_alone() -> None:
         BadBatch, match=r"page_no 1 has left .* SWA space, or is no longer kept .* and steps after 12 tokens"
     ):
         table.kept.admit_over(ids[:3], 12)
+    table.kept.drop(ids[2:], [Space.SWA])
+    with pytest.raises(WrongState, match="is kept, but not in SWA: it was dropped there, or never kept"):
+        table.kept.drop(ids, [Space.SWA])
+    assert table.kept.num_holders_of(ids).tolist() == [2] * 4
 
 
 @pytest.mark.parametrize("kv_len", range(1, 29))
@@ -218,250 +212,6 @@ def test_a_table_may_have_more_rows_than_a_step_has_sequences() -> None:
         table.checks.check(StepBatch(ints(*rows[:3]), ints(4, 4, 4), ints(4, 4, 4)))
     with pytest.raises(CapacityExceeded, match="max_num_rows is"):
         RequestTable(max_num_seqs=2, max_num_rows=1, max_kv_len=8, num_pages=9, page_size=4, device=torch.device("cpu"))
-
-
-@dataclass
-class Row:
-    """The model's knowledge of a row.
-
-    tokens: that are stored
-    least:  the shortest length that it may go back to
-    """
-
-    tokens: list[int]
-    least: int
-
-
-@dataclass
-class Keep:
-    """A kept page: its place in its sequence, its tokens, and its page in each space that it is kept in."""
-
-    page_no: int
-    tokens: list[int]
-    pages: dict[Space, int]
-
-
-class Keeps(RuleBasedStateMachine):
-    """Random steps, keeps, rows over kept pages, forks, frees and drops; free pages are overwritten at every step.
-
-    content: per space, page -> token of each offset, as the device would hold them
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = make_table(windowed=True, back=BACK)
-        self.content: dict[Space, dict[int, list[int]]] = {space: {} for space in BOTH}
-        self.rows: dict[int, Row] = {}
-        self.keeps: dict[int, Keep] = {}
-        self.dropped: list[int] = []
-        self.next_token = 1
-
-    def holders(self, space: Space) -> Counter[int]:
-        """Returns page -> number of rows and keeps that hold it, counted one by one."""
-        of_rows = [page for row in self.rows for page in self.table.pages_of(row, space).tolist() if page]
-        return Counter([*of_rows, *(keep.pages[space] for keep in self.keeps.values() if space in keep.pages)])
-
-    def flush(self) -> None:
-        """Sends changes to the device; then every page without a holder is overwritten."""
-        for pages in self.table.spaces:
-            content = self.content[pages.space]
-            content.update({target: list(content[source]) for target, source in pages.pending.copies.items()})
-            pages.copies_made()
-            pages.pending.cells.clear()
-            held = self.holders(pages.space)
-            for page in set(content) - set(held):
-                content[page] = [-1] * PAGE_SIZE
-
-    def read(self, pages: PageTable, page: int) -> list[int]:
-        return self.content[pages.space][pages.pending.copies.get(page, page)]
-
-    @initialize(count=st.integers(1, 3))
-    def begin(self, count: int) -> None:
-        """Rows and kept pages for the rules to begin with: most runs of Hypothesis leave some rules out."""
-        for number in range(count):
-            self.admit()
-            self.step(number, 11, False)
-            self.keep(number, 0, 2, BOTH)
-
-    @precondition(lambda self: self.table.num_free_rows)
-    @rule()
-    def admit(self) -> None:
-        self.rows[self.table.admit()] = Row([], 0)
-
-    @precondition(lambda self: self.rows)
-    @rule(pick=st.integers(0, 3), new=st.integers(1, 7), at_once=st.booleans())
-    def step(self, pick: int, new: int, at_once: bool) -> None:
-        row = self.pick(pick)
-        known = self.rows[row]
-        start, stop = len(known.tokens), len(known.tokens) + new
-        try:
-            self.reserve(row, stop, at_once)
-        except CapacityExceeded:
-            return
-        batch = step_of(row, stop, new)
-        self.table.checks.check(batch)
-        self.table.checks.check_stored(batch, batch.kv_len - batch.q_len)
-        assert self.table.checks.why_no_store(batch) == ""
-        self.table.evict(ints(row), ints(start))
-        known.least = max(known.least, start - BACK)
-        self.flush()
-        for pages in self.table.spaces:
-            held = self.table.pages_of(row, pages.space).tolist()
-            for index in range(start, stop):
-                cells = self.content[pages.space].setdefault(held[index // PAGE_SIZE], [-1] * PAGE_SIZE)
-                cells[index % PAGE_SIZE] = self.next_token + index - start
-        known.tokens += range(self.next_token, self.next_token + new)
-        self.next_token += new
-        self.table.mark_stored(ints(row), ints(stop))
-
-    def reserve(self, row: int, kv_len: int, at_once: bool) -> None:
-        """Reserves for this row alone, or for all rows, the others at the length that they have."""
-        if not at_once:
-            self.table.reserve(row, kv_len)
-            return
-        lengths = [kv_len if each == row else len(known.tokens) for each, known in self.rows.items()]
-        self.table.reserve_all(list(self.rows), lengths)
-
-    @precondition(lambda self: self.rows)
-    @rule(
-        pick=st.integers(0, 3),
-        first=st.integers(0, 4),
-        count=st.integers(0, 4),
-        spaces=st.sampled_from([BOTH, BOTH[:1]]),
-    )
-    def keep(self, pick: int, first: int, count: int, spaces: tuple[Space, ...]) -> None:
-        row = self.pick(pick)
-        tokens, end = self.rows[row].tokens, first + count
-        held = {space: self.table.pages_of(row, space).tolist()[first:end] for space in spaces}
-        if count and (end * PAGE_SIZE > len(tokens) or any(0 in pages for pages in held.values())):
-            with pytest.raises(BadBatch):
-                self.table.kept.keep(row, first, end, spaces)
-            return
-        ids = self.table.kept.keep(row, first, end, spaces).tolist()
-        assert len(ids) == count
-        assert not set(ids) & {*self.keeps, *self.dropped}
-        for at, id_ in enumerate(ids):
-            its = tokens[(first + at) * PAGE_SIZE : (first + at + 1) * PAGE_SIZE]
-            self.keeps[id_] = Keep(first + at, its, {space: pages[at] for space, pages in held.items()})
-
-    @precondition(lambda self: self.keeps and self.table.num_free_rows)
-    @rule(data=st.data(), less=st.integers(0, PAGE_SIZE - 1))
-    def admit_over(self, data: st.DataObject, less: int) -> None:
-        ids: list[int] = []
-        while found := [id_ for id_, keep in self.keeps.items() if keep.page_no == len(ids)]:
-            ids.append(data.draw(st.sampled_from(found)))
-        ids = ids[: data.draw(st.integers(0, len(ids)))]
-        kv_len = max(0, len(ids) * PAGE_SIZE - less)
-        if not ids:
-            return
-        seen = self.keeps_of(ids[max(0, kv_len - WINDOW) // PAGE_SIZE :])
-        whole = all(Space.SWA in keep.pages for keep in seen) and all(Space.FULL in k.pages for k in self.keeps_of(ids))
-        if not whole:
-            with pytest.raises(BadBatch):
-                self.table.kept.admit_over(ids, kv_len)
-            return
-        row = self.table.kept.admit_over(ids, kv_len)
-        self.rows[row] = Row([token for keep in self.keeps_of(ids) for token in keep.tokens][:kv_len], kv_len)
-
-    @precondition(lambda self: self.rows and self.table.num_free_rows)
-    @rule(pick=st.integers(0, 3), length=st.integers(0, 31))
-    def fork(self, pick: int, length: int) -> None:
-        row = self.pick(pick)
-        if length <= len(self.rows[row].tokens):
-            try:
-                child = self.table.fork(row, length)
-            except BadBatch:
-                return
-            self.rows[child] = Row(self.rows[row].tokens[:length], length)
-
-    @precondition(lambda self: self.rows)
-    @rule(pick=st.integers(0, 3), length=st.integers(0, 31))
-    def truncate(self, pick: int, length: int) -> None:
-        row = self.pick(pick)
-        if self.rows[row].least <= length <= len(self.rows[row].tokens):
-            self.table.truncate(row, length)
-            del self.rows[row].tokens[length:]
-
-    @precondition(lambda self: self.rows)
-    @rule(pick=st.integers(0, 3))
-    def free(self, pick: int) -> None:
-        row = self.pick(pick)
-        self.table.free(row)
-        del self.rows[row]
-
-    @precondition(lambda self: self.keeps)
-    @rule(data=st.data(), spaces=st.sampled_from([BOTH, BOTH[:1], BOTH[1:]]))
-    def drop(self, data: st.DataObject, spaces: tuple[Space, ...]) -> None:
-        ids = data.draw(st.lists(st.sampled_from(sorted(self.keeps)), min_size=1, unique=True))
-        if any(not {*spaces} & {*keep.pages} for keep in self.keeps_of(ids)):
-            with pytest.raises(WrongState, match="is kept, but not in"):
-                self.table.kept.drop(ids, spaces)
-            return
-        self.table.kept.drop(ids, spaces)
-        for id_ in ids:
-            for space in spaces:
-                self.keeps[id_].pages.pop(space, None)
-            if not self.keeps[id_].pages:
-                self.dropped.append(id_)
-                del self.keeps[id_]
-
-    @precondition(lambda self: self.dropped)
-    @rule(data=st.data())
-    def use_after_drop(self, data: st.DataObject) -> None:
-        ids = [data.draw(st.sampled_from(self.dropped))]
-        for use in (self.table.kept.drop, self.table.kept.pages, lambda ids: self.table.kept.admit_over(ids, 1)):
-            with pytest.raises(WrongState, match="not the id of a kept page"):
-                use(ids)
-
-    def pick(self, number: int) -> int:
-        return sorted(self.rows)[number % len(self.rows)]
-
-    def keeps_of(self, ids: list[int]) -> list[Keep]:
-        return [self.keeps[id_] for id_ in ids]
-
-    @invariant()
-    def every_holder_is_counted_and_every_other_page_is_free(self) -> None:
-        assert sorted(self.table.kept.ids().tolist()) == sorted(self.keeps)
-        for pages in self.table.spaces:
-            held = self.holders(pages.space)
-            first = pages.pages.first_page
-            counted = {
-                page: self.table.kept.num_holders(page, pages.space) for page in range(first, pages.pages.num_pages)
-            }
-            assert {page: count for page, count in counted.items() if count} == held
-            assert len(held) + pages.num_free_pages + len(pages._sources) == pages.num_usable_pages
-
-    @invariant()
-    def every_row_reads_its_own_tokens(self) -> None:
-        for pages in self.table.spaces:
-            for row, known in self.rows.items():
-                assert self.table.tokens.stored_len[row] == len(known.tokens)
-                first = max(0, len(known.tokens) - WINDOW) if pages.space is Space.SWA else 0
-                held = self.table.pages_of(row, pages.space).tolist()
-                at = [(held[i // PAGE_SIZE], i % PAGE_SIZE) for i in range(first, len(known.tokens))]
-                assert [self.read(pages, page)[offset] for page, offset in at] == known.tokens[first:]
-
-    @invariant()
-    def kept_pages_keep_their_tokens(self) -> None:
-        for pages in self.table.spaces:
-            for keep in self.keeps.values():
-                if pages.space in keep.pages:
-                    assert self.read(pages, keep.pages[pages.space]) == keep.tokens
-
-    def teardown(self) -> None:
-        for row in list(self.rows):
-            self.table.free(row)
-        self.rows.clear()
-        self.table.kept.drop(list(self.keeps))
-        self.keeps.clear()
-        self.flush()
-        for pages in self.table.spaces:
-            assert pages.num_free_pages == pages.num_usable_pages
-            assert not pages.entries_host.any()
-
-
-TestKeeps = Keeps.TestCase
-TestKeeps.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_pages_that_do_not_exist_have_no_holders_to_count() -> None:

@@ -111,6 +111,18 @@ def test_a_page_that_is_still_to_be_copied_is_not_handed_out() -> None:
     assert whole in table.pages_of(child)
 
 
+def test_a_copy_of_a_page_that_is_still_to_be_copied_is_one_of_its_source() -> None:
+    table = make_table()
+    parent = holding(table, 6)
+    shared = int(table.pages_of(parent)[1])
+    child = table.fork(parent, 6)
+    table.reserve(child, 7)
+    grandchild = table.fork(child, 6)
+    table.reserve(grandchild, 7)
+    own = [int(table.pages_of(row)[1]) for row in (child, grandchild)]
+    assert table.full.pending.copies == dict.fromkeys(own, shared)
+
+
 def test_a_page_whose_copy_is_dropped_is_handed_out_again() -> None:
     table = make_table()
     parent = holding(table, 6)

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 
+from rocm_lab.page_parts import with_part
 from tests.amd.house.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "names.md"
@@ -19,14 +20,6 @@ STUBS = {
     ROOT / "rocm_attn" / "errors.py": "errors",
     ROOT / "rocm_serve" / "__init__.pyi": "",
 }
-
-_HEAD = """# Stable names
-
-The names of `import rocm_attn as ra`, those of its modules such as `ra.drafts`, and then those of `import rocm_serve`.
-[Stability](stability.md) says what may be counted on. Shapes, units and errors are in the docstrings, as
-`help(ra.StepBatch)`. `python -m tests.amd.house.interface` writes this page, and a test compares it: what changes the
-page changes what callers use, and needs a line in the [changes](../CHANGELOG.md).
-"""
 
 
 def groups() -> dict[str, dict[str, str]]:
@@ -52,14 +45,14 @@ def groups() -> dict[str, dict[str, str]]:
 
 def page() -> str:
     """Returns the text of docs/names.md."""
-    parts = [_HEAD]
+    parts = []
     for heading, names in groups().items():
-        parts.append(f"\n## {heading}\n\n| name | what it is |\n|---|---|\n")
+        parts.append(f"## {heading}\n\n| name | what it is |\n|---|---|\n")
         parts += [f"| `{name}` | {summary(name, module)} |\n" for name, module in names.items()]
         parts.append("\n```text\n")
         parts += [f"{line}\n" for name, module in names.items() for line in described(definition(name, module))]
-        parts.append("```\n")
-    return "".join(parts)
+        parts.append("```\n\n")
+    return with_part(PAGE.read_text(), "names", "".join(parts).rstrip("\n") + "\n")
 
 
 def definition(name: str, module: str) -> ast.stmt:

@@ -69,10 +69,15 @@ def sources_of(house: str) -> tuple[Source, ...]:
 
 def python_files(folder: Path) -> list[Path]:
     """Returns every Python file under folder, except links, which lead to another level, and scripts."""
-    found = sorted(folder.glob("*.py"))
+    return files_of(folder, ".py")
+
+
+def files_of(folder: Path, *suffixes: str) -> list[Path]:
+    """Returns the files under folder with these suffixes, except links and scripts."""
+    found = sorted(path for path in folder.iterdir() if path.suffix in suffixes)
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink() and child.name != SCRIPTS:
-            found += python_files(child)
+            found += files_of(child, *suffixes)
     return found
 
 

@@ -15,9 +15,6 @@ from tests.amd.docs.pages import DOCS, LIST, blocks, menu, pages
 from tests.amd.docs.reader import asked_for, reader_of
 from tests.amd.docs.served import ADDRESS, against_a_server
 from tests.amd.house.source_tree import ROOT
-from tests.amd.house.test_import_rules import LEVELS_UP
-
-ARCHITECTURE = DOCS / "architecture.md"
 
 _TOP = r"rocm_attn|rocm_serve|rocm_lab|kernels|hip_graphs|tests|scripts|docs|docker|\.ci"
 FILE = rf"`((?:{_TOP})/[\w./-]+?\.?\w+)(?:::(\w+))?`"
@@ -88,11 +85,6 @@ def test_every_page_is_in_the_list_once_and_the_readme_leads_to_it() -> None:
         name_of(LIST)
     }
     assert name_of(LIST) in links(prose(ROOT / "README.md"))
-
-
-def test_the_architecture_has_a_line_for_every_level_from_the_top_down() -> None:
-    levels = re.findall(r"^\| `(\w+)` \| \S", sections(ARCHITECTURE)["folders"], re.MULTILINE)
-    assert levels == list(reversed(LEVELS_UP))
 
 
 def test_every_file_in_the_picture_of_the_architecture_exists() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
@@ -10,35 +11,9 @@ import pytest
 
 from tests.amd.house.source_tree import HOUSES, ROOT, Source, belongs_to, sources
 
-# From the lowest level up: a module imports from its own level and from lower ones, at import or later. The levels are
-# the files and folders of rocm_attn/, which docs/architecture.md describes, then the engine, and then the laboratory.
-LEVELS_UP = (
-    "stable_names",
-    "errors",
-    "kernels",
-    "hip_graphs",
-    "machine",
-    "problem",
-    "recurrence",
-    "batch",
-    "paging",
-    "providers",
-    "step",
-    "guards",
-    "runtime",
-    "oracle",
-    "selection",
-    "external",
-    "capture",
-    "truth",
-    "integrations",
-    "models",
-    "watch",
-    "stable",
-    "cli",
-    "rocm_serve",
-    "rocm_lab",
-)
+# The levels of the table in docs/architecture.md, from the lowest up: files and folders of rocm_attn/, the engine, and
+# the laboratory. A module imports from its own level and from lower ones, at import or later.
+LEVELS_UP = re.findall(r"^\| `(\w+)` \| \S", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)[::-1]
 
 KERNELS, HIP_GRAPHS, SERVER = "rocm_attn.kernels", "rocm_attn.hip_graphs", "rocm_serve.server"
 DOCTOR = "rocm_attn.cli.doctor"
@@ -108,6 +83,7 @@ def assert_imports_stay_inside(package: str) -> None:
 
 
 def test_imports_only_go_down() -> None:
+    assert {level_of(source.module) for source in sources()} - {"rocm_attn"} == set(LEVELS_UP)
     for source in sources():
         if source.module == "rocm_attn":
             continue  # it is below all of them

@@ -17,7 +17,7 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT
 from tests.amd.forked import run_forked
-from tests.amd.house.source_tree import HOUSES, ROOT, SCRIPTS, python_files, sources_of
+from tests.amd.house.source_tree import HOUSES, ROOT, SCRIPTS, files_of, python_files, sources_of
 from tests.amd.house.test_readme import code_blocks
 
 if sys.version_info >= (3, 11):
@@ -35,24 +35,8 @@ BELOW_TORCH = ("torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2",
 HOUSE_NAMES = tuple(HOUSES)
 # Folder of each distribution's pyproject.toml.
 PROJECTS = {"rocm_attn": ".", "rocm_serve": "rocm_serve", "rocm_lab": "rocm_lab"}
-TILE_CHOICES = sorted((ROOT / "kernels" / "tuning").glob("*.json"))
-# Files of each wheel that are no modules.
-DATA = {
-    "rocm_attn": (
-        "py.typed",
-        "__init__.pyi",
-        "guards/guards.json",
-        "integrations/flashinfer/__init__.pyi",
-        "integrations/flashinfer_signatures.json",
-        "integrations/sglang_interfaces.json",
-        "integrations/vllm_interfaces.json",
-        "machine/aiter_releases.json",
-        "machine/known_bad.json",
-        *(f"kernels/tuning/{path.name}" for path in TILE_CHOICES),
-    ),
-    "rocm_serve": ("py.typed", "__init__.pyi"),
-    "rocm_lab": ("py.typed", "ledger/pins.json", "ledger/sources.json"),
-}
+# Of files of each wheel, modules included.
+SUFFIXES = (".py", ".pyi", ".typed", ".json")
 # A command of each distribution above the library.
 COMMANDS = {
     "rocm_serve": ("generate", "--help"),
@@ -161,15 +145,14 @@ def test_every_folder_of_the_package_with_python_in_it_is_a_package(house: str) 
 
 
 @each_house
-def test_the_wheel_holds_every_module_once_and_nothing_else(house: str, wheels: dict[str, Path]) -> None:
+def test_the_wheel_holds_every_module_and_its_data_once_and_nothing_else(house: str, wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels[house]) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
-    expected = {f"{house}/{name}" for name in DATA[house]}
-    for folder, package in HOUSES[house].items():
-        expected |= {
-            f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
-            for path in python_files(ROOT / folder)
-        }
+    expected = {
+        f"{package.replace('.', '/')}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, package in HOUSES[house].items()
+        for path in files_of(ROOT / folder, *SUFFIXES)
+    }
     assert Counter(names) == Counter(expected)
 
 

@@ -7,43 +7,31 @@ writes them.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
-from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer.names import REFUSED, REFUSED_ATTRIBUTES
+from rocm_lab.page_parts import with_rows
 from tests.amd.house.source_tree import ROOT
-from tests.amd.integrations.signatures import recorded_names
+from tests.amd.integrations.signatures import served_names
 
 PAGE = ROOT / "docs" / "flashinfer.md"
-BEGIN, END = "<!-- flashinfer_page {} begins -->\n", "<!-- flashinfer_page {} ends -->"
 
 
 def _quoted(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
-def tables() -> dict[str, str]:
-    """Returns the table of served names, of refused names, and of refused attributes."""
-    of_module = defaultdict(list)
-    for name, module in recorded_names().items():
-        if name in flashinfer.__all__ and module != ".":
-            of_module[module].append(name)
-    served = [f"| `{module}` | {_quoted(names)} |" for module, names in sorted(of_module.items())]
-    refused = [f"| {_quoted(names.split())} | {reason} |" for names, reason in REFUSED.items()]
-    attributes = [f"| {_quoted(names.split())} | {reason} |" for names, reason in REFUSED_ATTRIBUTES.items()]
+def tables() -> dict[str, list[str]]:
+    """Returns the rows of served names, of refused names, and of refused attributes."""
     return {
-        "served": "\n".join(["| module | names |", "|---|---|", *served]),
-        "refused": "\n".join(["| names | why, and what to use |", "|---|---|", *refused]),
-        "attributes": "\n".join(["| attributes | why, and what to do |", "|---|---|", *attributes]),
+        "served": [f"| `{module}` | {_quoted(names)} |\n" for module, names in sorted(served_names().items())],
+        "refused": [f"| {_quoted(names.split())} | {reason} |\n" for names, reason in REFUSED.items()],
+        "attributes": [f"| {_quoted(names.split())} | {reason} |\n" for names, reason in REFUSED_ATTRIBUTES.items()],
     }
 
 
 def page() -> str:
     text = PAGE.read_text(encoding="utf-8")
-    for name, table in tables().items():
-        before, _, rest = text.partition(BEGIN.format(name))
-        _, _, after = rest.partition(END.format(name))
-        text = f"{before}{BEGIN.format(name)}{table}\n{END.format(name)}{after}"
+    for name, rows in tables().items():
+        text = with_rows(text, name, rows)
     return text
 
 

@@ -12,76 +12,14 @@ import ast
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer.signatures import DATA
 
 NAMES_DATA = Path(__file__).with_name("flashinfer_names.json")
 RELEASE = "0.7.2.post1"
-
-# Module -> names, as in FlashInfer; a folder of several files has the module's name.
-NAMES = {
-    "attention": (
-        "BatchAttention",
-        "BatchAttentionWithAttentionSinkWrapper",
-        "BatchPrefillWithCausalBidirectionalRangesWrapper",
-    ),
-    "decode": (
-        "fast_decode_plan",
-        "single_decode_with_kv_cache",
-        "BatchDecodeWithPagedKVCacheWrapper",
-        "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    ),
-    "prefill": (
-        "single_prefill_with_kv_cache",
-        "BatchPrefillWithPagedKVCacheWrapper",
-        "BatchPrefillWithRaggedKVCacheWrapper",
-    ),
-    "cascade": (
-        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
-        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
-        "MultiLevelCascadeAttentionWrapper",
-        "merge_state",
-        "merge_state_in_place",
-        "merge_states",
-    ),
-    "mla": ("BatchMLAPagedAttentionWrapper", "MLAPlanMetadata"),
-    "page": (
-        "append_paged_kv_cache",
-        "append_paged_mla_kv_cache",
-        "get_batch_indices_positions",
-        "get_seq_lens",
-    ),
-    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
-    "quantization": ("packbits", "segment_packbits"),
-    "rope": tuple(
-        f"apply_{form}{copy}"
-        for form in (
-            "llama31_rope",
-            "llama31_rope_pos_ids",
-            "rope",
-            "rope_pos_ids",
-            "rope_with_cos_sin_cache",
-        )
-        for copy in ("", "_inplace")
-    ),
-    "sampling": (
-        "chain_speculative_sampling",
-        "min_p_sampling_from_probs",
-        "sampling_from_logits",
-        "sampling_from_probs",
-        "softmax",
-        "top_k_mask_logits",
-        "top_k_renorm_probs",
-        "top_k_sampling_from_probs",
-        "top_k_top_p_sampling_from_logits",
-        "top_k_top_p_sampling_from_probs",
-        "top_p_renorm_probs",
-        "top_p_sampling_from_probs",
-    ),
-    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
-}
 
 # Methods of FlashInfer that mean nothing here, because they concern its own memory and kernels.
 LEFT_OUT = {"workspace_size", "prewarm_paged_kv_stride_variant", "resolved_backend"}
@@ -95,7 +33,7 @@ def _parameters(of: ast.arguments) -> str:
     return ast.unparse(of)
 
 
-def _functions(tree: ast.Module, names: tuple[str, ...]) -> Iterator[tuple[str, ast.FunctionDef]]:
+def _functions(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yields functions of these names without overloads; for classes, public methods, __init__ and _plan_impl."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name in names and not _is_overload(node):
@@ -115,9 +53,9 @@ def _is_public(name: str) -> bool:
 
 
 def of_flashinfer(folder: Path) -> dict[str, str]:
-    """Returns the parameters of each function or Class.method of a package, in which a module may be a folder."""
+    """Returns the parameters of each served function or Class.method of a package. A module may be a folder there."""
     found: dict[str, str] = {}
-    for module, names in NAMES.items():
+    for module, names in served_names().items():
         for path in [folder / f"{module}.py", *sorted((folder / module).rglob("*.py"))]:
             if path.is_file():
                 tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -142,6 +80,15 @@ def recorded_names() -> dict[str, str]:
     """Returns the names of the release that was read last, each with its module."""
     by_module: dict[str, str] = json.loads(NAMES_DATA.read_text(encoding="utf-8"))
     return {name: module for module, names in by_module.items() for name in names.split()}
+
+
+def served_names() -> dict[str, list[str]]:
+    """Returns FlashInfer's modules, and the names in each that are served here; one of them is not at its top."""
+    found = defaultdict(list)
+    for name, module in {**recorded_names(), "MLAPlanMetadata": "mla"}.items():
+        if name in flashinfer.__all__ and module != ".":
+            found[module].append(name)
+    return found
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rocm_attn.errors import BadBatch, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer.requests import geometry_of
 from rocm_attn.integrations.flashinfer.signatures import ALWAYS_REFUSED, Given, recorded
-from tests.amd.integrations.signatures import LEFT_OUT, NAMES, of_flashinfer
+from tests.amd.integrations.signatures import LEFT_OUT, of_flashinfer, served_names
 
 # An unpacked wheel of FlashInfer; without one, the recorded signatures are used.
 FOLDER = os.environ.get("FLASHINFER_PACKAGE", "")
@@ -107,7 +107,7 @@ def test_a_plans_arguments_mean_what_they_mean_in_flashinfer() -> None:
 
 
 def test_each_name_is_in_the_module_of_flashinfers_and_in_the_package() -> None:
-    for module, names in NAMES.items():
+    for module, names in served_names().items():
         for name in names:
             assert getattr(flashinfer, name) is getattr(getattr(flashinfer, module), name)
             assert name in flashinfer.__all__

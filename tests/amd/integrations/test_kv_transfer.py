@@ -305,24 +305,6 @@ def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provid
 
 
 @pytest.mark.fast(interpreted=0)
-def test_layers_may_be_sent_one_by_one(provider: str, device: torch.device) -> None:
-    problems = MODELS["different layers"]
-    story, source = Story(problems, device), runtime_of(problems, device, provider)
-    target = runtime_of(problems, device, provider)
-    row, exporter = story.prefill(source, 11), KVExporter(source)
-    importer = KVImporter(target, exporter.passport)
-    pages = exporter.pages_of(row, 11)
-    extent = exporter.extent(pages, 11)
-    new_row = importer.admit(extent)
-    for number in range(2):
-        buffer = torch.empty(exporter.num_layer_bytes(extent, number), dtype=torch.uint8, device=device)
-        exporter.export_layer(number, pages, extent, buffer)
-        importer.import_layer(number, importer.pages_of(new_row, 11), extent, buffer)
-    target.table.mark_stored([new_row], [11])
-    assert all(map(torch.equal, story.decode(source, row, 11), story.decode(target, new_row, 11)))
-
-
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("engine_of", [SGLang, VLLM])
 def test_an_engines_pages_are_sent_as_a_runtimes_are(
     engine_of: type[Engine], provider: str, device: torch.device
@@ -556,19 +538,6 @@ def test_a_passport_is_text_with_a_version() -> None:
             KVPassport.from_json(passport.to_json().replace(field, value))
     with pytest.raises(BadSetting, match="version 1, and this release reads 2"):
         KVPassport.from_json(passport.to_json().replace('"version": 2', '"version": 1'))
-
-
-@pytest.mark.fast(interpreted=0)
-def test_a_page_that_is_still_to_be_copied_is_read_where_its_tokens_are(provider: str, device: torch.device) -> None:
-    problems = [small_problem()] * 2
-    story, source = Story(problems, device), runtime_of(problems, device, provider)
-    target = runtime_of(problems, device, provider)
-    row = story.prefill(source, 10)
-    child = source.table.fork(row, 10)
-    source.table.reserve(child, 12)
-    assert source.table.full.pending.copies
-    new_row = moved(source, child, 10, target)
-    assert all(map(torch.equal, story.decode(source, child, 10), story.decode(target, new_row, 10)))
 
 
 @pytest.mark.gpu

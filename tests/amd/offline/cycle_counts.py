@@ -7,7 +7,6 @@ compiles those of DECODE_LAYERS and SHOWN with the installed Triton, which takes
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from rocm_lab.cycles import rates
 from rocm_lab.cycles.count import LoopCount, count_loop, waves_of
 from rocm_lab.cycles.page import TRAFFIC, traffic_cells
 from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
+from rocm_lab.page_parts import with_part
 from rocm_lab.simulator.assembly import parse_assembly
 from tests.amd.kernels.attention_cases import Case
 from tests.amd.kernels.cdna_cases import tiles_of_case
@@ -47,7 +47,6 @@ SHOWN = (
     "gfx942-16x1-576-512-latent-bfloat16-page64-below_2gib",
     "gfx950-16x1-576-512-latent-bfloat16-page64-below_2gib",
 )
-_SECTION = re.compile(r"(<!-- made by cycle_counts: (\w+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _COUNTED = "clocks | products | vector | LDS | loads | of the ceiling"
 
 
@@ -56,11 +55,14 @@ def main(docs: Path) -> None:
     # Compiling touches no memory; filled with NaN, a cache above 2 GiB would be resident.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     page = docs / "cycles.md"
+    text = page.read_text()
     tables = {"figures": "".join(_plain_lines()), "others": "".join(_others()), "decodes": "".join(decode_lines())}
     tables["latents"] = f"| our latent decode | {TRAFFIC} |\n{'|---' * 9}|\n" + "".join(
         latent_line(arch, layer) for arch in EXTEND_ARCHS for layer in LATENTS
     )
-    page.write_text(_SECTION.sub(lambda found: f"{found[1]}{tables[found[2]]}", page.read_text()))
+    for name, table in tables.items():
+        text = with_part(text, name, table)
+    page.write_text(text)
 
 
 def count_of(kernel: CompiledKernel, arch: str, most_programs: int | None = None) -> LoopCount | None:

@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import logging
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -27,13 +26,14 @@ import torch
 
 from rocm_attn.guards.registry import GUARDS, Guards
 from rocm_lab.bench.machine import commit
+from rocm_lab.page_parts import rows_of, with_part, with_rows
 from rocm_lab.soak.scenario import LONG_KV_LEN, Scenario
 from rocm_lab.soak.soak import Soak, SoakFailed
 from tests.amd.random_calls.__main__ import prepare
 from tests.amd.random_calls.pairs import is_found
 
 PAGE = Path(__file__).parents[3] / "docs" / "guards.md"
-BEGIN, END = "<!-- guard table on {}: begin -->", "<!-- guard table on {}: end -->"
+PART = "without a safeguard on {}"  # of the page, for a kind of device
 # Safeguard -> the soak in which there is something for it to do.
 SOAKS = {
     "cut_points": Scenario.of_seed(0, LONG_KV_LEN).in_order(),
@@ -133,7 +133,6 @@ def found_without(guard: str, *, seeds: int, seconds: float, steps: int, device:
 
 def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:
     """The page with the table between the markers of a kind of device."""
-    begin, end = BEGIN.format(device_type), END.format(device_type)
     table = [
         where,
         "",
@@ -141,24 +140,16 @@ def page_with(text: str, rows: list[Row], where: str, device_type: str) -> str:
         "|---|---|---|---|",
         *(row.line(device_type) for row in rows),
     ]
-    between = f"{begin}\n" + "\n".join(table) + f"\n{end}"
-    page, count = re.subn(f"{re.escape(begin)}.*{re.escape(end)}", lambda _: between, text, flags=re.DOTALL)
-    if count != 1:
-        raise ValueError(f"{PAGE.name} must have the markers {begin} and {end} once")
-    return page
+    return with_part(text, PART.format(device_type), "\n".join(table) + "\n")
 
 
 def page_with_rows(text: str, rows: list[Row], device_type: str) -> str:
     """The page with these rows in place of theirs in the table of a kind of device."""
-    begin, end = (mark.format(device_type) for mark in (BEGIN, END))
-    before, _, rest = text.partition(begin)
-    table, _, after = rest.partition(end)
-    for row in rows:
-        line = row.line(device_type).replace("\\", "\\\\")
-        table, count = re.subn(rf"^\| `{row.guard}` \|.*$", line, table, flags=re.MULTILINE)
-        if count != 1:
-            raise ValueError(f"{PAGE.name} must have one row of {row.guard} between {begin} and {end}")
-    return f"{before}{begin}{table}{end}{after}"
+    part = PART.format(device_type)
+    table = {line.split("`")[1]: line for line in rows_of(text, part)}
+    if missing := {row.guard for row in rows} - table.keys():
+        raise ValueError(f"{PAGE.name} has no row of {', '.join(sorted(missing))} in its part {part!r}")
+    return with_rows(text, part, (table | {row.guard: row.line(device_type) + "\n" for row in rows}).values())
 
 
 def main() -> int:

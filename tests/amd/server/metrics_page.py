@@ -6,10 +6,12 @@ python -m tests.amd.server.metrics_page writes them.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import yaml
 
 from rocm_attn.step.metrics import Metrics
+from rocm_lab.page_parts import with_rows
 from rocm_serve.server.build import build_facts
 from rocm_serve.server.http_metrics import HttpMetrics
 from tests.amd.house.source_tree import ROOT
@@ -17,7 +19,6 @@ from tests.amd.server.scraped import families_of
 
 PAGE = ROOT / "docs/monitoring.md"
 MONITORING = ROOT / "docker/monitoring"
-_MARKS = "<!-- {name}: python -m tests.amd.server.metrics_page writes it -->\n", "<!-- end of {name} -->\n"
 
 
 def scrape() -> str:
@@ -40,33 +41,26 @@ def served_names() -> dict[str, set[str]]:
     return found
 
 
-def table_of_metrics() -> str:
+def rows_of_metrics() -> Iterator[str]:
     """A row for each metric, in the order of the scrape."""
-    lines = ["| metric | type | labels | what it is |", "|---|---|---|---|"]
     for family in families_of(scrape()).values():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = sorted({label for each in family.samples for label in each.labels} - {"le"})
         shown = ", ".join(f"`{label}`" for label in labels)
-        lines.append(f"| `{name}` | {family.type} | {shown} | {family.documentation.replace('|', ' ')} |")
-    return "\n".join(lines) + "\n"
+        yield f"| `{name}` | {family.type} | {shown} | {family.documentation.replace('|', ' ')} |\n"
 
 
-def table_of_alerts() -> str:
+def rows_of_alerts() -> Iterator[str]:
     """A row for each alert, in the order of the file."""
-    lines = ["| alert | how bad | for how long | what it says |", "|---|---|---|---|"]
     for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]:
         for rule in group["rules"]:
             says = re.sub(r"{{ \$labels\.(\w+) }}", r"*\1*", rule["annotations"]["summary"])
-            lines.append(f"| {rule['alert']} | {rule['labels']['severity']} | {rule.get('for', 'at once')} | {says} |")
-    return "\n".join(lines) + "\n"
+            yield f"| {rule['alert']} | {rule['labels']['severity']} | {rule.get('for', 'at once')} | {says} |\n"
 
 
 def with_tables(text: str) -> str:
     """Returns a page with its tables replaced by the current ones. Raises ValueError if it has no place for them."""
-    for name, table in (("metrics", table_of_metrics()), ("alerts", table_of_alerts())):
-        begin, end = (mark.format(name=name) for mark in _MARKS)
-        text = text[: text.index(begin) + len(begin)] + "\n" + table + "\n" + text[text.index(end) :]
-    return text
+    return with_rows(with_rows(text, "metrics", rows_of_metrics()), "alerts", rows_of_alerts())
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ import torch
 import triton
 from torch import Tensor
 
+from rocm_lab.page_parts import with_part
 from rocm_lab.simulator.launcher import ARCHS
 from rocm_lab.simulator.report import KernelReport
 from rocm_lab.simulator.simulate import simulate
 
 VARIABLE = "OTHER_KERNELS"
-BEGIN, END = "<!-- other kernels -->\n", "<!-- end of other kernels -->\n"
 _PINS = Path(__file__).with_suffix(".json")
 _HEAD = """\
 | kernel | of | arch | instructions | seconds | instructions a second | waits |
@@ -275,10 +275,8 @@ def main(document: Path) -> None:
                 ]
                 rows.append(f"| {' | '.join(cells)} |\n")
                 print(rows[-1], end="", flush=True)
-    before, _, rest = document.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
     said = f"Triton {triton.__version__}, one core.\n\n"
-    document.write_text(before + BEGIN + said + _HEAD + "".join(rows) + END + after)
+    document.write_text(with_part(document.read_text(), "other kernels", said + _HEAD + "".join(rows)))
 
 
 if __name__ == "__main__":

@@ -11,23 +11,17 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rocm_lab.page_parts import with_rows
 from rocm_lab.races.watch import Race, RaceWatch
 from rocm_lab.simulator import launcher
 from rocm_lab.simulator.launcher import watched
 from tests.amd.simulator.barrier_mutants import Barrier, Removed, reached_barriers, removed_barriers
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.kernel_cases import GRID, QUICK
-
-BEGIN, END = "<!-- races -->\n", "<!-- end of races -->\n"
-_HEAD = """\
-| kernel | cases | races | barriers removed | races found | not needed |
-|---|---|---|---|---|---|
-"""
 
 # Accesses to a kernel's tensors that are in no order, and why every order is right.
 TOLERATED = {
@@ -163,15 +157,10 @@ def main(document: Path, num_processes: int) -> int:
             print(kernel, rows[kernel].barriers, flush=True)
     print(*faults, sep="\n")
     if not faults:
-        document.write_text(with_rows(document.read_text(), [row.line(name) for name, row in sorted(rows.items())]))
+        document.write_text(
+            with_rows(document.read_text(), "races", [row.line(name) for name, row in sorted(rows.items())])
+        )
     return int(bool(faults))
-
-
-def with_rows(page: str, lines: Sequence[str]) -> str:
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    assert found, f"the document has no table between {BEGIN.strip()} and {END.strip()}"
-    return f"{before}{BEGIN}{_HEAD}{''.join(lines)}{END}{after}"
 
 
 if __name__ == "__main__":

@@ -18,15 +18,10 @@ from pathlib import Path
 import numpy as np
 import triton
 
+from rocm_lab.page_parts import rows_of, with_rows
 from rocm_lab.simulator.launcher import ARCHS
 from tests.amd.simulator.case import Runs
 from tests.amd.simulator.kernel_cases import GRID
-
-BEGIN, END = "<!-- grid -->\n", "<!-- end of grid -->\n"
-_HEAD = """\
-| Triton | date | commit | NumPy | gfx942 | gfx950 | wave instructions | minutes |
-|---|---|---|---|---|---|---|---|
-"""
 
 
 def main(document: Path) -> int:
@@ -65,14 +60,10 @@ def main(document: Path) -> int:
 
 def with_choice(text: str, cells: list[str]) -> str:
     """The document with these cells as the line of the Triton version in the first one; lines are in order."""
-    before, _, rest = text.partition(BEGIN)
-    table, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"the document has no table between {BEGIN.strip()} and {END.strip()}")
-    rows = [line for line in table.splitlines()[2:] if line and not line.startswith(f"| {cells[0]} |")]
-    rows.append(f"| {' | '.join(cells)} |")
+    rows = [row for row in rows_of(text, "grid") if not row.startswith(f"| {cells[0]} |")]
+    rows.append(f"| {' | '.join(cells)} |\n")
     rows.sort(key=lambda row: [int(part) for part in row.split("|")[1].strip().split(".")])
-    return before + BEGIN + _HEAD + "".join(f"{row}\n" for row in rows) + END + after
+    return with_rows(text, "grid", rows)
 
 
 def commit() -> str:

@@ -14,7 +14,7 @@ from rocm_lab.cycles import rates
 from rocm_lab.cycles.count import count_loop, waves_of
 from rocm_lab.cycles.issue import Simd, slots_of
 from rocm_lab.cycles.loops import hot_loop, innermost_loops, is_staggered
-from rocm_lab.cycles.page import BEGIN, END, with_line
+from rocm_lab.cycles.page import with_line
 from rocm_lab.simulator.assembly import Assembly, parse_assembly, parse_instruction
 from tests.amd.simulator.test_wait_files import assembly_text
 
@@ -254,7 +254,7 @@ def test_a_kernel_that_cannot_be_read_is_a_sentence(
 def test_the_page_compares_a_published_loop_with_its_count(tmp_path: Path) -> None:
     file = tmp_path / "fav4.s"
     file.write_text(assembly_text(*LOOP, arch="gfx950"))
-    page = f"before\n{BEGIN}{END}after\n"
+    page = "before\n<!-- published -->\n| loop |\n|---|\n<!-- end of published -->\nafter\n"
     once = with_line(page, "fav4", file)
     assert with_line(once, "fav4", file) == once
     assert "| `fav4` |" in once

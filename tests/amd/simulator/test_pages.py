@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rocm_lab.page_parts import part_of
 from rocm_lab.simulator import coverage
 from rocm_lab.simulator.isa.instructions import BUILDERS
 from tests.amd.house.source_tree import ROOT
-from tests.amd.simulator.other_kernels import BEGIN, END, Pin, pins
+from tests.amd.simulator.other_kernels import Pin, pins
 
 INSTRUCTIONS = ROOT / "docs" / "simulator_instructions.md"
 
@@ -39,7 +40,7 @@ def test_the_page_of_instructions_is_current() -> None:
 
 
 def test_the_readme_has_a_line_for_every_kernel_of_other_projects() -> None:
-    table = (ROOT / "rocm_lab" / "simulator" / "README.md").read_text().partition(BEGIN)[2].partition(END)[0]
+    table = part_of((ROOT / "rocm_lab" / "simulator" / "README.md").read_text(), "other kernels")
     for name, pin in pins().items():
         assert table.count(f"| `{name}` | {pin.repo} {pin.revision[:10]} |") == 2
 

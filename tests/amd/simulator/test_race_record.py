@@ -18,12 +18,9 @@ from tests.amd.simulator.barrier_mutants import Barrier, Judge
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.kernel_cases import GRID
 from tests.amd.simulator.race_record import (
-    BEGIN,
     CASES_OF_BARRIERS,
-    END,
     TOLERATED,
     watch_case,
-    with_rows,
     without_barriers,
 )
 from tests.amd.simulator.test_launches import simulated_kernel
@@ -92,11 +89,3 @@ def test_a_barrier_does_not_wait_for_what_other_waves_store_for_other_programs(a
         found[waves] = {race.memory for race in watch.races}
         assert all(race.first.program != race.second.program for race in watch.races)
     assert found == {1: set(), 4: {"partials"}}
-
-
-def test_the_table_is_written_anew_and_the_rest_stays() -> None:
-    page = with_rows(f"# Title\n\n{BEGIN}old\n{END}\nAfter.\n", ["| `a` | 1 |\n", "| `b` | 2 |\n"])
-    assert page.startswith("# Title\n")
-    assert page.endswith("\nAfter.\n")
-    assert "old" not in page
-    assert with_rows(page, ["| `c` | 1 |\n"]).count("`") == 2

@@ -9,7 +9,7 @@ import pytest
 
 from rocm_attn.cli import DONE, main
 from rocm_attn.errors import BadSetting
-from rocm_lab.cycles.page import AITER_BEGIN, AITER_END, DECODES, waves_of_registers, with_aiter
+from rocm_lab.cycles.page import DECODES, waves_of_registers, with_aiter
 from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
 from rocm_lab.simulator.assembly import parse_assembly
 from tests.amd.simulator.test_wait_files import assembly_text
@@ -133,11 +133,10 @@ def test_the_table_of_aiter_is_written_whole(tmp_path: Path) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             text = text_of(LOAD_16, LOAD_16, "s_waitcnt vmcnt(1)", PRODUCT).replace("gfx950", arch)
             file.write_text(text.replace("16x16x32", "16x16x16") if arch == "gfx942" else text)
-    page = f"before\n{AITER_BEGIN}old\n{AITER_END}after\n"
+    page = "before\n<!-- aiter -->\n| file |\n|---|\n| old |\n<!-- end of aiter -->\nafter\n"
     written = with_aiter(page, tmp_path)
     assert with_aiter(written, tmp_path) == written
-    assert written.startswith("before\n")
-    assert written.endswith("after\n")
+    assert "old" not in written
     assert written.count(".co` | 2.50 | 0.50 | 0.50 | 0.00 | 0 | 3 | 5 | 15 |") == len(files)
     files[0].unlink()
     with pytest.raises(BadSetting, match="does not exist"):

@@ -14,7 +14,7 @@ from rocm_attn.errors import BadSetting
 from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.waits.check import Word, check_waits
 from rocm_lab.waits.objects import files_of, kernels_of, parse_disassembly
-from rocm_lab.waits.page import BEGIN, END, lines_of, with_lines
+from rocm_lab.waits.page import lines_of, with_lines
 
 LOADED = "\tglobal_load_dword v1, v0, s[0:1]\n"
 WAIT = "\ts_waitcnt vmcnt(0)\n"
@@ -156,7 +156,6 @@ def test_the_page_has_a_line_for_each_kernel_of_a_source(tmp_path: Path) -> None
         (tmp_path / f"{number}.amdgcn").write_text(assembly_text(*lines))
     (line,) = lines_of("here", [tmp_path])
     assert line == "| here | gfx942 | `kernel` | 2 | 1 | 0 | 1 |\n"
-    page = with_lines(f"before\n{BEGIN}{END}after", "here", [line])
-    assert with_lines(page, "here", [line]) == page
-    assert page.startswith(f"before\n{BEGIN}| compiled from")
-    assert page.endswith(f"{line}{END}after")
+    table = "<!-- verdicts -->\n| compiled from |\n|---|\n| here | old |\n| there | 1 |\n<!-- end of verdicts -->\n"
+    page = with_lines(f"before\n{table}after", "here", [line])
+    assert page == f"before\n{table}after".replace("| here | old |\n", line)

@@ -149,7 +149,8 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
         chat = body.as_chat
         job = _job(request, chat, model)
         requests = await model.chat_requests(chat, job.salt)
-        replies = ResponseReplies(model.name, body, partial(model.reader_of, chat, requests[0]), model.count_tokens)
+        reader = partial(model.reader_of, chat, requests[0])
+        replies = ResponseReplies(model.name, body, requests[0].sampling, reader, model.count_tokens)
         return await _answer(generations, job, requests, chat, replies)
 
 

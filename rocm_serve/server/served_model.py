@@ -197,7 +197,7 @@ class ServedModel:
 
     def count_tokens(self, text: str) -> int:
         """Returns the number of tokens of a part of an answer."""
-        return len(self.tokenizer.encode(text)) if self.tokenizer is not None else 0
+        return len(self.tokenizer.encode_unmarked(text)) if self.tokenizer is not None else 0
 
     def writer(self, tokenizer: Tokenizer, template: str | None) -> Tokenizer:
         """Returns the tokenizer with a request's own chat template, if it has one. Raises ApiError."""

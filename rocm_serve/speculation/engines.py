@@ -164,10 +164,7 @@ def _runtime_of(
     max_kv_len = min(runtime.max_kv_len + drafts.tokens, small.config.context_len)
     most_pages = runtime.pool.num_pages + options.max_batch_size * (1 + num_pages(drafts.tokens, page_size))
     its_own = replace(
-        options,
-        speculative=OFF,
-        topk=1,
-        sampled_drafts=False,
+        options.without_drafts,
         page_size=page_size,
         pool="auto",
         kv_dtype="auto",

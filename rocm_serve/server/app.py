@@ -130,7 +130,7 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
         """Continues prompts."""
         job = _job(request, body, model)
         requests = await model.completion_requests(body, job.salt)
-        echoed = model.echoed(body, requests) if body.echo else ()
+        echoed = model.echoed(body) if body.echo else ()
         replies = CompletionReplies(model.name, EmittedTokens(model.tokenizer), echoed, PromptReport.of(body))
         return await _answer(generations, job, requests, body, replies)
 

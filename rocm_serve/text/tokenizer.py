@@ -19,6 +19,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4
 # A few times the tokens of the longest character.
 _MOST_HELD = 16
+# More tokens than a template writes after its last text.
+_MOST_MARKS = 64
 
 
 def any_number(num_tokens: int) -> None:
@@ -125,11 +127,10 @@ class Tokenizer:
 
     def stream(self, before: Sequence[int] = ()) -> TextStream:
         """The stream of a text that goes on from the text of other tokens. before: those tokens"""
-        for num in range(_MOST_BYTES, 0, -1):  # the first of more may be the end of a character
-            last = list(before[-num:])
-            if not self.decode(last).endswith(_REPLACEMENT):
-                return TextStream(self, last)
-        return TextStream(self)  # they end inside a character
+        last = [token for token in before[-_MOST_MARKS:] if self.is_text(token)][-_MOST_BYTES:]
+        while last and self.decode(last).endswith(_REPLACEMENT):  # its first one is a part of a character, or its end
+            del last[0]
+        return TextStream(self, last)
 
 
 @dataclass(slots=True)

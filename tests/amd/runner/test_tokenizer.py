@@ -215,6 +215,14 @@ def test_a_text_and_what_continues_it_are_the_text_of_all_tokens(text: str, data
             assert before + continued == text
 
 
+def test_special_tokens_begin_no_text() -> None:
+    """A template may write them after the user's text: the answer begins with its space all the same."""
+    hello, world = _SENTENCEPIECE.encode("hello"), _SENTENCEPIECE.encode("world")
+    end = _SENTENCEPIECE.backend.token_to_id("</s>")
+    stream = _SENTENCEPIECE.stream([*hello, end, end])
+    assert "".join(map(stream.push, world)) == " world"
+
+
 class Counting:
     """A backend as it is, which counts the tokens that it decodes."""
 

@@ -201,11 +201,6 @@ class EngineOptions(AttentionOptions):
             )
 
     @property
-    def without_drafts(self) -> EngineOptions:
-        """The same options without draft tokens."""
-        return replace(self, speculative=OFF, **{name: _default(name) for name in _OF_DRAFTS})
-
-    @property
     def speculates(self) -> bool:
         """True if draft tokens are used."""
         return self.speculative != OFF
@@ -220,6 +215,11 @@ class EngineOptions(AttentionOptions):
         if self.steps_ahead is not None:
             return self.steps_ahead
         return 0 if device_type == "cpu" else 1
+
+
+def without_drafts(options: EngineOptions) -> EngineOptions:
+    """The same options without draft tokens."""
+    return replace(options, speculative=OFF, **{name: _default(name) for name in _OF_DRAFTS})
 
 
 def _default(name: str) -> Any:

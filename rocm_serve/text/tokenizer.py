@@ -147,14 +147,14 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
-        if not self.tokenizer.is_text(token_id):
-            return ""
         self._held.append(token_id)
         text = self._text_of_held()
-        if not text or text.endswith(_REPLACEMENT):
-            return self._known(text) if len(self._held) > _MOST_HELD else ""
-        self._context, self._held = self._held, []
-        return text
+        if text and not text.endswith(_REPLACEMENT):
+            self._context, self._held = self._held, []
+            return text
+        if not self.tokenizer.is_text(token_id):
+            self._held.pop()
+        return self._known(text) if len(self._held) > _MOST_HELD else ""
 
     def _known(self, text: str) -> str:
         """The part of the held text that no further token changes. Else a long text that is no UTF-8 would be decoded

@@ -395,7 +395,8 @@ class Engine:
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
         """Serves requests to their end, in the order given.
 
-        on_event: called with every new token as it comes, and with every failure and abort; it may call abort()
+        on_event: called with every new token as it comes, and with every failure and abort; it may call abort(), and
+                  cancel(): then the completion has no tokens, and the finish reason "abort"
         Raises BadRequest before anything runs if one of them cannot be served. Raises RequestsFailed, which holds all
         completions, if one of them has failed, and RequestsFaulted (a DeviceFault) if the device had a fault; the
         others were served to their end. After any other exception the engine has forgotten these requests.

@@ -6,13 +6,17 @@ makes its flags from the fields. Only the standard library is imported, because 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.choices import USED_SHARE
 from rocm_attn.machine.option_texts import AttentionOptions, option, option_texts
 from rocm_serve.speculation.methods import NGRAM, OFF, require_method
+
+# Options that change nothing without draft tokens.
+_OF_DRAFTS = ("draft_tokens", "topk", "sampled_drafts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +168,20 @@ class EngineOptions(AttentionOptions):
         if not 0 < self.gpu_memory_share <= 1:
             raise BadSetting(f"gpu_memory_share is {self.gpu_memory_share}; it must be above 0 and at most 1")
         require_method(self.speculative)
+        for name in () if self.speculates else _OF_DRAFTS:
+            if getattr(self, name) != _default(name):
+                raise BadSetting(
+                    f"{name} is {getattr(self, name)} and speculative is {OFF}, so there are no draft tokens; set "
+                    f"speculative to ngram, draft:MODEL or eagle:HEAD, or leave {name} out"
+                )
         if self.topk > self.draft_tokens:
             raise BadSetting(
                 f"topk is {self.topk} and draft_tokens is {self.draft_tokens}; each branch needs at least one "
                 "token, so raise draft_tokens or lower topk"
             )
-        if self.sampled_drafts and self.speculative in (OFF, NGRAM):
+        if self.sampled_drafts and self.speculative == NGRAM:
             raise BadSetting(
-                f"sampled_drafts is on and speculative is {self.speculative}; it needs a small model or an EAGLE "
+                f"sampled_drafts is on and speculative is {NGRAM}; it needs a small model or an EAGLE "
                 "head: use draft:MODEL or eagle:HEAD"
             )
         if self.host_kv_bytes and not self.prefix_caching:
@@ -205,3 +215,13 @@ class EngineOptions(AttentionOptions):
         if self.steps_ahead is not None:
             return self.steps_ahead
         return 0 if device_type == "cpu" else 1
+
+
+def without_drafts(options: EngineOptions) -> EngineOptions:
+    """The same options without draft tokens."""
+    return replace(options, speculative=OFF, **{name: _default(name) for name in _OF_DRAFTS})
+
+
+def _default(name: str) -> Any:
+    """The default of an option."""
+    return option_texts(EngineOptions)[name][0]

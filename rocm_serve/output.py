@@ -40,7 +40,9 @@ class Output:
 
     def __post_init__(self) -> None:
         request = self.sequence.request
-        self._written = RequestText(self.tokenizer, request.stop, request.include_stop, request.min_tokens)
+        self._written = RequestText(
+            self.tokenizer, request.prompt_token_ids, request.stop, request.include_stop, request.min_tokens
+        )
 
     def take(
         self,

@@ -112,7 +112,8 @@ class Completion:
     """The result of a request.
 
     token_ids:     the new tokens, the stop token included
-    text:          of the new tokens, without the stop token and other special ones; empty without a tokenizer
+    text:          of the new tokens, as it goes on from the prompt's, without the stop token and other special ones;
+                   empty without a tokenizer
     finish_reason: "stop" after a stop token or a text of Request.stop, "length" at max_new_tokens or if the KV may not
                    grow any more, "error" if the request failed, "abort" if Engine.abort() has ended it
     error:         why it failed; empty if it did not. After a fault of the device the tokens may be wrong

@@ -75,7 +75,9 @@ class Inbox:
 
     def __post_init__(self) -> None:
         request = self.request
-        self._writing = RequestText(self.tokenizer, request.stop, request.include_stop, request.min_tokens)
+        self._writing = RequestText(
+            self.tokenizer, request.prompt_token_ids, request.stop, request.include_stop, request.min_tokens
+        )
 
     @property
     def has_stopped(self) -> bool:

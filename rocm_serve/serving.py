@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rocm_attn.errors import DeviceFault
+from rocm_attn.errors import BadRequest, DeviceFault
 from rocm_serve.engine_thread import ServingEngine
 from rocm_serve.held_interrupts import HeldInterrupts
 from rocm_serve.request import Completion, Event, Request, RequestsFailed, RequestsFaulted
@@ -33,12 +33,20 @@ def serve_all(
             for number in numbers:
                 engine.cancel(number)
             raise
-    completions = [engine.completion(number) for number in numbers]
+    completions = [_completion(engine, number, request) for number, request in zip(numbers, requests, strict=True)]
     if faults:
         raise RequestsFaulted(completions, faults) from faults[0]
     if any(completion.error for completion in completions):
         raise RequestsFailed(completions)
     return completions
+
+
+def _completion(engine: Serves, number: int, request: Request) -> Completion:
+    """The completion of a request that has ended; without tokens if on_event has cancelled it."""
+    try:
+        return engine.completion(number)
+    except BadRequest:
+        return Completion(request.prompt_token_ids, (), "", "abort")
 
 
 def _served(engine: Serves, on_event: Callable[[Event], None] | None, interrupts: HeldInterrupts) -> list[DeviceFault]:

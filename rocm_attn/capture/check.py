@@ -37,6 +37,8 @@ from rocm_attn.oracle.numerics import BOUNDS, error_parts
 from rocm_attn.step.outputs import Outputs, PerToken, leaves_of, real_rows, structure_of
 from rocm_attn.step.step import Step
 
+# Why steps without any finite result prove nothing.
+NO_NUMBERS = "forward returns only NaN or infinity"
 # Faults of a graph, by name; see CapturedGraph.
 Wrong = Mapping[str, str]
 
@@ -49,8 +51,8 @@ class CapturedGraph(Generic[Outputs]):
     summary: the steps that it was compared on
     seconds: spent on the comparison, recording not counted
     wrong:   the faults found, by name; empty if the results were bitwise those of the eager run. failure: it may not
-             serve; raised: forward has raised while it was recorded; inexact: it lies within the bounds of the eager
-             run; over: the check was broken off, and nothing more is tried
+             serve; raised: forward has raised while it was recorded, or NO_NUMBERS of a live step; inexact: it lies
+             within the bounds of the eager run; over: the check was broken off, and nothing more is tried
     """
 
     graph: Graph[Outputs] | None
@@ -208,8 +210,9 @@ class _Trial(Generic[Outputs]):
         if not self._had_sequences:
             summary = "not compared: the step has no sequences here, and no others could be admitted"
         elif not self._num_compared:
-            why = "cannot be compared with the eager run: forward returns only NaN or infinity"
-            self._wrong["failure"] = f"the graph of {shape_name(self._plan.shape)} {why}"
+            why = f"cannot be compared with the eager run: {NO_NUMBERS}"
+            # In a live step it may be a request's fault. So another step may show more, as after a forward that raised.
+            self._wrong["raised" if of else "failure"] = f"the graph of {shape_name(self._plan.shape)} {why}"
         return CapturedGraph(graph, summary, seconds, self._wrong)
 
 

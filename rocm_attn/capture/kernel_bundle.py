@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.whole_files import whole_file
 
 _MANIFEST, _INDEX, _PATHS = "manifest.json", "__grp__", "child_paths"
 # The folder of an entry and a file in it; neither "." nor "..", and nothing that leaves the folder.
@@ -39,13 +40,11 @@ def save_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
         "facts": dict(facts),
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
     }
-    part = _part_of(file)
-    with tarfile.open(part, "w:gz") as bundle:
+    with whole_file(file) as part, tarfile.open(part, "w:gz") as bundle:
         for name, content in {_MANIFEST: json.dumps(manifest).encode(), **contents}.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             bundle.addfile(member, io.BytesIO(content))
-    part.replace(file)
     return len(contents)
 
 
@@ -53,8 +52,9 @@ def require_place(file: Path) -> None:
     """Raises OSError if no bundle can be written to this file. Making one takes long."""
     if file.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    _part_of(file).touch()
-    _part_of(file).unlink()
+    part = file.with_name(f"{file.name}.part")
+    part.touch()
+    part.unlink()
 
 
 def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
@@ -73,15 +73,9 @@ def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
         to = cache / name
         to.parent.mkdir(parents=True, exist_ok=True)
         content = _index_in(str(to.parent), contents[name]) if _is_index(name) else contents[name]
-        part = to.with_name(f"{to.name}.{os.getpid()}.part")
-        part.write_bytes(content)
-        part.replace(to)
+        with whole_file(to) as part:
+            part.write_bytes(content)
     return len(contents)
-
-
-def _part_of(file: Path) -> Path:
-    """The file in which a bundle lies until it is whole."""
-    return file.with_name(f"{file.name}.part")
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, bytes]]:

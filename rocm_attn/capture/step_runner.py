@@ -18,7 +18,7 @@ import torch
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.padding import PaddedShape, PadTo
 from rocm_attn.batch.step_batch import FORGOTTEN_TOKEN_IDS, StepBatch
-from rocm_attn.capture.check import CaptureCheck, CapturedGraph, Wrong
+from rocm_attn.capture.check import NO_NUMBERS, CaptureCheck, CapturedGraph, Wrong
 from rocm_attn.capture.graphs import (
     CapturedBucket,
     CaptureReport,
@@ -394,7 +394,7 @@ class StepRunner(Generic[Outputs]):
         graph = self._graph_of_plan.get(step.plan)
         if graph is not None:
             return self._replay(graph, batch)
-        kind = _TOO_FEW_PAGES if reason.endswith(_TOO_FEW_PAGES) else _RAISED
+        kind = next((each for each in (_TOO_FEW_PAGES, NO_NUMBERS) if reason.endswith(each)), _RAISED)
         return self._without_graph(step, batch, kind if reason else "graphs are off")
 
     def _why_not_now(self, plan: StepPlan, batch: StepBatch) -> str:

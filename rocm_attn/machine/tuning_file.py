@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredLayer, MeasuredTileChoice, Provenance, Tiles, TileTable, refusal
+from rocm_attn.machine.whole_files import whole_file
 
 # The version of the format; files of other versions are refused.
 VERSION = 2
@@ -54,12 +54,11 @@ class TuningFile:
 
     def write(self, place: Path) -> None:
         """Writes the file, whole or not at all. Raises BadSetting if it cannot be written."""
-        part = place.with_name(f"{place.name}.{os.getpid()}.part")
         content = {"version": VERSION, "rows": [as_json(choice) for choice in self.rows]}
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(content, indent=1) + "\n")
-            os.replace(part, place)
+            with whole_file(place) as part:
+                part.write_text(json.dumps(content, indent=1) + "\n")
         except OSError as error:
             raise BadSetting(f"the tuning file {place} cannot be written ({error}); choose another one") from error
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 
 from rocm_attn.machine import releases
 from rocm_attn.machine.measured_choices import user_cache
+from rocm_attn.machine.whole_files import whole_file
 from rocm_attn.providers.contract import KernelEntry
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, outcome, random_run, selected_run
@@ -103,10 +103,9 @@ def _read(place: Path) -> Mapping[str, str] | None:
 
 def _write(place: Path, wrong: Mapping[str, str]) -> None:
     """Keeps a verdict, whole or not at all. If the disk cannot be written, the next process probes again."""
-    part = place.with_name(f"{place.name}.{os.getpid()}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(dict(wrong)))
-        os.replace(part, place)
+        with whole_file(place) as part:
+            part.write_text(json.dumps(dict(wrong)))
     except OSError:
         return

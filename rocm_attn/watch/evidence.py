@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.whole_files import whole_file
 from rocm_attn.oracle.numerics import Bound
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -83,13 +83,11 @@ class EvidenceFile(Evidence):
 
     def _write(self, content: dict[str, Any]) -> None:
         """Writes the file, whole or not at all. Raises OSError."""
-        part = self.path.with_name(self.path.name + ".part")
         try:
-            torch.save(content, part)
+            with whole_file(self.path) as part:
+                torch.save(content, part)
         except RuntimeError as error:  # of torch's writer, which raises no OSError if the disk is full
-            part.unlink(missing_ok=True)
-            raise OSError(f"{part} could not be written: {error}") from error
-        os.replace(part, self.path)
+            raise OSError(f"{self.path} could not be written: {error}") from error
 
     def _content(self, wrong: WrongLayer) -> dict[str, Any]:
         # Kernels without Triton have no code to keep; the module imports Triton.

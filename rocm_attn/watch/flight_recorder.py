@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedP
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadSetting, reason_of
+from rocm_attn.machine.whole_files import whole_file
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
@@ -88,9 +88,8 @@ class FlightRecorder(Flight):
             "problems": [as_json(selection.problem) for selection in self._runtime.selections],
             "steps": [as_json(step) for step in self.steps()],
         }
-        part = self.path.with_name(self.path.name + ".part")
-        part.write_text(json.dumps(content))
-        os.replace(part, self.path)
+        with whole_file(self.path) as part:
+            part.write_text(json.dumps(content))
         return self.path
 
     def dump_or_log(self, reason: str) -> None:

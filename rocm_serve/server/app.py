@@ -130,7 +130,7 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
         """Continues prompts."""
         job = _job(request, body, model)
         requests = await model.completion_requests(body, job.salt)
-        echoed = model.echoed(body, requests) if body.echo else ()
+        echoed = model.echoed(body) if body.echo else ()
         replies = CompletionReplies(model.name, EmittedTokens(model.tokenizer), echoed, PromptReport.of(body))
         return await _answer(generations, job, requests, body, replies)
 
@@ -149,7 +149,8 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
         chat = body.as_chat
         job = _job(request, chat, model)
         requests = await model.chat_requests(chat, job.salt)
-        replies = ResponseReplies(model.name, body, partial(model.reader_of, chat, requests[0]), model.count_tokens)
+        reader = partial(model.reader_of, chat, requests[0])
+        replies = ResponseReplies(model.name, body, requests[0].sampling, reader, model.count_tokens)
         return await _answer(generations, job, requests, chat, replies)
 
 

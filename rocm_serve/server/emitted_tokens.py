@@ -36,13 +36,18 @@ class EmittedTokens:
         }
         return emitted, offset
 
-    def of_echo(self, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs], num: int) -> tuple[Json, int]:
-        """Does the same for an echoed prompt, whose first token has no logprob. num: of likeliest tokens"""
+    def of_echo(self, prompt: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs], num: int) -> Json:
+        """Returns the same for an echoed prompt, whose first token has no logprob.
+
+        text: of the prompt; num: of likeliest tokens
+        """
         first = self._num_characters(prompt[0])
         cut = [TokenLogprobs(each.token_id, each.logprob, each.likeliest[:num]) for each in logprobs]
-        emitted, offset = self.beside_text(cut, first)
+        emitted, end = self.beside_text(cut, first)
+        dropped = max(0, end - len(text))  # a tokenizer may put a space before a text, which the text does not have
+        emitted["text_offset"] = [max(0, offset - dropped) for offset in emitted["text_offset"]]
         before = {"tokens": self._beside_text(prompt[0]), "token_logprobs": None, "top_logprobs": None}
-        return {name: [{**before, "text_offset": 0}[name], *values] for name, values in emitted.items()}, offset
+        return {name: [{**before, "text_offset": 0}[name], *values] for name, values in emitted.items()}
 
     def of_prompt(self, logprobs: Sequence[TokenLogprobs], num: int) -> list[Json | None]:
         """Returns a prompt's logprobs in vLLM's form: for each token null, or token id -> what is known of it.

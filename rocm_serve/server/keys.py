@@ -104,8 +104,9 @@ def is_loopback(host: str) -> bool:
 
 def _read(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        # A byte that is no UTF-8 may be in a comment; in a key it is refused like other characters beyond ASCII.
+        lines = path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
+    except OSError as error:
         raise BadSetting(
             f"the API keys in {path} cannot be read ({reason_of(error)}); give a file with one per line"
         ) from error

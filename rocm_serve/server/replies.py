@@ -161,11 +161,11 @@ class CompletionReplies(_WithChoices):
         """Returns the part of a choice that repeats its prompt."""
         if not self._echoed:
             return {"text": "", "logprobs": None}
-        logprobs, num = None, self._prompts.num_echoed
+        logprobs, num, text = None, self._prompts.num_echoed, self._echoed[index]
         if num != NO_LOGPROBS:
-            emitted = self._emitted.of_echo(done.prompt_token_ids, done.prompt_logprobs, num)
-            logprobs, self._offsets[index] = emitted
-        return {"text": self._echoed[index], "logprobs": logprobs}
+            logprobs = self._emitted.of_echo(done.prompt_token_ids, text, done.prompt_logprobs, num)
+            self._offsets[index] = len(text)
+        return {"text": text, "logprobs": logprobs}
 
     def _choice(self, index: int, said: Completion | OutputChunk) -> Json:
         logprobs, offset = None, self._offsets.get(index, 0)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rocm_serve.request import Completion, FinishReason
 from rocm_serve.request_stream import OutputChunk
+from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.call_reader import Reader, Thought, ToolCall
 from rocm_serve.server.emitted_tokens import Json
 from rocm_serve.server.replies import Usage
@@ -17,6 +18,7 @@ from rocm_serve.server.responses_body import ResponsesBody
 class ResponseReplies:
     """The answer to one request. It is built of events, streamed or not.
 
+    sampling:     of the answer, with defaults for all that the body does not say
     reader:       of the answer's text
     count_tokens: of a text
     """
@@ -24,9 +26,15 @@ class ResponseReplies:
     done = b""
 
     def __init__(
-        self, model: str, body: ResponsesBody, reader: Callable[[], Reader], count_tokens: Callable[[str], int]
+        self,
+        model: str,
+        body: ResponsesBody,
+        sampling: Sampling,
+        reader: Callable[[], Reader],
+        count_tokens: Callable[[str], int],
     ) -> None:
         self._body, self._model, self._reader, self._count_tokens = body, model, reader(), count_tokens
+        self._sampling = sampling
         self._id, self._created = f"resp_{secrets.token_hex(24)}", int(time.time())
         self._output: list[Json] = []  # the last one may be unfinished
         self._events: list[Json] = []
@@ -146,11 +154,11 @@ class ResponseReplies:
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": self._sampling.temperature,
             "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True, exclude_defaults=False)},
             "tool_choice": body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
             "tools": [{"strict": False, **tool.model_dump()} for tool in body.tools],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": self._sampling.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else self._usage(usage.as_dict()),
         }

@@ -148,18 +148,14 @@ class ServedModel:
         most = 1 if body.is_answered_by_echo else body.max_tokens
         return await self._requests(body, tokens, most, _COMPLETION_TOKENS, salt, body.constraint)
 
-    def echoed(self, body: CompletionBody, requests: Sequence[Request]) -> list[str]:
-        """Returns the prompt's text, as it was sent, for each of a body's requests. Raises ApiError."""
-        prompts = [prompt for prompt in body.prompts for _ in range(body.n or 1)]
+    def echoed(self, body: CompletionBody) -> list[str]:
+        """Returns the prompt's text, as it was sent, for each of a body's answers. Raises ApiError."""
         if self.tokenizer is None:
             raise bad_request(
                 "echo is set and the model has no tokenizer, so a prompt has no text; leave it out", "echo"
             )
-        decode = self.tokenizer.decode
-        return [
-            prompt if isinstance(prompt, str) else decode(request.prompt_token_ids)
-            for prompt, request in zip(prompts, requests, strict=True)
-        ]
+        texts = [prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt) for prompt in body.prompts]
+        return [text for text in texts for _ in range(body.n or 1)]
 
     async def chat_requests(self, body: ChatBody, salt: str) -> list[Request]:
         """Returns the requests of a body: n for its conversation. Raises ApiError, BadRequest, BadModel."""
@@ -197,7 +193,7 @@ class ServedModel:
 
     def count_tokens(self, text: str) -> int:
         """Returns the number of tokens of a part of an answer."""
-        return len(self.tokenizer.encode(text)) if self.tokenizer is not None else 0
+        return len(self.tokenizer.encode_unmarked(text)) if self.tokenizer is not None else 0
 
     def writer(self, tokenizer: Tokenizer, template: str | None) -> Tokenizer:
         """Returns the tokenizer with a request's own chat template, if it has one. Raises ApiError."""

@@ -17,7 +17,7 @@ from rocm_serve.measured_memory import GraphMemory
 from rocm_serve.models.loading import LoadedModel, load_model
 from rocm_serve.models.model import Model
 from rocm_serve.models.places import find_model
-from rocm_serve.options import EngineOptions
+from rocm_serve.options import EngineOptions, without_drafts
 from rocm_serve.speculation.draft_model import ModelDrafter
 from rocm_serve.speculation.draft_runners import DraftingModel, DraftRunners, drafts_of, num_levels
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection
@@ -164,10 +164,7 @@ def _runtime_of(
     max_kv_len = min(runtime.max_kv_len + drafts.tokens, small.config.context_len)
     most_pages = runtime.pool.num_pages + options.max_batch_size * (1 + num_pages(drafts.tokens, page_size))
     its_own = replace(
-        options,
-        speculative=OFF,
-        topk=1,
-        sampled_drafts=False,
+        without_drafts(options),
         page_size=page_size,
         pool="auto",
         kv_dtype="auto",

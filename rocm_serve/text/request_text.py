@@ -11,15 +11,23 @@ from rocm_serve.text.tokenizer import Tokenizer
 class RequestText:
     """The text of the new tokens.
 
+    It goes on from the prompt's text: a space between the two is a part of it.
+
     tokenizer:           None: there is none, and all pieces are empty
+    prompt:              tokens of the prompt
     stop, include_stop, min_tokens: of the request
     num_tokens:          that were pushed
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stop: Sequence[str], include_stop: bool = False, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
-        self._stream = tokenizer.stream() if tokenizer is not None else None
+        self._stream = tokenizer.stream(prompt) if tokenizer is not None else None
         self._stops, self._min_tokens = StopTexts(stop, include_stop), min_tokens
         self.num_tokens = 0
 

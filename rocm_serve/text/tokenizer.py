@@ -15,6 +15,12 @@ from rocm_serve.text.token_bytes import TokenBytes
 from rocm_serve.text.written_forms import kept_marks
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Bytes of the longest character.
+_MOST_BYTES = 4
+# A few times the tokens of the longest character.
+_MOST_HELD = 16
+# More tokens than a template writes after its last text.
+_MOST_MARKS = 64
 
 
 def any_number(num_tokens: int) -> None:
@@ -116,11 +122,15 @@ class Tokenizer:
         return self._bytes.of(token_id)
 
     def is_text(self, token_id: int) -> bool:
-        """True if decode() writes the token."""
-        return token_id not in self._silent
+        """True if decode() writes the token. It writes no special one, and no id beyond the vocabulary."""
+        return token_id not in self._silent and self.backend.id_to_token(token_id) is not None
 
-    def stream(self) -> TextStream:
-        return TextStream(self)
+    def stream(self, before: Sequence[int] = ()) -> TextStream:
+        """The stream of a text that goes on from the text of other tokens. before: those tokens"""
+        last = [token for token in before[-_MOST_MARKS:] if self.is_text(token)][-_MOST_BYTES:]
+        while last and self.decode(last).endswith(_REPLACEMENT):  # its first one is a part of a character, or its end
+            del last[0]
+        return TextStream(self, last)
 
 
 @dataclass(slots=True)
@@ -139,10 +149,25 @@ class TextStream:
         """The text that this token completes; may be empty."""
         self._held.append(token_id)
         text = self._text_of_held()
-        if not text or text.endswith(_REPLACEMENT):
-            return ""
-        self._context, self._held = self._held, []
-        return text
+        if text and not text.endswith(_REPLACEMENT):
+            self._context, self._held = self._held, []
+            return text
+        if not self.tokenizer.is_text(token_id):
+            self._held.pop()
+        return self._known(text) if len(self._held) > _MOST_HELD else ""
+
+    def _known(self, text: str) -> str:
+        """The part of the held text that no further token changes. Else a long text that is no UTF-8 would be decoded
+        again, whole, for each of its tokens.
+        """
+        for num_left in range(1, _MOST_BYTES + 1):
+            rest, self._held = self._held[-num_left:], self._held[:-num_left]
+            known = self._text_of_held()
+            if len(known) < len(text) and text.startswith(known):  # then no character of it goes on in the rest
+                self._context, self._held = self._held, rest
+                return known
+            self._held += rest
+        return ""
 
     def finish(self) -> str:
         """The rest of the text: a character that was never completed becomes U+FFFD."""

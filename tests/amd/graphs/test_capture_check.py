@@ -182,6 +182,29 @@ def test_a_model_that_gives_no_numbers_is_not_taken_for_checked(provider: str, d
     assert "only NaN or infinity" in runner.counters.graphs_off
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("num_bad", [1, 1000])
+def test_a_live_step_without_numbers_leaves_graphs_to_later_steps(
+    num_bad: int, provider: str, device: torch.device
+) -> None:
+    """One request may be at fault. A model whose steps never have any is found at the next try."""
+    tiny, num_steps = Tiny.build(device, provider, [4], max_num_seqs=3), 0
+
+    def forward(step: Part) -> Tensor:
+        return tiny.forward(step) * (float("nan") if num_steps <= num_bad else 1.0)
+
+    runner = StepRunner(tiny.runtime, forward, _recorder(tiny))
+    requests = Requests(tiny.runtime, seed=3)
+    requests.admit(3)
+    requests.run(runner, [7, 2, 3])
+    for _ in range(70):
+        num_steps += 1
+        requests.run(runner, [1, 1, 1])
+    assert runner.counters.fallbacks["forward returns only NaN or infinity"] == 1
+    assert (runner.counters.replays > 0) == (num_bad == 1)
+    assert ("only NaN or infinity" in runner.counters.graphs_off) == (num_bad > 1)
+
+
 def test_rows_beyond_the_bounds_are_found(provider: str) -> None:
     rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     for change, wrong in ((1e-7, []), (1e-3, [2]), (float("nan"), [2]), (float("inf"), [2])):

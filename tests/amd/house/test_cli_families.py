@@ -38,7 +38,7 @@ def test_a_familys_directory_is_served(family: str, tmp_path: Path, capsys: pyte
     for _ in range(8):
         token_ids.append(int(hf_logits(reference, torch.tensor(token_ids))[-1].argmax()))
     assert result["token_ids"] == token_ids[-8:]
-    assert result["text"] == " ".join(f"w{token}" for token in token_ids[-8:])
+    assert PROMPT + result["text"] == " ".join(f"w{token}" for token in token_ids)
 
 
 def test_an_architecture_that_is_not_known_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.recent_steps import RecentSteps
 from rocm_serve.request import (
     AbortEvent,
+    Completion,
     Event,
     FailureEvent,
     Request,
@@ -27,6 +28,7 @@ from rocm_serve.request import (
     TokenEvent,
 )
 from rocm_serve.sampling.sampling_options import Sampling
+from tests.amd.runner.async_engines import is_empty
 from tests.amd.runner.serving import BASE as EIGHT
 from tests.amd.runner.serving import all_pages_are_free, alone, faults_until_done, short_requests, until_done
 from tests.amd.runner.small_tokenizers import half_characters, sentencepiece
@@ -282,6 +284,22 @@ def test_a_callback_may_abort_any_request(loaded: LoadedModel) -> None:
     assert tuple(tokens) == completions[1].token_ids
     assert [event.request for event in seen if isinstance(event, AbortEvent)] == [0, 1]
     assert all_pages_are_free(engine)
+
+
+def test_a_callback_may_cancel_any_request(loaded: LoadedModel) -> None:
+    """The completions of the others are not lost with it."""
+    engine, seen = Engine(loaded, BASE), list[Event]()
+
+    def on_event(event: Event) -> None:
+        seen.append(event)
+        if sum(each.request == 0 for each in seen) == 3:
+            engine.cancel(1)
+
+    first, cancelled, last = engine.generate(short_requests(), on_event)
+    requests = short_requests()
+    assert (first, last) == (alone(loaded, requests[0]), alone(loaded, requests[2]))
+    assert cancelled == Completion(requests[1].prompt_token_ids, (), "", "abort")
+    assert is_empty(engine)
 
 
 def test_an_abort_of_what_has_ended_changes_nothing_and_one_of_no_request_is_refused(loaded: LoadedModel) -> None:

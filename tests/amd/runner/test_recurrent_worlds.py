@@ -37,10 +37,10 @@ class RecurrentWorld(World):
         draw = random.Random(seed)
         page_size, way = (2, 1, 16, 4)[seed % 4], WAYS[seed % len(WAYS)]
         num_tokens, window_left = draw.randrange(96, 160), draw.choice(WINDOWS)
-        num_pages = 1 + num_tokens // page_size
+        num_pages, drafts = 1 + num_tokens // page_size, draw.randrange(2, 8)
         options = EngineOptions(
             speculative=OFF if way == PLAIN else NGRAM,
-            draft_tokens=draw.randrange(2, 8),
+            draft_tokens=4 if way == PLAIN else drafts,
             page_size=page_size,
             num_pages=num_pages,
             swa_pages=draw.choice([0, num_pages]) if max(window_left) >= 0 else 0,

@@ -175,7 +175,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return "".join((*pieces, stream.finish()))
 
 
-@given(ids=st.lists(st.integers(0, 255), max_size=30))
+@given(ids=st.lists(st.sampled_from((*range(256), *b"\xf0\x9f\x8e\x89\xe2\x82\xac" * 20)), max_size=60))
 def test_streamed_pieces_put_together_are_the_whole_text_even_of_broken_bytes(ids: list[int]) -> None:
     assert streamed(_OF_BYTES, ids) == _OF_BYTES.decode(ids)
 
@@ -201,6 +201,51 @@ def test_a_stream_that_ends_inside_a_character_says_so_once() -> None:
     assert "".join(pieces) == "ok"
     assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
     assert stream.finish() == ""
+
+
+@given(text=st.text(alphabet="helowrd é東🎉", min_size=1, max_size=20), data=st.data())
+def test_a_text_and_what_continues_it_are_the_text_of_all_tokens(text: str, data: st.DataObject) -> None:
+    """SentencePiece's decoder drops a space where a text begins, and the first new token begins no text."""
+    for tokenizer in (_OF_BYTES, _SENTENCEPIECE):
+        ids = tokenizer.encode(text)
+        cut = data.draw(st.integers(0, len(ids)))
+        stream, before = tokenizer.stream(ids[:cut]), tokenizer.decode(ids[:cut])
+        continued = "".join((*map(stream.push, ids[cut:]), stream.finish()))
+        if not before.endswith("\N{REPLACEMENT CHARACTER}"):  # else the cut is inside a character
+            assert before + continued == text
+
+
+def test_special_tokens_begin_no_text() -> None:
+    """A template may write them after the user's text: the answer begins with its space all the same."""
+    hello, world = _SENTENCEPIECE.encode("hello"), _SENTENCEPIECE.encode("world")
+    (end,) = (token for token in range(9) if _SENTENCEPIECE.backend.id_to_token(token) == "</s>")
+    stream = _SENTENCEPIECE.stream([*hello, end, end])
+    assert "".join(map(stream.push, world)) == " world"
+
+
+class Counting:
+    """A backend as it is, which counts the tokens that it decodes."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend, self.num_decoded = backend, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        self.num_decoded += len(ids)
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+@pytest.mark.parametrize("token", ["first byte", "second byte", "no entry"])
+def test_a_long_text_without_characters_is_not_decoded_again_for_each_token(token: str) -> None:
+    """A client could slow down the others by allowing a single token."""
+    backend = of_bytes()
+    first, second = backend.encode("é").ids
+    ids = [{"first byte": first, "second byte": second, "no entry": backend.get_vocab_size()}[token]] * 1000
+    counting: Any = Counting(backend)
+    assert streamed(Tokenizer(counting, None, None), ids) == backend.decode(ids)
+    assert counting.num_decoded < 100 * len(ids)
 
 
 _OF_BYTES = Tokenizer(backend=of_bytes(), bos_token_id=None, chat_template=None)

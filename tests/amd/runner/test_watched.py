@@ -126,7 +126,7 @@ def test_evidence_that_cannot_be_written_does_not_stop_serving(
     served = engine(loaded, check_every=4, evidence=folder / "wrong.evidence")
     folder.rmdir()
     assert served.generate(some_requests())
-    assert "wrong.evidence.part could not be written" in caplog.text
+    assert "wrong.evidence could not be written" in caplog.text
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -258,6 +258,21 @@ def test_kv_that_came_by_other_means_is_marked(device: torch.device) -> None:
     runtime.end_step()
 
 
+def test_tokens_that_a_row_went_back_from_are_not_stored(device: torch.device) -> None:
+    runtime, forward, _ = model(1, device)
+    table = runtime.table
+    row = table.admit()
+    table.reserve(row, 9)
+    forward(runtime.step(tokens(row, 8, 8)).parts[0])
+    runtime.end_step()
+    table.truncate(row, 5)
+    table.reserve(row, 9)
+    with pytest.raises(BadBatch, match="the first 8 tokens of row 1, of which 5 are stored"):
+        runtime.step(tokens(row, 9, 1))
+    forward(runtime.step(tokens(row, 9, 4)).parts[0])
+    runtime.end_step()
+
+
 def test_a_row_goes_back_no_further_than_its_room(device: torch.device) -> None:
     runtime, _, _ = model(1, device)
     table = runtime.table

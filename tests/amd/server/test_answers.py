@@ -61,6 +61,16 @@ def test_echo_puts_the_prompt_before_each_answer(client: openai.OpenAI) -> None:
         assert streamed == [each.text for each in echoed.choices]
 
 
+def test_an_answer_has_the_space_between_it_and_the_prompt(client: openai.OpenAI) -> None:
+    """The tokenizer writes a space between two words, and none before the first one of a text."""
+    requested: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 3, "temperature": 0, "logprobs": 0}
+    (choice,) = client.completions.create(echo=True, **requested).choices
+    assert choice.logprobs is not None
+    assert choice.text == " ".join(choice.logprobs.tokens or ())
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(stream=True, **requested))
+    assert PROMPT + streamed == choice.text
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63 - 1])
 def test_a_stream_is_the_whole_answer_in_pieces(seed: int, client: openai.OpenAI, direct: Engine) -> None:
     requested: dict[str, Any] = {

@@ -8,13 +8,15 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
+from rocm_serve.request import Completion
 from rocm_serve.request_stream import OutputChunk
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.server.call_reader import TextReader
 from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import _Frame
-from rocm_serve.server.replies import ChatReplies, CompletionReplies, TextChunk, as_event
+from rocm_serve.server.replies import ChatReplies, CompletionReplies, PromptReport, TextChunk, Usage, as_event
 from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.runner.small_tokenizers import sentencepiece
 
 END = "<｜end▁of▁text｜>"
 # GPT-2's characters for the four bytes of U+1F389, two to a token, and for " a".
@@ -66,6 +68,22 @@ def test_offsets_count_the_characters_that_begin_before_a_token(emitted: Emitted
     beside, offset = emitted.beside_text(of(0, 1, 2, 3), 5)
     assert beside["tokens"] == ["bytes:\\xf0\\x9f", "bytes:\\x8e\\x89", " a", "b"]
     assert (beside["text_offset"], offset) == ([5, 6, 6, 8], 9)
+
+
+@pytest.mark.parametrize("prompt", ["hello world", "é low"])
+def test_an_echoed_token_stands_at_its_place_in_the_text(prompt: str) -> None:
+    """SentencePiece writes a space before a text."""
+    tokenizer = sentencepiece()
+    ids, new = tokenizer.encode(prompt), tokenizer.encode("lower")
+    text = prompt + " lower"
+    done = Completion(tuple(ids), tuple(new), " lower", "length", "", tuple(of(*new)), 0, 0.0, tuple(of(*ids[1:])))
+    replies = CompletionReplies("m", EmittedTokens(tokenizer), [prompt], PromptReport(num_echoed=1))
+    (choice,) = replies.whole([done], Usage(len(ids), len(new), 0))["choices"]
+    assert choice["text"] == text
+    tokens, offsets = (choice["logprobs"][name] for name in ("tokens", "text_offset"))
+    assert offsets[len(ids)] == len(prompt)
+    for token, offset in list(zip(tokens, offsets, strict=True))[1:]:
+        assert token.startswith("bytes:") or text.startswith(token, offset)
 
 
 def test_a_token_that_the_model_excludes_has_a_number_that_json_can_hold(emitted: EmittedTokens) -> None:

@@ -337,6 +337,11 @@ def test_keys_are_read_from_a_file(tmp_path: Any) -> None:
         file.write_text(content)
         with pytest.raises(BadSetting, match=says):
             keys_from(ServerOptions(api_key_file=file), {})
+    file.write_bytes(b"\xef\xbb\xbf# na\xefve\n" + KEYS[0].encode() + b"\r\n")
+    assert keys_from(ServerOptions(api_key_file=file), {}) == ApiKeys.of(list(KEYS[:1]))
+    file.write_bytes(KEYS[0].encode() + b"\xc3\n")
+    with pytest.raises(BadSetting, match="API key 1 cannot be used; a key has at least 8 printable ASCII characters"):
+        keys_from(ServerOptions(api_key_file=file), {})
     with pytest.raises(BadSetting, match="cannot be read"):
         keys_from(ServerOptions(api_key_file=tmp_path / "missing"), {})
     assert KEYS[0] not in repr(ApiKeys.of(list(KEYS)))

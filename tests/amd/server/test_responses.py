@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.unserved import OF_RESPONSES
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
@@ -119,6 +120,23 @@ def test_reasoning_comes_as_an_item_of_its_own(thinker: Running, monkeypatch: py
     answer = ask(thinker)
     assert reported(answer) == ("completed", [["reasoning", "Two and two."], ["message", "Four."]])
     assert answer.usage.output_tokens_details.reasoning_tokens == len("Two and two.")
+
+
+def test_the_token_before_a_text_is_no_token_of_the_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = tokenizer("hermes")
+    ours = Tokenizer(words.backend, 9, ChatTemplate(THINKING))
+    forced(monkeypatch, "Two and two.</think>\n\nFour.")
+    with running(tool_engine("hermes"), tokenizer=ours) as served:
+        answer = ask(served)
+    assert answer.usage.output_tokens_details.reasoning_tokens == len("Two and two.")
+
+
+def test_an_answer_says_how_it_was_sampled(thinker: Running) -> None:
+    with running(tool_engine("hermes"), tokenizer=tokenizer("hermes"), defaults=Sampling(0.6, 0.9)) as served:
+        for said, expected in (({}, (0.6, 0.9)), ({"temperature": 0.5}, (0.5, 0.9)), ({"top_p": 1}, (0.6, 1))):
+            answer = post(served, {"model": NAME, "input": "?", "max_output_tokens": 1, **said}, PATH).json
+            assert (answer["temperature"], answer["top_p"]) == expected
+    assert post(thinker, {"model": NAME, "input": "?", "max_output_tokens": 1}, PATH).json["temperature"] == 1
 
 
 def test_an_answer_that_is_cut_is_incomplete(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

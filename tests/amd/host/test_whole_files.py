@@ -1,0 +1,84 @@
+"""A file that cannot be written to its end leaves the older one, and nothing of itself."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rocm_attn.capture.kernel_bundle import load_bundle, save_bundle
+from rocm_attn.errors import BadSetting
+from rocm_attn.machine.tuning_file import TuningFile
+from rocm_attn.machine.whole_files import whole_file
+from rocm_attn.selection import probe
+from rocm_attn.watch.evidence import EvidenceFile
+
+OLD = "old"
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A place with an older file, where the system writes no byte of a new one."""
+    place = tmp_path / "kept" / "file"
+    place.parent.mkdir()
+    place.write_text(OLD)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield place
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _evidence(place: Path) -> None:
+    file = EvidenceFile.__new__(EvidenceFile)
+    file.path = place
+    file._write({"out": torch.zeros(1000)})
+
+
+def _tuning(place: Path) -> None:
+    with pytest.raises(BadSetting, match="cannot be written") as refused:
+        TuningFile(()).write(place)
+    assert refused.value.__cause__ is not None
+    raise refused.value.__cause__
+
+
+def _verdict(place: Path) -> None:
+    probe._write(place, {"kernel": "wrong"})
+    raise OSError("a verdict that is not kept is no error")
+
+
+def _bundle(place: Path) -> None:
+    save_bundle(place, place.parent, {"arch": "gfx942"})
+
+
+def _record(place: Path) -> None:
+    with whole_file(place) as part:
+        part.write_text("new")
+
+
+@pytest.mark.parametrize("write", [_evidence, _tuning, _verdict, _bundle, _record])
+def test_a_full_disk_leaves_the_older_file_alone(write: Callable[[Path], None], full: Path) -> None:
+    with pytest.raises(OSError, match=r"too large|could not be written|no error"):
+        write(full)
+    assert [path.name for path in full.parent.iterdir()] == [full.name]
+    assert full.read_text() == OLD
+
+
+def test_entries_of_a_bundle_leave_no_parts_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "from" / "ENTRY").mkdir(parents=True)
+    (tmp_path / "from" / "ENTRY" / "kernel.hsaco").write_bytes(b"code")
+    save_bundle(tmp_path / "bundle", tmp_path / "from", {})
+
+    def write_half(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:2])
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(OSError, match="no space"):
+        load_bundle(tmp_path / "bundle", tmp_path / "to", {})
+    assert [path for path in (tmp_path / "to").rglob("*") if path.is_file()] == []

@@ -94,6 +94,38 @@ def test_a_mask_says_what_is_seen(window: int, packed: bool, device: torch.devic
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, Q_LENS, scores))
 
 
+def test_each_window_has_the_cells_of_its_own(device: torch.device) -> None:
+    """A masked step has its window in its cells: another one after the plan, or in the next plan, needs others."""
+    cells, of_seqs = random_mask(Q_LENS, KV_LENS)
+    batch, q = new_batch(KV_LENS, 4, device=device), queries(sum(Q_LENS), device=device)
+    ones = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (5, 5, 24, 4)]
+    for wrapper in (
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device)),
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *ones),
+    ):
+        for planned, of_call in ((-1, 3), (2, 6)):
+            said: dict[str, Any] = {"custom_mask": cells.to(device), "q_data_type": "float32", "window_left": planned}
+            wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, sm_scale=0.3, **said)
+            found = {planned: wrapper.run(q, batch.cache, return_lse=True)}
+            found[of_call] = wrapper.forward_return_lse(q, batch.cache, sm_scale=0.3, window_left=of_call)
+            for window, its in found.items():
+                check(
+                    its, wanted(batch, q, Q_LENS, [Scores(0.3, window_left=window, shown=shown) for shown in of_seqs])
+                )
+
+
+def test_a_captured_prefill_with_a_mask_may_have_no_new_tokens(device: torch.device) -> None:
+    buffers = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (3, 3, 24, 2)]
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *buffers)
+    batch = new_batch((5, 2), 4, device=device)
+    for q_lens in ((1, 1), (0, 0)):
+        mask = torch.ones(sum(q * kv for q, kv in zip(q_lens, (5, 2), strict=True)), dtype=torch.bool, device=device)
+        wrapper.plan(indptr(q_lens, device), *batch.lists, *SIZES, 4, custom_mask=mask, q_data_type="float32")
+        out = wrapper.run(queries(sum(q_lens), device=device), batch.cache)
+        assert isinstance(out, Tensor)
+        assert len(out) == sum(q_lens)
+
+
 def test_a_mask_of_another_size_is_refused(device: torch.device) -> None:
     batch = new_batch(KV_LENS, 4, device=device)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor, Unsupported
+from rocm_attn.errors import BadSetting, BadTensor, Unsupported
 from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, indptr, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Array, Scores
@@ -215,6 +215,25 @@ def test_scales_and_sinks_are_those_of_the_call(device: torch.device) -> None:
         assert isinstance(found, tuple)
         assert found[0].dtype == torch.float64
         check(wrapper.run_return_lse(q, batch.cache), wanted(batch, q, Q_LENS, [Scores(DIM**-0.5)] * len(Q_LENS)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "message"),
+    [
+        (torch.int32, BadSetting, "the output's dtype is torch.int32; it must be one of floats"),
+        ("float8_e4m3fn", Unsupported, "outputs in torch.float8_e4m3fn are not served"),
+    ],
+)
+def test_outputs_of_whole_numbers_or_eight_bits_are_refused(
+    dtype: Any, error: type[Exception], message: str, device: torch.device
+) -> None:
+    batch = new_batch(KV_LENS, 4, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(error, match=message):
+        wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, q_data_type=torch.float32, o_data_type=dtype)
+    q, k = queries(3, device=device), torch.zeros((5, 2, DIM), device=device)
+    with pytest.raises(error, match=message):
+        flashinfer.single_prefill_with_kv_cache(q, k, k, o_dtype=dtype)
 
 
 def test_a_token_that_sees_nothing_has_the_log_sum_exp_of_its_sinks(device: torch.device) -> None:

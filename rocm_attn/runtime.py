@@ -158,7 +158,7 @@ class AttentionRuntime:
                 If not given, the ladders decide
         halves: 1: the step runs whole; 2: in two halves, for two-batch overlap
         Raises NeverFits, BadBatch; Unsupported for prefixes that no layer can share, and for several branches of drafts
-        if a layer's problem has no custom_mask; BadTensor for inputs on another device.
+        if a layer's problem has no custom_mask; BadTensor for inputs on another device; BadSetting for other halves.
         """
         if isinstance(pad_to, PaddedShape):
             return self.gate.planner.plan_as(batch, pad_to)

@@ -14,8 +14,8 @@ step's counts end with the last live sequence, so the host need not know how man
 A length that is cut, and fewer new tokens than min_q_len, set LENGTH_BEYOND_BOUND in the step's error word. So do
 boundaries that do not begin at 0, and new tokens of a sequence that is not live if a live one comes after it: the
 tokens of that one lie elsewhere in the engine's tensors. A row outside of the table sets ROW_NOT_IN_TABLE: its sequence
-is taken for a pad. If two sequences with new tokens have the same row, ROW_TWICE is set: each writes the step's number
-to the row's place and finds it there already.
+is taken for a pad. If two sequences with KV and new tokens have the same row, ROW_TWICE is set: each writes the step's
+number to the row's place and finds it there already.
 
 One program does it all: it alone knows the sums, and engines have some thousand sequences at most. The header of the
 slot and the echo of the step before: slot_layout.py, publish.py.
@@ -154,7 +154,7 @@ def _publish_engine_kernel(
         # Left out, its tokens lie between those of others in the engine's tensors.
         left_out = tl.minimum(left_out, tl.where(in_table & ~is_live & (new != 0), seq, num_seqs_padded))
         if HAS_ROWS:
-            stores = is_live & (taken > 0)
+            stores = (kept > 0) & (taken > 0)  # without KV, nothing has a place to be stored at
             number = tl.zeros([SEQS], tl.int32) + step
             found = tl.atomic_xchg(named + row, number, mask=stores, sem="relaxed")
             errors |= tl.where(stores & (found == step), _ROW_TWICE, 0)

@@ -64,7 +64,7 @@ def publish_engine(
     if given.q_form != Q_EACH_ONE:
         live_after = is_live.flip(0).cumsum(0).flip(0) > 0
         cut |= (in_table & ~is_live & (new != 0) & live_after).any()
-    stored, named = row[is_live & (taken > 0) & (given.rows is not None)], bounds.rows.named
+    stored, named = row[(kept > 0) & (taken > 0) & (given.rows is not None)], bounds.rows.named
     is_twice = len(stored.unique()) < len(stored)
     named[stored] = slot[STEP].to(named.device)
     own_row = seq + 1 if to.gathered else row

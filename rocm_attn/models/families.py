@@ -120,6 +120,12 @@ def embeddings_by_width(fields: Fields) -> Multipliers:
     return Multipliers(embedding=fields.count("hidden_size") ** 0.5, rounds_embedding=True)
 
 
+def gpt_oss_rope(fields: Fields) -> Mapping[str, object]:
+    """The rotary embedding of gpt-oss, if the file leaves it out."""
+    said = fields.has("rope_scaling") or fields.has("rope_parameters")
+    return {} if said else {"rope_parameters": _GPT_OSS_ROPE}
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """The parts of a model other than attention, for families that the runner runs.
@@ -233,6 +239,16 @@ _GPT_OSS: dict[str, object] = {
     "sliding_window": 128,
     "attention_bias": True,
     "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+}
+# GptOssConfig, for a file that has no such parameters.
+_GPT_OSS_ROPE: dict[str, object] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 _GEMMA: dict[str, object] = {
     "num_attention_heads": 8,
@@ -462,14 +478,16 @@ FAMILIES: Mapping[str, Family] = {
     "MiniMaxM3VLForCausalLM": _MINIMAX_M3_FAMILY,
     "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3_FAMILY,
     "GptOssForCausalLM": Family(
-        GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts)
+        GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts), derived=gpt_oss_rope
     ),
     "DeepseekV2ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v2_experts, interleaved_rows)),
     "DeepseekV32ForCausalLM": Family(
         indexed_latent_layers, decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=False))
     ),
     "GlmMoeDsaForCausalLM": Family(
-        indexed_latent_layers, decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=True))
+        indexed_latent_layers,
+        {"rms_norm_eps": 1e-5},
+        Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=True)),
     ),
     "DeepseekV3ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v3_experts, interleaved_rows)),
     "DeepseekV4ForCausalLM": Family(compressed_layers),

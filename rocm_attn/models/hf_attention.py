@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer, window_left
+from rocm_attn.models.hf_rope import rope_fields
 from rocm_attn.problem import UNLIMITED_WINDOW
 
 
@@ -172,8 +173,7 @@ class GroupedAttention:
 def latent_layers(fields: Fields) -> AttentionGeometry:
     """DeepSeek's layers, with the projections of K and V absorbed into those of q and output. Raises BadModel."""
     latent_dim, rope_dim = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", least=0)
-    # transformers 5 writes the second name
-    scaling = fields.inner("rope_scaling" if fields.has("rope_scaling") else "rope_parameters")
+    scaling = rope_fields(fields)
     # YaRN sharpens the softmax of a context that was stretched by `factor`.
     sharper = 1.0
     if scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:

@@ -99,10 +99,10 @@ def sigmoid_routing(fields: Fields) -> Routing:
         num_chosen=fields.count("num_experts_per_tok"),
         normalised=fields.flag("norm_topk_prob", True),
         scores=ExpertScores.SIGMOID,
-        num_groups=fields.count("n_group", 1),
-        num_groups_chosen=fields.count("topk_group", 1),
+        num_groups=fields.count("n_group"),
+        num_groups_chosen=fields.count("topk_group"),
         best_of_group=2,
-        scale=fields.positive("routed_scaling_factor", 1.0),
+        scale=fields.positive("routed_scaling_factor"),
         has_correction=True,
         in_float32=True,
     )

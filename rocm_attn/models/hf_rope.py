@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from rocm_attn.errors import BadModel
-from rocm_attn.models.fields import Fields
+from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.rope import (
     DivisorScaling,
@@ -30,11 +30,33 @@ _THETA_OF_FULL, _THETA_OF_WINDOWED = 1e6, 1e4
 _OF_FIRST_ELEMENTS = ("default", "linear", "llama3", "yarn")
 
 
+def rope_fields(fields: Fields) -> Fields:
+    """The parameters of a model with one rotary embedding. Raises BadModel for two sets that differ."""
+    return _only_one(fields, fields.inner("rope_parameters"))
+
+
+def _only_one(fields: Fields, parameters: Fields) -> Fields:
+    """These parameters, or those in rope_scaling if there are none. Raises BadModel if both are there and differ.
+
+    Readers of such files differ: transformers takes rope_scaling, and the base that is only in the other is lost.
+    """
+    scaling = fields.inner("rope_scaling")
+    if not parameters.values:
+        return scaling
+    names = {"type": "rope_type"}
+    for name, value in scaling.values.items():
+        if parameters.values.get(names.get(name, name)) != value:
+            raise BadModel(
+                f"{fields.source} has rope_scaling with {name} {shown(value)}, and {parameters.source} has "
+                f"{shown(parameters.values.get(names.get(name, name)))}; keep one of them, with rope_theta in it"
+            )
+    return parameters
+
+
 def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     """[layers] One rotary embedding for the whole model. Raises BadModel."""
-    parameters = fields.inner("rope_parameters")
-    scaling = parameters if parameters.values else fields.inner("rope_scaling")
-    theta = parameters.positive("rope_theta") if parameters.has("rope_theta") else fields.positive("rope_theta", 1e4)
+    scaling = rope_fields(fields)
+    theta = scaling.positive("rope_theta", fields.positive("rope_theta", 1e4))
     original = fields.values.get("original_max_position_embeddings")
     if original is not None:  # outside rope_scaling it takes precedence
         scaling = Fields({**scaling.values, "original_max_position_embeddings": original}, scaling.source)
@@ -53,8 +75,7 @@ def no_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
 
 def rope_of_first_elements(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     """[layers] One rotary embedding of the first partial_rotary_factor of every row. Raises BadModel."""
-    parameters = fields.inner("rope_parameters")
-    scaling = parameters if parameters.values else fields.inner("rope_scaling")
+    scaling = rope_fields(fields)
     given = Fields({**fields.values, **scaling.values}, scaling.source)
     share, kind = given.positive("partial_rotary_factor", 1.0), given.text("rope_type", given.text("type", "default"))
     if share > 1.0 or kind not in _OF_FIRST_ELEMENTS:
@@ -72,11 +93,12 @@ def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rop
     context_len, parameters = fields.count("max_position_embeddings"), fields.inner("rope_parameters")
     if parameters.values:
         full, windowed = _both_kinds(parameters)
+        full = _only_one(fields, full)
         thetas = (full.positive("rope_theta", _THETA_OF_FULL), windowed.positive("rope_theta", _THETA_OF_WINDOWED))
     else:
         full, windowed = fields.inner("rope_scaling"), Fields({}, fields.source)
         thetas = (
-            fields.positive("rope_theta", _THETA_OF_FULL),
+            full.positive("rope_theta", fields.positive("rope_theta", _THETA_OF_FULL)),
             fields.positive("rope_local_base_freq", _THETA_OF_WINDOWED),
         )
     for place in (fields, full, windowed):

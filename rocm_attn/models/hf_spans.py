@@ -48,8 +48,17 @@ def gemma4_image_layers(fields: Fields) -> AttentionGeometry:
 
 _GEMMA = GroupedAttention(no_window)
 _GEMMA2 = GroupedAttention(even_layers_slide)
-_GEMMA_FIELDS: dict[str, object] = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}
+# GemmaConfig and Gemma2Config: their numbers fill a text model that leaves some out.
+_GEMMA_FIELDS: dict[str, object] = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+}
 _GEMMA2_FIELDS: dict[str, object] = {
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
@@ -62,6 +71,6 @@ def paligemma_layers(fields: Fields) -> AttentionGeometry:
     kind = fields.text("model_type", "gemma")
     if kind not in ("gemma", "gemma2"):
         raise Unsupported(f"PaliGemma over a text model of type {shown(kind)} is not served; it may be gemma or gemma2")
-    attention, defaults = (_GEMMA, _GEMMA_FIELDS) if kind == "gemma" else (_GEMMA2, {**_GEMMA_FIELDS, **_GEMMA2_FIELDS})
-    filled = Fields({"num_hidden_layers": 18, **defaults, **fields.values}, fields.source)
+    attention, defaults = (_GEMMA, _GEMMA_FIELDS) if kind == "gemma" else (_GEMMA2, _GEMMA2_FIELDS)
+    filled = Fields({**defaults, **fields.values}, fields.source)
     return WithSpans(attention, pass_window=True)(filled)

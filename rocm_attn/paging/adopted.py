@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.batch.step_batch import INT32_MAX, as_int32
 from rocm_attn.errors import BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.metadata.engine_tensors import EngineRows, GatherSource
@@ -251,8 +251,8 @@ class AdoptedTables:
         """Writes the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
 
         It makes one copy to the device, on the current stream, without a wait; the rest of a row stays. Raises
-        WrongState while another thread has a step, and BadTensor if pages do not fit, and for a table that has no rows
-        of pages.
+        WrongState while another thread has a step, BadTensor if pages do not fit, and for a table that has no rows of
+        pages, and BadBatch for pages that are no integers, or outside of int32; nothing is written then.
         """
         self._gate.change("tables.write()")
         source = self._of(space).source
@@ -266,10 +266,9 @@ class AdoptedTables:
                 f"{list(entries.shape)}; give it more rows or columns"
             )
         if width:
+            numbers = as_int32("pages", list(itertools.chain.from_iterable(pages)))
             cells = torch.zeros((len(pages), width), dtype=entries.dtype, pin_memory=self.device.type == "cuda")
-            cells.numpy()[np.arange(width) < lens[:, None]] = np.fromiter(
-                itertools.chain.from_iterable(pages), np.int64
-            )
+            cells.numpy()[np.arange(width) < lens[:, None]] = numbers
             entries[: len(pages), :width].copy_(cells, non_blocking=True)
 
     def use(self, source: Source | Tensor, space: Space = Space.FULL) -> None:

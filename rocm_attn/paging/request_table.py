@@ -205,15 +205,19 @@ class RequestTable:
         rows, kv_len: integers [num_seqs]
         """
         rows, kv_len = as_int32("rows", rows), as_int32("kv_len", kv_len)
-        short = self._rows.reserved_len.take(rows) < kv_len
-        if len(rows) == 0 or short[short.argmax()]:
+        if len(rows) != len(kv_len) or len(rows) == 0:
+            return False
+        short = self.room(rows) < kv_len
+        if short[short.argmax()]:
             return False
         self._rows.known_room = rows.tobytes(), kv_len.tobytes()
         return True
 
     def room(self, rows: Integers) -> Int32Array:
         """int32 [n]: tokens that each row has room for in every space; -1: it is not admitted. rows: integers [n]"""
-        return self._rows.reserved_len.take(as_int32("rows", rows))
+        rows, lengths = as_int32("rows", rows), self._rows.reserved_len
+        outside = rows.view(np.uint32) >= len(lengths)  # read as unsigned numbers, negative rows are huge
+        return np.where(outside, np.int32(-1), lengths.take(rows, mode="clip"))
 
     def evict(self, rows: Integers, kv_len: Integers) -> None:
         """Gives back pages that no later step needs of rows[i], which have kv_len[i] tokens stored or on their way.

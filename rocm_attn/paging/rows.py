@@ -11,6 +11,7 @@ import numpy.typing as npt
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadBatch, BadSetting, OutOfRows, WrongState
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
 from rocm_attn.paging.page_table import PageTable, Places, TableGuards
 from rocm_attn.paging.row_states import RowStates
@@ -140,7 +141,11 @@ class Rows:
         return max(0, int(self.capacity[row])) // self.page_size
 
     def must_be_admitted(self, row: int) -> None:
-        if not RESERVED_ROW < row < len(self.capacity) or self.capacity[row] < 0:
+        try:
+            is_admitted = RESERVED_ROW < row < len(self.capacity) and self.capacity[row] >= 0
+        except (TypeError, IndexError):  # a float, a string or None is no row
+            is_admitted = False
+        if not is_admitted:
             raise WrongState(f"row {row} is not admitted: it was never handed out, or it was freed already")
 
     def must_all_be_admitted(self, rows: Places) -> None:
@@ -158,9 +163,9 @@ class Rows:
             raise BadBatch(f"row {rows[seq]} occurs twice in one step; give each sequence its own row")
 
     def must_have_room(self, row: int, kv_len: int, refused: str) -> None:
-        """Raises WrongState unless a row is admitted, and BadBatch with `refused` unless it has room."""
+        """Raises WrongState unless a row is admitted, BadSetting for a part of a token, and BadBatch without room."""
         self.must_be_admitted(row)
-        if not 0 <= kv_len <= self.reserved_len[row]:
+        if not 0 <= whole_number("kv_len", kv_len) <= self.reserved_len[row]:
             raise BadBatch(f"row {row} has room for {self.reserved_len[row]} tokens; {refused}")
 
     def forget(self, row: int) -> None:

@@ -60,8 +60,8 @@ _WHAT = {
     "dropped, and missing cells hide their keys; give as many as kv_len and q_len require",
     PAGE_NOT_IN_POOL: "a page in the table of a sequence's KV is negative or past the bound pages, and the sequence "
     "was treated as padding; look for code that wrote the table, or bind all pages that it names",
-    ROW_TWICE: "two sequences with new tokens have the same row of the table, and may have stored over each other; "
-    "give each sequence of a step its own row",
+    ROW_TWICE: "two sequences with KV and new tokens have the same row of the table, and may have stored over each "
+    "other; give each sequence of a step its own row",
     BAD_PARENT: "the parent of a new draft is not an earlier node of its tree, or in a round of drafts not a branch of "
     "the step before; the draft was treated as one without a parent; look for the code that chose the parents",
     UNSTORED_TOKEN: "lengths on the device let a step begin after the tokens that its row has stored; it was moved "

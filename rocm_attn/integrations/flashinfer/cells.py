@@ -68,7 +68,9 @@ def ranged_cells(lengths: BatchLengths, ranges: Tensor, causal_left: int, range_
 
 
 def token_positions(lengths: BatchLengths) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Returns the position of each new token in its sequence: int64 [tokens]."""
+    """Returns the position of each new token in its sequence: int64 [tokens], at least one entry."""
+    if not lengths.num_tokens:
+        return np.zeros(1, np.int64)
     q_len = lengths.q_len
     first = lengths.kv_len - q_len - lengths.q_indptr[:-1]
     return np.repeat(first, q_len) + np.arange(lengths.num_tokens)

@@ -40,15 +40,17 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         raise BadTensor(f"s is {s.dtype}; it is written, so it must be torch.float32")
     if v.stride(-1) != 1:
         raise BadTensor(f"v has strides {list(v.stride())}; it is written, so its last stride must be 1")
-    other = s_other.to(torch.float32) * _LN_2
-    if mask is not None:
-        if mask.shape != s.shape[:1]:
-            raise BadTensor(f"mask is {list(mask.shape)}; it must have one entry for each of {s.shape[0]} tokens")
-        other = other.masked_fill((mask == 0)[:, None], float("-inf"))
-    merged = s * _LN_2
-    _merge((v, merged), (v_other, other), (v, merged))
-    merged.mul_(LOG2_E)
-    s.copy_(merged if mask is None else torch.where((mask != 0)[:, None], merged, s))
+    if mask is not None and mask.shape != s.shape[:1]:
+        raise BadTensor(f"mask is {list(mask.shape)}; it must have one entry for each of {s.shape[0]} tokens")
+    merged, lse = v if mask is None else torch.empty_like(v, memory_format=torch.contiguous_format), s * _LN_2
+    _merge((v, lse), (v_other, s_other.to(torch.float32) * _LN_2), (merged, lse))
+    lse.mul_(LOG2_E)
+    if mask is None:
+        s.copy_(lse)
+    else:
+        takes = (mask != 0)[:, None]
+        s.copy_(torch.where(takes, lse, s))
+        v.copy_(torch.where(takes[:, None], merged, v))
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,8 @@ class PlannedAttention:
         self._room = NO_ROOM
         self._page_size = 0
         self._lists: PageLists | None = None
-        self._built: dict[tuple[Problem, bool], _Built] = {}
+        # By problem, by Geometry.deterministic, and by window, which a masked step has in its cells.
+        self._built: dict[tuple[Problem, bool, int], _Built] = {}
         self._ran: set[_Run] = set()
         self._geometry: Geometry | None = None
         self._plan = 0
@@ -179,7 +180,8 @@ class PlannedAttention:
         """Returns the attention of a geometry, after a step of the batch has begun in it."""
         sight = self._sight_of(batch, geometry)
         problem = geometry.problem(causal=sight is Sight.CAUSAL, masked=sight is Sight.CELLS)
-        built = self._built.get((problem, geometry.deterministic))
+        key = problem, geometry.deterministic, geometry.window_left
+        built = self._built.get(key)
         if built is not None:
             built.attention.take_over()  # a wrapper's calls do not overlap, but may come from any thread
             if built.plan == self._plan:
@@ -189,7 +191,7 @@ class PlannedAttention:
             if self._fixed is None and len(self._built) >= _MOST_BUILT:
                 del self._built[next(iter(self._built))]
             built = _Built(self._new(geometry, problem))
-            self._built[problem, geometry.deterministic] = built
+            self._built[key] = built
         built.attention.begin(self._step(batch, geometry, sight))
         built.attention.fill()
         built.plan = self._plan

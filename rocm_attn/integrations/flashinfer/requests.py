@@ -59,6 +59,16 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def as_out_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Returns the dtype of an output, given as such or by its name. Raises BadSetting, Unsupported."""
+    found = as_dtype(dtype)
+    if not found.is_floating_point:
+        raise BadSetting(f"the output's dtype is {found}; it must be one of floats")
+    if found.itemsize == 1:
+        raise Unsupported(f"outputs in {found} are not served; take them in 16 bits, and scale and convert them")
+    return found
+
+
 _chosen = ["auto"]
 
 

@@ -119,8 +119,10 @@ def _drawn(weights: Tensor, row: Tensor, uniform: Tensor) -> tuple[Tensor, Tenso
 
 
 def _sampled(weights: Tensor, given: Given) -> Samples:
-    """Returns a sample for each row of weights, or for the rows of given.indices."""
+    """Returns a sample for each row of weights, or for the rows of given.indices. Raises BadTensor, BadSetting."""
     indices, draws = given.indices, _Draws(given.generator, given.seed, given.offset)
+    if indices is not None and (indices.dim() != 1 or indices.is_floating_point() or indices.dtype == torch.bool):
+        raise BadTensor(f"indices are {indices.dtype} {list(indices.shape)}; they must be integers of one dimension")
     row = torch.arange(len(weights), device=weights.device) if indices is None else indices.long()
     token, valid = _drawn(weights, row, draws.of(len(row), 1, weights.device)[:, 0])
     token = token.to(torch.int32 if indices is None else indices.dtype)

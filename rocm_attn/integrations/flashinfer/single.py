@@ -16,7 +16,7 @@ from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
 from rocm_attn.integrations.flashinfer.cells import NO_MASKS, Masks
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
-from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, check_layout, provider_of
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_out_dtype, check_layout, provider_of
 from rocm_attn.machine.devices import with_index
 
 
@@ -52,6 +52,7 @@ def attend_alone(
             f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} as NHD; each must have 3 dimensions, and "
             "k and v the same tokens and heads"
         )
+    of_out = q.dtype if out_dtype == "as q" else as_out_dtype(out_dtype)
     device = with_index(q.device)
     sizes = q.shape[1], k.shape[1], q.shape[2], v.shape[2], 1, q.dtype, k.dtype
     geometry = scores.over(Geometry(*sizes, causal=causal))
@@ -60,4 +61,4 @@ def attend_alone(
     planned = _planned_alone(device, provider_of(backend), get_ident())
     planned.plan(token_batch(lengths, kv_indptr, masks, device), geometry)
     pages = k.unsqueeze(1), v.unsqueeze(1)
-    return attend(planned, geometry, q.dtype if out_dtype == "as q" else out_dtype, q, pages, call)
+    return attend(planned, geometry, of_out, q, pages, call)

@@ -63,8 +63,10 @@ class BlockSparseAttentionWrapper(PlannedWrapper):
             )
         page_size = math.gcd(C, _MOST_PER_PAGE)
         per_block = C // page_size
-        part = torch.arange(per_block, dtype=torch.int32, device=indices.device)
-        pages = (indices[: blocks[-1], None].to(torch.int32) * per_block + part).flatten()
+        part = torch.arange(per_block, device=indices.device)
+        # Outside of the matrix one index is as wrong as another; a large one must not overflow to one inside.
+        chosen = indices[: blocks[-1], None].clamp(-1, N // C).long()
+        pages = (chosen * per_block + part).flatten()
         lengths = BatchLengths(np.minimum(np.arange(num_rows + 1) * R, M), blocks[:-1] * per_block, np.diff(blocks) * C)
         masks, mask = Masks(packed=given.packed_mask), given.mask
         if given.packed_mask is None and mask is not None:

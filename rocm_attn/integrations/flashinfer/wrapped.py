@@ -16,7 +16,7 @@ from rocm_attn.integrations.flashinfer.batch import BatchCapacity, PlannedBatch
 from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
 from rocm_attn.integrations.flashinfer.names import REFUSED_ATTRIBUTES, NotServed, reason_in
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
-from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, check_layout, provider_of
+from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_out_dtype, check_layout, provider_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 
 
@@ -124,7 +124,9 @@ class PlannedWrapper(Wrapper):
         return PlannedAttention(self.device, self._provider, fixed=fixed, each_one=each_one)
 
     def _plan(self, batch: PlannedBatch, geometry: Geometry, out_dtype: torch.dtype, *, each_one: bool = False) -> None:
-        """Plans a batch for later calls. Raises Unsupported, BadBatch, NeverFits, BadTensor."""
+        """Plans a batch for later calls. Raises Unsupported, BadSetting, BadBatch, NeverFits, BadTensor."""
+        if out_dtype != geometry.dtype:
+            out_dtype = as_out_dtype(out_dtype)
         planned = self._planned or self._new_planned(batch, each_one=each_one)
         planned.plan(batch, geometry)
         self._planned, self._geometry, self._out_dtype = planned, geometry, out_dtype

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.errors import BadBatch, BadTensor, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.paging.adopted import CsrSource, TableSource, TableUnit
 from rocm_attn.paging.adopted_pages import layer_pages
@@ -123,6 +123,11 @@ def test_a_table_is_written_from_lists_and_replaced_by_a_tensor(device: torch.de
     for pages in ([[1]] * 5, [[1] * 7]):
         with pytest.raises(BadTensor, match="do not fit the table of the FULL space"):
             attention.tables.write(pages)
+    written = table.clone()
+    for strange, message in (([[1.5]], "must hold integers"), ([[2**32 + 1]], "outside of int32")):
+        with pytest.raises(BadBatch, match=f"pages holds .*{message}"):
+            attention.tables.write(strange)  # type: ignore[arg-type]
+    assert table.equal(written), "page 1 would be another sequence's"
     with pytest.raises(BadTensor, match="no layer lives in the SWA space"):
         attention.tables.write([[1]], Space.SWA)
     other = torch.zeros((2, 8), dtype=torch.int32, device=device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor, Unsupported
+from rocm_attn.errors import BadSetting, BadTensor, Unsupported
 from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, indptr, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Array, Scores
@@ -65,6 +65,16 @@ def test_new_tokens_are_the_last_of_their_sequence(
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, q_lens, [scores] * len(q_lens)))
 
 
+def test_a_sequence_without_kv_is_no_fault_of_later_plans(device: torch.device) -> None:
+    """It begins at the entry of the sequence after it."""
+    kv_lens, q_lens, scores = (1, 0, 4), (3, 2, 5), Scores(0.3, causal=False)
+    batch, q = new_batch(kv_lens, 4, device=device), queries(sum(q_lens), device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    for _ in range(4):
+        wrapper.plan(indptr(q_lens, device), *batch.lists, *SIZES, 4, sm_scale=0.3, q_data_type=torch.float32)
+        check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, q_lens, [scores] * 3))
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("window", [-1, 3])
 @pytest.mark.parametrize("packed", [False, True])
@@ -82,6 +92,38 @@ def test_a_mask_says_what_is_seen(window: int, packed: bool, device: torch.devic
     wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, **said)
     q = queries(sum(Q_LENS), device=device)
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, Q_LENS, scores))
+
+
+def test_each_window_has_the_cells_of_its_own(device: torch.device) -> None:
+    """A masked step has its window in its cells: another one after the plan, or in the next plan, needs others."""
+    cells, of_seqs = random_mask(Q_LENS, KV_LENS)
+    batch, q = new_batch(KV_LENS, 4, device=device), queries(sum(Q_LENS), device=device)
+    ones = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (5, 5, 24, 4)]
+    for wrapper in (
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device)),
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *ones),
+    ):
+        for planned, of_call in ((-1, 3), (2, 6)):
+            said: dict[str, Any] = {"custom_mask": cells.to(device), "q_data_type": "float32", "window_left": planned}
+            wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, sm_scale=0.3, **said)
+            found = {planned: wrapper.run(q, batch.cache, return_lse=True)}
+            found[of_call] = wrapper.forward_return_lse(q, batch.cache, sm_scale=0.3, window_left=of_call)
+            for window, its in found.items():
+                check(
+                    its, wanted(batch, q, Q_LENS, [Scores(0.3, window_left=window, shown=shown) for shown in of_seqs])
+                )
+
+
+def test_a_captured_prefill_with_a_mask_may_have_no_new_tokens(device: torch.device) -> None:
+    buffers = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (3, 3, 24, 2)]
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *buffers)
+    batch = new_batch((5, 2), 4, device=device)
+    for q_lens in ((1, 1), (0, 0)):
+        mask = torch.ones(sum(q * kv for q, kv in zip(q_lens, (5, 2), strict=True)), dtype=torch.bool, device=device)
+        wrapper.plan(indptr(q_lens, device), *batch.lists, *SIZES, 4, custom_mask=mask, q_data_type="float32")
+        out = wrapper.run(queries(sum(q_lens), device=device), batch.cache)
+        assert isinstance(out, Tensor)
+        assert len(out) == sum(q_lens)
 
 
 def test_a_mask_of_another_size_is_refused(device: torch.device) -> None:
@@ -173,6 +215,25 @@ def test_scales_and_sinks_are_those_of_the_call(device: torch.device) -> None:
         assert isinstance(found, tuple)
         assert found[0].dtype == torch.float64
         check(wrapper.run_return_lse(q, batch.cache), wanted(batch, q, Q_LENS, [Scores(DIM**-0.5)] * len(Q_LENS)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "message"),
+    [
+        (torch.int32, BadSetting, "the output's dtype is torch.int32; it must be one of floats"),
+        ("float8_e4m3fn", Unsupported, "outputs in torch.float8_e4m3fn are not served"),
+    ],
+)
+def test_outputs_of_whole_numbers_or_eight_bits_are_refused(
+    dtype: Any, error: type[Exception], message: str, device: torch.device
+) -> None:
+    batch = new_batch(KV_LENS, 4, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(error, match=message):
+        wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, q_data_type=torch.float32, o_data_type=dtype)
+    q, k = queries(3, device=device), torch.zeros((5, 2, DIM), device=device)
+    with pytest.raises(error, match=message):
+        flashinfer.single_prefill_with_kv_cache(q, k, k, o_dtype=dtype)
 
 
 def test_a_token_that_sees_nothing_has_the_log_sum_exp_of_its_sinks(device: torch.device) -> None:

@@ -305,6 +305,11 @@ def test_wrong_inputs_are_refused(device: torch.device) -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: sample(probs[0]), BadTensor, "probs is torch.float32 .23.; it must be floats of .rows, vocab."),
         (lambda: sample(probs.int()), BadTensor, "probs is torch.int32"),
+        (
+            lambda: sample(probs, indices=seed + 0.5),
+            BadTensor,
+            r"indices are torch.float32 \[3\]; they must be integers",
+        ),
         (lambda: sample(probs, seed=1), BadSetting, "give both as int, both as tensors, or neither"),
         (lambda: sample(probs, seed=1, offset=seed), BadSetting, "not of one kind"),
         (lambda: sample(probs, seed=seed, offset=seed), BadTensor, r"it must be torch.int64 \[1\] or \[4\]"),

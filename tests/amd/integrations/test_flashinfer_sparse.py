@@ -137,6 +137,8 @@ def test_wrong_blocks_are_refused(device: torch.device) -> None:
         ((ints([0, 2, 1], device), lists[1], 8, 8, 4, 4), {}, BadBatch, "never fall"),
         ((ints([0, 1, 3], device), lists[1], 8, 8, 4, 4), {}, BadBatch, "end within the 2 indices"),
         ((lists[0], ints([0, 2], device), 8, 8, 4, 4), {}, BadBatch, "indices name blocks outside of 0 to 1"),
+        ((lists[0], torch.tensor([0, 2**62], device=device), 8, 512, 4, 256), {}, BadBatch, "outside of 0 to 1"),
+        ((lists[0], ints([0, -(2**30)], device), 8, 512, 4, 256), {}, BadBatch, "outside of 0 to 1"),
         ((*lists, 8, 8, 4, 4), {"mask": torch.ones(3, 4, 4)}, BadTensor, r"mask is .3, 4, 4.; it must be .2, 4, 4."),
         ((*lists, 8, 8, 4, 4), {"causal": True}, Unsupported, "causal is not served over chosen blocks"),
         ((*lists, 8, 8, 4, 4), {"block_mask": k}, Unsupported, "block_mask is not served: .*use VariableBlock"),

@@ -148,7 +148,7 @@ def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
             error |= ROW_NOT_IN_TABLE
         elif kept != length or (is_live and (taken != wanted or is_few or left_out)):
             error |= LENGTH_BEYOND_BOUND
-        if is_live and taken > 0 and step.has_rows:
+        if kept > 0 and taken > 0 and step.has_rows:
             error |= ROW_TWICE if row in stored else 0
             stored.add(row)
         if is_live:
@@ -206,6 +206,7 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
 @settings(max_examples=30)
 @given(step=steps())
 @example(step=Step([(2, 9, 3), (4, 7, 2)], Q_LENGTHS, True, True, False, [], 4, 9, stride=3))
+@example(step=Step([(2, 0, 3), (2, 7, 2), (2, 0, 2)], Q_LENGTHS, False, True, False, [], 4, 9))
 def test_an_engines_lengths_are_published_within_their_bounds(
     publish: Launch, kernel_device: torch.device, step: Step
 ) -> None:

@@ -18,10 +18,25 @@ from tests.amd.runner.hf_models import PUBLISHED, published, small_hf_config
 OF_MINICPM3 = ("scale_emb", "scale_depth", "dim_model_base", "kv_lora_rank", "hidden_size", "vocab_size")
 MINICPM3 = published("minicpm3-4b")
 OF_STATES = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+LLAMA = published("llama-3.1-8b")
+PALIGEMMA2 = published("paligemma2-3b-pt-224")
+OF_GEMMA2 = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 CONFIGS = {
     **{path.stem: published(path.stem) for path in sorted(PUBLISHED.glob("*.json"))},
     "minicpm3-4b, by its class": {name: value for name, value in MINICPM3.items() if name not in OF_MINICPM3},
     "minicpm3-4b, without factors": {**MINICPM3, "scale_depth": None, "dim_model_base": None},
+    "gpt-oss-20b, by its class": {
+        name: value for name, value in published("gpt-oss-20b").items() if name not in ("rope_scaling", "rope_theta")
+    },
+    "llama-3.1-8b, its base with the rest": {
+        **{name: value for name, value in LLAMA.items() if name != "rope_theta"},
+        "rope_scaling": {**LLAMA["rope_scaling"], "rope_theta": LLAMA["rope_theta"]},
+    },
+    "paligemma2-3b, by its class": {
+        **PALIGEMMA2,
+        "text_config": {name: value for name, value in PALIGEMMA2["text_config"].items() if name not in OF_GEMMA2},
+    },
+    "paligemma-3b, by its class": {**PALIGEMMA2, "text_config": {"model_type": "gemma", "hidden_size": 2048}},
     "nemotron-h-8b, by its class": {
         name: value for name, value in published("nemotron-h-8b-base-8k").items() if name not in OF_STATES
     },
@@ -56,6 +71,12 @@ def test_a_layer_of_no_known_kind_is_named_as_the_file_has_it(family: str, name:
         config_from_json(config | {name: [*config[name][:-1], kind]})
 
 
+def test_glm_5_has_the_epsilon_of_its_class() -> None:
+    config = config_of("glm_moe_dsa")
+    del config["rms_norm_eps"]
+    assert config_from_json(config).rms_norm_eps == 1e-5
+
+
 def test_scores_of_deepseek_without_mscale_are_not_sharpened() -> None:
     config = published("deepseek-v3")
     flat = {**config, "rope_scaling": {**config["rope_scaling"], "mscale_all_dim": 0}}
@@ -85,6 +106,15 @@ def config_of(model: str) -> dict[str, Any]:
             {"rope_parameters": {"rope_theta": 1e4}},
             "rope_parameters holds rope_theta; it must hold full_attention and sliding_attention",
         ),
+        (
+            "llama-3.1-8b",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "config.json has rope_scaling with factor 8.0, and config.json: rope_parameters has 4.0; keep one of them",
+        ),
+        ("gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "full_attention has 'linear'; keep one of"),
+        ("deepseek-v3", {"routed_scaling_factor": None}, "does not say routed_scaling_factor; the file is not comp"),
+        ("deepseek-v3", {"n_group": None}, "does not say n_group; the file is not complete"),
+        ("deepseek-v3", {"topk_group": None}, "does not say topk_group; the file is not complete"),
         ("gpt-oss-20b", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
         ("gpt-oss-20b", {"num_local_experts": 3}, "4 of 3 experts"),
         (

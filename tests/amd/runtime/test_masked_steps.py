@@ -145,6 +145,14 @@ def test_the_caller_may_change_its_mask_after_the_step_has_begun(provider: str, 
     world.runtime.end_step()
 
 
+def test_a_step_of_no_sequences_may_have_trees_of_numpy(device: torch.device) -> None:
+    """Arrays without elements have strides of 0."""
+    world, _ = world_of(device, "torch")
+    parents = torch.from_numpy(np.full((0, 3), NO_PARENT, np.int32)).as_strided((0, 3), (0, 0)).to(device)
+    world.runtime.step(replace(world.batch([], []), mask=TreeMask(parents)))
+    world.runtime.end_step()
+
+
 def ones(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.full((count,), 255, dtype=torch.uint8, device=device)
 

@@ -7,7 +7,7 @@ import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.errors import BadTensor, CapacityExceeded, DeviceFault, WrongState
+from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded, DeviceFault, WrongState
 from tests.amd.worlds.hybrid import GATED_DELTA, KEPT, Hybrid
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World
@@ -38,6 +38,9 @@ def test_calls_on_the_wrong_half_or_step_are_refused_in_one_sentence(provider: s
         with pytest.raises(WrongState, match="the step of these layers has ended"):
             staged.parts[0].layers.store(0, rows, rows)
         world.runtime.end_step()
+    for number in (0, 3, -1, 1.5):
+        with pytest.raises(BadSetting, match=rf"halves is {number}; it must be 1, or 2"):
+            world.runtime.plan(batch, halves=number)  # type: ignore[arg-type]
     with pytest.raises(CapacityExceeded, match="pad to an even number"):
         world.runtime.plan(batch, PadTo(7), halves=2)
     world.step(requests, [1, 1, 1], halves=True)

@@ -295,6 +295,7 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> Cd
         assert encoding is EXTEND_CODES[arch], "other codes have no tiles"
         assert pages.format.scales is Scales.LAYER, "the limits refuse other scales"
         assert args.q.dtype == torch.bfloat16, "q is the sum of two codes"
+    v_in_lds = encoding.is_fp8 and EXTEND_UNITS[arch].TRANSPOSES and _is_aligned(pages.raw_k)
     in_words = 4 // pages.raw_k.itemsize
     assert pages.raw_k.data_ptr() % 4 == 0, "words of 4 bytes are read"
     assert not any(stride % in_words for stride in pages.raw_k.stride()[:2]), "words of 4 bytes are read"
@@ -307,10 +308,11 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> Cd
         HEADS=tiles.query_rows,
         HEAD_BLOCKS=tiles.head_blocks(num_heads),
         PAGE_SIZE=pages.format.page_size,
-        BLOCKS=tiles.num_stages,
+        # Codes of V in registers leave room for one block of K.
+        BLOCKS=1 if encoding.is_fp8 and not v_in_lds else tiles.num_stages,
         UNITS=EXTEND_UNITS[arch],
         CODING=pages.coding,
-        V_IN_LDS=encoding.is_fp8 and EXTEND_UNITS[arch].TRANSPOSES and _is_aligned(pages.raw_k),
+        V_IN_LDS=v_in_lds,
     )
 
 

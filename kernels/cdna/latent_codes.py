@@ -54,7 +54,7 @@ from rocm_attn.kernels.cdna.latent_code_layouts import (
     values_in_lds,
     weights_in_lds,
 )
-from rocm_attn.kernels.cdna.latent_heads import pages_of, rows_of, wait_for
+from rocm_attn.kernels.cdna.latent_heads import in_accumulators, pages_of, rows_of, wait_for
 
 # A block whose weights are this far below others (base 2) is weighed relative to those: its weights do not matter.
 _MOST_BELOW = gl.constexpr(32.0)
@@ -133,15 +133,11 @@ def _query_words(query, exponent, G: gl.constexpr):
 
 
 @gluon.jit
-def _in_place(words):
-    return gl.inline_asm_elementwise("", "=a,0", [words], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _kept(query):
     """q's words in accumulation registers, from which products read them: the compiler would copy them first."""
     (first, second), (first_last, second_last) = query
-    return (_in_place(first), _in_place(second)), (_in_place(first_last), _in_place(second_last))
+    low = in_accumulators(first), in_accumulators(second)
+    return low, (in_accumulators(first_last), in_accumulators(second_last))
 
 
 @gluon.jit
@@ -465,18 +461,21 @@ def _of_powers(lds, G: gl.constexpr):
 def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr):
     """Returns the CodeState of key blocks [first, end).
 
-    The scores of a block are multiplied while the softmax of the block before it is computed. K and V of a later
-    block are in flight meanwhile.
+    The scores of a block are multiplied while the softmax of the block before it is computed. K of BLOCKS later blocks,
+    and V of the next one, are in flight meanwhile.
     """
     P: gl.constexpr = gl.SliceLayout(0, score_layout(G))
     TILE: gl.constexpr = value_tile(G)
+    BLOCKS: gl.constexpr = G.BLOCKS
     first_pages = pages_of(rows, _read_keys(rows, first, G), G)
-    next_pages = here(pages_of(rows, _read_keys(rows, first + 1, G), G))
+    next_pages = ()
+    for i in gl.static_range(BLOCKS):
+        next_pages += (here(pages_of(rows, _read_keys(rows, first + 1 + i, G), G)),)  # type: ignore[assignment]
     sched_barrier()
-    keys = _load_keys(rows, first_pages, first, G)
+    first_keys = _load_keys(rows, first_pages, first, G)
     sched_barrier()
     values = _load_values(lds, rows, pages_of(rows, _read_groups(rows, first, G), G), first, G)
-    k_pages = here(pages_of(rows, _read_keys(rows, first + 2, G), G))
+    k_pages = here(pages_of(rows, _read_keys(rows, first + 1 + BLOCKS, G), G))
     sched_barrier()
     acc = ()
     for _ in gl.static_range(G.HEADS // TILE):
@@ -484,38 +483,51 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
     nothing = gl.full([G.HEADS], float("-inf"), gl.float32, layout=P)
     total: gl.constexpr = lane_totals(G)
     state = CodeState(acc, nothing, nothing, gl.full(total.shape, 0.0, gl.float32, layout=total))
-    scores = _scores(query, keys, G)
+    scores = _scores(query, first_keys, G)
     sched_barrier()
-    keys = _load_keys(rows, next_pages, first + 1, G)
+    keys = ()
+    for i in gl.static_range(BLOCKS):
+        keys += (_load_keys(rows, next_pages[i], first + 1 + i, G),)  # type: ignore[assignment]
+        sched_barrier()
     # In the loop V is loaded after K: what is in flight when it begins would be waited for in each round.
-    wait_for(keys.last, 8)
-    # The last block may be seen in part.
-    middle = gl.minimum(end, kv_len // num_keys(G))
-    for block in range(first, middle):
+    wait_for(keys[0].last, 8)  # type: ignore[misc]
+    # The last block may be seen in part: it is not in the whole rounds, unless all of its keys are seen.
+    whole = (gl.minimum(end, kv_len // num_keys(G)) - first) // BLOCKS * BLOCKS
+    middle = first + whole
+    for block in range(first, middle, BLOCKS):
         query = _kept(query)
-        pages = k_pages
-        k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)
-        v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)
-        # The compiler deals out these products to the work of the softmax.
-        next_scores = _scores(query, keys, G)
-        state = _weigh(lds, state, scores, qk_scale, G)
-        sched_barrier()
-        keys = _load_keys(rows, pages, block + 2, G)
-        # V came before these numbers, so that one wait is for both.
-        wait_for(v_pages, num_keys(G) * 8 // ((64 if G.V_IN_LDS else 32) * group_keys(G)))
-        state = _add_values(lds, state, values, G)
-        sched_barrier()
-        values = _load_values(lds, rows, v_pages, block + 1, G)
-        wait_for(keys.last, 8)
-        scores = next_scores
-    if middle < end:
-        key = middle * num_keys(G) + _key_of_row(
-            gl.arange(0, num_keys(G), layout=gl.SliceLayout(1, score_layout(G))), G
-        )
-        scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))
-        state = _weigh(lds, state, scores, qk_scale, G)
-        values = _mask_values(lds, values, middle, kv_len, G)
-        state = _add_values(lds, state, values, G)
+        next_keys = ()
+        for i in gl.static_range(BLOCKS):
+            pages = k_pages
+            k_pages = pages_of(rows, _read_keys(rows, block + i + BLOCKS + 2, G), G)
+            v_pages = pages_of(rows, _read_groups(rows, block + i + 1, G), G)
+            # The compiler deals out these products to the work of the softmax.
+            next_scores = _scores(query, keys[i], G)
+            state = _weigh(lds, state, scores, qk_scale, G)
+            sched_barrier()
+            next_keys += (_load_keys(rows, pages, block + i + BLOCKS + 1, G),)  # type: ignore[assignment]
+            # V came before these numbers, so that one wait is for both.
+            wait_for(v_pages, num_keys(G) * 8 // ((64 if G.V_IN_LDS else 32) * group_keys(G)))
+            state = _add_values(lds, state, values, G)
+            sched_barrier()
+            values = _load_values(lds, rows, v_pages, block + i + 1, G)
+            wait_for((keys + next_keys)[i + 1].last, 8)
+            scores = next_scores
+        keys = next_keys
+    # Fewer than BLOCKS whole blocks, and one that is not: BLOCKS in all, at most.
+    for i in gl.static_range(BLOCKS):
+        if middle + i < end:
+            if i > 0:
+                scores = _scores(query, keys[i - 1], G)
+                v_pages = pages_of(rows, _read_groups(rows, middle + i, G), G)
+                values = _load_values(lds, rows, v_pages, middle + i, G)
+            key = (middle + i) * num_keys(G) + _key_of_row(
+                gl.arange(0, num_keys(G), layout=gl.SliceLayout(1, score_layout(G))), G
+            )
+            scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))
+            state = _weigh(lds, state, scores, qk_scale, G)
+            values = _mask_values(lds, values, middle + i, kv_len, G)
+            state = _add_values(lds, state, values, G)
     return state
 
 

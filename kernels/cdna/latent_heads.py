@@ -53,6 +53,9 @@ from rocm_attn.kernels.cdna.latent_layouts import (
     weights_in_lds,
 )
 
+# Tiles of heads whose scores are multiplied, and whose weights are read, at once.
+_PAIR = gl.constexpr(2)
+
 
 class Shared(NamedTuple):
     """LDS: halves of scores [tiles * WAVES, KEYS / 2, ROWS], weights [KEYS, HEADS], a number of each head, and the last
@@ -84,6 +87,12 @@ def wait_for(x, NUM: gl.constexpr):
     sched_barrier()
     gl.inline_asm_elementwise("", CONSTRAINTS, [x], dtype=gl.int16, is_pure=False, pack=NUM)
     sched_barrier()
+
+
+@gluon.jit
+def in_accumulators(x):
+    """x in 32 bits, in accumulation registers from here on: an empty instruction of assembly."""
+    return gl.inline_asm_elementwise("", "=a,0", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -212,42 +221,42 @@ def _values(words, DTYPE: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _last_queries(lds, G: gl.constexpr):
-    """The operands of q's last columns of each tile."""
+def _last_queries(lds, FIRST: gl.constexpr, G: gl.constexpr):
+    """The operands of q's last columns of a pair of tiles, read in this order."""
     found = ()
-    for i in gl.static_range(num_tiles(G)):
-        tile = _last_columns(lds, i, G)
-        found += (tile,)  # type: ignore[assignment]
+    for i in gl.static_range(_PAIR):
+        found += (_last_columns(lds, FIRST + i, G),)  # type: ignore[assignment]
         sched_barrier()
-    wait_for(tile, LAST_LANE)
     return found
 
 
 @gluon.jit
-def _store_scores(lds, query, keys, DTYPE: gl.constexpr, G: gl.constexpr):
-    """Stores a wave's halves of a block's scores."""
+def _half_scores(last_queries, query, keys, FIRST: gl.constexpr, DTYPE: gl.constexpr, G: gl.constexpr):
+    """A wave's halves of a block's scores, of a pair of tiles."""
     P: gl.constexpr = half_scores(G)
     last = gl.reshape(elements_of(keys.last, DTYPE), [WAVES, HALF_KEYS, REST // 2])
     last = gl.convert_layout(last, gl.DotOperandLayout(0, P, LAST_LANE), assert_trivial=True)
     low = gl.reshape(elements_of(keys.low, DTYPE), [WAVES, HALF_KEYS, HALF])
     low = gl.convert_layout(low, gl.DotOperandLayout(0, P, lane_elements(G)), assert_trivial=True)
-    last_queries = _last_queries(lds, G)
     scores = ()
-    for i in gl.static_range(num_tiles(G)):
+    for i in gl.static_range(_PAIR):
         part = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
         part = gl.amd.cdna3.mfma(last, last_queries[i], part)
-        part = gl.amd.cdna3.mfma(low, query[i], part)
-        scores += (part,)  # type: ignore[assignment]
-    for i in gl.static_range(num_tiles(G)):
-        lds.scores.slice(i * WAVES, WAVES).store(scores[i])
+        scores += (gl.amd.cdna3.mfma(low, query[FIRST + i], part),)  # type: ignore[assignment]
+    return scores
 
 
 @gluon.jit
-def _sum_of_scores(lds, block, kv_len, G: gl.constexpr, MASKED: gl.constexpr):
+def _store_scores(lds, scores, FIRST: gl.constexpr):
+    for i in gl.static_range(_PAIR):
+        # The others are few while V waits.
+        lds.scores.slice((FIRST + i) * WAVES, WAVES).store(in_accumulators(scores[i]))
+
+
+@gluon.jit
+def _sum_of_scores(halves, block, kv_len, G: gl.constexpr, MASKED: gl.constexpr):
     """The scores of a block, [KEYS, HEADS], without qk_scale."""
     X: gl.constexpr = softmax_layout(G)
-    halves = lds.scores.load(halves_layout(G))
-    wait_for(halves, G.HEADS // 2)
     halves = gl.reshape(halves, [num_tiles(G), 2, 2, HALF_KEYS, ROWS])
     scores = gl.reshape(gl.permute(gl.sum(halves, 2), (1, 2, 0, 3)), [KEYS, G.HEADS])
     scores = gl.convert_layout(scores, X, assert_trivial=True)
@@ -283,14 +292,14 @@ def _of_heads(lds, G: gl.constexpr):
 
 
 @gluon.jit
-def _next_weights(lds, TILE: gl.constexpr, G: gl.constexpr):
-    """Weights of two tiles of heads, read in this order, or of the only one: operands."""
+def _next_weights(lds, FIRST: gl.constexpr, G: gl.constexpr):
+    """Weights of a pair of tiles, read in this order: operands."""
     operand: gl.constexpr = gl.DotOperandLayout(1, score_layout(G), 8)
     L: gl.constexpr = gl.SliceLayout(0, weight_layout())
     found = ()
-    for i in gl.static_range(2 if num_tiles(G) > 1 else 1):
+    for i in gl.static_range(_PAIR):
         sched_barrier()
-        weights = lds.weights.slice((TILE + i) * ROWS, ROWS, dim=1).load(L)
+        weights = lds.weights.slice((FIRST + i) * ROWS, ROWS, dim=1).load(L)
         weights = weights[None, :, :].broadcast_to([WAVES, KEYS, ROWS])
         found += (gl.convert_layout(weights, operand, assert_trivial=True),)  # type: ignore[assignment]
     sched_barrier()
@@ -322,10 +331,10 @@ def _add_values(lds, state, values, DTYPE: gl.constexpr, G: gl.constexpr):
     v = _values(values, DTYPE, G)
     acc = ()
     for i in gl.static_range(num_tiles(G)):
-        if i % 2 == 0 and i > 0:  # the first ones are there
+        if i % _PAIR == 0 and i > 0:  # the first ones are there
             weights = _next_weights(lds, i, G)
             wait_for(weights[-1], 16)
-        acc += (gl.amd.cdna3.mfma(v, weights[i % 2], sums[i]),)  # type: ignore[assignment]
+        acc += (gl.amd.cdna3.mfma(v, weights[i % _PAIR], sums[i]),)  # type: ignore[assignment]
     return Softmax(acc, state.maximum, state.total)
 
 
@@ -334,14 +343,14 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     """Returns the Softmax of key blocks [first, end): acc, a tuple of [WAVES, V_DIM / WAVES, ROWS] as in _add_values,
     one for each tile of heads; maximum [HEADS]; total [8, HEADS].
 
-    K and V of a block are in flight while those of the block before it are used. Loads return in their order: K, the
-    numbers of the next one's pages, V, and the same of V, so that a wait for numbers is one for what came before.
+    The scores of a block's first two tiles are multiplied while the softmax of the block before it is computed, those
+    of other tiles after it. K and V of a later block are in flight meanwhile.
     """
     keys = _load_keys(rows, pages_of(rows, _read_keys(rows, first, G), G), first, G)
-    k_pages = here(pages_of(rows, _read_keys(rows, first + 1, G), G))
+    next_pages = here(pages_of(rows, _read_keys(rows, first + 1, G), G))
     sched_barrier()
     values = _load_values(rows, pages_of(rows, _read_groups(rows, first, G), G), first, G)
-    v_pages = here(pages_of(rows, _read_groups(rows, first + 1, G), G))
+    k_pages = here(pages_of(rows, _read_keys(rows, first + 2, G), G))
     sched_barrier()
     # q is in LDS, and no wave waits for it in the loop.
     gl.barrier()
@@ -353,27 +362,42 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         gl.full([G.HEADS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, softmax_layout(G))),
         gl.full([8, G.HEADS], 0.0, gl.float32, layout=total_layout(G)),
     )
+    for i in gl.static_range(0, num_tiles(G), _PAIR):
+        _store_scores(lds, _half_scores(_last_queries(lds, i, G), query, keys, i, DTYPE, G), i)
+    sched_barrier()
+    keys = _load_keys(rows, next_pages, first + 1, G)
+    # In the loop V is loaded after K: what is in flight when it begins would be waited for in each round.
+    wait_for(keys.last, LAST_LANE)
     # The last block may be seen in part.
     middle = gl.minimum(end, kv_len // KEYS)
     for block in range(first, middle):
-        wait_for(k_pages, 2)
-        _store_scores(lds, query, keys, DTYPE, G)
-        sched_barrier()
-        keys = _load_keys(rows, k_pages, block + 1, G)
-        sched_barrier()
-        scores = _sum_of_scores(lds, block, kv_len, G, False)
+        pages = k_pages
+        k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)
+        v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)
+        halves = lds.scores.load(halves_layout(G))
+        last_queries = _last_queries(lds, 0, G)
+        wait_for(last_queries[-1], LAST_LANE)
+        scores = _sum_of_scores(halves, block, kv_len, G, False)
+        wait_for(keys.last, LAST_LANE)
+        # The compiler deals out these products to the work of the softmax. There are no registers for more tiles.
+        next_scores = _half_scores(last_queries, query, keys, 0, DTYPE, G)
         state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
+        if num_tiles(G) > _PAIR:
+            # Read before the barrier, which is that of weights and of scores.
+            last_queries = _last_queries(lds, _PAIR, G)
+        _store_scores(lds, next_scores, 0)
+        sched_barrier()
+        if num_tiles(G) > _PAIR:
+            _store_scores(lds, _half_scores(last_queries, query, keys, _PAIR, DTYPE, G), _PAIR)
+            sched_barrier()
+        keys = _load_keys(rows, pages, block + 2, G)
+        # V came before these numbers, so that one wait is for both.
         wait_for(v_pages, 16 // group_keys(G))
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
-        k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)
-        sched_barrier()
         values = _load_values(rows, v_pages, block + 1, G)
-        v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)
-        sched_barrier()
     if middle < end:
-        _store_scores(lds, query, keys, DTYPE, G)
-        scores = _sum_of_scores(lds, middle, kv_len, G, True)
+        scores = _sum_of_scores(lds.scores.load(halves_layout(G)), middle, kv_len, G, True)
         state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
         if group_keys(G) > 1:
             values = _seen_values(values, middle, kv_len, G)

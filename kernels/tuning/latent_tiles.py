@@ -185,9 +185,10 @@ CDNA_LATENT_TILES = (
     LatentTiles(query_rows=32, key_block=64, num_warps=4, num_stages=1),
     LatentTiles(query_rows=64, key_block=64, num_warps=4, num_stages=1),
 )
-# The same over codes (latent_codes.py): waves have 32 keys each, or with 64 heads half of the heads.
+# The same over codes (latent_codes.py): waves have 32 keys each, or with 64 heads half of the heads. Two blocks are for
+# V that lies in LDS (latent.py).
 CDNA_LATENT_CODE_TILES = (
-    LatentTiles(query_rows=16, key_block=128, num_warps=4, num_stages=1),
+    LatentTiles(query_rows=16, key_block=128, num_warps=4, num_stages=2),
     LatentTiles(query_rows=32, key_block=128, num_warps=4, num_stages=1),
     LatentTiles(query_rows=64, key_block=64, num_warps=4, num_stages=1),
 )

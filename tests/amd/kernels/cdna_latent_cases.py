@@ -46,7 +46,7 @@ CASES = {
     "to_all": replace(PLAIN, page_size=48, heads=(1, 1), window_right=UNLIMITED_WINDOW),
 }
 _CODES = {
-    "codes": PLAIN,
+    "codes": replace(PLAIN, spread=False),
     "codes_of_4_tiles": replace(PLAIN, page_size=16, heads=(64, 1), steep=16.0, spread=False),
     "codes_of_tokens": replace(PLAIN, page_size=1, heads=(20, 1)),
 }

@@ -39,7 +39,7 @@ AITER_OF_64 = {"gfx942": (69.22, 2.44, 0.67, 10866, 9), "gfx950": (38.26, 0.56, 
 AITER_OVER_CODES = {
     ("gfx942", 64): (73.45, 1.34, 0.23, 10866, 9),
     ("gfx950", 64): (35.14, 0.78, 0.34, 3726, 9),
-    ("gfx950", 16): (19.19, 0.78, 0.17, 2375, 18),
+    ("gfx950", 16): (19.19, 0.78, 0.17, 2375, 27),
 }
 # Other layers lie between AITER's files for fewer and more heads; tokens of pages of one take more instructions.
 BOUNDS_OVER_CODES = {"gfx942": (48, 1.34, 0.23, 10866, 9), "gfx950": (35.14, 0.78, 0.34, 3726, 9)}

@@ -42,7 +42,7 @@ SHORT_EXTEND, PLAIN_EXTEND, STEEP_EXTEND, WIDE_EXTEND = (
     partial(simulate_extend, case=EXTENDS[name]) for name in ("short", "plain", "steep", "wide")
 )
 LATENT = cdna_latent_cases.SMALL
-SHORT, LONG, STEEP, FEW, HEADS, LONG_HEADS, BLOCKS = (
+SHORT, LONG, STEEP, FEW, HEADS, LONG_HEADS, MANY_HEADS, BLOCKS = (
     partial(run_latents, case=case)
     for case in (
         LATENT,
@@ -51,6 +51,7 @@ SHORT, LONG, STEEP, FEW, HEADS, LONG_HEADS, BLOCKS = (
         replace(LATENT, heads=(1, 1), spread=False),
         replace(LATENT, heads=(20, 1), spread=False),
         replace(CASES["steep_heads"], heads=(20, 1), spread=False),
+        replace(CASES["steep_heads"], spread=False),
         replace(LATENT, heads=(67, 1), spread=False),
     )
 )
@@ -71,6 +72,11 @@ def _coded_extend(arch: str, name: str) -> Simulation:
 def latent_over_codes(arch: str) -> Simulation:
     """Scores that differ much over codes."""
     return run_latents(arch, coded(replace(LATENT, steep=16.0, spread=False), arch))
+
+
+def rounds_over_codes(arch: str) -> Simulation:
+    """A row of whole rounds and two blocks more on CDNA 4."""
+    return run_latents(arch, cdna_latent_cases.cases_of(arch)["codes"])
 
 
 def long_latent_over_codes(arch: str) -> Simulation:
@@ -310,14 +316,32 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             at_the_tables_end,
         ),
         "keys_of_shared_rows_are_those_before": Mistake(
+            "k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)",
             "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
-            "k_pages = pages_of(rows, _read_keys(rows, block + 1, G), G)",
             LONG_HEADS,
         ),
         "values_of_shared_rows_are_those_before": Mistake(
-            "v_pages = pages_of(rows, _read_groups(rows, block + 2, G), G)",
             "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
+            "v_pages = pages_of(rows, _read_groups(rows, block, G), G)",
             LONG_HEADS,
+        ),
+        "the_second_block_of_shared_rows_is_the_first": Mistake(
+            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
+            "here(pages_of(rows, _read_keys(rows, first, G), G))",
+            LONG_HEADS,
+        ),
+        "the_third_block_of_shared_rows_is_the_second": Mistake(
+            "here(pages_of(rows, _read_keys(rows, first + 2, G), G))",
+            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
+            LONG_HEADS,
+        ),
+        "later_tiles_have_the_last_columns_of_the_first_ones": Mistake(
+            "last_queries = _last_queries(lds, _PAIR, G)", "last_queries = _last_queries(lds, 0, G)", MANY_HEADS
+        ),
+        "scores_of_later_tiles_stay_those_of_the_first_block": Mistake(
+            "_store_scores(lds, _half_scores(last_queries, query, keys, _PAIR, DTYPE, G), _PAIR)",
+            "_half_scores(last_queries, query, keys, _PAIR, DTYPE, G)",
+            MANY_HEADS,
         ),
         "the_sum_of_shared_rows_keeps_an_old_maximum": Mistake("state.total * of_total +", "state.total +", LONG_HEADS),
     },
@@ -341,27 +365,30 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             long_latent_over_codes,
         ),
         "values_over_codes_are_those_before": Mistake(
-            "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
-            "v_pages = pages_of(rows, _read_groups(rows, block, G), G)",
-            long_latent_over_codes,
+            "v_pages = pages_of(rows, _read_groups(rows, block + i + 1, G), G)",
+            "v_pages = pages_of(rows, _read_groups(rows, block + i, G), G)",
+            rounds_over_codes,
         ),
         "keys_over_codes_are_those_before": Mistake(
-            "k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)",
-            "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
-            long_latent_over_codes,
+            "k_pages = pages_of(rows, _read_keys(rows, block + i + BLOCKS + 2, G), G)",
+            "k_pages = pages_of(rows, _read_keys(rows, block + i + BLOCKS + 1, G), G)",
+            rounds_over_codes,
         ),
-        "scores_over_codes_are_those_before": Mistake(
-            "scores = next_scores", "scores = scores", long_latent_over_codes
-        ),
+        "scores_over_codes_are_those_before": Mistake("scores = next_scores", "scores = scores", rounds_over_codes),
         "the_second_block_over_codes_is_the_first": Mistake(
-            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
-            "here(pages_of(rows, _read_keys(rows, first, G), G))",
-            long_latent_over_codes,
+            "here(pages_of(rows, _read_keys(rows, first + 1 + i, G), G))",
+            "here(pages_of(rows, _read_keys(rows, first + i, G), G))",
+            rounds_over_codes,
         ),
         "the_third_block_over_codes_is_the_second": Mistake(
-            "here(pages_of(rows, _read_keys(rows, first + 2, G), G))",
-            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
-            long_latent_over_codes,
+            "here(pages_of(rows, _read_keys(rows, first + 1 + BLOCKS, G), G))",
+            "here(pages_of(rows, _read_keys(rows, first + BLOCKS, G), G))",
+            rounds_over_codes,
+        ),
+        "whole_rounds_over_codes_pass_the_last_whole_block": Mistake(
+            "whole = (gl.minimum(end, kv_len // num_keys(G)) - first) // BLOCKS * BLOCKS",
+            "whole = (end - first) // BLOCKS * BLOCKS",
+            rounds_over_codes,
         ),
         "small_weights_over_codes_are_relative_to_a_large_one": Mistake(
             "gl.minimum(largest - top, _MOST_BELOW)",

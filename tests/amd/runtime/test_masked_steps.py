@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.batch.mask import StepMask, kv_positions
+from rocm_attn.batch.mask import StepMask, TreeMask, kv_positions
 from rocm_attn.errors import BadBatch, BadTensor, Unsupported
+from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.providers.select import select

@@ -342,7 +342,10 @@ class ExternalAttention:
             if tables.gathered_in_fill:
                 self._gather(tables.gathered_in_fill, run)
             for table, tensors, num_pages in zip(tables.spaces, spaces, self._pages_of_spaces, strict=True):
-                self.ops.check_pages(tensors, num_pages, page_size=page_size, window_left=table.window_left)
+                passes = table.spans_pass and isinstance(mask, DeviceSpans)
+                self.ops.check_pages(
+                    tensors, num_pages, page_size=page_size, window_left=table.window_left, spans_pass=passes
+                )
             if isinstance(mask, BoolCells):
                 run.step.tensors.mask_start.zero_()  # all keys have cells; an earlier step may have had spans
             run.core.fill((run.step,), run.plan)

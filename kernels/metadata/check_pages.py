@@ -1,11 +1,14 @@
 """Turns sequences whose pages do not exist into pads, before anything is derived from an engine's table.
 
     page(i, j) = table[row_of_seq[i], j]       for first_no[i] <= j < kv_len[i] / page_size, rounded up
-    first_no[i] = max(max(kv_len[i] - q_len[i], 0) - window_left, 0) // page_size
+    window_no[i] = max(max(kv_len[i] - q_len[i], 0) - window_left, 0) // page_size
+    first_no[i] = window_no[i]; if spans pass the window, at most (first key of its new tokens' spans) // page_size
 
 If one of them is negative, or num_pages or more, kv_len[i] receives the pads' length and row_of_seq[i] row 0: no kernel
 reads or writes by that row, and the other sequences keep their tokens. PAGE_NOT_IN_POOL in the step's error word
-reports it. Pages before first_no are seen by no token, and may have been given back.
+reports it. Pages before first_no are seen by no token, and may have been given back. From first_no to window_no page 0
+is wrong too, if it belongs to no sequence: an engine has given back a page that a span needs. One that has another
+owner by now cannot be told from a right one.
 
 A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths. If one
 has found a wrong page, others of the sequence may meet the pad instead, and leave it unchanged. So the launch may run
@@ -21,13 +24,31 @@ from torch import Tensor
 from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
 
 _PAGES_AT_ONCE = 1024
 # About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
 _PROGRAMS = 2048
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _NOT_IN_POOL = tl.constexpr(error_word.PAGE_NOT_IN_POOL)
+_PAST_ALL_KEYS = tl.constexpr(ALL_KEYS)
+
+
+@triton.jit
+def _first_of_spans(counts, q_len, span_begin, span_end, seq, BLOCK: tl.constexpr):
+    """The first key of the spans that a sequence's new tokens are in; past all keys if there are none."""
+    lane = tl.arange(0, BLOCK)
+    tokens_before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, seq, BLOCK):
+        tokens_before += tl.load(q_len + first + lane, mask=first + lane < seq, other=0)
+    first_token = tl.sum(tokens_before, 0)
+    end_token = tl.minimum(first_token + tl.load(q_len + seq), tl.load(counts + 1))
+    begin = tl.full([BLOCK], _PAST_ALL_KEYS, tl.int32)
+    for first in range(first_token, end_token, BLOCK):
+        token = first + lane
+        in_span = tl.load(span_end + token, mask=token < end_token, other=0) > 0
+        begin = tl.minimum(begin, tl.load(span_begin + token, mask=in_span, other=_PAST_ALL_KEYS))
+    return tl.maximum(tl.min(begin, 0), 0)
 
 
 @at_any_alignment
@@ -39,12 +60,16 @@ def _check_pages_kernel(
     q_len,
     table,
     num_pages,
+    span_begin,
+    span_end,
     table_stride,
     table_width,
     window_left,
     pad_kv_len,
     shares,
     PAGE_SIZE: tl.constexpr,
+    SPANS_PASS: tl.constexpr,
+    NULL_PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     seq = tl.program_id(0) // shares
@@ -57,12 +82,19 @@ def _check_pages_kernel(
     pages = tl.where(is_live, tl.minimum(tl.cdiv(length, PAGE_SIZE), table_width), 0)
     # Tokens before the KV, which short sequences have, see no key: their places lose nothing.
     first_key = tl.maximum(tl.maximum(length - tl.load(q_len + seq), 0) - window_left, 0)
+    window_no = first_key // PAGE_SIZE
+    first_no = window_no
+    if SPANS_PASS:
+        first_of_spans = _first_of_spans(counts, q_len, span_begin, span_end, seq, BLOCK)
+        first_no = tl.minimum(window_no, first_of_spans // PAGE_SIZE)
     num_wrong = 0
-    for first in range(first_key // PAGE_SIZE + share * BLOCK, pages, shares * BLOCK):
+    for first in range(first_no + share * BLOCK, pages, shares * BLOCK):
         page_no = first + tl.arange(0, BLOCK)
         page = tl.load(line + page_no, mask=page_no < pages, other=0)
-        wrong = (page_no < pages) & ((page < 0) | (page >= most))
-        num_wrong += tl.sum(wrong.to(tl.int32), 0)
+        wrong = (page < 0) | (page >= most)
+        if SPANS_PASS and NULL_PAGE:
+            wrong |= (page == 0) & (page_no < window_no)
+        num_wrong += tl.sum((wrong & (page_no < pages)).to(tl.int32), 0)
     if num_wrong > 0:
         tl.store(kv_len + seq, pad_kv_len)
         tl.store(row_of_seq + seq, 0)
@@ -72,16 +104,21 @@ def _check_pages_kernel(
 _variant = repeated_launches(_check_pages_kernel)
 
 
-def launch_check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int) -> None:
+def launch_check_pages(
+    step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int, spans_pass: bool
+) -> None:
     """Turns the sequences of a step whose pages in its table do not exist into pads.
 
     step:        counts, row_of_seq, kv_len and q_len as published; row_of_seq, kv_len and the error word are written
     num_pages:   int32 [1], pages that every layer which reads the table has
     window_left: previous keys that the furthest-looking of them sees, below 2**31
+    spans_pass:  whether one of them sees all of the step's spans, even what lies before the window; if so span_begin
+                 and span_end are read, which place_spans has written
     """
     num_seqs, (_, table_width) = step.kv_len.shape[0], step.table.shape
     shares = min(-(-table_width // _PAGES_AT_ONCE), max(1, _PROGRAMS // num_seqs))
-    _variant(is_far(step.table), page_size)(
+    fixed = page_size, spans_pass, spans_pass and step.terms.null_page
+    _variant(is_far(step.table), *fixed)(
         step.counts.device,
         (num_seqs * shares, 1, 1),
         step.counts,
@@ -90,12 +127,14 @@ def launch_check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, 
         step.q_len,
         step.table,
         num_pages,
+        step.span_begin,
+        step.span_end,
         step.table.stride(0),
         table_width,
         window_left,
         step.pads.kv_len,
         shares,
-        page_size,
+        *fixed,
         _PAGES_AT_ONCE,
         num_warps=4,
     )

@@ -24,7 +24,7 @@ from rocm_attn.kernels.metadata.error_word import (
     TOO_FEW_GIVEN,
 )
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS, STEP
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
 from rocm_attn.kernels.refs.metadata import echo_step_before
 
 
@@ -121,19 +121,33 @@ def gather_table(source: GatherSource, engine_row: Tensor, kv_len: Tensor, table
     mine.copy_(torch.where(live, page.to(torch.int32), mine))
 
 
-def check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int) -> None:
+def check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int, spans_pass: bool) -> None:
     """Twin of launch_check_pages; may be recorded."""
     (_, table_width), device = step.table.shape, step.counts.device
     seq, page_no = (torch.arange(n, device=device) for n in (len(step.kv_len), table_width))
     # The largest published length fits a row; tokens before the KV, which short sequences have, see no key.
     pages = torch.where(seq < step.counts[0], (step.kv_len + page_size - 1) // page_size, 0)
-    first_no = ((step.kv_len - step.q_len).clamp(min=0) - window_left).clamp(min=0) // page_size
+    window_no = ((step.kv_len - step.q_len).clamp(min=0) - window_left).clamp(min=0) // page_size
+    first_no = window_no.minimum(_first_of_spans(step) // page_size) if spans_pass else window_no
     looked_at = (page_no >= first_no[:, None]) & (page_no < pages[:, None])
     page = step.table[step.row_of_seq.long()]
-    is_wrong = (looked_at & ((page < 0) | (page >= num_pages))).any(1)
+    is_none = (page < 0) | (page >= num_pages)
+    if step.terms.null_page:
+        is_none |= (page == 0) & (page_no < window_no[:, None])
+    is_wrong = (looked_at & is_none).any(1)
     step.kv_len.masked_fill_(is_wrong, step.pads.kv_len)
     step.row_of_seq.masked_fill_(is_wrong, 0)
     step.counts[ERROR_WORD].bitwise_or_(is_wrong.any().to(torch.int32) * PAGE_NOT_IN_POOL)
+
+
+def _first_of_spans(step: StepTensors) -> Tensor:
+    """The first key of the spans that each sequence's new tokens are in; past all keys if there are none."""
+    end = step.q_len.long().cumsum(0)
+    token = torch.arange(len(step.span_end), device=end.device)
+    seq = torch.searchsorted(end, token, right=True)
+    in_span = (token < step.counts[1]) & (seq < len(end)) & (step.span_end > 0)
+    begin = torch.where(in_span, step.span_begin.clamp(min=0), ALL_KEYS)
+    return torch.full_like(step.kv_len, ALL_KEYS).scatter_reduce(0, seq.clamp(max=len(end) - 1), begin, "amin")
 
 
 def take_slots(

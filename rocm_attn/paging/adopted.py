@@ -151,22 +151,25 @@ class Reach:
 
     window_left: previous keys in the layer with the longest window; ALL_KEYS: all
     chunk:       keys of a chunk, if all layers have the same chunks; ALL_KEYS: they have not
+    spans_pass:  whether a layer sees all of a step's spans, even what lies before its window
     """
 
     window_left: int
     chunk: int
+    spans_pass: bool
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> Reach:
         """The reach of these layers."""
         windows, chunks = ({getattr(problem, name) for problem in problems} for name in ("window_left", "chunk"))
         chunk = chunks.pop() if len(chunks) == 1 else 0
-        return cls(ALL_KEYS if UNLIMITED_WINDOW in windows else max(windows), chunk or ALL_KEYS)
+        spans_pass = any(problem.spans_pass_window for problem in problems)
+        return cls(ALL_KEYS if UNLIMITED_WINDOW in windows else max(windows), chunk or ALL_KEYS, spans_pass)
 
 
 @dataclass(slots=True)
 class AdoptedSpace:
-    """The table of one space, in the form that kernels read.
+    """The table of one space, in the form that kernels read, and the reach of its layers.
 
     source:  the engine's table
     gather:  the same, in the form of the kernel that gathers
@@ -176,6 +179,7 @@ class AdoptedSpace:
     space: Space
     window_left: int
     chunk: int
+    spans_pass: bool
     terms: TableTerms
     source: Source
     gather: GatherSource
@@ -218,7 +222,8 @@ class AdoptedTables:
             terms = gate.guards.terms(TableTerms(source.null_page, short_kv))
             entries = source.gather.entries if own is None else own
             reach = reaches[space]
-            spaces.append(AdoptedSpace(space, reach.window_left, reach.chunk, terms, source, source.gather, entries))
+            sees = reach.window_left, reach.chunk, reach.spans_pass
+            spaces.append(AdoptedSpace(space, *sees, terms, source, source.gather, entries))
         self.spaces = tuple(spaces)
         gathered = self.spaces if self.gathered else ()
         self.gathered_in_begin = tuple(table for table in gathered if table.source.copied)

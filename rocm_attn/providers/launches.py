@@ -126,7 +126,9 @@ class GatherTable(Protocol):
 class CheckPages(Protocol):
     """launch_check_pages, or its twin."""
 
-    def __call__(self, step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int) -> None: ...
+    def __call__(
+        self, step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int, spans_pass: bool
+    ) -> None: ...
 
 
 class TakeSlots(Protocol):

@@ -58,8 +58,9 @@ _WHAT = {
     "look for code that wrote the rows",
     TOO_FEW_GIVEN: "fewer slots, positions or mask cells were given than the step has; tokens without a slot were "
     "dropped, and missing cells hide their keys; give as many as kv_len and q_len require",
-    PAGE_NOT_IN_POOL: "a page in the table of a sequence's KV is negative or past the bound pages, and the sequence "
-    "was treated as padding; look for code that wrote the table, or bind all pages that it names",
+    PAGE_NOT_IN_POOL: "a page in the table of a sequence's KV is negative or past the bound pages, or it is page 0 and "
+    "a span needs it, and the sequence was treated as padding; look for code that wrote the table, bind all pages that "
+    "it names, or keep those of spans that pass the window",
     ROW_TWICE: "two sequences with KV and new tokens have the same row of the table, and may have stored over each "
     "other; give each sequence of a step its own row",
     BAD_PARENT: "the parent of a new draft is not an earlier node of its tree, or in a round of drafts not a branch of "

@@ -94,8 +94,10 @@ class DeviceSpans:
     """A mask of spans: tokens of a span see each other, also those after themselves; the rest is causal.
 
     A layer says with Problem.spans_pass_window if a span overrides its window. Such a layer reads all of a span, so the
-    table must still have the pages before the window on which it lies: nothing reports that they were given back.
-    begin() reads the spans, on the current stream, also for a captured step.
+    table must still have the pages before the window on which it lies. If an entry of them is no page of the pool, or
+    is page 0 in a table with null_page, the sequence becomes a pad, and PAGE_NOT_IN_POOL is set. Nothing tells a page
+    that was given back, and that its entry still names, from the right one. begin() reads the spans, on the current
+    stream, also for a captured step.
 
     of_step: int32 [n, 3], contiguous, on the device: sequence of the step, kv_index of the span's first token, one past
              that of its last; without overlaps. An entry of a sequence that the step does not have is no span. A span

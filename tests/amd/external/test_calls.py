@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
+from rocm_attn.errors import (
+    BadBatch,
+    BadProblem,
+    BadSetting,
+    BadTensor,
+    CapacityExceeded,
+    DeviceFault,
+    Unsupported,
+    WrongState,
+)
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.adopted import CsrSource, TableSource
@@ -240,6 +250,24 @@ def test_tokens_of_a_span_see_each_other(mask_cells: bool, passes: bool, device:
         return
     nothing, _ = filled.attend(q_len, filled.step(q_len, mask=of_cells), q)
     assert not nothing.any()  # windows that are counted from places after all keys show none
+
+
+@pytest.mark.fast(interpreted=1)
+@pytest.mark.parametrize(("passes", "given_back"), [(True, -1), (True, 0), (True, BOUNDS.num_pages), (False, -1)])
+def test_a_span_over_a_page_that_was_given_back_is_reported_if_it_passes_the_window(
+    passes: bool, given_back: int, device: torch.device, provider: str
+) -> None:
+    """The span begins in page 0 of its sequence, and the window in page 1. The other sequences keep their tokens."""
+    filled = Filled(device, provider, custom_mask=True, window_left=5, spans_pass_window=passes)
+    assert isinstance(filled.source.entries, Tensor)
+    filled.source.entries[1, 0] = given_back
+    q_len, q = [3, 8, 5, 1], filled.rows(17, Q_HEADS, DIM)
+    mask = DeviceSpans(torch.tensor([[1, 2, 33]], dtype=torch.int32, device=device))
+    found, shown = filled.attend(q_len, filled.step(q_len, mask=mask), q), filled.cells(q_len, partial(near, 5, 0))
+    shown[1] = np.zeros_like(shown[1]) if passes else filled.cells(q_len, partial(near, 5, 64))[1]
+    filled.assert_right(q_len, found, q, shown=shown)
+    with pytest.raises(DeviceFault, match="a page in the table") if passes else nullcontext():
+        filled.attention.check_device()
 
 
 def test_spans_of_another_form_are_refused_in_words() -> None:

@@ -49,7 +49,9 @@ NONE, OF_SEQ, PAGES = (torch.empty(size, dtype=torch.int32, device="meta") for s
 
 def step_over(table: Tensor) -> Any:
     """Returns the fields of a step that launches of metadata look at."""
-    of_seq = dict.fromkeys(("counts", "row_of_seq", "kv_len", "q_len", "slot_of_token"), OF_SEQ)
+    of_seq = dict.fromkeys(
+        ("counts", "row_of_seq", "kv_len", "q_len", "slot_of_token", "span_begin", "span_end"), OF_SEQ
+    )
     lists = dict.fromkeys(("page_indptr", "kv_len_int64", "mask_indptr", "group_indptr"), NONE)
     terms, pads = SimpleNamespace(null_page=0, short_kv=False), SimpleNamespace(kv_len=0)
     return SimpleNamespace(table=table, block_table=PAGES, page_list=OF_SEQ, terms=terms, pads=pads, **of_seq, **lists)
@@ -60,7 +62,9 @@ LAUNCHES: dict[ModuleType, Callable[[Tensor], None]] = {
         GatherSource(table, has_slots=True), OF_SEQ, OF_SEQ, PAGES, page_size=64
     ),
     fill: lambda table: fill.launch_fill(step_over(table), page_size=64),
-    check_pages: lambda table: check_pages.launch_check_pages(step_over(table), OF_SEQ, page_size=64, window_left=0),
+    check_pages: lambda table: check_pages.launch_check_pages(
+        step_over(table), OF_SEQ, page_size=64, window_left=0, spans_pass=True
+    ),
 }
 
 

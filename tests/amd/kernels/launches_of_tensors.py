@@ -47,6 +47,7 @@ READ_BY_RANGES = (
     "span_begin",
     "span_end",
 )
+_CHECKED = ("q_len", "table", "span_begin", "span_end", "counts", "row_of_seq", "kv_len")
 _PACKED = (
     "counts",
     "kv_len",
@@ -172,12 +173,12 @@ def of_draft_steps(derive: Launch, pads: Pads = NO_PADS) -> Launch:
     return of_tensors
 
 
-def of_check_pages(check: Launch, pads: Pads) -> Launch:
-    """Returns check(q_len, table, num_pages, counts, row_of_seq, kv_len, page_size=, window_left=)."""
+def of_check_pages(check: Launch, pads: Pads, terms: TableTerms) -> Launch:
+    """Returns check(num_pages, *_CHECKED, page_size=, window_left=, spans_pass=)."""
 
-    def of_tensors(q_len: Tensor, table: Tensor, num_pages: Tensor, *tensors: Tensor, **options: int) -> None:
-        written = dict(zip(("counts", "row_of_seq", "kv_len"), tensors, strict=True))
-        check(step_of({"q_len": q_len, "table": table, **written}, pads), num_pages, **options)
+    def of_tensors(num_pages: Tensor, *tensors: Tensor, **options: int) -> None:
+        step = replace(step_of(dict(zip(_CHECKED, tensors, strict=True)), pads), terms=terms)
+        check(step, num_pages, **options)
 
     return of_tensors
 

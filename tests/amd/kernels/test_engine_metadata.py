@@ -35,7 +35,7 @@ from rocm_attn.kernels.metadata.gather_table import launch_gather_table
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, WRONG_STEP
-from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import engine_metadata as twins
 from tests.amd.kernels.launches_of_tensors import of_pack_mask
@@ -388,7 +388,13 @@ def test_a_sequence_whose_page_does_not_exist_becomes_a_pad(
         table[1][page_no] = wrong
     step = step_over(table, [(8, 2), (9, 1)], kernel_device, Pads(1, 0))
     for _ in range(2):
-        check(step, torch.tensor([num_pages], dtype=torch.int32, device=kernel_device), page_size=3, window_left=3)
+        check(
+            step,
+            torch.tensor([num_pages], dtype=torch.int32, device=kernel_device),
+            page_size=3,
+            window_left=3,
+            spans_pass=False,
+        )
     is_right = num_pages > 6
     assert step.row_of_seq.tolist() == [int(is_right), 0, 0]
     assert step.kv_len.tolist() == [8 if is_right else 1, 1, 1]
@@ -405,7 +411,13 @@ def test_pages_that_exist_and_those_that_no_token_sees_are_left_alone(
     before = -1 if window_left == 3 else 5
     step = step_over([[before, 0, 6, -1], [39, -1, -1, -1], [-1] * 4], [(8, 2), (1, 4), (0, 3)], kernel_device)
     published = [step.row_of_seq.tolist(), step.kv_len.tolist(), step.counts.tolist()]
-    check(step, torch.tensor([40], dtype=torch.int32, device=kernel_device), page_size=3, window_left=window_left)
+    check(
+        step,
+        torch.tensor([40], dtype=torch.int32, device=kernel_device),
+        page_size=3,
+        window_left=window_left,
+        spans_pass=False,
+    )
     assert [step.row_of_seq.tolist(), step.kv_len.tolist(), step.counts.tolist()] == published
 
 
@@ -416,9 +428,61 @@ def test_one_wrong_page_of_a_long_row_is_found(check: Launch, kernel_device: tor
     table[1, 4321] = 2**30
     step = step_over(table.tolist(), [(5000, 1), (5000, 1), (4321, 1)], kernel_device)
     num_pages = torch.tensor([15_000], dtype=torch.int32, device=kernel_device)
-    check(step, num_pages, page_size=1, window_left=2**31 - 1)
+    check(step, num_pages, page_size=1, window_left=2**31 - 1, spans_pass=False)
     assert step.kv_len.tolist() == [5000, 0, 4321, 0]
     assert step.row_of_seq.tolist() == [1, 0, 3, 0]
+
+
+@checks
+@pytest.mark.parametrize(
+    ("begin", "page", "null_page", "is_right"),
+    [
+        (5, -1, True, False),
+        (5, 40, True, False),
+        (5, 0, True, False),
+        (5, 0, False, True),
+        (5, 39, True, True),
+        (6, -1, True, True),
+        (6, 0, True, True),
+        (-9, 39, True, False),
+        (11, 0, True, True),
+    ],
+)
+def test_a_span_that_passes_the_window_needs_its_pages(
+    check: Launch, begin: int, page: int, null_page: bool, is_right: bool, kernel_device: torch.device
+) -> None:
+    """The window's first key is 9, in page 3, and page 1 of row 1 is that page; row 2 has a span within its window.
+
+    A page 0 within the window is left to fill, which reports it.
+    """
+    table = [[-1, page, 6, 0, 8], [-1, -1, 7, 9, 39]]
+    step = step_over(table, [(14, 2), (14, 2)], kernel_device, Pads(1, 0))
+    ends = [13 if begin < 12 else 0, 0, 0, 14]
+    spans = [torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in ([begin, 0, 0, 13], ends)]
+    num_pages = torch.tensor([40], dtype=torch.int32, device=kernel_device)
+    step = replace(step, span_begin=spans[0], span_end=spans[1], terms=TableTerms(null_page=null_page))
+    for _ in range(2):
+        check(step, num_pages, page_size=3, window_left=3, spans_pass=True)
+    assert step.row_of_seq.tolist() == [int(is_right), 2, 0]
+    assert step.kv_len.tolist() == [14 if is_right else 1, 14, 1]
+    assert step.counts.tolist() == [2, 4, 41, TOKEN_WITHOUT_PAGE | (0 if is_right else PAGE_NOT_IN_POOL)]
+
+
+@checks
+def test_the_span_of_one_token_of_a_long_step_is_found(check: Launch, kernel_device: torch.device) -> None:
+    """There are more sequences before it, and more tokens of its own, than one program takes at once."""
+    table = torch.ones(1030, 1200, dtype=torch.int64)
+    table[1029, 40] = -1
+    lengths = [(1, 1)] * 1029 + [(1200, 1100)]
+    step = step_over(table.tolist(), lengths, kernel_device)
+    for at, is_right in ((1029 + 1098, True), (1029 + 1099, False)):
+        begin = torch.zeros(1029 + 1100, dtype=torch.int32, device=kernel_device)
+        end = torch.zeros_like(begin)
+        begin[at], end[at] = 41 if is_right else 40, 1200
+        num_pages = torch.tensor([2], dtype=torch.int32, device=kernel_device)
+        spans = replace(step, span_begin=begin, span_end=end)
+        check(spans, num_pages, page_size=1, window_left=3, spans_pass=True)
+        assert step.kv_len.tolist() == [1] * 1029 + [1200 if is_right else 0, 0]
 
 
 @publishes

@@ -202,13 +202,30 @@ def pack_mask(memory: Memory) -> None:
 
 
 def check_pages(memory: Memory) -> None:
-    """Rows of five pages whose sequences end before them, of which one has a page that does not exist; and a pad."""
-    table = ints([1, 2, 99, -1, 99, 5, 4, 3, 2, 1, -1, 0, 7, 99, 99]).view(3, 5)
-    for num_pages in (8, 7):
-        inputs = [ints([1, 1, 2, 0]), table, ints([num_pages])]
-        outputs = [ints([3, 7, 41, 0]), ints([0, 1, 2, 0]), ints([6, 15, 9, 2])]
+    """Rows of five pages whose sequences end before them, of which one has a page that does not exist; and a pad.
+
+    Spans lead to that page, or up to it, and to page 0, which is one in the second table.
+    """
+    table = ints([1, 2, 99, -1, 99, 5, 0, 3, 2, 1, -1, 6, 7, 99, 99]).view(3, 5)
+    for num_pages, null_page, spans_pass, begins in (
+        (8, True, False, [1, 3, 0, 0]),
+        (7, True, False, [1, 3, 0, 0]),
+        (8, True, True, [1, 6, 3, 3]),
+        (8, True, True, [1, 5, 3, 3]),
+        (8, False, True, [1, 5, 3, 3]),
+        (8, True, True, [1, 6, 3, 2]),
+        (8, True, True, [1, 6, -4, -4]),
+    ):
+        spans = [torch.cat([ints(each), garbage(2)]) for each in (begins, [6, 0, 9, 9])]
+        inputs = [ints([num_pages]), ints([1, 1, 2, 0]), table, *spans]
+        outputs = [ints([3, 4, 41, 0]), ints([0, 1, 2, 0]), ints([6, 15, 9, 2])]
         kernel, twin = (
-            partial(of_check_pages(check, Pads(2, 0)), page_size=3, window_left=4)
+            partial(
+                of_check_pages(check, Pads(2, 0), TableTerms(null_page=null_page)),
+                page_size=3,
+                window_left=4,
+                spans_pass=spans_pass,
+            )
             for check in (launch_check_pages, engine_metadata.check_pages)
         )
         assert_same(memory, kernel, twin, inputs, outputs)

@@ -113,7 +113,9 @@ def launch_of_engines(page_size: int) -> None:
         )
         launch_gather_table(GatherSource(given, csr_indptr=given), of_seq, of_seq, table, page_size=page_size)
         step = StepTensors.of(of_seq, counts=counts, row_of_seq=of_seq, kv_len=of_seq, q_len=of_seq, table=table)
-        launch_check_pages(step, counts, page_size=page_size, window_left=1)
+        for passes, null_page in ((False, True), (True, True), (True, False)):
+            of_terms = replace(step, terms=TableTerms(null_page=null_page))
+            launch_check_pages(of_terms, counts, page_size=page_size, window_left=1, spans_pass=passes)
         for slot_map in (None, given):
             launch_take_slots(given, slot_map, counts, of_seq, page_size=page_size, null_page=True)
         k = torch.empty(num_seqs, 2, 128, dtype=torch.bfloat16)

@@ -34,8 +34,8 @@ class ApiKeys:
     def of(cls, keys: list[str]) -> ApiKeys:
         """Makes the keys, each given alone or after its name and a space.
 
-        Raises BadSetting for a key that no header can carry, or that is easy to guess, and for a name that no label
-        should have, or that two keys have.
+        Raises BadSetting for a key that no header can carry, that is easy to guess, or that is given twice, and for a
+        name that no label should have, or that two keys have.
         """
         name_of: dict[bytes, str] = {}
         for number, given in enumerate(keys, 1):
@@ -51,7 +51,10 @@ class ApiKeys:
                     f"API key {number} cannot have its name; a name has up to 64 letters, digits, dots, dashes and "
                     f"underscores, is not {ANONYMOUS}, and no other key has it"
                 )
-            name_of.setdefault(_digest(key.encode()), name)
+            digest = _digest(key.encode())
+            if digest in name_of:
+                raise BadSetting(f"API key {number} is also that of {name_of[digest]}; give each client its own key")
+            name_of[digest] = name
         return cls(tuple(name_of), tuple(name_of.values()))
 
     def salt_of(self, authorization: bytes | None) -> str | None:

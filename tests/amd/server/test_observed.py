@@ -240,3 +240,5 @@ def test_a_key_may_have_a_name_which_no_other_has() -> None:
     ):
         with pytest.raises(BadSetting, match="cannot have its name"):
             ApiKeys.of(bad)
+    with pytest.raises(BadSetting, match="API key 3 is also that of a; give each client its own key"):
+        ApiKeys.of(["a sk-aaaaaaaa", "b sk-bbbbbbbb", "c sk-aaaaaaaa"])

@@ -216,8 +216,11 @@ class RequestTable:
     def room(self, rows: Integers) -> Int32Array:
         """int32 [n]: tokens that each row has room for in every space; -1: it is not admitted. rows: integers [n]"""
         rows, lengths = as_int32("rows", rows), self._rows.reserved_len
-        outside = rows.view(np.uint32) >= len(lengths)  # read as unsigned numbers, negative rows are huge
-        return np.where(outside, np.int32(-1), lengths.take(rows, mode="clip"))
+        unsigned = rows.view(np.uint32)  # negative rows are huge ones
+        try:
+            return lengths.take(unsigned)
+        except IndexError:
+            return np.where(unsigned < len(lengths), lengths.take(rows, mode="clip"), np.int32(-1))
 
     def evict(self, rows: Integers, kv_len: Integers) -> None:
         """Gives back pages that no later step needs of rows[i], which have kv_len[i] tokens stored or on their way.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,7 +128,8 @@ class Tokenizer:
 
     def stream(self, before: Sequence[int] = ()) -> TextStream:
         """The stream of a text that goes on from the text of other tokens. before: those tokens"""
-        last = [token for token in before[-_MOST_MARKS:] if self.is_text(token)][-_MOST_BYTES:]
+        of_text = (token for token in reversed(before[-_MOST_MARKS:]) if self.is_text(token))
+        last = list(itertools.islice(of_text, _MOST_BYTES))[::-1]
         while last and self.decode(last).endswith(_REPLACEMENT):  # its first one is a part of a character, or its end
             del last[0]
         return TextStream(self, last)

@@ -39,10 +39,7 @@ class Output:
     _written: RequestText = field(init=False)
 
     def __post_init__(self) -> None:
-        request = self.sequence.request
-        self._written = RequestText(
-            self.tokenizer, request.prompt_token_ids, request.stop, request.include_stop, request.min_tokens
-        )
+        self._written = RequestText(self.tokenizer, self.sequence.request)
 
     def take(
         self,

@@ -74,10 +74,7 @@ class Inbox:
     first_token_at: float = 0.0
 
     def __post_init__(self) -> None:
-        request = self.request
-        self._writing = RequestText(
-            self.tokenizer, request.prompt_token_ids, request.stop, request.include_stop, request.min_tokens
-        )
+        self._writing = RequestText(self.tokenizer, self.request)
 
     @property
     def has_stopped(self) -> bool:

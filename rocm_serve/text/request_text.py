@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rocm_serve.text.stop_texts import StopTexts
 from rocm_serve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rocm_serve.request import Request
 
 
 class RequestText:
@@ -13,22 +16,13 @@ class RequestText:
 
     It goes on from the prompt's text: a space between the two is a part of it.
 
-    tokenizer:           None: there is none, and all pieces are empty
-    prompt:              tokens of the prompt
-    stop, include_stop, min_tokens: of the request
-    num_tokens:          that were pushed
+    tokenizer:  None: there is none, and all pieces are empty
+    num_tokens: that were pushed
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        prompt: Sequence[int],
-        stop: Sequence[str],
-        include_stop: bool = False,
-        min_tokens: int = 0,
-    ) -> None:
-        self._stream = tokenizer.stream(prompt) if tokenizer is not None else None
-        self._stops, self._min_tokens = StopTexts(stop, include_stop), min_tokens
+    def __init__(self, tokenizer: Tokenizer | None, request: Request) -> None:
+        self._stream = tokenizer.stream(request.prompt_token_ids) if tokenizer is not None else None
+        self._stops, self._min_tokens = StopTexts(request.stop, request.include_stop), request.min_tokens
         self.num_tokens = 0
 
     @property

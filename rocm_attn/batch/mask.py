@@ -125,8 +125,8 @@ class TreeMask:
 
     def __post_init__(self) -> None:
         parents = self.parents
-        has_gaps = parents.dim() == 2 and parents.shape[0] > 0 and parents.shape[1] > 1 and parents.stride(1) != 1
-        if parents.dtype != torch.int32 or parents.dim() != 2 or has_gaps:
+        is_matrix = parents.dtype == torch.int32 and parents.dim() == 2
+        if not is_matrix or (len(parents) > 0 and parents.shape[1] > 1 and parents.stride(1) != 1):
             raise BadTensor(
                 f"parents is {parents.dtype} of shape {list(parents.shape)} and strides {list(parents.stride())}; "
                 "it must be torch.int32 of shape [num_seqs, new tokens] with contiguous rows"

@@ -222,8 +222,11 @@ class AdoptedTables:
             terms = gate.guards.terms(TableTerms(source.null_page, short_kv))
             entries = source.gather.entries if own is None else own
             reach = reaches[space]
-            sees = reach.window_left, reach.chunk, reach.spans_pass
-            spaces.append(AdoptedSpace(space, *sees, terms, source, source.gather, entries))
+            spaces.append(
+                AdoptedSpace(
+                    space, reach.window_left, reach.chunk, reach.spans_pass, terms, source, source.gather, entries
+                )
+            )
         self.spaces = tuple(spaces)
         gathered = self.spaces if self.gathered else ()
         self.gathered_in_begin = tuple(table for table in gathered if table.source.copied)

@@ -18,7 +18,7 @@ KEEPING_BITS = {(Encoding.E4M3FN, Encoding.E4M3FNUZ): 2.0, (Encoding.E4M3FNUZ, E
 
 
 def code_tables(source: Encoding, target: Encoding, ratio: Tensor) -> tuple[Tensor, bool]:
-    """New codes, uint8 [heads, 256], and whether each number keeps its value. What is no number becomes 0.
+    """New codes, uint8 [heads, 256], and whether each number keeps its value. NaN and infinity become 0.
 
     ratio: float64 [heads], or [1] for all heads
     """

@@ -73,8 +73,8 @@ class ServerOptions:
     )
     client_share: float = option(
         0.5,
-        "share of --max-connections that one address may have, and of --max-waiting-bytes that one key may have "
-        "(without keys, one address); give 1 behind a gateway, because all clients then come from its address",
+        "share of --max-connections that one address may have, and of --max-waiting-bytes that one key may have, "
+        "or one address if there are no keys; give 1 behind a gateway, because all clients then come from its address",
         unit="SHARE",
         least=0,
     )

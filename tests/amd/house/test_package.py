@@ -35,7 +35,7 @@ BELOW_TORCH = ("torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2",
 HOUSE_NAMES = tuple(HOUSES)
 # Folder of each distribution's pyproject.toml.
 PROJECTS = {"rocm_attn": ".", "rocm_serve": "rocm_serve", "rocm_lab": "rocm_lab"}
-# Of files of each wheel, modules included.
+# The suffixes of the files in each wheel, modules included.
 SUFFIXES = (".py", ".pyi", ".typed", ".json")
 # A command of each distribution above the library.
 COMMANDS = {

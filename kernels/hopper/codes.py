@@ -51,7 +51,8 @@ _AS_HALF = {
 
 
 @constexpr_function
-def _as_half(encoding: int) -> str:
+def as_half(encoding: int) -> str:
+    """PTX for four codes of an encoding: two words of float16."""
     return _AS_HALF[encoding]
 
 
@@ -189,7 +190,7 @@ def _scales_of_keys(scale_values, row, at, G: gl.constexpr):
 def _decode_tile(codes, n, ring, stage, SCALED: gl.constexpr, C: gl.constexpr, G: gl.constexpr):
     """Decodes the n-th tile of codes to a stage, without zeroing anything else. SCALED: with scales of V"""
     PIECES: gl.constexpr = C.DIM // BOX_COLUMNS
-    ASSEMBLY: gl.constexpr = _as_half(G.ENCODING)
+    ASSEMBLY: gl.constexpr = as_half(G.ENCODING)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     place = n % G.CODE_TILES
     if SCALED:

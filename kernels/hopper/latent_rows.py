@@ -47,6 +47,21 @@ class HopperLatentGeometry(NamedTuple):
     SCORE_REGISTERS: int
     LOADER_REGISTERS: int
 
+    @property
+    def SELECTED(self) -> bool:
+        """False: keys of a row follow each other."""
+        return False
+
+    @property
+    def WHOLE_ONLY(self) -> bool:
+        """False: programs share rows where the schedule says so."""
+        return False
+
+    @property
+    def PARTS_ONLY(self) -> bool:
+        """False, like WHOLE_ONLY."""
+        return False
+
 
 class ScheduledRows(NamedTuple):
     """Values that all groups read: the schedule, its number of programs, and where sequences' new tokens begin."""
@@ -76,6 +91,7 @@ class RowPart(NamedTuple):
     q_len:       new tokens of the sequence
     first_token: of the row, and tokens: how many it has
     first_end:   end of the keys that the first token sees, and last_end: of those that the last one sees
+    part_at:     line of the workspace for the row's first query head, if the program shares the row
     """
 
     take: Any
@@ -88,6 +104,7 @@ class RowPart(NamedTuple):
     tokens: Any
     first_end: Any
     last_end: Any
+    part_at: Any
 
 
 @gluon.jit
@@ -99,7 +116,7 @@ def work_of_program(step, G: gl.constexpr):
 
 
 @gluon.jit
-def piece_of(step, todo, G: gl.constexpr):
+def part_of_row(step, todo, G: gl.constexpr):
     """The program's part of the row that it has reached."""
     R: gl.constexpr = G.rows
     T: gl.constexpr = R.TOKENS
@@ -121,11 +138,15 @@ def piece_of(step, todo, G: gl.constexpr):
     is_whole = end - first == num_blocks
     # Blocks that no token of the row sees cost nothing, and a part of no other ones adds nothing.
     end = gl.minimum(end, gl.cdiv(last_end, G.KEY_BLOCK))
-    return RowPart(take, first, end, is_whole, writes, q_len, first_of_seq + before, tokens, first_end, last_end)
+    # Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
+    part = 2 * (gl.program_id(0) // G.HEAD_BLOCKS) + (first == 0).to(gl.int32)
+    first_token = first_of_seq + before
+    at = part * R.Q_ROWS
+    return RowPart(take, first, end, is_whole, writes, q_len, first_token, tokens, first_end, last_end, at)
 
 
 @gluon.jit
-def after(step, todo, piece, G: gl.constexpr):
+def after_row(step, todo, piece, G: gl.constexpr):
     """The work that is left after a piece."""
     work = todo.work - piece.take
     # No row is visited of a sequence that takes no part (-1).
@@ -153,9 +174,13 @@ def place(rows, piece, token, head):
 
 @gluon.jit
 def place_of_part(piece, token, head, G: gl.constexpr):
-    """Lines of the workspace for the program's part of a row that it shares.
+    """Lines of the workspace for rows that the program shares."""
+    return piece.part_at + token * G.rows.GQA_RATIO + head
 
-    Part 2p of program p goes to a row begun by an earlier program, 2p + 1 to one that goes on.
-    """
-    part = 2 * (gl.program_id(0) // G.HEAD_BLOCKS) + (piece.first == 0).to(gl.int32)
-    return part * G.rows.Q_ROWS + token * G.rows.GQA_RATIO + head
+
+@gluon.jit
+def keys_of_range(piece, block, layout: gl.constexpr, G: gl.constexpr):
+    """The keys of a block [KEY_BLOCK]; -1 for those that no token of the row sees."""
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    key = block * KEY_BLOCK + gl.arange(0, KEY_BLOCK, layout=layout)
+    return gl.where(key < piece.last_end, key, -1)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from rocm_attn.kernels.attention.bundles import HeadRows, HeadsOfToken, PagePointers, Softmax
 from rocm_attn.kernels.attention.coded import (
@@ -304,7 +305,7 @@ def launch_selected_attention(args: SelectedArgs, *, scale: float, tiles: Select
         len(args.q), selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles, programs=programs
     )
     query_rows = max(next_power_of_2(cut.row_heads), 16)
-    geometry = _geometry(args, cut, query_rows, tiles.key_block, tiles.num_stages)
+    geometry = selected_geometry(args, cut, query_rows, tiles.key_block, tiles.num_stages)
     _launch(args, geometry, scale, num_warps=tiles.num_warps)
 
 
@@ -322,23 +323,19 @@ def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: Segment
     cut = segment_cut(selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles)
     # With two blocks in flight gfx942 spills scalar registers.
     stages = 1 if tiles.matrix_dim else tiles.decode_stages
-    geometry = _geometry(args, cut, tiles.decode_rows, tiles.key_block, stages)._replace(EXACT=True, BY_PAIRS=by_pairs)
+    geometry = selected_geometry(args, cut, tiles.decode_rows, tiles.key_block, stages)._replace(
+        EXACT=True, BY_PAIRS=by_pairs
+    )
     _launch(args, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
 
 
 def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **options: object) -> None:
     pages, tokens, selection, cut = args.pages, args.tokens, args.selection, geometry.cut
-    num_tokens, words = len(args.q), cut.words(len(args.q), geometry.V_HEAD_DIM)
-    workspace = args.workspace
-    assert workspace.dtype == torch.float32
-    assert workspace.is_contiguous()
-    assert workspace.numel() >= words
-    sums = workspace[: words // (geometry.V_HEAD_DIM + 2) * 2]
-    parts = workspace[sums.numel() : words]
+    parts, sums = selected_workspace(args, geometry)
     lse_strides = (0, 0) if args.lse is None else args.lse.stride()
     launch(
         _selected_attention_kernel,
-        (num_tokens * cut.rows * cut.parts,),
+        (len(args.q) * cut.rows * cut.parts,),
         args.q,
         pages.raw_k,
         pages.raw_v,
@@ -373,7 +370,20 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
         launch_merge_parts(args, parts, sums, geometry)
 
 
-def _geometry(args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: int, stages: int) -> SelectedGeometry:
+def selected_workspace(args: SelectedArgs, geometry: SelectedGeometry) -> tuple[Tensor, Tensor]:
+    """Accumulators of parts, and their maxima and sums, in the workspace."""
+    words = geometry.cut.words(len(args.q), geometry.V_HEAD_DIM)
+    workspace = args.workspace
+    assert workspace.dtype == torch.float32
+    assert workspace.is_contiguous()
+    assert workspace.numel() >= words
+    sums = workspace[: words // (geometry.V_HEAD_DIM + 2) * 2]
+    return workspace[sums.numel() : words], sums
+
+
+def selected_geometry(
+    args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: int, stages: int
+) -> SelectedGeometry:
     """Checks the arguments and returns the values that the launch is compiled for."""
     args.check()
     form = args.pages.format

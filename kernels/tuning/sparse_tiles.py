@@ -49,6 +49,24 @@ class SelectedTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class HopperSelectedTiles:
+    """The way that selections of latents are attended on Hopper (hopper/selected.py).
+
+    selected: its programs; a program's warps are four groups of num_warps
+    score_registers, loader_registers: like HopperLatentTiles'
+    """
+
+    selected: SelectedTiles
+    score_registers: int
+    loader_registers: int
+
+    @property
+    def value_registers(self) -> int:
+        """The registers that the other warp groups leave of an SM's for a thread of each, in units of eight."""
+        return (512 - self.score_registers - self.loader_registers) // 16 * 8
+
+
+@dataclass(frozen=True, slots=True)
 class IndexerTileChoice:
     """tiles serve an arch, keys with item_bytes bytes per element, dims up to max_dim, and tokens of up to max_heads
     index heads, of all sets.

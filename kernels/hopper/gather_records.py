@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.cache.codes import group_of
-from rocm_attn.kernels.hopper.codes import as_half
 from rocm_attn.kernels.hopper.latent_groups import (
     HALF,
+    KEY_PARTS,
     REST,
     V_DIM,
     after_piece,
     columns_of,
-    keys_of_block,
+    keys_of_piece,
     line_of_table,
     piece_of,
     slots_of_keys,
@@ -26,25 +28,55 @@ from rocm_attn.kernels.hopper.latent_groups import (
 )
 from rocm_attn.kernels.hopper.warp_groups import leave
 
-_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+# Words of four codes: lanes of 16 bytes.
+_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 _ROWS = gl.constexpr(gl.SliceLayout(1, _LAYOUT.value))
 _REST = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# Two elements of sixteen bits a word, in the order of NVMMASharedLayout(128, 16, rank=2).
+_WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 # Bytes of a record.
 _RECORD = gl.constexpr(V_DIM.value + 4 * (V_DIM.value // 128) + 2 * REST.value)
 
 
+@constexpr_function
+def _assembly(dtype):
+    """PTX for a word of four codes times a scale, as two words of dtype."""
+    to = {gl.bfloat16: "bf16x2", gl.float16: "f16x2"}[dtype]
+    return f"""{{
+        .reg .b16 low, high, a, b;
+        .reg .b32 pair;
+        .reg .f32 first, second;
+        mov.b32 {{low, high}}, $2;
+        cvt.rn.f16x2.e4m3x2 pair, low;
+        mov.b32 {{a, b}}, pair;
+        cvt.f32.f16 first, a;
+        cvt.f32.f16 second, b;
+        mul.f32 first, first, $3;
+        mul.f32 second, second, $3;
+        cvt.rn.{to}.f32 $0, second, first;
+        cvt.rn.f16x2.e4m3x2 pair, high;
+        mov.b32 {{a, b}}, pair;
+        cvt.f32.f16 first, a;
+        cvt.f32.f16 second, b;
+        mul.f32 first, first, $3;
+        mul.f32 second, second, $3;
+        cvt.rn.{to}.f32 $1, second, first;
+    }}"""
+
+
 @gluon.jit
 def _load_half(record, slot, half: gl.constexpr, G: gl.constexpr):
-    """Codes of a half of a block, by groups [KEY_BLOCK, GROUP], and their scales [KEY_BLOCK]."""
+    """Codes of a half of a block, by groups, int32 [KEY_BLOCK, GROUP / 4], and their scales [KEY_BLOCK]."""
     GROUP: gl.constexpr = group_of(G.rows.coding.SCALES)
-    at = slot.to(gl.int64) * _RECORD
+    words = record.codes.to(gl.pointer_type(gl.int32), bitcast=True)
+    at = slot.to(gl.int64) * (_RECORD // 4)
     is_there = slot >= 0
     loaded = ()
     for group in gl.static_range(HALF // GROUP):
-        first = half * HALF + group * GROUP
-        places = record.codes + gl.expand_dims(at, 1) + columns_of(first, GROUP, _LAYOUT)
+        first = (half * HALF + group * GROUP) // 4
+        places = words + gl.expand_dims(at, 1) + columns_of(first, GROUP // 4, _LAYOUT)
         codes = gl.load(places, mask=gl.expand_dims(is_there, 1), other=0)
-        scale = gl.load(record.scales + at // 4 + first // GROUP, mask=is_there, other=0.0)
+        scale = gl.load(record.scales + at + (half * HALF // GROUP + group), mask=is_there, other=0.0)
         loaded += (codes, scale)  # type: ignore[assignment]
     return loaded
 
@@ -53,23 +85,33 @@ def _load_half(record, slot, half: gl.constexpr, G: gl.constexpr):
 def _put_half(loaded, shared, stage, half: gl.constexpr, G: gl.constexpr):
     """Decodes a half of a block to a stage."""
     GROUP: gl.constexpr = group_of(G.rows.coding.SCALES)
-    ASSEMBLY: gl.constexpr = as_half(G.rows.coding.ENCODING)
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     place = shared.halves.index(stage * 2 + half)
+    ASSEMBLY: gl.constexpr = _assembly(place.dtype)
+    words = place._reinterpret(gl.int32, [KEY_BLOCK, HALF // 2], _WORDS)
     for group in gl.static_range(HALF // GROUP):
-        numbers = gl.inline_asm_elementwise(
-            ASSEMBLY, "=r,=r,r", [loaded[2 * group]], dtype=gl.float16, is_pure=True, pack=4
+        codes = loaded[2 * group]
+        scale = gl.expand_dims(loaded[2 * group + 1], 1) + gl.zeros_like(codes).to(gl.float32)
+        pairs = gl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,r,f", [codes, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
-        values = numbers.to(gl.float32) * gl.expand_dims(loaded[2 * group + 1], 1)
-        place.slice(group * GROUP, GROUP, 1).store(values.to(place.dtype))
+        values = gl.join(pairs[0], pairs[1]).reshape([KEY_BLOCK, GROUP // 2])
+        words.slice(group * (GROUP // 2), GROUP // 2, 1).store(values)
 
 
 @gluon.jit
-def _load_rest(record, slot):
-    """Columns after V's, [KEY_BLOCK, REST]."""
-    at = slot.to(gl.int64) * (_RECORD // 2)
-    return gl.load(
-        record.rest + gl.expand_dims(at, 1) + columns_of(0, REST, _REST), mask=gl.expand_dims(slot >= 0, 1), other=0.0
-    )
+def _copy_rest(record, slot, shared, stage):
+    """Begins the copies of the columns after V's."""
+    slot = gl.expand_dims(gl.convert_layout(slot, gl.SliceLayout(1, _REST)), 1)
+    rest = record.rest + slot.to(gl.int64) * (_RECORD // 2) + columns_of(0, REST, _REST)
+    async_copy.async_copy_global_to_shared(shared.rest.index(stage), rest, mask=slot >= 0)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _slots_of_block(latents, line, piece, block, G: gl.constexpr):
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    return slots_of_keys(latents, line, keys_of_piece(piece, block * KEY_BLOCK, KEY_BLOCK, _ROWS, G), G)
 
 
 @gluon.jit
@@ -80,19 +122,21 @@ def gather_records(step, latents, record, shared, todo, G: gl.constexpr):
         piece = piece_of(step, todo, G)
         if piece.end > piece.first:
             line = line_of_table(latents, todo)
-            slot = slots_of_keys(latents, line, keys_of_block(piece, piece.first, _ROWS, G), G)
+            slot = _slots_of_block(latents, line, piece, piece.first, G)
             loaded = _load_half(record, slot, 0, G)
             for block in range(piece.first, piece.end):
                 stage = n % G.STAGES
-                after = slots_of_keys(latents, line, keys_of_block(piece, block + 1, _ROWS, G), G)
-                rest = _load_rest(record, gl.convert_layout(slot, gl.SliceLayout(1, _REST)))
+                after = _slots_of_block(latents, line, piece, block + 1, G)
                 second = _load_half(record, slot, 1, G)
-                wait_until_free(shared, n, 0, G)
-                shared.rest.index(stage).store(rest.to(shared.rest.dtype))
+                for part in gl.static_range(KEY_PARTS):
+                    wait_until_free(shared, n, 0, part, G)
+                _copy_rest(record, slot, shared, stage)
                 _put_half(loaded, shared, stage, 0, G)
+                async_copy.wait_group(0)
                 _pass_on(shared, stage * 2)
                 loaded = _load_half(record, after, 0, G)
-                wait_until_free(shared, n, 1, G)
+                for part in gl.static_range(KEY_PARTS):
+                    wait_until_free(shared, n, 1, part, G)
                 _put_half(second, shared, stage, 1, G)
                 _pass_on(shared, stage * 2 + 1)
                 slot = after

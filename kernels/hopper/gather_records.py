@@ -15,14 +15,14 @@ from triton.runtime.jit import constexpr_function
 from rocm_attn.kernels.cache.codes import group_of
 from rocm_attn.kernels.hopper.latent_groups import (
     HALF,
-    KEY_PARTS,
     REST,
     V_DIM,
     after_piece,
     columns_of,
-    keys_of_piece,
+    keys_of_block,
     line_of_table,
     piece_of,
+    put_hidden,
     slots_of_keys,
     wait_until_free,
 )
@@ -110,8 +110,7 @@ def _copy_rest(record, slot, shared, stage):
 
 @gluon.jit
 def _slots_of_block(latents, line, piece, block, G: gl.constexpr):
-    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
-    return slots_of_keys(latents, line, keys_of_piece(piece, block * KEY_BLOCK, KEY_BLOCK, _ROWS, G), G)
+    return slots_of_keys(latents, line, keys_of_block(piece, block, _ROWS, G), G)
 
 
 @gluon.jit
@@ -128,15 +127,14 @@ def gather_records(step, latents, record, shared, todo, G: gl.constexpr):
                 stage = n % G.STAGES
                 after = _slots_of_block(latents, line, piece, block + 1, G)
                 second = _load_half(record, slot, 1, G)
-                for part in gl.static_range(KEY_PARTS):
-                    wait_until_free(shared, n, 0, part, G)
+                wait_until_free(shared, n, 0, G)
+                put_hidden(slot, shared, stage)
                 _copy_rest(record, slot, shared, stage)
                 _put_half(loaded, shared, stage, 0, G)
                 async_copy.wait_group(0)
                 _pass_on(shared, stage * 2)
                 loaded = _load_half(record, after, 0, G)
-                for part in gl.static_range(KEY_PARTS):
-                    wait_until_free(shared, n, 1, part, G)
+                wait_until_free(shared, n, 1, G)
                 _put_half(second, shared, stage, 1, G)
                 _pass_on(shared, stage * 2 + 1)
                 slot = after

@@ -42,8 +42,6 @@ from rocm_attn.kernels.hopper.warp_groups import leave
 V_DIM = gl.constexpr(512)
 HALF = gl.constexpr(256)
 REST = gl.constexpr(64)
-# Parts of a block's keys whose places become free, and are loaded, one after the other.
-KEY_PARTS = gl.constexpr(2)
 # Lanes of eight elements: a warp has 128 bytes of four rows.
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _COPIED_ROWS = gl.constexpr(gl.SliceLayout(1, _COPIED.value))
@@ -74,7 +72,8 @@ class LatentOutputs(NamedTuple):
 
 class Shared(NamedTuple):
     """Shared memory: q and latents, each as halves of V's columns and the columns after them; latents by stages. For
-    one block: weights, the scales of accumulators, and sums of weights up to it.
+    one block: weights, the scales of accumulators, and sums of weights up to it. hidden: summands of scores, by stages,
+    where keys are listed
 
     full, free: barriers of a stage's halves: loaded, and their values added up; weighed: barrier of stored weights
     """
@@ -86,6 +85,7 @@ class Shared(NamedTuple):
     weights: Any
     decays: Any
     totals: Any
+    hidden: Any
     full: Any
     free: Any
     weighed: Any
@@ -105,9 +105,9 @@ def _wait_until_full(shared, n, half: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def wait_until_free(shared, n, half: gl.constexpr, part: gl.constexpr, G: gl.constexpr):
-    """Waits until the previous content of a part of the keys of a half of the n-th block is read."""
-    mbarrier.wait(shared.free.index((n % G.STAGES * 2 + half) * KEY_PARTS + part), ((n // G.STAGES) & 1) ^ 1)
+def wait_until_free(shared, n, half: gl.constexpr, G: gl.constexpr):
+    """Waits until the previous content of the place of a half of the n-th block is read."""
+    mbarrier.wait(shared.free.index(n % G.STAGES * 2 + half), ((n // G.STAGES) & 1) ^ 1)
 
 
 @gluon.jit
@@ -123,34 +123,9 @@ def after_piece(step, todo, piece, G: gl.constexpr):
 
 
 @gluon.jit
-def keys_of_piece(piece, first, MANY: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
-    """The places of MANY keys in their sequence, from `first` of the piece on; -1 for those that it does not see."""
-    return keys_of_listing(piece, first, MANY, layout, G) if G.SELECTED else keys_of_range(piece, first, MANY, layout)
-
-
-@gluon.jit
-def _copied_keys(piece, block, G: gl.constexpr):
-    """The places of a block's keys, by parts that are copied one after the other."""
-    MANY: gl.constexpr = G.KEY_BLOCK // KEY_PARTS
-    keys = ()
-    for part in gl.static_range(KEY_PARTS):
-        keys += (keys_of_piece(piece, block * G.KEY_BLOCK + part * MANY, MANY, _COPIED_ROWS, G),)  # type: ignore[assignment]
-    return keys
-
-
-@gluon.jit
-def _copied_slots(latents, line, keys, G: gl.constexpr):
-    """Slots of _copied_keys."""
-    slots = ()
-    for part in gl.static_range(KEY_PARTS):
-        slots += (slots_of_keys(latents, line, keys[part], G),)  # type: ignore[assignment]
-    return slots
-
-
-@gluon.jit
-def keys_of_place(place, part: gl.constexpr, G: gl.constexpr):
-    """The place of a part of a block's keys."""
-    return place.slice(part * (G.KEY_BLOCK // KEY_PARTS), G.KEY_BLOCK // KEY_PARTS, 0)
+def keys_of_block(piece, block, layout: gl.constexpr, G: gl.constexpr):
+    """The places of a block's keys in their sequence [KEY_BLOCK]; -1 for those that no token of the piece sees."""
+    return keys_of_listing(piece, block, layout, G) if G.SELECTED else keys_of_range(piece, block, layout, G)
 
 
 @gluon.jit
@@ -158,6 +133,12 @@ def slots_of_keys(latents, line, key, G: gl.constexpr):
     """Slots of keys; -1 for -1. line: the sequence's in the table"""
     page = gl.load(line + gl.minimum(key // G.PAGE_SIZE, latents.width - 1), mask=key >= 0, other=0)
     return gl.where(key >= 0, page * G.PAGE_SIZE + key % G.PAGE_SIZE, -1)
+
+
+@gluon.jit
+def put_hidden(slot, shared, stage):
+    """Writes what is added to the scores of a block's keys: -inf for those that are not there."""
+    shared.hidden.index(stage).store(gl.where(slot >= 0, 0.0, float("-inf")))
 
 
 @gluon.jit
@@ -180,28 +161,30 @@ def gather(step, latents, shared, todo, G: gl.constexpr):
         piece = piece_of(step, todo, G)
         if piece.end > piece.first:
             line = line_of_table(latents, todo)
-            slots = _copied_slots(latents, line, _copied_keys(piece, piece.first, G), G)
-            keys = _copied_keys(piece, piece.first + 1, G)
+            slot = slots_of_keys(latents, line, keys_of_block(piece, piece.first, _COPIED_ROWS, G), G)
+            key = keys_of_block(piece, piece.first + 1, _COPIED_ROWS, G)
             for block in range(piece.first, piece.end):
                 stage = n % G.STAGES
+                rows = latents.at + gl.expand_dims(slot.to(gl.int64) * (V_DIM + REST), 1)
+                is_there = gl.expand_dims(slot >= 0, 1)
+                wait_until_free(shared, n, 0, G)
+                if G.SELECTED:
+                    put_hidden(slot, shared, stage)
+                    gl.thread_barrier()
+                    mbarrier.arrive(shared.full.index(stage * 2), count=1)
                 # Loads of page numbers, and of listed keys, are under way during a block.
-                next_slots = _copied_slots(latents, line, keys, G)
-                keys = _copied_keys(piece, block + 2, G)
-                for part in gl.static_range(KEY_PARTS):
-                    slot = slots[part]
-                    rows = latents.at + gl.expand_dims(slot.to(gl.int64) * (V_DIM + REST), 1)
-                    is_there = gl.expand_dims(slot >= 0, 1)
-                    for half in gl.static_range(2):
-                        wait_until_free(shared, n, half, part, G)
-                        if half == 0:
-                            rest = rows + columns_of(V_DIM, REST, _COPIED)
-                            place = keys_of_place(shared.rest.index(stage), part, G)
-                            async_copy.async_copy_global_to_shared(place, rest, mask=is_there)
-                        columns = rows + columns_of(half * HALF, HALF, _COPIED)
-                        place = keys_of_place(shared.halves.index(stage * 2 + half), part, G)
-                        async_copy.async_copy_global_to_shared(place, columns, mask=is_there)
-                        async_copy.mbarrier_arrive(shared.full.index(stage * 2 + half), increment_count=False)
-                slots = next_slots
+                slot = slots_of_keys(latents, line, key, G)
+                key = keys_of_block(piece, block + 2, _COPIED_ROWS, G)
+                for half in gl.static_range(2):
+                    if half == 0:
+                        rest = rows + columns_of(V_DIM, REST, _COPIED)
+                        async_copy.async_copy_global_to_shared(shared.rest.index(stage), rest, mask=is_there)
+                    else:
+                        wait_until_free(shared, n, half, G)
+                    columns = rows + columns_of(half * HALF, HALF, _COPIED)
+                    of_half = shared.halves.index(stage * 2 + half)
+                    async_copy.async_copy_global_to_shared(of_half, columns, mask=is_there)
+                    async_copy.mbarrier_arrive(shared.full.index(stage * 2 + half), increment_count=False)
                 n += 1
         todo = after_piece(step, todo, piece, G)
     # No thread ends before its copies do.
@@ -269,12 +252,11 @@ def weigh(step, shared, to, todo, G: gl.constexpr):
         if piece.end > piece.first:
             _put_queries(to.q, piece, shared, G)
         for block in range(piece.first, piece.end):
-            # Listed keys are loaded before products are waited for.
-            key = gl.expand_dims(keys_of_piece(piece, block * KEY_BLOCK, KEY_BLOCK, key_layout, G), 0)
             scores = _scores_of_block(shared, n, G)
             if G.SELECTED:
-                scores = gl.where(key >= 0, scores, float("-inf"))
+                scores += gl.expand_dims(shared.hidden.index(n % G.STAGES).load(key_layout), 0)
             elif (block + 1) * KEY_BLOCK > piece.first_end:
+                key = gl.expand_dims(keys_of_block(piece, block, key_layout, G), 0)
                 scores = gl.where(_is_visible(piece, key, row_layout, G), scores, float("-inf"))
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * to.qk_scale)
             # A score that is NaN does not raise the maximum; its weight is NaN either way.
@@ -287,8 +269,7 @@ def weigh(step, shared, to, todo, G: gl.constexpr):
             maximum = new_maximum
             # Waits until the values of the block before are added up, by the weights whose place these take.
             for half in gl.static_range(2):
-                for part in gl.static_range(KEY_PARTS):
-                    wait_until_free(shared, n + G.STAGES - 1, half, part, G)
+                wait_until_free(shared, n + G.STAGES - 1, half, G)
             shared.weights.store(weights.to(shared.weights.dtype))
             shared.decays.store(decay)
             shared.totals.store(total)
@@ -346,15 +327,10 @@ def add_values(PART: gl.constexpr, step, shared, to, todo, G: gl.constexpr):
             mbarrier.wait(shared.weighed, n & 1)
             total = shared.totals.load(row_layout)
             acc = times_if_any(acc, gl.expand_dims(shared.decays.load(row_layout), 1))
-            PART_KEYS: gl.constexpr = G.KEY_BLOCK // KEY_PARTS
-            for part in gl.static_range(KEY_PARTS):
-                weights = shared.weights.slice(part * PART_KEYS, PART_KEYS, 1)
-                values = keys_of_place(shared.halves.index(half), part, G)
-                acc = warpgroup_mma(weights, values, acc, is_async=True)
-            for part in gl.static_range(KEY_PARTS):
-                acc = warpgroup_mma_wait(KEY_PARTS - 1 - part, deps=(acc,))
-                gl.thread_barrier()
-                mbarrier.arrive(shared.free.index(half * KEY_PARTS + part), count=1)
+            acc = warpgroup_mma(shared.weights, shared.halves.index(half), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            gl.thread_barrier()
+            mbarrier.arrive(shared.free.index(half), count=1)
             n += 1
         if piece.writes:
             if G.WHOLE_ONLY:
@@ -404,12 +380,12 @@ def new_shared(DTYPE: gl.constexpr, ARRIVALS: gl.constexpr, G: gl.constexpr):
     layout: gl.constexpr = _SWIZZLED
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], bars)
-    free = gl.allocate_shared_memory(gl.int64, [HALVES * KEY_PARTS, 1], bars)
+    free = gl.allocate_shared_memory(gl.int64, [HALVES, 1], bars)
     weighed = gl.allocate_shared_memory(gl.int64, [1], bars)
     for half in gl.static_range(HALVES):
-        mbarrier.init(full.index(half), count=ARRIVALS)
-        for part in gl.static_range(KEY_PARTS):
-            mbarrier.init(free.index(half * KEY_PARTS + part), count=1)
+        # The first half is full when it is known, too, which of listed keys are hidden.
+        mbarrier.init(full.index(half), count=ARRIVALS + (1 if G.SELECTED and ARRIVALS > 1 and half % 2 == 0 else 0))
+        mbarrier.init(free.index(half), count=1)
     mbarrier.init(weighed, count=1)
     return Shared(
         gl.allocate_shared_memory(DTYPE, [2, GROUP_ROWS, HALF], layout),
@@ -419,6 +395,7 @@ def new_shared(DTYPE: gl.constexpr, ARRIVALS: gl.constexpr, G: gl.constexpr):
         gl.allocate_shared_memory(DTYPE, [GROUP_ROWS, KEY_BLOCK], layout),
         gl.allocate_shared_memory(gl.float32, [GROUP_ROWS], _LINEAR),
         gl.allocate_shared_memory(gl.float32, [GROUP_ROWS], _LINEAR),
+        gl.allocate_shared_memory(gl.float32, [STAGES, KEY_BLOCK], _LINEAR),
         full,
         free,
         weighed,

@@ -179,7 +179,8 @@ def place_of_part(piece, token, head, G: gl.constexpr):
 
 
 @gluon.jit
-def keys_of_range(piece, first, MANY: gl.constexpr, layout: gl.constexpr):
-    """Keys [MANY] from the first one on; -1 for those that no token of the row sees."""
-    key = first + gl.arange(0, MANY, layout=layout)
+def keys_of_range(piece, block, layout: gl.constexpr, G: gl.constexpr):
+    """The keys of a block [KEY_BLOCK]; -1 for those that no token of the row sees."""
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    key = block * KEY_BLOCK + gl.arange(0, KEY_BLOCK, layout=layout)
     return gl.where(key < piece.last_end, key, -1)

@@ -20,7 +20,14 @@ from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.cache.codes import is_record
 from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.hopper.gather_records import gather_records
-from rocm_attn.kernels.hopper.latent_groups import LatentOutputs, Latents, add_values, gather, new_shared, weigh
+from rocm_attn.kernels.hopper.latent_groups import (
+    LatentOutputs,
+    Latents,
+    add_values,
+    gather,
+    new_shared,
+    weigh,
+)
 from rocm_attn.kernels.hopper.rings import GATHERING_THREADS
 from rocm_attn.kernels.hopper.selected_rows import HopperSelectedGeometry, ListedTokens, parts_of_program
 from rocm_attn.kernels.launch import launch

@@ -157,10 +157,11 @@ def after_part(step, todo, G: gl.constexpr):
 
 
 @gluon.jit
-def keys_of_listing(piece, first, MANY: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
-    """The places of listed keys in their sequence [MANY]; -1 for those that the token does not see."""
+def keys_of_listing(piece, block, layout: gl.constexpr, G: gl.constexpr):
+    """The places of a block's keys in their sequence [KEY_BLOCK]; -1 for those that the token does not see."""
     R: gl.constexpr = G.rows
-    index = first + gl.arange(0, MANY, layout=layout)
+    KEY_BLOCK: gl.constexpr = R.KEY_BLOCK
+    index = block * KEY_BLOCK + gl.arange(0, KEY_BLOCK, layout=layout)
     unit = index // R.UNIT_TOKENS
     if piece.units is None:
         unit += piece.hidden

@@ -209,8 +209,8 @@ def _put_queries(q, piece, shared, G: gl.constexpr):
 
 
 @gluon.jit
-def _scores_of_block(shared, n, G: gl.constexpr):
-    """Products of q and the n-th block [64, KEY_BLOCK]. The first columns are multiplied while the others arrive."""
+def _begin_scores(shared, n, G: gl.constexpr):
+    """Begins the products of q and the n-th block [64, KEY_BLOCK]. First columns are multiplied while others arrive."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     layout: gl.constexpr = _layout_of_scores(G)
     stage = n % G.STAGES
@@ -223,7 +223,7 @@ def _scores_of_block(shared, n, G: gl.constexpr):
             _wait_until_full(shared, n, half, G)
         columns = shared.halves.index(stage * 2 + half).permute((1, 0))
         scores = warpgroup_mma(shared.q.index(half), columns, scores, is_async=True)
-    return warpgroup_mma_wait(0, deps=(scores,))
+    return scores
 
 
 @gluon.jit
@@ -238,12 +238,40 @@ def _is_visible(piece, key, layout: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def weigh(step, shared, to, todo, G: gl.constexpr):
-    """Computes weights of all keys that the program takes; log-sum-exps, or sums of rows that it shares."""
+def _weigh_block(scores, maximum, total, piece, block, n, shared, to, G: gl.constexpr):
+    """Writes weights of the n-th block. Returns the rows' maxima and sums up to it."""
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     layout: gl.constexpr = _layout_of_scores(G)
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     key_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    if G.SELECTED:
+        scores += gl.expand_dims(shared.hidden.index(n % G.STAGES).load(key_layout), 0)
+    elif (block + 1) * KEY_BLOCK > piece.first_end:
+        key = gl.expand_dims(keys_of_block(piece, block, key_layout, G), 0)
+        scores = gl.where(_is_visible(piece, key, gl.SliceLayout(1, layout), G), scores, float("-inf"))
+    new_maximum = gl.maximum(maximum, gl.max(scores, 1) * to.qk_scale)
+    # A score that is NaN does not raise the maximum; its weight is NaN either way.
+    new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
+    # A row may have seen no key yet; the subtractions below must not be inf - inf.
+    base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    decay = gl.exp2(maximum - base)
+    weights = gl.exp2(scores * to.qk_scale - gl.expand_dims(base, 1))
+    total = total * decay + gl.sum(weights, 1)
+    # Waits until the values of the block before are added up, by the weights whose place these take.
+    for half in gl.static_range(2):
+        wait_until_free(shared, n + G.STAGES - 1, half, G)
+    shared.weights.store(weights.to(shared.weights.dtype))
+    shared.decays.store(decay)
+    shared.totals.store(total)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(shared.weighed, count=1)
+    return new_maximum, total
+
+
+@gluon.jit
+def weigh(step, shared, to, todo, G: gl.constexpr):
+    """Computes weights of all keys that the program takes; log-sum-exps, or sums of rows that it shares."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, _layout_of_scores(G))
     n = 0
     while todo.work > 0:
         piece = piece_of(step, todo, G)
@@ -251,31 +279,16 @@ def weigh(step, shared, to, todo, G: gl.constexpr):
         total = gl.zeros([GROUP_ROWS], gl.float32, layout=row_layout)
         if piece.end > piece.first:
             _put_queries(to.q, piece, shared, G)
-        for block in range(piece.first, piece.end):
-            scores = _scores_of_block(shared, n, G)
-            if G.SELECTED:
-                scores += gl.expand_dims(shared.hidden.index(n % G.STAGES).load(key_layout), 0)
-            elif (block + 1) * KEY_BLOCK > piece.first_end:
-                key = gl.expand_dims(keys_of_block(piece, block, key_layout, G), 0)
-                scores = gl.where(_is_visible(piece, key, row_layout, G), scores, float("-inf"))
-            new_maximum = gl.maximum(maximum, gl.max(scores, 1) * to.qk_scale)
-            # A score that is NaN does not raise the maximum; its weight is NaN either way.
-            new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
-            # A row may have seen no key yet; the subtractions below must not be inf - inf.
-            base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            decay = gl.exp2(maximum - base)
-            weights = gl.exp2(scores * to.qk_scale - gl.expand_dims(base, 1))
-            total = total * decay + gl.sum(weights, 1)
-            maximum = new_maximum
-            # Waits until the values of the block before are added up, by the weights whose place these take.
-            for half in gl.static_range(2):
-                wait_until_free(shared, n + G.STAGES - 1, half, G)
-            shared.weights.store(weights.to(shared.weights.dtype))
-            shared.decays.store(decay)
-            shared.totals.store(total)
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(shared.weighed, count=1)
+            scores = _begin_scores(shared, n, G)
+            # The next block is multiplied while this one is weighed.
+            for block in range(piece.first, piece.end - 1):
+                scores = warpgroup_mma_wait(0, deps=(scores,))
+                after = _begin_scores(shared, n + 1, G)
+                maximum, total = _weigh_block(scores, maximum, total, piece, block, n, shared, to, G)
+                scores = after
+                n += 1
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            maximum, total = _weigh_block(scores, maximum, total, piece, piece.end - 1, n, shared, to, G)
             n += 1
         if piece.writes:
             if G.WHOLE_ONLY:
@@ -392,7 +405,7 @@ def new_shared(DTYPE: gl.constexpr, ARRIVALS: gl.constexpr, G: gl.constexpr):
         gl.allocate_shared_memory(DTYPE, [GROUP_ROWS, REST], layout),
         gl.allocate_shared_memory(DTYPE, [HALVES, KEY_BLOCK, HALF], layout),
         gl.allocate_shared_memory(DTYPE, [STAGES, KEY_BLOCK, REST], layout),
-        gl.allocate_shared_memory(DTYPE, [GROUP_ROWS, KEY_BLOCK], layout),
+        gl.allocate_shared_memory(DTYPE, [GROUP_ROWS, KEY_BLOCK], gl.NVMMASharedLayout(KEY_BLOCK * 2, 16, rank=2)),
         gl.allocate_shared_memory(gl.float32, [GROUP_ROWS], _LINEAR),
         gl.allocate_shared_memory(gl.float32, [GROUP_ROWS], _LINEAR),
         gl.allocate_shared_memory(gl.float32, [STAGES, KEY_BLOCK], _LINEAR),

@@ -279,16 +279,9 @@ def weigh(step, shared, to, todo, G: gl.constexpr):
         total = gl.zeros([GROUP_ROWS], gl.float32, layout=row_layout)
         if piece.end > piece.first:
             _put_queries(to.q, piece, shared, G)
-            scores = _begin_scores(shared, n, G)
-            # The next block is multiplied while this one is weighed.
-            for block in range(piece.first, piece.end - 1):
-                scores = warpgroup_mma_wait(0, deps=(scores,))
-                after = _begin_scores(shared, n + 1, G)
-                maximum, total = _weigh_block(scores, maximum, total, piece, block, n, shared, to, G)
-                scores = after
-                n += 1
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            maximum, total = _weigh_block(scores, maximum, total, piece, piece.end - 1, n, shared, to, G)
+        for block in range(piece.first, piece.end):
+            scores = warpgroup_mma_wait(0, deps=(_begin_scores(shared, n, G),))
+            maximum, total = _weigh_block(scores, maximum, total, piece, block, n, shared, to, G)
             n += 1
         if piece.writes:
             if G.WHOLE_ONLY:

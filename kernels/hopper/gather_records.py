@@ -109,11 +109,6 @@ def _copy_rest(record, slot, shared, stage):
 
 
 @gluon.jit
-def _slots_of_block(latents, line, piece, block, G: gl.constexpr):
-    return slots_of_keys(latents, line, keys_of_block(piece, block, _ROWS, G), G)
-
-
-@gluon.jit
 def gather_records(step, latents, record, shared, todo, G: gl.constexpr):
     """Loads all records that the program takes."""
     n = 0
@@ -121,12 +116,15 @@ def gather_records(step, latents, record, shared, todo, G: gl.constexpr):
         piece = piece_of(step, todo, G)
         if piece.end > piece.first:
             line = line_of_table(latents, todo)
-            slot = _slots_of_block(latents, line, piece, piece.first, G)
+            slot = slots_of_keys(latents, line, keys_of_block(piece, piece.first, _ROWS, G), G)
+            key = keys_of_block(piece, piece.first + 1, _ROWS, G)
             loaded = _load_half(record, slot, 0, G)
             for block in range(piece.first, piece.end):
                 stage = n % G.STAGES
-                after = _slots_of_block(latents, line, piece, block + 1, G)
                 second = _load_half(record, slot, 1, G)
+                # Loads of page numbers, and of listed keys, are under way during a block.
+                after = slots_of_keys(latents, line, key, G)
+                key = keys_of_block(piece, block + 2, _ROWS, G)
                 wait_until_free(shared, n, 0, G)
                 put_hidden(slot, shared, stage)
                 _copy_rest(record, slot, shared, stage)

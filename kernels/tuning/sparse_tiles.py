@@ -98,6 +98,9 @@ class SelectedTileChoice:
     records: bool = False
 
 
+HOPPER_SELECTED_TILES = HopperSelectedTiles(SelectedTiles(64, 64, 4, 2, 1), 128, 48)
+# Records arrive in registers, which blocks of 64 keys spill.
+HOPPER_RECORD_TILES = HopperSelectedTiles(SelectedTiles(64, 32, 4, 4, 1), 96, 96)
 # The first row that serves wins.
 INDEXER_CHOICES = TableFile(IndexerTileChoice, "sparse.json", "index")
 # Among the rows that serve, the first one whose query_rows hold the query heads of a KV head is taken, else the last.

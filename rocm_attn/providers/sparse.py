@@ -139,7 +139,8 @@ class SparseKernels:
     selected: attention over a selection
     indexer:  selects the keys; None if an earlier layer's selection is used
     blocks:   selects the blocks of keys that are left for a later choice; None if none are
-    entries:  names of both rows
+    entries:  names of both rows, that of selected first
+    limits:   of selected
     bakes:    of both
     batch_invariant: of both
     gives_lse: True if selected returns the log-sum-exp
@@ -150,6 +151,7 @@ class SparseKernels:
     indexer: BoundIndexer | None
     blocks: BoundIndexer | None
     entries: tuple[str, ...]
+    limits: Limits
     bakes: frozenset[Baked]
     batch_invariant: bool
     gives_lse: bool
@@ -270,6 +272,7 @@ def choose_sparse(
             indexer,
             blocks,
             (entry.name, *names),
+            entry.limits,
             bakes | entry.bakes,
             invariant and entry.batch_invariant,
             entry.limits.gives_lse(problem),

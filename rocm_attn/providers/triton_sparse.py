@@ -15,12 +15,16 @@ from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.page_format import RECORDS, SCALES_BESIDE_ROWS
+from rocm_attn.kernels.latent import limits as latent_limits
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_words
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import (
+    HOPPER_RECORD_TILES,
+    HOPPER_SELECTED_TILES,
+    HopperSelectedTiles,
     IndexTiles,
     SelectedTiles,
     index_tiles,
@@ -33,7 +37,8 @@ from rocm_attn.providers.contract import NO_SCHEDULE, Bind, Limits, PoolSize, Sc
 from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry, every_row
 from rocm_attn.providers.tiles import codes_of
 from rocm_attn.providers.triton_entries import ARCHS, deterministic_entry, triton_entry
-from rocm_attn.providers.triton_later import triton_launches
+from rocm_attn.providers.triton_hopper import TRITONS
+from rocm_attn.providers.triton_later import hopper_launches, triton_launches
 
 _DTYPES = limits.DTYPES
 
@@ -96,6 +101,21 @@ class TritonSelected:
     def attend(self, args: SelectedArgs) -> None:
         triton_launches.launch_selected_attention(
             args, scale=self.problem.scale, tiles=self.tiles, programs=self.programs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HopperSelected(TritonSelected):
+    """The same by Hopper's own kernel. registers: of its warp groups, whose other tiles are `tiles`"""
+
+    registers: HopperSelectedTiles
+
+    def describe(self) -> str:
+        return f"triton.hopper_selected({self.problem}, {self.registers}, programs={self.programs})"
+
+    def attend(self, args: SelectedArgs) -> None:
+        hopper_launches.launch_hopper_selected(
+            args, scale=self.problem.scale, tiles=self.registers, programs=self.programs
         )
 
 
@@ -189,6 +209,15 @@ def _selected(problem: Problem, target: Target, keys: int) -> TritonSelected:
     return TritonSelected(problem, keys, tiles, target.compute_units * tiles.programs_per_cu)
 
 
+def _bind_hopper(problem: Problem, target: Target, pool: PoolSize) -> HopperSelected:
+    return _hopper(problem, target, _keys(problem))
+
+
+def _hopper(problem: Problem, target: Target, keys: int) -> HopperSelected:
+    registers = HOPPER_SELECTED_TILES if problem.page_format.record is None else HOPPER_RECORD_TILES
+    return HopperSelected(problem, keys, registers.selected, target.compute_units, registers)
+
+
 def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSelectedSegments:
     return _segments(problem, target, _keys(problem))
 
@@ -244,7 +273,29 @@ _SELECTED_LIMITS = Limits(
     row_tokens=(1, limits.MAX_PAGE_SIZE),
 )
 
+_HOPPER_LIMITS = replace(
+    _SELECTED_LIMITS,
+    archs=("sm_90",),
+    dtypes=(torch.bfloat16, torch.float16),
+    exact_dims=((576, 512),),
+    max_gqa_ratio=latent_limits.MAX_HEADS,
+    sinks=False,
+    pools=(PoolKind.LATENT,),
+    encodings=(KVEncoding.LIKE_Q,),
+    scales=(Scales.NONE,),
+    page_strides=False,
+    row_tokens=(1, 1),
+    # Rows are copied by 16 bytes.
+    aligned_sides=True,
+    tritons=TRITONS,
+)
+_HOPPER_RECORD_LIMITS = replace(
+    _HOPPER_LIMITS, dtypes=(torch.bfloat16,), encodings=(KVEncoding.E4M3FN,), scales=(Scales.GROUP,), window=True
+)
+
 SELECTED_ENTRIES = (
+    SelectedKeysEntry("triton.hopper_selected", _HOPPER_LIMITS, _bind_hopper),
+    SelectedKeysEntry("triton.hopper_selected_records", _HOPPER_RECORD_LIMITS, _bind_hopper),
     SelectedKeysEntry(
         name="triton.selected",
         limits=_SELECTED_LIMITS,
@@ -278,6 +329,7 @@ _ROW_LIMITS = replace(
 EVERY_ROW_ENTRIES = tuple(
     entry(name, kind, of_rows, bind)
     for entry, name, of_rows, bind in (
+        (triton_entry, "hopper_records", _HOPPER_RECORD_LIMITS, _every_row("hopper_records", _hopper)),
         (triton_entry, "records", _RECORD_LIMITS, _every_row("records", _selected)),
         (triton_entry, "rows", _ROW_LIMITS, _every_row("rows", _selected)),
         (deterministic_entry, "row_segments", _ROW_LIMITS, _every_row("row_segments", _segments)),

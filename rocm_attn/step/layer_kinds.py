@@ -56,10 +56,12 @@ class LayerKinds:
 
     def reading_alone(self, what: Callable[[Limits], bool]) -> dict[int, str]:
         """Layer -> a kernel whose limits require `what` of K and V, for layers that have such a kernel."""
-        of_kind = [
-            [kernel.entry.name for kernel in selection.kernels.values() if what(kernel.entry.limits)]
-            for selection in self.selections
-        ]
+        of_kind = []
+        for selection in self.selections:
+            limits = [(kernel.entry.name, kernel.entry.limits) for kernel in selection.kernels.values()]
+            if selection.sparse is not None:
+                limits.append((selection.sparse.entries[0], selection.sparse.limits))
+            of_kind.append([name for name, each in limits if what(each)])
         return {layer: of_kind[kind][0] for layer, kind in enumerate(self.of_layer) if of_kind[kind]}
 
     @property

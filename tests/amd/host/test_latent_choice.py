@@ -11,20 +11,24 @@ import torch
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
+from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 from rocm_attn.kernels.tuning.measured import TileTable
+from rocm_attn.kernels.tuning.sparse_tiles import HOPPER_RECORD_TILES, HOPPER_SELECTED_TILES
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import ALL_KEYS, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers import triton_hopper
 from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import select
+from rocm_attn.providers.sparse import BoundSelected
 from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.providers.triton_cdna_latent import CdnaLatentDecode
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
 from rocm_attn.providers.triton_latent import LatentDecode
+from rocm_attn.providers.triton_sparse import HopperSelected, TritonEveryRow, TritonSelected
 from rocm_attn.step.prepared import works_by_launches
 from rocm_lab.tune.jobs import jobs_of, shapes_named
 from tests.amd.host.choices import reasons, with_triton
@@ -116,3 +120,56 @@ def test_one_launch_of_hoppers_serves_all_tokens_of_many_heads(kind: StepKind) -
     bound = select(replace(LAYER, num_q_heads=128), HOPPER, "triton").kernel(kind).bound
     assert isinstance(bound, HopperLatentDecode)
     assert kind is StepKind.DECODE or (bound.cut.tokens.FEWEST, bound.cut.tokens.MOST) == (1, ANY_TOKENS)
+
+
+# DeepSeek-V3.2's layer: latents, or records of them.
+CHOSEN = replace(LAYER, num_q_heads=128, indexer=Indexer(64, 128, Indexing(128**-0.5, top=2048)))
+IN_RECORDS = replace(CHOSEN, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.GROUP)
+UNEVEN = replace(OWN_POOL, page_strides=True)
+ANYWHERE = replace(OWN_POOL, unaligned_rows=True)
+
+
+def attends(problem: Problem, target: Target, terms: PoolTerms = OWN_POOL) -> BoundSelected:
+    """Returns the kernel that attends to the selection."""
+    sparse = select(problem, target, "triton", pool=replace(SMALLEST_POOL, terms=terms)).sparse
+    assert sparse is not None
+    assert sparse.selected is not None
+    return sparse.selected
+
+
+@pytest.mark.parametrize("heads", [8, 16, 128])
+@pytest.mark.parametrize("problem", [CHOSEN, IN_RECORDS], ids=["latents", "records"])
+def test_hoppers_attends_to_selections(problem: Problem, heads: int) -> None:
+    kernel = attends(replace(problem, num_q_heads=heads), HOPPER)
+    assert isinstance(kernel, HopperSelected)
+    tiles = HOPPER_SELECTED_TILES if problem is CHOSEN else HOPPER_RECORD_TILES
+    assert (kernel.registers, kernel.tiles) == (tiles, tiles.selected)
+    assert kernel.describe().startswith("triton.hopper_selected(")
+
+
+@pytest.mark.parametrize(
+    ("problem", "target", "terms"),
+    [
+        (replace(CHOSEN, has_sinks=True), HOPPER, OWN_POOL),
+        (replace(CHOSEN, dtype=torch.float32), HOPPER, OWN_POOL),
+        (replace(CHOSEN, head_dim=544), HOPPER, OWN_POOL),
+        (replace(CHOSEN, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER), HOPPER, OWN_POOL),
+        (replace(IN_RECORDS, kv_encoding=KVEncoding.E4M3FNUZ), HOPPER, OWN_POOL),
+        (CHOSEN, HOPPER, UNEVEN),
+        (CHOSEN, HOPPER, ANYWHERE),
+        (CHOSEN, on("gfx950"), OWN_POOL),
+        (CHOSEN, with_triton("sm_90", Release((9, 9))), OWN_POOL),
+    ],
+    ids=["sinks", "float32", "dims", "codes", "encoding", "strides", "addresses", "arch", "triton"],
+)
+def test_the_plain_kernel_attends_to_selections_that_hoppers_does_not(
+    problem: Problem, target: Target, terms: PoolTerms
+) -> None:
+    assert type(attends(problem, target, terms)) is TritonSelected
+
+
+def test_records_without_a_selection_are_attended_by_hoppers_too() -> None:
+    dense = replace(IN_RECORDS, indexer=ALL_KEYS)
+    kernel = select(dense, HOPPER, "triton").kernel(StepKind.MIXED).bound
+    assert isinstance(kernel, TritonEveryRow)
+    assert isinstance(kernel.selected, HopperSelected)

@@ -11,8 +11,10 @@ import torch
 from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, RowSharing
-from rocm_attn.kernels.cache.page_format import Encoding, Scales
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
+from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs
 from rocm_attn.kernels.tuning.hopper_tiles import (
     DIMS,
     HEAD_DIMS,
@@ -21,6 +23,7 @@ from rocm_attn.kernels.tuning.hopper_tiles import (
     hopper_tiles,
 )
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
+from rocm_attn.kernels.tuning.sparse_tiles import HOPPER_RECORD_TILES, HOPPER_SELECTED_TILES
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
@@ -30,6 +33,7 @@ from rocm_lab.tune.ahead import wrong_in_code
 from rocm_lab.tune.hopper import shared_bytes
 from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
 from tests.amd.kernels.latent_cases import latent_decode_args
+from tests.amd.kernels.sparse_cases import SelectedCase, Step, empty_selection
 from tests.amd.offline.barriers import misused_barriers
 from tests.amd.offline.code_object import machine_code, read_nvidia_code
 from tests.amd.offline.early_launches import assert_waits
@@ -79,6 +83,9 @@ SPILLED_OF_PADDED = {(40, 40): 0, (72, 72): 24, (144, 144): 24, (224, 224): 256,
 SPILLED_AROUND_MERGES = {64: 16, 96: 32, 128: 80, 192: 40, 256: 272}
 # Groups that walk latents spill values of the program and its row over their loops.
 SPILLED_OF_LATENTS = 96
+SPILLED_OF_SELECTIONS = 32
+# The group that decodes holds codes of the next half of a block.
+SPILLED_OF_RECORDS = 136
 
 
 def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str, CompiledKernel]:
@@ -179,6 +186,51 @@ def test_decode_of_latents_does_too(heads: int, layer: str) -> None:
 
     kernels = {kernel.name: kernel for kernel in compiled_by(launch, "sm_90")}
     assert_fast(kernels, SPILLED_OF_LATENTS, parameters_to_scale=True, name="_hopper_latent_kernel")
+
+
+@pytest.mark.parametrize(
+    ("records", "tokens"),
+    [(False, 2), (True, 200), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((False, 200), (True, 2)))],
+    ids=str,
+)
+def test_attention_over_a_selection_does_too(records: bool, tokens: int) -> None:
+    case = SelectedCase(
+        Step([64] * tokens, [1] * tokens), heads=(128, 1), dims=(576, 512), latent=True, dtype=torch.bfloat16, width=200
+    )
+    if records:
+        case = replace(case, encoding=Encoding.E4M3FN, scales=Scales.GROUP)
+    tiles = HOPPER_RECORD_TILES if records else HOPPER_SELECTED_TILES
+    args = blank_selected(case)
+
+    def launch() -> None:
+        hopper_launches.launch_hopper_selected(args, scale=0.05, tiles=tiles, programs=132)
+
+    kernel, *merge = compiled_by(launch, "sm_90")
+    assert (kernel.name, len(merge)) == ("_hopper_selected_kernel", tokens == 2)
+    assert_sound(kernel, SPILLED_OF_RECORDS if records else SPILLED_OF_SELECTIONS)
+    waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))
+    assert [each.opcode for each in machine_code(kernel)].count("WARPGROUP.DEPBAR.LE") == waits
+
+
+def blank_selected(case: SelectedCase) -> SelectedArgs:
+    """Returns arguments of a case's shapes, for a launch that is compiled only."""
+    num_tokens, num_pages = case.step.num_tokens, case.step.num_pages
+    head_dim, v_head_dim = case.dims
+    form = PageFormat(
+        case.encoding or Encoding.of(case.dtype), PoolKind.LATENT, 16, 1, head_dim, v_head_dim, case.scales
+    )
+    q = torch.empty(num_tokens, case.heads[0], head_dim, dtype=case.dtype)
+    return SelectedArgs(
+        q=q,
+        pages=LayerPages.latent(torch.empty(num_pages, form.line, dtype=form.encoding.dtype), form),
+        table=case.step.table,
+        tokens=case.step.tokens(q.device),
+        selection=empty_selection(num_tokens, Indexing(1.0, case.width), q.device),
+        out=q[..., :v_head_dim].clone(),
+        lse=torch.empty(q.shape[:2]),
+        sinks=None,
+        workspace=torch.empty(1 << 22),
+    )
 
 
 def assert_fast(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import NeverFits
@@ -14,28 +13,8 @@ from rocm_attn.step.metrics import Metrics
 from rocm_serve.models.loading import LoadedModel
 
 
-class PageTier(Protocol):
-    """Memory for pages next to a pool, by the keys of their tokens: HostPages, or none."""
-
-    def found(self, key: bytes) -> bool:
-        """True if there may be a page of this key, which counts as used now."""
-        ...
-
-    def put(self, keys: Sequence[bytes], pages: Int32Array) -> None:
-        """Copies pages of the pool, which may be written afterwards. int32 [n]"""
-        ...
-
-    def restore(self, keys: Sequence[bytes], pages: Int32Array) -> int:
-        """Moves pages into the pool; returns how many of the first ones have the tokens of their keys."""
-        ...
-
-    def clear(self) -> None:
-        """Forgets all pages."""
-        ...
-
-
 class NoTier:
-    """Pages that are given back are lost."""
+    """In place of HostPages: pages that are given back are lost."""
 
     def found(self, key: bytes) -> bool:
         return False
@@ -51,6 +30,8 @@ class NoTier:
 
 
 NO_TIER = NoTier()
+# Memory for pages next to a pool, by the keys of their tokens.
+PageTier = HostPages | NoTier
 
 
 def tier_for(loaded: LoadedModel, runtime: AttentionRuntime, num_bytes: int, metrics: Metrics) -> PageTier:

@@ -6,8 +6,6 @@ gathered values are the same on all of them, bit by bit, so they pick the same t
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,58 +14,37 @@ from rocm_attn.machine.agreement import Agreement, OnWait, all_gather_into, alon
 from rocm_attn.models.shards import WHOLE, Shard
 
 
-class Ranks(Protocol):
-    """The ranks that share a model, as one of them sees them.
+class Ranks:
+    """The ranks that share a model, as one of them sees them. These are of a model that is not shared.
 
     shard: this rank's part
     agree: how they agree on kernels, graphs and faults
     """
 
-    @property
-    def shard(self) -> Shard: ...
-    @property
-    def agree(self) -> Agreement: ...
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, in place. The order of the sum may depend on the size of x."""
-        ...
-
-    def sum_in_order(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, from rank 0 up: an element's result does not depend on other elements."""
-        ...
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """[rows, num_ranks * columns]: the columns of every rank's x [rows, columns], from rank 0 up."""
-        ...
-
-    def least(self, number: int) -> int:
-        """The smallest of every rank's number, on the host."""
-        ...
-
-
-class OneRank:
-    """The ranks of a model that is not shared."""
-
-    shard = WHOLE
+    shard: Shard = WHOLE
     agree: Agreement = alone
 
     def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, in place. The order of the sum may depend on the size of x."""
         return x
 
     def sum_in_order(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x, from rank 0 up: an element's result does not depend on other elements."""
         return x
 
     def gathered(self, x: Tensor) -> Tensor:
+        """[rows, num_ranks * columns]: the columns of every rank's x [rows, columns], from rank 0 up."""
         return x
 
     def least(self, number: int) -> int:
+        """The smallest of every rank's number, on the host."""
         return number
 
 
-ONE_RANK = OneRank()
+ONE_RANK = Ranks()
 
 
-class RanksOfGroup:
+class RanksOfGroup(Ranks):
     """The ranks of a process group of torch.distributed, all of which make a RanksOfGroup at the same time.
 
     They agree through a group of their own, over Gloo, so that a rank that is left in a collective does not look like

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault
 from rocm_serve.engine_thread import ServingEngine
@@ -11,18 +10,12 @@ from rocm_serve.held_interrupts import HeldInterrupts
 from rocm_serve.request import Completion, Event, Request, RequestsFailed, RequestsFaulted
 
 
-class Serves(ServingEngine, Protocol):
-    """The methods that Engine and RankedEngine have in common."""
-
-    def check(self, request: Request) -> None: ...
-
-
 def serve_all(
-    engine: Serves, requests: Sequence[Request], on_event: Callable[[Event], None] | None
+    engine: ServingEngine, requests: Sequence[Request], on_event: Callable[[Event], None] | None
 ) -> list[Completion]:
     """Engine.generate for any engine."""
     for request in requests:
-        engine.check(request)
+        engine.limits.check(request)
     with HeldInterrupts() as interrupts:
         numbers: list[int] = []
         try:
@@ -41,7 +34,7 @@ def serve_all(
     return completions
 
 
-def _completion(engine: Serves, number: int, request: Request) -> Completion:
+def _completion(engine: ServingEngine, number: int, request: Request) -> Completion:
     """The completion of a request that has ended; without tokens if on_event has cancelled it."""
     try:
         return engine.completion(number)
@@ -49,7 +42,9 @@ def _completion(engine: Serves, number: int, request: Request) -> Completion:
         return Completion(request.prompt_token_ids, (), "", "abort")
 
 
-def _served(engine: Serves, on_event: Callable[[Event], None] | None, interrupts: HeldInterrupts) -> list[DeviceFault]:
+def _served(
+    engine: ServingEngine, on_event: Callable[[Event], None] | None, interrupts: HeldInterrupts
+) -> list[DeviceFault]:
     """Steps until there is no work; returns the faults that the device reported meanwhile."""
     faults = []
     while engine.has_work:

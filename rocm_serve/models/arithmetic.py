@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.models.rope import Rope
 from rocm_serve.models.linears import Linears
+
+# The cos and sin of each rope for index keys: [T, 2, dim], see rotate. The runtime turns all other rows.
+CosSin = Mapping[Rope, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

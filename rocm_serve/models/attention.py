@@ -14,14 +14,14 @@ from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.rope import Rope, rotate
 from rocm_attn.problem import AllKeys, Indexer
 from rocm_attn.step.protocols import LayerCalls
-from rocm_serve.models.arithmetic import Arithmetic
+from rocm_attn.step.step import Part
+from rocm_serve.models.arithmetic import Arithmetic, CosSin
 from rocm_serve.models.attention_weights import (
     BlockIndexWeights,
     IndexWeights,
     KVHeadWeights,
     LatentWeights,
 )
-from rocm_serve.models.step_calls import CosSin, StepCalls
 from rocm_serve.models.weights import MixerWeights
 
 # The epsilon of norms on rows that q is made of, on latent rows and on index keys. transformers' DeepSeek, GLM-5 and
@@ -48,7 +48,7 @@ class OverHeads:
     rope: Rope
     work: QkvWork
 
-    def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, num_q_heads * head_dim]: the attention output of the step's tokens; every layer has this method.
 
         x: [T, hidden], normalised
@@ -110,7 +110,7 @@ class OverLatentRows:
     rope: Rope
     work: QkvWork
 
-    def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, num_q_heads * v_dim]; see OverHeads."""
         attention = step.layers
         heads, weights, linears = self.heads, self.weights, self.arithmetic.linears

@@ -1,6 +1,6 @@
 """Model: the forward pass of a decoder, in plain torch around an attention runtime.
 
-It is an example for authors of other models: forward() gets a Step whose tensors have padded sizes, and passes the q, k
+It is an example for authors of other models: forward() gets a Part whose tensors have padded sizes, and passes the q, k
 and v of every layer to the step's layers. It never reads a length and never waits for the device. The same code
 therefore runs eagerly, is captured, and runs the halves of a split step. Tensor parallelism shows only where ranks sum,
 in its linear layers, and where they gather. The sizes of a rank's part are in its config and weights.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import count
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,32 +19,15 @@ from torch import Tensor
 from rocm_attn.models.config import MixerConfig, ModelConfig, RecurrentConfig
 from rocm_attn.problem import Indexer
 from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
+from rocm_attn.step.step import Part
 from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.attention import LayerAttention, layer_attention
 from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.linears import Linears, linears_over
 from rocm_serve.models.mlp import add_mlp
 from rocm_serve.models.recurrent import AnyRecurrentMixer, recurrent_mixer
-from rocm_serve.models.step_calls import StepCalls
 from rocm_serve.models.weights import MixerWeights, ModelWeights
 from rocm_serve.ranks import ONE_RANK, Ranks
-
-
-class StepInputs(StepCalls, Protocol):
-    """The inputs of forward() for a step of T tokens and S sequences, pads included.
-
-    token_ids:         int32 [T], pads 0
-    positions:         int32 [T], pads 0
-    last_token_of_seq: int32 [S], 0 if there is no new token
-    layers, states:    see StepCalls
-    """
-
-    @property
-    def token_ids(self) -> Tensor: ...
-    @property
-    def positions(self) -> Tensor: ...
-    @property
-    def last_token_of_seq(self) -> Tensor: ...
 
 
 class Model:
@@ -105,15 +87,15 @@ class Model:
         of_layers = zip(config.layers, weights.layers, strict=True)
         return [list(map(made, layer.mixers, of_layer.mixers)) for layer, of_layer in of_layers]
 
-    def forward(self, step: StepInputs) -> Tensor:
+    def forward(self, step: Part) -> Tensor:
         """Logits [S, vocab] of each sequence's last new token, in the weights' dtype."""
         return self.logits(self.hidden(step).index_select(0, step.last_token_of_seq))
 
-    def hidden(self, step: StepInputs) -> Tensor:
+    def hidden(self, step: Part) -> Tensor:
         """[T, hidden]: the last layer's output for each new token."""
         return self.hidden_and_inputs(step, ())[0]
 
-    def hidden_and_inputs(self, step: StepInputs, layers: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    def hidden_and_inputs(self, step: Part, layers: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         """hidden(), and the inputs of some layers for each new token, [T, hidden] each, in the order of `layers`.
 
         layers: one past the last layer stands for the last layer's output

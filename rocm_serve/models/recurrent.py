@@ -19,9 +19,9 @@ from rocm_attn.models.hf_recurrent import GATED_DELTA, KIMI_DELTA, STATE_SPACE
 from rocm_attn.models.recurrent import Rule
 from rocm_attn.models.shards import GroupedRows, Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
-from rocm_serve.models.arithmetic import Arithmetic
+from rocm_attn.step.step import Part
+from rocm_serve.models.arithmetic import Arithmetic, CosSin
 from rocm_serve.models.recurrent_parts import RecurrentMixer, RecurrentTensors
-from rocm_serve.models.step_calls import CosSin, StepCalls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class GatedDeltaNet(RecurrentMixer[DeltaNetWeights]):
 
     __slots__ = ()
 
-    def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, value_heads * value_dim]; see OverHeads."""
         form, weights = self.form, self.weights
         heads, values = form.num_value_heads, form.num_value_heads * form.value_dim
@@ -153,7 +153,7 @@ class StateSpace(RecurrentMixer[StateSpaceWeights]):
 
     __slots__ = ()
 
-    def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, value_heads * value_dim]; see OverHeads."""
         form, weights = self.form, self.weights
         heads, values = form.num_value_heads, form.num_value_heads * form.value_dim
@@ -248,7 +248,7 @@ class KimiDelta(RecurrentMixer[KimiDeltaWeights]):
 
     __slots__ = ()
 
-    def attended(self, step: StepCalls, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[T, value_heads * value_dim]; see OverHeads."""
         form, weights, linears = self.form, self.weights, self.arithmetic.linears
         heads, dim = form.num_value_heads, form.value_dim

@@ -12,9 +12,9 @@ from rocm_attn.models.config import RecurrentProjections
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.shards import HeadSpans, ShardRange
 from rocm_attn.models.tensors import Shape
+from rocm_attn.step.step import Part
 from rocm_serve.models.arithmetic import Arithmetic
 from rocm_serve.models.layer_tensors import LayerTensors
-from rocm_serve.models.step_calls import StepCalls
 
 Weights = TypeVar("Weights")
 
@@ -63,7 +63,7 @@ class RecurrentMixer(Generic[Weights]):
     arithmetic: Arithmetic
 
     def convolved(
-        self, step: StepCalls, inputs: Tensor, weight: Tensor, bias: Tensor | None
+        self, step: Part, inputs: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q and k [T, key_heads, key_dim], and v [T, value_heads, value_dim], after the convolution.
 
@@ -76,7 +76,7 @@ class RecurrentMixer(Generic[Weights]):
         q, k = (side.view(num_tokens, form.num_key_heads, form.key_dim) for side in (q, k))
         return q, k, v.view(num_tokens, form.num_value_heads, form.value_dim)
 
-    def recurred(self, step: StepCalls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    def recurred(self, step: Part, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """The output of the recurrence, of the shape of v; see StateCalls.recur."""
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         step.states.recur(self.number, q, k, v, decay, beta, out)

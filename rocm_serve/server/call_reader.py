@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from rocm_serve.server.call_arguments import from_object, from_parameters, from_python
 from rocm_serve.text.written_forms import HOLE, MOST_SHORT, CallForm, ReasoningForm
@@ -35,23 +35,15 @@ class Thought:
 Part = str | ToolCall | Thought
 
 
-class Reader(Protocol):
-    """Reads the text of one choice."""
+class Reader:
+    """Reads the text of one choice, which has no parts but text."""
 
     def push(self, text: str) -> list[Part]:
         """Takes the next text, and returns the parts that are decided now and were not returned yet."""
-
-    def finish(self) -> list[Part]:
-        """Returns the rest. The text has ended."""
-
-
-class TextReader:
-    """The reader of a choice that has no parts but text."""
-
-    def push(self, text: str) -> list[Part]:
         return [text] if text else []
 
     def finish(self) -> list[Part]:
+        """Returns the rest. The text has ended."""
         return []
 
 
@@ -60,7 +52,7 @@ _Waits = Generator[None, None, bool]
 _Found = dict[str, Any]
 
 
-class AnswerReader:
+class AnswerReader(Reader):
     """The reader of a choice that may have reasoning or calls.
 
     Anything but reasoning and complete calls of known functions stays text, so nothing that a model writes is lost.
@@ -89,12 +81,10 @@ class AnswerReader:
         self._steps = self._read()
 
     def push(self, text: str) -> list[Part]:
-        """Does the same as Reader.push."""
         self._held += text
         return self._run()
 
     def finish(self) -> list[Part]:
-        """Does the same as Reader.finish."""
         self._has_ended = True
         return self._run()
 

@@ -22,7 +22,7 @@ from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.api_errors import ApiError, bad_request
 from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools
 from rocm_serve.server.call_grammar import calls_only, lead_of
-from rocm_serve.server.call_reader import AnswerReader, Reader, TextReader
+from rocm_serve.server.call_reader import AnswerReader, Reader
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.parsing import let_streams_write
@@ -181,12 +181,12 @@ class ServedModel:
         request: one of a body's
         """
         if self.tokenizer is None:
-            return TextReader()
+            return Reader()
         template = self.writer(self.tokenizer, body.chat_template).chat_template
         calls = self._calls(template) if template is not None and body.may_call else None
         reasoning = self._reasoning(template)
         if calls is None and reasoning is None:
-            return TextReader()
+            return Reader()
         is_inside = reasoning is not None and self._is_inside(reasoning, request.prompt_token_ids)
         functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
         return AnswerReader(calls, functions, reasoning, is_inside=is_inside)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -44,7 +43,6 @@ def loaded_libraries(maps: str) -> list[dict[str, str]]:
 
 
 def _facts(name: str, path: str) -> dict[str, str]:
-    soname = soname_of(path)
     version, release = _said_version(name, path), release_in_name(os.path.realpath(path))
     if name == "libamdhip64" and version and not release:
         # HIP's version counts like ROCm's; its third number counts builds.
@@ -53,8 +51,7 @@ def _facts(name: str, path: str) -> dict[str, str]:
         "name": name,
         "path": path,
         "identity": identity_of(path) or path,  # a file may be gone since it was loaded
-        "soname": soname,
-        "version": version or _version_in_name(path) or soname.partition(".so.")[2],
+        "version": version or _version_in_name(path),
         "rocm": release,
     }
 
@@ -68,35 +65,6 @@ def release_in_name(path: str) -> str:
 def _version_in_name(path: str) -> str:
     match = _FILE.fullmatch(Path(path).name)
     return match[2] or "" if match else ""
-
-
-def soname_of(path: str) -> str:
-    """The name by which a 64-bit ELF library is linked to; empty if it has none, or is no such library."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-        return _soname(data)
-    except (OSError, struct.error, IndexError, ValueError):
-        return ""
-
-
-def _soname(data: bytes) -> str:
-    """Reads the soname. Raises struct.error, IndexError, ValueError for data that is no such library."""
-    if data[:6] != b"\x7fELF\x02\x01":
-        return ""
-    table, size, number = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
-    headers = [struct.unpack_from("<IIQQQQQQ", data, table + at * size) for at in range(number)]
-    loads = [(vaddr, vaddr + of_file, offset) for kind, _, offset, vaddr, _, of_file, *_ in headers if kind == 1]
-    entries: dict[int, int] = {}
-    for kind, _, offset, _, _, of_file, *_ in headers:
-        if kind == 2:  # PT_DYNAMIC
-            for tag, value in struct.iter_unpack("<QQ", data[offset : offset + of_file]):
-                entries.setdefault(tag, value)
-    if 14 not in entries or 5 not in entries:  # DT_SONAME, DT_STRTAB
-        return ""
-    strings = next(offset + entries[5] - first for first, end, offset in loads if first <= entries[5] < end)
-    begin = strings + entries[14]
-    return data[begin : data.index(b"\0", begin)].decode()
 
 
 def _said_version(name: str, path: str) -> str:

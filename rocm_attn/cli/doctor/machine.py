@@ -55,7 +55,6 @@ class LoadedLibrary:
 
     name:     without its suffix, "libamdhip64"
     identity: equal for two names of one file
-    soname:   the name by which others link to it
     version:  its own, empty if it is not known
     rocm:     the release of ROCm that it belongs to, "7.2.4" or "7.2"; empty if it is not known
     """
@@ -63,7 +62,6 @@ class LoadedLibrary:
     name: str
     path: str
     identity: str
-    soname: str
     version: str
     rocm: str
 

@@ -35,7 +35,7 @@ AITER = AiterCopy(f"{SITE}/aiter", is_amds=True, modules=(MODULE,), installed=10
 
 def library(name: str, version: str, rocm: str, folder: str = f"{SITE}/torch/lib") -> LoadedLibrary:
     path = f"{folder}/{name}.so"
-    return LoadedLibrary(name, path, path, f"{name}.so.7", version, rocm)
+    return LoadedLibrary(name, path, path, version, rocm)
 
 
 LOADED = (

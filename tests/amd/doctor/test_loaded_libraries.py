@@ -16,7 +16,6 @@ from rocm_attn.cli.doctor.loaded_libraries import (
     installation_of,
     loaded_libraries,
     release_in_name,
-    soname_of,
 )
 from rocm_attn.cli.doctor.machine import ImportFailure, LoadedLibrary, TorchBuild
 from rocm_attn.cli.doctor.probe import probe
@@ -72,10 +71,10 @@ def test_what_torch_has_loaded_is_asked_for_its_versions(tmp_path: Path, monkeyp
     build(own, "librccl.so.1.0.70204", "int not_loaded;", "librccl.so.1")
     monkeypatch.setenv("PYTHONPATH", torch_that_loads(tmp_path / "site", blas, hip, runtime))
     found = loaded(probe("loaded"))
-    assert [(each.name, each.version, each.rocm, each.soname) for each in found] == [
-        ("libamdhip64", "7.2.53211", "7.2", "libamdhip64.so.7"),
-        ("libhsa-runtime64", "1.18.70204", "7.2.4", "libhsa-runtime64.so.1"),
-        ("librocblas", "5.2.0.3ff05c6a", "", "librocblas.so.5"),
+    assert [(each.name, each.version, each.rocm) for each in found] == [
+        ("libamdhip64", "7.2.53211", "7.2"),
+        ("libhsa-runtime64", "1.18.70204", "7.2.4"),
+        ("librocblas", "5.2.0.3ff05c6a", ""),
     ]
     assert [each.path for each in found] == [str(hip), str(runtime), str(blas)]
     assert {installation_of(each.path) for each in found} == {"torch's own"}
@@ -129,17 +128,7 @@ def test_no_library_is_loaded_to_be_asked(tmp_path: Path) -> None:
     code = f"{imports}; print(json.dumps(loaded_libraries({maps!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     (facts,) = json.loads(done.stdout)
-    assert (facts["soname"], facts["version"]) == ("libamdhip64.so.7", "7"), "its name alone says something"
-
-
-def test_files_that_are_no_libraries_have_no_soname(tmp_path: Path) -> None:
-    whole = build(tmp_path, "libamdhip64.so.7", HIP, "libamdhip64.so.7").read_bytes()
-    for number, content in enumerate((b"", b"\x7fELF", whole[:80], whole[:700], b"\x7fELF\x02\x01" + bytes(200))):
-        place = tmp_path / str(number)
-        place.write_bytes(content)
-        assert soname_of(str(place)) in ("", "libamdhip64.so.7")
-    assert soname_of(str(tmp_path / "missing")) == ""
-    assert soname_of(sys.executable) == ""
+    assert facts["version"] == "7", "its name alone says something"
 
 
 def test_names_tell_the_release() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.problem import Indexer, PoolKind, Problem
 from rocm_attn.recurrence import Recurrence
 from rocm_attn.step.head_weights import LayerHeadWeights
+from rocm_attn.step.step import Part
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
 from rocm_serve.request import Completion
@@ -138,7 +139,8 @@ def dense_logits_of(model: Model, attention: DenseAttention, token_ids: Tensor) 
     index = torch.arange(len(token_ids), dtype=torch.int32)
     with torch.no_grad():
         states = DenseStates(model.config.attention.recurrences(model.weights.dtype))
-        return model.forward(WholeSequence(token_ids.int(), index, index, attention, states))
+        step = WholeSequence(token_ids.int(), index, index, attention, states)
+        return model.forward(cast(Part, step))  # all of a part that a model reads
 
 
 def assert_greedy(loaded: LoadedModel, done: Completion, margin: float = 1e-3) -> None:

@@ -5,69 +5,45 @@ from __future__ import annotations
 import os
 import select
 import signal
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
-from rocm_attn.machine.agreement import Agreement
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
 from tests.amd.runner.tiny_model import tiny_model
 
 
-@dataclass
-class Sabotaged:
-    """Ranks that sum; on rank 1 a failure replaces one of the sums.
+@dataclass(frozen=True)
+class LoadSabotaged:
+    """Loads a tiny model for ranks of which rank 1 fails in place of one of the sums.
 
     what:  "dies", "raises" or "hangs"
     after: number of sums before it
     """
 
-    ranks: Ranks
-    what: str
-    after: int
-
-    @property
-    def shard(self) -> Any:
-        return self.ranks.shard
-
-    @property
-    def agree(self) -> Agreement:
-        return self.ranks.agree
-
-    def sum(self, x: Tensor) -> Tensor:
-        self.after -= 1
-        if self.after == 0 and self.ranks.shard.rank == 1:
-            if self.what == "dies":
-                print("rank 1 gives up", flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.what == "hangs":
-                signal.pause()
-            raise torch.OutOfMemoryError("rank 1 has no memory left")
-        return self.ranks.sum(x)
-
-    def sum_in_order(self, x: Tensor) -> Tensor:
-        return self.ranks.sum_in_order(x)
-
-    def gathered(self, x: Tensor) -> Tensor:
-        return self.ranks.gathered(x)
-
-    def least(self, number: int) -> int:
-        return self.ranks.least(number)
-
-
-@dataclass(frozen=True)
-class LoadSabotaged:
-    """Loads a tiny model for such ranks."""
-
     what: str
     after: int
 
     def __call__(self, *, device: torch.device, ranks: Ranks) -> LoadedModel:
-        return replace(tiny_model(device=device, ranks=ranks), ranks=Sabotaged(ranks, self.what, self.after))
+        sums, summed = count(1), ranks.sum
+
+        def summed_or_not(x: Tensor) -> Tensor:
+            if next(sums) == self.after and ranks.shard.rank == 1:
+                if self.what == "dies":
+                    print("rank 1 gives up", flush=True)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self.what == "hangs":
+                    signal.pause()
+                raise torch.OutOfMemoryError("rank 1 has no memory left")
+            return summed(x)
+
+        loaded = tiny_model(device=device, ranks=ranks)
+        vars(ranks)["sum"] = summed_or_not
+        return loaded
 
 
 def pids(engine: RankedEngine) -> list[int]:

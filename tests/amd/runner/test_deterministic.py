@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_serve.engine import Engine
-from rocm_serve.models.linears import ROWS, AllRows, BlocksOfRows
+from rocm_serve.models.linears import ROWS, BlocksOfRows, Linears
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
@@ -77,7 +77,7 @@ def test_a_row_of_a_linear_layer_is_the_same_in_any_batch() -> None:
     whole = linears.linear(x, weight, bias)
     for first, end in ((0, 1), (3, 4), (5, 22), (39, 40), (1, 40)):
         assert torch.equal(linears.linear(x[first:end], weight, bias), whole[first:end])
-    for product in (whole, AllRows().linear(x, weight, bias)):
+    for product in (whole, Linears().linear(x, weight, bias)):
         assert_products_close(product, x, weight, bias)
     assert linears.linear(x[:0], weight).shape == (0, 576)
 

@@ -15,6 +15,7 @@ from rocm_attn.integrations.host_pages import CHANGED, OTHER, HostPages
 from rocm_attn.paging.host_record import HEAD_WORDS
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
+from rocm_serve.page_tier import NoTier
 from rocm_serve.prefix_cache import CachedRow, PrefixCache
 from rocm_serve.request import Completion, Request
 from tests.amd.runner.cache_invariants import check_cache
@@ -148,7 +149,7 @@ def test_tenants_do_not_find_each_others_pages_in_host_memory(loaded: LoadedMode
     assert served.metrics.host_kv_hits >= 8
 
 
-class Recorded:
+class Recorded(NoTier):
     """A tier that has the keys it was given, and no bytes. right: the pages of a call that come back, at most"""
 
     def __init__(self, right: int = 99) -> None:

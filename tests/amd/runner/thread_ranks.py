@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rocm_attn.machine.agreement import Agreement, alone
 from rocm_attn.models.shards import Shard
+from rocm_serve.ranks import Ranks
 
 T = TypeVar("T")
 
@@ -35,10 +35,8 @@ class _Meeting:
             self.turn.acquire()
 
 
-class ThreadRank:
+class ThreadRank(Ranks):
     """One of the ranks; it serves eager steps, since no recording sees the exchange between threads."""
-
-    agree: Agreement = alone
 
     def __init__(self, shard: Shard, meeting: _Meeting) -> None:
         self.shard = shard

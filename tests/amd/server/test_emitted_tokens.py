@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 from rocm_serve.request import Completion
 from rocm_serve.request_stream import OutputChunk
 from rocm_serve.sampling.logprobs import TokenLogprobs
-from rocm_serve.server.call_reader import TextReader
+from rocm_serve.server.call_reader import Reader
 from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import _Frame
 from rocm_serve.server.replies import ChatReplies, CompletionReplies, PromptReport, TextChunk, Usage, as_event
@@ -33,13 +33,13 @@ def emitted() -> EmittedTokens:
 
 @pytest.mark.parametrize("text", [" the", 'a "quoted" \\ word\n', "\N{PARTY POPPER} \x00 \x7f", "\u2028"])
 def test_the_event_of_a_text_is_the_json_of_its_chunk(text: str, emitted: EmittedTokens) -> None:
-    for replies in (ChatReplies("m", emitted, TextReader), CompletionReplies("m", emitted)):
+    for replies in (ChatReplies("m", emitted, Reader), CompletionReplies("m", emitted)):
         frame = _Frame({"usage": None})
         for each in ("first", text):
             (chunk,) = replies.chunk(0, OutputChunk((1,), each, None))
             assert isinstance(chunk, TextChunk)
             assert frame.event(chunk) == as_event({**chunk.make(0, each), "usage": None})
-    assert ChatReplies("m", emitted, TextReader).chunk(0, OutputChunk((1,), "", None)) == []
+    assert ChatReplies("m", emitted, Reader).chunk(0, OutputChunk((1,), "", None)) == []
 
 
 def of(*token_ids: int) -> list[TokenLogprobs]:

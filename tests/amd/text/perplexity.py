@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,33 +15,16 @@ from rocm_attn.selection.build import build_runtime
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.outputs import PerToken
-from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.step.state_layers import StateCalls
+from rocm_attn.step.step import Part
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.models.model import Model, StepInputs
+from rocm_serve.models.model import Model
 
 CHUNK = 256
 
 
-@dataclass(frozen=True)
-class EveryToken:
-    """A step of one sequence, with logits for all of its tokens."""
-
-    token_ids: Tensor
-    positions: Tensor
-    last_token_of_seq: Tensor
-    layers: LayerCalls
-    states: StateCalls
-
-    @classmethod
-    def of(cls, step: StepInputs) -> EveryToken:
-        return cls(
-            step.token_ids,
-            step.positions,
-            torch.arange(len(step.token_ids), device=step.token_ids.device),
-            step.layers,
-            step.states,
-        )
+def for_every_token(step: Part) -> Part:
+    """The step with logits for all of its tokens."""
+    return replace(step, last_token_of_seq=torch.arange(len(step.token_ids), device=step.token_ids.device))
 
 
 def perplexity(loaded: LoadedModel, tokens: Tensor, kv: KVFormat, *, provider: str) -> float:
@@ -53,7 +36,7 @@ def perplexity(loaded: LoadedModel, tokens: Tensor, kv: KVFormat, *, provider: s
         device=device,
     )
     model = Model(loaded.config, loaded.weights, runtime.head_weights, max_kv_len=len(tokens))
-    runner = StepRunner(runtime, lambda step: PerToken(model.forward(EveryToken.of(step))), None)
+    runner = StepRunner(runtime, lambda step: PerToken(model.forward(for_every_token(step))), None)
     row, losses = np.array([runtime.table.admit()], np.int32), []
     for first in range(0, len(tokens) - 1, CHUNK):
         new = tokens[first : min(first + CHUNK, len(tokens) - 1)]

@@ -122,7 +122,9 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
     assert args.sinks is None, "the limits refuse sinks"
     assert pages.raw_k.is_contiguous(), "the limits refuse other pages"
     assert pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
-    geometry = HopperSelectedGeometry(rows, tiles.value_registers, tiles.score_registers, tiles.loader_registers)
+    geometry = HopperSelectedGeometry(
+        rows, selection.units is not None, tiles.value_registers, tiles.score_registers, tiles.loader_registers
+    )
     parts, sums = selected_workspace(args, rows)
     num_items = len(args.q) * cut.parts
     groups = min(num_items, max(1, programs // rows.HEAD_BLOCKS))

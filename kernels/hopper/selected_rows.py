@@ -18,10 +18,12 @@ class HopperSelectedGeometry(NamedTuple):
     """The values that the kernel is compiled for.
 
     rows: the cut of tokens and their heads
+    LISTED: whether units are listed; else a token sees the last ones
     VALUE_REGISTERS, SCORE_REGISTERS, LOADER_REGISTERS: registers of a thread of each warp group
     """
 
     rows: SelectedGeometry
+    LISTED: bool
     VALUE_REGISTERS: int
     SCORE_REGISTERS: int
     LOADER_REGISTERS: int
@@ -68,8 +70,8 @@ class HopperSelectedGeometry(NamedTuple):
 
 
 class ListedTokens(NamedTuple):
-    """Values that all groups read: the tokens' places, their number, units that are listed for them, or None, and how
-    many; programs with the same block of heads.
+    """Values that all groups read: tokens' places, and their number; listed units and how many, or None; stride:
+    programs with the same block of heads.
     """
 
     position_of_token: Any
@@ -94,7 +96,7 @@ class SelectedPart(NamedTuple):
     writes:      whether there is anything to write
     first_token: the token, and tokens: 1
     part_at:     line of the workspace for query head 0
-    units:       the token's list, or None
+    units:       the token's list
     hidden:      if there is none, the tokens before the last ones that it sees
     visible:     tokens that it sees
     end_key:     keys of the selection up to the end of the part
@@ -128,14 +130,14 @@ def part_of_selection(step, todo, G: gl.constexpr):
     C: gl.constexpr = R.cut
     token = todo.seq.to(gl.int64)
     visible = visible_tokens(step.position_of_token, step.num_tokens, todo.seq, True)
-    listed = None
-    if step.units is None:
-        num_keys = gl.minimum(visible, R.WIDTH)
-        hidden = visible - num_keys
-    else:
+    if G.LISTED:
         num_keys, selection = listed_keys(step.counts, token, 0, R)
         listed = step.units + selection * R.WIDTH
         hidden = 0
+    else:
+        num_keys = gl.minimum(visible, R.WIDTH)
+        listed = step.position_of_token  # not read
+        hidden = visible - num_keys
     first_key = todo.part * C.part_keys
     end_key = gl.minimum(first_key + C.part_keys, num_keys)
     first = first_key // R.KEY_BLOCK
@@ -163,10 +165,10 @@ def keys_of_listing(piece, block, layout: gl.constexpr, G: gl.constexpr):
     KEY_BLOCK: gl.constexpr = R.KEY_BLOCK
     index = block * KEY_BLOCK + gl.arange(0, KEY_BLOCK, layout=layout)
     unit = index // R.UNIT_TOKENS
-    if piece.units is None:
-        unit += piece.hidden
-    else:
+    if G.LISTED:
         unit = gl.load(piece.units + unit, mask=index < piece.end_key, other=-1)
+    else:
+        unit += piece.hidden
     # Units are tested first: a number far outside would come back into the KV when it is multiplied.
     is_seen = (index < piece.end_key) & (unit >= 0) & (unit < gl.cdiv(piece.visible, R.UNIT_TOKENS))
     key = unit * R.UNIT_TOKENS + index % R.UNIT_TOKENS

@@ -25,8 +25,8 @@ pytestmark = OF_HOPPERS_KERNELS
 STEP = Step([150, 1, 97], [3, 1, 2], tail=1)
 LATENTS = SelectedCase(STEP, heads=(128, 1), dims=(576, 512), latent=True, width=140, dtype=torch.bfloat16)
 RECORDS = replace(LATENTS, encoding=Encoding.E4M3FN, scales=Scales.GROUP)
-# One program for each block of heads walks all tokens, each token has a program, and several have parts of it.
-PROGRAMS = (1, 12, 132)
+# One program for each block of heads walks all tokens, or several programs have parts of each.
+PROGRAMS = (1, 132)
 
 
 def attended(problem: SelectedProblem, programs: int) -> None:
@@ -48,8 +48,17 @@ def served(case: SelectedCase, device: torch.device) -> None:
         attended(problem, programs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("heads", "page_size"), [(128, 16), (100, 1), (64, 64), (16, 3), (5, 48)])
+@pytest.mark.parametrize(
+    ("heads", "page_size", "dtype"),
+    [
+        (128, 16, torch.bfloat16),
+        (100, 1, torch.float16),
+        (64, 64, torch.bfloat16),
+        (16, 3, torch.float16),
+        (5, 48, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_latents_equal_the_reference(heads: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Heads fill two programs, one, and none; entries are in any order, some twice, and some are no keys."""
     served(replace(LATENTS, heads=(heads, 1), step=replace(STEP, page_size=page_size), dtype=dtype), device)

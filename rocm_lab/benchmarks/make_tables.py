@@ -116,6 +116,15 @@ def _sparse(result: Result) -> dict[str, Any]:
     return _with([row for row in result["rows"] if "lower_bound_us" in row], lower_bound)  # the others are candidates
 
 
+def _selected(result: Result) -> dict[str, Any]:
+    def more(row: Mapping[str, Any]) -> dict[str, Any]:
+        us, peer, products = row["us"], row.get("flashmla_us"), row["products"] / 1e6
+        by_peer = f"{peer:.1f} | {products / peer:.0f} | {us / peer:.2f}" if peer else " |  | "
+        return {"rate": products / us, "flashmla": by_peer}
+
+    return _with(result["rows"], more)
+
+
 def _recurrent(result: Result) -> dict[str, Any]:
     def more(row: Mapping[str, Any]) -> dict[str, Any]:
         us, copy, fla = row["us"], row.get("lower_bound_us"), row.get("fla_us")
@@ -149,6 +158,7 @@ DERIVED: Mapping[str, Callable[[Result], Mapping[str, Any]]] = {
     "servers_h200": _serving,
     "round_time_h200": _rounds,
     "sparse_decode_h200": _sparse,
+    "selected_h200": _selected,
     "recurrent_h200": _recurrent,
     "mixed_load_cpu": _mixed_load,
 }

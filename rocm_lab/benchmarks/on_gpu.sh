@@ -27,6 +27,7 @@ measure step_profile
 python -m rocm_lab.benchmarks.serving --random "$(mktemp -d)" --out "$results/serving_$name.json" || failures=$((failures + 1))
 measure round_time
 measure sparse_decode
+measure selected
 measure recurrent
 soak soak --steps 20000 --seed 11
 soak draft_soak --speculative --steps 13500 --seed 16

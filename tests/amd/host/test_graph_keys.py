@@ -52,9 +52,13 @@ def problems() -> Iterator[Problem]:
 def eight_bit_problems() -> Iterator[Problem]:
     """Yields the same problems over 8-bit pages."""
     for problem in problems():
-        for scales in (Scales.LAYER, Scales.GROUP):
+        for encoding, scales in (
+            (KVEncoding.E4M3FNUZ, Scales.LAYER),
+            (KVEncoding.E4M3FNUZ, Scales.GROUP),
+            (KVEncoding.E4M3FN, Scales.GROUP),
+        ):
             with suppress(BadProblem):  # not every layer has records
-                yield replace(problem, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=scales)
+                yield replace(problem, kv_encoding=encoding, kv_scales=scales)
 
 
 def served_by(row: KernelEntry) -> tuple[Problem, Target]:

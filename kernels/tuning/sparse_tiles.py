@@ -118,8 +118,9 @@ def selected_tiles(
         largest = max(head_dim, v_head_dim)
         serving = [row for row in rows if largest <= row.max_head_dim and (is_coded or not row.coded)]
         serving = [row for row in serving if row.records and is_record] or [row for row in serving if not row.records]
-        # Rows for larger dims serve if there is none for these.
-        tiles = [row.tiles for row in serving if row.max_head_dim == serving[0].max_head_dim]
+        # Rows for larger dims serve if there is none for these; those for codes are whole by themselves.
+        alike = [row for row in serving if row.max_head_dim == serving[0].max_head_dim]
+        tiles = [row.tiles for row in alike if row.coded == alike[0].coded]
         for each in tiles:
             if gqa_ratio <= each.query_rows:
                 return each

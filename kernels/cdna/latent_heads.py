@@ -29,6 +29,8 @@ from rocm_attn.kernels.cdna.latent_blocks import (
     V_DIM,
     WAVES,
     decayed,
+    of_block,
+    rows_of_slots,
     score_layout,
 )
 from rocm_attn.kernels.cdna.latent_layouts import (
@@ -43,6 +45,8 @@ from rocm_attn.kernels.cdna.latent_layouts import (
     lane_elements,
     last_in_lds,
     last_parts,
+    listed_bias,
+    listed_keys,
     num_tiles,
     query_layout,
     scores_in_lds,
@@ -193,8 +197,54 @@ def _load_half(at, FIRST: gl.constexpr, COLUMNS: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
+def _of_halves(numbers, rows, block, L: gl.constexpr):
+    """Numbers of the keys that waves score, of a block of a list, [WAVES, KEYS / 2]."""
+    found = of_block(numbers, rows, block).reshape([2, HALF_KEYS]).load(gl.SliceLayout(1, L))
+    return gl.reshape(found[:, None, :].broadcast_to([2, 2, HALF_KEYS]), [WAVES, HALF_KEYS])
+
+
+@gluon.jit
+def _key_pages(rows, block, G: gl.constexpr):
+    """The pages of the keys that waves score, or their slots in a list."""
+    if G.LISTED:
+        L: gl.constexpr = gl.SliceLayout(2, key_words(HALF // in_word(G.CODING)))
+        pages = gl.convert_layout(_of_halves(rows.slots, rows, block, listed_keys()), L, assert_trivial=True)
+    else:
+        pages = pages_of(rows, _read_keys(rows, block, G), G)
+    return pages
+
+
+@gluon.jit
+def _value_pages(rows, block, G: gl.constexpr):
+    """The pages of groups of V, or their slots in a list."""
+    if G.LISTED:
+        L: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, value_words(G)))
+        slots = of_block(rows.slots, rows, block).load(gl.SliceLayout(0, L))
+        pages = slots[None, :].broadcast_to([WAVES, KEYS])
+    else:
+        pages = pages_of(rows, _read_groups(rows, block, G), G)
+    return pages
+
+
+@gluon.jit
+def _bias(rows, block, G: gl.constexpr):
+    """What scores of a block begin with: 0, or -inf for entries of a list that are no keys."""
+    P: gl.constexpr = half_scores(G)
+    if G.LISTED:
+        bias = _of_halves(rows.bias, rows, block, listed_bias())
+        bias = gl.convert_layout(bias, gl.SliceLayout(2, P), assert_trivial=True).to(gl.float32)
+        bias = bias[:, :, None].broadcast_to([WAVES, HALF_KEYS, ROWS])
+    else:
+        bias = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
+    return bias
+
+
+@gluon.jit
 def _load_keys(rows, pages, block, G: gl.constexpr):
-    at = rows_of(rows, pages, _read_keys(rows, block, G), G)
+    if G.LISTED:
+        at = rows_of_slots(rows, pages)
+    else:
+        at = rows_of(rows, pages, _read_keys(rows, block, G), G)
     return HalfKeys(_load_half(at, 0, V_DIM, G), _load_half(at, V_DIM, REST, G))
 
 
@@ -202,7 +252,10 @@ def _load_keys(rows, pages, block, G: gl.constexpr):
 def _load_values(rows, pages, block, G: gl.constexpr):
     """A quarter of V's columns of a block's keys. Keys of a group after the last one lie in its page too."""
     V: gl.constexpr = value_words(G)
-    at = rows_of(rows, pages, _read_groups(rows, block, G), G)
+    if G.LISTED:
+        at = rows_of_slots(rows, pages)
+    else:
+        at = rows_of(rows, pages, _read_groups(rows, block, G), G)
     wave = gl.arange(0, WAVES, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, V))))[:, None]
     at += wave * (QUARTER // in_word(G.CODING))
     key = gl.arange(0, group_keys(G), layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, V))))
@@ -231,7 +284,7 @@ def _last_queries(lds, FIRST: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _half_scores(last_queries, query, keys, FIRST: gl.constexpr, DTYPE: gl.constexpr, G: gl.constexpr):
+def _half_scores(last_queries, query, keys, bias, FIRST: gl.constexpr, DTYPE: gl.constexpr, G: gl.constexpr):
     """A wave's halves of a block's scores, of a pair of tiles."""
     P: gl.constexpr = half_scores(G)
     last = gl.reshape(elements_of(keys.last, DTYPE), [WAVES, HALF_KEYS, REST // 2])
@@ -240,8 +293,7 @@ def _half_scores(last_queries, query, keys, FIRST: gl.constexpr, DTYPE: gl.const
     low = gl.convert_layout(low, gl.DotOperandLayout(0, P, lane_elements(G)), assert_trivial=True)
     scores = ()
     for i in gl.static_range(_PAIR):
-        part = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
-        part = gl.amd.cdna3.mfma(last, last_queries[i], part)
+        part = gl.amd.cdna3.mfma(last, last_queries[i], bias)
         scores += (gl.amd.cdna3.mfma(low, query[FIRST + i], part),)  # type: ignore[assignment]
     return scores
 
@@ -271,8 +323,10 @@ def _weigh(lds, state, scores, qk_scale, DTYPE: gl.constexpr, G: gl.constexpr):
     """The state with a block's keys in all but acc; its weights and decays go to LDS."""
     T: gl.constexpr = total_layout(G)
     maximum = gl.maximum(state.maximum, gl.max(scores, 0) * qk_scale)
-    weights = gl.exp2(scores * qk_scale - maximum[None, :])
-    decay = gl.exp2(state.maximum - maximum)
+    # All entries of a list so far may be no keys; the subtractions below must not be inf - inf.
+    base = gl.where(maximum == float("-inf"), 0.0, maximum) if G.LISTED else maximum
+    weights = gl.exp2(scores * qk_scale - base[None, :])
+    decay = gl.exp2(state.maximum - base)
     lds.weights.store(rounded(weights, DTYPE, G.UNITS.ROUNDS_PAIRS))
     lds.heads.store(decay)
     part = gl.sum(gl.sum(gl.reshape(weights, [2, 8, 4, G.HEADS]), 2), 0)
@@ -346,11 +400,11 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     The scores of a block's first two tiles are multiplied while the softmax of the block before it is computed, those
     of other tiles after it. K and V of a later block are in flight meanwhile.
     """
-    keys = _load_keys(rows, pages_of(rows, _read_keys(rows, first, G), G), first, G)
-    next_pages = here(pages_of(rows, _read_keys(rows, first + 1, G), G))
+    keys = _load_keys(rows, _key_pages(rows, first, G), first, G)
+    next_pages = here(_key_pages(rows, first + 1, G))
     sched_barrier()
-    values = _load_values(rows, pages_of(rows, _read_groups(rows, first, G), G), first, G)
-    k_pages = here(pages_of(rows, _read_keys(rows, first + 2, G), G))
+    values = _load_values(rows, _value_pages(rows, first, G), first, G)
+    k_pages = here(_key_pages(rows, first + 2, G))
     sched_barrier()
     # q is in LDS, and no wave waits for it in the loop.
     gl.barrier()
@@ -363,7 +417,8 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         gl.full([8, G.HEADS], 0.0, gl.float32, layout=total_layout(G)),
     )
     for i in gl.static_range(0, num_tiles(G), _PAIR):
-        _store_scores(lds, _half_scores(_last_queries(lds, i, G), query, keys, i, DTYPE, G), i)
+        of_tiles = _half_scores(_last_queries(lds, i, G), query, keys, _bias(rows, first, G), i, DTYPE, G)
+        _store_scores(lds, of_tiles, i)
     sched_barrier()
     keys = _load_keys(rows, next_pages, first + 1, G)
     # In the loop V is loaded after K: what is in flight when it begins would be waited for in each round.
@@ -372,15 +427,17 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     middle = gl.minimum(end, kv_len // KEYS)
     for block in range(first, middle):
         pages = k_pages
-        k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)
-        v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)
+        k_pages = _key_pages(rows, block + 3, G)
+        if not G.LISTED:
+            v_pages = _value_pages(rows, block + 1, G)
         halves = lds.scores.load(halves_layout(G))
+        bias = _bias(rows, block + 1, G)
         last_queries = _last_queries(lds, 0, G)
         wait_for(last_queries[-1], LAST_LANE)
         scores = _sum_of_scores(halves, block, kv_len, G, False)
         wait_for(keys.last, LAST_LANE)
         # The compiler deals out these products to the work of the softmax. There are no registers for more tiles.
-        next_scores = _half_scores(last_queries, query, keys, 0, DTYPE, G)
+        next_scores = _half_scores(last_queries, query, keys, bias, 0, DTYPE, G)
         state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
         if num_tiles(G) > _PAIR:
             # Read before the barrier, which is that of weights and of scores.
@@ -388,13 +445,17 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         _store_scores(lds, next_scores, 0)
         sched_barrier()
         if num_tiles(G) > _PAIR:
-            _store_scores(lds, _half_scores(last_queries, query, keys, _PAIR, DTYPE, G), _PAIR)
+            _store_scores(lds, _half_scores(last_queries, query, keys, bias, _PAIR, DTYPE, G), _PAIR)
             sched_barrier()
         keys = _load_keys(rows, pages, block + 2, G)
-        # V came before these numbers, so that one wait is for both.
-        wait_for(v_pages, 16 // group_keys(G))
+        if not G.LISTED:
+            # V came before these numbers, so that one wait is for both.
+            wait_for(v_pages, 16 // group_keys(G))
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
+        if G.LISTED:
+            # There are no registers for so many slots before.
+            v_pages = _value_pages(rows, block + 1, G)
         values = _load_values(rows, v_pages, block + 1, G)
     if middle < end:
         scores = _sum_of_scores(lds.scores.load(halves_layout(G)), middle, kv_len, G, True)

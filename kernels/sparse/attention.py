@@ -304,7 +304,7 @@ def launch_selected_attention(args: SelectedArgs, *, scale: float, tiles: Select
         len(args.q), selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles, programs=programs
     )
     query_rows = max(next_power_of_2(cut.row_heads), 16)
-    geometry = _geometry(args, cut, query_rows, tiles.key_block, tiles.num_stages)
+    geometry = selected_geometry(args, cut, query_rows, tiles.key_block, tiles.num_stages)
     _launch(args, geometry, scale, num_warps=tiles.num_warps)
 
 
@@ -322,23 +322,27 @@ def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: Segment
     cut = segment_cut(selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles)
     # With two blocks in flight gfx942 spills scalar registers.
     stages = 1 if tiles.matrix_dim else tiles.decode_stages
-    geometry = _geometry(args, cut, tiles.decode_rows, tiles.key_block, stages)._replace(EXACT=True, BY_PAIRS=by_pairs)
+    geometry = selected_geometry(args, cut, tiles.decode_rows, tiles.key_block, stages)._replace(EXACT=True, BY_PAIRS=by_pairs)
     _launch(args, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
 
 
-def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **options: object) -> None:
-    pages, tokens, selection, cut = args.pages, args.tokens, args.selection, geometry.cut
-    num_tokens, words = len(args.q), cut.words(len(args.q), geometry.V_HEAD_DIM)
-    workspace = args.workspace
+def parts_and_sums(args: SelectedArgs, geometry: SelectedGeometry) -> tuple[torch.Tensor, torch.Tensor]:
+    """The workspace's partial results, and their maxima and sums, as launch_merge_parts reads them."""
+    words, workspace = geometry.cut.words(len(args.q), geometry.V_HEAD_DIM), args.workspace
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()
     assert workspace.numel() >= words
     sums = workspace[: words // (geometry.V_HEAD_DIM + 2) * 2]
-    parts = workspace[sums.numel() : words]
+    return workspace[sums.numel() : words], sums
+
+
+def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **options: object) -> None:
+    pages, tokens, selection, cut = args.pages, args.tokens, args.selection, geometry.cut
+    parts, sums = parts_and_sums(args, geometry)
     lse_strides = (0, 0) if args.lse is None else args.lse.stride()
     launch(
         _selected_attention_kernel,
-        (num_tokens * cut.rows * cut.parts,),
+        (len(args.q) * cut.rows * cut.parts,),
         args.q,
         pages.raw_k,
         pages.raw_v,
@@ -373,7 +377,9 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
         launch_merge_parts(args, parts, sums, geometry)
 
 
-def _geometry(args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: int, stages: int) -> SelectedGeometry:
+def selected_geometry(
+    args: SelectedArgs, cut: SelectedCut, query_rows: int, key_block: int, stages: int
+) -> SelectedGeometry:
     """Checks the arguments and returns the values that the launch is compiled for."""
     args.check()
     form = args.pages.format

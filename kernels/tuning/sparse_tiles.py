@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.kernels.tuning.latent_tiles import latent_segment_tiles
+from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES, latent_segment_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of
 from rocm_attn.kernels.tuning.tiles import CodeKind, ExtendTiles, NoTiles
@@ -130,6 +130,12 @@ def selected_tiles(
         f"no tiles of attention over a selection for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
         f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SELECTED_CHOICES))}"
     )
+
+
+def cdna_selected_tiles(num_heads: int) -> SelectedTiles:
+    """The tiles of attention over a selection on CDNA: the first of latent decode's that hold all heads, or the last."""
+    tiles = next((each for each in CDNA_LATENT_TILES if num_heads <= each.query_rows), CDNA_LATENT_TILES[-1])
+    return SelectedTiles(tiles.query_rows, tiles.key_block, tiles.num_warps, tiles.num_stages, tiles.programs_per_cu)
 
 
 def selected_segment_tiles(

@@ -241,10 +241,7 @@ def _bias(rows, block, G: gl.constexpr):
 
 @gluon.jit
 def _load_keys(rows, pages, block, G: gl.constexpr):
-    if G.LISTED:
-        at = rows_of_slots(rows, pages)
-    else:
-        at = rows_of(rows, pages, _read_keys(rows, block, G), G)
+    at = rows_of_slots(rows, pages) if G.LISTED else rows_of(rows, pages, _read_keys(rows, block, G), G)
     return HalfKeys(_load_half(at, 0, V_DIM, G), _load_half(at, V_DIM, REST, G))
 
 
@@ -252,10 +249,7 @@ def _load_keys(rows, pages, block, G: gl.constexpr):
 def _load_values(rows, pages, block, G: gl.constexpr):
     """A quarter of V's columns of a block's keys. Keys of a group after the last one lie in its page too."""
     V: gl.constexpr = value_words(G)
-    if G.LISTED:
-        at = rows_of_slots(rows, pages)
-    else:
-        at = rows_of(rows, pages, _read_groups(rows, block, G), G)
+    at = rows_of_slots(rows, pages) if G.LISTED else rows_of(rows, pages, _read_groups(rows, block, G), G)
     wave = gl.arange(0, WAVES, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, V))))[:, None]
     at += wave * (QUARTER // in_word(G.CODING))
     key = gl.arange(0, group_keys(G), layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, V))))

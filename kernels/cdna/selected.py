@@ -39,13 +39,11 @@ from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
 from rocm_attn.kernels.sparse.places import visible_tokens
 from rocm_attn.kernels.sparse.rows import heads_of_row, listed_keys
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_UNITS
-from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles
+from rocm_attn.kernels.tuning.sparse_tiles import CDNA_MOST_KEYS, SelectedTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Dies of MI300X and MI355X.
 _DIES = gl.constexpr(8)
-# Entries of a selection, whose slots LDS has room for next to scores and weights.
-MOST_KEYS = 2048
 
 
 # Numbers of a list in LDS, block by block.
@@ -150,19 +148,22 @@ def _cdna_selected_kernel(
 
 def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: SelectedTiles, programs: int) -> None:
     """Like `launch_selected_attention`, but over rows of 512 + 64 elements in q's dtype, 16 bits, at equal distances,
-    selections of up to MOST_KEYS tokens, without sinks.
+    selections of up to CDNA_MOST_KEYS tokens, without sinks.
 
     arch:  one of cdna_tiles.EXTEND_ARCHS
     tiles: of cdna_selected_tiles
     """
-    num_heads, pages, tokens, selection = args.q.shape[1], args.pages, args.tokens, args.selection
+    pages, tokens, selection = args.pages, args.tokens, args.selection
     cut = selected_cut(len(args.q), selection.width, heads=args.heads, tiles=tiles, programs=programs)
     listed = selected_geometry(args, cut, tiles.query_rows, tiles.key_block, tiles.num_stages)
     assert (args.q.shape[2], args.out.shape[2]) == (V_DIM.value + REST.value, V_DIM.value), "the limits refuse others"
-    assert pages.format.encoding.dtype == args.q.dtype and args.q.itemsize == 2, "the limits refuse other elements"
-    assert selection.unit_tokens == 1 and selection.width <= MOST_KEYS, "other selections have no tiles"
+    assert pages.format.encoding.dtype == args.q.dtype, "the limits refuse codes"
+    assert args.q.itemsize == 2, "the limits refuse other elements"
+    assert selection.unit_tokens == 1, "the entry refuses other units"
+    assert selection.width <= CDNA_MOST_KEYS, "the entry refuses more keys"
     assert args.sinks is None, "the limits refuse sinks"
-    assert pages.page_slots and pages.has_aligned_rows, "words of 4 bytes are read, at slots"
+    assert pages.page_slots, "rows are read by slots"
+    assert pages.has_aligned_rows, "words of 4 bytes are read"
     geometry = CdnaLatentGeometry(
         rows=RowCut(1, cut.row_heads, 1, 1, cut.row_heads, cut.row_heads, KEYS.value, 0, False),
         HEADS=tiles.query_rows,

@@ -322,7 +322,9 @@ def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: Segment
     cut = segment_cut(selection.width * selection.unit_tokens, heads=args.heads, tiles=tiles)
     # With two blocks in flight gfx942 spills scalar registers.
     stages = 1 if tiles.matrix_dim else tiles.decode_stages
-    geometry = selected_geometry(args, cut, tiles.decode_rows, tiles.key_block, stages)._replace(EXACT=True, BY_PAIRS=by_pairs)
+    geometry = selected_geometry(args, cut, tiles.decode_rows, tiles.key_block, stages)._replace(
+        EXACT=True, BY_PAIRS=by_pairs
+    )
     _launch(args, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
 
 

@@ -132,10 +132,14 @@ def selected_tiles(
     )
 
 
+# Entries of a selection on CDNA: a program's LDS has room for what it knows of as many, next to scores and weights.
+CDNA_MOST_KEYS = 2048
+
+
 def cdna_selected_tiles(num_heads: int) -> SelectedTiles:
-    """The tiles of attention over a selection on CDNA: the first of latent decode's that hold all heads, or the last."""
-    tiles = next((each for each in CDNA_LATENT_TILES if num_heads <= each.query_rows), CDNA_LATENT_TILES[-1])
-    return SelectedTiles(tiles.query_rows, tiles.key_block, tiles.num_warps, tiles.num_stages, tiles.programs_per_cu)
+    """The tiles of CDNA's own kernel: the first of its latent decode's that hold all heads, or the last."""
+    of = next((each for each in CDNA_LATENT_TILES if num_heads <= each.query_rows), CDNA_LATENT_TILES[-1])
+    return SelectedTiles(of.query_rows, of.key_block, of.num_warps, of.num_stages, of.programs_per_cu)
 
 
 def selected_segment_tiles(

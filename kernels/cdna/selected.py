@@ -65,7 +65,7 @@ def _list_keys(slots, bias, units, line, width, first, end, visible, page_slots,
     page = gl.load(line + gl.minimum(position // G.PAGE_SIZE, width - 1), mask=is_seen, other=0)
     slot = gl.where(is_seen, page * page_slots + position % G.PAGE_SIZE, -1)
     largest = gl.max(gl.max(slot, 1), 0)
-    # Another key's row has numbers, which may be multiplied by a weight of 0. If there is none, page 0 has zeros.
+    # Another key's row has numbers, which may be multiplied by a weight of 0.
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     slots = slots.reinterpret(gl.int32, slots.shape, whole)
     bias = bias.reinterpret(gl.bfloat16, bias.shape, whole)
@@ -125,8 +125,11 @@ def _cdna_selected_kernel(
             line = table + gl.load(row_of_token + token).to(gl.int64) * table_row
             listed = units + selection * S.WIDTH
             is_empty = _list_keys(slots, bias, listed, line, width, first, end, visible, page_slots, G) < 0
-            end_block = (end - first + KEYS - 1) // KEYS
-            rows = ListedLine(pages.to(gl.pointer_type(gl.int32)), p_token // 2, slots, bias, end_block - 1)
+            # Without a key no block is added up: page 0 may hold anything.
+            end_block = gl.where(is_empty, 0, (end - first + KEYS - 1) // KEYS)
+            rows = ListedLine(
+                pages.to(gl.pointer_type(gl.int32)), p_token // 2, slots, bias, gl.maximum(end_block - 1, 0)
+            )
             of_row = HeadRows(q + token * q_token + first_head * q_head, q_token, q_head)
             to_lse = None
             if lse is not None:
@@ -163,7 +166,7 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
     assert selection.width <= CDNA_MOST_KEYS, "the entry refuses more keys"
     assert args.sinks is None, "the limits refuse sinks"
     assert pages.page_slots, "rows are read by slots"
-    assert pages.has_aligned_rows, "words of 4 bytes are read"
+    assert pages.raw_k.data_ptr() % 4 == 0 == pages.raw_k.stride(1) % 2, "words of 4 bytes are read"
     geometry = CdnaLatentGeometry(
         rows=RowCut(1, cut.row_heads, 1, 1, cut.row_heads, cut.row_heads, KEYS.value, 0, False),
         HEADS=tiles.query_rows,

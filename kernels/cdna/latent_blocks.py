@@ -74,8 +74,8 @@ class LatentLine(NamedTuple):
 
 
 class ListedLine(NamedTuple):
-    """The rows that a list in LDS names, [blocks, KEYS]: the pool, its stride between slots, both in words of 4 bytes,
-    slots, what is added to their scores, 0 or -inf in bfloat16, and the last block that is read."""
+    """The rows that a list in LDS names, [blocks, KEYS]: the pool, its stride between slots, both in bytes, slots, what
+    is added to their scores, 0 or -inf in bfloat16, and the last block that is read."""
 
     at: Any
     token: Any
@@ -185,7 +185,7 @@ def _pages_of(rows, block, L: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def rows_of_slots(rows, slots):
     """Pointers to the first words of listed rows."""
-    return rows.at + slots.to(gl.int64) * rows.token
+    return (rows.at + slots.to(gl.int64) * rows.token).to(gl.pointer_type(gl.int32))
 
 
 @gluon.jit

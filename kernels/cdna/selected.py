@@ -128,7 +128,7 @@ def _cdna_selected_kernel(
             # Without a key no block is added up: page 0 may hold anything.
             end_block = gl.where(is_empty, 0, (end - first + KEYS - 1) // KEYS)
             rows = ListedLine(
-                pages.to(gl.pointer_type(gl.int32)), p_token // 2, slots, bias, gl.maximum(end_block - 1, 0)
+                pages.to(gl.pointer_type(gl.int8)), p_token * 2, slots, bias, gl.maximum(end_block - 1, 0)
             )
             of_row = HeadRows(q + token * q_token + first_head * q_head, q_token, q_head)
             to_lse = None

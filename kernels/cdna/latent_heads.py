@@ -422,8 +422,7 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     for block in range(first, middle):
         pages = k_pages
         k_pages = _key_pages(rows, block + 3, G)
-        if not G.LISTED:
-            v_pages = _value_pages(rows, block + 1, G)
+        v_pages = _value_pages(rows, block + 1, G)
         halves = lds.scores.load(halves_layout(G))
         bias = _bias(rows, block + 1, G)
         last_queries = _last_queries(lds, 0, G)
@@ -445,9 +444,6 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         if not G.LISTED:
             # V came before these numbers, so that one wait is for both.
             wait_for(v_pages, 16 // group_keys(G))
-        if G.LISTED:
-            v_pages = _value_pages(rows, block + 1, G)
-            sched_barrier()
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
         values = _load_values(rows, v_pages, block + 1, G)

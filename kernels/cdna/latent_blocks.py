@@ -235,15 +235,14 @@ def _scores(query, keys, rows, block, end_key, G: gl.constexpr, MASKED: gl.const
     A: gl.constexpr = gl.DotOperandLayout(0, P, 8)
     low, rest = query
     # The pairs that were loaded last come first: the wait for them is one for all.
-    if G.LISTED:
-        bias = of_block(rows.bias, rows, block).reshape([WAVES, CHUNK]).load(gl.SliceLayout(2, P)).to(gl.float32)
-        scores = bias[:, :, None].broadcast_to([WAVES, CHUNK, ROWS])
-    else:
-        scores = gl.full([WAVES, CHUNK, ROWS], 0.0, gl.float32, layout=P)
+    scores = gl.full([WAVES, CHUNK, ROWS], 0.0, gl.float32, layout=P)
     k = gl.convert_layout(_elements(keys.rest, rest.dtype), A, assert_trivial=True)
     scores = gl.amd.cdna3.mfma(k, rest, scores)
     k = gl.convert_layout(_elements(keys.low, low.dtype), A, assert_trivial=True)
     scores = gl.amd.cdna3.mfma(k, low, scores)
+    if G.LISTED:
+        bias = of_block(rows.bias, rows, block).reshape([WAVES, CHUNK]).load(gl.SliceLayout(2, P))
+        scores += bias.to(gl.float32)[:, :, None]
     if MASKED:
         is_seen = _keys(block, gl.SliceLayout(2, P)) < end_key
         scores = gl.where(is_seen[:, :, None], scores, float("-inf"))

@@ -45,7 +45,6 @@ from rocm_attn.kernels.cdna.latent_layouts import (
     lane_elements,
     last_in_lds,
     last_parts,
-    listed_bias,
     listed_keys,
     num_tiles,
     query_layout,
@@ -197,18 +196,13 @@ def _load_half(at, FIRST: gl.constexpr, COLUMNS: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _of_halves(numbers, rows, block, L: gl.constexpr):
-    """Numbers of the keys that waves score, of a block of a list, [WAVES, KEYS / 2]."""
-    found = of_block(numbers, rows, block).reshape([2, HALF_KEYS]).load(gl.SliceLayout(1, L))
-    return gl.reshape(found[:, None, :].broadcast_to([2, 2, HALF_KEYS]), [WAVES, HALF_KEYS])
-
-
-@gluon.jit
 def _key_pages(rows, block, G: gl.constexpr):
     """The pages of the keys that waves score, or their slots in a list."""
     if G.LISTED:
         L: gl.constexpr = gl.SliceLayout(2, key_words(HALF // in_word(G.CODING)))
-        pages = gl.convert_layout(_of_halves(rows.slots, rows, block, listed_keys()), L, assert_trivial=True)
+        slots = of_block(rows.slots, rows, block).reshape([2, HALF_KEYS]).load(gl.SliceLayout(1, listed_keys()))
+        slots = gl.reshape(slots[:, None, :].broadcast_to([2, 2, HALF_KEYS]), [WAVES, HALF_KEYS])
+        pages = gl.convert_layout(slots, L, assert_trivial=True)
     else:
         pages = pages_of(rows, _read_keys(rows, block, G), G)
     return pages
@@ -224,19 +218,6 @@ def _value_pages(rows, block, G: gl.constexpr):
     else:
         pages = pages_of(rows, _read_groups(rows, block, G), G)
     return pages
-
-
-@gluon.jit
-def _bias(rows, block, G: gl.constexpr):
-    """What scores of a block begin with: 0, or -inf for entries of a list that are no keys."""
-    P: gl.constexpr = half_scores(G)
-    if G.LISTED:
-        bias = _of_halves(rows.bias, rows, block, listed_bias())
-        bias = gl.convert_layout(bias, gl.SliceLayout(2, P), assert_trivial=True).to(gl.float32)
-        bias = bias[:, :, None].broadcast_to([WAVES, HALF_KEYS, ROWS])
-    else:
-        bias = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
-    return bias
 
 
 @gluon.jit
@@ -278,7 +259,7 @@ def _last_queries(lds, FIRST: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _half_scores(last_queries, query, keys, bias, FIRST: gl.constexpr, DTYPE: gl.constexpr, G: gl.constexpr):
+def _half_scores(last_queries, query, keys, FIRST: gl.constexpr, DTYPE: gl.constexpr, G: gl.constexpr):
     """A wave's halves of a block's scores, of a pair of tiles."""
     P: gl.constexpr = half_scores(G)
     last = gl.reshape(elements_of(keys.last, DTYPE), [WAVES, HALF_KEYS, REST // 2])
@@ -287,7 +268,8 @@ def _half_scores(last_queries, query, keys, bias, FIRST: gl.constexpr, DTYPE: gl
     low = gl.convert_layout(low, gl.DotOperandLayout(0, P, lane_elements(G)), assert_trivial=True)
     scores = ()
     for i in gl.static_range(_PAIR):
-        part = gl.amd.cdna3.mfma(last, last_queries[i], bias)
+        part = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
+        part = gl.amd.cdna3.mfma(last, last_queries[i], part)
         scores += (gl.amd.cdna3.mfma(low, query[FIRST + i], part),)  # type: ignore[assignment]
     return scores
 
@@ -300,12 +282,14 @@ def _store_scores(lds, scores, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _sum_of_scores(halves, block, kv_len, G: gl.constexpr, MASKED: gl.constexpr):
+def _sum_of_scores(halves, rows, block, kv_len, G: gl.constexpr, MASKED: gl.constexpr):
     """The scores of a block, [KEYS, HEADS], without qk_scale."""
     X: gl.constexpr = softmax_layout(G)
     halves = gl.reshape(halves, [num_tiles(G), 2, 2, HALF_KEYS, ROWS])
     scores = gl.reshape(gl.permute(gl.sum(halves, 2), (1, 2, 0, 3)), [KEYS, G.HEADS])
     scores = gl.convert_layout(scores, X, assert_trivial=True)
+    if G.LISTED:
+        scores += of_block(rows.bias, rows, block).load(gl.SliceLayout(1, X)).to(gl.float32)[:, None]
     if MASKED:
         key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, X))
         scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))
@@ -411,8 +395,7 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         gl.full([8, G.HEADS], 0.0, gl.float32, layout=total_layout(G)),
     )
     for i in gl.static_range(0, num_tiles(G), _PAIR):
-        of_tiles = _half_scores(_last_queries(lds, i, G), query, keys, _bias(rows, first, G), i, DTYPE, G)
-        _store_scores(lds, of_tiles, i)
+        _store_scores(lds, _half_scores(_last_queries(lds, i, G), query, keys, i, DTYPE, G), i)
     sched_barrier()
     keys = _load_keys(rows, next_pages, first + 1, G)
     # In the loop V is loaded after K: what is in flight when it begins would be waited for in each round.
@@ -422,15 +405,15 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     for block in range(first, middle):
         pages = k_pages
         k_pages = _key_pages(rows, block + 3, G)
-        v_pages = _value_pages(rows, block + 1, G)
+        if not G.LISTED:
+            v_pages = _value_pages(rows, block + 1, G)
         halves = lds.scores.load(halves_layout(G))
-        bias = _bias(rows, block + 1, G)
         last_queries = _last_queries(lds, 0, G)
         wait_for(last_queries[-1], LAST_LANE)
-        scores = _sum_of_scores(halves, block, kv_len, G, False)
+        scores = _sum_of_scores(halves, rows, block, kv_len, G, False)
         wait_for(keys.last, LAST_LANE)
         # The compiler deals out these products to the work of the softmax. There are no registers for more tiles.
-        next_scores = _half_scores(last_queries, query, keys, bias, 0, DTYPE, G)
+        next_scores = _half_scores(last_queries, query, keys, 0, DTYPE, G)
         state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
         if num_tiles(G) > _PAIR:
             # Read before the barrier, which is that of weights and of scores.
@@ -438,17 +421,20 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         _store_scores(lds, next_scores, 0)
         sched_barrier()
         if num_tiles(G) > _PAIR:
-            _store_scores(lds, _half_scores(last_queries, query, keys, bias, _PAIR, DTYPE, G), _PAIR)
+            _store_scores(lds, _half_scores(last_queries, query, keys, _PAIR, DTYPE, G), _PAIR)
             sched_barrier()
         keys = _load_keys(rows, pages, block + 2, G)
-        if not G.LISTED:
+        if G.LISTED:
+            # There are no registers for so many slots before.
+            v_pages = _value_pages(rows, block + 1, G)
+        else:
             # V came before these numbers, so that one wait is for both.
             wait_for(v_pages, 16 // group_keys(G))
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
         values = _load_values(rows, v_pages, block + 1, G)
     if middle < end:
-        scores = _sum_of_scores(lds.scores.load(halves_layout(G)), middle, kv_len, G, True)
+        scores = _sum_of_scores(lds.scores.load(halves_layout(G)), rows, middle, kv_len, G, True)
         state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
         if group_keys(G) > 1:
             values = _seen_values(values, middle, kv_len, G)

@@ -62,13 +62,6 @@ def listed_keys() -> gl.constexpr:
 
 
 @constexpr_function
-def listed_bias() -> gl.constexpr:
-    """The same as half_scores has them: a lane has four neighbouring keys, twice."""
-    registers, lanes = [[0, 0, 1], [0, 0, 2], [0, 0, 16]], [[0, 0, 0]] * 4 + [[0, 0, 4], [0, 0, 8]]
-    return gl.DistributedLinearLayout(registers, lanes, _WAVES_OF_HALVES, [], [2, 2, HALF_KEYS.value])
-
-
-@constexpr_function
 def group_keys(G: CdnaLatentGeometry) -> int:
     """Neighbouring keys of V in a lane that lie in one page."""
     return 8 if G.PAGE_SIZE % 8 == 0 and not G.LISTED else 1

@@ -424,14 +424,14 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
             _store_scores(lds, _half_scores(last_queries, query, keys, _PAIR, DTYPE, G), _PAIR)
             sched_barrier()
         keys = _load_keys(rows, pages, block + 2, G)
-        if G.LISTED:
-            # There are no registers for so many slots before.
-            v_pages = _value_pages(rows, block + 1, G)
-        else:
+        if not G.LISTED:
             # V came before these numbers, so that one wait is for both.
             wait_for(v_pages, 16 // group_keys(G))
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
+        if G.LISTED:
+            # There are no registers for so many slots before.
+            v_pages = _value_pages(rows, block + 1, G)
         values = _load_values(rows, v_pages, block + 1, G)
     if middle < end:
         scores = _sum_of_scores(lds.scores.load(halves_layout(G)), rows, middle, kv_len, G, True)

@@ -44,8 +44,6 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Dies of MI300X and MI355X.
 _DIES = gl.constexpr(8)
-
-
 # Numbers of a list in LDS, block by block.
 _BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -208,7 +206,8 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
         *((0, 0) if args.lse is None else args.lse.stride()),
         G=geometry,
         S=listed,
-        MOST_BLOCKS=next_power_of_2(cut.part_keys // KEYS.value),
+        # Of one block, slots would be read before the loop, into registers that there are not.
+        MOST_BLOCKS=max(next_power_of_2(cut.part_keys // KEYS.value), 2),
         num_warps=WAVES.value,
     )
     if cut.parts > 1:

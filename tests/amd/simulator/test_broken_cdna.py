@@ -316,23 +316,23 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             at_the_tables_end,
         ),
         "keys_of_shared_rows_are_those_before": Mistake(
-            "k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)",
-            "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
+            "k_pages = _key_pages(rows, block + 3, G)",
+            "k_pages = _key_pages(rows, block + 2, G)",
             LONG_HEADS,
         ),
         "values_of_shared_rows_are_those_before": Mistake(
-            "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
-            "v_pages = pages_of(rows, _read_groups(rows, block, G), G)",
+            "not G.LISTED:\n            v_pages = _value_pages(rows, block + 1, G)",
+            "not G.LISTED:\n            v_pages = _value_pages(rows, block, G)",
             LONG_HEADS,
         ),
         "the_second_block_of_shared_rows_is_the_first": Mistake(
-            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
-            "here(pages_of(rows, _read_keys(rows, first, G), G))",
+            "here(_key_pages(rows, first + 1, G))",
+            "here(_key_pages(rows, first, G))",
             LONG_HEADS,
         ),
         "the_third_block_of_shared_rows_is_the_second": Mistake(
-            "here(pages_of(rows, _read_keys(rows, first + 2, G), G))",
-            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
+            "here(_key_pages(rows, first + 2, G))",
+            "here(_key_pages(rows, first + 1, G))",
             LONG_HEADS,
         ),
         "later_tiles_have_the_last_columns_of_the_first_ones": Mistake(

@@ -47,7 +47,7 @@ def run_cdna_selected(arch: str, problem: SelectedProblem, programs: int) -> Non
 def after_unseen(case: SelectedCase, device: torch.device) -> SelectedProblem:
     """A step whose selections begin with two blocks of entries that give no key; its second token has no others.
 
-    Padded tokens select something, and see nothing.
+    Padded tokens select something, and see nothing. The first token sees a key that stands past its count.
     """
     problem = build_selected(case, device)
     units, counts, _ = problem.args.selection
@@ -58,6 +58,7 @@ def after_unseen(case: SelectedCase, device: torch.device) -> SelectedProblem:
     counts = counts + 128
     counts[1] = 128
     units[len(case.step.places) :, :, :2] = 0
+    units[0, 0, int(counts[0, 0]) :] = 0
     selection = problem.args.selection._replace(units=units, counts=counts)
     problem.reference[1], problem.reference_lse[1] = 0.0, float("-inf")
     return replace(problem, args=problem.args._replace(selection=selection))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.kernels.sparse.arguments import SelectedArgs
+from rocm_attn.kernels.sparse.arguments import SelectedArgs, SelectedKeys
 from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles, cdna_selected_tiles
 from rocm_attn.providers.triton_later import cdna_launches
@@ -50,15 +50,14 @@ def after_unseen(case: SelectedCase, device: torch.device) -> SelectedProblem:
     Padded tokens select something, and see nothing. The first token sees a key that stands past its count.
     """
     problem = build_selected(case, device)
-    units, counts, _ = problem.args.selection
-    assert units is not None
-    assert counts is not None
+    listed = problem.args.selection
+    assert isinstance(listed, SelectedKeys)
+    units, counts = listed.units, listed.counts + 128
     unseen = torch.tensor([-1, -(2**31), 2**31 - 1, 10**6], dtype=torch.int32, device=device)
     units = torch.cat([unseen.repeat(32).expand(len(units), 1, -1), units], 2).contiguous()
-    counts = counts + 128
     counts[1] = 128
     units[len(case.step.places) :, :, :2] = 0
     units[0, 0, int(counts[0, 0]) :] = 0
-    selection = problem.args.selection._replace(units=units, counts=counts)
+    selection = listed._replace(units=units, counts=counts)
     problem.reference[1], problem.reference_lse[1] = 0.0, float("-inf")
     return replace(problem, args=problem.args._replace(selection=selection))

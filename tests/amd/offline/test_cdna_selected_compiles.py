@@ -42,7 +42,7 @@ def _clocks_of_key(kernel: CompiledKernel, arch: str, keys: int) -> float:
     """Clocks of a SIMD for a key of all heads of a program. keys: those of an iteration"""
     count = count_of(kernel, arch)
     assert count is not None
-    return count.clocks * kernel.metadata.num_warps / (4 * count.waves * keys)
+    return float(count.clocks * kernel.metadata.num_warps / (4 * count.waves * keys))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -66,18 +66,22 @@ def test_it_fits_and_its_waits_are_proved(name: str, programs: int, arch: str) -
     assert check_waits(parse_assembly(kernel.asm["amdgcn"]), arch).word is Word.PROVED
 
 
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
-    ("heads", "most"), [(64, 1.1), *(pytest.param(heads, 1.1, marks=pytest.mark.nightly) for heads in (16, 32))]
+    ("heads", "arch"),
+    [
+        pytest.param(heads, arch, marks=[pytest.mark.nightly] * ((heads, arch) != (64, "gfx950")))
+        for heads in (64, 32, 16)
+        for arch in ARCHS
+    ],
 )
-def test_a_key_takes_few_more_clocks_than_in_latent_decode(heads: int, most: float, arch: str) -> None:
+def test_a_key_takes_few_more_clocks_than_in_latent_decode(heads: int, arch: str) -> None:
     """Widths are those of published models: slots of a whole selection are in LDS."""
     tiles = cdna_selected_tiles(heads)
     keys = tiles.key_block * tiles.num_stages
     case = replace(CASES["4_tiles"], heads=(heads, 1), width=2048)
     ours = _clocks_of_key(_compiled(arch, case, 1), arch, keys)
     dense = _clocks_of_key(compiled_latents(arch, Latents(heads)), arch, keys)
-    assert ours <= dense * most
+    assert ours <= dense * 1.1
     problem = build_selected(replace(case, width=64), _CPU)
     plain = selected_tiles(arch, gqa_ratio=heads, head_dim=576, v_head_dim=512, dtype=torch.bfloat16, is_coded=False)
     name = "_selected_attention_kernel"

@@ -32,7 +32,7 @@ from rocm_attn.kernels.cdna.latent_blocks import (
 from rocm_attn.kernels.cdna.latent_heads import allocate, attend_heads, load_queries, store_heads
 from rocm_attn.kernels.cdna.latent_layouts import shares_rows
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.sparse.arguments import SelectedArgs
+from rocm_attn.kernels.sparse.arguments import SelectedArgs, SelectedKeys
 from rocm_attn.kernels.sparse.attention import parts_and_sums, selected_geometry
 from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
@@ -60,6 +60,7 @@ def _list_keys(slots, bias, units, line, width, first, end, visible, page_slots,
     unit = gl.load(units + key, mask=key < end, other=-1)
     is_seen = (unit >= 0) & (unit < visible)
     position = gl.where(is_seen, unit, 0)
+    # Slots have 31 bits (LayerPages.page_slots).
     page = gl.load(line + gl.minimum(position // G.PAGE_SIZE, width - 1), mask=is_seen, other=0)
     slot = gl.where(is_seen, page * page_slots + position % G.PAGE_SIZE, -1)
     largest = gl.max(gl.max(slot, 1), 0)
@@ -160,13 +161,24 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
     assert (args.q.shape[2], args.out.shape[2]) == (V_DIM.value + REST.value, V_DIM.value), "the limits refuse others"
     assert pages.format.encoding.dtype == args.q.dtype, "the limits refuse codes"
     assert args.q.itemsize == 2, "the limits refuse other elements"
+    assert isinstance(selection, SelectedKeys), "a selection is listed"
     assert selection.unit_tokens == 1, "the entry refuses other units"
     assert selection.width <= CDNA_MOST_KEYS, "the entry refuses more keys"
     assert args.sinks is None, "the limits refuse sinks"
     assert pages.page_slots, "rows are read by slots"
     assert pages.raw_k.data_ptr() % 4 == 0 == pages.raw_k.stride(1) % 2, "words of 4 bytes are read"
     geometry = CdnaLatentGeometry(
-        rows=RowCut(1, cut.row_heads, 1, 1, cut.row_heads, cut.row_heads, KEYS.value, 0, False),
+        rows=RowCut(
+            ROWS=1,
+            GQA_RATIO=cut.row_heads,
+            HEADS_PER_ROW=1,
+            HEAD_BLOCKS=1,
+            BLOCK_HEADS=cut.row_heads,
+            Q_ROWS=cut.row_heads,
+            KEY_BLOCK=KEYS.value,
+            ROW_COST=0,
+            WINDOWED=False,
+        ),
         HEADS=tiles.query_rows,
         HEAD_BLOCKS=cut.rows,
         PAGE_SIZE=pages.format.page_size,
@@ -206,8 +218,7 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
         *((0, 0) if args.lse is None else args.lse.stride()),
         G=geometry,
         S=listed,
-        # Of one block, slots would be read before the loop, into registers that there are not.
-        MOST_BLOCKS=max(next_power_of_2(cut.part_keys // KEYS.value), 2),
+        MOST_BLOCKS=next_power_of_2(cut.part_keys // KEYS.value),
         num_warps=WAVES.value,
     )
     if cut.parts > 1:

@@ -239,5 +239,10 @@ def test_a_selection_has_the_plain_kernel_with_other_releases() -> None:
 def test_what_is_only_compiled_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prewarm only compiles, for a GPU that is not here."""
     monkeypatch.setattr(probe, "random_run", lambda selection, device: pytest.fail("it was probed"))
-    (selection,) = choose_kernels([LAYER], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))
-    assert names(selection) == CDNA
+    monkeypatch.setattr(probe, "selected_run", lambda selection, device: pytest.fail("it was probed"))
+    first, second = choose_kernels(
+        [LAYER, SELECTING], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu")
+    )
+    assert names(first) == CDNA
+    assert second.sparse is not None
+    assert second.sparse.entries[0] == SELECTED

@@ -98,7 +98,7 @@ def _parts_of(acc):
 
 
 @gluon.jit
-def _store_row(state, to, token, part, is_whole, G: gl.constexpr):
+def store_row(state, to, token, part, is_whole, G: gl.constexpr):
     """Adds up the waves' states and stores the results of a row, or the program's part of a row that others share."""
     R: gl.constexpr = G.rows
     X: gl.constexpr = gl.SliceLayout(0, _part_of_waves())
@@ -134,7 +134,7 @@ def _store_row(state, to, token, part, is_whole, G: gl.constexpr):
 
 
 @gluon.jit
-def _store_nothing(to, token, first_head, num_heads, G: gl.constexpr):
+def store_nothing(to, token, first_head, num_heads, G: gl.constexpr):
     """Stores the results of a sequence without keys, for some heads."""
     X: gl.constexpr = gl.SliceLayout(0, _part_of_waves())
     for tile in gl.static_range(G.HEADS // ROWS):
@@ -213,7 +213,7 @@ def _cdna_latent_decode_kernel(
         token = gl.load(q_indptr + seq).to(gl.int64)
         # The program that begins a sequence without keys writes its zeros.
         if (kv_len == 0) & (done == 0):
-            _store_nothing(to, token, first_head, num_heads, G)
+            store_nothing(to, token, first_head, num_heads, G)
         if end_block > first_block:
             rows = LatentLine(
                 pages.to(gl.pointer_type(gl.int32)),
@@ -236,7 +236,7 @@ def _cdna_latent_decode_kernel(
                 of_token = HeadRows(q + token * q_token, q_token, q_head)
                 query = (load_query(of_token, 0, V_DIM, G), load_query(of_token, V_DIM, REST, G))
                 state = attend_latent_blocks(query, rows, first_block, end_block, kv_len, qk_scale, G)
-                _store_row(state, to, token, part, is_whole, G)
+                store_row(state, to, token, part, is_whole, G)
             else:
                 queries = load_queries(lds, HeadRows(at, q_token, q_head), num_heads, G)
                 DTYPE: gl.constexpr = q.dtype.element_ty

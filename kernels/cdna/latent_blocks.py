@@ -48,6 +48,7 @@ class CdnaLatentGeometry(NamedTuple):
     UNITS:       the arch's matrix units
     CODING:      of rows: elements in q's dtype, or the codes that the arch's hardware reads
     V_IN_LDS:    whether codes of V pass LDS (latent_codes.py)
+    LISTED:      whether keys are those of a list (selected.py)
     """
 
     rows: RowCut
@@ -58,6 +59,7 @@ class CdnaLatentGeometry(NamedTuple):
     UNITS: ExtendUnits
     CODING: Coding
     V_IN_LDS: bool
+    LISTED: bool = False
 
 
 class LatentLine(NamedTuple):
@@ -69,6 +71,17 @@ class LatentLine(NamedTuple):
     token: Any
     line: Any
     last_key: Any
+
+
+class ListedLine(NamedTuple):
+    """The rows that a list in LDS names, [blocks, KEYS]: the pool, its stride between slots, both in bytes, slots, what
+    is added to their scores, 0 or -inf in bfloat16, and the last block that is read."""
+
+    at: Any
+    token: Any
+    slots: Any
+    bias: Any
+    last_block: Any
 
 
 class Keys(NamedTuple):
@@ -154,16 +167,36 @@ def _read_keys(rows, block, L: gl.constexpr):
 
 
 @gluon.jit
+def of_block(numbers, rows, block):
+    """LDS of the numbers of a block of a list, [KEYS]; the last block that is read stands for later ones."""
+    return numbers.index(gl.minimum(block, rows.last_block))
+
+
+@gluon.jit
 def _pages_of(rows, block, L: gl.constexpr, G: gl.constexpr):
-    """The page of each key of a block."""
-    return gl.load(rows.line + _read_keys(rows, block, L) // G.PAGE_SIZE)
+    """The page of each key of a block, or its slot in a list."""
+    if G.LISTED:
+        found = of_block(rows.slots, rows, block).reshape([WAVES, CHUNK]).load(gl.SliceLayout(2, L))
+    else:
+        found = gl.load(rows.line + _read_keys(rows, block, L) // G.PAGE_SIZE)
+    return found
+
+
+@gluon.jit
+def rows_of_slots(rows, slots):
+    """Pointers to the first words of listed rows."""
+    return (rows.at + slots.to(gl.int64) * rows.token).to(gl.pointer_type(gl.int32))
 
 
 @gluon.jit
 def _rows_of(rows, pages, block, L: gl.constexpr, G: gl.constexpr):
     """Pointers to the first pairs of a block's rows."""
-    offset = (_read_keys(rows, block, L) % G.PAGE_SIZE).to(gl.int64)
-    return rows.at + (pages.to(gl.int64) * rows.page + offset * rows.token)
+    if G.LISTED:
+        found = rows_of_slots(rows, pages)
+    else:
+        offset = (_read_keys(rows, block, L) % G.PAGE_SIZE).to(gl.int64)
+        found = rows.at + (pages.to(gl.int64) * rows.page + offset * rows.token)
+    return found
 
 
 @gluon.jit
@@ -196,7 +229,7 @@ def _elements(pairs, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _scores(query, keys, block, end_key, G: gl.constexpr, MASKED: gl.constexpr):
+def _scores(query, keys, rows, block, end_key, G: gl.constexpr, MASKED: gl.constexpr):
     """The scores of a block, [WAVES, CHUNK, ROWS], without qk_scale."""
     P: gl.constexpr = score_layout(G)
     A: gl.constexpr = gl.DotOperandLayout(0, P, 8)
@@ -207,6 +240,9 @@ def _scores(query, keys, block, end_key, G: gl.constexpr, MASKED: gl.constexpr):
     scores = gl.amd.cdna3.mfma(k, rest, scores)
     k = gl.convert_layout(_elements(keys.low, low.dtype), A, assert_trivial=True)
     scores = gl.amd.cdna3.mfma(k, low, scores)
+    if G.LISTED:
+        bias = of_block(rows.bias, rows, block).reshape([WAVES, CHUNK]).load(gl.SliceLayout(2, P))
+        scores += bias.to(gl.float32)[:, :, None]
     if MASKED:
         is_seen = _keys(block, gl.SliceLayout(2, P)) < end_key
         scores = gl.where(is_seen[:, :, None], scores, float("-inf"))
@@ -235,7 +271,7 @@ def _attend(state, scores, values, qk_scale, DTYPE: gl.constexpr, G: gl.constexp
     A: gl.constexpr = value_layout(G)
     T: gl.constexpr = total_layout()
     maximum = gl.maximum(state.maximum, gl.max(scores, 1) * qk_scale)
-    # A wave may have no key of a masked block; the subtractions below must not be inf - inf.
+    # A wave may have no key of a masked or listed block; the subtractions below must not be inf - inf.
     base = gl.where(maximum == float("-inf"), 0.0, maximum) if MASKED else maximum
     weights = gl.exp2(scores * qk_scale - base[:, None, :])
     decay = gl.exp2(state.maximum - base)
@@ -291,8 +327,8 @@ def attend_latent_blocks(query, rows, first, end, kv_len, qk_scale, G: gl.conste
     for block in range(first, middle, BLOCKS):
         next_keys = ()
         for i in gl.static_range(BLOCKS):
-            scores = _scores(query, keys[i], block + i, kv_len, G, False)
-            state = _attend(state, scores, values, qk_scale, DTYPE, G, False)
+            scores = _scores(query, keys[i], rows, block + i, kv_len, G, False)
+            state = _attend(state, scores, values, qk_scale, DTYPE, G, G.LISTED)
             v_pages = next_v_pages
             k_of_block = next_k_pages
             next_k_pages = _pages_of(rows, block + i + BLOCKS + 1, K, G)
@@ -306,7 +342,7 @@ def attend_latent_blocks(query, rows, first, end, kv_len, qk_scale, G: gl.conste
     # Fewer than BLOCKS whole blocks, and one that is not: BLOCKS in all, at most.
     for i in gl.static_range(BLOCKS):
         if middle + i < end:
-            scores = _scores(query, keys[i], middle + i, kv_len, G, True)
+            scores = _scores(query, keys[i], rows, middle + i, kv_len, G, not G.LISTED)
             state = _attend(state, scores, values, qk_scale, DTYPE, G, True)
             if i + 1 < BLOCKS:
                 values = _load_values(rows, next_v_pages, middle + i + 1, G)

@@ -29,6 +29,8 @@ from rocm_attn.kernels.cdna.latent_blocks import (
     V_DIM,
     WAVES,
     decayed,
+    of_block,
+    rows_of_slots,
     score_layout,
 )
 from rocm_attn.kernels.cdna.latent_layouts import (
@@ -43,6 +45,7 @@ from rocm_attn.kernels.cdna.latent_layouts import (
     lane_elements,
     last_in_lds,
     last_parts,
+    listed_keys,
     num_tiles,
     query_layout,
     scores_in_lds,
@@ -193,8 +196,33 @@ def _load_half(at, FIRST: gl.constexpr, COLUMNS: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
+def _key_pages(rows, block, G: gl.constexpr):
+    """The pages of the keys that waves score, or their slots in a list."""
+    if G.LISTED:
+        L: gl.constexpr = gl.SliceLayout(2, key_words(HALF // in_word(G.CODING)))
+        slots = of_block(rows.slots, rows, block).reshape([2, HALF_KEYS]).load(gl.SliceLayout(1, listed_keys()))
+        slots = gl.reshape(slots[:, None, :].broadcast_to([2, 2, HALF_KEYS]), [WAVES, HALF_KEYS])
+        pages = gl.convert_layout(slots, L, assert_trivial=True)
+    else:
+        pages = pages_of(rows, _read_keys(rows, block, G), G)
+    return pages
+
+
+@gluon.jit
+def _value_pages(rows, block, G: gl.constexpr):
+    """The pages of groups of V, or their slots in a list."""
+    if G.LISTED:
+        L: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, value_words(G)))
+        slots = of_block(rows.slots, rows, block).load(gl.SliceLayout(0, L))
+        pages = slots[None, :].broadcast_to([WAVES, KEYS])
+    else:
+        pages = pages_of(rows, _read_groups(rows, block, G), G)
+    return pages
+
+
+@gluon.jit
 def _load_keys(rows, pages, block, G: gl.constexpr):
-    at = rows_of(rows, pages, _read_keys(rows, block, G), G)
+    at = rows_of_slots(rows, pages) if G.LISTED else rows_of(rows, pages, _read_keys(rows, block, G), G)
     return HalfKeys(_load_half(at, 0, V_DIM, G), _load_half(at, V_DIM, REST, G))
 
 
@@ -202,7 +230,7 @@ def _load_keys(rows, pages, block, G: gl.constexpr):
 def _load_values(rows, pages, block, G: gl.constexpr):
     """A quarter of V's columns of a block's keys. Keys of a group after the last one lie in its page too."""
     V: gl.constexpr = value_words(G)
-    at = rows_of(rows, pages, _read_groups(rows, block, G), G)
+    at = rows_of_slots(rows, pages) if G.LISTED else rows_of(rows, pages, _read_groups(rows, block, G), G)
     wave = gl.arange(0, WAVES, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, V))))[:, None]
     at += wave * (QUARTER // in_word(G.CODING))
     key = gl.arange(0, group_keys(G), layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, V))))
@@ -254,12 +282,14 @@ def _store_scores(lds, scores, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _sum_of_scores(halves, block, kv_len, G: gl.constexpr, MASKED: gl.constexpr):
+def _sum_of_scores(halves, rows, block, kv_len, G: gl.constexpr, MASKED: gl.constexpr):
     """The scores of a block, [KEYS, HEADS], without qk_scale."""
     X: gl.constexpr = softmax_layout(G)
     halves = gl.reshape(halves, [num_tiles(G), 2, 2, HALF_KEYS, ROWS])
     scores = gl.reshape(gl.permute(gl.sum(halves, 2), (1, 2, 0, 3)), [KEYS, G.HEADS])
     scores = gl.convert_layout(scores, X, assert_trivial=True)
+    if G.LISTED:
+        scores += of_block(rows.bias, rows, block).load(gl.SliceLayout(1, X)).to(gl.float32)[:, None]
     if MASKED:
         key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, X))
         scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))
@@ -271,8 +301,10 @@ def _weigh(lds, state, scores, qk_scale, DTYPE: gl.constexpr, G: gl.constexpr):
     """The state with a block's keys in all but acc; its weights and decays go to LDS."""
     T: gl.constexpr = total_layout(G)
     maximum = gl.maximum(state.maximum, gl.max(scores, 0) * qk_scale)
-    weights = gl.exp2(scores * qk_scale - maximum[None, :])
-    decay = gl.exp2(state.maximum - maximum)
+    # All entries of a list so far may be no keys; the subtractions below must not be inf - inf.
+    base = gl.where(maximum == float("-inf"), 0.0, maximum) if G.LISTED else maximum
+    weights = gl.exp2(scores * qk_scale - base[None, :])
+    decay = gl.exp2(state.maximum - base)
     lds.weights.store(rounded(weights, DTYPE, G.UNITS.ROUNDS_PAIRS))
     lds.heads.store(decay)
     part = gl.sum(gl.sum(gl.reshape(weights, [2, 8, 4, G.HEADS]), 2), 0)
@@ -346,11 +378,11 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     The scores of a block's first two tiles are multiplied while the softmax of the block before it is computed, those
     of other tiles after it. K and V of a later block are in flight meanwhile.
     """
-    keys = _load_keys(rows, pages_of(rows, _read_keys(rows, first, G), G), first, G)
-    next_pages = here(pages_of(rows, _read_keys(rows, first + 1, G), G))
+    keys = _load_keys(rows, _key_pages(rows, first, G), first, G)
+    next_pages = here(_key_pages(rows, first + 1, G))
     sched_barrier()
-    values = _load_values(rows, pages_of(rows, _read_groups(rows, first, G), G), first, G)
-    k_pages = here(pages_of(rows, _read_keys(rows, first + 2, G), G))
+    values = _load_values(rows, _value_pages(rows, first, G), first, G)
+    k_pages = here(_key_pages(rows, first + 2, G))
     sched_barrier()
     # q is in LDS, and no wave waits for it in the loop.
     gl.barrier()
@@ -372,12 +404,13 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     middle = gl.minimum(end, kv_len // KEYS)
     for block in range(first, middle):
         pages = k_pages
-        k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)
-        v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)
+        k_pages = _key_pages(rows, block + 3, G)
+        if not G.LISTED:
+            v_pages = _value_pages(rows, block + 1, G)
         halves = lds.scores.load(halves_layout(G))
         last_queries = _last_queries(lds, 0, G)
         wait_for(last_queries[-1], LAST_LANE)
-        scores = _sum_of_scores(halves, block, kv_len, G, False)
+        scores = _sum_of_scores(halves, rows, block, kv_len, G, False)
         wait_for(keys.last, LAST_LANE)
         # The compiler deals out these products to the work of the softmax. There are no registers for more tiles.
         next_scores = _half_scores(last_queries, query, keys, 0, DTYPE, G)
@@ -391,13 +424,17 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
             _store_scores(lds, _half_scores(last_queries, query, keys, _PAIR, DTYPE, G), _PAIR)
             sched_barrier()
         keys = _load_keys(rows, pages, block + 2, G)
-        # V came before these numbers, so that one wait is for both.
-        wait_for(v_pages, 16 // group_keys(G))
+        if not G.LISTED:
+            # V came before these numbers, so that one wait is for both.
+            wait_for(v_pages, 16 // group_keys(G))
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
+        if G.LISTED:
+            # There are no registers for so many slots before.
+            v_pages = _value_pages(rows, block + 1, G)
         values = _load_values(rows, v_pages, block + 1, G)
     if middle < end:
-        scores = _sum_of_scores(lds.scores.load(halves_layout(G)), middle, kv_len, G, True)
+        scores = _sum_of_scores(lds.scores.load(halves_layout(G)), rows, middle, kv_len, G, True)
         state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
         if group_keys(G) > 1:
             values = _seen_values(values, middle, kv_len, G)

@@ -15,6 +15,7 @@ QUARTER = gl.constexpr(V_DIM.value // WAVES.value)
 LAST_LANE = gl.constexpr(8)
 _LANES = [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]]
 _WAVES = [[1, 0, 0], [2, 0, 0]]
+_LANES_OF_KEYS, _WAVES_OF_HALVES = [[0, 0, 1 << i] for i in range(4)], [[0, 1, 0], [1, 0, 0]]
 
 
 @constexpr_function
@@ -53,9 +54,17 @@ def key_words(words: int) -> gl.constexpr:
 
 
 @constexpr_function
+def listed_keys() -> gl.constexpr:
+    """The layout of numbers of a block's keys as key_words has them, [2, 2, KEYS / 2]: wave 2 i + j has keys of half
+    i."""
+    lanes = [*_LANES_OF_KEYS, [0, 0, 0], [0, 0, 0]]
+    return gl.DistributedLinearLayout([[0, 0, 16]], lanes, _WAVES_OF_HALVES, [], [2, 2, HALF_KEYS.value])
+
+
+@constexpr_function
 def group_keys(G: CdnaLatentGeometry) -> int:
     """Neighbouring keys of V in a lane that lie in one page."""
-    return 8 if G.PAGE_SIZE % 8 == 0 else 1
+    return 8 if G.PAGE_SIZE % 8 == 0 and not G.LISTED else 1
 
 
 @constexpr_function

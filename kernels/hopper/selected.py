@@ -32,7 +32,7 @@ from rocm_attn.kernels.hopper.rings import GATHERING_THREADS
 from rocm_attn.kernels.hopper.selected_rows import HopperSelectedGeometry, ListedTokens, parts_of_program
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
-from rocm_attn.kernels.sparse.attention import selected_geometry, selected_workspace
+from rocm_attn.kernels.sparse.attention import parts_and_sums, selected_geometry
 from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
 from rocm_attn.kernels.tuning.sparse_tiles import HopperSelectedTiles
@@ -125,7 +125,7 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
     geometry = HopperSelectedGeometry(
         rows, selection.units is not None, tiles.value_registers, tiles.score_registers, tiles.loader_registers
     )
-    parts, sums = selected_workspace(args, rows)
+    parts, sums = parts_and_sums(args, rows)
     num_items = len(args.q) * cut.parts
     groups = min(num_items, max(1, programs // rows.HEAD_BLOCKS))
     lse_strides = (0, 0) if args.lse is None else args.lse.stride()

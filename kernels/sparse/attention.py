@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from rocm_attn.kernels.attention.bundles import HeadRows, HeadsOfToken, PagePointers, Softmax
 from rocm_attn.kernels.attention.coded import (
@@ -329,9 +328,19 @@ def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: Segment
     _launch(args, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
 
 
+def parts_and_sums(args: SelectedArgs, geometry: SelectedGeometry) -> tuple[torch.Tensor, torch.Tensor]:
+    """The workspace's partial results, and their maxima and sums, as launch_merge_parts reads them."""
+    words, workspace = geometry.cut.words(len(args.q), geometry.V_HEAD_DIM), args.workspace
+    assert workspace.dtype == torch.float32
+    assert workspace.is_contiguous()
+    assert workspace.numel() >= words
+    sums = workspace[: words // (geometry.V_HEAD_DIM + 2) * 2]
+    return workspace[sums.numel() : words], sums
+
+
 def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **options: object) -> None:
     pages, tokens, selection, cut = args.pages, args.tokens, args.selection, geometry.cut
-    parts, sums = selected_workspace(args, geometry)
+    parts, sums = parts_and_sums(args, geometry)
     lse_strides = (0, 0) if args.lse is None else args.lse.stride()
     launch(
         _selected_attention_kernel,
@@ -368,17 +377,6 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
     )
     if cut.parts > 1:
         launch_merge_parts(args, parts, sums, geometry)
-
-
-def selected_workspace(args: SelectedArgs, geometry: SelectedGeometry) -> tuple[Tensor, Tensor]:
-    """Accumulators of parts, and their maxima and sums, in the workspace."""
-    words = geometry.cut.words(len(args.q), geometry.V_HEAD_DIM)
-    workspace = args.workspace
-    assert workspace.dtype == torch.float32
-    assert workspace.is_contiguous()
-    assert workspace.numel() >= words
-    sums = workspace[: words // (geometry.V_HEAD_DIM + 2) * 2]
-    return workspace[sums.numel() : words], sums
 
 
 def selected_geometry(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.kernels.tuning.latent_tiles import latent_segment_tiles
+from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES, latent_segment_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of
 from rocm_attn.kernels.tuning.tiles import CodeKind, ExtendTiles, NoTiles
@@ -139,8 +139,9 @@ def selected_tiles(
         largest = max(head_dim, v_head_dim)
         serving = [row for row in rows if largest <= row.max_head_dim and (is_coded or not row.coded)]
         serving = [row for row in serving if row.records and is_record] or [row for row in serving if not row.records]
-        # Rows for larger dims serve if there is none for these.
-        tiles = [row.tiles for row in serving if row.max_head_dim == serving[0].max_head_dim]
+        # Rows for larger dims serve if there is none for these; those for codes are whole by themselves.
+        alike = [row for row in serving if row.max_head_dim == serving[0].max_head_dim]
+        tiles = [row.tiles for row in alike if row.coded == alike[0].coded]
         for each in tiles:
             if gqa_ratio <= each.query_rows:
                 return each
@@ -150,6 +151,16 @@ def selected_tiles(
         f"no tiles of attention over a selection for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
         f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SELECTED_CHOICES))}"
     )
+
+
+# Entries of a selection on CDNA: a program's LDS has room for what it knows of as many, next to scores and weights.
+CDNA_MOST_KEYS = 2048
+
+
+def cdna_selected_tiles(num_heads: int) -> SelectedTiles:
+    """The tiles of CDNA's own kernel: the first of its latent decode's that hold all heads, or the last."""
+    of = next((each for each in CDNA_LATENT_TILES if num_heads <= each.query_rows), CDNA_LATENT_TILES[-1])
+    return SelectedTiles(of.query_rows, of.key_block, of.num_warps, of.num_stages, of.programs_per_cu)
 
 
 def selected_segment_tiles(

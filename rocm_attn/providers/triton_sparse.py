@@ -22,23 +22,26 @@ from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_words
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import (
+    CDNA_MOST_KEYS,
     HOPPER_RECORD_TILES,
     HOPPER_SELECTED_TILES,
     HopperSelectedTiles,
     IndexTiles,
     SelectedTiles,
+    cdna_selected_tiles,
     index_tiles,
     selected_segment_tiles,
     selected_tiles,
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers import triton_cdna_latent
 from rocm_attn.providers.contract import NO_SCHEDULE, Bind, Limits, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry, every_row
 from rocm_attn.providers.tiles import codes_of
 from rocm_attn.providers.triton_entries import ARCHS, deterministic_entry, triton_entry
 from rocm_attn.providers.triton_hopper import TRITONS
-from rocm_attn.providers.triton_later import hopper_launches, triton_launches
+from rocm_attn.providers.triton_later import cdna_launches, hopper_launches, triton_launches
 
 _DTYPES = limits.DTYPES
 
@@ -116,6 +119,21 @@ class HopperSelected(TritonSelected):
     def attend(self, args: SelectedArgs) -> None:
         hopper_launches.launch_hopper_selected(
             args, scale=self.problem.scale, tiles=self.registers, programs=self.programs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CdnaSelected(TritonSelected):
+    """The same over latent pages by CDNA's own kernel."""
+
+    arch: str
+
+    def describe(self) -> str:
+        return f"triton.cdna_selected({self.problem}, {self.arch}, {self.tiles}, programs={self.programs})"
+
+    def attend(self, args: SelectedArgs) -> None:
+        cdna_launches.launch_cdna_selected(
+            args, arch=self.arch, scale=self.problem.scale, tiles=self.tiles, programs=self.programs
         )
 
 
@@ -218,6 +236,22 @@ def _hopper(problem: Problem, target: Target, keys: int) -> HopperSelected:
     return HopperSelected(problem, keys, registers.selected, target.compute_units, registers)
 
 
+def _bind_cdna_selected(problem: Problem, target: Target, pool: PoolSize) -> CdnaSelected:
+    tiles = cdna_selected_tiles(problem.gqa_ratio)
+    programs = target.compute_units * tiles.programs_per_cu
+    return CdnaSelected(problem, _keys(problem), tiles, programs, target.arch)
+
+
+def _cdna_refusals(indexing: Indexing) -> list[str]:
+    """The reasons for which CDNA's own kernel does not serve selections."""
+    reasons = []
+    if indexing.unit_tokens != 1:
+        reasons.append(f"it selects single tokens, not units of {indexing.unit_tokens}")
+    if indexing.width > CDNA_MOST_KEYS:
+        reasons.append(f"a token selects {indexing.width} keys; at most {CDNA_MOST_KEYS} are allowed")
+    return reasons
+
+
 def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSelectedSegments:
     return _segments(problem, target, _keys(problem))
 
@@ -296,6 +330,21 @@ _HOPPER_RECORD_LIMITS = replace(
 SELECTED_ENTRIES = (
     SelectedKeysEntry("triton.hopper_selected", _HOPPER_LIMITS, _bind_hopper),
     SelectedKeysEntry("triton.hopper_selected_records", _HOPPER_RECORD_LIMITS, _bind_hopper),
+    SelectedKeysEntry(
+        name="triton.cdna_selected",
+        limits=replace(
+            triton_cdna_latent.LIMITS,
+            encodings=(KVEncoding.LIKE_Q,),
+            scales=(Scales.NONE,),
+            non_causal=False,
+            short_kv=False,
+            page_strides=False,
+            even_slots=True,
+        ),
+        bind=_bind_cdna_selected,
+        serves=_cdna_refusals,
+        is_probed=True,
+    ),
     SelectedKeysEntry(
         name="triton.selected",
         limits=_SELECTED_LIMITS,

@@ -18,7 +18,6 @@ import torch
 from rocm_attn.machine import releases
 from rocm_attn.machine.measured_choices import user_cache
 from rocm_attn.machine.whole_files import whole_file
-from rocm_attn.providers.contract import KernelEntry
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, outcome, random_run, selected_run
 
@@ -41,18 +40,20 @@ def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapp
 
 def _runs_of(selection: Selection, device: torch.device) -> Sequence[Run]:
     """The runs that the selection's probed kernels need."""
-    over_all_keys = any(kernel.entry.is_probed and _runs(kernel.entry, device) for kernel in selection.kernels.values())
-    return [random_run, edge_run] * over_all_keys + [selected_run] * _probes_selected(selection)
+    entries = [kernel.entry for kernel in selection.kernels.values()]
+    over_all_keys = any(entry.is_probed and _runs(entry.provider, device) for entry in entries)
+    return [random_run, edge_run] * over_all_keys + [selected_run] * _runs(_selecting_provider(selection), device)
 
 
-def _probes_selected(selection: Selection) -> bool:
-    """True if its attention over a selection is probed."""
-    return selection.sparse is not None and selection.sparse.is_probed
+def _selecting_provider(selection: Selection) -> str:
+    """The provider of its attention over a selection, if that is probed; else nothing."""
+    sparse = selection.sparse
+    return sparse.entries[0].partition(".")[0] if sparse is not None and sparse.is_probed else ""
 
 
-def _runs(entry: KernelEntry, device: torch.device) -> bool:
-    """True if a kernel runs on the device: this project's, for a GPU that is not here, are only compiled (prewarm)."""
-    return entry.provider == "aiter" or device.type == "cuda"
+def _runs(provider: str, device: torch.device) -> bool:
+    """True if they run on the device: this project's, for a GPU that is not here, are only compiled (prewarm)."""
+    return provider == "aiter" or (bool(provider) and device.type == "cuda")
 
 
 def _verdict(selection: Selection, device: torch.device, runs: Sequence[Run]) -> Mapping[str, str]:
@@ -72,8 +73,8 @@ def _verdict(selection: Selection, device: torch.device, runs: Sequence[Run]) ->
 def _place(selection: Selection, device: torch.device) -> Path | None:
     """The file of a selection's verdict; None if kernels are AITER's, of an unknown version that may change."""
     version = releases.aiter_version()
-    is_aiters = any(kernel.entry.provider == "aiter" for kernel in selection.kernels.values())
-    if not version and (is_aiters or _probes_selected(selection)):
+    providers = {_selecting_provider(selection), *(kernel.entry.provider for kernel in selection.kernels.values())}
+    if not version and "aiter" in providers:
         return None
     facts = {
         "arch": selection.target.arch,

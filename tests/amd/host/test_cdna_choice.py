@@ -14,12 +14,13 @@ from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, Scales
+from rocm_attn.problem import Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolSize, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.providers.triton_cdna import TRITONS, CdnaDecode
+from rocm_attn.providers.triton_sparse import SELECTED_ENTRIES
 from rocm_attn.selection import probe
 from rocm_attn.selection.kernels import choose_kernels
 from tests.amd.host.choices import LAYER, adopting, reasons, with_triton
@@ -175,10 +176,73 @@ def test_what_no_amd_gpu_has_run_is_probed_before_it_serves() -> None:
         "triton.cdna_latent_decode",
         "triton.latent_extend+cdna_latent_decode",
     }
+    assert [entry.name for entry in SELECTED_ENTRIES if entry.is_probed] == [SELECTED]
+
+
+SELECTED = "triton.cdna_selected"
+TOKENS = Indexing(0.1, 2048)
+SELECTING = Problem(
+    128, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=0.1, pool=PoolKind.LATENT, indexer=Indexer(64, 128, TOKENS)
+)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_selection_of_latents_has_a_kernel_of_its_own(arch: str) -> None:
+    chosen = select(SELECTING, on(arch), "triton").sparse
+    assert chosen is not None
+    assert chosen.entries == (SELECTED, "triton.indexer")
+    assert chosen.is_probed
+    # A device of as many programs, two for each token; the same room for parts as the plain kernel has with such tiles.
+    shape = PaddedShape(StepKind.DECODE, 2, 2)
+    assert chosen.selected.workspace_words(shape) == 2 * 128 * 32 * (512 + 2)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        replace(SELECTING, indexer=Indexer(64, 128, replace(TOKENS, top=4096))),
+        replace(SELECTING, indexer=Indexer(64, 128, replace(TOKENS, top=512, unit_keys=4))),
+        replace(SELECTING, has_sinks=True),
+        replace(SELECTING, head_dim=512),
+        replace(SELECTING, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER),
+    ],
+    ids=["4096_keys", "units_of_4", "sinks", "512", "codes"],
+)
+def test_other_selections_have_the_kernel_of_every_layer(layer: Problem, arch: str) -> None:
+    chosen = select(layer, on(arch), "triton").sparse
+    assert chosen is not None
+    assert chosen.entries[0] == "triton.selected"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("terms", "served"),
+    [
+        (PoolTerms(page_strides=True, even_slots=True), SELECTED),
+        (PoolTerms(page_strides=True), "triton.selected"),
+        (PoolTerms(unaligned_rows=True), "triton.selected"),
+    ],
+)
+def test_a_selection_is_read_by_slots(terms: PoolTerms, served: str, arch: str) -> None:
+    chosen = select(SELECTING, on(arch), "triton", pool=replace(SMALLEST_POOL, terms=terms)).sparse
+    assert chosen is not None
+    assert chosen.entries[0] == served
+
+
+def test_a_selection_has_the_plain_kernel_with_other_releases() -> None:
+    chosen = select(SELECTING, on("gfx942", Release.of("3.6.0")), "triton").sparse
+    assert chosen is not None
+    assert chosen.entries[0] == "triton.selected"
 
 
 def test_what_is_only_compiled_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prewarm only compiles, for a GPU that is not here."""
     monkeypatch.setattr(probe, "random_run", lambda selection, device: pytest.fail("it was probed"))
-    (selection,) = choose_kernels([LAYER], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu"))
-    assert names(selection) == CDNA
+    monkeypatch.setattr(probe, "selected_run", lambda selection, device: pytest.fail("it was probed"))
+    first, second = choose_kernels(
+        [LAYER, SELECTING], on("gfx942"), "triton", SMALLEST_POOL, device=torch.device("cpu")
+    )
+    assert names(first) == CDNA
+    assert second.sparse is not None
+    assert second.sparse.entries[0] == SELECTED

@@ -219,6 +219,7 @@ _INDEXERS: tuple[Callable[[str], IndexRow], ...] = (
 _LATENT = PoolKind.LATENT
 _LAYERS: tuple[Callable[[str], LayerRow], ...] = (
     lambda arch: LayerRow(arch, "latent_16", (16, 1), (576, 512), _LATENT, on_oldest=arch == _OLDEST_ARCH),
+    lambda arch: LayerRow(arch, "latent_32", (32, 1), (576, 512), _LATENT),
     lambda arch: LayerRow(arch, "latent_128", (128, 1), (576, 512), _LATENT),
     lambda arch: LayerRow(arch, "latent_codes", (16, 1), (576, 512), _LATENT, scales=Scales.TOKEN),
     lambda arch: LayerRow(arch, "records_16", (16, 1), (576, 512), _LATENT, scales=Scales.GROUP),

@@ -30,6 +30,7 @@ from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.problem import EarlierSelection, Indexer, Indexing, PoolKind, Problem
+from rocm_attn.providers import triton_cdna
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -50,6 +51,8 @@ SPARSE = replace(LATENT, wants_lse=True, indexer=Indexer(32, 128, CHOICE))
 
 # With the Triton that Hopper's own kernels run with.
 HOPPER = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
+# The same of CDNA's.
+CDNA = replace(known_target("gfx942"), releases=Releases(triton=triton_cdna.TRITONS[0]))
 
 # Steps of 16 sequences have their own tiles on sm_90, and those of 11 or more are merged within their launch.
 SIZES = RuntimeOptions(num_pages=64, max_num_seqs=20, max_kv_len=2048, provider="triton", capture_sizes=(1, 2, 4, 8))
@@ -229,6 +232,7 @@ def variants_of(found: set[Variant], kernel: str) -> int:
         pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True), id="segments", marks=pytest.mark.nightly),
         pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True, max_num_seqs=5), id="few-segments"),
         pytest.param(SPARSE, "gfx942", replace(SIZES, max_num_seqs=3), id="sparse"),
+        pytest.param(SPARSE, CDNA, replace(SIZES, max_num_seqs=3), id="sparse-cdna"),
         pytest.param(MASKED, "gfx950", replace(SIZES, shared_prefixes=True), id="gfx950", marks=pytest.mark.nightly),
     ],
 )

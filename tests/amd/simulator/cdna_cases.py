@@ -1,8 +1,10 @@
-"""Runs of decode, extend and latent decode for CDNA on a simulated arch, compared with float64."""
+"""Runs of decode, extend, latent decode and attention over a selection for CDNA on a simulated arch, compared with
+float64."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,10 +25,22 @@ from tests.amd.kernels.cdna_extend_cases import NAMES, assert_extended, case_of,
 from tests.amd.kernels.cdna_latent_cases import LARGE as LATENTS_ABOVE
 from tests.amd.kernels.cdna_latent_cases import after_a_large_weight, launch_cdna_latent
 from tests.amd.kernels.cdna_latent_cases import cases_of as latent_cases_of
+from tests.amd.kernels.cdna_selected_cases import CASES as SELECTED
+from tests.amd.kernels.cdna_selected_cases import PLAIN as SELECTED_PLAIN
+from tests.amd.kernels.cdna_selected_cases import after_unseen, run_cdna_selected
+from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, build_selected
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.large_steps import in_large_pools
+from tests.amd.simulator.sparse_cases import with_large_pages
 
-_IN_EVERY_RUN = ("window", "extend-plain", "latent-plain", "latent-heads_of_2_tiles")
+_IN_EVERY_RUN = (
+    "window",
+    "extend-plain",
+    "latent-plain",
+    "latent-heads_of_2_tiles",
+    "selected-1_tile",
+    "selected-unseen",
+)
 
 
 def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
@@ -55,6 +69,26 @@ def run_large_weight(arch: str, heads: int) -> Simulation:
     """Runs a decode over latents in codes in which many small weights follow a large one."""
     tensors = after_a_large_weight(arch, torch.device("cpu"), heads)
     return _checked(arch, tensors, partial(launch_cdna_latent, arch), assert_decoded)
+
+
+def run_selected(arch: str, case: SelectedCase, *, programs: int = 60, is_large: bool = False) -> Simulation:
+    """Runs attention over a selection. is_large: likewise"""
+    problem = build_selected(case, torch.device("cpu"))
+    if is_large:
+        problem = replace(problem, args=with_large_pages(problem.args))
+    return _selected(arch, problem, programs)
+
+
+def run_unseen(arch: str, case: SelectedCase = SELECTED_PLAIN, *, programs: int = 60) -> Simulation:
+    """Runs it over selections that begin with entries which give no key."""
+    return _selected(arch, after_unseen(case, torch.device("cpu")), programs)
+
+
+def _selected(arch: str, problem: SelectedProblem, programs: int) -> Simulation:
+    with simulated(arch) as simulation:
+        run_cdna_selected(arch, problem, programs)
+    problem.assert_served()
+    return simulation
 
 
 def _simulation(
@@ -88,6 +122,9 @@ def more_cdna_cases(arch: str) -> list[KernelCase]:
     if arch in EXTEND_ARCHS:
         run = partial(simulate_extend, arch, EXTEND_ABOVE, is_large=True)
         above.append(KernelCase("cdna-extend-above", arch, run))
+        for name in ("4_tiles", "1_tile"):
+            of_selected = partial(run_selected, arch, SELECTED[name], is_large=True)
+            above.append(KernelCase(f"cdna-selected-{name}-above", arch, of_selected))
     return [case for case in [*_cases(arch), *above] if case.name.removeprefix("cdna-") not in _IN_EVERY_RUN]
 
 
@@ -105,6 +142,19 @@ def _cases(arch: str) -> list[KernelCase]:
             KernelCase(f"cdna-latent-weights-{heads}", arch, partial(run_large_weight, arch, heads))
             for heads in (16, 64)
         ),
+        *(
+            KernelCase(f"cdna-selected-{name}", arch, partial(run_selected, arch, case))
+            for name, case in SELECTED.items()
+        ),
+        *(
+            KernelCase(
+                f"cdna-selected-{name}-{programs}", arch, partial(run_selected, arch, SELECTED[name], programs=programs)
+            )
+            for name in ("4_tiles", "1_tile", "long_4_tiles", "long_1_tile")
+            for programs in (1, 4)
+        ),
+        KernelCase("cdna-selected-unseen", arch, partial(run_unseen, arch)),
+        KernelCase("cdna-selected-unseen-1", arch, partial(run_unseen, arch, SELECTED["1_tile"], programs=1)),
         *(
             KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case_of(name, arch)))
             for name in extends

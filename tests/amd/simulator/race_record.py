@@ -40,6 +40,7 @@ CASES_OF_BARRIERS = {
     "_add_norm_kernel": "gfx950-model-float16",
     "_cdna_extend_kernel": "gfx950-cdna-extend-plain",
     "_cdna_latent_decode_kernel": "gfx950-cdna-latent-plain",
+    "_cdna_selected_kernel": "gfx950-cdna-selected-unseen",
     "_check_pages_kernel": "gfx942-metadata/check_pages",
     "_chunk_rows_kernel": "gfx950-states-channels",
     "_chunk_walk_kernel": "gfx950-states-channels",
@@ -93,6 +94,7 @@ CASES_OF_OTHER_BARRIERS = {
         "gfx942-cdna-latent-heads_of_2_tiles",
         "gfx950-cdna-latent-codes",
     ),
+    "_cdna_selected_kernel": ("gfx942-cdna-selected-unseen", "gfx942-cdna-selected-1_tile"),
 }
 _CASES = {str(case): case for case in GRID}
 

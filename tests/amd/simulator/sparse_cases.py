@@ -51,6 +51,7 @@ BLOCKS = replace(TOKENS, indexing=Indexing(0.25, 3, sets=4, rectified=False, uni
 POOLS = replace(TOKENS, indexing=Indexing(0.25, 3, key_tokens=4, last_unit=LastUnit.ADDED), scales=Scales.TOKEN)
 LEAVING = Indexing(0.125, 5, candidate_blocks=3, block_keys=8)
 LATENT = SelectedCase(STEP, (16, 1), (96, 64), latent=True, width=40, dtype=BF16, sinks=True)
+MANY_HEADS = replace(LATENT, heads=(40, 1), dims=(304, 256))
 RECORDS = SelectedCase(STEP, (16, 1), (304, 256), latent=True, width=40, dtype=BF16, scales=Scales.GROUP, sinks=True)
 # DeepSeek-V4's records.
 FOOTERS = replace(RECORDS, dims=(512, 512), scales=Scales.FOOTER)
@@ -223,6 +224,8 @@ def more_sparse_cases(arch: str) -> list[KernelCase]:
         "coded_pools": partial(run_select, arch, POOLS, is_coded=True),
         "coded_pools-above": partial(run_select, arch, POOLS, is_coded=True, is_large=True),
         "latent": partial(run_attention, arch, LATENT, is_coded=False),
+        "latent_of_40_heads": partial(run_attention, arch, MANY_HEADS, is_coded=False),
+        "coded_latent_of_40_heads": partial(run_attention, arch, MANY_HEADS, is_coded=True),
         "records": partial(run_records, arch, RECORDS, own_encoding(arch)),
         "records-above": partial(run_records, arch, RECORDS, Encoding.E4M3FN, is_large=True),
         "footers-above": partial(run_records, arch, FOOTERS, Encoding.E4M3FN, is_large=True),

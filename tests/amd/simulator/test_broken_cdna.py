@@ -21,17 +21,27 @@ from rocm_attn.kernels.cdna import (
     latent_blocks,
     latent_codes,
     latent_heads,
+    selected,
 )
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
-from tests.amd.kernels import cdna_cases, cdna_extend_cases, cdna_latent_cases
+from tests.amd.kernels import cdna_cases, cdna_extend_cases, cdna_latent_cases, cdna_selected_cases
 from tests.amd.kernels.attention_cases import build
 from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
 from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.kernels.cdna_extend_cases import case_of
 from tests.amd.kernels.cdna_latent_cases import CASES, coded
-from tests.amd.simulator.cdna_cases import run_cdna, run_codes, run_large_weight, run_latents, simulate_extend
+from tests.amd.kernels.cdna_selected_cases import CASES as SELECTIONS
+from tests.amd.simulator.cdna_cases import (
+    run_cdna,
+    run_codes,
+    run_large_weight,
+    run_latents,
+    run_selected,
+    run_unseen,
+    simulate_extend,
+)
 from tests.amd.simulator.test_broken_kernels import Launched, Mistake, assert_noticed
 
 pytestmark = pytest.mark.nightly
@@ -316,23 +326,23 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             at_the_tables_end,
         ),
         "keys_of_shared_rows_are_those_before": Mistake(
-            "k_pages = pages_of(rows, _read_keys(rows, block + 3, G), G)",
-            "k_pages = pages_of(rows, _read_keys(rows, block + 2, G), G)",
+            "k_pages = _key_pages(rows, block + 3, G)",
+            "k_pages = _key_pages(rows, block + 2, G)",
             LONG_HEADS,
         ),
         "values_of_shared_rows_are_those_before": Mistake(
-            "v_pages = pages_of(rows, _read_groups(rows, block + 1, G), G)",
-            "v_pages = pages_of(rows, _read_groups(rows, block, G), G)",
+            "not G.LISTED:\n            v_pages = _value_pages(rows, block + 1, G)",
+            "not G.LISTED:\n            v_pages = _value_pages(rows, block, G)",
             LONG_HEADS,
         ),
         "the_second_block_of_shared_rows_is_the_first": Mistake(
-            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
-            "here(pages_of(rows, _read_keys(rows, first, G), G))",
+            "here(_key_pages(rows, first + 1, G))",
+            "here(_key_pages(rows, first, G))",
             LONG_HEADS,
         ),
         "the_third_block_of_shared_rows_is_the_second": Mistake(
-            "here(pages_of(rows, _read_keys(rows, first + 2, G), G))",
-            "here(pages_of(rows, _read_keys(rows, first + 1, G), G))",
+            "here(_key_pages(rows, first + 2, G))",
+            "here(_key_pages(rows, first + 1, G))",
             LONG_HEADS,
         ),
         "later_tiles_have_the_last_columns_of_the_first_ones": Mistake(
@@ -411,6 +421,97 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
         ),
     },
 }
+
+
+FOUR_TILES, ONE_TILE, LONG_LIST, LONG_OF_ONE_TILE = (
+    partial(run_selected, case=SELECTIONS[name], programs=programs)
+    for name, programs in (("4_tiles", 60), ("1_tile", 60), ("long_4_tiles", 1), ("long_1_tile", 1))
+)
+UNSEEN, UNSEEN_WHOLE, UNSEEN_OF_ONE_TILE = (
+    partial(run_unseen, case=SELECTIONS[name], programs=programs)
+    for name, programs in (("4_tiles", 60), ("4_tiles", 1), ("1_tile", 1))
+)
+SELECTED = Launched("launch_cdna_selected", cdna_selected_cases)
+# Mistakes over keys that are listed.
+LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
+    selected: {
+        "later_tokens_are_seen": Mistake("(unit >= 0) & (unit < visible)", "unit >= 0", FOUR_TILES),
+        "negative_entries_are_seen": Mistake("(unit >= 0) & (unit < visible)", "unit < visible", UNSEEN),
+        "entries_past_the_count_are_seen": Mistake("mask=key < end, other=-1", "mask=key >= 0, other=-1", UNSEEN_WHOLE),
+        "entries_without_a_key_have_weights": Mistake(
+            'gl.where(is_seen, 0.0, float("-inf"))', "gl.where(is_seen, 0.0, 0.0)", FOUR_TILES
+        ),
+        "entries_without_a_key_have_the_row_of_no_token": Mistake(
+            "gl.where(is_seen, slot, gl.maximum(largest, 0))", "gl.maximum(slot, 0)", FOUR_TILES
+        ),
+        "a_part_without_keys_adds_up_a_block": Mistake("gl.where(is_empty, 0, ", "gl.where(is_empty, 1, ", UNSEEN),
+        "a_row_without_keys_is_divided_by_0": Mistake("(C.parts == 1) & is_empty", "C.parts == 0", UNSEEN_WHOLE),
+        "parts_begin_at_the_first_key": Mistake("first = part * C.part_keys", "first = part * 0", FOUR_TILES),
+        "programs_of_a_token_have_the_same_heads": Mistake(
+            "q + token * q_token + first_head * q_head",
+            "q + token * q_token",
+            partial(run_selected, case=SELECTIONS["blocks_of_heads"]),
+        ),
+        "programs_of_a_die_have_the_same_row": Mistake(
+            "row = launched // _DIES % C.rows", "row = 0", partial(run_selected, case=SELECTIONS["blocks_of_heads"])
+        ),
+    },
+    latent_heads: {
+        "listed_keys_have_no_bias": Mistake(
+            "scores += of_block(rows.bias, rows, block)", "scores += 0 * of_block(rows.slots, rows, block)", FOUR_TILES
+        ),
+        "listed_keys_have_the_bias_of_the_next_block": Mistake(
+            "of_block(rows.bias, rows, block)", "of_block(rows.bias, rows, block + 1)", UNSEEN_WHOLE
+        ),
+        "blocks_without_keys_have_a_maximum": Mistake(
+            'gl.where(maximum == float("-inf"), 0.0, maximum) if G.LISTED else maximum', "maximum", UNSEEN_WHOLE
+        ),
+        "listed_values_are_those_of_the_block_before": Mistake(
+            "if G.LISTED:\n            # There are no registers for so many slots before.\n"
+            "            v_pages = _value_pages(rows, block + 1, G)",
+            "if G.LISTED:\n            v_pages = _value_pages(rows, block, G)",
+            LONG_LIST,
+        ),
+        "listed_keys_are_those_before": Mistake(
+            "k_pages = _key_pages(rows, block + 3, G)", "k_pages = _key_pages(rows, block + 2, G)", LONG_LIST
+        ),
+    },
+    latent_blocks: {
+        "slots_in_32_bits": Mistake(
+            "slots.to(gl.int64) * rows.token",
+            "(slots * rows.token.to(gl.int32)).to(gl.int64)",
+            partial(run_selected, case=SELECTIONS["1_tile"], is_large=True),
+        ),
+        "listed_keys_have_no_bias": Mistake("scores += bias.to(gl.float32)[:, :, None]", "scores += 0.0", ONE_TILE),
+        "waves_without_keys_have_a_maximum": Mistake(
+            "_attend(state, scores, values, qk_scale, DTYPE, G, G.LISTED)",
+            "_attend(state, scores, values, qk_scale, DTYPE, G, False)",
+            UNSEEN_OF_ONE_TILE,
+        ),
+        "the_bias_is_that_of_the_next_block": Mistake(
+            "of_block(rows.bias, rows, block)", "of_block(rows.bias, rows, block + 1)", UNSEEN_OF_ONE_TILE
+        ),
+        "listed_keys_are_those_of_the_block_before": Mistake(
+            "block + i + BLOCKS + 1, K, G", "block + i + BLOCKS, K, G", LONG_OF_ONE_TILE
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(module, name, id=f"{module.__name__.rpartition('.')[2]}-{name}")
+        for module, mistakes in LISTED_MISTAKES.items()
+        for name in mistakes
+    ],
+)
+def test_a_mistake_over_a_list_is_noticed(
+    module: ModuleType, name: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = SELECTED if module is selected else replace(SELECTED, importers=(selected,))
+    assert_noticed(LISTED_MISTAKES[module][name], module, launched, arch, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import Indexer, Indexing, PoolKind, Problem
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.selection import probe_runs
@@ -45,6 +45,18 @@ def test_the_probes_steps_are_right(name: str, arch: str, monkeypatch: pytest.Mo
     with simulated(arch) as simulation:
         assert probe_runs.random_run(selection, torch.device("cpu")) is None
     assert simulation.kernels.count(kernel) == num_launches
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", EXTEND_ARCHS)
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_the_probes_selection_is_right(num_heads: int, arch: str) -> None:
+    layer = replace(LATENTS, num_q_heads=num_heads, wants_lse=False, indexer=Indexer(4, 64, Indexing(0.1, 2048)))
+    target = replace(known_target(arch), releases=Releases(triton=TRITONS[-1]), compute_units=3)
+    selection = select(layer, target, "triton")
+    with simulated(arch) as simulation:
+        assert probe_runs.selected_run(selection, torch.device("cpu")) is None
+    assert "_cdna_selected_kernel" in simulation.kernels
 
 
 @pytest.mark.nightly

@@ -18,7 +18,7 @@ from tests.amd.offline.test_compiles import TO_READ, names_of_all_kernels
 from tests.amd.simulator.case import KernelCase, Runs
 from tests.amd.simulator.kernel_cases import BF16, CPU, GRID, QUICK, STEP, tiles_of
 
-OF_CDNA = ("_cdna_decode_kernel", "_cdna_extend_kernel", "_cdna_latent_decode_kernel")
+OF_CDNA = ("_cdna_decode_kernel", "_cdna_extend_kernel", "_cdna_latent_decode_kernel", "_cdna_selected_kernel")
 
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 

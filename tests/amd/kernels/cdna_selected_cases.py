@@ -1,0 +1,63 @@
+"""Attention over a selection by CDNA's own kernel, for the simulator and a GPU. Memory that no token sees is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rocm_attn.kernels.sparse.arguments import SelectedArgs, SelectedKeys
+from rocm_attn.kernels.sparse.cuts import selected_cut
+from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles, cdna_selected_tiles
+from rocm_attn.providers.triton_later import cdna_launches
+from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, build_selected
+
+STEP = Step([170, 1, 35], [2, 1, 1], page_size=16, tail=1)
+# Entries come in any order, some twice, and some give no key.
+PLAIN = SelectedCase(STEP, (64, 1), (576, 512), latent=True, width=150, dtype=torch.bfloat16)
+# Parts of five blocks, or one of nine.
+_LONG = Step([600], [2], page_size=64)
+CASES = {
+    "4_tiles": PLAIN,
+    "2_tiles": replace(PLAIN, step=replace(STEP, page_size=7), heads=(20, 1), dtype=torch.float16),
+    "1_tile": replace(PLAIN, step=replace(STEP, page_size=1), heads=(10, 1), dtype=torch.float16),
+    "blocks_of_heads": replace(PLAIN, heads=(100, 1)),
+    "long_4_tiles": replace(PLAIN, step=_LONG, heads=(37, 1), width=570, dense=True),
+    "long_1_tile": replace(PLAIN, step=_LONG, heads=(16, 1), width=570, dense=True),
+}
+# Programs that a device is to have: rows are whole, or have some parts.
+PROGRAMS = (1, 4, 60)
+
+
+def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: SelectedTiles, programs: int) -> None:
+    """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
+    cdna_launches.launch_cdna_selected(args, arch=arch, scale=scale, tiles=tiles, programs=programs)
+
+
+def run_cdna_selected(arch: str, problem: SelectedProblem, programs: int) -> None:
+    """Attends, with scratch memory of NaN."""
+    args = problem.args
+    tiles = cdna_selected_tiles(args.heads[1])
+    cut = selected_cut(len(args.q), args.selection.width, heads=args.heads, tiles=tiles, programs=programs)
+    words = cut.words(len(args.q), args.out.shape[2])
+    given = args._replace(workspace=torch.full((words,), float("nan"), device=args.q.device))
+    launch_cdna_selected(given, arch=arch, scale=problem.scale, tiles=tiles, programs=programs)
+
+
+def after_unseen(case: SelectedCase, device: torch.device) -> SelectedProblem:
+    """A step whose selections begin with two blocks of entries that give no key; its second token has no others.
+
+    Padded tokens select something, and see nothing. The first token sees a key that stands past its count.
+    """
+    problem = build_selected(case, device)
+    listed = problem.args.selection
+    assert isinstance(listed, SelectedKeys)
+    units, counts = listed.units, listed.counts + 128
+    unseen = torch.tensor([-1, -(2**31), 2**31 - 1, 10**6], dtype=torch.int32, device=device)
+    units = torch.cat([unseen.repeat(32).expand(len(units), 1, -1), units], 2).contiguous()
+    counts[1] = 128
+    units[len(case.step.places) :, :, :2] = 0
+    units[0, 0, int(counts[0, 0]) :] = 0
+    selection = listed._replace(units=units, counts=counts)
+    problem.reference[1], problem.reference_lse[1] = 0.0, float("-inf")
+    return replace(problem, args=problem.args._replace(selection=selection))

@@ -609,6 +609,6 @@ def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused(
     for kv_len, first in ((7.5, 0), ("7", 0), (7, 1.5)):
         with pytest.raises(BadSetting, match="it must be a whole number"):
             KVExtent(kv_len, {"full": first})  # type: ignore[arg-type,dict-item]
-    for layer in (1, -1):
-        with pytest.raises(BadTensor, match=f"layer {layer} does not exist; layers are 0 to 0"):
-            KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), layer)
+    for number in (1, -1):
+        with pytest.raises(BadTensor, match=f"layer {number} does not exist; layers are 0 to 0"):
+            KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), number)

@@ -173,13 +173,19 @@ def _problems(options: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _layers(options: argparse.Namespace, dtype: torch.dtype, page_size: int) -> Iterator[Problem]:
+    """Yields the layers of the options. Raises BadSetting for a size of none of them, BadProblem, BadModel."""
+    if options.tp > 1 and not options.config:
+        raise BadSetting("--tp divides the heads of --config; give it, or the heads of one rank as --heads")
+    if (options.head_dim or options.v_head_dim) and not options.heads:
+        raise BadSetting("--head-dim and --v-head-dim are those of --heads; give it too")
     if options.config:
         geometry = described_model(options.config).geometry.on_one_of(options.tp)
         yield from dict.fromkeys(geometry.problems(dtype=dtype, page_size=page_size))
     if options.heads:
         num_q_heads, num_kv_heads = options.heads
-        v_head_dim = options.v_head_dim or options.head_dim
-        yield LayerSizes(num_q_heads, num_kv_heads, options.head_dim, v_head_dim).problem(dtype, page_size)
+        head_dim = options.head_dim or 128
+        v_head_dim = options.v_head_dim or head_dim
+        yield LayerSizes(num_q_heads, num_kv_heads, head_dim, v_head_dim).problem(dtype, page_size)
     names = options.layer or ([] if options.config or options.heads else ["llama-8b"])
     for name in names:
         yield NAMED[name].problem(dtype, page_size)

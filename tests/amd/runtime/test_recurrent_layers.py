@@ -311,6 +311,9 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
             part.states.recur(1, rows, rows, rows, scalars, scalars, rows)
         with pytest.raises(BadTensor, match="recurrent layer 1 has no convolution"):
             part.states.convolve(1, scalars, scalars, None, scalars)
+        x, weight = (world.layers[0].x[: len(rows)], world.layers[0].weight)
+        with pytest.raises(BadTensor, match="x and out of a convolution are the same memory"):
+            part.states.convolve(0, x, weight, None, x)  # a block of tokens read what another had written
     with pytest.raises(BadSetting, match="kept of recurrent layers is 0; it must be 1 or more"):
         RecurrentLayers(ALL_KINDS, kept=0)
     with pytest.raises(BadProblem, match="3 heads over 2 heads of k"):
@@ -318,3 +321,5 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
     for wrong in ({"k_dim": 0}, {"dtype": torch.int32}, {"scale": -1.0}, {"update": "delta"}, {"normalises": 1}):
         with pytest.raises(BadProblem, match=next(iter(wrong))):
             replace(GATED_DELTA, **wrong)
+    with pytest.raises(BadProblem, match="silu is 'no'"):
+        replace(GATED_DELTA.convolution, silu="no")  # type: ignore[arg-type]

@@ -217,8 +217,8 @@ class StepStores:
             raise BadBatch(self.refusal)
         if self.layers != self._all:
             raise WrongState(
-                "the step of the accepted tokens has not stored in every layer; move them once it has, at the end of its "
-                "forward or after it"
+                "the step of the accepted tokens has not stored in every layer; move them once it has, at the end of "
+                "its forward or after it"
             )
 
     def after_store(self, child: int, layer: int) -> None:

@@ -113,6 +113,19 @@ def test_forks_checkpoints_and_rows_that_begin_at_them(provider: str, device: to
     world.runtime.check_device()
 
 
+def test_a_row_without_new_tokens_keeps_its_track_in_a_step_of_lengths_on_the_device(device: torch.device) -> None:
+    """A checkpoint of a state that was never there was kept, and the step of a row over it was a fault."""
+    world = Hybrid(device, "torch")
+    idle, other = world.begun(PAGE_SIZE + 2, 3)
+    batch = world.batch([idle, other], [[], world.ids(1)])
+    lengths = torch.tensor(batch.kv_len, device=device)
+    world.runner.run(replace(batch, inputs=DeviceInputs(kv_len=lengths)))
+    kept = world.runtime.table.kept
+    assert kept.have_states(kept.keep(idle.row, 0, 1)).tolist() == [False]
+    world.step([idle], [world.ids(1)])
+    world.runtime.check_device()
+
+
 def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     kept, one = world.runtime.table.kept, world.admit()

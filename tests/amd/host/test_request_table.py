@@ -110,7 +110,8 @@ def test_a_length_in_a_tensor_is_a_length() -> None:
     table = make_table(page_size=1)
     row = holding(table, 5)
     table.truncate(row, torch.tensor(2))  # type: ignore[arg-type]
-    assert (len(table.pages_of(row)), len(table.pages_of(table.fork(row, np.int8(1))))) == (2, 1)  # type: ignore[arg-type]
+    child = table.fork(row, np.int8(1))
+    assert (len(table.pages_of(row)), len(table.pages_of(child))) == (2, 1)
     with pytest.raises(WrongState, match="is not admitted"):
         table.truncate(np.array([row]), 0)  # type: ignore[arg-type]
 

@@ -403,7 +403,8 @@ def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: tor
         at = step.tokens
         units = torch.full((len(requested.q[at][: len(step.token_ids)]), 1, 5), -1, dtype=torch.int32, device=device)
         units[0, 0, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
-        counts = torch.zeros(units.shape[:2], dtype=torch.int32, device=device)
+        assert len(units) > 1
+        counts = torch.ones(units.shape[:2], dtype=torch.int32, device=device)  # pads may choose anything
         counts[0] = len(chosen)
         step.layers.store(0, requested.k[at], requested.v[at])
         step.layers.store_index(0, requested.index_k[at])

@@ -144,6 +144,10 @@ def _providers_of(device: torch.device) -> tuple[str, ...]:
 
 def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[SuiteCase]:
     """Yields the cases of the options. Raises BadSetting, BadProblem, BadModel."""
+    if options.tp > 1 and not options.config:
+        raise BadSetting("--tp divides the heads of --config; give it, or the heads of one rank as --heads")
+    if (options.head_dim or options.v_head_dim) and not options.heads:
+        raise BadSetting("--head-dim and --v-head-dim are those of --heads; give it too")
     if options.suite:
         if options.batch or options.layer or options.heads or options.config:
             raise BadSetting("--suite has its own layers and batches; leave out --batch, --layer, --heads, --config")
@@ -173,11 +177,6 @@ def _problems(options: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _layers(options: argparse.Namespace, dtype: torch.dtype, page_size: int) -> Iterator[Problem]:
-    """Yields the layers of the options. Raises BadSetting for a size of none of them, BadProblem, BadModel."""
-    if options.tp > 1 and not options.config:
-        raise BadSetting("--tp divides the heads of --config; give it, or the heads of one rank as --heads")
-    if (options.head_dim or options.v_head_dim) and not options.heads:
-        raise BadSetting("--head-dim and --v-head-dim are those of --heads; give it too")
     if options.config:
         geometry = described_model(options.config).geometry.on_one_of(options.tp)
         yield from dict.fromkeys(geometry.problems(dtype=dtype, page_size=page_size))

@@ -235,7 +235,7 @@ class RequestTable:
         reserve(). A row that has no pages yet takes none for these tokens later, because their KV will not be read.
 
         rows, kv_len: integers [num_seqs]; lengths that are no more than the device's
-        Raises WrongState for a row that is not admitted.
+        Raises WrongState for a row that is not admitted, and BadBatch without a length for each row.
         """
         if not self._rows.windowed or len(rows) == 0:
             return

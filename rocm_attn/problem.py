@@ -100,6 +100,7 @@ class Indexer:
     def __post_init__(self) -> None:
         _check_indexing(self.indexing)
         for name in ("num_heads", "head_dim"):
+            object.__setattr__(self, name, _whole(f"{name} of an indexer", getattr(self, name)))
             if getattr(self, name) < 1:
                 raise BadProblem(f"{name} of an indexer is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.indexing.sets:
@@ -127,6 +128,8 @@ class EarlierSelection:
 
 
 def _check_indexing(indexing: Indexing) -> None:
+    if not isinstance(indexing, Indexing):
+        raise BadProblem(f"indexing is {indexing!r}; it must be an Indexing")
     if indexing.refusal:
         raise BadProblem(indexing.refusal)
 

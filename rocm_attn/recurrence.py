@@ -42,6 +42,8 @@ class Convolution:
 
     def __post_init__(self) -> None:
         _whole_numbers(self, "a convolution", "channels", "width")
+        if not isinstance(self.silu, bool):
+            raise BadProblem(f"silu is {self.silu!r}; it must be True or False")
         if self.channels < 0 or self.width < 2:
             raise BadProblem(
                 f"a convolution of {self.channels} channels and width {self.width}; give 0 channels or more, and a "

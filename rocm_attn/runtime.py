@@ -204,9 +204,9 @@ class AttentionRuntime:
         Chains need none.
         seqs: int32 [paths], the place in the step's batch of each accepted path's sequence: rows of the others may have
               changed. None: all sequences in order; with a whole step's pads or without
-        Raises BadTensor; WrongState for a second move, after a step without a mask, and after a row of the step was
-        freed, cut, forked or kept; BadBatch for other sequences than the step's, and if it may not store;
-        Unsupported for layers whose index keys stand for several tokens.
+        Raises BadTensor; WrongState for a second move, after a step without a mask, before the step has stored in every
+        layer, and after a row of the step was freed, cut, forked or kept; BadBatch for other sequences than the step's,
+        and if it may not store; Unsupported for layers whose index keys stand for several tokens.
         """
         self.core.moves.check(accepted)
         self.core.moves.move(accepted, self.gate.before_paths(len(accepted.path), seqs))

@@ -188,8 +188,9 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
 
 def check_selection(selection: SelectedKeys, tokens: SparseTokens, faults: Tensor) -> None:
     """Sets bits of faults for each error in a selection. Twin of launch_check_selection."""
-    units, counts = selection.units, selection.counts
-    num_units = (-(-_visible(tokens) // selection.unit_tokens))[:, None]
+    units, visible = selection.units, _visible(tokens)
+    counts = torch.where(visible[:, None] > 0, selection.counts, 0)
+    num_units = (-(-visible // selection.unit_tokens))[:, None]
     listed = torch.arange(selection.width, device=units.device) < counts[:, :, None]
     outside = listed & ((units < 0) | (units >= num_units[:, :, None]))
     low = listed[:, :, 1:] & (units[:, :, 1:] <= units[:, :, :-1])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,10 @@ class LastUnit(enum.Enum):
     SCORED = "scored by the keys that are seen"
     ADDED = "added to what is chosen"
     LEFT_OUT = "left out"
+
+
+# By the names of annotations, whose values come from configs too.
+_KINDS = {"float": Real, "int": Integral, "bool": bool, "Pooling": Pooling, "LastUnit": LastUnit}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,10 @@ class Indexing:
     @property
     def refusal(self) -> str:
         """Returns the reason why nothing can be chosen this way; empty if it can."""
+        for each in fields(self):
+            value, kind = getattr(self, each.name), _KINDS[str(each.type)]
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                return f"{each.name} of an indexer is {value!r}; it must be of type {each.type}"
         if not (math.isfinite(self.scale) and self.scale > 0):
             return f"scale of an indexer is {self.scale}; it must be a positive number"
         for name in ("top", "sets", "key_tokens", "unit_keys"):

@@ -33,7 +33,7 @@ def _check_selection_kernel(
     line = tl.program_id(0).to(tl.int64)
     visible = visible_tokens(position_of_token, num_tokens, tl.program_id(0) // SETS, True)
     num_units = tl.cdiv(visible, UNIT_TOKENS)
-    count = tl.load(counts + line)
+    count = tl.where(visible > 0, tl.load(counts + line), 0)
     is_bad = ((count < 0) | (count > tl.minimum(num_units, WIDTH))).to(tl.int32)
     fault = is_bad * _BAD_COUNT
     for first in range(0, tl.minimum(count, WIDTH), BLOCK):
@@ -51,7 +51,7 @@ def _check_selection_kernel(
 
 
 def launch_check_selection(selection: SelectedKeys, tokens: SparseTokens, faults: Tensor) -> None:
-    """Sets bits of a fault word for each error in a selection.
+    """Sets bits of a fault word for each error in a selection. Pads, which see no key, may select anything.
 
     faults: int32 [1]; bits are added:
             BAD_COUNT      a count is negative, or larger than the units that the token sees or the selection's width

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from rocm_attn.errors import BadBatch
 from rocm_attn.kernels.speculative.limits import MOST_NODES
+from rocm_attn.machine.settings import whole_number
 
 
 class NoDrafts:
@@ -41,13 +42,15 @@ class Drafts:
     branches: K, drafts of a sequence in each draft step; 1: a chain
     steps:    S, draft steps of the round
 
-    Raises BadBatch.
+    Raises BadBatch, and BadSetting for a part of one.
     """
 
     branches: int
     steps: int
 
     def __post_init__(self) -> None:
+        for name in ("branches", "steps"):
+            object.__setattr__(self, name, whole_number(f"{name} of drafts", getattr(self, name)))
         if self.branches < 1 or self.steps < 1:
             raise BadBatch(f"drafts have {self.branches} branches and {self.steps} steps; give at least 1 of each")
         if self.tokens >= MOST_NODES:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
+from rocm_attn.machine.settings import whole_number
 
 # The bytes that a launch copies are counted in 32 bits, with room for its last stride.
 _MOST_BYTES = 1 << 30
@@ -56,7 +57,7 @@ class StepMask:
                  ALL_KEYS: each sequence has q_len * kv_len cells
 
     The tensors are read in place, by a kernel on the step's stream: they must hold their values until it has run, and
-    may change afterwards. Raises BadTensor, BadBatch.
+    may change afterwards. Raises BadTensor, BadBatch, and BadSetting for a part of a key.
     """
 
     bits: Tensor
@@ -75,6 +76,7 @@ class StepMask:
                 f"the bits of a mask are on {self.bits.device} and its positions on {self.positions.device}; "
                 "give both on one device"
             )
+        object.__setattr__(self, "keys_before", whole_number("keys_before of a mask", self.keys_before))
         if not 0 <= self.keys_before <= ALL_KEYS:
             raise BadBatch(
                 f"keys_before of a mask is {self.keys_before}; it must be a number of keys from 0 to {ALL_KEYS}, "

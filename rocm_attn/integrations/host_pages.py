@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import Int32Array
-from rocm_attn.errors import BadSetting, Unsupported
+from rocm_attn.batch.step_batch import Int32Array, as_int32
+from rocm_attn.errors import BadBatch, BadSetting, Unsupported
 from rocm_attn.integrations.kv_passport import ALIGNMENT, KVPassport
 from rocm_attn.integrations.kv_transfer import ScaleValues
 from rocm_attn.integrations.owners import idle
@@ -30,7 +30,7 @@ from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.sending import sent
 from rocm_attn.paging.host_memory import HostMemory
 from rocm_attn.paging.host_record import CHECKSUM, HEAD_WORDS, NAME_WORDS, checksums
-from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.metrics import Metrics
 
@@ -101,8 +101,9 @@ class HostPages:
         keys:  NAME_BYTES each: what the page's tokens, and all before them, are known by
         pages: int32 [n], of the full space; of full pages, whose K and V are known to be right. Later launches may
                write to them
+        Raises BadBatch for other keys or pages.
         """
-        identity = self._identity_now()
+        pages, identity = self._checked(keys, pages), self._identity_now()
         with on_device(self.device), torch.inference_mode():
             for some, page, records in self._in_turn(keys, pages):
                 head = records[:, :_HEAD_BYTES].view(torch.int64)
@@ -119,9 +120,9 @@ class HostPages:
         The others of these pages hold no tokens. A record that was refused is forgotten, and those that have moved are.
 
         keys, pages: as in put(); pages that nothing else uses
-        Raises WrongState if a step has begun.
+        Raises WrongState if a step has begun, and BadBatch for other keys or pages.
         """
-        identity = self._identity_now()
+        pages, identity = self._checked(keys, pages), self._identity_now()
         there = next((at for at, key in enumerate(keys) if key not in self._memory), len(keys))
         keys, checks = keys[:there], list[Tensor]()
         with (
@@ -149,6 +150,18 @@ class HostPages:
         """Gives all records back."""
         self._memory.clear()
         self._metrics.host_kv_bytes = self._memory.num_bytes
+
+    def _checked(self, keys: Sequence[bytes], pages: Int32Array) -> Int32Array:
+        """Returns the pages. Raises BadBatch unless each key has one of them, and page 0 is none."""
+        pages, end = as_int32("pages", pages), self._runtime.table.full.pages.num_pages
+        if len(keys) > len(pages) or any(len(key) != NAME_BYTES for key in keys):
+            raise BadBatch(
+                f"{len(keys)} keys of {sorted({len(key) for key in keys})} bytes and {len(pages)} pages were given; "
+                f"give a key of {NAME_BYTES} bytes for each page"
+            )
+        if len(pages) and not RESERVED_PAGE < pages.min() <= pages.max() < end:
+            raise BadBatch(f"pages {pages.min()} to {pages.max()} were given; those of requests are 1 to {end - 1}")
+        return pages
 
     def _in_turn(self, keys: Sequence[bytes], pages: Int32Array) -> Iterator[tuple[Sequence[bytes], Tensor, Tensor]]:
         """The keys, the pages on the device, and memory for their records, as many at a time as there is memory for."""

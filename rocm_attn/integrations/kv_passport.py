@@ -20,6 +20,7 @@ from rocm_attn.integrations.owners import Owner, pool_of, problems_of, spaces_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.states.arguments import Update
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.paging.storage import PagePool
@@ -168,10 +169,17 @@ class KVExtent:
 
     kv_len: the number of its tokens
     first:  name of a space -> the first token that it still has there: 0, or the one where a window's pages begin
+
+    Raises BadSetting for a part of a token.
     """
 
     kv_len: int
     first: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_len", whole_number("kv_len of an extent", self.kv_len))
+        first = {space: whole_number(f"the first token in {space!r}", token) for space, token in self.first.items()}
+        object.__setattr__(self, "first", first)
 
 
 class Stretch(NamedTuple):

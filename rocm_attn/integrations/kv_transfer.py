@@ -97,6 +97,12 @@ class _Mover:
             raise WrongState("the rows of an engine are not known here; give a request's pages for each space")
         return self._owner
 
+    def _only(self, layer: int) -> tuple[int]:
+        """Returns one layer's number, as the layers of a call. Raises BadTensor for a layer that does not exist."""
+        if layer not in self._all:
+            raise BadTensor(f"layer {layer} does not exist; layers are 0 to {len(self._all) - 1}")
+        return (layer,)
+
     def _put_together(self, layers: Sequence[int]) -> tuple[_Alike, ...]:
         found: dict[object, list[tuple[int, Role]]] = {}
         for (layer, role), side in self._sides.items():
@@ -236,7 +242,7 @@ class KVExporter(_Mover):
 
     def num_layer_bytes(self, extent: KVExtent, layer: int) -> int:
         """Returns the bytes of a buffer for one layer."""
-        return _num_bytes(stretches(self.passport, extent, (layer,)))
+        return _num_bytes(stretches(self.passport, extent, self._only(layer)))
 
     def export_row(self, row: int, kv_len: int, buffer: Tensor) -> KVExtent:
         """Copies those of the first kv_len tokens of a runtime's row that their spaces still have into a buffer.
@@ -271,7 +277,7 @@ class KVExporter(_Mover):
 
     def export_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         """Like export, but for one layer into a buffer of its own, for instance while later layers still compute."""
-        self._export((self._all[layer],), pages, extent, buffer)
+        self._export(self._only(layer), pages, extent, buffer)
 
     def _export(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         self._check(pages, extent.kv_len, layers)
@@ -394,7 +400,7 @@ class KVImporter(_Mover):
 
     def import_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         """Like import_pages, but for one layer. Call table.mark_stored() for a runtime's row after the last layer."""
-        self._import((self._all[layer],), pages, extent, buffer)
+        self._import(self._only(layer), pages, extent, buffer)
 
     def _import(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
         # A step that has begun may still store in pages that its rows have given back.

@@ -8,11 +8,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rocm_attn.batch.step_batch import Int32Array, Integers, as_int32, has_repeats
+from rocm_attn.batch.step_batch import Int32Array, Integers, has_repeats
 from rocm_attn.errors import BadBatch, FitsLater, WrongState
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.page_table import TableGuards
-from rocm_attn.paging.rows import Rows
+from rocm_attn.paging.rows import Rows, one_each
 
 # int64 [n]: the result of keep(). Functions that take ids also take parts, concatenations, and plain sequences of ints.
 KeptIds = npt.NDArray[np.int64]
@@ -64,7 +65,9 @@ class KeptPages:
                 f"the range of pages [{first_page_no}, {end_page_no}) cannot be kept; it must begin at 0 or "
                 "later and end at its beginning or later"
             )
-        page_no = np.arange(first_page_no, end_page_no, dtype=np.int32)
+        # One page past the stored ones is enough to be refused.
+        stored = int(self._rows.tokens.stored_len[row]) // self._rows.page_size
+        page_no = np.arange(first_page_no, min(end_page_no, max(first_page_no, stored) + 1), dtype=np.int32)
         return self.keep_all(np.full(len(page_no), row, np.int32), page_no, spaces)
 
     def keep_all(self, rows: Integers, page_no: Integers, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
@@ -74,16 +77,17 @@ class KeptPages:
         """
         if len(rows) == 0:
             return np.empty(0, np.int64)
-        rows, page_no = as_int32("rows", rows), as_int32("page_no", page_no)
+        rows, page_no = one_each(rows, "page_no", page_no)
         self._rows.must_all_be_admitted(rows)
-        stored_len, kv_len = self._rows.tokens.stored_len[rows], (page_no + 1) * self._rows.page_size
-        wrong = (kv_len > stored_len) | (page_no < 0)
+        stored_len = self._rows.tokens.stored_len[rows]
+        wrong = page_no >= stored_len // self._rows.page_size
         if wrong.any():
             at = int(wrong.argmax())
             raise BadBatch(
                 f"row {rows[at]} has {stored_len[at]} stored tokens, which fill the pages before page_no "
                 f"{stored_len[at] // self._rows.page_size}; page_no {page_no[at]} cannot be kept"
             )
+        kv_len = (page_no + 1) * self._rows.page_size
         pages = np.zeros((len(self._rows.spaces), len(rows)), np.int32)
         for space in self._named(spaces):
             table = self._rows.spaces[space]
@@ -111,7 +115,7 @@ class KeptPages:
         are not the first ones of a sequence, that do not hold kv_len tokens, or more than these, if a page of a window
         is missing, or if recurrent layers have no state after kv_len tokens; nothing is changed then.
         """
-        places = self._places(ids)
+        places, kv_len = self._places(ids), whole_number("kv_len", kv_len)
         end, page_size = len(places), self._rows.page_size
         if kv_len < 0 or num_pages(kv_len, page_size) != end:
             raise BadBatch(
@@ -182,8 +186,8 @@ class KeptPages:
 
         rows, page_no: integers [n]; of admitted rows
         """
-        kv_len = (as_int32("page_no", page_no) + 1) * self._rows.page_size
-        return self._rows.states.are_due(as_int32("rows", rows), kv_len)
+        rows, page_no = one_each(rows, "page_no", page_no)
+        return self._rows.states.are_due(rows, (page_no + 1) * self._rows.page_size)
 
     @property
     def num_free_states(self) -> int:

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, Integers, as_int32
-from rocm_attn.errors import BadBatch, BadSetting, NeverFits
+from rocm_attn.errors import BadSetting, NeverFits
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.batch_checks import BatchChecks
 from rocm_attn.paging.index_spaces import Space, num_pages
 from rocm_attn.paging.kept_pages import KeptPages
 from rocm_attn.paging.page_table import ONE, PageTable, Places, SpacePages, TableGuards
 from rocm_attn.paging.row_states import RowStates
-from rocm_attn.paging.rows import ALWAYS, NO_ROOM, Rows
+from rocm_attn.paging.rows import ALWAYS, NO_ROOM, Rows, one_each
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 
 ALL_TABLE_GUARDS = TableGuards()
@@ -154,8 +154,13 @@ class RequestTable:
             return
         # Each step reserves, so arrays of the right type cost no call.
         is_array = rows.__class__ is kv_len.__class__ is np.ndarray
-        if not is_array or rows.dtype is not _INT32 or kv_len.dtype is not _INT32:  # type: ignore[union-attr]
-            rows, kv_len = _each(rows, kv_len)
+        if (
+            not is_array
+            or rows.dtype is not _INT32  # type: ignore[union-attr]
+            or kv_len.dtype is not _INT32  # type: ignore[union-attr]
+            or len(rows) != len(kv_len)
+        ):
+            rows, kv_len = one_each(rows, "kv_len", kv_len)
         self._reserve_all(rows, kv_len)  # type: ignore[arg-type]
 
     def _reserve_all(self, rows: Int32Array, kv_len: Int32Array) -> None:
@@ -230,11 +235,11 @@ class RequestTable:
         reserve(). A row that has no pages yet takes none for these tokens later, because their KV will not be read.
 
         rows, kv_len: integers [num_seqs]; lengths that are no more than the device's
-        Raises WrongState for a row that is not admitted.
+        Raises WrongState for a row that is not admitted, and BadBatch without a length for each row.
         """
         if not self._rows.windowed or len(rows) == 0:
             return
-        rows, kv_len = as_int32("rows", rows), as_int32("kv_len", kv_len)
+        rows, kv_len = one_each(rows, "kv_len", kv_len)
         self._rows.must_all_be_admitted(rows)
         for table in self._rows.windowed:
             table.evict(rows, kv_len, self._rows.capacity[rows] // self.page_size)
@@ -246,7 +251,7 @@ class RequestTable:
         Raises OutOfRows, and BadBatch for tokens that row has no room for, or whose window it has given back. A child
         whose parent has no state after kv_len tokens has none either, and is refused by the step that needs it.
         """
-        self._rows.must_have_room(row, kv_len, f"{kv_len} of them cannot be shared")
+        kv_len = self._rows.must_have_room(row, kv_len, f"{kv_len} of them cannot be shared")
         self.generations.share(row)
         self._rows.look_from[row] = ALWAYS
         end = num_pages(kv_len, self.page_size)
@@ -264,7 +269,7 @@ class RequestTable:
         row holds it too, and takes other pages for those after it. A row that shares none may also just begin a step
         earlier. Raises WrongState, and BadBatch for more tokens than row has room for.
         """
-        self._rows.must_have_room(row, kv_len, f"it cannot go back to {kv_len}")
+        kv_len = self._rows.must_have_room(row, kv_len, f"it cannot go back to {kv_len}")
         end, new_end = self._rows.end(row), num_pages(kv_len, self.page_size)
         if kv_len < self.tokens.stored_len[row]:
             self.generations.change(row)
@@ -295,7 +300,7 @@ class RequestTable:
         """
         if len(rows) == 0:
             return
-        rows, kv_len = _each(rows, kv_len)
+        rows, kv_len = one_each(rows, "kv_len", kv_len)
         self._rows.must_all_be_admitted(rows)
         self._rows.must_be_distinct(rows)
         short = (kv_len > self._rows.reserved_len[rows]) | (kv_len < 0)
@@ -320,13 +325,3 @@ class RequestTable:
         """The pages of a row in a space, in order; page 0 stands for those that were given back."""
         self._rows.must_be_admitted(row)
         return np.array(self.space(space).entries_host[row, : self._rows.end(row)], np.int32)
-
-
-def _each(rows: Integers, kv_len: Integers) -> tuple[Int32Array, Int32Array]:
-    """Returns rows, and a non-negative number for each. Raises BadBatch."""
-    of_rows, of_each = as_int32("rows", rows), as_int32("kv_len", kv_len)
-    if len(of_rows) != len(of_each) or int(of_each.min()) < 0:
-        raise BadBatch(
-            f"{len(of_rows)} rows and kv_len {of_each.tolist()} were given; give one number of at least 0 per row"
-        )
-    return of_rows, of_each

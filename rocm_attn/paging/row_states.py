@@ -194,10 +194,10 @@ class RowStates:
         """Notes the states that a step writes, which is staged now."""
         if batch.num_seqs == 0:
             return
+        new = batch.q_len > 0  # with lengths on the device, a bound
         if not batch.inputs.lengths_on_host:
-            self.lose_track(batch.rows)
+            self.lose_track(batch.rows[new])
             return
-        new = batch.q_len > 0
         rows, start, end = batch.rows[new], batch.start[new], batch.kv_len[new]
         headers = self._headers[rows]
         serves = _serve(headers, start[:, None])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import index
 
 import numpy as np
 import numpy.typing as npt
 
-from rocm_attn.batch.step_batch import Int32Array
+from rocm_attn.batch.step_batch import Int32Array, Integers, as_int32
 from rocm_attn.errors import BadBatch, BadSetting, OutOfRows, WrongState
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.machine.settings import whole_number
@@ -142,8 +143,8 @@ class Rows:
 
     def must_be_admitted(self, row: int) -> None:
         try:
-            is_admitted = RESERVED_ROW < row < len(self.capacity) and self.capacity[row] >= 0
-        except (TypeError, IndexError):  # a float, a string or None is no row
+            is_admitted = RESERVED_ROW < index(row) < len(self.capacity) and self.capacity[row] >= 0
+        except TypeError:  # a float, an array or None is no row
             is_admitted = False
         if not is_admitted:
             raise WrongState(f"row {row} is not admitted: it was never handed out, or it was freed already")
@@ -162,11 +163,16 @@ class Rows:
         if twice[seq]:
             raise BadBatch(f"row {rows[seq]} occurs twice in one step; give each sequence its own row")
 
-    def must_have_room(self, row: int, kv_len: int, refused: str) -> None:
-        """Raises WrongState unless a row is admitted, BadSetting for a part of a token, and BadBatch without room."""
+    def must_have_room(self, row: int, kv_len: int, refused: str) -> int:
+        """Returns kv_len as an int.
+
+        Raises WrongState unless the row is admitted, BadSetting for a part of a token, and BadBatch without room.
+        """
         self.must_be_admitted(row)
-        if not 0 <= whole_number("kv_len", kv_len) <= self.reserved_len[row]:
+        length = whole_number("kv_len", kv_len)
+        if not 0 <= length <= self.reserved_len[row]:
             raise BadBatch(f"row {row} has room for {self.reserved_len[row]} tokens; {refused}")
+        return length
 
     def forget(self, row: int) -> None:
         for table in self.spaces:
@@ -178,3 +184,13 @@ class Rows:
         self.capacity[row] = self.reserved_len[row] = -1
         if row not in self.free:  # an interrupt in begin() may have left it there
             self.free.append(row)
+
+
+def one_each(rows: Integers, name: str, numbers: Integers) -> tuple[Int32Array, Int32Array]:
+    """Returns rows, and a non-negative number for each. Raises BadBatch."""
+    of_rows, of_each = as_int32("rows", rows), as_int32(name, numbers)
+    if len(of_rows) != len(of_each) or (of_each < 0).any():
+        raise BadBatch(
+            f"{len(of_rows)} rows and {name} {of_each.tolist()} were given; give one number of at least 0 per row"
+        )
+    return of_rows, of_each

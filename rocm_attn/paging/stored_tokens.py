@@ -209,9 +209,17 @@ class StepStores:
         self._wrote = True
 
     def before_move(self) -> None:
-        """Raises BadBatch if the running step, or the last one, may not write to the pages of its new tokens."""
+        """Raises BadBatch if the running step, or the last one, may not write to the pages of its new tokens.
+
+        Raises WrongState before it has stored in every layer: it would store over what was moved.
+        """
         if self.refusal:
             raise BadBatch(self.refusal)
+        if self.layers != self._all:
+            raise WrongState(
+                "the step of the accepted tokens has not stored in every layer; move them once it has, at the end of "
+                "its forward or after it"
+            )
 
     def after_store(self, child: int, layer: int) -> None:
         """Notes that a child of the step has stored in a layer."""

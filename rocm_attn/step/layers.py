@@ -563,12 +563,12 @@ class StepLayers(LayerCalls):
         self._stores.before_attend(self._part, self._index_of(layer))
         self._selections.before_select_among(self._part, layer)
         self._layers.select_among(self._step, layer, q, weights)
-        self._selections.after_select_among(self._part, layer)
+        self._selections.after_choice(self._part, layer)
 
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
         self._require_running()
         self._layers.give_selection(self._step, layer, units, counts)
-        self._selections.after_select(self._part, layer)
+        self._selections.after_choice(self._part, layer)
 
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         self._require_running()

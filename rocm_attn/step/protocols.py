@@ -151,6 +151,7 @@ class LayerCalls(Protocol):
         units:  int32 [T, sets, width] of the indexing, for each token and set the numbers of its units, ascending
         counts: int32 [T, sets], how many of them are used
         Units that are not in order, or that their token does not see, are a fault of the step; the latter add no key.
+        Pads may have any.
         """
 
     @abstractmethod

@@ -97,8 +97,8 @@ class StepSelections:
             raise BadTensor(f"layer {layer} leaves no blocks to choose among: its indexing has candidate_blocks=0")
         self._require(layer, layer, self._left[child])
 
-    def after_select_among(self, child: int, layer: int) -> None:
-        """Notes that a layer's indexer has selected again, among the blocks that it left before."""
+    def after_choice(self, child: int, layer: int) -> None:
+        """Notes a layer's selection that leaves no blocks: among those that were left before, or the caller's."""
         self._found[child] = layer
 
     def before_attend(self, child: int, layer: int) -> None:

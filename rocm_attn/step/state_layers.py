@@ -80,6 +80,10 @@ class StateLayers(TensorChecks):
         tokens = step.states.num_tokens, layout.channels
         self._check("x", x, tokens, dtype)
         self._check("out", out, tokens, dtype)
+        if x.data_ptr() == out.data_ptr():
+            raise BadTensor(
+                "x and out of a convolution are the same memory; its outputs need another, as inputs are read again"
+            )
         self._check("weight", weight, (layout.channels, layout.width), dtype)
         if bias is not None:
             self._check("bias", bias, (layout.channels,), dtype)

@@ -99,7 +99,7 @@ def read_result(path: Path) -> ResultFile:
         found = json.loads(path.read_text())
     except OSError as error:
         raise BadSetting(f"{path} cannot be read ({error.strerror}); give a file that rocm-attn bench wrote") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadSetting(f"{path} is not JSON ({error}); give a file that rocm-attn bench wrote") from error
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != SCHEMA:

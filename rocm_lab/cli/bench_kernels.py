@@ -144,6 +144,10 @@ def _providers_of(device: torch.device) -> tuple[str, ...]:
 
 def _cases(options: argparse.Namespace, device: torch.device) -> Iterator[SuiteCase]:
     """Yields the cases of the options. Raises BadSetting, BadProblem, BadModel."""
+    if options.tp > 1 and not options.config:
+        raise BadSetting("--tp divides the heads of --config; give it, or the heads of one rank as --heads")
+    if (options.head_dim or options.v_head_dim) and not options.heads:
+        raise BadSetting("--head-dim and --v-head-dim are those of --heads; give it too")
     if options.suite:
         if options.batch or options.layer or options.heads or options.config:
             raise BadSetting("--suite has its own layers and batches; leave out --batch, --layer, --heads, --config")
@@ -178,8 +182,9 @@ def _layers(options: argparse.Namespace, dtype: torch.dtype, page_size: int) -> 
         yield from dict.fromkeys(geometry.problems(dtype=dtype, page_size=page_size))
     if options.heads:
         num_q_heads, num_kv_heads = options.heads
-        v_head_dim = options.v_head_dim or options.head_dim
-        yield LayerSizes(num_q_heads, num_kv_heads, options.head_dim, v_head_dim).problem(dtype, page_size)
+        head_dim = options.head_dim or 128
+        v_head_dim = options.v_head_dim or head_dim
+        yield LayerSizes(num_q_heads, num_kv_heads, head_dim, v_head_dim).problem(dtype, page_size)
     names = options.layer or ([] if options.config or options.heads else ["llama-8b"])
     for name in names:
         yield NAMED[name].problem(dtype, page_size)

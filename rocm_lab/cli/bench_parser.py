@@ -61,7 +61,7 @@ LAYER_OPTIONS = (
     o.option("--config", metavar="CONFIG.json", help="every kind of layer of a model"),
     o.RANKS,
     o.option("--heads", type=heads, metavar="Q/KV", help="query heads and KV heads of a layer, as in 32/8"),
-    o.option("--head-dim", type=o.positive, default=128, metavar="N", help="with --heads (128)"),
+    o.option("--head-dim", type=o.positive, metavar="N", help="with --heads (128)"),
     o.option("--v-head-dim", type=o.positive, metavar="N", help="head dim of V, with --heads (that of --head-dim)"),
     o.DTYPE,
     o.option(

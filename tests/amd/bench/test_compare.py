@@ -122,6 +122,7 @@ def test_something_slower_ends_with_exit_code_1(tmp_path: Path, capsys: pytest.C
     ("text", "complaint"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "has the schema None"),
         ('{"schema": "rocm_attn.bench/0"}', "has the schema 'rocm_attn.bench/0'"),
     ],

@@ -280,6 +280,9 @@ def test_layers_come_from_a_config_and_flags(tmp_path: Path, capsys: Capture) ->
         (["--batch", "4d4", "--providers", "fa4"], "provider 'fa4' is not known"),
         (["--batch", "4d4", "--kv-encodings", "int4"], "encoding 'int4' is not known"),
         (["--batch", "4d4", "--heads", "3/2"], "heads"),
+        (("--batch", "1d1", "--layer", "llama-8b", "--tp", "8"), "--tp divides the heads of --config"),
+        (("--suite", "decode", "--tp", "8"), "--tp divides the heads of --config"),
+        (("--batch", "1d1", "--v-head-dim", "64"), "--head-dim and --v-head-dim are those of --heads"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: Sequence[str], complaint: str, capsys: Capture) -> None:

@@ -88,8 +88,15 @@ def test_pages_that_are_not_full_of_stored_tokens_are_not_kept() -> None:
         table.kept.keep(row, 0, 2)
     with pytest.raises(BadBatch, match="range of pages"):
         table.kept.keep(row, 1, 0)
-    with pytest.raises(BadBatch, match="page_no -1 cannot be kept"):
-        table.kept.keep_all(ints(row), ints(-1))
+    with pytest.raises(BadBatch, match="page_no 1 cannot be kept"):
+        table.kept.keep(row, 0, 2**40)  # as many numbers would take 4 TiB
+    with pytest.raises(BadBatch, match="page_no 7 cannot be kept"):
+        table.kept.keep(row, 7, 9)
+    with pytest.raises(BadBatch, match=f"page_no {2**31 - 1} cannot be kept"):
+        table.kept.keep_all(ints(row), ints(2**31 - 1))
+    for rows, page_no in ((ints(row), ints(-1)), (ints(row, row), ints(0)), (ints(row), ints(0, 0))):
+        with pytest.raises(BadBatch, match="give one number of at least 0 per row"):
+            table.kept.keep_all(rows, page_no)
     with pytest.raises(WrongState, match="row 3 is not admitted"):
         table.kept.keep(3, 0, 1)
     assert state_of(table) == before
@@ -129,6 +136,15 @@ def test_a_row_begins_only_over_pages_that_make_a_sequence_of_its_length() -> No
         table.kept.admit_over(ids[::2], 8)
     assert state_of(table) == before
     assert table.pages_of(table.kept.admit_over([], 0)).tolist() == []
+
+
+def test_a_window_is_given_back_by_a_length_for_each_row() -> None:
+    table = make_table(windowed=True)
+    rows = ints(stored_row(table, 16), stored_row(table, 16))
+    before = state_of(table)
+    with pytest.raises(BadBatch, match=r"2 rows and kv_len \[16\] were given"):
+        table.evict(rows, ints(16))
+    assert state_of(table) == before
 
 
 def test_pages_of_several_rows_are_kept_by_one_call() -> None:

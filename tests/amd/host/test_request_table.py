@@ -105,6 +105,17 @@ def test_what_counts_no_tokens_or_names_no_row_changes_nothing(number: Any) -> N
     assert table.is_empty
 
 
+def test_a_length_in_a_tensor_is_a_length() -> None:
+    """A cut to it was made in part: its pages stayed, and the next call found no array."""
+    table = make_table(page_size=1)
+    row = holding(table, 5)
+    table.truncate(row, torch.tensor(2))  # type: ignore[arg-type]
+    child = table.fork(row, np.int8(1))
+    assert (len(table.pages_of(row)), len(table.pages_of(child))) == (2, 1)
+    with pytest.raises(WrongState, match="is not admitted"):
+        table.truncate(np.array([row]), 0)  # type: ignore[arg-type]
+
+
 def test_a_second_free_is_an_error() -> None:
     table = make_table()
     row = table.admit()
@@ -228,8 +239,10 @@ def test_rows_and_lengths_are_any_integers(of: Callable[[list[int]], Any]) -> No
     table.evict(of(rows), of([8, 3]))
     assert [len(table.pages_of(row)) for row in rows] == [2, 1]
     assert table.tokens.stored_len.tolist() == [0, 8, 3, 0]
-    with pytest.raises(BadBatch, match=r"2 rows and kv_len \[8\]"):
-        table.reserve_all(of(rows), of([8]))
+    for call in (table.reserve_all, table.mark_stored):
+        for given in ((of(rows), of([8])), (np.array(rows, np.int32), np.array([8], np.int32))):
+            with pytest.raises(BadBatch, match=r"2 rows and kv_len \[8\]"):
+                call(*given)
 
 
 def test_a_row_that_was_checked_in_another_type_is_another_row() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
-from rocm_attn.errors import BadSetting, NeverFits, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, NeverFits, Unsupported, WrongState
 from rocm_attn.integrations.host_pages import CHANGED, OTHER, HostPages
 from rocm_attn.paging.host_memory import HostMemory
 from rocm_attn.paging.host_record import HEAD_WORDS, checksums
@@ -308,6 +308,32 @@ def test_nothing_comes_back_while_a_step_runs(device: torch.device) -> None:
     runtime.step(StepBatch([row], [NUM_TOKENS + 1], [1]))
     with pytest.raises(WrongState, match="pages cannot come back from host memory"):
         tier.restore(KEYS[:1], pages[:1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "pages", "message"),
+    [
+        (KEYS[:2], [1], "2 keys of"),
+        ([b"short"], [1], "of .5. bytes"),
+        (KEYS[:2], [1, 0], "pages 0 to 1 were given"),
+        (KEYS[:1], [-1], "pages -1 to -1 were given"),
+        (KEYS[:1], [10**6], "pages 1000000 to"),
+    ],
+)
+def test_keys_without_a_page_of_their_own_move_nothing(
+    keys: list[bytes], pages: list[int], message: str, device: torch.device
+) -> None:
+    """Two keys of one page had its content both, and page 0, which pads read, was written."""
+    problems = [small_problem()]
+    story, runtime = Story(problems, device), runtime_of(problems, device, "torch")
+    tier = tier_of(runtime, memory := memory_for(runtime))
+    _, held = stored(story, runtime)
+    tier.put(KEYS[:2], held[:2])
+    for call in (tier.put, tier.restore):
+        with pytest.raises(BadBatch, match=message):
+            call(keys, np.array(pages, np.int32))
+    assert len(memory) == 2
+    runtime.check_device()
 
 
 def test_a_checksum_is_that_of_its_formula_and_sees_every_bit_and_place(device: torch.device) -> None:

@@ -602,3 +602,13 @@ def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes()
     assert all(part.place % 16 == 0 for part in parts)
     assert all(one.end <= other.place < one.end + 16 for one, other in itertools.pairwise(parts))
     assert parts[0].row_bytes == 2 * 16 * 4
+
+
+def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused() -> None:
+    runtime = runtime_of([small_problem()], torch.device("cpu"), "torch")
+    for kv_len, first in ((7.5, 0), ("7", 0), (7, 1.5)):
+        with pytest.raises(BadSetting, match="it must be a whole number"):
+            KVExtent(kv_len, {"full": first})  # type: ignore[arg-type,dict-item]
+    for number in (1, -1):
+        with pytest.raises(BadTensor, match=f"layer {number} does not exist; layers are 0 to 0"):
+            KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), number)

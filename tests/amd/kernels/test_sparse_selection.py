@@ -266,21 +266,22 @@ def test_a_key_that_is_nan_is_never_chosen(kernel_device: torch.device) -> None:
         ((0, [2, 1, 3]), NOT_ASCENDING),
         ((0, [-1, 1, 3]), OUTSIDE),
         ((1, [0, 1, 4]), OUTSIDE),
-        ((2, [0]), BAD_COUNT | OUTSIDE),
+        ((2, [0, 1]), BAD_COUNT | OUTSIDE),
+        ((3, [0, 7, 3]), 0),  # a pad, of whatever a forward has made of its hidden state
     ],
 )
 def test_a_selection_that_leaves_its_sequence_is_reported(
     change: tuple[int, list[int]] | None, fault: int, kernel_device: torch.device
 ) -> None:
-    """Three tokens with units of 4: positions 13 and 15, of four units, and one that belongs to no sequence."""
-    units = torch.tensor([[[0, 1, 3]], [[0, 2, -1]], [[-1, -1, -1]]], dtype=torch.int32)
-    counts = torch.tensor([[3], [2], [0]], dtype=torch.int32)
+    """Four tokens with units of 4: positions 13 and 15, of four units, 0, of one, and one of no sequence."""
+    units = torch.tensor([[[0, 1, 3]], [[0, 2, -1]], [[0, -1, -1]], [[-1, -1, -1]]], dtype=torch.int32)
+    counts = torch.tensor([[3], [2], [1], [0]], dtype=torch.int32)
     if change is not None:
         token, listed = change
         units[token, 0, : len(listed)] = torch.tensor(listed, dtype=torch.int32)
         counts[token] = len(listed)
-    tokens = tokens_at([13, 15, 0], kernel_device)
-    tokens.num_tokens.fill_(2)
+    tokens = tokens_at([13, 15, 0, 0], kernel_device)
+    tokens.num_tokens.fill_(3)
     for check in (launch_check_selection, check_selection):
         faults = torch.zeros(1, dtype=torch.int32, device=kernel_device)
         check(SelectedKeys(units.to(kernel_device), counts.to(kernel_device), 4), tokens, faults)

@@ -158,3 +158,16 @@ def test_a_layer_that_leaves_no_blocks_has_none_to_choose_among(device: torch.de
         step.layers.select_among(2, world.index_q[0][at])
     with pytest.raises(WrongState, match="nothing was selected in this step"):
         step.layers.select_among(0, world.index_q[0][at])
+
+
+def test_a_selection_that_the_caller_gives_leaves_no_blocks_to_choose_among(device: torch.device) -> None:
+    world = Choosing(device, "torch")
+    row = world.runtime.table.admit()
+    world.step([row], [30])  # leaves blocks, in memory that the next step has too
+    world.runtime.table.reserve(row, 31)
+    step = world.runtime.step(StepBatch([row], [31], [1], NO_TOKEN_IDS)).parts[0]
+    step.layers.store_index(0, world.index_k[step.tokens])
+    units = torch.zeros(len(step.token_ids), 1, INDEXING.width, dtype=torch.int32, device=device)
+    step.layers.give_selection(0, units, torch.ones_like(units[..., 0]))
+    with pytest.raises(WrongState, match="nothing was selected in this step"):
+        step.layers.select_among(0, world.index_q[0][step.tokens])

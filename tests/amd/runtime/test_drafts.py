@@ -13,7 +13,7 @@ from rocm_attn.batch.mask import StepMask
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, DeviceFault, Unsupported, WrongState
 from tests.amd.worlds.drafting import DraftWorld
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import page_zero_is_zero
@@ -109,6 +109,8 @@ def test_what_is_no_round_is_refused(provider: str, device: torch.device) -> Non
     row = [request.row]
     with pytest.raises(BadBatch, match="give at least 1 of each"):
         Drafts(0, 2)
+    with pytest.raises(BadSetting, match=r"steps of drafts is 1\.5; it must be a whole number"):
+        Drafts(2, 1.5)  # type: ignore[arg-type]
     assert Drafts(5, 819).tokens == 4095
     with pytest.raises(BadBatch, match="8 branches with 512 steps make 4096 draft tokens"):
         Drafts(8, 512)

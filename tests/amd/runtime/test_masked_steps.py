@@ -11,7 +11,7 @@ import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import StepMask, TreeMask, kv_positions
-from rocm_attn.errors import BadBatch, BadTensor, Unsupported
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
@@ -189,6 +189,11 @@ BAD_MASKS = {
 def test_tensors_that_are_no_mask_are_refused(tensors: tuple[torch.Tensor, torch.Tensor], complaint: str) -> None:
     with pytest.raises(BadTensor, match=complaint):
         StepMask(*tensors)
+
+
+def test_a_mask_of_parts_of_keys_is_refused() -> None:
+    with pytest.raises(BadSetting, match=r"keys_before of a mask is 2\.5; it must be a whole number"):
+        StepMask(ones(9), torch.zeros(6, dtype=torch.int32), keys_before=2.5)  # type: ignore[arg-type]
 
 
 def test_a_mask_on_another_device_is_refused(device: torch.device) -> None:

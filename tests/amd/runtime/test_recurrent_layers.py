@@ -113,6 +113,19 @@ def test_forks_checkpoints_and_rows_that_begin_at_them(provider: str, device: to
     world.runtime.check_device()
 
 
+def test_a_row_without_new_tokens_keeps_its_track_in_a_step_of_lengths_on_the_device(device: torch.device) -> None:
+    """A checkpoint of a state that was never there was kept, and the step of a row over it was a fault."""
+    world = Hybrid(device, "torch")
+    idle, other = world.begun(PAGE_SIZE + 2, 3)
+    batch = world.batch([idle, other], [[], world.ids(1)])
+    lengths = torch.tensor(batch.kv_len, device=device)
+    world.runner.run(replace(batch, inputs=DeviceInputs(kv_len=lengths)))
+    kept = world.runtime.table.kept
+    assert kept.have_states(kept.keep(idle.row, 0, 1)).tolist() == [False]
+    world.step([idle], [world.ids(1)])
+    world.runtime.check_device()
+
+
 def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     kept, one = world.runtime.table.kept, world.admit()
@@ -311,6 +324,9 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
             part.states.recur(1, rows, rows, rows, scalars, scalars, rows)
         with pytest.raises(BadTensor, match="recurrent layer 1 has no convolution"):
             part.states.convolve(1, scalars, scalars, None, scalars)
+        x, weight = (world.layers[0].x[: len(rows)], world.layers[0].weight)
+        with pytest.raises(BadTensor, match="x and out of a convolution are the same memory"):
+            part.states.convolve(0, x, weight, None, x)  # a block of tokens read what another had written
     with pytest.raises(BadSetting, match="kept of recurrent layers is 0; it must be 1 or more"):
         RecurrentLayers(ALL_KINDS, kept=0)
     with pytest.raises(BadProblem, match="3 heads over 2 heads of k"):
@@ -318,3 +334,5 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
     for wrong in ({"k_dim": 0}, {"dtype": torch.int32}, {"scale": -1.0}, {"update": "delta"}, {"normalises": 1}):
         with pytest.raises(BadProblem, match=next(iter(wrong))):
             replace(GATED_DELTA, **wrong)
+    with pytest.raises(BadProblem, match="silu is 'no'"):
+        replace(GATED_DELTA.convolution, silu="no")  # type: ignore[arg-type]

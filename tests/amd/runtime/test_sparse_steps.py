@@ -335,6 +335,14 @@ def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
         (lambda: layer(indexer(replace(PER_HEAD, sets=4))), "4 sets of units for 2 KV heads"),
         (lambda: replace(layer(indexer(TOKENS)), window_left=3), "causal and without a window"),
         (lambda: layer(indexer(replace(BLOCKS, first=3))), "1 last units and selects 3"),
+        (lambda: indexer(TOKENS, heads=2.5), "num_heads of an indexer is 2.5"),  # type: ignore[arg-type]
+        (lambda: indexer(replace(TOKENS, top=2.5)), "top of an indexer is 2.5; it must be of type int"),  # type: ignore[arg-type]
+        (lambda: indexer(replace(TOKENS, top=True)), "top of an indexer is True"),
+        # A word of a config, which counted as the other member.
+        (lambda: indexer(replace(BLOCKS, pooling="max")), "it must be of type Pooling"),  # type: ignore[arg-type]
+        (lambda: indexer(replace(POOLS, last_unit="added")), "of type LastUnit"),  # type: ignore[arg-type]
+        (lambda: indexer(replace(TOKENS, rectified="no")), "of type bool"),  # type: ignore[arg-type]
+        (lambda: EarlierSelection(2048), "indexing is 2048; it must be an Indexing"),  # type: ignore[arg-type]
     ],
 )
 def test_indexers_that_cannot_be_are_refused(make: object, says: str) -> None:
@@ -395,7 +403,8 @@ def test_a_caller_may_choose_and_is_heard_of_when_it_chooses_wrongly(device: tor
         at = step.tokens
         units = torch.full((len(requested.q[at][: len(step.token_ids)]), 1, 5), -1, dtype=torch.int32, device=device)
         units[0, 0, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
-        counts = torch.zeros(units.shape[:2], dtype=torch.int32, device=device)
+        assert len(units) > 1
+        counts = torch.ones(units.shape[:2], dtype=torch.int32, device=device)  # pads may choose anything
         counts[0] = len(chosen)
         step.layers.store(0, requested.k[at], requested.v[at])
         step.layers.store_index(0, requested.index_k[at])

@@ -400,6 +400,21 @@ def test_a_step_that_may_not_store_moves_nothing(device: torch.device) -> None:
     assert torch.equal(before.nan_to_num(), world.runtime.pool.layer(0).k.nan_to_num())
 
 
+def test_nothing_is_moved_before_the_step_has_stored_in_every_layer(device: torch.device) -> None:
+    """The other layers stored the drafts over what was moved."""
+    world = World.build([MASKED, MASKED], device, "torch")
+    (request,) = world.begun(5)
+    world.runtime.table.reserve(request.row, 8)
+    mask = TreeMask(torch.tensor([[NO_PARENT, 0, 0]], dtype=torch.int32, device=device))
+    with world.runtime.step(StepBatch([request.row], [8], [3], mask=mask)) as step:
+        for layer in range(2):
+            with pytest.raises(WrongState, match="has not stored in every layer; move them once it has"):
+                world.runtime.move_accepted(one_path(world, request))
+            k = world.random(len(step.parts[0].token_ids), 2, 16)
+            step.parts[0].layers.store(layer, k, k)
+        world.runtime.move_accepted(one_path(world, request))
+
+
 def test_a_move_on_another_stream_comes_between_its_step_and_the_next_one() -> None:
     world = World.build([MASKED], torch.device("cpu"), "torch")
     streams = world.runtime.gate._streams._streams = Streams()

@@ -80,13 +80,14 @@ def test_the_report_counts_drafts_and_what_steps_bring(loaded: LoadedModel) -> N
 
 @pytest.mark.nightly
 def test_steps_with_prompts_are_replayed_too(loaded: LoadedModel) -> None:
-    """Prompts come singly, next to sequences whose drafts are verified: each such step has one of two sizes."""
+    """Prompts come singly, next to sequences whose drafts are verified: each such step has one of a few sizes."""
     options = replace(BASE, speculative="ngram", draft_tokens=3, graphs=True, max_batch_size=2, chunk=32)
     requests = [replace(each, max_new_tokens=5 + 3 * place) for place, each in enumerate(some_requests(5))]
     engine = speculating(loaded, options, requests)
-    assert engine.runtime.padding.prompts == (8, 32)
+    sizes = engine.runtime.padding.prompts
+    assert sizes == (4, 8, 12, 16, 24, 32)
     names = {bucket.name for bucket in engine.capture_all(lambda done, total, name: None).buckets}
-    assert {f"mixed of 2 sequences with {tokens} tokens, lengths to 64" for tokens in (8, 32)} <= names
+    assert {f"mixed of 2 sequences with {tokens} tokens, lengths to 64" for tokens in sizes} <= names
     assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
     metrics = engine.report().metrics
     assert metrics.replays == metrics.steps
@@ -132,8 +133,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(changes: dict[str, Any],
     assert engine.generate(requests) == expected
     metrics = engine.report().metrics
     if options.topk == 1:
-        assert metrics.accepted_drafts == metrics.drafts > 30
-    assert metrics.accepted_drafts > 30
+        assert metrics.accepted_drafts == metrics.drafts
+    assert metrics.accepted_drafts > 20  # prompts leave few tokens of a small chunk to drafts
 
 
 @pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.nightly), 2])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from rocm_attn.batch.step_batch import Int32Array
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, FinishReason, Sequence, TokenEvent
-from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.sampling.logprobs import ManyLogprobs, TokenLogprobs
 from rocm_serve.text.request_text import RequestText
 from rocm_serve.text.tokenizer import Tokenizer
 
@@ -21,7 +25,7 @@ class Output:
 
     tokenizer:  None: there is no text, and nothing that could end it
     num_tokens: new tokens of the sequence that were published
-    prompt_logprobs: of the prompt's tokens from the second on that steps have taken in
+    prompt_words: of the prompt's tokens from the second on that steps have taken in; see PromptPart
     reason:     why it has ended; None: it goes on
     error:      why it has failed
     is_own_fault: see Completion
@@ -32,7 +36,7 @@ class Output:
     text: str = ""
     num_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_words: Int32Array = field(default_factory=lambda: np.empty((0, 1), np.int32))
     reason: FinishReason | None = None
     error: str = ""
     is_own_fault: bool = False
@@ -98,9 +102,20 @@ class Output:
             tuple(self.logprobs),
             self.sequence.num_cached,
             times.queue_seconds,
-            tuple(self.prompt_logprobs),
+            self._prompt_logprobs(),
             self.is_own_fault,
         )
+
+    def take_prompt(self, first: int, words: Int32Array) -> None:
+        """Takes in the logprobs of tokens of the prompt, from the place `first` on; see PromptPart."""
+        self.prompt_words = np.concatenate((self.prompt_words[: first - 1], words)) if first > 1 else words
+
+    def _prompt_logprobs(self) -> Many[TokenLogprobs]:
+        num, width = self.prompt_words.shape
+        if not num:
+            return ()
+        token_ids = array("i", self.sequence.token_ids[1 : 1 + num])
+        return ManyLogprobs(token_ids, self.prompt_words.tobytes(), width // 2)
 
     def _with_text(
         self, token_ids: Many[int], reason: FinishReason | None, logprobs: Many[TokenLogprobs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +49,14 @@ class EmittedTokens:
         before = {"tokens": self._beside_text(prompt[0]), "token_logprobs": None, "top_logprobs": None}
         return {name: [{**before, "text_offset": 0}[name], *values] for name, values in emitted.items()}
 
-    def of_prompt(self, logprobs: Sequence[TokenLogprobs], num: int) -> list[Json | None]:
-        """Returns a prompt's logprobs in vLLM's form: for each token null, or token id -> what is known of it.
+    def of_prompt(self, logprobs: Sequence[TokenLogprobs], num: int) -> Iterator[Json | None]:
+        """Yields a prompt's logprobs in vLLM's form: for each token null, or token id -> what is known of it.
 
         num: of likeliest tokens, to which the prompt's own is added
         """
-        return [None, *(self._ranked(each, num) for each in logprobs)]
+        yield None
+        for each in logprobs:
+            yield self._ranked(each, num)
 
     def in_messages(self, logprobs: Sequence[TokenLogprobs]) -> Json | None:
         """Returns logprobs for /v1/chat/completions, or None if there are none."""

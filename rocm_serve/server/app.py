@@ -202,7 +202,7 @@ async def _answer(
     if requests[0].logprobs == requests[0].prompt_logprobs == NO_LOGPROBS:
         return JSONResponse(replies.whole(completions, usage))
     # Logprobs decode every token again, and up to 20 others with it: a long answer would block the event loop.
-    answer = await asyncio.to_thread(lambda: long_json(replies.whole(completions, usage)).encode())
+    answer = await asyncio.to_thread(lambda: long_json(replies.whole(completions, usage)))
     return Response(answer, media_type="application/json")
 
 

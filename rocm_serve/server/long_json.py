@@ -10,15 +10,26 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 _LISTS = 2
 
 
-def long_json(value: object, lists: int = _LISTS) -> str:
-    """Returns a value as JSON. An iterator is written as a list of its items, which are made one by one and are short.
+def long_json(value: object) -> bytes:
+    """Returns a value as JSON. An iterator is written as a list of its items, which are made one by one, and short."""
+    return b"".join(_parts(value, _LISTS))
 
-    lists: levels of lists whose items may be long
-    """
+
+def _parts(value: object, lists: int) -> Iterator[bytes]:
+    """lists: levels of lists whose items may be long"""
     if lists and isinstance(value, dict):
-        return "{" + ",".join([f"{_encode(name)}:{long_json(each, lists)}" for name, each in value.items()]) + "}"
-    if lists and isinstance(value, list):
-        return "[" + ",".join([long_json(each, lists - 1) for each in value]) + "]"
-    if isinstance(value, Iterator):
-        return "[" + ",".join(map(_encode, value)) + "]"
-    return _encode(value)
+        yield b"{"
+        for number, (name, each) in enumerate(value.items()):
+            yield f"{',' if number else ''}{_encode(name)}:".encode()
+            yield from _parts(each, lists)
+        yield b"}"
+    elif isinstance(value, Iterator) or (lists and isinstance(value, list)):
+        lists = 0 if isinstance(value, Iterator) else lists - 1
+        yield b"["
+        for number, each in enumerate(value):
+            if number:
+                yield b","
+            yield from _parts(each, lists)
+        yield b"]"
+    else:
+        yield _encode(value).encode()

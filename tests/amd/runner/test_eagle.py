@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadModel
+from rocm_attn.errors import BadModel, BadSetting
 from rocm_serve.engine import Engine
 from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.loading import LoadedModel
@@ -117,6 +117,12 @@ def test_a_seeded_head_of_eagle_3_has_plain_heads_beside_latent_rows(family: str
     latent = load(save(family_model(family), tmp_path))
     plain, drafting = (Engine(latent, options).generate(some_requests(2)) for options in (BASE, SEEDED3))
     assert tokens_of(plain) == tokens_of(drafting)
+
+
+def test_a_model_that_chooses_its_keys_has_no_trees(tmp_path: Path) -> None:
+    sparse = load(save(family_model("minimax_m3"), tmp_path))
+    with pytest.raises(BadSetting, match=r"topk is 2 and the model has layers with an indexer.*; use topk 1"):
+        Engine(sparse, replace(SEEDED3, topk=2))
 
 
 def test_a_head_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:

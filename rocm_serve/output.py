@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, FinishReason, Sequence, TokenEvent
@@ -25,7 +22,8 @@ class Output:
 
     tokenizer:  None: there is no text, and nothing that could end it
     num_tokens: new tokens of the sequence that were published
-    prompt_words: of the prompt's tokens from the second on that steps have taken in; see PromptPart
+    prompt_words: logprobs of the prompt's tokens from the second on that steps have taken in; see PromptPart
+    num_likeliest: of each of these tokens
     reason:     why it has ended; None: it goes on
     error:      why it has failed
     is_own_fault: see Completion
@@ -36,7 +34,8 @@ class Output:
     text: str = ""
     num_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_words: Int32Array = field(default_factory=lambda: np.empty((0, 1), np.int32))
+    prompt_words: bytearray = field(default_factory=bytearray)
+    num_likeliest: int = 0
     reason: FinishReason | None = None
     error: str = ""
     is_own_fault: bool = False
@@ -108,14 +107,15 @@ class Output:
 
     def take_prompt(self, first: int, words: Int32Array) -> None:
         """Takes in the logprobs of tokens of the prompt, from the place `first` on; see PromptPart."""
-        self.prompt_words = np.concatenate((self.prompt_words[: first - 1], words)) if first > 1 else words
+        self.num_likeliest = words.shape[1] // 2
+        del self.prompt_words[4 * words.shape[1] * (first - 1) :]
+        self.prompt_words += words.tobytes()
 
     def _prompt_logprobs(self) -> Many[TokenLogprobs]:
-        num, width = self.prompt_words.shape
-        if not num:
+        if not self.prompt_words:
             return ()
-        token_ids = array("i", self.sequence.token_ids[1 : 1 + num])
-        return ManyLogprobs(token_ids, self.prompt_words.tobytes(), width // 2)
+        num = len(self.prompt_words) // (4 * (1 + 2 * self.num_likeliest))
+        return ManyLogprobs(self.sequence.token_ids[1 : 1 + num], bytes(self.prompt_words), self.num_likeliest)
 
     def _with_text(
         self, token_ids: Many[int], reason: FinishReason | None, logprobs: Many[TokenLogprobs]

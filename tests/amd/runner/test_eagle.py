@@ -19,6 +19,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp_weights import DenseWeights
+from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request, Sequence
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.eagle3 import Eagle3Head, is_eagle3, load_head3, seeded_head3
@@ -117,6 +118,16 @@ def test_a_seeded_head_of_eagle_3_has_plain_heads_beside_latent_rows(family: str
     latent = load(save(family_model(family), tmp_path))
     plain, drafting = (Engine(latent, options).generate(some_requests(2)) for options in (BASE, SEEDED3))
     assert tokens_of(plain) == tokens_of(drafting)
+
+
+@pytest.mark.parametrize("options", [SEEDED, replace(SEEDED3, topk=2)])
+def test_a_text_goes_on_to_the_end_of_the_context(options: EngineOptions, loaded: LoadedModel) -> None:
+    """Drafts after its last tokens would lie past the end."""
+    requests = [Request((1, 2, 3), 200), Request(tuple(range(60)), 200)]
+    plain, drafting = (Engine(loaded, replace(each, max_kv_len=None)) for each in (BASE, options))
+    done = drafting.generate(requests)
+    assert [len(each.prompt_token_ids) + len(each.token_ids) for each in done] == [CONFIG.context_len + 1] * 2
+    assert done == plain.generate(requests)
 
 
 def test_a_model_that_chooses_its_keys_has_no_trees(tmp_path: Path) -> None:

@@ -357,10 +357,10 @@ class Problem:
                 f"index keys of {indexing.key_tokens} tokens in pages of {self.page_size}; the page size must be a "
                 "multiple"
             )
-        if not self.causal or self.window_left != UNLIMITED_WINDOW:
+        if not self.causal or self.window_left != UNLIMITED_WINDOW or self.custom_mask:
             raise BadProblem(
-                "a layer with an indexer must be causal and without a window: its indexer determines the keys "
-                "that it sees"
+                "a layer with an indexer must be causal and without a window or custom masks: its indexer determines "
+                "the keys that it sees, among all those before"
             )
 
     def _check_row(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import compress
+
+import numpy as np
 
 from rocm_attn.capture.check import CaptureCheck
 from rocm_attn.capture.graphs import CaptureReport, Progress, eager_steps_before_capture, recorder_for
@@ -543,17 +544,16 @@ class Engine:
         output = self._outputs.get(number)
         if output is None:
             return
-        output.prompt_logprobs[first - 1 :] = part.logprobs
-        for place, each in enumerate(part.logprobs, first):
-            if math.isnan(each.logprob):
-                self._scheduler.fail(output.sequence)
-                self._recent.leave(number, pending.number, pending.picks.speculative_step_number)
-                self._fail(
-                    number,
-                    f"the logits before token {place} of the prompt hold NaN or infinity, so its tokens have no "
-                    "logprobs; look for weights that are too large for the dtype, or use a wider one (float32)",
-                )
-                return
+        output.take_prompt(first, part.words)
+        places = np.isnan(part.words[:, 0].view(np.float32)).nonzero()[0].tolist()
+        if places:
+            self._scheduler.fail(output.sequence)
+            self._recent.leave(number, pending.number, pending.picks.speculative_step_number)
+            self._fail(
+                number,
+                f"the logits before token {first + places[0]} of the prompt hold NaN or infinity, so its tokens have "
+                "no logprobs; look for weights that are too large for the dtype, or use a wider one (float32)",
+            )
 
     def _check_device(self) -> None:
         """Waits for the device if a step has run since the last wait. Raises DeviceFault."""

@@ -20,7 +20,7 @@ from rocm_attn.paging.checkpoints import StateMemory, spacing_of
 from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.paging.state_pool import RecurrentLayers
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, KVEncoding, Problem, Scales
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -124,7 +124,7 @@ def runtime_with(
     this at the same time.
     Raises BadSetting, Unsupported, CapacityExceeded.
     """
-    _check_states(loaded, options)
+    _check_layers(loaded, options)
     over, max_kv_len = problems_of(loaded, options), _max_kv_len(loaded, options)
     if forms.masks:
         over = tuple(replace(problem, custom_mask=True) for problem in over)
@@ -158,17 +158,24 @@ def recurrent_of(loaded: LoadedModel, options: EngineOptions, page_size: int) ->
     return RecurrentLayers(recurrences, kept=options.rows_of_each, spacing=spacing_of(page_size, options.chunk))
 
 
-def _check_states(loaded: LoadedModel, options: EngineOptions) -> None:
-    """Raises BadSetting for options that do not fit the model's recurrent layers."""
+def _check_layers(loaded: LoadedModel, options: EngineOptions) -> None:
+    """Raises BadSetting for options that do not fit the model's layers."""
     if options.state_checkpoints is not None and not loaded.config.attention.recurrent:
         raise BadSetting(
             f"state_checkpoints is {options.state_checkpoints} and the model has no recurrent layers; leave it out"
         )
-    if options.topk > 1 and options.speculates and loaded.config.attention.recurrent:
-        raise BadSetting(
-            f"topk is {options.topk} and the model has recurrent layers, whose states follow one chain of tokens; use "
-            "topk 1"
-        )
+    if options.topk > 1 and options.speculates:
+        attention = loaded.config.attention
+        if attention.recurrent:
+            raise BadSetting(
+                f"topk is {options.topk} and the model has recurrent layers, whose states follow one chain of tokens; "
+                "use topk 1"
+            )
+        if any(not isinstance(layer.indexer, AllKeys) for layer in attention.layers):
+            raise BadSetting(
+                f"topk is {options.topk} and the model has layers with an indexer, which chooses keys of other "
+                "branches too; use topk 1"
+            )
 
 
 def _max_kv_len(loaded: LoadedModel, options: EngineOptions) -> int:

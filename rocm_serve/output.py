@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
+from rocm_attn.batch.step_batch import Int32Array
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, FinishReason, Sequence, TokenEvent
-from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.sampling.logprobs import ManyLogprobs, TokenLogprobs
 from rocm_serve.text.request_text import RequestText
 from rocm_serve.text.tokenizer import Tokenizer
 
@@ -21,7 +22,8 @@ class Output:
 
     tokenizer:  None: there is no text, and nothing that could end it
     num_tokens: new tokens of the sequence that were published
-    prompt_logprobs: of the prompt's tokens from the second on that steps have taken in
+    prompt_words: logprobs of the prompt's tokens from the second on that steps have taken in; see PromptPart
+    num_likeliest: of each of these tokens
     reason:     why it has ended; None: it goes on
     error:      why it has failed
     is_own_fault: see Completion
@@ -32,7 +34,8 @@ class Output:
     text: str = ""
     num_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_words: bytearray = field(default_factory=bytearray)
+    num_likeliest: int = 0
     reason: FinishReason | None = None
     error: str = ""
     is_own_fault: bool = False
@@ -98,9 +101,21 @@ class Output:
             tuple(self.logprobs),
             self.sequence.num_cached,
             times.queue_seconds,
-            tuple(self.prompt_logprobs),
+            self._prompt_logprobs(),
             self.is_own_fault,
         )
+
+    def take_prompt(self, first: int, words: Int32Array) -> None:
+        """Takes in the logprobs of tokens of the prompt, from the place `first` on; see PromptPart."""
+        self.num_likeliest = words.shape[1] // 2
+        del self.prompt_words[4 * words.shape[1] * (first - 1) :]
+        self.prompt_words += words.tobytes()
+
+    def _prompt_logprobs(self) -> Many[TokenLogprobs]:
+        if not self.prompt_words:
+            return ()
+        num = len(self.prompt_words) // (4 * (1 + 2 * self.num_likeliest))
+        return ManyLogprobs(self.sequence.token_ids[1 : 1 + num], bytes(self.prompt_words), self.num_likeliest)
 
     def _with_text(
         self, token_ids: Many[int], reason: FinishReason | None, logprobs: Many[TokenLogprobs]

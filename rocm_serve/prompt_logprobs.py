@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.capture.split_forward import Forward
 from rocm_attn.machine.sending import coming, sent
 from rocm_attn.providers.launches import StepOps
@@ -26,7 +26,7 @@ from rocm_attn.step.step import Part
 from rocm_serve.models.model import Model
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Sequence
-from rocm_serve.sampling.logprobs import NO_LOGPROBS, TokenLogprobs, logprobs_of
+from rocm_serve.sampling.logprobs import NO_LOGPROBS
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation.last_rows import HandingOver, LastRows
 
@@ -57,11 +57,14 @@ class PromptRows(NamedTuple):
 
 
 class PromptPart(NamedTuple):
-    """The logprobs of a prompt's tokens from the place `first` on. NaN where no token could be picked."""
+    """The logprobs of a prompt's tokens from the place `first` on. NaN where no token could be picked.
+
+    words: int32 [tokens, 1 + 2 * number of likeliest ones]; see launch_likeliest
+    """
 
     sequence: Sequence
     first: int
-    logprobs: list[TokenLogprobs]
+    words: Int32Array
 
 
 class ComingPromptLogprobs:
@@ -78,15 +81,10 @@ class ComingPromptLogprobs:
         if not self._rows:
             return []
         self._done.synchronize()
-        ids, numbers = self._found.tolist(), self._found.view(torch.float32).tolist()
-        parts, begin = [], 0
+        found, parts, begin = self._found.numpy(), [], 0
         for each in self._rows:
-            most = each.sequence.request.prompt_logprobs
-            found = [
-                logprobs_of(token, ids[place], numbers[place], most)
-                for place, token in enumerate(each.next_token_ids, begin)
-            ]
-            parts.append(PromptPart(each.sequence, each.first, found))
+            width = 1 + 2 * each.sequence.request.prompt_logprobs
+            parts.append(PromptPart(each.sequence, each.first, found[begin : begin + each.num, :width]))
             begin += each.num
         return parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -135,7 +136,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = field(default=0, compare=False)
     queue_seconds: float = field(default=0.0, compare=False)
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: Many[TokenLogprobs] = ()
     is_own_fault: bool = False
 
 

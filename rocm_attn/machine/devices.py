@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -48,6 +50,15 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     if is_current(device):
         return _HERE
     return torch.cuda.device(device)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that a device has in all, in use or not. Tensors of the meta device take none of it."""
+    if device.type == "meta":
+        return sys.maxsize
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def wait_for_device(device: torch.device) -> None:

@@ -23,6 +23,7 @@ from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.metadata.slot_layout import COUNT_WORDS
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, Field, Need, StepTensors, Unit
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
+from rocm_attn.machine.devices import memory_of
 from rocm_attn.paging.index_spaces import Space
 
 
@@ -224,7 +225,7 @@ class StepBuffers:
     def ensure(self, shape: PaddedShape) -> None:
         """Makes room for a step of this shape in every buffer; each grows only if its own elements do not fit.
 
-        Raises NeverFits when sealed; nothing has moved then.
+        Raises NeverFits when sealed, and for more than the device has; nothing has moved then.
         """
         short = [
             (spec, needed)
@@ -239,6 +240,12 @@ class StepBuffers:
                 f"{shape.num_seqs} sequences with {shape.num_tokens} tokens need {needed} elements of {spec.name} "
                 f"({spec.unit.value}) and captured graphs hold {self._tensors[spec.name].numel()}; raise the "
                 "largest of capture_sizes before the first capture"
+            )
+        num_bytes = sum(needed * spec.dtype.itemsize for spec, needed in short)
+        if num_bytes > memory_of(self._device):  # a host without memory ends the process in place of raising
+            raise NeverFits(
+                f"a step of {shape.num_seqs} sequences and {shape.num_tokens} tokens, pads included, needs {num_bytes} "
+                f"bytes for its lengths and tables, and {self._device} has {memory_of(self._device)}; pad to less"
             )
         with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             grown = {spec.name: self._new_buffer(spec, needed) for spec, needed in short}

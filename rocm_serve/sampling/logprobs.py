@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 # Most tokens in TokenLogprobs.likeliest.
 MOST_LIKELIEST = 20
@@ -27,6 +28,37 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ManyLogprobs(Sequence[TokenLogprobs]):
+    """TokenLogprobs of many places, each made when it is read: those of a long prompt are millions of objects.
+
+    token_ids: of the places
+    words:     int32 [places, 1 + 2 * num], as bytes: see launch_likeliest
+    num:       of likeliest tokens of each place
+    """
+
+    token_ids: Sequence[int]
+    words: bytes
+    num: int
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[TokenLogprobs, ...]: ...
+    def __getitem__(self, place: int | slice) -> TokenLogprobs | tuple[TokenLogprobs, ...]:
+        if isinstance(place, slice):
+            return tuple(self[each] for each in range(len(self))[place])
+        at, size = range(len(self))[place], 4 * (1 + 2 * self.num)
+        words = memoryview(self.words)[at * size : (at + 1) * size]
+        return logprobs_of(self.token_ids[at], words.cast("i").tolist(), words.cast("f").tolist(), self.num)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
 
 def logprobs_of(token_id: int, ids: Sequence[int], numbers: Sequence[float], num: int) -> TokenLogprobs:

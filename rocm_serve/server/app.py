@@ -25,6 +25,7 @@ from rocm_serve.server.gate import JOB, ServerGate
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Job
+from rocm_serve.server.long_json import long_json
 from rocm_serve.server.observed import Observed, Observers
 from rocm_serve.server.parsing import BodyRoutes
 from rocm_serve.server.record import note_error, request_id
@@ -201,7 +202,8 @@ async def _answer(
     if requests[0].logprobs == requests[0].prompt_logprobs == NO_LOGPROBS:
         return JSONResponse(replies.whole(completions, usage))
     # Logprobs decode every token again, and up to 20 others with it: a long answer would block the event loop.
-    return JSONResponse(await asyncio.to_thread(replies.whole, completions, usage))
+    answer = await asyncio.to_thread(lambda: long_json(replies.whole(completions, usage)))
+    return Response(answer, media_type="application/json")
 
 
 def _add_errors(app: FastAPI, generations: Generations) -> None:

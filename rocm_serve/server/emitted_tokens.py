@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +22,18 @@ class EmittedTokens:
 
     tokenizer: Tokenizer | None
 
-    def beside_text(self, logprobs: Sequence[TokenLogprobs], offset: int) -> tuple[Json, int]:
+    def beside_text(self, logprobs: Iterable[TokenLogprobs], offset: int) -> tuple[Json, int]:
         """Returns logprobs for /v1/completions, and the next token's offset in the text. offset: the first one's"""
-        offsets = []
+        emitted: dict[str, list[Any]] = {
+            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        tokens, numbers, likeliest, offsets = emitted.values()
         for each in logprobs:
+            tokens.append(self._beside_text(each.token_id))
+            numbers.append(_number(each.logprob))
+            likeliest.append(self._by_text(each.likeliest))
             offsets.append(offset)
             offset += self._num_characters(each.token_id)
-        emitted = {
-            "tokens": [self._beside_text(each.token_id) for each in logprobs],
-            "token_logprobs": [_number(each.logprob) for each in logprobs],
-            "top_logprobs": [self._by_text(each.likeliest) for each in logprobs],
-            "text_offset": offsets,
-        }
         return emitted, offset
 
     def of_echo(self, prompt: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs], num: int) -> Json:
@@ -42,19 +42,21 @@ class EmittedTokens:
         text: of the prompt; num: of likeliest tokens
         """
         first = self._num_characters(prompt[0])
-        cut = [TokenLogprobs(each.token_id, each.logprob, each.likeliest[:num]) for each in logprobs]
+        cut = (TokenLogprobs(each.token_id, each.logprob, each.likeliest[:num]) for each in logprobs)
         emitted, end = self.beside_text(cut, first)
         dropped = max(0, end - len(text))  # a tokenizer may put a space before a text, which the text does not have
         emitted["text_offset"] = [max(0, offset - dropped) for offset in emitted["text_offset"]]
         before = {"tokens": self._beside_text(prompt[0]), "token_logprobs": None, "top_logprobs": None}
         return {name: [{**before, "text_offset": 0}[name], *values] for name, values in emitted.items()}
 
-    def of_prompt(self, logprobs: Sequence[TokenLogprobs], num: int) -> list[Json | None]:
-        """Returns a prompt's logprobs in vLLM's form: for each token null, or token id -> what is known of it.
+    def of_prompt(self, logprobs: Sequence[TokenLogprobs], num: int) -> Iterator[Json | None]:
+        """Yields a prompt's logprobs in vLLM's form: for each token null, or token id -> what is known of it.
 
         num: of likeliest tokens, to which the prompt's own is added
         """
-        return [None, *(self._ranked(each, num) for each in logprobs)]
+        yield None
+        for each in logprobs:
+            yield self._ranked(each, num)
 
     def in_messages(self, logprobs: Sequence[TokenLogprobs]) -> Json | None:
         """Returns logprobs for /v1/chat/completions, or None if there are none."""

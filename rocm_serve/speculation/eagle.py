@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import FitsLater
+from rocm_attn.errors import CapacityExceeded
 from rocm_attn.machine.sending import sent
 from rocm_attn.paging.index_spaces import RESERVED_ROW
 from rocm_attn.paging.request_table import RequestTable
@@ -131,7 +131,7 @@ class EagleDrafter(RowDrafter[_Row]):
                 held = self._rows[number] = _Row(self.table.admit(), new.first, new.first)
             stored = end - held.first
             self.table.reserve(held.row, stored + (self.runners.room if drafts else 0))
-        except FitsLater:
+        except CapacityExceeded:  # the drafts may go past the context's end too
             self.leave(number)
             return False
         return True

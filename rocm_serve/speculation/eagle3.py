@@ -23,11 +23,11 @@ from torch import Tensor
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import HeadProjections, LayerConfig, ModelConfig
 from rocm_attn.models.fields import Fields, read_json
+from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.hf_config import config_from_json
 from rocm_attn.models.mlp_config import NoMlp
 from rocm_attn.models.shards import WHOLE
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader, TensorSource
-from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
 from rocm_serve.models.loading import LoadedModel
@@ -84,11 +84,10 @@ def load_head3(path: str, large: LoadedModel) -> Eagle3Weights:
 def seeded_head3(large: LoadedModel) -> Eagle3Weights:
     """A head of random weights, always the same ones, that knows every second token of the large model."""
     attention, mlps = large.config.attending[-1], [layer.mlp for layer in large.config.layers]
-    attention = replace(
-        attention,
-        attention=replace(attention.attention, window_left=UNLIMITED_WINDOW, has_sinks=False),
-        projections=HeadProjections(),
-    )
+    large_layer = attention.attention
+    # Plain heads, as files have: the large model's layer may keep latent rows, choose its keys, or have a window.
+    plain = AttentionLayer(large_layer.num_q_heads, large_layer.num_kv_heads, large_layer.head_dim, large_layer.scale)
+    attention = replace(attention, attention=plain, projections=HeadProjections())
     mlp = next(mlp for mlp in reversed(mlps) if not isinstance(mlp, NoMlp))
     config = replace(_alone(large.config), layers=(LayerConfig((attention,), mlp),))
     num_known = -(-config.vocab_size // 2)

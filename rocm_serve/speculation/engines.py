@@ -173,6 +173,7 @@ def _runtime_of(
         num_pages=min(1 + options.max_batch_size * num_pages(max_kv_len, page_size), most_pages),
         kv_bytes=None,
         swa_pages=0,
+        state_checkpoints=None,
     )
     forms = StepForms(
         verify_tokens=few if captures_all_steps(options, runtime.device) else 0,

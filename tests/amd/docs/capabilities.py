@@ -14,7 +14,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import ENTRIES, Selection, select
 from rocm_lab.page_parts import with_part
 from tests.amd.docs.pages import DOCS
@@ -143,7 +143,7 @@ def row(problem: Problem, machine: Machine) -> list[str]:
     extras = (
         selection.sparse,
         selection.kernels.get(StepKind.SHARED),
-        chosen(replace(problem, custom_mask=True), machine),
+        isinstance(problem.indexer, AllKeys) and chosen(replace(problem, custom_mask=True), machine),
         chosen(problem, machine, deterministic=True),
     )
     return [f"`{kernel.entry.name}`" if kernel else "as extend" for kernel in kernels] + [

@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadModel
+from rocm_attn.errors import BadModel, BadSetting
 from rocm_serve.engine import Engine
 from rocm_serve.models.attention_weights import KVHeadWeights
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp_weights import DenseWeights
+from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request, Sequence
 from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.eagle3 import Eagle3Head, is_eagle3, load_head3, seeded_head3
 from rocm_serve.speculation.eagle_head import load_head
-from tests.amd.runner.serving import some_requests
+from tests.amd.runner.families import family_model
+from tests.amd.runner.hf_models import load, save
+from tests.amd.runner.serving import some_requests, tokens_of
 from tests.amd.runner.test_speculation import BASE
 from tests.amd.runner.tiny_model import CONFIG, RECURRENCE, each_part_alone, next_to_attention, tiny_model
 
@@ -108,6 +111,29 @@ def test_a_model_without_a_layer_like_a_heads_has_no_head_of_eagle_1(loaded: Loa
     assert (of_head.mixers, of_head.mlp) == (CONFIG.layers[1].mixers, alone.config.layers[-1].mlp)
     both = tiny_model(base=next_to_attention(replace(CONFIG, layers=CONFIG.layers[:1]), RECURRENCE))
     assert load_head("seeded", both).model.config.layers == CONFIG.layers[:1]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_a_seeded_head_of_eagle_3_has_plain_heads_beside_latent_rows(family: str, tmp_path: Path) -> None:
+    latent = load(save(family_model(family), tmp_path))
+    plain, drafting = (Engine(latent, options).generate(some_requests(2)) for options in (BASE, SEEDED3))
+    assert tokens_of(plain) == tokens_of(drafting)
+
+
+@pytest.mark.parametrize("options", [SEEDED, replace(SEEDED3, topk=2)])
+def test_a_text_goes_on_to_the_end_of_the_context(options: EngineOptions, loaded: LoadedModel) -> None:
+    """Drafts after its last tokens would lie past the end."""
+    requests = [Request((1, 2, 3), 200), Request(tuple(range(60)), 200)]
+    plain, drafting = (Engine(loaded, replace(each, max_kv_len=None)) for each in (BASE, options))
+    done = drafting.generate(requests)
+    assert [len(each.prompt_token_ids) + len(each.token_ids) for each in done] == [CONFIG.context_len + 1] * 2
+    assert done == plain.generate(requests)
+
+
+def test_a_model_that_chooses_its_keys_has_no_trees(tmp_path: Path) -> None:
+    sparse = load(save(family_model("minimax_m3"), tmp_path))
+    with pytest.raises(BadSetting, match=r"topk is 2 and the model has layers with an indexer.*; use topk 1"):
+        Engine(sparse, replace(SEEDED3, topk=2))
 
 
 def test_a_head_of_another_model_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,16 @@ def test_they_are_those_of_transformers_beside_requests_without_them(
         assert_those_of(reference, with_them, 2)
         assert without.prompt_logprobs == ()
         assert with_them.token_ids == without.token_ids
+
+
+def test_they_are_sent_to_another_process_in_a_few_words_for_each_token(model: tuple[Any, LoadedModel]) -> None:
+    """A server's event loop reads all of them at once."""
+    (done,) = engine(model[1]).generate([Request(PROMPTS[-1], 1, prompt_logprobs=2)])
+    logprobs, alone = done.prompt_logprobs, tuple(done.prompt_logprobs)
+    sent = pickle.dumps(logprobs)
+    assert len(sent) < 4 * (1 + 1 + 2 * 2) * len(logprobs) + 300
+    assert pickle.loads(sent) == logprobs == alone
+    assert (logprobs[-1], logprobs[1:-1]) == (alone[-1], alone[1:-1])
 
 
 @pytest.mark.parametrize("steps", [2, 6])

@@ -194,6 +194,16 @@ def test_settings_that_do_not_fit_recurrent_layers_are_refused(
         engine(loaded, speculative="draft:small")
 
 
+@pytest.mark.parametrize("speculative", ["draft:small", "eagle:seeded"])
+def test_states_are_kept_beside_a_model_that_drafts_and_has_none(
+    speculative: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "load_model", lambda path, dtype, device: tiny_model())
+    served = engine(loaded, speculative=speculative, draft_tokens=3)
+    assert cached(served, prompt(0, 45), prompt(0, 45), new_tokens=9) == [0, 32]
+    assert served.report().metrics.drafts > 0
+
+
 def test_states_are_spaced_by_whole_pages_within_a_chunk() -> None:
     sizes = [(1, 512), (16, 512), (64, 512), (256, 512), (48, 512), (4, 23), (16, 9)]
     assert [spacing_of(*each) for each in sizes] == [64, 64, 64, 256, 48, 20, 16]

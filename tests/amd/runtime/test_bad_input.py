@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
 from rocm_attn.machine.target import known_target
@@ -43,6 +44,14 @@ def test_a_bad_batch_leaves_the_runtime_ready(
 ) -> None:
     with pytest.raises(BadBatch):
         world.runtime.step(StepBatch(np.array(rows), np.array(kv_len), np.array(q_len), NO_TOKEN_IDS))
+    world.step(world.requests, [1, 1])
+
+
+@pytest.mark.parametrize("sizes", [PadTo(10**15), PadTo(2, 10**15), PadTo(10**30)])
+def test_a_step_that_no_device_has_memory_for_is_refused_before_it_takes_any(world: World, sizes: PadTo) -> None:
+    batch = world.batch(world.requests, [1, 1])
+    with pytest.raises(CapacityExceeded, match=r"needs \d+ bytes for its lengths and tables, and .*; pad to less"):
+        world.runtime.step(batch, world.runtime.plan(batch, sizes))
     world.step(world.requests, [1, 1])
 
 

@@ -334,6 +334,7 @@ def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:
         (lambda: layer(indexer(POOLS), page_size=6), "index keys of 4 tokens in pages of 6"),
         (lambda: layer(indexer(replace(PER_HEAD, sets=4))), "4 sets of units for 2 KV heads"),
         (lambda: replace(layer(indexer(TOKENS)), window_left=3), "causal and without a window"),
+        (lambda: replace(layer(indexer(TOKENS)), custom_mask=True), "causal and without a window or custom masks"),
         (lambda: layer(indexer(replace(BLOCKS, first=3))), "1 last units and selects 3"),
         (lambda: indexer(TOKENS, heads=2.5), "num_heads of an indexer is 2.5"),  # type: ignore[arg-type]
         (lambda: indexer(replace(TOKENS, top=2.5)), "top of an indexer is 2.5; it must be of type int"),  # type: ignore[arg-type]

@@ -6,11 +6,13 @@ import math
 
 import pytest
 import tokenizers
+from starlette.responses import JSONResponse
 from tokenizers import decoders, models
 
 from rocm_serve.request import Completion
 from rocm_serve.request_stream import OutputChunk
 from rocm_serve.sampling.logprobs import TokenLogprobs
+from rocm_serve.server import long_json
 from rocm_serve.server.call_reader import Reader
 from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import _Frame
@@ -90,10 +92,34 @@ def test_a_token_that_the_model_excludes_has_a_number_that_json_can_hold(emitted
     excluded = [TokenLogprobs(3, -math.inf, ((2, 0.0),))]
     beside, _ = emitted.beside_text(excluded, 0)
     assert beside["token_logprobs"] == [-9999.0]
-    assert emitted.of_prompt(excluded, 1)[1] == {
+    assert list(emitted.of_prompt(excluded, 1))[1] == {
         "2": {"logprob": 0.0, "rank": 1, "decoded_token": " a"},
         "3": {"logprob": -9999.0, "rank": None, "decoded_token": "b"},
     }
+
+
+def test_a_long_answer_is_written_token_by_token(emitted: EmittedTokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the answer to a prompt of 128,000 tokens holds up every other stream for seconds."""
+    longest, encode = list[int](), long_json._encode
+
+    def noted(value: object) -> str:
+        longest.append(len(encode(value)))
+        return encode(value)
+
+    monkeypatch.setattr(long_json, "_encode", noted)
+    prompt, report = of(*range(3)) * 200, PromptReport(num_likeliest=1, num_echoed=1)
+    done = Completion((0,) * 601, (3,) * 600, "b" * 600, "length", logprobs=tuple(of(3)) * 600, prompt_logprobs=prompt)
+    for replies in (
+        CompletionReplies("m", emitted, ["b"] * 2, report),
+        ChatReplies("m", emitted, Reader, report),
+    ):
+        usage = Usage(601, 600, 0)
+        plain = replies.whole([done] * 2, usage)
+        for each in (plain, *plain["choices"]):
+            if "prompt_logprobs" in each:
+                each["prompt_logprobs"] = list(each["prompt_logprobs"])
+        assert long_json.long_json(replies.whole([done] * 2, usage)) == JSONResponse(plain).body
+    assert max(longest) < 700
 
 
 def test_an_id_without_an_entry_has_no_bytes(emitted: EmittedTokens) -> None:

@@ -400,8 +400,8 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     keys = _load_keys(rows, next_pages, first + 1, G)
     # In the loop V is loaded after K: what is in flight when it begins would be waited for in each round.
     wait_for(keys.last, LAST_LANE)
-    # The last block may be seen in part.
-    middle = gl.minimum(end, kv_len // KEYS)
+    # The last block may be seen in part, if it is not listed.
+    middle = end if G.LISTED else gl.minimum(end, kv_len // KEYS)
     for block in range(first, middle):
         pages = k_pages
         k_pages = _key_pages(rows, block + 3, G)

@@ -24,7 +24,9 @@ pytestmark = OF_HOPPERS_KERNELS
 # A sequence that sees one token, blocks that are full and begun, several tokens, and a pad.
 STEP = Step([150, 1, 97], [3, 1, 2], tail=1)
 LATENTS = SelectedCase(STEP, heads=(128, 1), dims=(576, 512), latent=True, width=140, dtype=torch.bfloat16)
-RECORDS = replace(LATENTS, encoding=Encoding.E4M3FN, scales=Scales.GROUP)
+RECORDS = replace(
+    LATENTS, step=Step([90, 1, 70], [2, 1, 1], tail=1), width=80, encoding=Encoding.E4M3FN, scales=Scales.GROUP
+)
 # One program for each block of heads walks all tokens, or several programs have parts of each.
 PROGRAMS = (1, 132)
 
@@ -66,19 +68,19 @@ def test_latents_equal_the_reference(heads: int, page_size: int, dtype: torch.dt
 
 @pytest.mark.parametrize(("heads", "page_size"), [(128, 16), (100, 1), (16, 64)])
 def test_records_equal_the_reference(heads: int, page_size: int, device: torch.device) -> None:
-    served(replace(RECORDS, heads=(heads, 1), step=replace(STEP, page_size=page_size)), device)
+    served(replace(RECORDS, heads=(heads, 1), step=replace(RECORDS.step, page_size=page_size)), device)
 
 
 @pytest.mark.parametrize("case", [LATENTS, RECORDS], ids=["latents", "records"])
 def test_units_of_several_tokens_are_seen_up_to_the_token(case: SelectedCase, device: torch.device) -> None:
-    served(replace(case, unit_tokens=4, width=30), device)
+    served(replace(case, unit_tokens=4, width=20), device)
 
 
 @pytest.mark.parametrize("case", [LATENTS, RECORDS], ids=["latents", "records"])
 def test_without_a_selection_tokens_see_the_last_ones(case: SelectedCase, device: torch.device) -> None:
     """Rows that are read are those of a selection of everything, and so are results."""
-    problem = build_selected(replace(case, dense=True, width=90), device)
-    args = problem.args._replace(selection=LastTokens(90))
+    problem = build_selected(replace(case, dense=True, width=75), device)
+    args = problem.args._replace(selection=LastTokens(75))
     for programs in PROGRAMS:
         attended(replace(problem, args=args), programs)
 

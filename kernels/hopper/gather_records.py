@@ -1,4 +1,4 @@
-"""Moves records of latents to shared memory: four warps load codes, and write values in q's dtype.
+"""Moves records of latents to shared memory: four warps load codes, and write values in bfloat16.
 
 A warp has 128 codes of a record, which share a scale, in eight lanes. Loads of a half of a block, and of its scales,
 are under way while the half before is decoded.
@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.cache.codes import group_of
 from rocm_attn.kernels.hopper.latent_groups import (
@@ -34,34 +33,29 @@ _ROWS = gl.constexpr(gl.SliceLayout(1, _LAYOUT.value))
 _REST = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # Two elements of sixteen bits a word, in the order of NVMMASharedLayout(128, 16, rank=2).
 _WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
-# Bytes of a record.
-_RECORD = gl.constexpr(V_DIM.value + 4 * (V_DIM.value // 128) + 2 * REST.value)
-
-
-@constexpr_function
-def _assembly(dtype):
-    """PTX for a word of four codes times a scale, as two words of dtype."""
-    to = {gl.bfloat16: "bf16x2", gl.float16: "f16x2"}[dtype]
-    return f"""{{
-        .reg .b16 low, high, a, b;
-        .reg .b32 pair;
-        .reg .f32 first, second;
-        mov.b32 {{low, high}}, $2;
-        cvt.rn.f16x2.e4m3x2 pair, low;
-        mov.b32 {{a, b}}, pair;
-        cvt.f32.f16 first, a;
-        cvt.f32.f16 second, b;
-        mul.f32 first, first, $3;
-        mul.f32 second, second, $3;
-        cvt.rn.{to}.f32 $0, second, first;
-        cvt.rn.f16x2.e4m3x2 pair, high;
-        mov.b32 {{a, b}}, pair;
-        cvt.f32.f16 first, a;
-        cvt.f32.f16 second, b;
-        mul.f32 first, first, $3;
-        mul.f32 second, second, $3;
-        cvt.rn.{to}.f32 $1, second, first;
-    }}"""
+# Bytes of a record (cache/records.py).
+RECORD_BYTES = gl.constexpr(V_DIM.value + 4 * (V_DIM.value // 128) + 2 * REST.value)
+# A word of four codes times a scale, as two words of bfloat16.
+_DECODE = gl.constexpr("""{
+    .reg .b16 low, high, a, b;
+    .reg .b32 pair;
+    .reg .f32 first, second;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 pair, low;
+    mov.b32 {a, b}, pair;
+    cvt.f32.f16 first, a;
+    cvt.f32.f16 second, b;
+    mul.f32 first, first, $3;
+    mul.f32 second, second, $3;
+    cvt.rn.bf16x2.f32 $0, second, first;
+    cvt.rn.f16x2.e4m3x2 pair, high;
+    mov.b32 {a, b}, pair;
+    cvt.f32.f16 first, a;
+    cvt.f32.f16 second, b;
+    mul.f32 first, first, $3;
+    mul.f32 second, second, $3;
+    cvt.rn.bf16x2.f32 $1, second, first;
+}""")
 
 
 @gluon.jit
@@ -69,7 +63,7 @@ def _load_half(record, slot, half: gl.constexpr, G: gl.constexpr):
     """Codes of a half of a block, by groups, int32 [KEY_BLOCK, GROUP / 4], and their scales [KEY_BLOCK]."""
     GROUP: gl.constexpr = group_of(G.rows.coding.SCALES)
     words = record.codes.to(gl.pointer_type(gl.int32), bitcast=True)
-    at = slot.to(gl.int64) * (_RECORD // 4)
+    at = slot.to(gl.int64) * (RECORD_BYTES // 4)
     is_there = slot >= 0
     loaded = ()
     for group in gl.static_range(HALF // GROUP):
@@ -87,13 +81,12 @@ def _put_half(loaded, shared, stage, half: gl.constexpr, G: gl.constexpr):
     GROUP: gl.constexpr = group_of(G.rows.coding.SCALES)
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     place = shared.halves.index(stage * 2 + half)
-    ASSEMBLY: gl.constexpr = _assembly(place.dtype)
     words = place._reinterpret(gl.int32, [KEY_BLOCK, HALF // 2], _WORDS)
     for group in gl.static_range(HALF // GROUP):
         codes = loaded[2 * group]
         scale = gl.expand_dims(loaded[2 * group + 1], 1) + gl.zeros_like(codes).to(gl.float32)
         pairs = gl.inline_asm_elementwise(
-            ASSEMBLY, "=r,=r,r,f", [codes, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            _DECODE, "=r,=r,r,f", [codes, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
         values = gl.join(pairs[0], pairs[1]).reshape([KEY_BLOCK, GROUP // 2])
         words.slice(group * (GROUP // 2), GROUP // 2, 1).store(values)
@@ -103,7 +96,7 @@ def _put_half(loaded, shared, stage, half: gl.constexpr, G: gl.constexpr):
 def _copy_rest(record, slot, shared, stage):
     """Begins the copies of the columns after V's."""
     slot = gl.expand_dims(gl.convert_layout(slot, gl.SliceLayout(1, _REST)), 1)
-    rest = record.rest + slot.to(gl.int64) * (_RECORD // 2) + columns_of(0, REST, _REST)
+    rest = record.rest + slot.to(gl.int64) * (RECORD_BYTES // 2) + columns_of(0, REST, _REST)
     async_copy.async_copy_global_to_shared(shared.rest.index(stage), rest, mask=slot >= 0)
     async_copy.commit_group()
 

@@ -11,6 +11,7 @@ on the way to shared memory (gather_records.py).
 
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -19,7 +20,7 @@ from rocm_attn.kernels.attention.bundles import HeadRows
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.cache.codes import is_record
 from rocm_attn.kernels.cache.records import RecordParts
-from rocm_attn.kernels.hopper.gather_records import gather_records
+from rocm_attn.kernels.hopper.gather_records import RECORD_BYTES, gather_records
 from rocm_attn.kernels.hopper.latent_groups import (
     LatentOutputs,
     Latents,
@@ -120,6 +121,7 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
     )
     rows = selected_geometry(args, cut, of_cut.query_rows, of_cut.key_block, of_cut.num_stages)
     assert args.sinks is None, "the limits refuse sinks"
+    assert pages.record is None or (pages.format.k_row, args.q.dtype) == (RECORD_BYTES.value, torch.bfloat16)
     assert pages.raw_k.is_contiguous(), "the limits refuse other pages"
     assert pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
     geometry = HopperSelectedGeometry(

@@ -92,7 +92,12 @@ class HopperLatentTiles:
     @property
     def value_registers(self) -> int:
         """The registers that the other warp groups leave of an SM's for a thread of each, in units of eight."""
-        return (512 - self.score_registers - self.loader_registers) // 16 * 8
+        return registers_left(self.score_registers, self.loader_registers)
+
+
+def registers_left(*others: int) -> int:
+    """The registers of a thread of each of the two groups that add up values. others: of threads of other groups"""
+    return (512 - sum(others)) // 16 * 8
 
 
 @dataclass(frozen=True, slots=True)

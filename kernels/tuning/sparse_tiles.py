@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES, latent_segment_tiles
+from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES, latent_segment_tiles, registers_left
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of
 from rocm_attn.kernels.tuning.tiles import CodeKind, ExtendTiles, NoTiles
@@ -63,7 +63,7 @@ class HopperSelectedTiles:
     @property
     def value_registers(self) -> int:
         """The registers that the other warp groups leave of an SM's for a thread of each, in units of eight."""
-        return (512 - self.score_registers - self.loader_registers) // 16 * 8
+        return registers_left(self.score_registers, self.loader_registers)
 
 
 @dataclass(frozen=True, slots=True)

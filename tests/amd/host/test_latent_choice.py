@@ -157,7 +157,7 @@ def test_hoppers_attends_to_selections(problem: Problem, heads: int) -> None:
         (replace(IN_RECORDS, kv_encoding=KVEncoding.E4M3FNUZ), HOPPER, OWN_POOL),
         (CHOSEN, HOPPER, UNEVEN),
         (CHOSEN, HOPPER, ANYWHERE),
-        (CHOSEN, on("gfx950"), OWN_POOL),
+        (CHOSEN, with_triton("sm_80", triton_hopper.TRITONS[0]), OWN_POOL),
         (CHOSEN, with_triton("sm_90", Release((9, 9))), OWN_POOL),
     ],
     ids=["sinks", "float32", "dims", "codes", "encoding", "strides", "addresses", "arch", "triton"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
@@ -77,7 +78,9 @@ class Matching:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._tokens_ending_in = lru_cache(_MOST_TOKENIZERS)(self._read_tokens)
         self._compiled: dict[_Key, Future[LLMatcher]] = {}  # least recently used first
-        self._places = threading.Semaphore(_AT_A_TIME)
+        self._waiting: deque[tuple[_Key, Future[LLMatcher]]] = deque()
+        self._num_threads = 0
+        self._lock = threading.Lock()  # guards _waiting and _num_threads
 
     def prepare(self) -> None:
         """Reads the tokenizer before a request waits for it, which takes a second. Raises BadRequest."""
@@ -124,18 +127,30 @@ class Matching:
         compiling = self._compiled.pop(key, None)
         if compiling is None:
             compiling = Future()
-            # A daemon thread: the end of a process does not wait for it, as it would for a pool's.
-            run = threading.Thread(target=self._run, args=(key, compiling), name="rocm_attn constraint", daemon=True)
-            run.start()
+            self._begin(key, compiling)
         self._compiled[key] = compiling
         done = [each for each, future in self._compiled.items() if future.done()]
         for oldest in done[: max(0, len(done) - _MOST_KEPT)]:
             del self._compiled[oldest]
         return compiling
 
-    def _run(self, key: _Key, compiling: Future[LLMatcher]) -> None:
-        """Compiles a constraint once fewer than _AT_A_TIME others are being compiled."""
-        with self._places:
+    def _begin(self, key: _Key, compiling: Future[LLMatcher]) -> None:
+        """Compiles a constraint once fewer than _AT_A_TIME others are being compiled, in at most as many threads."""
+        with self._lock:
+            self._waiting.append((key, compiling))
+            if self._num_threads == _AT_A_TIME:
+                return
+            self._num_threads += 1
+        # A daemon thread: the end of a process does not wait for it, as it would for a pool's.
+        threading.Thread(target=self._run, name="rocm_attn constraint", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._num_threads -= 1
+                    return
+                key, compiling = self._waiting.popleft()
             try:
                 compiling.set_result(self._compile(*key))
             except BadRequest as error:

@@ -158,7 +158,7 @@ class RequestTable:
             not is_array
             or rows.dtype is not _INT32  # type: ignore[union-attr]
             or kv_len.dtype is not _INT32  # type: ignore[union-attr]
-            or len(rows) != len(kv_len)
+            or rows.shape != kv_len.shape  # type: ignore[union-attr]
         ):
             rows, kv_len = one_each(rows, "kv_len", kv_len)
         self._reserve_all(rows, kv_len)  # type: ignore[arg-type]

@@ -189,7 +189,7 @@ class Rows:
 def one_each(rows: Integers, name: str, numbers: Integers) -> tuple[Int32Array, Int32Array]:
     """Returns rows, and a non-negative number for each. Raises BadBatch."""
     of_rows, of_each = as_int32("rows", rows), as_int32(name, numbers)
-    if len(of_rows) != len(of_each) or (of_each < 0).any():
+    if of_rows.shape != of_each.shape or (of_each < 0).any():
         raise BadBatch(
             f"{len(of_rows)} rows and {name} {of_each.tolist()} were given; give one number of at least 0 per row"
         )

@@ -430,7 +430,7 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         state = _add_values(lds, state, values, DTYPE, G)
         sched_barrier()
         if G.LISTED:
-            # There are no registers for so many slots before.
+            # Earlier there are no registers for all these slots.
             v_pages = _value_pages(rows, block + 1, G)
         values = _load_values(rows, v_pages, block + 1, G)
     if middle < end:

@@ -102,8 +102,9 @@ def _copy_rest(record, slot, shared, stage):
 
 
 @gluon.jit
-def gather_records(step, latents, record, shared, todo, G: gl.constexpr):
+def gather_records(step, latents, shared, todo, G: gl.constexpr):
     """Loads all records that the program takes."""
+    record = latents.record
     n = 0
     while todo.work > 0:
         piece = piece_of(step, todo, G)

@@ -27,10 +27,9 @@ from rocm_attn.kernels.hopper.latent_groups import (
     V_DIM,
     LatentOutputs,
     Latents,
-    add_values,
     gather,
     new_shared,
-    weigh,
+    run_groups,
 )
 from rocm_attn.kernels.hopper.latent_rows import HopperLatentGeometry, ScheduledRows, work_of_program
 from rocm_attn.kernels.hopper.rings import GATHERING_THREADS
@@ -74,7 +73,7 @@ def _hopper_latent_kernel(
         shared = new_shared(q.dtype.element_ty, GATHERING_THREADS, G)
         fence_async_shared()
         gl.thread_barrier()
-        latents = Latents(pages, table, table_row, width, row_of_seq)
+        latents = Latents(pages, None, table, table_row, width, row_of_seq)
         q_rows, out_rows, lse_rows = (
             HeadRows(q, q_token, q_head),
             HeadRows(out, out_token, out_head),
@@ -82,20 +81,7 @@ def _hopper_latent_kernel(
         )
         sums = partials + num_programs * (2 * G.rows.Q_ROWS * V_DIM)
         to = LatentOutputs(q_rows, out_rows, lse_rows, partials, sums, qk_scale)
-        VALUES: gl.constexpr = G.VALUE_REGISTERS
-        SCORES: gl.constexpr = G.SCORE_REGISTERS
-        LOADER: gl.constexpr = G.LOADER_REGISTERS
-        # The first warp group has the registers that the others leave.
-        gl.warp_specialize(
-            [
-                (add_values, (0, step, shared, to, todo, G)),
-                (add_values, (1, step, shared, to, todo, G)),
-                (weigh, (step, shared, to, todo, G)),
-                (gather, (step, latents, shared, todo, G)),
-            ],
-            [4, 4, 4],
-            [VALUES, SCORES, LOADER],
-        )
+        run_groups(gather, latents, step, shared, to, todo, G)
 
 
 def launch_hopper_latent_decode(args: AttendArgs, *, scores: Scores, cut: DecodeCut, tiles: HopperLatentTiles) -> None:

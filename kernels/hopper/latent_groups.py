@@ -50,9 +50,10 @@ _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 class Latents(NamedTuple):
-    """Latent pages; the table, and the sequences' rows in it."""
+    """Latent pages, and the parts of records (RecordParts) or None; the table, and the sequences' rows in it."""
 
     at: Any
+    record: Any
     table: Any
     table_row: Any
     width: Any
@@ -288,7 +289,7 @@ def weigh(step, shared, to, todo, G: gl.constexpr):
         if piece.writes:
             if G.WHOLE_ONLY:
                 _store_lse(maximum, total, piece, to, G)
-            elif G.PARTS_ONLY:
+            elif G.SELECTED:
                 _store_sums(maximum, total, piece, to, G)
             elif piece.is_whole:
                 _store_lse(maximum, total, piece, to, G)
@@ -343,7 +344,7 @@ def add_values(PART: gl.constexpr, step, shared, to, todo, G: gl.constexpr):
         if piece.writes:
             if G.WHOLE_ONLY:
                 _store_values(PART, acc, total, piece, to, G)
-            elif G.PARTS_ONLY:
+            elif G.SELECTED:
                 _store_part(PART, acc, piece, to, G)
             elif piece.is_whole:
                 _store_values(PART, acc, total, piece, to, G)
@@ -407,4 +408,28 @@ def new_shared(DTYPE: gl.constexpr, ARRIVALS: gl.constexpr, G: gl.constexpr):
         full,
         free,
         weighed,
+    )
+
+
+@gluon.jit
+def _load(load: gl.constexpr, step, latents, shared, todo, G: gl.constexpr):
+    load(step, latents, shared, todo, G)
+
+
+@gluon.jit
+def run_groups(load: gl.constexpr, latents, step, shared, to, todo, G: gl.constexpr):
+    """Runs the program's warp groups. load: the one that loads latents"""
+    VALUES: gl.constexpr = G.VALUE_REGISTERS
+    SCORES: gl.constexpr = G.SCORE_REGISTERS
+    LOADER: gl.constexpr = G.LOADER_REGISTERS
+    # The first warp group has the registers that the others leave.
+    gl.warp_specialize(
+        [
+            (add_values, (0, step, shared, to, todo, G)),
+            (add_values, (1, step, shared, to, todo, G)),
+            (weigh, (step, shared, to, todo, G)),
+            (_load, (load, step, latents, shared, todo, G)),
+        ],
+        [4, 4, 4],
+        [VALUES, SCORES, LOADER],
     )

@@ -57,11 +57,6 @@ class HopperLatentGeometry(NamedTuple):
         """False: programs share rows where the schedule says so."""
         return False
 
-    @property
-    def PARTS_ONLY(self) -> bool:
-        """False, like WHOLE_ONLY."""
-        return False
-
 
 class ScheduledRows(NamedTuple):
     """Values that all groups read: the schedule, its number of programs, and where sequences' new tokens begin."""

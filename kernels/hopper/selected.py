@@ -24,10 +24,9 @@ from rocm_attn.kernels.hopper.gather_records import RECORD_BYTES, gather_records
 from rocm_attn.kernels.hopper.latent_groups import (
     LatentOutputs,
     Latents,
-    add_values,
     gather,
     new_shared,
-    weigh,
+    run_groups,
 )
 from rocm_attn.kernels.hopper.rings import GATHERING_THREADS
 from rocm_attn.kernels.hopper.selected_rows import HopperSelectedGeometry, ListedTokens, parts_of_program
@@ -79,34 +78,13 @@ def _hopper_selected_kernel(
         HeadRows(lse, lse_token, lse_head),
     )
     to = LatentOutputs(q_rows, out_rows, lse_rows, parts, sums, qk_scale)
-    latents = Latents(pages, table, table_row, width, row_of_token)
-    VALUES: gl.constexpr = G.VALUE_REGISTERS
-    SCORES: gl.constexpr = G.SCORE_REGISTERS
-    LOADER: gl.constexpr = G.LOADER_REGISTERS
-    # The first warp group has the registers that the others leave.
     if is_record(G.rows.coding.SCALES):
         record = RecordParts(pages, record_scales, record_rest)
-        gl.warp_specialize(
-            [
-                (add_values, (0, step, shared, to, todo, G)),
-                (add_values, (1, step, shared, to, todo, G)),
-                (weigh, (step, shared, to, todo, G)),
-                (gather_records, (step, latents, record, shared, todo, G)),
-            ],
-            [4, 4, 4],
-            [VALUES, SCORES, LOADER],
-        )
+        latents = Latents(pages, record, table, table_row, width, row_of_token)
+        run_groups(gather_records, latents, step, shared, to, todo, G)
     else:
-        gl.warp_specialize(
-            [
-                (add_values, (0, step, shared, to, todo, G)),
-                (add_values, (1, step, shared, to, todo, G)),
-                (weigh, (step, shared, to, todo, G)),
-                (gather, (step, latents, shared, todo, G)),
-            ],
-            [4, 4, 4],
-            [VALUES, SCORES, LOADER],
-        )
+        latents = Latents(pages, None, table, table_row, width, row_of_token)
+        run_groups(gather, latents, step, shared, to, todo, G)
 
 
 def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSelectedTiles, programs: int) -> None:
@@ -130,7 +108,6 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
     parts, sums = parts_and_sums(args, rows)
     num_items = len(args.q) * cut.parts
     groups = min(num_items, max(1, programs // rows.HEAD_BLOCKS))
-    lse_strides = (0, 0) if args.lse is None else args.lse.stride()
     launch(
         _hopper_selected_kernel,
         (groups * rows.HEAD_BLOCKS,),
@@ -154,9 +131,7 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
         args.q.stride(0),
         args.q.stride(1),
         args.table.stride(0),
-        args.out.stride(0),
-        args.out.stride(1),
-        *lse_strides,
+        *args.written_strides,
         G=geometry,
         num_warps=of_cut.num_warps,
     )

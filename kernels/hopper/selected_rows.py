@@ -35,13 +35,8 @@ class HopperSelectedGeometry(NamedTuple):
 
     @property
     def WHOLE_ONLY(self) -> bool:
-        """Whether a selection is one part."""
+        """True if a selection is one part, and programs share no row; else all rows are shared."""
         return self.rows.cut.parts == 1
-
-    @property
-    def PARTS_ONLY(self) -> bool:
-        """Whether a selection has several parts."""
-        return not self.WHOLE_ONLY
 
     @property
     def BLOCK_HEADS(self) -> int:

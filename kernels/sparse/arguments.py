@@ -305,6 +305,12 @@ class SelectedArgs(NamedTuple):
         num_kv_heads = self.pages.v.shape[2]
         return num_kv_heads, self.q.shape[1] // num_kv_heads
 
+    @property
+    def written_strides(self) -> tuple[int, ...]:
+        """Strides of out (token, head) and of lse (token, head; 0 if there is none)."""
+        lse = (0, 0) if self.lse is None else self.lse.stride()
+        return (self.out.stride(0), self.out.stride(1), *lse)
+
     def check(self) -> None:
         """Asserts the properties that launchers rely on, cheaply and on the host."""
         q, k, v, out = self.q, self.pages.k, self.pages.v, self.out

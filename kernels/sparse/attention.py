@@ -341,7 +341,6 @@ def parts_and_sums(args: SelectedArgs, geometry: SelectedGeometry) -> tuple[torc
 def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **options: object) -> None:
     pages, tokens, selection, cut = args.pages, args.tokens, args.selection, geometry.cut
     parts, sums = parts_and_sums(args, geometry)
-    lse_strides = (0, 0) if args.lse is None else args.lse.stride()
     launch(
         _selected_attention_kernel,
         (len(args.q) * cut.rows * cut.parts,),
@@ -369,9 +368,7 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
         *pages.k.stride()[:3],
         *pages.v.stride()[:3],
         args.table.stride(0),
-        args.out.stride(0),
-        args.out.stride(1),
-        *lse_strides,
+        *args.written_strides,
         G=geometry,
         **options,
     )

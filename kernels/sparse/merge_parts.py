@@ -88,7 +88,6 @@ def launch_merge_parts(args: SelectedArgs, parts: Tensor, sums: Tensor, geometry
     columns = min(next_power_of_2(v_head_dim), 128)
     elements, parts_at_once = (_ELEMENTS_OF_MANY, _PARTS_OF_MANY) if cut.parts > _MANY_PARTS else (_ELEMENTS, _PARTS)
     heads = max(min(next_power_of_2(cut.row_heads), elements // columns), 1)
-    lse_strides = (0, 0) if args.lse is None else args.lse.stride()
     launch(
         _merge_parts_kernel,
         (len(args.q) * cut.rows, triton.cdiv(cut.row_heads, heads), triton.cdiv(v_head_dim, columns)),
@@ -100,9 +99,7 @@ def launch_merge_parts(args: SelectedArgs, parts: Tensor, sums: Tensor, geometry
         args.out,
         args.lse,
         args.sinks,
-        args.out.stride(0),
-        args.out.stride(1),
-        *lse_strides,
+        *args.written_strides,
         G=geometry,
         HEADS=heads,
         COLUMNS=columns,

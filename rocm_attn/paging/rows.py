@@ -88,7 +88,7 @@ class Rows:
         self.windowed = tuple(table for table in spaces if table.window_left != ALL_KEYS)
         self.must_fit = partial(guards.row_width, max_kv_len)
         self.reserved_len = np.full(num_rows, -1, np.int32)
-        self.capacity, self._num_rows = np.full(num_rows, -1, np.int32), num_rows
+        self.capacity = np.full(num_rows, -1, np.int32)
         self.look_from = np.full(num_rows, ALWAYS, np.int32)
         self.tokens = guards.new_tokens(num_rows)
         self.generations = RowGenerations(num_rows)
@@ -143,7 +143,7 @@ class Rows:
 
     def must_be_admitted(self, row: int) -> None:
         try:
-            is_admitted = RESERVED_ROW < index(row) < self._num_rows and self.capacity[row] >= 0
+            is_admitted = RESERVED_ROW < index(row) < len(self.capacity) and self.capacity[row] >= 0
         except TypeError:  # a float, an array or None is no row
             is_admitted = False
         if not is_admitted:

@@ -20,9 +20,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
-from rocm_attn.kernels.cache.records import RecordParts
+from rocm_attn.kernels.cache.page_format import PoolKind, Scales
 from rocm_attn.kernels.refs.sparse import selected_attention
 from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs, SelectedKeys, SparseTokens
 from rocm_attn.machine.target import detect_target
@@ -30,6 +28,7 @@ from rocm_attn.problem import EarlierSelection, KVEncoding, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from rocm_lab.bench.clocks import GraphClock, median_us
+from rocm_lab.bench.step_data import random_pages
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 
 # |result - reference| / |reference| in bfloat16.
@@ -93,14 +92,7 @@ def prepared(case: ChosenCase) -> ChosenTensors:
     """Random latents of one sequence in random pages."""
     generator = torch.Generator(_DEVICE).manual_seed(0)
     problem, num_tokens, num_pages = case.problem, case.num_tokens, _CONTEXT // _PAGE_SIZE + 1
-    form: PageFormat = problem.page_format
-    memory = torch.empty(num_pages, form.line, dtype=form.encoding.dtype, device=_DEVICE)
-    pages = LayerPages.latent(memory, form)
-    rows = torch.randn(num_pages, _PAGE_SIZE, 1, 576, generator=generator, device=_DEVICE)
-    if pages.record is None:
-        pages.k.copy_(rows)
-    else:
-        pages.record.put((torch.arange(num_pages, device=_DEVICE),), RecordParts.of_rows(rows, form))
+    pages = random_pages(problem, num_pages, generator)
     table = (torch.randperm(num_pages - 1, generator=generator, device=_DEVICE) + 1).int()[None]
     units = torch.rand(num_tokens, _CONTEXT, generator=generator, device=_DEVICE).topk(_TOP).indices.sort()[0].int()
     at = torch.zeros(num_tokens, dtype=torch.int32, device=_DEVICE)

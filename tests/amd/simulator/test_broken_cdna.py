@@ -467,7 +467,7 @@ LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             'gl.where(maximum == float("-inf"), 0.0, maximum) if G.LISTED else maximum', "maximum", UNSEEN_WHOLE
         ),
         "listed_values_are_those_of_the_block_before": Mistake(
-            "if G.LISTED:\n            # There are no registers for so many slots before.\n"
+            "if G.LISTED:\n            # Earlier there are no registers for all these slots.\n"
             "            v_pages = _value_pages(rows, block + 1, G)",
             "if G.LISTED:\n            v_pages = _value_pages(rows, block, G)",
             LONG_LIST,

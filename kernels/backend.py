@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import triton
 from triton import knobs
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
+
+from rocm_attn.kernels.hopper import releases
 
 
 @constexpr_function
@@ -12,3 +15,8 @@ def on_nvidia() -> bool:
     """True if kernels are compiled for a GPU of NVIDIA's."""
     target = None if knobs.runtime.interpret else current_target()
     return target is not None and target.backend == "cuda"
+
+
+def on_hopper() -> bool:
+    """True if kernels are compiled for a GPU of Hopper's generation, by a Triton that has its kernels' Gluon."""
+    return on_nvidia() and current_target().arch == 90 and triton.__version__.split("+")[0] in releases.TRITONS

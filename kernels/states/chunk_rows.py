@@ -34,7 +34,7 @@ from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.chunk_space import chunk_geometry, exact, rows_of, words_of
+from rocm_attn.kernels.states.chunk_space import LEFT, chunk_geometry, exact, rows_of, words_of
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 from rocm_attn.kernels.states.updates import NORM_EPSILON, inverse_of, solved
 
@@ -156,6 +156,7 @@ def _chunk_rows_kernel(
     out_token,
     out_head,
     G: tl.constexpr,
+    ONLY_LEFT: tl.constexpr,
 ):
     # Programs of one place, whose rows are next to each other, run at the same time.
     place = tl.program_id(1)
@@ -171,10 +172,14 @@ def _chunk_rows_kernel(
     tile = tile_at(place, q_indptr, num_seqs, _CHUNK, False)
     num_rows = tl.minimum(tile.q_len - tile.begin, _CHUNK)
     if (tile.q_len > most_q_len) & (num_rows > 0):
+        words = words_of(chunk_words, place, head, G)
+        is_left = True
+        if ONLY_LEFT:
+            is_left = tl.load(words.decay) == LEFT
         if tl.load(source + tile.seq) < _BEGINS:
             for pad in range(tile.first_token + tile.begin, tile.first_token + tile.begin + num_rows):
                 tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
-        else:
+        elif is_left:
             is_row = row < num_rows
             first_row = (tile.first_token + tile.begin).to(tl.int64)
             is_before = row[:, None] > row[None, :]
@@ -211,7 +216,6 @@ def _chunk_rows_kernel(
             else:
                 of_q += 1.0
                 of_k += 1.0
-            words = words_of(chunk_words, place, head, G)
             # By a head's decays until a token, that one included.
             since_first = tl.zeros([_CHUNK], tl.float32)
             if not G.CHANNELS:
@@ -222,7 +226,8 @@ def _chunk_rows_kernel(
                 nexts = tl.load(decay_at + decay_token, mask=row < num_rows - 1, other=0.0)
                 since_first = tl.exp(tl.cumsum(decays, 0))
                 until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
-                tl.store(words.decay, tl.exp(tl.sum(decays, 0)))
+                channels = tl.arange(0, G.DK_BLOCK)
+                tl.store(words.decay + channels, tl.exp(tl.sum(decays, 0)), mask=channels < G.DK)
                 # Every chunk has words for all of its rows: those of rows that are not there are finite.
                 tl.store(words.read + row, since_first * of_q * G.RULE.scale)
                 tl.store(words.write + row, until_last * of_k)
@@ -262,10 +267,13 @@ def launch_chunk_rows(
     workspace: Tensor,
     *,
     most_q_len: int,
+    only_left: bool = False,
 ) -> None:
     """Writes the workspace for sequences with more than most_q_len new tokens.
 
     It also clears rows of out: those of such sequences that are left out, and those that belong to no sequence.
+
+    only_left: whether the workspace is written already, but for chunks whose words begin with chunk_space.LEFT
     """
     num_heads = slots.state.shape[1]
     geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
@@ -282,6 +290,7 @@ def launch_chunk_rows(
         most_q_len,
         *tokens.strides,
         G=geometry,
+        ONLY_LEFT=only_left,
         num_warps=4 if on_nvidia() else 8,
         num_stages=1,
     )

@@ -2,8 +2,8 @@
 
 A row has u [dv], a chunk's products [CHUNK] and w [dk], as chunk_rows.py calls them, and with decays of channels also
 read and write [dk each], of the dtype of tokens. The float32 words of chunks follow after all rows: a decay of each
-channel, or one decay and the factors of q and k in read and write [CHUNK each]. A chunk has the number of its place
-(token_tiles.py).
+channel and, if all channels decay as one, the factors of q and k in read and write [CHUNK each]. A chunk has the number
+of its place (token_tiles.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _CHUNK = tl.constexpr(arguments.CHUNK)
 _BYTES_OF_A_PART = 128
+# The first word of a chunk that a kernel has left to chunk_rows.py. Decays are positive.
+LEFT = tl.constexpr(-1.0)
 
 
 class ChunkGeometry(NamedTuple):
@@ -67,8 +69,8 @@ def close(dtype: tl.dtype) -> str:
 class WordsOfChunk(NamedTuple):
     """The parts of a chunk's words: addresses of their first ones.
 
-    decay:       one, or one of each channel, which has no factors then
-    read, write: factors of rows of q and of k
+    decay:       one of each channel
+    read, write: factors of rows of q and of k, if all channels decay as one
     """
 
     decay: Any
@@ -138,4 +140,4 @@ def rows_of(rows, token, head, G: tl.constexpr):
 def words_of(chunk_words, place, head, G: tl.constexpr):
     """The words of a chunk and a v head."""
     decay = chunk_words + (tl.cast(place, tl.int64) * G.HEADS + head) * G.WORDS
-    return WordsOfChunk(decay, decay + 1, decay + (1 + _CHUNK))
+    return WordsOfChunk(decay, decay + G.DK, decay + (G.DK + _CHUNK))

@@ -6,13 +6,32 @@ shape determines whether there can be any of the latter, so that a graph always 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
+from rocm_attn.kernels.backend import on_hopper
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.chunk_rows import launch_chunk_rows
 from rocm_attn.kernels.states.chunk_walk import launch_chunk_walk
 from rocm_attn.kernels.states.token_steps import launch_token_steps
+
+
+class _LaunchChunks(Protocol):
+    """launch_chunk_rows, launch_chunk_walk, or their equals for Hopper."""
+
+    def __call__(
+        self,
+        tokens: RecurrentTokens,
+        recurrence: RecurrenceRule,
+        slots: RecurrentSlots,
+        places: StatePlaces,
+        workspace: Tensor,
+        *,
+        most_q_len: int,
+    ) -> None: ...
+
 
 # With fewer new tokens than this, a sequence is not worth a chunk.
 _LEAST_CHUNK = 16
@@ -39,5 +58,13 @@ def launch_recur(
         launch_token_steps(tokens, recurrence, slots, places, most_q_len=places.max_q_len, clears=True)
         return
     launch_token_steps(tokens, recurrence, slots, places, most_q_len=most_q_len, clears=False)
-    launch_chunk_rows(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
-    launch_chunk_walk(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+    rows: _LaunchChunks = launch_chunk_rows
+    walk: _LaunchChunks = launch_chunk_walk
+    if on_hopper():
+        # Not every release of Triton has the Gluon that these are written in.
+        from rocm_attn.kernels.hopper import state_rows, state_walk
+
+        rows = state_rows.launch_hopper_chunk_rows if state_rows.takes(tokens, recurrence, slots, workspace) else rows
+        walk = state_walk.launch_hopper_chunk_walk if state_walk.takes(tokens, slots, workspace) else walk
+    rows(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+    walk(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)

@@ -36,9 +36,8 @@ def load_token(k_at, v_at, decay_at, is_there, channel, column, G: tl.constexpr)
 @triton.jit
 def decayed(state, decay, G: tl.constexpr):
     """The state [dk, columns], float32, after a token's decay, as load_token returns it."""
-    DK_BLOCK: tl.constexpr = G.DK_BLOCK
-    decay_row = decay if G.CHANNELS else tl.zeros([DK_BLOCK], tl.float32) + decay
-    return state * tl.exp(decay_row)[:, None]
+    factor = tl.exp(decay)
+    return state * (factor[:, None] if G.CHANNELS else factor)
 
 
 @triton.jit

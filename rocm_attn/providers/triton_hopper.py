@@ -11,6 +11,7 @@ from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
+from rocm_attn.kernels.hopper import releases
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import (
@@ -31,8 +32,7 @@ from rocm_attn.providers.triton_later import hopper_launches
 # many: 137 us, the plain kernel 119. 120 x 12 of 40, 6 x 291..809: 164 and 175. 4 x 2 of 48, 8 x 179..480: 17 and 24.
 MIN_HEAD_DIM = 40
 
-# Releases of Gluon, in which the kernel is written, change. These have passed its tests.
-TRITONS = (Release.of("3.6.0"),)
+TRITONS = tuple(map(Release.of, releases.TRITONS))
 
 LIMITS = Limits(
     archs=("sm_90",),

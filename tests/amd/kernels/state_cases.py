@@ -114,14 +114,14 @@ class Sequences:
                 place.slot, place.tokens, place.pending = target, place.tokens + accepted, accepted * is_kept
 
 
-def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """NaN, in rows that do not follow each other at once."""
-    return torch.full((*shape[:-1], shape[-1] + 3), NAN, dtype=dtype, device=device)[..., : shape[-1]]
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device, gap: int = 3) -> Tensor:
+    """NaN, in rows that do not follow each other at once. gap: elements between them"""
+    return torch.full((*shape[:-1], shape[-1] + gap), NAN, dtype=dtype, device=device)[..., : shape[-1]]
 
 
-def gapped(values: Tensor, device: torch.device) -> Tensor:
+def gapped(values: Tensor, device: torch.device, gap: int = 3) -> Tensor:
     """The same values, in memory where NaN follows each row."""
-    rows = poisoned(*values.shape, dtype=values.dtype, device=device)
+    rows = poisoned(*values.shape, dtype=values.dtype, device=device, gap=gap)
     rows.copy_(values)
     return rows
 
@@ -165,12 +165,17 @@ def run_twice(step: Step, slots: list[Tensor], out: Tensor, launch: Callable[[],
 
 @dataclass
 class StateRun(Sequences):
-    """Sequences of a layer with a recurrence. tokens: the inputs of each sequence"""
+    """Sequences of a layer with a recurrence.
+
+    tokens: the inputs of each sequence
+    gap:    elements between rows
+    """
 
     recur: Launch
     layer: Recurrence
     tokens: list[Drawn]
     deterministic: bool = False
+    gap: int = 3
     slots: RecurrentSlots = field(init=False)
 
     @classmethod
@@ -193,7 +198,7 @@ class StateRun(Sequences):
         channels = (layer.k_dim,) * layer.channel_decay
 
         def side(*shape: int, of: torch.dtype = torch.float32) -> Tensor:
-            return poisoned(*shape, dtype=of, device=self.device)
+            return poisoned(*shape, dtype=of, device=self.device, gap=self.gap)
 
         self.slots = RecurrentSlots(
             side(self.num_slots, layer.num_heads, layer.k_dim, layer.v_dim, of=layer.state_dtype),
@@ -206,7 +211,7 @@ class StateRun(Sequences):
         """Each sequence's outputs."""
         step = self.begin(news, max_q_len)
         q, k, v, decay, beta = (
-            gapped(rows_of_step(step, [getattr(drawn, name) for drawn in self.tokens]), self.device)
+            gapped(rows_of_step(step, [getattr(drawn, name) for drawn in self.tokens]), self.device, self.gap)
             for name in ("q", "k", "v", "decay", "beta")
         )
         out = torch.empty_like(v)

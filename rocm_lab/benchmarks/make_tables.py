@@ -127,10 +127,11 @@ def _selected(result: Result) -> dict[str, Any]:
 
 def _recurrent(result: Result) -> dict[str, Any]:
     def more(row: Mapping[str, Any]) -> dict[str, Any]:
-        us, copy, fla = row["us"], row.get("lower_bound_us"), row.get("fla_us")
+        us, copy, fla, flashkda = (row.get(key) for key in ("us", "lower_bound_us", "fla_us", "flashkda_us"))
         return {
             "copy": f"{copy:.1f} | {us / copy:.2f}" if copy else "| ",
             "fla": f"{fla:.1f} | {us / fla:.2f}" if fla else "| ",
+            "flashkda": f"{flashkda:.1f} | {us / flashkda:.2f}" if flashkda else "| ",
             "judged": f"{row['error']:.1e}" if "error" in row else "",
         }
 

@@ -1,9 +1,12 @@
-"""Time of recurrent layers: decode, verify and prompts, next to flash-linear-attention where it is installed.
+"""Time of recurrent layers: decode, verify and prompts, next to flash-linear-attention's and FlashKDA's.
 
-    python -m rocm_lab.benchmarks.recurrent --out rocm_lab/benchmarks/results/recurrent_h200.json
+    python -m rocm_lab.benchmarks.recurrent --flashkda _flashkda_C.abi3.so \
+        --out rocm_lab/benchmarks/results/recurrent_h200.json
 
 Layers are gated delta nets of Qwen3-Next's geometry and Kimi delta attention of Kimi-Linear's on one rank, in bfloat16
 with states in float32. The lower bound of decode and verify is a copy of the states of all sequences, in a graph too.
+The first one runs where it is installed. vLLM's wheel has FlashKDA's library, whose kernel computes decays and
+strengths from a model's values itself.
 Exits with 1, after writing the file, if a result is wrong.
 """
 
@@ -31,6 +34,8 @@ _DEVICE = torch.device("cuda", 0)
 _CLOCK = GraphClock(_DEVICE, 2000.0)
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 2e-2
+# The least decay of KDA's channels, as a logarithm: FlashKDA needs such a bound.
+_LOWER_BOUND = -5.0
 # The reference takes a launch for each token.
 _MOST_JUDGED = 8192
 _LAYERS = {
@@ -64,8 +69,10 @@ CASES = tuple(chain.from_iterable(map(_cases_of, _LAYERS)))
 
 @dataclass(frozen=True, slots=True)
 class StateTensors:
-    """The tensors of a case."""
+    """The tensors of a case. gates, strengths: those that decays and beta are made of"""
 
+    gates: Tensor
+    strengths: Tensor
     tokens: RecurrentTokens
     slots: RecurrentSlots
     places: StatePlaces
@@ -87,8 +94,9 @@ def prepared(case: StateCase) -> StateTensors:
         return torch.randn(num_tokens, *shape, generator=generator, device=_DEVICE, dtype=torch.bfloat16)
 
     keys, values = (layer.num_k_heads, layer.k_dim), (layer.num_heads, layer.v_dim)
-    decay = -random(*tensors_of(layer)["decay"].shape).float().exp() / 8
-    beta = random(layer.num_heads).float().sigmoid()
+    gates, strengths = random(*tensors_of(layer)["decay"].shape), random(layer.num_heads)
+    decay = _LOWER_BOUND * gates.float().sigmoid() if layer.channel_decay else -gates.float().exp() / 8
+    beta = strengths.float().sigmoid()
     tokens = RecurrentTokens(random(*keys), random(*keys), random(*values), decay, beta, random(*values))
     pool = StatePool(RecurrentLayers([layer], kept=case.kept), num_rows=case.num_seqs + 1, device=_DEVICE)
     slots = pool.state[0]
@@ -106,15 +114,33 @@ def prepared(case: StateCase) -> StateTensors:
         case.q_len,
     )
     words = slots.workspace_words(num_tokens, case.num_seqs)
-    return StateTensors(tokens, slots, places, torch.empty(words, device=_DEVICE), rule_of(layer))
+    workspace = torch.empty(words, device=_DEVICE)
+    return StateTensors(gates, strengths, tokens, slots, places, workspace, rule_of(layer))
 
 
-def error_of(made: StateTensors) -> float:
-    """The error of all outputs, relative to the reference, token by token in float32."""
-    made.run()
-    out = made.tokens.out.clone()
+def errors_of(made: StateTensors, *outs: Tensor) -> list[float]:
+    """The errors of outputs, relative to the reference, token by token in float32."""
     refs.recur(made.tokens, made.rule, made.slots, made.places, made.workspace, deterministic=True)
-    return float((out - made.tokens.out).float().norm() / made.tokens.out.float().norm())
+    want = made.tokens.out.float()
+    return [float((out.view_as(want).float() - want).norm() / want.norm()) for out in outs]
+
+
+def flashkda(case: StateCase, made: StateTensors) -> Callable[[], Tensor]:
+    """The same prompts by FlashKDA; a call returns the outputs."""
+    ops, (q, k, v, *_), heads = torch.ops._flashkda_C, made.tokens, made.tokens.v.shape[1]
+    states = torch.zeros(case.num_seqs, *made.slots.state.shape[1:], device=_DEVICE)
+    after = torch.empty_like(states)
+    words = ops.get_workspace_size(len(q), heads, case.num_seqs)
+    given = [tensor[None] for tensor in (q, k, v, made.gates, made.strengths)]
+    out, room = torch.empty_like(given[2]), torch.empty(words, dtype=torch.uint8, device=_DEVICE)
+    no_bias = torch.zeros(heads, device=_DEVICE), torch.zeros(heads, q.shape[2], device=_DEVICE)
+    bounds = made.places.q_indptr.long()
+
+    def run() -> Tensor:
+        ops.fwd(*given, made.rule.scale, out, room, *no_bias, _LOWER_BOUND, states, after, bounds, None, None)
+        return out
+
+    return run
 
 
 def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
@@ -147,12 +173,18 @@ def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
     return partial(by_token, **given, **options, initial_state=initial)
 
 
-def rows_of(case: StateCase) -> Iterator[Row]:
+def rows_of(case: StateCase, *, with_flashkda: bool) -> Iterator[Row]:
     """Yields the time of a case."""
     made = prepared(case)
     row: Row = {"layer": case.layer, "work": case.work, "num_seqs": case.num_seqs, "tokens": case.q_len}
+    made.run()
+    outs = [made.tokens.out.clone()]
+    if with_flashkda and case.work == "prompt" and _LAYERS[case.layer].channel_decay:
+        by_flashkda = flashkda(case, made)
+        outs.append(by_flashkda().clone())
+        row["flashkda_us"] = median_us(_CLOCK, by_flashkda)
     if case.num_seqs * case.q_len <= _MOST_JUDGED:
-        row["error"] = error_of(made)
+        row.update(zip(("error", "flashkda_error"), errors_of(made, *outs), strict=False))
     row["us"] = median_us(_CLOCK, made.run)
     if case.work != "prompt":
         states = torch.zeros_like(made.slots.state[: case.num_seqs])
@@ -167,10 +199,14 @@ def rows_of(case: StateCase) -> Iterator[Row]:
 
 def main() -> None:
     """Measures, prints, and writes the result."""
-    options = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--flashkda", default="", metavar="LIBRARY", help="path of _flashkda_C.abi3.so")
+    options = parser.parse_args()
+    if options.flashkda:
+        torch.ops.load_library(options.flashkda)  # type: ignore[no-untyped-call]
     rows = []
     for case in CASES:
-        rows += printed(rows_of(case))
+        rows += printed(rows_of(case, with_flashkda=bool(options.flashkda)))
         torch.cuda.empty_cache()
     write(options.out, rows=rows)
     sys.exit(any(row.get("error", 0.0) > _MOST_ERROR for row in rows))

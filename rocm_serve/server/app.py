@@ -244,13 +244,16 @@ def _bad_body(errors: Sequence[Any]) -> ApiError:
     """Returns the first error. The answer repeats nothing of the body, which may be long or not Unicode."""
     first = errors[0]
     where = list(map(str, first["loc"]))
+    if first["type"] == "string_unicode" and not where:
+        return bad_request("the name of a field has half of a character; give whole characters")
     if not where:
         return bad_request("the body must be a JSON object, sent with Content-Type: application/json")
     field = where[0]
     if first["type"] == "missing" and len(where) == 1:
         return bad_request(f"{field} is missing", field, code="missing_required_parameter")
-    if field in SHAPES:
-        return bad_request(SHAPES[field], field)
+    if field in SHAPES and (len(where) > 1 or first["type"] != "string_type"):  # /tokenize has a prompt of one form
+        at = f"; {'.'.join(where)} is wrong" if len(where) > 1 and where[1].isdigit() else ""
+        return bad_request(f"{SHAPES[field]}{at}", field)
     return bad_request(f"{'.'.join(where)}: {first['msg']}", field)
 
 

@@ -88,7 +88,10 @@ def keys_from(options: ServerOptions, environment: Mapping[str, str]) -> ApiKeys
     if options.api_key_file is not None:
         keys = _read(options.api_key_file)
     else:
-        keys = [key.strip() for key in environment.get(API_KEYS, "").split(",") if key.strip()]
+        given = environment.get(API_KEYS, "")
+        keys = [key.strip() for key in given.split(",") if key.strip()]
+        if given and not keys:
+            raise BadSetting(f"{API_KEYS} is {given!r}, which holds no API key; give keys, or unset it to have none")
     if not keys and not options.allow_anonymous and not is_loopback(options.host):
         raise BadSetting(
             f"the server would listen on {options.host}, which others can reach, without API keys; give "

@@ -55,6 +55,20 @@ def test_without_a_stderr_progress_goes_nowhere_and_the_json_is_whole(redirected
     assert done.stderr == ""
 
 
+def test_a_closed_stderr_is_open_to_libraries_and_to_processes_that_a_command_begins() -> None:
+    in_a_process = "subprocess.run([sys.executable, '-c', 'import faulthandler; faulthandler.enable()'], check=True)"
+    begun = "import os, subprocess, sys; from rocm_attn.cli import main; main(['guards'])"
+    said = f"{begun}; {in_a_process}; print(os.readlink('/proc/self/fd/2'))"
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" 2>&-', sys.executable, said],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (DONE, [os.devnull])
+
+
 @pytest.mark.parametrize(
     "command",
     [("--help",), *(pytest.param(one, marks=pytest.mark.nightly) for one in (("guards",), ("env", "--json")))],

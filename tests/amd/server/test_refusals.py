@@ -175,6 +175,7 @@ def test_what_the_engine_refuses_is_the_requests_fault(fields: dict[str, Any], s
         ("w1", "messages must be"),
         ([{"role": "king", "content": "w1"}], "messages must be"),
         ([{"role": "user"}], "messages must be"),
+        ([{"role": "user", "content": "w1"}, {"role": "king", "content": "w1"}], "; messages.1.role is wrong"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages must be"),
         ([{"role": "system", "content": "\ud800"}], "the model's chat template refuses the messages: no system here"),
         ([{"role": "assistant", "content": "w1"}], "the model's chat template fails"),
@@ -298,7 +299,8 @@ async def test_a_body_that_no_route_reads_is_not_kept() -> None:
         pass
 
     generations: Any = SimpleNamespace(counts=HttpMetrics())
-    scope = {"type": "http", "method": "POST", "path": "/health", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/health", "raw_path": b"/health"}
+    scope |= {"query_string": b"", "headers": []}
     await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
     assert read == [{"type": "http.request", "body": b"", "more_body": False}]
 
@@ -327,6 +329,13 @@ def test_a_public_address_needs_keys() -> None:
         assert keys_from(ServerOptions(host=host), {}) == ApiKeys()
     both = keys_from(ServerOptions(host="0.0.0.0"), {API_KEYS: f"{KEYS[0]}, {KEYS[1]},"})
     assert both == ApiKeys.of(list(KEYS))
+
+
+@pytest.mark.parametrize("given", [",", " "])
+def test_a_variable_that_should_have_keys_and_has_none_opens_no_server(given: str) -> None:
+    with pytest.raises(BadSetting, match="which holds no API key; give keys, or unset it"):
+        keys_from(ServerOptions(), {API_KEYS: given})
+    assert keys_from(ServerOptions(), {API_KEYS: ""}) == ApiKeys()
 
 
 def test_keys_are_read_from_a_file(tmp_path: Any) -> None:

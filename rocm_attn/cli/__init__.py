@@ -49,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise BadSetting(
+            "the current folder was deleted, and torch cannot be loaded there; change to another"
+        ) from error
     # An interrupt during this import ends in a sentence, and --help does not wait for torch, which takes a second.
     parser = importlib.import_module("rocm_attn.cli.parser").build_parser()
     try:

@@ -116,9 +116,11 @@ def _grammar_alone(constraint: Constraint) -> str:
     if constraint.kind == "lark":
         return str(matcher.grammar_from_lark(constraint.text))
     try:
-        json.loads(constraint.text)
+        schema = json.loads(constraint.text)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f'the JSON schema is not JSON ({error}); give an object, as {{"type": "object"}}') from error
+    if not isinstance(schema, dict | bool):
+        raise BadRequest('the JSON schema is no object; give one, as {"type": "object"}')
     return str(matcher.grammar_from_json_schema(constraint.text))
 
 

@@ -81,6 +81,7 @@ def nested(depth: int) -> dict[str, Any]:
     [
         (lambda: Constraint.json_schema({"type": "strin"}), "cannot be used: .*strin"),
         (lambda: Constraint.json_schema("{bad"), "the JSON schema is not JSON"),
+        (lambda: Constraint.json_schema("null"), "the JSON schema is no object; give one"),
         (lambda: Constraint.regex("[a"), "cannot be used: .*unclosed character class"),
         (lambda: Constraint.grammar("start: nothing"), "cannot be used: .*nothing"),
         (lambda: Constraint.json_schema({"a": {1, 2}}), "cannot be written as JSON"),

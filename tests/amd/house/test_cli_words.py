@@ -42,7 +42,7 @@ from tests.amd.house.test_cli import LLAMA, config_file
         ),
         (
             ["serve", "extra"],
-            "rocm-attn serve: error: unrecognized arguments: extra; if that is the model, give it as --model extra (see",
+            "rocm-attn serve: error: unrecognized arguments: extra; if that is the model, give it as --model extra",
         ),
         (["generate", "--provider", "tritn", "x"], "invalid choice: 'tritn'; did you mean triton?"),
         (["generate", "--provider", "x", "x"], "invalid choice: 'x' (choose from auto, cpu, torch, triton, aiter)"),

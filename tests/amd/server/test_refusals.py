@@ -336,6 +336,8 @@ def test_a_variable_that_should_have_keys_and_has_none_opens_no_server(given: st
     with pytest.raises(BadSetting, match="which holds no API key; give keys, or unset it"):
         keys_from(ServerOptions(), {API_KEYS: given})
     assert keys_from(ServerOptions(), {API_KEYS: ""}) == ApiKeys()
+    with pytest.raises(BadSetting, match="ROCM_ATTN_API_KEY is set, which nothing reads; keys are in ROCM_ATTN_API_KE"):
+        keys_from(ServerOptions(), {"ROCM_ATTN_API_KEY": KEYS[0]})
 
 
 def test_keys_are_read_from_a_file(tmp_path: Any) -> None:

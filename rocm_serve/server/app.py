@@ -130,7 +130,7 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continues prompts."""
         job = _job(request, body, model)
-        requests = await model.completion_requests(body, job.salt)
+        requests = await job.wait_for(model.completion_requests(body, job.salt))
         echoed = model.echoed(body) if body.echo else ()
         replies = CompletionReplies(model.name, EmittedTokens(model.tokenizer), echoed, PromptReport.of(body))
         return await _answer(generations, job, requests, body, replies)
@@ -139,7 +139,7 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Continues a conversation."""
         job = _job(request, body, model)
-        requests = await model.chat_requests(body, job.salt)
+        requests = await job.wait_for(model.chat_requests(body, job.salt))
         reader, prompts = partial(model.reader_of, body, requests[0]), PromptReport.of(body)
         replies = ChatReplies(model.name, EmittedTokens(model.tokenizer), reader, prompts)
         return await _answer(generations, job, requests, body, replies)
@@ -149,7 +149,7 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
         """Continues a conversation, in the form of OpenAI's newer API. Nothing is kept."""
         chat = body.as_chat
         job = _job(request, chat, model)
-        requests = await model.chat_requests(chat, job.salt)
+        requests = await job.wait_for(model.chat_requests(chat, job.salt))
         reader = partial(model.reader_of, chat, requests[0])
         replies = ResponseReplies(model.name, body, requests[0].sampling, reader, model.count_tokens)
         return await _answer(generations, job, requests, chat, replies)

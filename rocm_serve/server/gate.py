@@ -279,7 +279,7 @@ def _length(scope: Scope) -> int:
 def _head_bytes(scope: Scope) -> int:
     """Returns the bytes of the target and of the headers as lines."""
     lines = sum(len(name) + len(value) for name, value in scope["headers"]) + 4 * len(scope["headers"])
-    return len(scope["raw_path"]) + len(scope["query_string"]) + lines
+    return len(scope.get("raw_path", b"")) + len(scope.get("query_string", b"")) + lines
 
 
 def _is_json(content_type: bytes) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from rocm_serve.request import Request
 from rocm_serve.request_stream import RequestStream
 from rocm_serve.server.api_errors import ApiError, deadline_passed
+
+T = TypeVar("T")
 
 
 class Job:
@@ -24,7 +26,7 @@ class Job:
     def __init__(self, salt: str, deadline_seconds: float, on_taken: Callable[[], None] = lambda: None) -> None:
         self.salt, self.is_read, self._on_taken = salt, False, on_taken
         self.ended: ApiError | None = None
-        self._work: asyncio.Task[None] | None = None
+        self._work: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
         self._arrived = self._loop.time()
         self._streams: list[RequestStream] = []
@@ -67,11 +69,13 @@ class Job:
         if self.ended is not None:
             raise self.ended
 
-    async def wait_for(self, work: Coroutine[Any, Any, None]) -> None:
-        """Waits for work that comes before its requests. Raises ApiError, and cancels the work, if the job is ended."""
+    async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns what work gives that its requests need. Raises ApiError, and cancels it, if the job is ended."""
         self._work = asyncio.ensure_future(work)
         try:
-            await self._work
+            # No name here holds the task: an error's traceback holds all names, and the task holds its error.
+            result: T = await self._work
+            return result
         except asyncio.CancelledError:
             self.check()
             raise

@@ -206,6 +206,14 @@ def test_deadlines_and_clients_that_leave_end_requests_whose_texts_are_read_or_w
         assert server.holds_nothing()
 
 
+def test_a_client_that_leaves_ends_the_reading_of_a_text_for_its_tokens_alone(loaded: LoadedModel) -> None:
+    backend, long = Backend(word_tokenizer().backend), {"prompt": "w1" + " " * LONG}
+    with running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server, backend.held():
+        with Client(server, long, "/tokenize"):
+            backend.begun()
+        server.jobs_are_done()
+
+
 def test_a_long_text_is_read_with_a_low_priority_and_a_short_one_is_not(loaded: LoadedModel) -> None:
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     backend = Backend(word_tokenizer().backend)

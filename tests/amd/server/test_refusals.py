@@ -134,6 +134,20 @@ def test_a_prompt_and_an_answer_longer_than_the_context_are_refused() -> None:
         assert fits.json["usage"]["total_tokens"] == 64
 
 
+@pytest.mark.parametrize(
+    "changing",
+    [
+        *({"thinking": {"type": "disabled"}}, {"echo": True}, {"input_ids": [1]}, {"session_params": {"id": "a"}}),
+        *({"stop_regex": "a+"}, {"no_stop_trim": True}, {"thinking_token_budget": 9}, {"watermarking": True}),
+        *({"repetition_detection": {}}, {"logprob_token_ids": [1]}, {"return_prompt_token_ids": True}),
+    ],
+    ids=str,
+)
+def test_what_other_engines_would_do_is_not_left_out_in_silence(changing: dict[str, Any], server: Running) -> None:
+    reply = post(server, {"model": NAME, "messages": USER, "max_tokens": 1, **changing}, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, *changing)
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_field_that_is_not_served_says_why(path: str, server: Running) -> None:
     body = requested(max_tokens=1) if path == COMPLETIONS else {"model": NAME, "messages": USER, "max_tokens": 1}

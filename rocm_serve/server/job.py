@@ -72,6 +72,8 @@ class Job:
     async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Returns what work gives that its requests need. Raises ApiError, and cancels it, if the job is ended."""
         self._work = asyncio.ensure_future(work)
+        if self.ended is not None:
+            self._work.cancel()
         try:
             # No name here holds the task: an error's traceback holds all names, and the task holds its error.
             result: T = await self._work

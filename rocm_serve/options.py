@@ -165,6 +165,11 @@ class EngineOptions(AttentionOptions):
                 raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
             if text.least is not None and not value >= text.least:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
+        if self.num_pages is not None and self.kv_bytes is not None:
+            raise BadSetting(
+                f"num_pages is {self.num_pages} and kv_bytes {self.kv_bytes}, and each says how large the pool is; "
+                "leave one of them out"
+            )
         if not 0 < self.gpu_memory_share <= 1:
             raise BadSetting(f"gpu_memory_share is {self.gpu_memory_share}; it must be above 0 and at most 1")
         require_method(self.speculative)

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupte
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from rocm_attn.errors import BadModel, BadProblem, BadRequest, BadSetting, RocmA
 from rocm_attn.machine.distributions import installing
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
+_STDERR = 2
 _BAD_INPUT_ERRORS = (BadModel, BadProblem, BadRequest, BadSetting)
 
 # Libraries that are not always installed with the package -> how to install them.
@@ -31,6 +33,10 @@ _REMEDIES = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Wrong usage ends in argparse's SystemExit(2)."""
+    if sys.stderr is None:  # else the next file that is opened has its number, and gets what libraries print there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDERR)
+        os.set_inheritable(_STDERR, True)
+        sys.stderr = open(_STDERR, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
     if sys.stdout is None:
         say("rocm-attn: stdout is closed, and results go there; redirect it to a file or to /dev/null")
         return FAILED
@@ -43,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise BadSetting(
+            "the current folder was deleted, and torch cannot be loaded there; change to another"
+        ) from error
     # An interrupt during this import ends in a sentence, and --help does not wait for torch, which takes a second.
     parser = importlib.import_module("rocm_attn.cli.parser").build_parser()
     try:

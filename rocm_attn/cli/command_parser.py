@@ -48,6 +48,8 @@ class CommandParser(argparse.ArgumentParser):
         if name in FROM_VLLM:
             ours = [flag for flag in FROM_VLLM[name] if flag in own]
             hint = f"; vLLM's {name} is {' and '.join(ours)} here" if ours else ""
+        elif not name.startswith("-") and "--model" in own:  # as of `vllm serve MODEL`
+            hint = f"; if that is the model, give it as --model {name}"
         else:
             hint = meant(name, own)
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

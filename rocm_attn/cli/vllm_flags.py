@@ -22,6 +22,7 @@ FROM_VLLM: dict[str, tuple[str, ...]] = {
     "--kv-cache-dtype": ("--kv-dtype", "--kv-scales"),
     "--attention-backend": ("--provider",),
     "--enforce-eager": ("--no-graphs",),
+    "--enable-prefix-caching": ("--prefix-caching",),
     "--no-enable-prefix-caching": ("--no-prefix-caching",),
     "--speculative-config": ("--speculative", "--draft-tokens", "--topk"),
     "--max-logprobs": ("--max-logprobs",),

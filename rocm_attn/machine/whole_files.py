@@ -7,6 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rocm_attn.errors import BadSetting
+
+
+def require_place(place: Path, what: str) -> None:
+    """Raises BadSetting where whole_file could not put a file, so that this is not found out when it is needed."""
+    folder = place.parent
+    if not folder.is_dir():
+        why = f"{folder} is not a folder; create it"
+    elif place.exists() and not place.is_file():
+        why = "something that is no file is there; name a file in a folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        why = f"this user may not write in {folder}; allow it, or name another folder"
+    else:
+        return
+    raise BadSetting(f"{what} {place} cannot be written: {why}")
+
 
 @contextmanager
 def whole_file(place: Path) -> Iterator[Path]:

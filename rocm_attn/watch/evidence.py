@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadSetting
-from rocm_attn.machine.whole_files import whole_file
+from rocm_attn.machine.whole_files import require_place, whole_file
 from rocm_attn.oracle.numerics import Bound
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
@@ -59,13 +59,12 @@ class EvidenceFile(Evidence):
 
     path: the file; one of an earlier process is replaced
 
-    Raises BadSetting if the file's folder does not exist, so that this is not found out at a fault.
+    Raises BadSetting for a place where no file can be written, so that this is not found out at a fault.
     """
 
     def __init__(self, runtime: AttentionRuntime, path: Path | str) -> None:
         self.path = Path(path)
-        if not self.path.parent.is_dir():
-            raise BadSetting(f"evidence {path} cannot be written: {self.path.parent} is not a folder; create it")
+        require_place(self.path, "evidence")
         self._runtime = runtime
         self._is_kept = False
 
@@ -310,8 +309,11 @@ class StepEvidence:
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError) as error:
             if isinstance(error, BadSetting):
                 raise
-            reason = str(error).partition("\n")[0].partition(". ")[0]  # torch adds advice, in several lines
-            raise BadSetting(f"{path} holds no evidence of a step ({reason})") from error
+            # torch adds advice, in several lines, and says nothing of an empty file
+            reason = str(error).partition("\n")[0].partition(". ")[0] or "it is empty"
+            raise BadSetting(
+                f"{path} holds no evidence of a step ({reason}); give a file that --evidence has written"
+            ) from error
 
     def storages(self) -> list[Tensor]:
         """A new copy of the memory before the first launch, uint8 [n] each; zeros take no memory."""

@@ -19,7 +19,7 @@ from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedP
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadSetting, reason_of
-from rocm_attn.machine.whole_files import whole_file
+from rocm_attn.machine.whole_files import require_place, whole_file
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
@@ -40,15 +40,12 @@ class FlightRecorder(Flight):
 
     path: the file that a dump goes to; an earlier one is replaced
 
-    Raises BadSetting if the file's folder does not exist, so that this is not found out at a fault.
+    Raises BadSetting for a place where no file can be written, so that this is not found out at a fault.
     """
 
     def __init__(self, runtime: AttentionRuntime, path: Path | str, *, num_steps: int = NUM_STEPS) -> None:
         self.path = Path(path)
-        if not self.path.parent.is_dir():
-            raise BadSetting(
-                f"the flight record {path} cannot be written: {self.path.parent} is not a folder; create it"
-            )
+        require_place(self.path, "the flight record")
         self._runtime = runtime
         self._num_steps = num_steps
         self._ring: list[_Noted | None] = [None] * num_steps

@@ -29,6 +29,9 @@ from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.traces import otlp_traces
 from rocm_serve.speculation.methods import require_drafter
 
+# A message that a chat template must write.
+_MESSAGE = "Name a river."
+
 
 def run(options: argparse.Namespace) -> None:
     """Serves until a signal comes. Raises RocmAttnError; EngineEnded if the engine has ended by itself."""
@@ -67,7 +70,8 @@ def _template(settings: ServerOptions) -> str | None:
 
     try:
         source = settings.chat_template.read_text(encoding="utf-8")
-        ChatTemplate(source).render([{"role": "user", "content": "?"}])
+        if _MESSAGE not in ChatTemplate(source).render([{"role": "user", "content": _MESSAGE}]):
+            raise BadModel("it writes no message")
     except (OSError, UnicodeDecodeError, BadModel, BadRequest) as error:
         raise BadSetting(
             f"chat_template {settings.chat_template} cannot be used ({reason_of(error)}); give a file with a template "

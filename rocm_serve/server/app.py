@@ -130,7 +130,7 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continues prompts."""
         job = _job(request, body, model)
-        requests = await model.completion_requests(body, job.salt)
+        requests = await job.wait_for(model.completion_requests(body, job.salt))
         echoed = model.echoed(body) if body.echo else ()
         replies = CompletionReplies(model.name, EmittedTokens(model.tokenizer), echoed, PromptReport.of(body))
         return await _answer(generations, job, requests, body, replies)
@@ -139,7 +139,7 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Continues a conversation."""
         job = _job(request, body, model)
-        requests = await model.chat_requests(body, job.salt)
+        requests = await job.wait_for(model.chat_requests(body, job.salt))
         reader, prompts = partial(model.reader_of, body, requests[0]), PromptReport.of(body)
         replies = ChatReplies(model.name, EmittedTokens(model.tokenizer), reader, prompts)
         return await _answer(generations, job, requests, body, replies)
@@ -149,7 +149,7 @@ def _add_generation(routes: BodyRoutes, generations: Generations, model: ServedM
         """Continues a conversation, in the form of OpenAI's newer API. Nothing is kept."""
         chat = body.as_chat
         job = _job(request, chat, model)
-        requests = await model.chat_requests(chat, job.salt)
+        requests = await job.wait_for(model.chat_requests(chat, job.salt))
         reader = partial(model.reader_of, chat, requests[0])
         replies = ResponseReplies(model.name, body, requests[0].sampling, reader, model.count_tokens)
         return await _answer(generations, job, requests, chat, replies)
@@ -244,13 +244,16 @@ def _bad_body(errors: Sequence[Any]) -> ApiError:
     """Returns the first error. The answer repeats nothing of the body, which may be long or not Unicode."""
     first = errors[0]
     where = list(map(str, first["loc"]))
+    if first["type"] == "string_unicode" and not where:
+        return bad_request("the name of a field has half of a character; give whole characters")
     if not where:
         return bad_request("the body must be a JSON object, sent with Content-Type: application/json")
     field = where[0]
     if first["type"] == "missing" and len(where) == 1:
         return bad_request(f"{field} is missing", field, code="missing_required_parameter")
-    if field in SHAPES:
-        return bad_request(SHAPES[field], field)
+    if field in SHAPES and (len(where) > 1 or first["type"] != "string_type"):  # /tokenize has a prompt of one form
+        at = f"; {'.'.join(where)} is wrong" if len(where) > 1 and where[1].isdigit() else ""
+        return bad_request(f"{SHAPES[field]}{at}", field)
     return bad_request(f"{'.'.join(where)}: {first['msg']}", field)
 
 

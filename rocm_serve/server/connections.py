@@ -11,6 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any, cast
 
 import h11
@@ -93,7 +94,8 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
             headers = [("content-type", "application/json"), ("connection", "close")]
             answer = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
             is_answering = self.cycle is not None and not self.cycle.response_complete
-            for event in (answer, h11.Data(data=json.dumps(error.body()).encode()), h11.EndOfMessage()):
+            body = Context().run(error.body)  # the request that came before it has an id, and this one none
+            for event in (answer, h11.Data(data=json.dumps(body).encode()), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
             self._end_after_answer(not is_answering)
 
@@ -159,11 +161,16 @@ class _Ended:
         return getattr(self.real, name)
 
 
+def head_too_large() -> ApiError:
+    """Returns the error for a request with a long head."""
+    return ApiError(
+        _TOO_LARGE,
+        f"the request's first line and headers have more than {MOST_HEAD_BYTES} bytes; send fewer or shorter ones",
+        code="headers_too_large",
+    )
+
+
 def _refusal(error: BaseException | None) -> ApiError:
     if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _TOO_LARGE:
-        return ApiError(
-            _TOO_LARGE,
-            f"the request's first line and headers have more than {MOST_HEAD_BYTES} bytes; send fewer or shorter ones",
-            code="headers_too_large",
-        )
+        return head_too_large()
     return ApiError(400, f"the request is not HTTP/1.1 ({error}); send one that is", code="invalid_http")

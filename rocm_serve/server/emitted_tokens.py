@@ -22,8 +22,11 @@ class EmittedTokens:
 
     tokenizer: Tokenizer | None
 
-    def beside_text(self, logprobs: Iterable[TokenLogprobs], offset: int) -> tuple[Json, int]:
-        """Returns logprobs for /v1/completions, and the next token's offset in the text. offset: the first one's"""
+    def beside_text(self, logprobs: Iterable[TokenLogprobs], offset: int, text: str = "") -> tuple[Json, int]:
+        """Returns logprobs for /v1/completions, and the next token's offset in the text.
+
+        offset: the first one's; text: of a prompt, in which special tokens may be spelled
+        """
         emitted: dict[str, list[Any]] = {
             name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
@@ -33,7 +36,7 @@ class EmittedTokens:
             numbers.append(_number(each.logprob))
             likeliest.append(self._by_text(each.likeliest))
             offsets.append(offset)
-            offset += self._num_characters(each.token_id)
+            offset += self._num_characters(each.token_id, text, offset)
         return emitted, offset
 
     def of_echo(self, prompt: Sequence[int], text: str, logprobs: Sequence[TokenLogprobs], num: int) -> Json:
@@ -41,9 +44,9 @@ class EmittedTokens:
 
         text: of the prompt; num: of likeliest tokens
         """
-        first = self._num_characters(prompt[0])
+        first = self._num_characters(prompt[0], text, 0)
         cut = (TokenLogprobs(each.token_id, each.logprob, each.likeliest[:num]) for each in logprobs)
-        emitted, end = self.beside_text(cut, first)
+        emitted, end = self.beside_text(cut, first, text)
         dropped = max(0, end - len(text))  # a tokenizer may put a space before a text, which the text does not have
         emitted["text_offset"] = [max(0, offset - dropped) for offset in emitted["text_offset"]]
         before = {"tokens": self._beside_text(prompt[0]), "token_logprobs": None, "top_logprobs": None}
@@ -111,11 +114,16 @@ class EmittedTokens:
         except UnicodeDecodeError:
             return mark + "".join(f"\\x{byte:02x}" for byte in of_token)
 
-    def _num_characters(self, token_id: int) -> int:
-        """Characters of the text that begin in a token. A special one is not in the text."""
-        if self.tokenizer is None or not self.tokenizer.is_text(token_id):
+    def _num_characters(self, token_id: int, text: str, offset: int) -> int:
+        """Characters of the text that begin in a token. A special one is not in the text, unless a prompt spells it."""
+        if self.tokenizer is None:
             return 0
-        return sum(byte & 0xC0 != 0x80 for byte in self.tokenizer.bytes_of(token_id))
+        of_token = self.tokenizer.bytes_of(token_id)
+        if not self.tokenizer.is_text(token_id):
+            # The text lacks a space that its tokens may have: see of_echo().
+            places = (max(0, offset - 1), offset)
+            return len(of_token.decode()) if any(text.startswith(of_token.decode(), at) for at in places) else 0
+        return sum(byte & 0xC0 != 0x80 for byte in of_token)
 
 
 def _number(logprob: float) -> float:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rocm_attn.errors import FitsLater, RocmAttnError
 from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, client_gone, draining
+from rocm_serve.server.connections import MOST_HEAD_BYTES, head_too_large
 from rocm_serve.server.event_stream import error_response
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.job import Job
@@ -33,6 +34,7 @@ _ROUTES = _KEYED | {
 _OF_A_MODEL = "/v1/models/"
 # Code of an error -> the reason for a refusal in http_metrics.py.
 _REFUSED_FOR = {
+    "headers_too_large": "head",
     "invalid_api_key": "key",
     "body_too_large": "body",
     "body_too_slow": "body",
@@ -86,6 +88,8 @@ class ServerGate:
 
     def _admit(self, scope: Scope) -> str:
         """Returns the salt of the client. Raises ApiError."""
+        if _head_bytes(scope) > MOST_HEAD_BYTES:  # h11 bounds only heads that come in parts
+            raise head_too_large()
         headers = dict(scope["headers"])
         if b"content-length" in headers and b"transfer-encoding" in headers:
             # RFC 9112, 6.1: a proxy in front may have taken the other one, and would see another request in the body.
@@ -270,6 +274,12 @@ def _length(scope: Scope) -> int:
     """Returns the length of the body as the client has given it; 0 if it has not."""
     length = dict(scope["headers"]).get(b"content-length", b"")
     return int(length) if length.isdigit() else 0
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Returns the bytes of the target and of the headers as lines."""
+    lines = sum(len(name) + len(value) for name, value in scope["headers"]) + 4 * len(scope["headers"])
+    return len(scope.get("raw_path", b"")) + len(scope.get("query_string", b"")) + lines
 
 
 def _is_json(content_type: bytes) -> bool:

@@ -153,7 +153,7 @@ class Generations:
         try:
             constraint = requests[0].constraint
             if constraint is not None:
-                await self._check(constraint)
+                await job.wait_for(self._check(constraint))
             job.check()
             streams = self.front.streams(requests)
         except RocmAttnError as error:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from rocm_serve.request import Request
 from rocm_serve.request_stream import RequestStream
 from rocm_serve.server.api_errors import ApiError, deadline_passed
+
+T = TypeVar("T")
 
 
 class Job:
@@ -23,6 +26,7 @@ class Job:
     def __init__(self, salt: str, deadline_seconds: float, on_taken: Callable[[], None] = lambda: None) -> None:
         self.salt, self.is_read, self._on_taken = salt, False, on_taken
         self.ended: ApiError | None = None
+        self._work: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
         self._arrived = self._loop.time()
         self._streams: list[RequestStream] = []
@@ -65,10 +69,27 @@ class Job:
         if self.ended is not None:
             raise self.ended
 
+    async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns what work gives that its requests need. Raises ApiError, and cancels it, if the job is ended."""
+        self._work = asyncio.ensure_future(work)
+        if self.ended is not None:
+            self._work.cancel()
+        try:
+            # No name here holds the task: an error's traceback holds all names, and the task holds its error.
+            result: T = await self._work
+            return result
+        except asyncio.CancelledError:
+            self.check()
+            raise
+        finally:
+            self._work = None
+
     def end(self, why: ApiError) -> None:
         """Ends its requests. Their readers get the reason. The first reason stays."""
         if self.ended is None:
             self.ended = why
+            if self._work is not None:
+                self._work.cancel()
             for stream in self._streams:
                 stream.give_up(why)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rocm_attn.errors import BadSetting, reason_of
-from rocm_attn.machine.settings import API_KEYS
+from rocm_attn.machine.settings import API_KEYS, misspelt
 from rocm_serve.server.options import ServerOptions
 
 # The name of clients where there are no keys.
@@ -88,7 +88,13 @@ def keys_from(options: ServerOptions, environment: Mapping[str, str]) -> ApiKeys
     if options.api_key_file is not None:
         keys = _read(options.api_key_file)
     else:
-        keys = [key.strip() for key in environment.get(API_KEYS, "").split(",") if key.strip()]
+        given = environment.get(API_KEYS, "")
+        keys = [key.strip() for key in given.split(",") if key.strip()]
+        if given and not keys:
+            raise BadSetting(f"{API_KEYS} is {given!r}, which holds no API key; give keys, or unset it to have none")
+        for name, meant in () if keys else misspelt(environment).items():
+            if meant == API_KEYS:  # a server without keys would serve everybody
+                raise BadSetting(f"{name} is set, which nothing reads; keys are in {API_KEYS}")
     if not keys and not options.allow_anonymous and not is_loopback(options.host):
         raise BadSetting(
             f"the server would listen on {options.host}, which others can reach, without API keys; give "

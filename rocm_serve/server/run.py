@@ -73,6 +73,7 @@ def serve(
             server = Server(front, model, keys, announce, traces)
             await server.serve(sockets=[bound])
             front.check()
+            await front.stop()  # no answer is left, and an engine that hangs would not give back the requests it holds
 
     uvloop.run(served())
 

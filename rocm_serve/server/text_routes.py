@@ -13,7 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_attn.machine.distributions import version_of_package
 from rocm_serve.server.api_errors import bad_request
+from rocm_serve.server.gate import JOB
 from rocm_serve.server.generation import Generations
+from rocm_serve.server.job import Job
 from rocm_serve.server.parsing import BodyRoutes
 from rocm_serve.server.schema import Messages, TokenIds
 from rocm_serve.server.served_model import ServedModel
@@ -60,12 +62,15 @@ def add_text_routes(app: FastAPI, routes: BodyRoutes, generations: Generations, 
     """Adds the routes to an application."""
 
     @routes.post("/tokenize", TokenizeBody)
-    async def tokenize(body: TokenizeBody, _: Request) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         """Returns the tokens of a prompt, or of a conversation."""
         tokenizer = model.writer(_tokenizer_for(model, body), body.chat_template)
         assert model.tokenising is not None, "there is a tokenizer"
         said = [body.prompt or "", *(each.as_template["content"] for each in body.messages or ())]
-        answer = await model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model.max_len)
+        job: Job = request.scope[JOB]
+        answer = await job.wait_for(
+            model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model.max_len)
+        )
         return Response(answer, media_type="application/json")
 
     @routes.post("/detokenize", DetokenizeBody, model.refuse_many_tokens)

@@ -18,6 +18,8 @@ MOST_CHARACTERS = 1 << 16
 # Constraints that may be compiled or wait for it, including those whose request has left. It bounds an engine's work.
 MOST_COMPILING = 64
 _LONGEST_REASON = 400
+# A character that no text has.
+_NO_TEXT = "\U0010ffff"
 
 ConstraintKind = Literal["json_schema", "regex", "lark"]
 
@@ -114,9 +116,11 @@ def _grammar_alone(constraint: Constraint) -> str:
     if constraint.kind == "lark":
         return str(matcher.grammar_from_lark(constraint.text))
     try:
-        json.loads(constraint.text)
+        schema = json.loads(constraint.text)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f'the JSON schema is not JSON ({error}); give an object, as {{"type": "object"}}') from error
+    if not isinstance(schema, dict | bool):
+        raise BadRequest('the JSON schema is no object; give one, as {"type": "object"}')
     return str(matcher.grammar_from_json_schema(constraint.text))
 
 
@@ -129,11 +133,31 @@ def tokens_of(tokenizer: str, vocab_size: int, ends: Sequence[int]) -> Any:
     Raises BadRequest if the library cannot read it.
     """
     try:
-        return library().LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends))
+        return library().LLTokenizer(_unspelled(tokenizer), n_vocab=vocab_size, eos_token=list(ends))
     except ValueError as error:
         raise BadRequest(
             f"this model's tokenizer cannot be used with a constraint ({error}); leave the constraint out"
         ) from error
+
+
+def _unspelled(tokenizer: str) -> str:
+    """Returns the same tokenizer with names of special tokens that no constraint spells.
+
+    Otherwise the library takes a special token for such a text of a constraint. The answer would lack it, or end there.
+    """
+    content = json.loads(tokenizer)
+    model, added = content["model"], content["added_tokens"]
+    named = {each["content"]: _NO_TEXT + each["content"] for each in added if each["special"]}
+    for each in added:
+        each["content"] = named.get(each["content"], each["content"])
+    vocab = model["vocab"]
+    if isinstance(vocab, list):  # names with scores, of a Unigram model
+        model["vocab"] = [[named.get(name, name), score] for name, score in vocab]
+    else:
+        model["vocab"] = {named.get(name, name): token for name, token in vocab.items()}
+    if model.get("unk_token"):
+        model["unk_token"] = named.get(model["unk_token"], model["unk_token"])
+    return json.dumps(content)
 
 
 def compiled_of(constraint: Constraint, tokens: Any) -> LLMatcher:

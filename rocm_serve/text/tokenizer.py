@@ -101,7 +101,9 @@ class Tokenizer:
     ) -> str:
         """The text that the chat template writes of a conversation. Raises BadRequest, BadModel like encode_chat."""
         if self.chat_template is None:
-            raise BadRequest("the model has no chat template; pass the prompt unchanged (--raw)")
+            raise BadRequest(
+                "the model has no chat template; pass the prompt unchanged (--raw, or /v1/completions of a server)"
+            )
         return self.chat_template.render(messages, tools, rendering)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +13,28 @@ import torch
 from rocm_attn.capture.kernel_bundle import load_bundle, save_bundle
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.tuning_file import TuningFile
-from rocm_attn.machine.whole_files import whole_file
+from rocm_attn.machine.whole_files import require_place, whole_file
 from rocm_attn.selection import probe
 from rocm_attn.watch.evidence import EvidenceFile
 
 OLD = "old"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("gone/file", "gone is not a folder; create it"), ("kept", "something that is no file is there; name a file")],
+)
+def test_a_place_that_takes_no_file_is_refused(name: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(BadSetting, match=f"record .*{name} cannot be written: .*{says}"):
+        require_place(tmp_path / name, "record")
+    require_place(tmp_path / "kept" / "file", "record")
+
+
+def test_a_folder_in_which_the_user_may_not_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda folder, mode: (folder, mode) != (tmp_path, os.W_OK | os.X_OK))
+    with pytest.raises(BadSetting, match=r"this user may not write in .*; allow it, or name another folder"):
+        require_place(tmp_path / "file", "record")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_attn.cli import DONE, FAILED, INTERRUPTED, READER_GONE, main
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, READER_GONE, main
 from tests.amd.house.source_tree import ROOT
 from tests.amd.house.test_cli_families import PROMPT, with_tokenizer
 from tests.amd.runner.families import family_model
@@ -53,6 +53,31 @@ def test_without_a_stderr_progress_goes_nowhere_and_the_json_is_whole(redirected
     assert done.returncode == DONE
     assert json.loads(done.stdout)["results"][0]["prompt"] == PROMPT
     assert done.stderr == ""
+
+
+def test_a_folder_that_was_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["guards"]) == BAD_INPUT
+    assert "the current folder was deleted" in capsys.readouterr().err
+
+
+def test_a_closed_stderr_is_open_to_libraries_and_to_processes_that_a_command_begins() -> None:
+    in_a_process = "subprocess.run([sys.executable, '-c', 'import faulthandler; faulthandler.enable()'], check=True)"
+    begun = "import os, subprocess, sys; from rocm_attn.cli import main; main(['guards'])"
+    said = f"{begun}; {in_a_process}; print(os.readlink('/proc/self/fd/2'))"
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" 2>&-', sys.executable, said],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (DONE, [os.devnull])
 
 
 @pytest.mark.parametrize(

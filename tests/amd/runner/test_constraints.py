@@ -19,8 +19,10 @@ from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Request, RequestsFailed
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.matching import TextMatcher
+from rocm_serve.text.tokenizer import Tokenizer
+from tests.amd.runner.small_tokenizers import of_characters
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
-from tests.amd.runner.with_parameters import BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model
+from tests.amd.runner.with_parameters import BASE, CHARACTERS, CONSTRAINED, END, PLAIN, PROMPT, character_model
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,24 @@ def test_texts_match_their_constraints_and_end_where_they_may(alone: list[Comple
     assert [emitted.token_id for emitted in schema.logprobs] == list(schema.token_ids)
 
 
+@pytest.mark.parametrize(
+    ("constraint", "text"),
+    [
+        (Constraint.choice(["a<end>b"]), "a<end>b"),
+        (Constraint.regex("<end>[b]"), "<end>b"),
+        (Constraint.json_schema({"enum": ["<end>"]}), '"<end>"'),
+    ],
+    ids=["choice", "regex", "schema"],
+)
+def test_a_text_that_looks_like_a_special_token_is_written_as_text(constraint: Constraint, text: str) -> None:
+    """The token would end the text, and the text would lack it."""
+    characters = CHARACTERS + "<>"
+    words = Tokenizer(backend=of_characters(characters), bos_token_id=None, chat_template=None)
+    spelling = tiny_model(tokenizer=words, eos_token_ids=(len(characters),))
+    (done,) = Engine(spelling, BASE).generate([Request(PROMPT, 40, constraint=constraint)])
+    assert (done.text, done.finish_reason) == (text, "stop")
+
+
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth):
@@ -61,6 +81,7 @@ def nested(depth: int) -> dict[str, Any]:
     [
         (lambda: Constraint.json_schema({"type": "strin"}), "cannot be used: .*strin"),
         (lambda: Constraint.json_schema("{bad"), "the JSON schema is not JSON"),
+        (lambda: Constraint.json_schema("null"), "the JSON schema is no object; give one"),
         (lambda: Constraint.regex("[a"), "cannot be used: .*unclosed character class"),
         (lambda: Constraint.grammar("start: nothing"), "cannot be used: .*nothing"),
         (lambda: Constraint.json_schema({"a": {1, 2}}), "cannot be written as JSON"),

@@ -46,6 +46,7 @@ def request(**fields: Any) -> Request:
         (EngineOptions, {"topk": 2}, "topk is 2 and speculative is off, so there are no draft tokens"),
         (EngineOptions, {"sampled_drafts": True}, "or leave sampled_drafts out"),
         (EngineOptions, {"steps_ahead": 2}, "steps_ahead is 2; it must be"),
+        (EngineOptions, {"num_pages": 9, "kv_bytes": 1}, "each says how large the pool is; leave one of them out"),
         (EngineOptions, {"gpu_memory_share": 0}, "gpu_memory_share is 0; it must be above 0 and at most 1"),
         (EngineOptions, {"latency": NAN}, "latency is nan; it must be at least 0"),
         (EngineOptions, {"num_pages": 1}, "num_pages is 1; it must be at least 2"),

@@ -130,8 +130,9 @@ def test_one_address_has_only_its_share_of_the_connections(loaded: LoadedModel) 
         (b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: %s\r\n" % (n, b"y" * 900) for n in range(2000)), 431, ""),
         (b"GET /" + b"y" * 2**20, 431, ""),
         (b"\x16\x03\x01\x02\r\n\r\n" + b"y" * 2**20, 400, "invalid_http"),
+        (b"GET /health HTTP/1.1\r\nHost: t\r\nConnection: close\r\nA: " + b"y" * 2**14 + b"\r\n\r\n", 431, ""),
     ],
-    ids=["headers", "path", "no HTTP"],
+    ids=["headers", "path", "no HTTP", "whole in one read"],
 )
 def test_a_client_reads_why_its_head_was_refused_although_it_goes_on_sending(
     head: bytes, status: int, code: str, loaded: LoadedModel
@@ -144,6 +145,15 @@ def test_a_client_reads_why_its_head_was_refused_although_it_goes_on_sending(
         assert error["code"] == (code or "headers_too_large")
         assert error["message"].count(";") == 1, "it says what to do"
         assert refused(server, "head") == 1
+
+
+def test_what_follows_a_request_and_is_none_is_refused_without_its_id(loaded: LoadedModel) -> None:
+    with running(engine(loaded)) as server, socket.create_connection(server.address) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\nX-Request-Id: first\r\n\r\nno HTTP\r\n\r\n")
+        first, second = all_of(client).split(b"HTTP/1.1 400 ")
+        assert b"x-request-id: first" in first
+        assert b"invalid_http" in second
+        assert b"first" not in second
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from rocm_serve.text import constraint_trial
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
 from tests.amd.runner.with_parameters import PROMPT
-from tests.amd.server.raw import Reply, post, requested, send
+from tests.amd.server.raw import Client, Reply, post, requested, send
 from tests.amd.server.running import Running, letter_model, running
 from tests.amd.server.test_requested import OPTIONS
 
@@ -56,6 +56,34 @@ def test_endless_constraints_end_and_others_are_served_after_them(server: Runnin
             assert reply.status == 400
             assert "it takes more than 1 CPU seconds" in reply.error["message"]
     assert ask(server, {"enum": ["x", "yes"]}).status == 200
+    assert server.holds_nothing()
+
+
+def test_deadlines_and_clients_that_leave_end_requests_whose_constraints_are_tried(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, tried = threading.Semaphore(0), threading.Event(), list[str]()
+
+    def held_up(trial: TrialProcess, constraint: Constraint) -> None:
+        tried.append(constraint.text)
+        begun.release()
+        may_end.wait()
+
+    def body(number: int, **fields: Any) -> dict[str, Any]:
+        return requested(prompt=list(PROMPT), guided_json={"enum": [f"a{number}"]}, **fields)
+
+    monkeypatch.setattr(TrialProcess, "check", held_up)
+    try:
+        for number in range(2):  # both places of trials
+            with Client(server, body(number)):
+                begun.acquire()
+            server.jobs_are_done()
+        assert post(server, body(2, timeout=0.01)).status == 504  # it waits for a place
+        assert post(server, body(1, timeout=0.01, stream=True)).status == 504  # it waits for the trial of another one
+    finally:
+        may_end.set()
+    assert post(server, body(3)).status == 200
+    assert [text[-5:-2] for text in tried] == ['a0"', 'a1"', 'a3"']
     assert server.holds_nothing()
 
 

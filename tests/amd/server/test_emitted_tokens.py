@@ -88,6 +88,13 @@ def test_an_echoed_token_stands_at_its_place_in_the_text(prompt: str) -> None:
         assert token.startswith("bytes:") or text.startswith(token, offset)
 
 
+def test_a_special_token_that_a_prompt_spells_has_its_place_in_the_echo(emitted: EmittedTokens) -> None:
+    spelled = emitted.of_echo((3, 4, 3), f"b{END}b", of(4, 3), 0)
+    assert (spelled["tokens"], spelled["text_offset"]) == (["b", END, "b"], [0, 1, 1 + len(END)])
+    of_ids = emitted.of_echo((4, 3, 4, 3), "bb", of(3, 4, 3), 0)
+    assert of_ids["text_offset"] == [0, 0, 1, 1]
+
+
 def test_a_token_that_the_model_excludes_has_a_number_that_json_can_hold(emitted: EmittedTokens) -> None:
     excluded = [TokenLogprobs(3, -math.inf, ((2, 0.0),))]
     beside, _ = emitted.beside_text(excluded, 0)

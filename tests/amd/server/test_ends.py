@@ -20,13 +20,13 @@ from rocm_serve.async_engine import EngineEnded
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Request
 from rocm_serve.request_stream import Inbox, OutputChunk, RequestStream
-from rocm_serve.server.api_errors import ApiError
+from rocm_serve.server.api_errors import ApiError, client_gone
 from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import EventStream
 from rocm_serve.server.gate import ServerGate
 from rocm_serve.server.generation import Pieces
 from rocm_serve.server.http_metrics import HttpMetrics
-from rocm_serve.server.job import Jobs
+from rocm_serve.server.job import Job, Jobs
 from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.record import WRITER
@@ -424,3 +424,16 @@ def test_the_health_of_an_engine_that_has_ended_is_503(loaded: LoadedModel, monk
 
 def _broken() -> Any:
     raise Broken("the device is gone")
+
+
+async def test_work_for_a_request_that_has_ended_does_not_begin() -> None:
+    job, begun = Job("", 600.0), list[bool]()
+
+    async def work() -> None:
+        begun.append(True)
+
+    job.end(client_gone())
+    with pytest.raises(ApiError, match="disconnected"):
+        await job.wait_for(work())
+    job.close()
+    assert not begun

@@ -23,7 +23,7 @@ from rocm_serve.text.token_count import PIECE
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
-from tests.amd.server.raw import CHAT, COMPLETIONS, post, requested, send
+from tests.amd.server.raw import CHAT, COMPLETIONS, Client, post, requested, send
 from tests.amd.server.running import NAME, running
 
 PLAIN = ChatTemplate("{% for m in messages %}{{ m.content }}{{ m.reasoning_content or '' }}{% endfor %}")
@@ -187,6 +187,31 @@ def test_while_a_long_text_is_read_others_are_answered_and_long_ones_wait(
             assert sum(length >= LONG for length in backend.lengths) == 1
         assert {each.result().status for each in asked} == {200}
         assert sum(length >= LONG for length in backend.lengths) == 12
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_deadlines_and_clients_that_leave_end_requests_whose_texts_are_read_or_wait_for_it(
+    path: str, loaded: LoadedModel
+) -> None:
+    backend, long = Backend(word_tokenizer().backend), body(path, "w1" + " " * LONG)
+    with running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server:
+        with backend.held():
+            with Client(server, long, path):
+                backend.begun()
+            server.jobs_are_done()
+            for _ in range(2):
+                assert post(server, {**long, "timeout": 0.01}, path).status == 504
+        assert post(server, long, path).status == 200
+        assert sum(length >= LONG for length in backend.lengths) == 2, "those that waited are not read"
+        assert server.holds_nothing()
+
+
+def test_a_client_that_leaves_ends_the_reading_of_a_text_for_its_tokens_alone(loaded: LoadedModel) -> None:
+    backend, long = Backend(word_tokenizer().backend), {"prompt": "w1" + " " * LONG}
+    with running(engine(loaded), tokenizer=recording(word_tokenizer(), backend)) as server, backend.held():
+        with Client(server, long, "/tokenize"):
+            backend.begun()
+        server.jobs_are_done()
 
 
 def test_a_long_text_is_read_with_a_low_priority_and_a_short_one_is_not(loaded: LoadedModel) -> None:

@@ -118,6 +118,18 @@ def test_an_engine_that_is_killed_ends_every_answer_with_one_error_and_then_the_
     assert server.end() == FAILED
 
 
+def test_an_engine_that_hangs_is_killed_after_the_drain_whatever_clients_have_left_in_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rocm_serve.engine_process._END_SECONDS", 0.01)
+    server = Served(model)
+    with ask(server, stream=True):
+        for pid in family(server.pid)[1:]:
+            os.kill(pid, signal.SIGSTOP)
+    server.send(signal.SIGTERM)
+    assert server.end() == 0
+
+
 # tests/amd/server/test_observed.py has that there are none without it.
 def test_each_request_is_a_line_on_stderr_where_that_is_asked_for(model: Path) -> None:
     with served(model, "--access-log") as server:

@@ -134,6 +134,20 @@ def test_a_prompt_and_an_answer_longer_than_the_context_are_refused() -> None:
         assert fits.json["usage"]["total_tokens"] == 64
 
 
+@pytest.mark.parametrize(
+    "changing",
+    [
+        *({"thinking": {"type": "disabled"}}, {"echo": True}, {"input_ids": [1]}, {"session_params": {"id": "a"}}),
+        *({"stop_regex": "a+"}, {"no_stop_trim": True}, {"thinking_token_budget": 9}, {"watermarking": True}),
+        *({"repetition_detection": {}}, {"logprob_token_ids": [1]}, {"return_prompt_token_ids": True}),
+    ],
+    ids=str,
+)
+def test_what_other_engines_would_do_is_not_left_out_in_silence(changing: dict[str, Any], server: Running) -> None:
+    reply = post(server, {"model": NAME, "messages": USER, "max_tokens": 1, **changing}, CHAT)
+    assert (reply.status, reply.error["param"]) == (400, *changing)
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_field_that_is_not_served_says_why(path: str, server: Running) -> None:
     body = requested(max_tokens=1) if path == COMPLETIONS else {"model": NAME, "messages": USER, "max_tokens": 1}
@@ -175,6 +189,7 @@ def test_what_the_engine_refuses_is_the_requests_fault(fields: dict[str, Any], s
         ("w1", "messages must be"),
         ([{"role": "king", "content": "w1"}], "messages must be"),
         ([{"role": "user"}], "messages must be"),
+        ([{"role": "user", "content": "w1"}, {"role": "king", "content": "w1"}], "; messages.1.role is wrong"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages must be"),
         ([{"role": "system", "content": "\ud800"}], "the model's chat template refuses the messages: no system here"),
         ([{"role": "assistant", "content": "w1"}], "the model's chat template fails"),
@@ -327,6 +342,15 @@ def test_a_public_address_needs_keys() -> None:
         assert keys_from(ServerOptions(host=host), {}) == ApiKeys()
     both = keys_from(ServerOptions(host="0.0.0.0"), {API_KEYS: f"{KEYS[0]}, {KEYS[1]},"})
     assert both == ApiKeys.of(list(KEYS))
+
+
+@pytest.mark.parametrize("given", [",", " "])
+def test_a_variable_that_should_have_keys_and_has_none_opens_no_server(given: str) -> None:
+    with pytest.raises(BadSetting, match="which holds no API key; give keys, or unset it"):
+        keys_from(ServerOptions(), {API_KEYS: given})
+    assert keys_from(ServerOptions(), {API_KEYS: ""}) == ApiKeys()
+    with pytest.raises(BadSetting, match="ROCM_ATTN_API_KEY is set, which nothing reads; keys are in ROCM_ATTN_API_KE"):
+        keys_from(ServerOptions(), {"ROCM_ATTN_API_KEY": KEYS[0]})
 
 
 def test_keys_are_read_from_a_file(tmp_path: Any) -> None:

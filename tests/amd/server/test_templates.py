@@ -127,6 +127,7 @@ def test_a_template_of_a_file_is_checked_before_weights_are_read(tmp_path: Path)
     for content, says in (
         ("{% if %}", "cannot be used .the model's chat template fails"),
         ("{{ raise_exception('no') }}", "no"),
+        ('{"chat_template": "another file of the model"}', "it writes no message"),
     ):
         file.write_text(content)
         with pytest.raises(BadSetting, match=says):

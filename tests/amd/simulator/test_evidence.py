@@ -240,10 +240,11 @@ def test_pools_are_kept_page_by_page(
 
 def test_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.evidence"
-    path.write_text("{}")
-    assert main(["replay-step", str(path), "--simulate"]) == BAD_INPUT
-    (said,) = capsys.readouterr().err.splitlines()  # torch's own message has several
-    assert "a.evidence holds no evidence of a step (Weights only load failed)" in said
+    for content, why in (("{}", "Weights only load failed"), ("", "it is empty")):
+        path.write_text(content)
+        assert main(["replay-step", str(path), "--simulate"]) == BAD_INPUT
+        (said,) = capsys.readouterr().err.splitlines()  # torch's own message has several
+        assert f"a.evidence holds no evidence of a step ({why}); give a file that" in said
 
 
 @pytest.mark.nightly

@@ -1,15 +1,16 @@
-"""What chunk_rows.py writes of a chunk of 64 tokens whose channels decay by themselves, for Hopper, in Gluon.
+"""The workspace of states/chunk_rows.py for chunks of 64 tokens of a delta rule, for Hopper, in Gluon.
 
-A thread has two channels of a quarter of a chunk: 16 tokens, whose decays it adds up by itself. Operands of products
-lie in shared memory, and loads, products and stores of a program overlap with those of another one.
+If channels decay by themselves, a thread has two channels of a quarter of a chunk: 16 tokens, whose decays it adds up
+by itself. Factors of rows are bfloat16, and so are rows of q and k after they were divided by their norms. Operands of
+products lie in shared memory. Loads, products and stores of a program overlap with those of another one.
 
 No exponent is a difference of long sums here either. Factors of q and k are powers of the sums since the middle of a
 chunk's half, and the sums of quarters bring them to the other half, or to the chunk's begin or end. A chunk with a
-quarter in which a channel decays too much for that is left to chunk_rows.py, which is launched afterwards: its words
-say so.
+quarter that decays too much for that is left to chunk_rows.py, which is launched afterwards: its words say so.
 
-The inverse is computed by elimination in blocks of 16 tokens, which needs no products of matrices, and then from pair
-to pair of blocks, as in updates.py.
+The inverse is computed by elimination in blocks of 16 tokens, and then from pair to pair of blocks, as in updates.py,
+but in float16: no entry is above 2 as long as no strength is, since decays, keys of norm 1 and such strengths enlarge
+no state. Chunks with other strengths are left, too.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def _store_solved(of_u, values, of_w, keys, to, num_rows):
 
 @gluon.jit
 def _grows(of, num_rows):
-    """Whether a token may make a state larger than it is and its own v: strengths are not in [0, 2]."""
+    """Whether a token may enlarge a state by more than its v: its strength is not in [0, 2]."""
     token = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _ROWS))
     beta = gl.load(of.beta + token * of.beta_token, mask=token < num_rows, other=0.0)
     return gl.max(gl.abs(beta - 1.0), 0) > 1.0
@@ -240,6 +241,7 @@ def _as_columns(of_row):
 
 @gluon.jit
 def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
+    """Writes a chunk's values if channels decay by themselves."""
     raw_k, raw_q, of_w = _new_room(), _new_room(), _new_room()
     decays = gl.allocate_shared_memory(gl.float32, [_CHUNK, _DIM], _LINEAR)
     of_sums = gl.allocate_shared_memory(gl.float32, [4, _DIM], _LINEAR)
@@ -302,7 +304,7 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
         p_far = warpgroup_mma(raw_q, far, zeros, use_acc=False, is_async=True)
         _store_quarters(to.read + row * to.row, num_rows, _times(q, since))
         a_near, p_near, a_far, p_far = warpgroup_mma_wait(0, (a_near, p_near, a_far, p_far))
-        # Until here, and no new room may lie where they read.
+        # Products read these rooms until here: no new room may lie there.
         of_k._keep_alive()
         of_q._keep_alive()
         earlier._keep_alive()
@@ -328,7 +330,7 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
 
 @gluon.jit
 def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
-    """The same if all channels decay as one."""
+    """Writes a chunk's values if all channels decay as one."""
     raw_k, raw_q, values = _new_room(), _new_room(), _new_room()
     _copy(of.k, of.k_token, num_rows, raw_k, _COPIED)
     _copy(of.q, of.q_token, num_rows, raw_q, _COPIED)

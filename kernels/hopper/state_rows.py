@@ -445,7 +445,7 @@ def _hopper_chunk_rows_kernel(
             _rows_by_head(of, to, words, num_rows, G)
 
 
-def takes(tokens: RecurrentTokens, recurrence: RecurrenceRule, slots: RecurrentSlots, workspace: Tensor) -> bool:
+def _takes(tokens: RecurrentTokens, recurrence: RecurrenceRule, slots: RecurrentSlots, workspace: Tensor) -> bool:
     """True if the kernel computes such a layer, and its copies of 16 bytes begin where they must."""
     of_layer = recurrence.corrects and recurrence.normalises and tokens.k.dtype == torch.bfloat16
     dims = slots.state.shape[2:] == (_DIM.value, _DIM.value)
@@ -462,7 +462,10 @@ def launch_hopper_chunk_rows(
     *,
     most_q_len: int,
 ) -> None:
-    """Like `launch_chunk_rows`, which it launches for what the kernel leaves."""
+    """Like `launch_chunk_rows`, which it launches for layers and chunks that the kernel does not take."""
+    if not _takes(tokens, recurrence, slots, workspace):
+        launch_chunk_rows(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+        return
     num_heads = slots.state.shape[1]
     geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
     launch(

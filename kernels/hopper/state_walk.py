@@ -26,6 +26,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.chunk_space import chunk_geometry, rows_of, words_of
+from rocm_attn.kernels.states.chunk_walk import launch_chunk_walk, walked
 from rocm_attn.kernels.states.updates import load_token
 
 _BEGINS = gl.constexpr(arguments.BEGINS)
@@ -294,9 +295,9 @@ def _hopper_chunk_walk_kernel(
     words = words_of(chunk_words, first_token // _CHUNK + seq, head, G).decay
     if G.CHANNELS:
         ROW: gl.constexpr = G.HEADS * G.ROW
-        walked = WalkedRows(of.u + first_column, of.products, of.w, of.read, ROW, of.write, ROW, ROW, words)
+        of_chunks = WalkedRows(of.u + first_column, of.products, of.w, of.read, ROW, of.write, ROW, ROW, words)
     else:
-        walked = WalkedRows(
+        of_chunks = WalkedRows(
             of.u + first_column,
             of.products,
             of.w,
@@ -346,7 +347,7 @@ def _hopper_chunk_walk_kernel(
                 _walk,
                 (before, rooms, of_out, q_len, out_rows, out_token, G),
             ),
-            (_load, (walked, rooms, q_len, G)),
+            (_load, (of_chunks, rooms, q_len, G)),
         ],
         [4],
         [104],
@@ -358,7 +359,7 @@ def copies_rows_of(*tensors: Tensor) -> bool:
     return all(tensor.data_ptr() % 16 == 0 and not any(step % 16 for step in tensor.stride()[:2]) for tensor in tensors)
 
 
-def takes(tokens: RecurrentTokens, slots: RecurrentSlots, workspace: Tensor) -> bool:
+def _takes(tokens: RecurrentTokens, slots: RecurrentSlots, workspace: Tensor) -> bool:
     """True if the kernel computes such a layer, and its copies begin where they must."""
     dk, dv = slots.state.shape[2:]
     dims = dk == _DIM.value and dv % COLUMNS.value == 0 and tokens.k.itemsize == 2
@@ -374,29 +375,17 @@ def launch_hopper_chunk_walk(
     *,
     most_q_len: int,
 ) -> None:
-    """Like `launch_chunk_walk`."""
+    """Like `launch_chunk_walk`, which it launches for layers that the kernel does not take."""
+    if not _takes(tokens, slots, workspace):
+        launch_chunk_walk(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+        return
     assert most_q_len >= slots.most_kept
     _, num_heads, _, dv = slots.state.shape
     geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
     launch(
         _hopper_chunk_walk_kernel,
         (num_heads * (dv // COLUMNS.value), places.num_seqs),
-        tokens.q,
-        tokens.k,
-        tokens.out,
-        rows,
-        chunk_words,
-        slots.state,
-        *slots.kept,
-        places.source,
-        places.target,
-        places.pending,
-        places.q_indptr,
-        most_q_len,
-        *tokens.q.stride()[:2],
-        *tokens.k.stride()[:2],
-        *tokens.out.stride()[:2],
-        *slots.strides,
+        *walked(tokens, slots, places, rows, chunk_words, most_q_len),
         G=geometry,
         num_warps=4,
     )

@@ -137,6 +137,35 @@ def _chunk_walk_kernel(
         tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 
 
+def walked(
+    tokens: RecurrentTokens,
+    slots: RecurrentSlots,
+    places: StatePlaces,
+    rows: Tensor,
+    chunk_words: Tensor,
+    most_q_len: int,
+) -> tuple[object, ...]:
+    """The arguments of a launch, up to G."""
+    return (
+        tokens.q,
+        tokens.k,
+        tokens.out,
+        rows,
+        chunk_words,
+        slots.state,
+        *slots.kept,
+        places.source,
+        places.target,
+        places.pending,
+        places.q_indptr,
+        most_q_len,
+        *tokens.q.stride()[:2],
+        *tokens.k.stride()[:2],
+        *tokens.out.stride()[:2],
+        *slots.strides,
+    )
+
+
 def launch_chunk_walk(
     tokens: RecurrentTokens,
     recurrence: RecurrenceRule,
@@ -166,22 +195,7 @@ def launch_chunk_walk(
     launch(
         _chunk_walk_kernel,
         (num_heads * triton.cdiv(dv, columns), places.num_seqs),
-        tokens.q,
-        tokens.k,
-        tokens.out,
-        rows,
-        chunk_words,
-        slots.state,
-        *slots.kept,
-        places.source,
-        places.target,
-        places.pending,
-        places.q_indptr,
-        most_q_len,
-        *tokens.q.stride()[:2],
-        *tokens.k.stride()[:2],
-        *tokens.out.stride()[:2],
-        *slots.strides,
+        *walked(tokens, slots, places, rows, chunk_words, most_q_len),
         G=geometry,
         COLUMNS=columns,
         num_warps=4 if geometry.DK_BLOCK * columns <= 8192 else 8,

@@ -6,8 +6,6 @@ shape determines whether there can be any of the latter, so that a graph always 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from torch import Tensor
 
 from rocm_attn.kernels.backend import on_hopper
@@ -16,22 +14,6 @@ from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, R
 from rocm_attn.kernels.states.chunk_rows import launch_chunk_rows
 from rocm_attn.kernels.states.chunk_walk import launch_chunk_walk
 from rocm_attn.kernels.states.token_steps import launch_token_steps
-
-
-class _LaunchChunks(Protocol):
-    """launch_chunk_rows, launch_chunk_walk, or their equals for Hopper."""
-
-    def __call__(
-        self,
-        tokens: RecurrentTokens,
-        recurrence: RecurrenceRule,
-        slots: RecurrentSlots,
-        places: StatePlaces,
-        workspace: Tensor,
-        *,
-        most_q_len: int,
-    ) -> None: ...
-
 
 # With fewer new tokens than this, a sequence is not worth a chunk.
 _LEAST_CHUNK = 16
@@ -58,13 +40,13 @@ def launch_recur(
         launch_token_steps(tokens, recurrence, slots, places, most_q_len=places.max_q_len, clears=True)
         return
     launch_token_steps(tokens, recurrence, slots, places, most_q_len=most_q_len, clears=False)
-    rows: _LaunchChunks = launch_chunk_rows
-    walk: _LaunchChunks = launch_chunk_walk
     if on_hopper():
         # Not every release of Triton has the Gluon that these are written in.
-        from rocm_attn.kernels.hopper import state_rows, state_walk
+        from rocm_attn.kernels.hopper.state_rows import launch_hopper_chunk_rows
+        from rocm_attn.kernels.hopper.state_walk import launch_hopper_chunk_walk
 
-        rows = state_rows.launch_hopper_chunk_rows if state_rows.takes(tokens, recurrence, slots, workspace) else rows
-        walk = state_walk.launch_hopper_chunk_walk if state_walk.takes(tokens, slots, workspace) else walk
-    rows(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
-    walk(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+        launch_hopper_chunk_rows(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+        launch_hopper_chunk_walk(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+    else:
+        launch_chunk_rows(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+        launch_chunk_walk(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)

@@ -215,7 +215,7 @@ def test_attention_over_a_selection_does_too(records: bool, tokens: int) -> None
     assert [each.opcode for each in machine_code(kernel)].count("WARPGROUP.DEPBAR.LE") == waits
 
 
-@pytest.mark.parametrize("layer", ["kimi_linear", "qwen3_next"])
+@pytest.mark.parametrize("layer", ["kimi_linear", pytest.param("qwen3_next", marks=pytest.mark.nightly)])
 def test_chunks_of_recurrent_layers_do_too(layer: str) -> None:
     (row,) = (row for row in STATE_ROWS if (row.arch, row.name, row.is_large) == ("sm_90", layer, False))
     kernels = {kernel.name: kernel for kernel in compiled_by(row.launch, "sm_90")}

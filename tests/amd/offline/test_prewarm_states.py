@@ -21,9 +21,11 @@ from rocm_attn.capture.prewarm import prewarm
 from rocm_attn.cli import DONE, main
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.states.arguments import Update
+from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.problem import Problem
+from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.recurrence import Convolution, Recurrence
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -53,6 +55,7 @@ KERNELS = {
     "_chunk_rows_kernel",
     "_chunk_walk_kernel",
 }
+HOPPERS_KERNELS = {"_hopper_chunk_rows_kernel", "_hopper_chunk_walk_kernel"}
 # New tokens of the sequences of steps: decode, verification of up to as many drafts as a state keeps, and prompts.
 STEPS = ([1], [1, 1, 1], [2, 1], [3, 4, 1], [4, 4, 4], [5, 1], [7], [11, 13], [15, 15, 15], [16], [40, 1], [300, 9, 1])
 
@@ -66,7 +69,7 @@ def prewarmed(recurrent: RecurrentLayers, target: Target, options: RuntimeOption
 
 
 def of_states(found: set[Variant]) -> set[Variant]:
-    return {variant for variant in found if variant[0] in KERNELS}
+    return {variant for variant in found if variant[0] in KERNELS | HOPPERS_KERNELS}
 
 
 def go_on(part: Part, layers: Sequence[Recurrence], gates: int) -> None:
@@ -126,6 +129,20 @@ def test_steps_launch_the_variants_that_were_compiled(target: Target) -> None:
     assert {name for name, _ in launched} == KERNELS
     # A layer may give its convolution a bias or none: each of them gave one of the two.
     assert {name for name, _ in compiled - launched} == {"_convolve_kernel"}
+
+
+@pytest.mark.oldest_triton
+@pytest.mark.skipif(Release.of(triton_version()) not in TRITONS, reason="Hopper's own kernels are for other releases")
+def test_hoppers_own_kernels_are_compiled_too() -> None:
+    layers = (
+        replace(GATED_DELTA, k_dim=128, v_dim=128, convolution=Convolution(2 * 2 * 128 + 4 * 128)),
+        replace(KIMI, k_dim=128, v_dim=128, convolution=Convolution(3 * 4 * 128)),
+        replace(MAMBA, k_dim=128, v_dim=64, convolution=Convolution(2 * 128 + 8 * 64)),
+    )
+    recurrent = RecurrentLayers(layers, kept=KEPT)
+    compiled, launched = prewarmed(recurrent, HOPPER), served(recurrent, HOPPER)
+    assert sorted(name for name, _ in launched - compiled) == []
+    assert {name for name, _ in launched} == KERNELS - {"_chunk_walk_kernel"} | HOPPERS_KERNELS
 
 
 def test_a_deterministic_model_takes_tokens_one_by_one() -> None:

@@ -139,7 +139,7 @@ class _Trial(Generic[Outputs]):
         self._eager = eager
         self._num_compared = self._most_seqs = self._longest = 0
         self._wrong: dict[str, str] = {}
-        self._had_sequences = False
+        self._had_tokens = False
 
     def run(self, batches: Iterator[StepBatch], of: str) -> CapturedGraph[Outputs]:
         """Records the first step and compares the others. of: whose requests they are, in words"""
@@ -163,7 +163,7 @@ class _Trial(Generic[Outputs]):
             replayed, made = self._tensors(batch, graph.outputs), structure_of(graph.outputs)
             outputs = self._eager(step)
             wanted, now = self._tensors(batch, outputs), structure_of(outputs)
-        self._had_sequences |= batch.num_seqs > 0
+        self._had_tokens |= batch.num_tokens > 0
         if not _has_number(wanted) and not _has_number(replayed):
             return  # NaN equals NaN here, so this proves nothing, like a comparison of pads
         self._num_compared += 1
@@ -207,8 +207,8 @@ class _Trial(Generic[Outputs]):
             f"equal to the eager run {how} in {self._num_compared} random batches of up to {self._most_seqs} "
             f"sequences and {self._longest} tokens{of}"
         )
-        if not self._had_sequences:
-            summary = "not compared: the step has no sequences here, and no others could be admitted"
+        if not self._had_tokens:
+            summary = "not compared: the step has no new tokens here, and no others could be admitted"
         elif not self._num_compared:
             why = f"cannot be compared with the eager run: {NO_NUMBERS}"
             # In a live step it may be a request's fault. So another step may show more, as after a forward that raised.

@@ -381,7 +381,7 @@ class StepRunner(Generic[Outputs]):
         if reason:
             return self._without_graph(step, batch, reason)
         q_len = batch.q_len
-        if batch.num_seqs == 0 or is_uniform(plan.shape):
+        if batch.num_tokens == 0 or is_uniform(plan.shape):
             typical = typical_new_tokens(self._runtime, plan.shape)
             q_len = q_len if typical is None else typical
         candidate = GraphCandidate(self._runtime, plan, q_len, None if gate.stores.refusal else batch)
@@ -406,8 +406,8 @@ class StepRunner(Generic[Outputs]):
             return "graphs are off"
         if not plan.replayable:
             return "no graph is made for steps of this kind or size"
-        if batch.num_seqs == 0 and not self._agrees:  # no input may be there to compare; capture_all() makes it
-            return "it has no sequences"
+        if batch.num_tokens == 0 and not self._agrees:  # no input may be there to compare; capture_all() makes it
+            return "it has no new tokens"
         if not self._may_capture(self._runtime.seals.number):
             return "the addresses are not sealed"
         # The comparison writes to the pages of new tokens.

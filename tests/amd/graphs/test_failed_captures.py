@@ -21,6 +21,7 @@ from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, WrappedRecorder, same, serve
 from tests.amd.ranks import among_all, on_every_rank
+from tests.amd.worlds.hybrid import Hybrid
 
 CPU = torch.device("cpu")
 
@@ -199,6 +200,19 @@ def admitted(max_num_seqs: int = 8) -> tuple[Tiny, StepRunner]:
     eagerly = tiny.runner(graphs=False)
     eagerly.run(StepBatch(*(np.array(values, np.int32) for values in ([1], [4], [4], [7, 7, 7, 7]))))
     return tiny, tiny.runner()
+
+
+def test_steps_without_new_tokens_leave_graphs_on() -> None:
+    """A graph of such a step had no output to be compared by, and switched all graphs off."""
+    world = Hybrid(CPU, "torch", graphs=True)
+    requests = world.begun(4, 3)
+    for _ in range(2):
+        assert len(world.run(requests, [[], []])) == 0
+    for _ in range(2):
+        world.step(requests, [world.ids(1), world.ids(1)])
+    assert world.runner.counters.graphs_off == ""
+    assert world.runner.counters.fallbacks["it has no new tokens"] == 2
+    assert world.runner.counters.replays
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8], ids=["no free row", "free rows"])

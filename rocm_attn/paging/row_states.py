@@ -146,8 +146,9 @@ class RowStates:
         slots = SLOTS_OF_ROW * rows.astype(np.int64)
         self._headers[rows] = _NOTHING
         self._headers[rows, 0] = np.stack([np.full_like(kv_len, -1), kv_len, kv_len], 1)
-        pool.copy(tuple(self.copies))
-        self.copies.clear()
+        while self.copies:
+            pool.copy(self.copies[0])
+            del self.copies[0]
         headers = np.stack([self.tags[rows], *self._headers[rows, 0].T], 1)
         return slots, headers
 

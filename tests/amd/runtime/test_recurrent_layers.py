@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, WrongState
-from rocm_attn.paging.state_pool import RecurrentLayers
+from rocm_attn.paging.state_pool import RecurrentLayers, StateCopy
 from rocm_attn.step.gate import AGAIN
 from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
 from tests.amd.worlds.problems import deterministic_providers
@@ -89,6 +89,38 @@ def test_a_fork_after_a_forward_that_failed_half_way_has_the_state_before_it(
         world.recur(step.parts[0], 0)
     child = type(one)(world.runtime.table.fork(one.row, 6), list(one.ids))
     world.step([child, one], [world.ids(1), world.ids(2)])
+    world.runtime.check_device()
+
+
+def test_a_copy_that_was_made_before_another_one_raised_is_not_made_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that was freed after its fork gets the state of a checkpoint, so its fork would find none a second time."""
+    world = Hybrid(device, "torch")
+    table, (one,) = world.runtime.table, world.begun(PAGE_SIZE)
+    ids = table.kept.keep(one.row, 0, 1)
+    world.step([one], [world.ids(1)])
+    child = type(one)(table.fork(one.row, len(one.ids)), list(one.ids))
+    table.free(one.row)
+    late = type(one)(table.kept.admit_over(ids, PAGE_SIZE), one.ids[:PAGE_SIZE])
+    assert late.row == one.row
+    last = type(one)(table.fork(child.row, len(child.ids)), list(child.ids))
+    states, make, made = world.runtime.states, world.runtime.states.copy, list[StateCopy]()
+
+    def copy(of: StateCopy) -> None:
+        if len(made) == 2:
+            made.append(of)
+            raise torch.OutOfMemoryError("no room for a slot")
+        made.append(of)
+        make(of)
+
+    monkeypatch.setattr(states, "copy", copy)
+    requests = [child, late, last]
+    new = [world.ids(1) for _ in requests]
+    with pytest.raises(torch.OutOfMemoryError):
+        world.run(requests, new)
+    world.step(requests, new)
+    assert len(made) == 4
     world.runtime.check_device()
 
 

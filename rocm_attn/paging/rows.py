@@ -143,8 +143,8 @@ class Rows:
 
     def must_be_admitted(self, row: int) -> None:
         try:
-            is_admitted = RESERVED_ROW < index(row) < len(self.capacity) and self.capacity[row] >= 0
-        except TypeError:  # a float, an array or None is no row
+            is_admitted = RESERVED_ROW < index(row) < len(self.capacity) and bool(self.capacity[row] >= 0)
+        except (TypeError, ValueError):  # a float, an array or None is no row; nor is a bool, a mask of all rows
             is_admitted = False
         if not is_admitted:
             raise WrongState(f"row {row} is not admitted: it was never handed out, or it was freed already")

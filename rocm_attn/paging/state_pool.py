@@ -48,6 +48,8 @@ class RecurrentLayers:
     spacing: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layers, Sequence) or not all(isinstance(each, Recurrence) for each in self.layers):
+            raise BadSetting(f"layers are {self.layers!r}; give a list with a Recurrence for each recurrent layer")
         object.__setattr__(self, "layers", tuple(self.layers))
         for name, least in (("kept", 1), ("checkpoints", 0), ("spacing", 0)):
             value = whole_number(name, getattr(self, name))

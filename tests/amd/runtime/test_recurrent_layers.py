@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, WrongState
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.paging.state_pool import RecurrentLayers, StateCopy
 from rocm_attn.step.gate import AGAIN
 from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
@@ -361,10 +361,18 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
             part.states.convolve(0, x, weight, None, x)  # a block of tokens read what another had written
     with pytest.raises(BadSetting, match="kept of recurrent layers is 0; it must be 1 or more"):
         RecurrentLayers(ALL_KINDS, kept=0)
+    for layers in (None, GATED_DELTA, [None]):
+        with pytest.raises(BadSetting, match="give a list with a Recurrence for each recurrent layer"):
+            RecurrentLayers(layers)  # type: ignore[arg-type]
+    with pytest.raises(NeverFits, match=f"checkpoints of recurrent layers is {2**31}; slots are int32"):
+        Hybrid(device, "torch", checkpoints=2**31)
     with pytest.raises(BadProblem, match="3 heads over 2 heads of k"):
         replace(GATED_DELTA, num_heads=3)
     for wrong in ({"k_dim": 0}, {"dtype": torch.int32}, {"scale": -1.0}, {"update": "delta"}, {"normalises": 1}):
         with pytest.raises(BadProblem, match=next(iter(wrong))):
             replace(GATED_DELTA, **wrong)
+    for name, value in (("k_dim", "8"), ("scale", None), ("scale", "1"), ("convolution", 4)):
+        with pytest.raises(BadProblem, match=name):
+            replace(GATED_DELTA, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(BadProblem, match="silu is 'no'"):
         replace(GATED_DELTA.convolution, silu="no")  # type: ignore[arg-type]

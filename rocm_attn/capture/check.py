@@ -51,8 +51,9 @@ class CapturedGraph(Generic[Outputs]):
     summary: the steps that it was compared on
     seconds: spent on the comparison, recording not counted
     wrong:   the faults found, by name; empty if the results were bitwise those of the eager run. failure: it may not
-             serve; raised: forward has raised while it was recorded, or NO_NUMBERS of a live step; inexact: it lies
-             within the bounds of the eager run; over: the check was broken off, and nothing more is tried
+             serve; raised: forward has raised while it was recorded, or has stored NaN, or NO_NUMBERS of a live step;
+             inexact: it lies within the bounds of the eager run; over: the check was broken off, and nothing more is
+             tried
     """
 
     graph: Graph[Outputs] | None

@@ -82,7 +82,10 @@ class CaptureCheck:
     def has_steps(self, candidate: GraphCandidate) -> bool:
         """True if there is a step to record now. No graph is tried on a live step whose inputs are faulty."""
         live, has_room = candidate.live, self._room(candidate) is not None
-        return has_room or (live is not None and _can_be_drawn(live) and has_sound_inputs(candidate))
+        # Without new tokens there may be no output to compare.
+        return (has_room and bool(candidate.q_len.any())) or (
+            live is not None and _can_be_drawn(live) and has_sound_inputs(candidate)
+        )
 
     def record(
         self, candidate: GraphCandidate, record: Record[Outputs], eager: Eager[Outputs]
@@ -140,7 +143,7 @@ class _Trial(Generic[Outputs]):
         self._eager = eager
         self._num_compared = self._most_seqs = self._longest = 0
         self._wrong: dict[str, str] = {}
-        self._had_tokens = False
+        self._had_sequences = False
 
     def run(self, batches: Iterator[StepBatch], of: str) -> CapturedGraph[Outputs]:
         """Records the first step and compares the others. of: whose requests they are, in words"""
@@ -164,7 +167,7 @@ class _Trial(Generic[Outputs]):
             replayed, made = self._tensors(batch, graph.outputs), structure_of(graph.outputs)
             outputs = self._eager(step)
             wanted, now = self._tensors(batch, outputs), structure_of(outputs)
-        self._had_tokens |= batch.num_tokens > 0
+        self._had_sequences |= batch.num_seqs > 0
         if not _has_number(wanted) and not _has_number(replayed):
             return  # NaN equals NaN here, so this proves nothing, like a comparison of pads
         self._num_compared += 1
@@ -208,8 +211,8 @@ class _Trial(Generic[Outputs]):
             f"equal to the eager run {how} in {self._num_compared} random batches of up to {self._most_seqs} "
             f"sequences and {self._longest} tokens{of}"
         )
-        if not self._had_tokens:
-            summary = "not compared: the step has no new tokens here, and no others could be admitted"
+        if not self._had_sequences:
+            summary = "not compared: the step has no sequences here, and no others could be admitted"
         elif not self._num_compared:
             why = f"cannot be compared with the eager run: {NO_NUMBERS}"
             # In a live step it may be a request's fault. So another step may show more, as after a forward that raised.
@@ -256,8 +259,12 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 
 def _can_be_drawn(live: StepBatch) -> bool:
-    """True if the host knows the new tokens, and any mask has no bits: those are packed for their own step alone."""
-    return live.num_seqs == 0 or (live.inputs.q_len_on_host and not isinstance(live.mask, StepMask))
+    """True if the host knows the new tokens, of which there are some, and any mask has no bits.
+
+    Those are packed for their own step alone.
+    """
+    is_known = live.inputs.q_len_on_host and not isinstance(live.mask, StepMask)
+    return live.num_seqs == 0 or (is_known and live.num_tokens > 0)
 
 
 def _own_draws(live: StepBatch, shape: PaddedShape) -> Iterator[StepBatch]:

@@ -406,8 +406,8 @@ class StepRunner(Generic[Outputs]):
             return "graphs are off"
         if not plan.replayable:
             return "no graph is made for steps of this kind or size"
-        if batch.num_tokens == 0 and not self._agrees:  # no input may be there to compare; capture_all() makes it
-            return "it has no new tokens"
+        if batch.num_seqs == 0 and not self._agrees:  # no input may be there to compare; capture_all() makes it
+            return "it has no sequences"
         if not self._may_capture(self._runtime.seals.number):
             return "the addresses are not sealed"
         # The comparison writes to the pages of new tokens.

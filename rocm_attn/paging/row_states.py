@@ -72,7 +72,7 @@ class RowStates:
                 self.begin(row)
 
     def truncate(self, row: int, kv_len: int) -> None:
-        """Notes that a row whose track was lost has no tokens from kv_len on."""
+        """Notes that a row whose track was lost has no tokens from kv_len on that a step has stored in every layer."""
         if not self.is_empty:
             lost = (self._headers[row, :, :2] == _ANYTHING[:2]).all(1)
             self._headers[row, lost, 2] = np.minimum(self._headers[row, lost, 2], kv_len)

@@ -91,6 +91,7 @@ class Rows:
         self.capacity = np.full(num_rows, -1, np.int32)
         self.look_from = np.full(num_rows, ALWAYS, np.int32)
         self.tokens = guards.new_tokens(num_rows)
+        self.tokens.on_left_out = states.truncate
         self.generations = RowGenerations(num_rows)
         self.free = list(range(num_rows - 1, RESERVED_ROW, -1))
         self.known_rows = b"", np.empty(0, np.int64)

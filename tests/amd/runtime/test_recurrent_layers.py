@@ -228,6 +228,20 @@ def test_tokens_that_steps_of_device_lengths_stored_are_not_from_elsewhere(
         world.runtime.check_device()
 
 
+def test_tokens_of_a_step_of_device_lengths_that_failed_half_way_are_from_elsewhere(device: torch.device) -> None:
+    """Fill has given them a slot, which nothing was written to: a row went on from the memory that was there."""
+    world = Hybrid(device, "torch")
+    (one,) = world.begun(6)
+    batch = world.batch([one], [[7]])
+    lengths = torch.tensor([7], dtype=torch.int32, device=device)
+    with world.runtime.step(replace(batch, inputs=DeviceInputs(kv_len=lengths))):
+        pass
+    world.runtime.table.mark_stored([one.row], [7])
+    one.ids += [7]
+    with pytest.raises(BadBatch, match="goes on after 7 tokens of row 1, whose state is there for no token"):
+        world.run([one], [world.ids(1)])
+
+
 @pytest.mark.parametrize("on_host", [True, False], ids=["the host", "the device"])
 def test_tokens_that_no_step_has_stored_end_the_state_of_their_row(on_host: bool, device: torch.device) -> None:
     """Its slots have the state after as many tokens: others, which were taken back."""

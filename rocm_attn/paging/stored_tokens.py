@@ -270,9 +270,10 @@ class StepStores:
         missing = [number for number in range(self._all.bit_length()) if not done >> number & 1]
         names = [self._sides.name(number) for number in missing[:8]]
         words = ", ".join(names) + (" and others" if len(missing) > len(names) else "")
-        stored = np.minimum(batch.start, self._tokens.stored_len[batch.rows])
-        for row, start, kv_len in zip(batch.rows.tolist(), batch.start.tolist(), stored.tolist(), strict=True):
+        stored, new = np.minimum(batch.start, self._tokens.stored_len[batch.rows]), batch.q_len > 0
+        for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
             self._tokens.left_out[row] = start, words
+        for row, kv_len in zip(batch.rows[new].tolist(), stored[new].tolist(), strict=True):
             self._tokens.on_left_out(row, kv_len)
 
 

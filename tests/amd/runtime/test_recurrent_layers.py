@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.paging.state_pool import RecurrentLayers, StateCopy
 from rocm_attn.step.gate import AGAIN
+from rocm_attn.step.step import Step
 from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
 from tests.amd.worlds.problems import deterministic_providers
 
@@ -231,13 +234,22 @@ def test_tokens_that_steps_of_device_lengths_stored_are_not_from_elsewhere(
 def test_tokens_of_a_step_of_device_lengths_that_failed_half_way_are_from_elsewhere(device: torch.device) -> None:
     """Fill has given them a slot, which nothing was written to: a row went on from the memory that was there."""
     world = Hybrid(device, "torch")
-    (one,) = world.begun(6)
-    batch = world.batch([one], [[7]])
-    lengths = torch.tensor([7], dtype=torch.int32, device=device)
-    with world.runtime.step(replace(batch, inputs=DeviceInputs(kv_len=lengths))):
+    one, idle = world.begun(6, 6)
+
+    def step(*args: Sequence[int]) -> Step:
+        batch = StepBatch(*args)
+        world.runtime.table.reserve_all(batch.rows, batch.kv_len)
+        lengths = torch.tensor(batch.kv_len, device=device)
+        return world.runtime.step(replace(batch, inputs=DeviceInputs(kv_len=lengths)))
+
+    with step([idle.row], [7], [1], [5]) as whole:
+        world.forward(whole.parts[0])
+    idle.ids += [5]
+    with step([one.row, idle.row], [7, 3], [1, 0], [7]):
         pass
     world.runtime.table.mark_stored([one.row], [7])
     one.ids += [7]
+    world.step([idle], [world.ids(1)])  # it had no new token in the step that failed
     with pytest.raises(BadBatch, match="goes on after 7 tokens of row 1, whose state is there for no token"):
         world.run([one], [world.ids(1)])
 

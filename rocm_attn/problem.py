@@ -100,7 +100,7 @@ class Indexer:
     def __post_init__(self) -> None:
         _check_indexing(self.indexing)
         for name in ("num_heads", "head_dim"):
-            object.__setattr__(self, name, _whole(f"{name} of an indexer", getattr(self, name)))
+            object.__setattr__(self, name, whole_field(f"{name} of an indexer", getattr(self, name)))
             if getattr(self, name) < 1:
                 raise BadProblem(f"{name} of an indexer is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.indexing.sets:
@@ -134,7 +134,7 @@ def _check_indexing(indexing: Indexing) -> None:
         raise BadProblem(indexing.refusal)
 
 
-def _whole(name: str, value: object) -> int:
+def whole_field(name: str, value: object) -> int:
     """A whole number as an int. Raises BadProblem."""
     try:
         return whole_number(name, value)
@@ -142,7 +142,7 @@ def _whole(name: str, value: object) -> int:
         raise BadProblem(str(error)) from None
 
 
-def _number(name: str, value: object) -> float:
+def number_field(name: str, value: object) -> float:
     """A number as a float. Raises BadProblem."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise BadProblem(f"{name} is {value!r}; it must be a number")
@@ -177,7 +177,7 @@ class Row:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "also"):
-            object.__setattr__(self, name, _whole(f"{name} of a row", getattr(self, name)))
+            object.__setattr__(self, name, whole_field(f"{name} of a row", getattr(self, name)))
         if min(self.tokens, self.also + 1) < 1 or (self.tokens == 1 and (self.overlaps or self.also)):
             raise BadProblem(
                 f"a row of {self.tokens} tokens with overlaps={self.overlaps} and also={self.also}; give 1 token or "
@@ -256,11 +256,11 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "v_head_dim"):
-            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+            object.__setattr__(self, name, whole_field(name, getattr(self, name)))
         for name in ("window_left", "window_right", "chunk"):
-            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+            object.__setattr__(self, name, whole_field(name, getattr(self, name)))
         for name in ("scale", "logits_soft_cap"):
-            object.__setattr__(self, name, _number(name, getattr(self, name)))
+            object.__setattr__(self, name, number_field(name, getattr(self, name)))
         for name, kind in (("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales)):
             if not isinstance(getattr(self, name), kind):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")

@@ -10,19 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from rocm_attn.errors import BadProblem, BadSetting
+from rocm_attn.errors import BadProblem
 from rocm_attn.kernels.states.arguments import RecurrenceRule, Update
-from rocm_attn.machine.settings import whole_number
-from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE
-
-
-def _whole_numbers(value: object, of: str, *names: str) -> None:
-    """Makes fields ints. Raises BadProblem."""
-    for name in names:
-        try:
-            object.__setattr__(value, name, whole_number(f"{name} of {of}", getattr(value, name)))
-        except BadSetting as error:
-            raise BadProblem(str(error)) from None
+from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE, number_field, whole_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +31,8 @@ class Convolution:
     silu: bool = True
 
     def __post_init__(self) -> None:
-        _whole_numbers(self, "a convolution", "channels", "width")
+        for name in ("channels", "width"):
+            object.__setattr__(self, name, whole_field(f"{name} of a convolution", getattr(self, name)))
         if not isinstance(self.silu, bool):
             raise BadProblem(f"silu is {self.silu!r}; it must be True or False")
         if self.channels < 0 or self.width < 2:
@@ -85,9 +76,8 @@ class Recurrence:
     normalises: bool = False
 
     def __post_init__(self) -> None:
-        sizes = "num_heads", "num_k_heads", "k_dim", "v_dim"
-        _whole_numbers(self, "a recurrence", *sizes)
-        for name in sizes:
+        for name in ("num_heads", "num_k_heads", "k_dim", "v_dim"):
+            object.__setattr__(self, name, whole_field(f"{name} of a recurrence", getattr(self, name)))
             if getattr(self, name) < 1:
                 raise BadProblem(f"{name} of a recurrence is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.num_k_heads:
@@ -98,11 +88,13 @@ class Recurrence:
             raise BadProblem(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
         if self.state_dtype not in (torch.float32, torch.bfloat16):
             raise BadProblem(f"state_dtype is {self.state_dtype}; it must be torch.float32 or torch.bfloat16")
-        if not isinstance(self.update, Update):
-            raise BadProblem(f"update is {self.update!r}; it must be an Update")
+        for name, kind in (("update", Update), ("convolution", Convolution)):
+            if not isinstance(getattr(self, name), kind):
+                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a value of {kind.__name__}")
         for name in ("channel_decay", "normalises"):
             if not isinstance(getattr(self, name), bool):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        object.__setattr__(self, "scale", number_field("scale of a recurrence", self.scale))
         if self.scale == 0:
             object.__setattr__(self, "scale", self.k_dim**-0.5)
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:

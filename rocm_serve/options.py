@@ -163,6 +163,8 @@ class EngineOptions(AttentionOptions):
                 continue
             if text.kind is str and text.choices:
                 raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
+            if must_be := text.kind_missed(value):
+                raise BadSetting(f"{name} is {value!r}; it must be {must_be}")
             if text.least is not None and not value >= text.least:
                 raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
         if self.num_pages is not None and self.kv_bytes is not None:

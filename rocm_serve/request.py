@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
@@ -77,6 +78,17 @@ class Request:
     detokenise: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "priority", "min_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise BadRequest(f"{name} is {value!r}; it must be a whole number")
+        if not isinstance(self.cache_salt, str):
+            raise BadRequest(f"cache_salt is {self.cache_salt!r}; it must be a text")
+        if not isinstance(self.sampling, Sampling):
+            raise BadRequest(f"sampling is {self.sampling!r}; it must be a Sampling")
+        for name, of in (("stop_token_ids", "token ids"), ("stop", "texts"), ("allowed_token_ids", "token ids")):
+            if not isinstance(getattr(self, name), tuple):
+                raise BadRequest(f"{name} is {getattr(self, name)!r}; give a tuple of {of}")
         if not self.prompt_token_ids:
             raise BadRequest("the prompt is empty; give at least one token")
         if self.max_new_tokens < 1:
@@ -92,8 +104,6 @@ class Request:
                     f"{name} is {getattr(self, name)}; it must be {NO_LOGPROBS} (none), or the number of likeliest "
                     f"tokens, 0 to {MOST_LIKELIEST}"
                 )
-        if isinstance(self.stop, str):
-            raise BadRequest(f"stop is the text {self.stop!r}; give a tuple of texts")
         if len(self.stop) > MOST_STOPS:
             raise BadRequest(f"stop has {len(self.stop)} texts; at most {MOST_STOPS} are allowed")
         if self.stop and not self.detokenise:

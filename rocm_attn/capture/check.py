@@ -51,8 +51,9 @@ class CapturedGraph(Generic[Outputs]):
     summary: the steps that it was compared on
     seconds: spent on the comparison, recording not counted
     wrong:   the faults found, by name; empty if the results were bitwise those of the eager run. failure: it may not
-             serve; raised: forward has raised while it was recorded, or NO_NUMBERS of a live step; inexact: it lies
-             within the bounds of the eager run; over: the check was broken off, and nothing more is tried
+             serve; raised: forward has raised while it was recorded, or has stored NaN, or NO_NUMBERS of a live step;
+             inexact: it lies within the bounds of the eager run; over: the check was broken off, and nothing more is
+             tried
     """
 
     graph: Graph[Outputs] | None
@@ -81,7 +82,10 @@ class CaptureCheck:
     def has_steps(self, candidate: GraphCandidate) -> bool:
         """True if there is a step to record now. No graph is tried on a live step whose inputs are faulty."""
         live, has_room = candidate.live, self._room(candidate) is not None
-        return has_room or (live is not None and _can_be_drawn(live) and has_sound_inputs(candidate))
+        # Without new tokens there may be no output to compare.
+        return (has_room and bool(candidate.q_len.any())) or (
+            live is not None and _can_be_drawn(live) and has_sound_inputs(candidate)
+        )
 
     def record(
         self, candidate: GraphCandidate, record: Record[Outputs], eager: Eager[Outputs]
@@ -255,8 +259,12 @@ def rows_beyond_bounds(one: Tensor, other: Tensor) -> list[int]:
 
 
 def _can_be_drawn(live: StepBatch) -> bool:
-    """True if the host knows the new tokens, and any mask has no bits: those are packed for their own step alone."""
-    return live.num_seqs == 0 or (live.inputs.q_len_on_host and not isinstance(live.mask, StepMask))
+    """True if the host knows the new tokens, of which there are some, and any mask has no bits.
+
+    Those are packed for their own step alone.
+    """
+    is_known = live.inputs.q_len_on_host and not isinstance(live.mask, StepMask)
+    return live.num_seqs == 0 or (is_known and live.num_tokens > 0)
 
 
 def _own_draws(live: StepBatch, shape: PaddedShape) -> Iterator[StepBatch]:

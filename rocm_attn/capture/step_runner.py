@@ -54,7 +54,7 @@ _WATCHDOG = Watchdog(CAPTURE_SECONDS)
 # Eager steps of a plan before its graph is tried again, after forward raised in a trial or a rank had no room for it.
 _STEPS_BEFORE_ANOTHER_TRY = 64
 _TOO_FEW_PAGES = "too few free pages to check it"
-_RAISED = "its forward raised while it was recorded"
+_RAISED = "its forward raised, or stored NaN, while it was tried"
 # Errors after which a graph does not serve, and is not made again.
 _REFUSALS = (RecordingRefused, StaleRecording, torch.OutOfMemoryError, DeviceFault)
 
@@ -381,7 +381,7 @@ class StepRunner(Generic[Outputs]):
         if reason:
             return self._without_graph(step, batch, reason)
         q_len = batch.q_len
-        if batch.num_seqs == 0 or is_uniform(plan.shape):
+        if batch.num_tokens == 0 or is_uniform(plan.shape):
             typical = typical_new_tokens(self._runtime, plan.shape)
             q_len = q_len if typical is None else typical
         candidate = GraphCandidate(self._runtime, plan, q_len, None if gate.stores.refusal else batch)
@@ -523,7 +523,7 @@ class StepRunner(Generic[Outputs]):
             try:
                 graph = self._recorded(name, split_forward, step)
             except Exception as error:
-                refused = {"failure" if isinstance(error, _REFUSALS) else "raised": _in_words(error)}
+                refused = _wrong_by(error)
             refused = self._agreed(refused)
             if graph is None or refused:
                 raise RecordingRefused("it was not recorded")
@@ -536,7 +536,7 @@ class StepRunner(Generic[Outputs]):
             self._runtime.faults.report_own()
         except _REFUSALS as refusal:
             self._runtime.faults.forget()  # faults of the trial steps, which belong to no caller
-            verdict = CapturedGraph(None, "", 0.0, refused or {"failure": _in_words(refusal)})
+            verdict = CapturedGraph(None, "", 0.0, refused or _wrong_by(refusal))
         except BaseException as error:
             if self._agrees:  # other ranks wait for the verdict; they make no more graphs either
                 reason = f"the check stopped with {type(error).__name__}: {error}"
@@ -595,6 +595,12 @@ class StepRunner(Generic[Outputs]):
 
 def _in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, (RecordingRefused, StaleRecording)) else f"{type(error).__name__}: {error}"
+
+
+def _wrong_by(error: Exception) -> Wrong:
+    """Returns what an exception in a trial says of its graph. NaN in K or V may be a request's fault: others may do."""
+    is_of_requests = isinstance(error, DeviceFault) and error.is_contained
+    return {"failure" if isinstance(error, _REFUSALS) and not is_of_requests else "raised": _in_words(error)}
 
 
 def _word_of(wrong: Wrong) -> str:

@@ -23,6 +23,7 @@ from rocm_attn.kernels.cache.page_format import PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.sending import sent
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.convert import KEEPING_BITS, code_tables
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.request_table import RequestTable
@@ -84,8 +85,11 @@ class _Mover:
             }
 
     def pages_of(self, row: int, kv_len: int) -> Pages:
-        """Returns the pages of a runtime's row that hold its first kv_len tokens. Raises WrongState, BadBatch."""
-        table, count = self._runtime.table, num_pages(kv_len, self._page_size)
+        """Returns the pages of a runtime's row that hold its first kv_len tokens.
+
+        Raises WrongState, BadBatch, and BadSetting for a part of a token.
+        """
+        table, count = self._runtime.table, num_pages(whole_number("kv_len", kv_len), self._page_size)
         found = {each.space: table.pages_of(row, each.space)[:count].tolist() for each in table.spaces}
         if kv_len < 1 or len(found[Space.FULL]) < count:
             raise BadBatch(f"row {row} has {len(found[Space.FULL])} pages, which do not hold {kv_len} tokens")

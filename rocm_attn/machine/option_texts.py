@@ -7,11 +7,19 @@ torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from rocm_attn.machine.choices import AUTO, DEFAULT_PAGE_SIZE, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
+
+_KINDS: Mapping[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +47,16 @@ class OptionText:
     above: float | None = None
     most: float | None = None
 
+    def kind_missed(self, value: object) -> str:
+        """The kind of value in words, to follow "it must be", if this one is of another; else empty."""
+        kind, words = _KINDS.get(self.kind, (object, ""))
+        is_right = isinstance(value, kind) and (not isinstance(value, bool) or self.kind is bool or not words)
+        return "" if is_right else words
+
     def allows(self, number: float) -> bool:
         """True if a number is finite and within the bounds."""
         return (
-            math.isfinite(number)
+            (isinstance(number, Integral) or math.isfinite(number))
             and (self.least is None or number >= self.least)
             and (self.above is None or number > self.above)
             and (self.most is None or number <= self.most)

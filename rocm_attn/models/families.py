@@ -138,6 +138,8 @@ class Decoder:
     norm_offset: added to the weights of norms: 1 if a file holds their difference from 1
     own_inputs: the inputs that each layer gets for a token in addition to the residual
     has_layer_factors: whether each layer's sum has a learned factor
+    may_tie:   whether the embedding is the output matrix too if a file says tie_word_embeddings; transformers ties
+               nothing in models without _tied_weights_keys
     gguf:     the name of the architecture in GGUF files; empty if the runner reads none
     recurrent_projections: of recurrent layers, if there are any
     renamed:  parts of tensors' names in files -> the parts in their place in the files of most models
@@ -153,6 +155,7 @@ class Decoder:
     norm_offset: float = 0.0
     own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
     has_layer_factors: bool = False
+    may_tie: bool = True
     gguf: str = ""
     recurrent_projections: Callable[[Fields], RecurrentProjections] = plain_recurrence
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -399,6 +402,7 @@ _NEMOTRON_H_FAMILY = Family(
         recurrent_projections=of_mamba,
         renamed=NEMOTRON_H_TENSORS,
         unread=_MTP,
+        may_tie=False,
     ),
     NEMOTRON_H_NAMES,
     kinds_of_layers,
@@ -417,6 +421,7 @@ _KIMI_LINEAR_FAMILY = Family(
             ".w3.": ".up_proj.",
             ".w2.": ".down_proj.",
         },
+        may_tie=False,
     ),
     {
         "max_position_embeddings": "model_max_length",

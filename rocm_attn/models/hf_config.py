@@ -38,7 +38,8 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         context_len=fields.count("max_position_embeddings"),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         # a file with text_config has these two next to it
-        tied_embeddings=whole.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False)),
+        tied_embeddings=whole.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False))
+        and decoder.may_tie,
         eos_token_ids=whole.ids("eos_token_id") or fields.ids("eos_token_id"),
         num_extra_layers=fields.whole("num_nextn_predict_layers", 0),
         unread=decoder.unread,

@@ -56,18 +56,20 @@ class KeptPages:
 
         spaces: spaces in which a page is kept; those that the table does not have are ignored
         Returns int64 [n] ids, one for each page_no.
-        Raises WrongState, and BadBatch for a page that is not full of stored tokens, or has left a window; nothing is
-        changed then. For a length that only the device knows, the bound counts: keep only pages known to be stored.
+        Raises WrongState, BadSetting, and BadBatch for a page that is not full of stored tokens, or has left a window;
+        nothing is changed then. For a length that only the device knows, the bound counts: keep only pages known to be
+        stored.
         """
         self._rows.must_be_admitted(row)
-        if not 0 <= first_page_no <= end_page_no:
+        first, end = whole_number("first_page_no", first_page_no), whole_number("end_page_no", end_page_no)
+        if not 0 <= first <= end:
             raise BadBatch(
-                f"the range of pages [{first_page_no}, {end_page_no}) cannot be kept; it must begin at 0 or "
+                f"the range of pages [{first}, {end}) cannot be kept; it must begin at 0 or "
                 "later and end at its beginning or later"
             )
         # One page past the stored ones is enough to be refused.
         stored = int(self._rows.tokens.stored_len[row]) // self._rows.page_size
-        page_no = np.arange(first_page_no, min(end_page_no, max(first_page_no, stored) + 1), dtype=np.int32)
+        page_no = np.arange(first, min(end, max(first, stored) + 1))
         return self.keep_all(np.full(len(page_no), row, np.int32), page_no, spaces)
 
     def keep_all(self, rows: Integers, page_no: Integers, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
@@ -184,9 +186,12 @@ class KeptPages:
     def states_due(self, rows: Integers, page_no: Integers) -> npt.NDArray[np.bool_]:
         """bool [n]: True if keep_all() keeps a state with this page, as long as num_free_states is large enough.
 
-        rows, page_no: integers [n]; of admitted rows
+        rows, page_no: integers [n]
+        Raises WrongState for a row that is not admitted, BadBatch.
         """
         rows, page_no = one_each(rows, "page_no", page_no)
+        if len(rows):
+            self._rows.must_all_be_admitted(rows)
         return self._rows.states.are_due(rows, (page_no + 1) * self._rows.page_size)
 
     @property
@@ -239,8 +244,14 @@ class KeptPages:
         return [number for number, table in enumerate(self._rows.spaces) if table.space in spaces]
 
     def _places(self, given: GivenIds) -> KeptIds:
-        """int64 [n]: the places of ids. Raises WrongState unless all are kept, and each is named once."""
-        ids = np.asarray(given, np.int64)
+        """int64 [n]: the places of ids. Raises BadBatch, and WrongState unless all are kept, and each is named once."""
+        ids = np.asarray(given)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise BadBatch(
+                f"ids of kept pages are {ids.dtype} of shape {list(ids.shape)}; give a vector of integers, results of "
+                "keep()"
+            )
+        ids = ids.astype(np.int64)
         places = ids & (_GENERATION - 1)
         inside = (ids > 0) & (places < len(self._ids))
         kept = inside.copy()

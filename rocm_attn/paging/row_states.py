@@ -14,7 +14,7 @@ import numpy.typing as npt
 from rocm_attn.batch.drafts import NO_DRAFTS
 from rocm_attn.batch.mask import NO_MASK
 from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, StepBatch
-from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.errors import BadBatch, BadSetting, NeverFits
 from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StateCopy, StatePool, StateSource
 
 # A header of the host: start, first, end, as in kernels/states/places.py. These serve no step, and every step.
@@ -39,12 +39,17 @@ class RowStates:
             raise BadSetting(
                 f"checkpoints are taken every {self.spacing} tokens and pages have {page_size}; give a multiple"
             )
+        first = SLOTS_OF_ROW * num_rows
+        if recurrent.checkpoints > INT32_MAX - first:
+            raise NeverFits(
+                f"checkpoints of recurrent layers is {recurrent.checkpoints}; slots are int32, so use at most "
+                f"{INT32_MAX - first}"
+            )
         self.tags = np.zeros(num_rows, np.int32)
         self.changed, self.copies = list[int](), list[StateCopy]()
         self._headers = np.empty((num_rows, SLOTS_OF_ROW, 3), np.int32)
         self._headers[:] = _NOTHING
         self._next_tag = 0
-        first = SLOTS_OF_ROW * num_rows
         self._free = list(range(first + recurrent.checkpoints - 1, first - 1, -1))
         # Slot of a checkpoint -> its tag.
         self._tag_of: dict[int, int] = {}
@@ -67,7 +72,7 @@ class RowStates:
                 self.begin(row)
 
     def truncate(self, row: int, kv_len: int) -> None:
-        """Notes that a row whose track was lost has no tokens from kv_len on."""
+        """Notes that a row whose track was lost has no tokens from kv_len on that a step has stored in every layer."""
         if not self.is_empty:
             lost = (self._headers[row, :, :2] == _ANYTHING[:2]).all(1)
             self._headers[row, lost, 2] = np.minimum(self._headers[row, lost, 2], kv_len)
@@ -146,8 +151,9 @@ class RowStates:
         slots = SLOTS_OF_ROW * rows.astype(np.int64)
         self._headers[rows] = _NOTHING
         self._headers[rows, 0] = np.stack([np.full_like(kv_len, -1), kv_len, kv_len], 1)
-        pool.copy(tuple(self.copies))
-        self.copies.clear()
+        while self.copies:
+            pool.copy(self.copies[0])
+            del self.copies[0]
         headers = np.stack([self.tags[rows], *self._headers[rows, 0].T], 1)
         return slots, headers
 

@@ -91,6 +91,7 @@ class Rows:
         self.capacity = np.full(num_rows, -1, np.int32)
         self.look_from = np.full(num_rows, ALWAYS, np.int32)
         self.tokens = guards.new_tokens(num_rows)
+        self.tokens.on_left_out = states.truncate
         self.generations = RowGenerations(num_rows)
         self.free = list(range(num_rows - 1, RESERVED_ROW, -1))
         self.known_rows = b"", np.empty(0, np.int64)
@@ -143,8 +144,8 @@ class Rows:
 
     def must_be_admitted(self, row: int) -> None:
         try:
-            is_admitted = RESERVED_ROW < index(row) < len(self.capacity) and self.capacity[row] >= 0
-        except TypeError:  # a float, an array or None is no row
+            is_admitted = RESERVED_ROW < index(row) < len(self.capacity) and bool(self.capacity[row] >= 0)
+        except (TypeError, ValueError):  # a float, an array or None is no row; nor is a bool, a mask of all rows
             is_admitted = False
         if not is_admitted:
             raise WrongState(f"row {row} is not admitted: it was never handed out, or it was freed already")

@@ -48,6 +48,8 @@ class RecurrentLayers:
     spacing: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layers, Sequence) or not all(isinstance(each, Recurrence) for each in self.layers):
+            raise BadSetting(f"layers are {self.layers!r}; give a list with a Recurrence for each recurrent layer")
         object.__setattr__(self, "layers", tuple(self.layers))
         for name, least in (("kept", 1), ("checkpoints", 0), ("spacing", 0)):
             value = whole_number(name, getattr(self, name))
@@ -140,22 +142,21 @@ class StatePool:
             yield convolution.inputs
             yield state.state
 
-    def copy(self, copies: Sequence[StateCopy]) -> None:
-        """Copies states, one after the other: each may read what one before it has written. It may run again.
+    def copy(self, copy: StateCopy) -> None:
+        """Copies a state. It may run again until another copy has written to its source.
 
         A target whose source has not the state that is asked for gets no state: the step that needs it is refused.
         """
-        for copy in copies:
-            found = self.slot_with(copy.source)
-            # Copied to itself, the target keeps what it has, and its header says that there is no state.
-            source = torch.where(found >= 0, found, copy.target)
-            self.memory[copy.target].copy_(self.memory.index_select(0, source)[0])
-            header = self.headers.index_select(0, source)[0]
-            made = torch.stack([header.new_full((), copy.tag), header.new_full((), -1), header[2], header[3]])
-            made[3].fill_(copy.source.tokens)
-            self.headers[copy.target].copy_(torch.where(found >= 0, made, 0))
-            if copy.target_is_row:
-                self.headers[copy.target + 1].zero_()
+        found = self.slot_with(copy.source)
+        # Copied to itself, the target keeps what it has, and its header says that there is no state.
+        source = torch.where(found >= 0, found, copy.target)
+        self.memory[copy.target].copy_(self.memory.index_select(0, source)[0])
+        header = self.headers.index_select(0, source)[0]
+        made = torch.stack([header.new_full((), copy.tag), header.new_full((), -1), header[2], header[3]])
+        made[3].fill_(copy.source.tokens)
+        self.headers[copy.target].copy_(torch.where(found >= 0, made, 0))
+        if copy.target_is_row:
+            self.headers[copy.target + 1].zero_()
 
     def slot_with(self, source: StateSource) -> Tensor:
         """int64 [1]: the slot that a step would read to go on from a state; -1 if none has it. Waits for nothing.

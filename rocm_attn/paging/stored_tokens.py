@@ -27,6 +27,7 @@ class StoredTokens:
                have other holders
     on_first_writable: called when it has risen for a row, for the running step
     on_cut:    called with a row and the number of tokens that it keeps, for the running step
+    on_left_out: called with a row and its stored tokens, if a step stored those after them in some layers only
     left_out:  row -> its stored tokens, and the layers in which a step after these did not store, in words
     """
 
@@ -38,6 +39,7 @@ class StoredTokens:
         self.changed: list[int] = []
         self.on_first_writable: Callable[[], None] = lambda: None
         self.on_cut: Callable[[int, int], None] = lambda row, kv_len: None
+        self.on_left_out: Callable[[int, int], None] = lambda row, kv_len: None
         self.left_out: dict[int, tuple[int, str]] = {}
 
     @property
@@ -268,8 +270,11 @@ class StepStores:
         missing = [number for number in range(self._all.bit_length()) if not done >> number & 1]
         names = [self._sides.name(number) for number in missing[:8]]
         words = ", ".join(names) + (" and others" if len(missing) > len(names) else "")
+        stored, new = np.minimum(batch.start, self._tokens.stored_len[batch.rows]), batch.q_len > 0
         for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
             self._tokens.left_out[row] = start, words
+        for row, kv_len in zip(batch.rows[new].tolist(), stored[new].tolist(), strict=True):
+            self._tokens.on_left_out(row, kv_len)
 
 
 class NoStores(StepStores):

@@ -265,8 +265,8 @@ class Publisher:
             states = self._table.states
             if states.changed:
                 self._update(states.pending_updates(), self._states.tags, states.changed.clear)
-            if states.copies:
-                self._deliver(partial(self._states.copy, tuple(states.copies)), states.copies.clear)
+            for copy in tuple(states.copies):  # each by itself: a later one may write to the source of an earlier one
+                self._deliver(partial(self._states.copy, copy), partial(states.copies.remove, copy))
 
     def _update(self, updates: Int32Array, entries: Tensor, forget: Callable[[], None]) -> None:
         """Launches changes of entries of a table. updates: int32 [n, 3], each (row, column, entry)"""

@@ -75,8 +75,11 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, text in _TEXTS.items():
             value = getattr(self, name)
-            if text.kind is not tuple and not text.allows(value):
-                raise BadRequest(f"{name} is {value}; it must be {text.bounds}")
+            if text.kind is tuple:
+                continue
+            must_be = text.kind_missed(value) or ("" if text.allows(value) else text.bounds)
+            if must_be:
+                raise BadRequest(f"{name} is {value!r}; it must be {must_be}")
         self._check_biases()
 
     def _check_biases(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rocm_attn.capture.check import NO_CHECK, CaptureCheck, rows_beyond_bounds
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.probe_requests import ProbeLimits
 from rocm_attn.capture.step_runner import StepRunner
+from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder
 from rocm_attn.paging.index_spaces import RESERVED_PAGE
 from rocm_attn.step.step import Part
@@ -203,6 +205,25 @@ def test_a_live_step_without_numbers_leaves_graphs_to_later_steps(
     assert runner.counters.fallbacks["forward returns only NaN or infinity"] == 1
     assert (runner.counters.replays > 0) == (num_bad == 1)
     assert ("only NaN or infinity" in runner.counters.graphs_off) == (num_bad > 1)
+
+
+@pytest.mark.parametrize("num_bad", [1, 1000])
+def test_a_live_step_with_nan_in_a_request_leaves_graphs_to_later_steps(num_bad: int) -> None:
+    """One request's K that is NaN in the step that a graph was tried on switched all graphs off."""
+    tiny = Tiny.build(torch.device("cpu"), "torch", [4], max_num_seqs=3)
+    runner, requests = StepRunner(tiny.runtime, tiny.forward, _recorder(tiny)), tiny.admitted(3)
+    requests.run(runner, [7, 2, 3])
+    embedding = tiny.embedding.clone()
+    for number in range(70):
+        batch = requests.batch([1, 1, 1])
+        tiny.embedding[batch.token_ids[0]] = float("nan") if number < num_bad else 1.0
+        for _ in range(4):  # faults of earlier steps come first
+            with suppress(DeviceFault):
+                runner.run(batch)
+                break
+        tiny.embedding.copy_(embedding)
+    assert (runner.counters.replays > 0) == (num_bad == 1)
+    assert ("K or V of a new token was infinite or NaN" in runner.counters.graphs_off) == (num_bad > 1)
 
 
 def test_rows_beyond_the_bounds_are_found(provider: str) -> None:

@@ -21,6 +21,7 @@ from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, WrappedRecorder, same, serve
 from tests.amd.ranks import among_all, on_every_rank
+from tests.amd.worlds.hybrid import Hybrid
 
 CPU = torch.device("cpu")
 
@@ -84,7 +85,10 @@ def test_a_forward_that_raises_once_in_a_capture_leaves_graphs_on() -> None:
     counters = runner.counters
     assert (counters.graphs_off, counters.captures) == ("", 1)
     assert counters.replays == 70 - 1 - 64
-    assert counters.fallbacks == {"its forward raised while it was recorded": 1, "eager steps come first": 64}
+    assert counters.fallbacks == {
+        "its forward raised, or stored NaN, while it was tried": 1,
+        "eager steps come first": 64,
+    }
 
 
 def test_a_forward_that_raises_in_capture_all_is_named_and_its_graph_is_made_later() -> None:
@@ -199,6 +203,20 @@ def admitted(max_num_seqs: int = 8) -> tuple[Tiny, StepRunner]:
     eagerly = tiny.runner(graphs=False)
     eagerly.run(StepBatch(*(np.array(values, np.int32) for values in ([1], [4], [4], [7, 7, 7, 7]))))
     return tiny, tiny.runner()
+
+
+@pytest.mark.parametrize("num_rows", [4, 8], ids=["no free row", "free rows"])
+def test_steps_without_new_tokens_leave_graphs_on(num_rows: int) -> None:
+    """A graph of such a step had no output to be compared by, and switched all graphs off. Its shape has tokens."""
+    world = Hybrid(CPU, "torch", graphs=True, num_rows=num_rows)
+    requests = world.begun(4, 3, 2, 1)
+    for _ in range(2):
+        assert len(world.run(requests, [[]] * 4)) == 0
+    for _ in range(2):
+        world.step(requests, [world.ids(2) for _ in requests])
+    assert world.runner.counters.graphs_off == ""
+    counters = world.runner.counters
+    assert counters.replays == counters.steps - (2 if num_rows == 4 else 0)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8], ids=["no free row", "free rows"])

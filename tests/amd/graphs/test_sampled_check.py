@@ -63,6 +63,18 @@ def test_right_steps_pass_and_stay_what_they_are(graphs: bool, provider: str, de
     assert same(*outs)
 
 
+def test_a_request_with_nan_is_no_layer_that_went_wrong(device: torch.device) -> None:
+    tiny = Tiny.build(device, "torch")
+    check, requests = checked(tiny), tiny.admitted(2)
+    requests.run(check, [4, 3])
+    batch = requests.batch([1, 1])
+    tiny.embedding[batch.token_ids[0]] = float("nan")
+    out = check.run(batch)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+    assert compared(check) == (2, 0, 0, 0, "")
+
+
 def test_one_step_in_so_many_is_looked_at(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider)
     check = checked(tiny, every=3)

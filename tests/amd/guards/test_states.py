@@ -177,3 +177,25 @@ def test_a_copy_of_a_state_that_is_gone_is_none(device: torch.device) -> None:
     with pytest.raises(DeviceFault, match="the state of a row"):
         world.runtime.check_device()
     world.step([one], [world.ids(1)])
+
+
+def test_a_step_that_has_not_its_state_leaves_graphs_on(device: torch.device) -> None:
+    """No row was free for others, so a graph was tried on that step, and its fault switched all graphs off."""
+    world = Hybrid(device, "torch", graphs=True, num_rows=4)
+    requests = world.begun(6, 6, 6, 6)
+    new = [world.ids(1) for _ in requests]
+    batch = world.batch(requests, new)
+    lengths = torch.tensor(batch.kv_len, device=device)
+    with world.runtime.step(replace(batch, inputs=DeviceInputs(kv_len=lengths))) as step:  # the host loses track
+        world.forward(step.parts[0])
+    for each, ids in zip(requests, new, strict=True):
+        each.ids += ids
+    gone, *others = requests
+    world.back(gone, 2)
+    out = world.run(requests, [world.ids(1) for _ in requests])
+    assert not out[0].any()
+    with pytest.raises(DeviceFault, match="the state of a row"):
+        world.runtime.check_device()
+    world.step(others, [world.ids(1) for _ in others])
+    assert world.runner.counters.graphs_off == ""
+    assert world.runner.counters.replays

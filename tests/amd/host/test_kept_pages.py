@@ -94,11 +94,22 @@ def test_pages_that_are_not_full_of_stored_tokens_are_not_kept() -> None:
         table.kept.keep(row, 7, 9)
     with pytest.raises(BadBatch, match=f"page_no {2**31 - 1} cannot be kept"):
         table.kept.keep_all(ints(row), ints(2**31 - 1))
+    for first in (2**40, 2**70):
+        with pytest.raises(BadBatch, match="page_no holds"):
+            table.kept.keep(row, first, first + 1)
+    for wrong in (None, "0", 0.5, True):
+        with pytest.raises(BadSetting, match=r"end_page_no is .*; it must be a whole number"):
+            table.kept.keep(row, 0, wrong)  # type: ignore[arg-type]
     for rows, page_no in ((ints(row), ints(-1)), (ints(row, row), ints(0)), (ints(row), ints(0, 0))):
         with pytest.raises(BadBatch, match="give one number of at least 0 per row"):
             table.kept.keep_all(rows, page_no)
     with pytest.raises(WrongState, match="row 3 is not admitted"):
         table.kept.keep(3, 0, 1)
+    with pytest.raises(WrongState, match="row True is not admitted"):  # a mask of all rows
+        table.kept.keep(True, 0, 1)
+    with pytest.raises(WrongState, match="row 4 is not admitted"):
+        table.kept.states_due([4], [0])
+    assert table.kept.states_due([], []).tolist() == []
     assert state_of(table) == before
     assert table.kept.keep(row, 1, 1).tolist() == []
 
@@ -117,6 +128,9 @@ def test_ids_of_no_kept_page_and_one_that_is_named_twice_are_refused() -> None:
             table.kept.num_holders_of(nonsense)
         with pytest.raises(WrongState, match=f"{nonsense[0]} is not the id of a kept page"):
             table.kept.drop(nonsense)
+    for no_ids in (others + 0.5, others[:, None], others[0], [2**70], ["1"], None):
+        with pytest.raises(BadBatch, match=r"ids of kept pages are .* of shape .*; give a vector of integers"):
+            table.kept.drop(no_ids)  # type: ignore[arg-type]
     with pytest.raises(WrongState, match="a kept page is named twice"):
         table.kept.drop([others[0], others[0]])
     assert state_of(table) == before

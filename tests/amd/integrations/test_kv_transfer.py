@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -609,6 +609,10 @@ def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused(
     for kv_len, first in ((7.5, 0), ("7", 0), (7, 1.5)):
         with pytest.raises(BadSetting, match="it must be a whole number"):
             KVExtent(kv_len, {"full": first})  # type: ignore[arg-type,dict-item]
+    row, wrong = runtime.table.admit(), cast(list[int], [1.5, "1", None])
+    for part in wrong:
+        with pytest.raises(BadSetting, match="it must be a whole number"):
+            KVExporter(runtime).pages_of(row, part)
     for number in (1, -1):
         with pytest.raises(BadTensor, match=f"layer {number} does not exist; layers are 0 to 0"):
             KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), number)

@@ -62,9 +62,10 @@ def test_a_prompt_that_is_an_array_is_gone_through_nowhere_and_sent_as_it_is(loa
     assert [each.token_ids for each in engine(loaded).generate(wholes)] == [each.token_ids for each in expected]
     with pytest.raises(BadRequest, match="token 64 is not in the model's vocabulary, 0 to 63"):
         engine(loaded).submit(Request(Whole("i", (1, 64, 2))))
-    wrong: Any = (1, 2.5)
-    with pytest.raises(BadRequest, match="the token ids are of type float64; give whole numbers"):
-        engine(loaded).submit(Request(wrong))
+    wrong: Any
+    for wrong, kind in (((1, 2.5), "float64"), ((1, None), "object"), (((1,), (2,)), "int64")):
+        with pytest.raises(BadRequest, match=f"the token ids are of type {kind}; give whole numbers"):
+            engine(loaded).submit(Request(wrong))
     with pytest.raises(BadRequest, match=f"token {2**70} is not in the model's vocabulary"):
         engine(loaded).submit(Request((1, 2**70)))
     long = Request(array("i", range(9000)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 from rocm_attn.batch.inputs import DeviceInputs
-from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, WrongState
-from rocm_attn.paging.state_pool import RecurrentLayers
+from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
+from rocm_attn.paging.state_pool import RecurrentLayers, StateCopy
 from rocm_attn.step.gate import AGAIN
+from rocm_attn.step.step import Step
 from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
 from tests.amd.worlds.problems import deterministic_providers
 
@@ -89,6 +92,38 @@ def test_a_fork_after_a_forward_that_failed_half_way_has_the_state_before_it(
         world.recur(step.parts[0], 0)
     child = type(one)(world.runtime.table.fork(one.row, 6), list(one.ids))
     world.step([child, one], [world.ids(1), world.ids(2)])
+    world.runtime.check_device()
+
+
+def test_a_copy_that_was_made_before_another_one_raised_is_not_made_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that was freed after its fork gets the state of a checkpoint, so its fork would find none a second time."""
+    world = Hybrid(device, "torch")
+    table, (one,) = world.runtime.table, world.begun(PAGE_SIZE)
+    ids = table.kept.keep(one.row, 0, 1)
+    world.step([one], [world.ids(1)])
+    child = type(one)(table.fork(one.row, len(one.ids)), list(one.ids))
+    table.free(one.row)
+    late = type(one)(table.kept.admit_over(ids, PAGE_SIZE), one.ids[:PAGE_SIZE])
+    assert late.row == one.row
+    last = type(one)(table.fork(child.row, len(child.ids)), list(child.ids))
+    states, make, made = world.runtime.states, world.runtime.states.copy, list[StateCopy]()
+
+    def copy(of: StateCopy) -> None:
+        if len(made) == 2:
+            made.append(of)
+            raise torch.OutOfMemoryError("no room for a slot")
+        made.append(of)
+        make(of)
+
+    monkeypatch.setattr(states, "copy", copy)
+    requests = [child, late, last]
+    new = [world.ids(1) for _ in requests]
+    with pytest.raises(torch.OutOfMemoryError):
+        world.run(requests, new)
+    world.step(requests, new)
+    assert len(made) == 4
     world.runtime.check_device()
 
 
@@ -194,6 +229,29 @@ def test_tokens_that_steps_of_device_lengths_stored_are_not_from_elsewhere(
     else:
         world.step([one], [world.ids(1)])
         world.runtime.check_device()
+
+
+def test_tokens_of_a_step_of_device_lengths_that_failed_half_way_are_from_elsewhere(device: torch.device) -> None:
+    """Fill has given them a slot, which nothing was written to: a row went on from the memory that was there."""
+    world = Hybrid(device, "torch")
+    one, idle = world.begun(6, 6)
+
+    def step(*args: Sequence[int]) -> Step:
+        batch = StepBatch(*args)
+        world.runtime.table.reserve_all(batch.rows, batch.kv_len)
+        lengths = torch.tensor(batch.kv_len, device=device)
+        return world.runtime.step(replace(batch, inputs=DeviceInputs(kv_len=lengths)))
+
+    with step([idle.row], [7], [1], [5]) as whole:
+        world.forward(whole.parts[0])
+    idle.ids += [5]
+    with step([one.row, idle.row], [7, 3], [1, 0], [7]):
+        pass
+    world.runtime.table.mark_stored([one.row], [7])
+    one.ids += [7]
+    world.step([idle], [world.ids(1)])  # it had no new token in the step that failed
+    with pytest.raises(BadBatch, match="goes on after 7 tokens of row 1, whose state is there for no token"):
+        world.run([one], [world.ids(1)])
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["the host", "the device"])
@@ -329,10 +387,18 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
             part.states.convolve(0, x, weight, None, x)  # a block of tokens read what another had written
     with pytest.raises(BadSetting, match="kept of recurrent layers is 0; it must be 1 or more"):
         RecurrentLayers(ALL_KINDS, kept=0)
+    for layers in (None, GATED_DELTA, [None]):
+        with pytest.raises(BadSetting, match="give a list with a Recurrence for each recurrent layer"):
+            RecurrentLayers(layers)  # type: ignore[arg-type]
+    with pytest.raises(NeverFits, match=f"checkpoints of recurrent layers is {2**31}; slots are int32"):
+        Hybrid(device, "torch", checkpoints=2**31)
     with pytest.raises(BadProblem, match="3 heads over 2 heads of k"):
         replace(GATED_DELTA, num_heads=3)
     for wrong in ({"k_dim": 0}, {"dtype": torch.int32}, {"scale": -1.0}, {"update": "delta"}, {"normalises": 1}):
         with pytest.raises(BadProblem, match=next(iter(wrong))):
             replace(GATED_DELTA, **wrong)
+    for name, value in (("k_dim", "8"), ("scale", None), ("scale", "1"), ("convolution", 4)):
+        with pytest.raises(BadProblem, match=name):
+            replace(GATED_DELTA, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(BadProblem, match="silu is 'no'"):
         replace(GATED_DELTA.convolution, silu="no")  # type: ignore[arg-type]

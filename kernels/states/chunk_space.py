@@ -108,8 +108,7 @@ def chunk_geometry(
     assert workspace.numel() >= words
     num_words = num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK) * num_heads * slots.chunk_words
     least = least_block(slots)
-    # On AMD products of channels with decays of their own have too few registers for whole parts.
-    part = 16 if slots.has_channels and not on_nvidia() else _BYTES_OF_A_PART // slots.k.itemsize
+    part = _BYTES_OF_A_PART // slots.k.itemsize
     dk_block, dv_block = (max(least, next_power_of_2(dim)) for dim in (dk, dv))
     geometry = ChunkGeometry(
         HEADS=num_heads,

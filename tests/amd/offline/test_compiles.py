@@ -94,12 +94,12 @@ SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 220, "_chunk_walk_kernel": 970}
 
 # Scalar registers that programs with shares of rows keep in lanes of vector registers and read back once per row: their
 # pointers and strides do not all fit. None of them goes to memory. Heads of 64 over codes have the most; in
-# deterministic attention those with scales of tokens. Two dozen of a kernel of states are addresses.
+# deterministic attention those with scales of tokens. Those of a kernel of states are addresses and masks.
 SCALARS_IN_LANES = {
     "_extend_kernel": 39,
     "_segment_extend_kernel": 21,
     "_token_steps_kernel": 10,
-    "_chunk_rows_kernel": 46,
+    "_chunk_rows_kernel": 168,
 }
 
 # Vector registers, and bytes of memory for them, that programs with shares of rows of deterministic attention spill by
@@ -133,8 +133,9 @@ LEAST_WAVES = {
     "_latent_segment_decode_kernel": 2,
     "_latent_segment_extend_kernel": 2,
     "_expert_product_kernel": 2,
-    # A chunk's matrix is inverted in registers, or they hold a state.
-    "_chunk_rows_kernel": 2,
+    # A chunk's matrix is inverted in registers, next to its channels' decays.
+    "_chunk_rows_kernel": 1,
+    # Registers hold a state.
     "_chunk_walk_kernel": 2,
     # A block of the vocabulary is in registers.
     "_accept_sampled_kernel": 3,

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.backend import on_nvidia
@@ -62,8 +64,13 @@ def exact() -> str:
 
 @constexpr_function
 def close(dtype: tl.dtype) -> str:
-    """The precision of products of float32 values that are rounded to the dtype of tokens later."""
-    return "tf32" if on_nvidia() and dtype.primitive_bitwidth == 16 else exact()
+    """The precision of products of float32 values that are rounded to the dtype of tokens later.
+
+    MI300 has products of as many digits as NVIDIA's tf32. MI355 takes three of bfloat16, which have more.
+    """
+    if dtype.primitive_bitwidth != 16 or knobs.runtime.interpret:
+        return exact()
+    return "tf32" if on_nvidia() else {"gfx942": "tf32", "gfx950": "bf16x3"}.get(current_target().arch, exact())
 
 
 class WordsOfChunk(NamedTuple):

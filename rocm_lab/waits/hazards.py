@@ -37,9 +37,11 @@ MOST_STATES = 20
 # Passes of a matrix instruction, 4 cycles each: CDNA3 and CDNA4 ISA, tables of section 7; LLVM's SISchedule.td. Those
 # of "f8f6f4" are for two matrices of 8 bits.
 _PASSES = {
-    **dict.fromkeys(("16x16x16_f16", "16x16x16_bf16", "16x16x32_f16", "16x16x32_bf16", "16x16x32_fp8_fp8"), 4),
+    **dict.fromkeys(
+        ("16x16x16_f16", "16x16x16_bf16", "16x16x32_f16", "16x16x32_bf16", "16x16x32_fp8_fp8", "16x16x8_xf32"), 4
+    ),
     **dict.fromkeys(("32x32x8_f16", "32x32x8_bf16", "32x32x16_f16", "32x32x16_bf16", "32x32x16_fp8_fp8"), 8),
-    **dict.fromkeys(("16x16x4_f32", "16x16x128_f8f6f4"), 8),
+    **dict.fromkeys(("16x16x4_f32", "16x16x128_f8f6f4", "32x32x4_xf32"), 8),
     **dict.fromkeys(("32x32x2_f32", "32x32x64_f8f6f4"), 16),
 }
 _TRANSCENDENTAL = re.compile(r"v_(?:exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_(?:legacy_)?f(?:16|32|64)")

@@ -5,7 +5,8 @@ column l % M of B, from k = (l / M) * K / (64 / M) on. Register i of D and C in 
 4 (l / 16) + i for M = 16, 8 (i / 4) + 4 (l / 32) + i % 4 for M = 32. EXEC is ignored. "f8f6f4" without modifiers
 has two matrices of "fp8". Its form with scales has two more operands: a byte of lane l, which bits of op_sel (1) and
 op_sel_hi (2) choose, is the exponent, biased by 127, of a power of two for the values of A, or B, that lane l holds;
-255 is NaN (CDNA4 ISA 7.4, and the formats of OCP MX).
+255 is NaN (CDNA4 ISA 7.4, and the formats of OCP MX). "xf32" rounds float32 to 10 binary digits. How is not documented;
+here the others are cut, which is the worst.
 
 Products are summed in float32 in NumPy's order; hardware's order and internal width are not documented.
 """
@@ -35,14 +36,20 @@ def _from_fp8(registers: Array, arch: str) -> Array:
     return numbers("fp8", arch)[registers.view(np.uint8)]
 
 
+def _from_xf32(registers: Array) -> Array:
+    return (registers & np.uint32(0xFFFFE000)).view(F32)
+
+
 # From uint32 [lanes, registers] to float32 [lanes, values].
 _DECODE: dict[str, Callable[[Array], Array]] = {
     "f32": lambda registers: registers.view(F32),
+    "xf32": _from_xf32,
     "f16": lambda registers: registers.view(np.float16).astype(F32),
     "bf16": _from_bfloat16,
 }
 _SHAPES = (
     ("f32", ((32, 2), (16, 4))),
+    ("xf32", ((32, 4), (16, 8))),
     ("f16", ((32, 8), (16, 16), (32, 16), (16, 32))),
     ("bf16", ((32, 8), (16, 16), (32, 16), (16, 32))),
     ("fp8_fp8", ((32, 16), (16, 32))),
@@ -50,6 +57,7 @@ _SHAPES = (
 )
 # Shapes with twice the depth are new with gfx950.
 _GFX950_ONLY = ("32x32x16_f16", "16x16x32_f16", "32x32x16_bf16", "16x16x32_bf16", "f8f6f4")
+_GFX942_ONLY = ("xf32",)
 
 
 def _result_rows(size: int) -> Array:
@@ -80,7 +88,7 @@ def _product(context: Context, instruction: Instruction, shape: str, scales: tup
     core = context.core
     found = re.fullmatch(r"f32_(\d+)x\d+x(\d+)_(\w+)", shape)
     assert found is not None
-    if instruction.name.endswith(_GFX950_ONLY) and context.arch != "gfx950":
+    if instruction.name.endswith(_GFX950_ONLY if context.arch == "gfx942" else _GFX942_ONLY):
         raise UnknownInstruction(f"{instruction.name} on {context.arch}")
     size, depth = int(found[1]), int(found[2])
     decode = _DECODE.get(found[3], partial(_from_fp8, arch=context.arch))

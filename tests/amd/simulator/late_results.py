@@ -31,7 +31,16 @@ _POISON = np.uint32(0x7FFFFFFF)
 _MOST_VM, _MOST_LGKM = 63, 15
 
 # Matrix instructions: passes by their shape, then states by passes.
-_PASSES = {"32x32x8": 8, "16x16x16": 4, "32x32x16": 8, "16x16x32": 4, "32x32x2": 16, "16x16x4": 8}
+_PASSES = {
+    "32x32x8": 8,
+    "16x16x16": 4,
+    "32x32x16": 8,
+    "16x16x32": 4,
+    "32x32x2": 16,
+    "16x16x4": 8,
+    "32x32x4": 8,
+    "16x16x8": 4,
+}
 _STATES = {"gfx942": {4: 7, 8: 11, 16: 19}, "gfx950": {4: 8, 8: 12, 16: 20}}
 _SINGLE_STATES = {8: 10, 16: 18}
 

@@ -11,13 +11,13 @@ from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.simulator.snippet import execute, floats
 
 SHAPES = {
-    "gfx942": ["32x32x2_f32", "16x16x4_f32"]
+    "gfx942": ["32x32x2_f32", "16x16x4_f32", "32x32x4_xf32", "16x16x8_xf32"]
     + [f"{m}_{t}" for m in ("32x32x8", "16x16x16") for t in ("f16", "bf16")]
     + ["32x32x16_fp8_fp8", "16x16x32_fp8_fp8"],
     "gfx950": [f"{m}_{t}" for m in ("32x32x16", "16x16x32") for t in ("f16", "bf16", "fp8_fp8")]
     + ["32x32x64_f8f6f4", "16x16x128_f8f6f4"],
 }
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "xf32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 EIGHT_BITS = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 
 
@@ -46,6 +46,9 @@ def test_products_are_where_the_layout_says(arch: str, shape: str, accumulates: 
     dtype = DTYPES.get(kind, EIGHT_BITS[arch])
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, depth, generator=generator).to(dtype) for _ in range(2))
+    if kind == "xf32":
+        # Numbers of as many digits as count.
+        a, b = (each.half().float() for each in (a, b))
     c = torch.randn(size, size, generator=generator)
     per_lane = depth * size // 64
     num_inputs = max(1, per_lane * dtype.itemsize // 4)

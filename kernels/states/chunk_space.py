@@ -70,7 +70,9 @@ def close(dtype: tl.dtype) -> str:
     """
     if dtype.primitive_bitwidth != 16 or knobs.runtime.interpret:
         return exact()
-    return "tf32" if on_nvidia() else {"gfx942": "tf32", "gfx950": "bf16x3"}.get(current_target().arch, exact())
+    if on_nvidia() or current_target().arch == "gfx942":
+        return "tf32"
+    return "bf16x3" if current_target().arch == "gfx950" else exact()
 
 
 class WordsOfChunk(NamedTuple):

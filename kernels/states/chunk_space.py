@@ -68,11 +68,13 @@ def close(dtype: tl.dtype) -> str:
 
     MI300 has products of as many digits as NVIDIA's tf32. MI355 takes three of bfloat16, which have more.
     """
-    if dtype.primitive_bitwidth != 16 or knobs.runtime.interpret:
-        return exact()
-    if on_nvidia() or current_target().arch == "gfx942":
-        return "tf32"
-    return "bf16x3" if current_target().arch == "gfx950" else exact()
+    precision: str = exact()
+    if dtype.primitive_bitwidth == 16 and not knobs.runtime.interpret:
+        if on_nvidia() or current_target().arch == "gfx942":
+            precision = "tf32"
+        elif current_target().arch == "gfx950":
+            precision = "bf16x3"
+    return precision
 
 
 class WordsOfChunk(NamedTuple):

@@ -28,7 +28,7 @@ from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.paging.state_pool import RecurrentLayers, StatePool
 from rocm_attn.recurrence import Recurrence, rule_of, tensors_of
 from rocm_lab.bench.clocks import GraphClock, median_us
-from rocm_lab.benchmarks.script import Row, parser_of, printed, write
+from rocm_lab.benchmarks.script import Row, add_library, parser_of, printed, write
 
 _DEVICE = torch.device("cuda", 0)
 _CLOCK = GraphClock(_DEVICE, 2000.0)
@@ -200,10 +200,8 @@ def rows_of(case: StateCase, *, with_flashkda: bool) -> Iterator[Row]:
 def main() -> None:
     """Measures, prints, and writes the result."""
     parser = parser_of(__doc__)
-    parser.add_argument("--flashkda", default="", metavar="LIBRARY", help="path of _flashkda_C.abi3.so")
+    add_library(parser, "--flashkda", "_flashkda_C.abi3.so")
     options = parser.parse_args()
-    if options.flashkda:
-        torch.ops.load_library(options.flashkda)  # type: ignore[no-untyped-call]
     rows = []
     for case in CASES:
         rows += printed(rows_of(case, with_flashkda=bool(options.flashkda)))

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rocm_lab.bench.machine import describe_machine
 from rocm_lab.bench.result_file import write_json
 
@@ -18,6 +20,16 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the result file")
     return parser
+
+
+def add_library(parser: argparse.ArgumentParser, option: str, file: str) -> None:
+    """Adds an option for the path of a peer's library of PyTorch operations, and loads it; None without the option."""
+    parser.add_argument(option, metavar="LIBRARY", type=_loaded, help=f"path of {file}")
+
+
+def _loaded(path: str) -> str:
+    torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    return path
 
 
 def printed(rows: Iterable[Row]) -> list[Row]:

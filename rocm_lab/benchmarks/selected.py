@@ -29,7 +29,7 @@ from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from rocm_lab.bench.clocks import GraphClock, median_us
 from rocm_lab.bench.step_data import random_pages
-from rocm_lab.benchmarks.script import Row, parser_of, printed, write
+from rocm_lab.benchmarks.script import Row, add_library, parser_of, printed, write
 
 # |result - reference| / |reference| in bfloat16.
 _MOST_ERROR = 1e-2
@@ -172,10 +172,8 @@ def rows_of(case: ChosenCase, *, with_peer: bool) -> Iterator[Row]:
 def main() -> None:
     """Measures, prints, and writes the result."""
     parser = parser_of(__doc__)
-    parser.add_argument("--flashmla", default="", metavar="LIBRARY", help="path of _flashmla_C.abi3.so")
+    add_library(parser, "--flashmla", "_flashmla_C.abi3.so")
     options = parser.parse_args()
-    if options.flashmla:
-        torch.ops.load_library(options.flashmla)  # type: ignore[no-untyped-call]
     rows = []
     for case in CASES:
         rows += printed(rows_of(case, with_peer=bool(options.flashmla)))

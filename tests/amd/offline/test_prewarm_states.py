@@ -21,16 +21,15 @@ from rocm_attn.capture.prewarm import prewarm
 from rocm_attn.cli import DONE, main
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.states.arguments import Update
-from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.state_pool import RecurrentLayers
 from rocm_attn.problem import Problem
-from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.recurrence import Convolution, Recurrence
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
+from tests.amd.offline.compiling import ONLY_OLDEST
 from tests.amd.offline.offline_driver import launched_offline
 from tests.amd.offline.test_prewarm_sizes import HOPPER, Variant, noted_variants
 from tests.amd.runner.hf_models import PUBLISHED
@@ -44,6 +43,12 @@ KIMI = Recurrence(
 MAMBA = Recurrence(8, 1, 64, 32, BF16, update=Update.SUM, convolution=Convolution(2 * 64 + 8 * 32), scale=1.0)
 ALONE = Recurrence(2, 2, 24, 40, BF16)
 LAYERS = (GATED_DELTA, KIMI, GATED_DELTA, MAMBA, ALONE, GATED_DELTA)
+# Those that Hopper's own kernels take, which are for the oldest Triton.
+HOPPERS_LAYERS = (
+    replace(GATED_DELTA, k_dim=128, v_dim=128, convolution=Convolution(2 * 2 * 128 + 4 * 128)),
+    replace(KIMI, k_dim=128, v_dim=128, convolution=Convolution(3 * 4 * 128)),
+    replace(MAMBA, k_dim=128, v_dim=64, convolution=Convolution(2 * 128 + 8 * 64)),
+)
 KEPT = 4
 SIZES = RuntimeOptions(
     num_pages=200, max_num_seqs=3, max_kv_len=512, provider="triton", capture_sizes=(1, 3), verify_tokens=KEPT
@@ -131,14 +136,8 @@ def test_steps_launch_the_variants_that_were_compiled(target: Target) -> None:
     assert {name for name, _ in compiled - launched} == {"_convolve_kernel"}
 
 
-@pytest.mark.oldest_triton
-@pytest.mark.skipif(Release.of(triton_version()) not in TRITONS, reason="Hopper's own kernels are for other releases")
-def test_hoppers_own_kernels_are_compiled_too() -> None:
-    layers = (
-        replace(GATED_DELTA, k_dim=128, v_dim=128, convolution=Convolution(2 * 2 * 128 + 4 * 128)),
-        replace(KIMI, k_dim=128, v_dim=128, convolution=Convolution(3 * 4 * 128)),
-        replace(MAMBA, k_dim=128, v_dim=64, convolution=Convolution(2 * 128 + 8 * 64)),
-    )
+@pytest.mark.parametrize("layers", [pytest.param(HOPPERS_LAYERS, id="oldest", marks=ONLY_OLDEST)])
+def test_hoppers_own_kernels_are_compiled_too(layers: tuple[Recurrence, ...]) -> None:
     recurrent = RecurrentLayers(layers, kept=KEPT)
     compiled, launched = prewarmed(recurrent, HOPPER), served(recurrent, HOPPER)
     assert sorted(name for name, _ in launched - compiled) == []

@@ -23,6 +23,11 @@ def at_any_alignment(kernel: Any) -> Any:
     return triton.jit(kernel.fn, do_not_specialize=kernel.do_not_specialize, do_not_specialize_on_alignment=names)
 
 
+def begin_at_16(*tensors: Tensor) -> bool:
+    """True if the address and the first two strides of each tensor are multiples of 16, as Triton is told of them."""
+    return not any(each % 16 for tensor in tensors for each in (tensor.data_ptr(), *tensor.stride()[:2]))
+
+
 def is_far(tensor: Tensor) -> bool:
     """True if a tensor takes 2 GiB or more, gaps included. Triton's variant of a smaller one may not reach all of it.
 

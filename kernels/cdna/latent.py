@@ -19,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
+from rocm_attn.kernels.any_alignment import begin_at_16
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, RowOutputs
 from rocm_attn.kernels.attention.coded import coded_scales, row_scale
@@ -295,7 +296,7 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> Cd
         assert encoding is EXTEND_CODES[arch], "other codes have no tiles"
         assert pages.format.scales is Scales.LAYER, "the limits refuse other scales"
         assert args.q.dtype == torch.bfloat16, "q is the sum of two codes"
-    v_in_lds = encoding.is_fp8 and EXTEND_UNITS[arch].TRANSPOSES and _is_aligned(pages.raw_k)
+    v_in_lds = encoding.is_fp8 and EXTEND_UNITS[arch].TRANSPOSES and begin_at_16(pages.raw_k)
     in_words = 4 // pages.raw_k.itemsize
     assert pages.raw_k.data_ptr() % 4 == 0, "words of 4 bytes are read"
     assert not any(stride % in_words for stride in pages.raw_k.stride()[:2]), "words of 4 bytes are read"
@@ -314,8 +315,3 @@ def _geometry(args: AttendArgs, arch: str, scores: Scores, cut: DecodeCut) -> Cd
         CODING=pages.coding,
         V_IN_LDS=v_in_lds,
     )
-
-
-def _is_aligned(rows: torch.Tensor) -> bool:
-    """True if each row of codes begins at a multiple of 16 bytes."""
-    return not any(each % 16 for each in (rows.data_ptr(), *rows.stride()[:2]))

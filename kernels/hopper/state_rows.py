@@ -24,21 +24,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from rocm_attn.kernels.any_alignment import begin_at_16
 from rocm_attn.kernels.attention.softmax import LOG2_E
-from rocm_attn.kernels.hopper.state_walk import copies_rows_of
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
 from rocm_attn.kernels.states.chunk_rows import launch_chunk_rows
-from rocm_attn.kernels.states.chunk_space import LEFT, chunk_geometry, rows_of, words_of
+from rocm_attn.kernels.states.chunk_space import LEFT, STRONGEST, chunk_geometry, rows_of, words_of
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 
 _BEGINS = gl.constexpr(arguments.BEGINS)
 _CHUNK = gl.constexpr(arguments.CHUNK)
 _QUARTER = gl.constexpr(arguments.CHUNK // 4)
 _DIM = gl.constexpr(128)
-# A natural logarithm. exp(-104) is 0 in float32 already.
-_STRONGEST = gl.constexpr(-128.0)
 # The logarithm to base 2 of the strongest decay of a quarter. Elements of normalised rows that are above 2^-10 keep all
 # digits, and smaller ones lose less than their rows' rounding. A model whose tokens decay by exp(-5) at most, as KDA's
 # do with a lower bound, has no stronger one.
@@ -227,7 +225,7 @@ def _store_solved(of_u, values, of_w, keys, to, num_rows):
 
 @gluon.jit
 def _grows(of, num_rows):
-    """Whether a token may enlarge a state by more than its v: its strength is not in [0, 2]."""
+    """True if a token's strength is not in [0, 2]: it may then enlarge a state by more than its v."""
     token = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _ROWS))
     beta = gl.load(of.beta + token * of.beta_token, mask=token < num_rows, other=0.0)
     return gl.max(gl.abs(beta - 1.0), 0) > 1.0
@@ -251,7 +249,7 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
     async_copy.wait_group(2)
     gl.thread_barrier()
     decay = decays.load(_ELEMENTS)
-    decay = _quarters_of(gl.where(decay < _STRONGEST, _STRONGEST, decay) * LOG2_E)
+    decay = _quarters_of(gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E)
     sums = gl.sum(decay, 1)
     async_copy.wait_group(0)
     of_sums.store(sums)
@@ -338,7 +336,7 @@ def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
     row = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _PRODUCTS)), 1)
     column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, _PRODUCTS)), 0)
     decay = gl.load(of.decay + column * of.decay_token, mask=column < num_rows, other=0.0)
-    decay = gl.where(decay < _STRONGEST, _STRONGEST, decay) * LOG2_E
+    decay = gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E
     middle = (row & -(_CHUNK // 2)) + (_QUARTER - 1)
     is_until_middle = (column <= middle) & (column > row)
     since_middle = gl.where((column > middle) & (column <= row), decay, gl.where(is_until_middle, -decay, 0.0))
@@ -450,7 +448,7 @@ def _takes(tokens: RecurrentTokens, recurrence: RecurrenceRule, slots: Recurrent
     of_layer = recurrence.corrects and recurrence.normalises and tokens.k.dtype == torch.bfloat16
     dims = slots.state.shape[2:] == (_DIM.value, _DIM.value)
     copied = (tokens.q, tokens.k, tokens.v, *(tokens.decay,) * slots.has_channels)
-    return of_layer and dims and workspace.data_ptr() % 16 == 0 and copies_rows_of(*copied)
+    return of_layer and dims and workspace.data_ptr() % 16 == 0 and begin_at_16(*copied)
 
 
 def launch_hopper_chunk_rows(

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rocm_attn.kernels.any_alignment import begin_at_16
 from rocm_attn.kernels.hopper.rings import GATHERING_THREADS
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
@@ -354,16 +355,11 @@ def _hopper_chunk_walk_kernel(
     )
 
 
-def copies_rows_of(*tensors: Tensor) -> bool:
-    """True if all rows begin where copies of 16 bytes may, as far as Triton finds out from a launch's arguments."""
-    return all(tensor.data_ptr() % 16 == 0 and not any(step % 16 for step in tensor.stride()[:2]) for tensor in tensors)
-
-
 def _takes(tokens: RecurrentTokens, slots: RecurrentSlots, workspace: Tensor) -> bool:
     """True if the kernel computes such a layer, and its copies begin where they must."""
     dk, dv = slots.state.shape[2:]
     dims = dk == _DIM.value and dv % COLUMNS.value == 0 and tokens.k.itemsize == 2
-    return dims and workspace.data_ptr() % 16 == 0 and copies_rows_of(tokens.q, tokens.k)
+    return dims and workspace.data_ptr() % 16 == 0 and begin_at_16(tokens.q, tokens.k)
 
 
 def launch_hopper_chunk_walk(

@@ -33,15 +33,13 @@ from triton.runtime.jit import constexpr_function
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.chunk_space import LEFT, chunk_geometry, exact, rows_of, words_of
+from rocm_attn.kernels.states.chunk_space import LEFT, STRONGEST, chunk_geometry, exact, rows_of, words_of
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 from rocm_attn.kernels.states.updates import NORM_EPSILON, inverse_of, solved
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
 _LOG2_E = tl.constexpr(math.log2(math.e))
-# A natural logarithm. exp(-104) is 0 in float32 already.
-_STRONGEST = tl.constexpr(-128.0)
 
 
 @constexpr_function
@@ -73,7 +71,7 @@ def _store_rows(first, is_row, column, rows, COLUMNS: tl.constexpr, PART: tl.con
 def _decays(first, is_row, column, COLUMNS: tl.constexpr, PART: tl.constexpr):
     """Logarithms of decays to base 2, as _rows loads them; the strongest ones' powers are 0 in float32."""
     rows = _rows(first, is_row, column, COLUMNS, PART)
-    return tl.where(rows < _STRONGEST, _STRONGEST, rows) * _LOG2_E
+    return tl.where(rows < STRONGEST, STRONGEST, rows) * _LOG2_E
 
 
 @triton.jit

@@ -26,6 +26,8 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _CHUNK = tl.constexpr(arguments.CHUNK)
 _BYTES_OF_A_PART = 128
+# The strongest decay that counts, a natural logarithm: exp(-104) is 0 in float32 already.
+STRONGEST = tl.constexpr(-128.0)
 # The first word of a chunk that a kernel has left to chunk_rows.py. Decays are positive.
 LEFT = tl.constexpr(-1.0)
 

@@ -39,8 +39,8 @@ def attend_sequence(
     Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log of the denominator, the sink in it; 0
     and -inf if no key is visible.
     """
-    q_len, kv_len = q.shape[0], k.shape[0]
-    q = q.double().unflatten(1, (-1, problem.gqa_ratio))
+    (q_len, _, head_dim), (kv_len, kv_heads, _), ratio = q.shape, k.shape, problem.gqa_ratio
+    q = q.double().reshape(q_len, kv_heads, ratio, head_dim)
     scores = torch.einsum("qhrd,khd->hrqk", q, k.double()).flatten(0, 1) * problem.scale
     if problem.logits_soft_cap:
         scores = problem.logits_soft_cap * torch.tanh(scores / problem.logits_soft_cap)
@@ -58,12 +58,12 @@ def attend_sequence(
         if problem.chunk:
             hidden = hidden | (key // problem.chunk < position // problem.chunk)
     scores = scores.masked_fill(hidden, float("-inf"))
-    v = v.double().masked_fill(hidden.all(0)[:, None, None], 0.0)  # rows that no token sees may be NaN, and 0 * NaN is NaN
+    v = v.double().masked_fill(hidden.all(0)[:, None, None], 0.0)  # unseen rows may be NaN, and 0 * NaN is NaN
     lse = scores.logsumexp(-1)
     if weights.sinks is not None:
         lse = torch.where(hidden.all(-1), lse, torch.logaddexp(lse, weights.sinks.double()[:, None]))
     shares = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a token without visible keys has shares exp(-inf + inf)
-    out = torch.einsum("hrqk,khd->qhrd", shares.unflatten(0, (-1, problem.gqa_ratio)), v)
+    out = torch.einsum("hrqk,khd->qhrd", shares.view(kv_heads, ratio, q_len, kv_len), v)
     return out.flatten(1, 2), lse.transpose(0, 1)
 
 

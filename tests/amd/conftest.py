@@ -14,7 +14,6 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.amd.fast import leave_to_the_night, of_shard
-from tests.amd.interpreter import make_fast
 from tests.amd.worlds.problems import providers
 
 # Tests do not depend on tuning results measured on this machine.
@@ -29,9 +28,6 @@ torch.set_deterministic_debug_mode("warn" if torch.cuda.is_available() else "err
 # The time of an example shows how busy the machine is, not whether the example is right.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    make_fast()
 
 # Imported and collected objects stay to the end, so the garbage collector need not scan them.
 gc.disable()

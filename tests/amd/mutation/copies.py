@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.amd.interpreter import make_fast
 from tests.amd.mutation.memory import Fenced, Memory, Poisoned
 from tests.amd.mutation.mutants import KERNELS
 
@@ -110,7 +109,6 @@ def _report(folder: Path, check: str, trial: Trial, most_operations: int, sender
     checks = import_module("tests.amd.mutation.checks")
     copied = sys.modules["rocm_attn.kernels.launch"].__file__ or ""
     assert Path(copied).is_relative_to(folder), f"{copied} is not the copy in {folder}"
-    make_fast()
     if trial.is_backwards:
         _run_programs_backwards()
     _count_operations(most_operations)

@@ -1,12 +1,12 @@
-"""StepGate: the one way into a step, and the one place that decides what may touch its rows, pages and graphs.
+"""StepGate: begins and ends every step, and is the one place that allows access to a step's rows, pages and graphs.
 
-    stage    host: check, pad, plan, grow buffers;  device: page copies, table updates, publish
-    fill     device: derive metadata; captured with a captured step
-    layers   store and attend, or the replay of a graph that is all of the step
+    stage    host: check, pad, plan, grow buffers;  device: page copies, block table updates, publication of the inputs
+    fill     device: compute metadata; part of the graph in a captured step
+    layers   store and attend, or the replay of a graph that contains the whole step
     end      host only
 
-Eager steps, graphs and steps that run again all come through here. A step remembers the number of the last change of
-its rows; every later read or write through it checks whether they have changed since.
+Eager steps, replayed graphs and repeated steps all go through here. A step remembers the table's change count when it
+was staged; every later read or write through the step checks that its rows have not changed since.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Series, Step
 
 
 class Again(Enum):
-    """A plan: the step that was staged last runs once more, on inputs that the device has written over its own.
+    """A plan that runs the last staged step once more, on inputs that the device has written in place of the old ones.
 
-    Only changes of the table are published, and no page is given back. The error word is kept, so the next publication
-    reports the faults of all these runs. Their stored tokens count once mark_stored() of the table is called.
+    Only changes of the block table are published, and no page is freed. The error word is kept, so the next published
+    step reports the faults of all these runs. Tokens that they store count as stored after the table's mark_stored().
     """
 
     AGAIN = "again"

@@ -1,6 +1,7 @@
-"""StepMemory: the device memory of steps. A sealed part for steps that graphs replay, an open part for all others.
+"""StepMemory: the device memory of steps: metadata and workspace.
 
-A step that is not split has one child, itself; the children of a split one have sub-ranges of the same buffers.
+Captured steps use a sealed part, whose addresses never change; other steps use an open part, which may grow. A child is
+the memory of one part of a step; the children of a split step are sub-ranges of the same buffers.
 """
 
 from __future__ import annotations

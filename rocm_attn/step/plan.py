@@ -1,4 +1,4 @@
-"""StepPlan: how a step runs, with the key of its graph. make_plan() makes it from values."""
+"""StepPlan: how a step runs (padded shape, kernels, lengths baked in), and the key of its graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planner: finds the plan of a batch. Steps that are padded to the same shape share a plan, and so a graph."""
+"""Planner: finds the StepPlan of a batch. Steps that are padded to the same shape share a plan, and so a graph."""
 
 from __future__ import annotations
 

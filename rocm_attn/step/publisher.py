@@ -1,7 +1,7 @@
-"""Publisher: carries the host's decisions to the device before the step's graph or launches run.
+"""Publisher: sends a step's inputs from the host to the device, before the step's graph or launches run.
 
-Order on the stream: page copies, table updates, the step's inputs. Changes stay pending until their launch was
-enqueued. The result of a step comes back in the ring slot of the next one.
+Order on the stream: page copies, block table updates, the step's inputs. A change stays pending until its launch was
+enqueued. The error report of a step comes back in the host ring's slot of the next one.
 """
 
 from __future__ import annotations

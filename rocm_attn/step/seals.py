@@ -1,4 +1,4 @@
-"""Seals: the addresses that graphs read, fixed from seal() to unseal()."""
+"""Seals: fixes the addresses that captured graphs read, from seal() to unseal()."""
 
 from __future__ import annotations
 

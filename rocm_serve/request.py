@@ -228,21 +228,21 @@ class SequenceParameters(Protocol):
 class Sequence:
     """A request while it is served.
 
-    number:     in the order of submission
+    number:     number of the request, in order of submission
     stops:      tokens that end the text
     token_ids:  the prompt and the tokens generated so far; int32
-    num_stored: tokens whose K and V are in the pool when all steps have run that were launched
+    num_stored: tokens whose K and V are stored once all launched steps have run
     cached_row: its record in the prefix cache
-    row:        of the request table; 0 while it waits
-    is_suspect: whether a step that it was in had a fault that may be its own; then it is computed again alone
-    times:      since the request was taken
+    row:        row of the request table; 0 while it waits
+    is_suspect: whether it may have caused a fault of a step that it was in; then it is recomputed alone
+    times:      times since the request was accepted
     num_cached: tokens of the prompt that were in the prefix cache when it was first admitted
-    pending_at: its place among the picks of the step that was launched last, whose token the host has not read yet;
-                ALL_READ if there is none
-    most_tokens: of prompt and text together: at this number the text ends; set by Scheduler.add
-    parameters: demands of its picks in addition to draws; None: nothing
+    pending_at: index of its unread token among those sampled in the last launched step; ALL_READ if the host has read
+                all of them
+    most_tokens: most tokens of prompt and text together; set by Scheduler.add
+    parameters: what sampling needs in addition to random numbers, such as penalties; None: nothing
     is_plain:   whether each of its tokens is simply the likeliest one
-    level:      its priority among those that it is served with; see Scheduler.add
+    level:      its priority, adjusted for age; see Scheduler.add
     """
 
     number: int

@@ -49,8 +49,8 @@ class Inbox:
 
     tokenizer:  None: there is no text
     completion: once it has ended
-    error:      raised to its reader after the pieces: the request has failed, or the engine has ended
-    on_late:    called when a request goes on while more than most_unread of its tokens were not read
+    error:      raised to its reader after the last chunk: the request has failed, or the engine has ended
+    on_late:    called when a token comes while more than most_unread of the request's tokens are unread
     on_output:  called when something has come, or the end
     num_tokens: that have come, read or not
     first_token_at: when the first of them came, in seconds of time.perf_counter(); 0 if none did
@@ -88,7 +88,7 @@ class Inbox:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no piece to read. A request that ends without an error has a last piece with its reason."""
+        """True if there is no chunk to read. A request that ends without an error has a last chunk with its reason."""
         return not self._token_ids and len(self._texts) == self._num_read_texts
 
     def add(

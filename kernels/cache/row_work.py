@@ -123,7 +123,7 @@ class Projected(NamedTuple):
     """The results of a layer's projections for T tokens; any strides but the last.
 
     q, q_out: [T, q_heads, head_dim]; q_out is written, and may be q. In a latent layer, whose q gets its first part
-              elsewhere, [T, q_heads, elements that turn] is enough
+              elsewhere, [T, q_heads, rotary dim] is enough
     k, v:     [T, kv_heads, head_dim | v_head_dim]; of a latent layer v is the first part of k
     """
 

@@ -35,13 +35,13 @@ class RanksDiverged(RocmAttnError, RuntimeError):
 
 
 class Meetings:
-    """The messages between the ranks of one model between steps; one object per runtime. All ranks call it alike.
+    """The exchange of faults between the ranks of one model, before each step; one object per runtime.
 
-    This base is that of a single rank, which raises a fault when it finds it.
+    All ranks make the same calls. This base class is for a single rank, which raises a fault when it finds it.
 
-    holds_faults: True if a fault that a step finds waits for a meeting, instead of being raised by that step
-    steps_late:   the most steps between the one that has found a fault and the one that raises it
-    digest:       of the properties that the next step must share with that of other ranks; 0: nothing is compared
+    holds_faults: True if a fault waits for the next exchange, instead of being raised by the step that finds it
+    steps_late:   the most steps between the one that finds a fault and the one that raises it
+    digest:       hash of the properties that the next step must have in common on all ranks; 0: not compared
     """
 
     holds_faults = False
@@ -51,7 +51,9 @@ class Meetings:
         self.digest = 0
 
     def before_step(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
-        """The faults that all ranks raise now, in place of the step; mostly none. Waits for no rank that keeps up.
+        """Returns the faults that all ranks must raise now, instead of running the step; usually none.
+
+        It waits only for ranks that are late.
 
         number: of this rank's last step
         found:  on this rank, and not raised yet
@@ -64,7 +66,7 @@ class Meetings:
         return found
 
     def waiting(self, reason: str) -> AbstractContextManager[None]:
-        """A context in which this rank waits for the others after an error, which may have left them in a collective.
+        """Returns a context in which this rank waits for the others after an error: they may hang in a collective.
 
         reason: the error; empty if there was none
         """

@@ -1,10 +1,10 @@
 """Guards: the safeguards against silent corruption, as values from which a runtime is built.
 
-Each part that has safeguards has one frozen value of them: TableGuards with the request table, MemoryGuards with the
-memory of steps, and so on. Guards is composed of these. A field's default is the value that guards. Debugging replaces
-it by a wrong twin, one at a time: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id. Wrong twins are in rocm-lab, which
-registers them by an entry point of the group WRONG_TWINS. The code of a step never checks which of the two it has.
-guards.json lists them; docs/guards.md is the list for readers.
+Each part that has safeguards has a frozen dataclass of them: TableGuards for the request table, MemoryGuards for the
+memory of steps, and so on. Guards is composed of these. A field's default is the safe code. To show that a safeguard is
+needed, a test replaces it by a wrong twin, code without the safeguard: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id.
+Wrong twins are in rocm-lab, which registers them by an entry point of the group WRONG_TWINS. The code of a step never
+checks which of the two it runs. guards.json lists the safeguards; docs/guards.md is made from it.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class AttentionRuntime:
         """Sets the scales of a layer with eight-bit K and V; they are 1 until then. Captured graphs use the new ones.
 
         The values are copied into the memory that graphs read. Call it only while no request is admitted and no page is
-        kept: stored K and V would change their values. Raises BadTensor, WrongState; nothing has changed then.
+        kept, because stored K and V would change their values. Raises BadTensor, WrongState; nothing has changed then.
         """
         with self.gate.holder.idle("scales of K and V cannot change"), on_device(self.device):
             k, v = scales.of(layer, self.core.layers.problem(layer))

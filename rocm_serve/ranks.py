@@ -25,15 +25,15 @@ class Ranks:
     agree: Agreement = alone
 
     def sum(self, x: Tensor) -> Tensor:
-        """All-reduce: the sum of every rank's x, in place. The order of summation may depend on the size of x."""
+        """The sum of every rank's x, in place (all-reduce). The order of summation may depend on the size of x."""
         return x
 
     def sum_in_order(self, x: Tensor) -> Tensor:
-        """All-reduce in order, from rank 0 up: an element's result does not depend on other elements."""
+        """The same in the order of ranks, from 0 up: an element's result does not depend on other elements."""
         return x
 
     def gathered(self, x: Tensor) -> Tensor:
-        """All-gather: [rows, num_ranks * columns] of every rank's x [rows, columns], from rank 0 up."""
+        """[rows, num_ranks * columns]: every rank's x [rows, columns], from rank 0 up (all-gather)."""
         return x
 
     def least(self, number: int) -> int:

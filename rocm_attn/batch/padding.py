@@ -50,7 +50,7 @@ class PaddedShape:
 
     @classmethod
     def of_drafts(cls, drafts: Drafts, num_seqs: int, num_halves: int) -> PaddedShape:
-        """The shape of a round of drafts: decode if the drafts are chains, otherwise the kind that takes masks."""
+        """The shape of a draft round: decode if the drafts are chains, else the step kind with masks."""
         kind = StepKind.DECODE if drafts.branches == 1 else StepKind.MASKED
         return cls(kind, num_seqs, num_seqs * drafts.tokens, num_halves * drafts.steps, drafts)
 
@@ -83,7 +83,7 @@ class PaddedShape:
         return PaddedShape(self.kind, num_seqs, num_tokens, drafts=self.drafts)
 
     def of_few(self, max_q_len: int) -> PaddedShape:
-        """Itself, or a verify step of its sizes if that may have max_q_len new tokens in a sequence."""
+        """Returns itself, or the verify step of the same sizes if that has room for max_q_len tokens per sequence."""
         is_verified = self.kind in (StepKind.EXTEND, StepKind.MIXED) and self.num_children == 1
         return replace(self, kind=StepKind.VERIFY) if is_verified and max_q_len <= FEW_TOKENS else self
 

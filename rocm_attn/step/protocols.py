@@ -101,9 +101,9 @@ class LayerCalls(Protocol):
             rows[t, c] = sum over j:   softmax over j (gates[j, c]) * values[j, c]      if t ends a row, else 0
 
         j runs over the tokens of the row that ends with t. If rows overlap, it also runs over as many tokens before
-        them: those use the first half of their columns, the row's own tokens the second half. Positions before the
-        sequence's first token have no weight. Values and gates of recent tokens are kept for later steps. This is
-        DeepSeek-V4's compressor without norm and rotary embedding: apply these to rows, then call store() or
+        them. The earlier tokens use the first half of their columns, the row's own tokens the second half. Positions
+        before the sequence's first token have no weight. Values and gates of recent tokens are kept for later steps.
+        This is DeepSeek-V4's compressor without norm and rotary embedding: apply these to rows, then call store() or
         store_index().
 
         values, gates: [T, columns] of row.state_dtype, columns = head_dim + row.also, or twice as many if rows overlap;

@@ -81,7 +81,7 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowNorm:
-    """An RMS norm of rows: x / sqrt(mean(x^2) + eps) * (offset + weight), in float32; rounding comes after the rope.
+    """An RMS norm of rows: x / sqrt(mean(x^2) + eps) * (offset + weight), in float32, rounded once after the rope.
 
     weight: [n], float32, float16 or bfloat16, contiguous; the first n elements of a row are normalised. Ones for a norm
             without weights

@@ -240,7 +240,7 @@ class TokenSpans:
 def spans_of_blocks(
     kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], block: int, device: torch.device
 ) -> TokenSpans:
-    """Returns spans that cut each sequence's new tokens into blocks of `block` tokens, the last maybe shorter.
+    """Returns spans that cut each sequence's new tokens into blocks of `block` tokens; the last one may be shorter.
 
     For draft models that propose a block of tokens at once.
 

@@ -78,7 +78,7 @@ class AdoptedPages:
     page_strides:     True if pages may be strided; the last stride is 1
     even_slots:       True if all slots of such pages lie at equal distances
     binds_calls:      True if a layer's pages may change at each call; fill() then does not know their number
-    in_every_layer:   space -> int32 [1], on the device, which graphs read: the number of pages that all its layers have
+    in_every_layer:   space -> int32 [1], on the device, which graphs read: the fewest pages of a bound layer
     aligned_sides, aligned_rows: layers whose K and V must begin at multiples of 16 bytes, and layers whose pages must
                                  have aligned rows, each with the name of the kernel that needs it
     """

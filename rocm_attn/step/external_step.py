@@ -94,8 +94,8 @@ class DeviceSpans:
     """A mask of spans: tokens of a span attend to each other in both directions; the rest is causal.
 
     Problem.spans_pass_window says whether a span overrides a layer's window. Such a layer reads the whole span, so the
-    table must still have its pages before the window. If such an entry is no page of the pool, or page 0 in a table
-    with null_page, the sequence becomes padding, and PAGE_NOT_IN_POOL is reported. An entry that still has the id of a
+    table must still have the span's pages before the window. If one of them is no page of the pool, or page 0 in a
+    table with null_page, the sequence becomes padding, and PAGE_NOT_IN_POOL is reported. An entry with the id of a
     freed page is not detected. begin() reads the spans on the current stream, also for a captured step.
 
     of_step: int32 [n, 3], contiguous, on the device: sequence of the step, kv_index of the span's first token, one past

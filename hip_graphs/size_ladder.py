@@ -53,10 +53,10 @@ class SizeLadder:
 
 
 def default_ladder(largest: int, alignment: int = 1) -> SizeLadder:
-    """Returns 1, 2, 4, 8, 16, 24 ... up to largest, in steps that grow with the size, each rounded up to the alignment.
+    """Returns the sizes 1, 2, 4, 8, 16, 24 ... up to largest, in steps that grow, each rounded up to the alignment.
 
     alignment: a divisor of every size (tensor-parallel ranks, halves of an overlapped step). The last size is largest
-    rounded up, so it may exceed the sizes that the caller can fill. Raises BadLadder.
+    rounded up, so it may exceed the caller's largest work. Raises BadLadder.
     """
     if largest < 1 or alignment < 1:
         raise BadLadder(f"largest size {largest} and alignment {alignment} must both be at least 1")

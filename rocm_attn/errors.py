@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 class RocmAttnError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class Unsupported(RocmAttnError):
     """No kernel serves the problem.
 
     summary: the message without the reasons
-    reasons: one sentence for each kernel that was considered and why it was refused.
+    reasons: one sentence for each kernel that was considered: why it was refused
     """
 
     def __init__(self, summary: str, reasons: Sequence[str] = ()) -> None:
@@ -34,11 +34,11 @@ class BadTensor(RocmAttnError, ValueError):
 
 
 class CapacityExceeded(RocmAttnError):
-    """Something does not fit; the message names the setting that makes room. Raised as one of the two below."""
+    """Something does not fit; the message names the setting that makes room. Raised as FitsLater or NeverFits."""
 
 
 class FitsLater(CapacityExceeded):
-    """The room is in use at the moment. Nothing was changed: free requests, drop kept pages, and call again."""
+    """There is not enough free room now. Nothing was changed: free requests or drop kept pages, then call again."""
 
 
 class OutOfPages(FitsLater):
@@ -54,11 +54,11 @@ class OutOfRows(FitsLater):
 
 
 class NeverFits(CapacityExceeded):
-    """It does not fit the runtime, however much is freed. A smaller request does, or a runtime with other settings."""
+    """It can never fit this runtime, even an empty one. Send a smaller request, or build a runtime with more room."""
 
 
 class GraphStale(RocmAttnError):
-    """A captured graph reads memory that has moved since; it must be captured again."""
+    """A captured graph reads memory that has moved since. Capture it again."""
 
 
 class WrongState(RocmAttnError):
@@ -66,21 +66,21 @@ class WrongState(RocmAttnError):
 
 
 class DeviceFault(RocmAttnError, RuntimeError):
-    """Something went wrong on the device in a step that was run before; the runtime continues with the next one.
+    """An earlier step went wrong on the device. The runtime stays usable: the next step may begin.
 
-    Reported once. If an interrupt comes while the error is being raised, the error is the interrupt's __context__. The
-    step that reports it was not begun: it changed no KV; call again to run it.
+    Each fault is reported once. If an interrupt comes while the error is being raised, the error is the interrupt's
+    __context__. The call that raises it began no step and changed no KV; call again to run it.
 
-    No sequence of the faulty step can be trusted: K and V of its new tokens may be missing, its rows may be wrong, and
-    so may everything computed from them since. The owner frees these sequences' rows, and serves them again from the
-    tokens that were known before that step, or gives them up. Other sequences are right. A fault without a step is in
-    the memory that padded sequences read: build a new runtime.
+    No sequence of the faulty step can be trusted: K and V of its new tokens may be missing, its outputs may be wrong,
+    and so may everything computed from them since. The caller frees these sequences' rows, and either recomputes them
+    from the tokens known before that step or fails them. Other sequences are right. A fault without a step means that
+    the memory which padded sequences read was written: build a new runtime.
 
-    step:  the number of the faulty step; AttentionRuntime.step_number counts them. None if no step can be named. If one
+    step:  the number of the faulty step, as counted by runtime.faults.step_number; None if no step can be named. If one
            error reports several faults: the step of the first; `each` has them all
-    rows:  request rows of its sequences in that step: a row may have been freed and admitted again since
+    rows:  table rows of its sequences in that step; a row may have been freed and admitted again since
     is_contained: True if no sequence of the step can have harmed another. It is not known which of them are wrong;
-                  serving each again alone shows it
+                  running each again alone shows it
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class DeviceFault(RocmAttnError, RuntimeError):
 
 
 class NotCopied(RocmAttnError, TypeError):
-    """An object that owns a device's memory was to be copied or pickled."""
+    """An object that owns device memory cannot be copied or pickled."""
 
 
 class BadModel(RocmAttnError, ValueError):
@@ -122,7 +122,7 @@ class BadRequest(RocmAttnError, ValueError):
 
 
 class BadLogits(RocmAttnError, ArithmeticError):
-    """A model's output that no token can be picked from: it holds NaN or infinity, or rules every token out."""
+    """Logits from which no token can be sampled: they hold NaN or infinity, or exclude every token."""
 
 
 class BadSetting(RocmAttnError, ValueError):

@@ -1,10 +1,11 @@
-"""ExternalAttention: attention over pages, tables, lengths, slots and graphs that an engine owns.
+"""ExternalAttention: attention over KV pages, block tables, lengths, slots and graphs that an engine owns.
 
 begin            outside of graphs, one launch: plan at the engine's padded shape, publish its lengths
-fill             may be captured: gather tables that cannot be read in place, derive, check slots, schedules
+fill             may be captured: gather tables that cannot be read in place, derive metadata, check slots, schedule
 store, attend    may be captured, for each layer
 
-The engine pads and keys its graphs; a captured step is planned at the longest length, so that its graph serves any.
+The engine pads its steps and chooses its graphs. A captured step is planned at the longest KV length, so that its graph
+serves any length.
 Kernels, launches, safeguards and the error word are those of AttentionRuntime.
 """
 
@@ -51,7 +52,7 @@ class LayerSource:
     """One attention layer of an engine's model.
 
     space:        the index space of its KV cache group
-    head_weights: sinks or ALiBi slopes that its problem has; may be given later, by set_head_weights()
+    head_weights: sinks or ALiBi slopes, if its problem has them; may be set later, by set_head_weights()
     """
 
     problem: Problem
@@ -61,10 +62,10 @@ class LayerSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The largest step. Larger ones are refused.
+    """The largest step that an ExternalAttention accepts. Larger ones are refused.
 
-    num_seqs:   padded ones
-    num_tokens: padded ones; not given: any number, and seal() makes room for one token in each sequence
+    num_seqs:   padded sequences
+    num_tokens: padded tokens; default: any number, and seal() makes room for one token in each sequence
     kv_len:     tokens of the longest sequence
     num_pages:  pages of a layer, page 0 included
     """
@@ -91,10 +92,10 @@ def raise_fault(fault: DeviceFault) -> None:
 
 
 class LogAndCount:
-    """Logs and counts faults, and serving continues.
+    """A fault policy that logs and counts device faults, and lets serving continue.
 
-    log:   not given: this package's own logger
-    count: the faults so far
+    log:   default: this package's own logger
+    count: faults so far
     """
 
     def __init__(self, log: logging.Logger | None = None) -> None:
@@ -112,21 +113,21 @@ class ExternalOptions:
 
     provider:      "auto", "torch", "triton" or "aiter"
     deterministic: whether a sequence's results must be bitwise the same in any batch
-    page_strides:  whether pages have strides of their own, as when K and V are packed into one tensor
-    even_slots:    whether the slots of such pages lie at equal distances, which more kernels read. pages.bind() then
-                   refuses others
-    unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. Else pages.bind() refuses those that
-                    fast kernels do not read: K and V off multiples of 16 bytes, or rows off 16 elements
-    zero_tails:    whether the slots after a sequence in its last page may be zeroed, which some kernels need
-                   unless pages have one token. If not, nothing is written but K and V of new tokens, to their slots
-    short_kv:      whether sequences may have fewer tokens in their KV than new ones; in steps that are not causal
-    causalities:   what steps may say of causality; kernels are chosen for each
-    mask_cells:    whether masks may have cells (BoolCells), for which memory is kept; if not, masks are DeviceSpans
-    binds_calls:   whether a layer may have other pages at each call, also after seal(): pages.bind() comes before the
-                   call, and the caller does not move the pages of captured calls
-    watches_pages: whether a page that is written under a row that still names it is a fault: PAGE_TAKEN. It takes 8
-                   bytes per page of a row, and per page of the pool
-    on_fault:      called with the fault of an earlier step on the device
+    page_strides:  whether pages may be strided, as when K and V are packed into one tensor
+    even_slots:    whether all slots of strided pages lie at equal distances, which more kernels support. pages.bind()
+                   then refuses other pages
+    unaligned_rows: whether K and V, and their rows, may begin anywhere in memory. If not, pages.bind() refuses K and V
+                    that do not begin at a multiple of 16 bytes, and rows off multiples of 16 elements
+    zero_tails:    whether the unused slots of a sequence's last page may be zeroed. Some kernels need it, unless a page
+                   has one token. If not, only K and V of new tokens are written, to their slots
+    short_kv:      whether a sequence may have fewer tokens in its KV than new tokens; only in non-causal steps
+    causalities:   the causalities that steps may have; kernels are chosen for each
+    mask_cells:    whether steps may have bit masks (BoolCells), for which memory is kept; if not, only DeviceSpans
+    binds_calls:   whether a layer's pages may change before each call, also after seal(): call pages.bind() before the
+                   layer, and do not move the pages of captured calls
+    watches_pages: whether to report PAGE_TAKEN if a page is written through another table entry while a row still names
+                   it. It takes 8 bytes per page of a row, and per page of the pool
+    on_fault:      called with the DeviceFault of an earlier step
     """
 
     provider: str = "auto"
@@ -143,7 +144,7 @@ class ExternalOptions:
     on_fault: FaultPolicy = raise_fault
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
-        """A layer's problem in steps of a causality. Raises BadProblem for chunks in one that is not causal."""
+        """A layer's problem in steps of this causality. Raises BadProblem for chunks with a non-causal one."""
         if causality is Causality.OF_LAYERS:
             return problem
         right = 0 if causality is Causality.CAUSAL else problem.window_left
@@ -164,21 +165,21 @@ class RecordedFill:
 
 
 class ExternalAttention:
-    """Paged attention for the layers of an engine's model, over what the engine owns.
+    """Paged attention for the layers of an engine's model, over pages, tables and lengths that the engine owns.
 
-    Everything is on the current stream. `tables` and `layers` are attributes too: the engine's tables, and the layers
-    of the step that runs.
+    Everything is launched on the current stream. `tables` and `layers` are attributes too: the engine's tables, and the
+    layer calls of the running step.
 
-    layers:  of the model, in order; all pages have one size
-    tables:  space -> the engine's table, for every space that layers live in; a table alone is the full space's
-    bounds:  of the largest step
-    target:  the hardware; detected when not given
-    guards:  the safeguards; not given: all, less those that the environment switches off
+    layers:  the model's attention layers, in order; all have the same page size
+    tables:  space -> the engine's block table, for every space that a layer uses; a single table is that of Space.FULL
+    bounds:  the largest step
+    target:  the device; detected if not given
+    guards:  the safeguards; default: all but those that the environment switches off
     agree:   how ranks agree on kernels
 
-    pages: those that layers have
+    pages: the pages of each layer
     gate:  which thread has the step
-    ops:   the launches around attention
+    ops:   the kernel launches around attention
 
     Raises Unsupported with every reason when no kernel serves a layer, BadProblem, BadTensor, BadSetting.
     """
@@ -263,7 +264,7 @@ class ExternalAttention:
         return self._runs.core(causality).kinds
 
     def set_head_weights(self, layer: int, weights: HeadWeights) -> None:
-        """Gives a layer its sinks or ALiBi slopes, which are copied; graphs read the new ones too.
+        """Sets a layer's sinks or ALiBi slopes. They are copied; captured graphs read the new ones too.
 
         Raises BadTensor, and WrongState while another thread has a step.
         """
@@ -272,9 +273,9 @@ class ExternalAttention:
             core.head_weights.set(layer, weights)
 
     def take_over(self) -> None:
-        """Moves the step that was begun last to this thread, for engines that serve from one thread after the other.
+        """Makes this thread the owner of the step that was begun last, for engines that change threads between steps.
 
-        The thread that had the step must be done with it, and is refused from then on.
+        The thread that owned the step must be done with it, and is refused from then on.
         """
         self.gate.take_over()
 
@@ -300,10 +301,10 @@ class ExternalAttention:
         gate.is_sealed = True
 
     def begin(self, step: ExternalStep) -> StepPlan:
-        """Plans a step and publishes its lengths. Outside of graphs.
+        """Plans a step and publishes its lengths to the device. Call it outside of graphs.
 
-        It makes one launch, one for each table that is copied, and one for a mask of spans.
-        Raises BadBatch, NeverFits, WrongState, and what on_fault raises of an earlier step; no step is begun then.
+        It makes one launch, one more for each copied table, and one for a mask of spans.
+        Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; no step is begun then.
         """
         gate, tables, publisher = self.gate, self.tables, self._publisher
         had_step = gate.enter()
@@ -328,11 +329,11 @@ class ExternalAttention:
         return run.plan
 
     def fill(self, slots: Tensor | None = None) -> None:
-        """Derives the step's metadata on the device. May be captured; running it twice is harmless.
+        """Computes the step's metadata on the device. May be captured; running it twice is harmless.
 
-        slots: int32 or int64 [n], any stride, on the device: where each new token's K and V go, in the space of the
-               table's entries. A slot that is negative, or in page 0 if that belongs to no one: nowhere; any other must
-               be the one that the table gives. Not given: the table's
+        slots: int32 or int64 [n], any stride, on the device: the slot of each new token's K and V (slot mapping), in
+               the space of the table's entries. K and V of a token are dropped if its slot is negative, or in page 0
+               of a table with null_page; any other slot must be the one that the table gives. Default: the table's
         Raises WrongState, BadTensor.
         """
         gate, tables = self.gate, self.tables
@@ -364,7 +365,7 @@ class ExternalAttention:
         gate.is_filled = True
 
     def forget(self, rows: Tensor) -> None:
-        """Resets the watch on these rows of the tables, because they go to other requests.
+        """Resets the page watch for these table rows, because they go to other requests.
 
         Needed if watches_pages is set and the next request begins with as many cached tokens as the last one had.
         rows: int32 or int64 [n], on the device
@@ -373,9 +374,9 @@ class ExternalAttention:
             watch.rows.index_fill_(0, rows.long(), 0)
 
     def record_fill(self, recorder: Recorder, slots: Tensor | None = None) -> RecordedFill:
-        """Fills the captured step that has begun, outside of captures, and records the fill for replay_fill().
+        """Fills the captured step that has begun, outside of captures; records the fill as a graph for replay_fill().
 
-        slots: see fill(); they are read at their present addresses
+        slots: see fill(); replays read them at the same addresses
         Raises WrongState, BadTensor, RecordingRefused.
         """
         run = self.gate.begun()
@@ -385,7 +386,7 @@ class ExternalAttention:
         return RecordedFill(run, recording)
 
     def replay_fill(self, fill: RecordedFill) -> None:
-        """Does what fill() does, by a graph of record_fill(). Raises WrongState for one of steps of another shape."""
+        """Replays a graph of record_fill() in place of fill(). Raises WrongState if it is of another step's shape."""
         if fill.run is not self.gate.begun():
             raise WrongState("this graph fills steps of another shape than the running one; call fill()")
         with on_device(self.device):
@@ -393,7 +394,7 @@ class ExternalAttention:
         self.gate.is_filled = True
 
     def check_device(self) -> None:
-        """Waits for the device, and calls on_fault with the faults of steps that were not reported yet.
+        """Waits for the device, and calls on_fault for each step's fault that was not reported yet.
 
         Raises WrongState while another thread has a step, and what on_fault raises.
         """

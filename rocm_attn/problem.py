@@ -1,4 +1,7 @@
-"""Problem: the properties of one kind of attention layer that a model fixes."""
+"""Problem: the geometry of one kind of attention layer: heads, dims, window, scale, sinks, and the encoding of its KV.
+
+Kernels are chosen for a Problem; layers with equal Problems share kernels and plans.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +55,9 @@ VECTOR_BYTES = 16
 
 
 class KVEncoding(enum.Enum):
-    """The encoding of K and V in pages: the dtype of q, or eight bits with a scale (page_format.py).
+    """The encoding of K and V in pages: the dtype of q, or an eight-bit dtype with scales (page_format.py).
 
-    Problem.kv_scales says what shares a scale: value = code * scale.
+    value = code * scale. Problem.kv_scales says which elements share a scale.
     """
 
     LIKE_Q = "as q"
@@ -63,7 +66,7 @@ class KVEncoding(enum.Enum):
     E5M2 = "float8_e5m2"
 
     def over(self, dtype: torch.dtype) -> Encoding:
-        """The encoding of a layer that works in dtype."""
+        """The encoding of K and V in a layer whose q has this dtype."""
         return Encoding.of(dtype) if self is KVEncoding.LIKE_Q else Encoding(self.value)
 
 
@@ -77,16 +80,16 @@ ALL_KEYS = AllKeys()
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """Chooses the keys that a layer's queries attend to: index queries over index keys of the layer's own.
+    """Sparse attention: index queries score the layer's own index keys, and the best keys are attended to.
 
-    There is one index key per token, or per key_tokens tokens if the model pools them. Index keys lie in pages with the
-    ids of the layer's own.
+    There is one index key per token, or per key_tokens tokens if the model pools them. Index pages have the same ids as
+    the layer's K and V pages.
 
-    num_heads:    index query heads; sets of indexing share them evenly
+    num_heads:    index query heads, a multiple of indexing.sets, which share them evenly
     head_dim:     elements of an index query and of an index key
-    indexing:     how index keys are scored, and what is chosen
-    key_encoding: how index keys are encoded in their pages
-    key_scales:   what shares a scale in eight-bit encodings: LAYER or TOKEN
+    indexing:     how index keys are scored, and how many are selected
+    key_encoding: the encoding of index keys in their pages
+    key_scales:   which elements share a scale in eight-bit encodings: LAYER or TOKEN
 
     Raises BadProblem.
     """
@@ -115,7 +118,7 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True)
 class EarlierSelection:
-    """The keys that the nearest earlier layer with an Indexer has chosen; this layer attends to the same.
+    """Sparse attention that reuses the selection of the nearest earlier layer with an Indexer.
 
     indexing: the indexing of that layer
     Raises BadProblem.
@@ -154,17 +157,17 @@ def number_field(name: str, value: object) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The tokens that a row of a layer's pages stands for.
+    """The tokens that one row of K and V in a layer's pages stands for: one, or several in compressed KV (DeepSeek-V4).
 
-    A row of several tokens is there once its last token is stored, and that token sees it: a token at position p sees
-    the first (p + 1) // tokens rows. Such a layer also keeps a state: values and gates of recent tokens, which
-    step.layers.fold() makes rows of.
+    A row of several tokens exists once its last token is stored. That token sees it already: a token at position p sees
+    the first (p + 1) // tokens rows. Such a layer also keeps a state: the values and gates of recent tokens, from which
+    step.layers.fold() computes rows.
 
-    tokens:   of a row
-    overlaps: whether a row is folded from the tokens before it too, as many as its own; a token then has two halves of
-              values and gates, the first for the row after its own
-    also:     columns that are folded beside a row's, such as those of an index key
-    state_dtype: of the values and gates that are kept: float32, or bfloat16, which takes half as many bytes and adds
+    tokens:   tokens per row
+    overlaps: whether a row is computed from as many tokens before its own, too. Each token then has two halves of
+              values and gates: the first for the row after its own, the second for its own row
+    also:     extra columns that are computed with a row, such as those of an index key
+    state_dtype: dtype of the kept values and gates: float32, or bfloat16, which takes half as many bytes and adds
               an error that kernels/cache/fold_rows.py bounds
 
     Raises BadProblem.
@@ -188,7 +191,7 @@ class Row:
 
     @property
     def span(self) -> int:
-        """Tokens that a row is folded from."""
+        """Tokens that a row is computed from."""
         return self.tokens * (1 + self.overlaps)
 
 
@@ -209,27 +212,29 @@ class Problem:
 
     num_q_heads, num_kv_heads:  heads; the first is a multiple of the second (GQA), equal for MHA, 1 KV head for MQA
     head_dim:                   elements of a q and a k row
-    dtype:                      of q, k, v and the output
+    dtype:                      dtype of q, k, v and the output
     page_size:                  tokens in a page of the KV pool
-    v_head_dim:                 elements of a v and an output row; AS_HEAD_DIM: head_dim
+    v_head_dim:                 elements of a v row and of an output row; AS_HEAD_DIM: head_dim
     scale:                      factor on q.k before the softmax; AS_HEAD_DIM: head_dim ** -0.5
-    window_left:                previous keys a query sees besides its own; -1: all of them; at most chunk - 1 in chunks
-    window_right:               later keys of its sequence it sees: 0 in causal attention; -1: all of them, as in
-                                encoders and cross attention; some, as in ModernBERT
+    window_left:                previous keys a query sees besides its own; -1: all of them. With chunks, it is reduced
+                                to chunk - 1
+    window_right:               later keys of its sequence a query sees: 0: none (causal); -1: all of them, as in
+                                encoders and cross attention; a number, as in ModernBERT
     logits_soft_cap:            s -> cap * tanh(s / cap) on scaled logits; 0: none
     has_sinks:                  whether each head adds a learned logit to the softmax denominator
-    pool:                       how K and V are kept; LATENT (multi-head latent attention) has one KV head
-    kv_encoding:                how K and V are encoded in the pool
-    kv_scales:                  what shares a scale in eight-bit encodings
+    pool:                       layout of K and V in pages; LATENT (multi-head latent attention, MLA) has one KV head
+    kv_encoding:                encoding of K and V in pages
+    kv_scales:                  which elements share a scale in eight-bit encodings
     wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel returns it
     has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
-    custom_mask:                whether a step may bring a mask (batch/mask.py): spans whose tokens see each other, or
-                                trees or cells in place of window_right; window_left still hides keys further back
-    chunk:                      keys of a chunk (Llama 4): a query at place p sees none before p - p % chunk; 0: no such
-    spans_pass_window:          whether a query in a span of the step (TokenSpans) sees all of it, even what lies before
-                                its window or chunk, as in PaliGemma 2; if not, the window hides it
-    indexer:                    how the keys are chosen that attend_selected() attends to
-    row:                        the tokens that a row of K and V stands for
+    custom_mask:                whether a step may have a mask (batch/mask.py): spans of tokens that see each other, or
+                                a tree or bit mask in place of window_right. window_left still hides older keys
+    chunk:                      keys in a chunk (Llama 4): a query at position p sees no key before p - p % chunk; 0:
+                                no chunks
+    spans_pass_window:          whether a query in a span (TokenSpans) sees the whole span, even the part before its
+                                window or chunk, as in PaliGemma 2; if not, the window hides that part
+    indexer:                    how the keys are selected that attend_selected() attends to
+    row:                        the tokens that one row of K and V stands for
     """
 
     num_q_heads: int
@@ -399,18 +404,18 @@ class Problem:
 
     @property
     def visibility(self) -> Visibility:
-        """The keys that queries see, as far as the layer determines it."""
+        """The keys that queries see if the step has no mask."""
         windows = self.window_left, self.window_right
         return Visibility(*windows, self.chunk, self.custom_mask, self.spans_pass_window)
 
     @property
     def gqa_ratio(self) -> int:
-        """Query heads that share a KV head."""
+        """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
     def vector_elements(self) -> int:
-        """Elements of a vector of a vectorised pool."""
+        """Elements in one 16-byte vector of a vectorised pool."""
         return VECTOR_BYTES // self.page_format.encoding.dtype.itemsize
 
     @property
@@ -428,7 +433,7 @@ class Problem:
 
     @property
     def index_format(self) -> PageFormat | None:
-        """The format of the layer's index pages; None if it has none. They are latent: one row per key, and no V."""
+        """The format of the layer's index pages; None without an indexer. They are latent: one row per key, no V."""
         if not isinstance(self.indexer, Indexer):
             return None
         dim = self.indexer.head_dim
@@ -438,12 +443,12 @@ class Problem:
 
     @property
     def fold_columns(self) -> int:
-        """Elements that fold() gives for a row: those of the row, then row.also; 0: there is no fold()."""
+        """Columns that fold() computes for a row: head_dim, then row.also; 0 if rows stand for one token."""
         return self.head_dim + self.row.also if self.row.tokens > 1 else 0
 
     @property
     def state_format(self) -> PageFormat | None:
-        """The format of the pages of the layer's state; None if it has none. K holds values, and V gates."""
+        """The format of the layer's state pages; None if it keeps no state. K holds values, V holds gates."""
         if not self.fold_columns:
             return None
         columns = self.fold_columns * (1 + self.row.overlaps)

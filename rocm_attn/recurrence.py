@@ -1,4 +1,4 @@
-"""Recurrence: what a model fixes about a layer that keeps a state in place of K and V: delta nets, KDA, Mamba2.
+"""Recurrence: the geometry of a layer that keeps a state per request in place of K and V: delta nets, KDA, Mamba2.
 
 Update has the formulas and their sources.
 """
@@ -17,10 +17,10 @@ from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE, number_fiel
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A causal convolution over each channel by itself, before the recurrence. Its last inputs are part of the state.
+    """A causal depthwise convolution before the recurrence. Its last inputs are part of the state.
 
-    channels: of the input and of the output; 0: the layer has no convolution
-    width:    tokens that an output is made of, its own included
+    channels: channels of the input and of the output; 0: the layer has no convolution
+    width:    kernel size in tokens, the output's own token included
     silu:     whether x * sigmoid(x) follows
 
     Raises BadProblem.
@@ -51,14 +51,14 @@ class Recurrence:
 
     num_heads:     heads of v and of the output, a multiple of num_k_heads
     num_k_heads:   heads of q and k
-    k_dim, v_dim:  elements of a row of q and k, and of v and the output
-    dtype:         of q, k, v and the output, and of the convolution's input and output
+    k_dim, v_dim:  head dim of q and k, and of v and the output
+    dtype:         dtype of q, k, v and the output, and of the convolution's input and output
     update:        how a token changes the state
-    channel_decay: whether each element of k has a decay of its own (KDA); otherwise a head has one
+    channel_decay: whether each element of k has its own decay (KDA); if not, each head has one
     scale:         factor on the output; 0: k_dim ** -0.5
-    state_dtype:   of the state: float32 or bfloat16
+    state_dtype:   dtype of the state: float32 or bfloat16
     convolution:   the convolution before the recurrence
-    normalises:    whether q and k are divided by their norms first: x / sqrt(sum(x * x) + 1e-6)
+    normalises:    whether q and k are L2-normalised first: x / sqrt(sum(x * x) + 1e-6)
 
     Raises BadProblem.
     """

@@ -1,4 +1,8 @@
-"""AttentionRuntime: paged attention for all layers of a model. Every step comes through its gate: step/gate.py."""
+"""AttentionRuntime: paged attention for all layers of a model. It owns the block table, the KV pages and the kernels.
+
+Per step: step() checks a StepBatch and publishes it to the device, the model's layers store K and V and attend, and
+end_step() closes the step. Every step goes through one gate (step/gate.py). StepRunner captures steps as graphs.
+"""
 
 from __future__ import annotations
 
@@ -38,27 +42,27 @@ from rocm_attn.step.step import Step
 class AttentionRuntime:
     """Paged attention for all layers of a model.
 
-    One thread begins and ends a step; a call from another thread in between raises WrongState. Layers may be called
-    from other threads while the step runs. A runtime cannot be copied or pickled.
+    The thread that begins a step must end it; in between, a call from another thread raises WrongState. Layers may be
+    called from other threads while the step runs. A runtime cannot be copied or pickled.
 
     kinds:         the layers, with the kernels that were chosen for them
     options:       its sizes, and which steps may be captured
-    recurrent:     layers that keep states of requests in place of K and V
+    recurrent:     recurrent layers, which keep a state per request in place of K and V
     guards:        the safeguards
     agree:         how ranks that share a model's layers agree on graphs and faults; see selection/build.py
 
-    selections:    the kernels, per kind of layer
-    target:        the hardware that they were chosen for
-    head_weights:  learned weights of each query head's softmax, layer by layer
+    selections:    the chosen kernels, per kind of layer
+    target:        the device that they were chosen for
+    head_weights:  sinks and ALiBi slopes of each layer
     max_kv_len:    tokens of the longest sequence
     deterministic: whether a sequence's results are bitwise the same in any batch, in every layer
-    table, pool:   the rows of requests, and the pages of every layer
-    states:        the slots of recurrent layers
-    gate:          the way into steps, for callers that run them by graphs
-    faults:        the faults of its steps, for ranks and for steps that are tried out
-    seals:         the addresses that graphs read
+    table, pool:   the block table (RequestTable), and the KV pages of every layer
+    states:        the state slots of recurrent layers
+    gate:          begins and ends steps, for callers that replay them as graphs
+    faults:        device faults of its steps, for ranks that must raise them together, and for trial steps
+    seals:         the addresses that captured graphs read
 
-    Raises BadProblem and CapacityExceeded for a pool that is not possible.
+    Raises BadProblem and CapacityExceeded for an impossible pool.
     """
 
     kinds: LayerKinds
@@ -121,10 +125,10 @@ class AttentionRuntime:
         self.seals = Seals(core, self.gate, publisher, options, lambda found: self.agree(found), self.check_device)
 
     def set_kv_scales(self, layer: int, scales: KVScales) -> None:
-        """Gives a layer of eight-bit K and V its scales, which are 1 until then. Graphs use the new ones too.
+        """Sets the scales of a layer with eight-bit K and V; they are 1 until then. Captured graphs use the new ones.
 
         The values are copied into the memory that graphs read. Call it only while no request is admitted and no page is
-        kept, because stored codes would change their values. Raises BadTensor, WrongState; nothing has changed then.
+        kept, because stored K and V would change their values. Raises BadTensor, WrongState; nothing has changed then.
         """
         with self.gate.holder.idle("scales of K and V cannot change"), on_device(self.device):
             k, v = scales.of(layer, self.core.layers.problem(layer))
@@ -136,7 +140,7 @@ class AttentionRuntime:
             self.pool.take(layer, written_pages(self.pool.layer(layer), k, v, self.core.guards.layers.new_kv_scales))
 
     def expanded_prefill(self, layer: int) -> ExpandedPrefill:
-        """Non-absorbed attention of a latent layer, in the step that runs.
+        """Returns the non-absorbed (expanded) prefill attention of a latent layer, for the running step.
 
         Raises BadProblem for a layer that is not latent, or has a window.
         """
@@ -148,14 +152,14 @@ class AttentionRuntime:
 
     @property
     def padding(self) -> PaddingPolicy:
-        """The ladders that steps are padded to, and the steps that may be captured."""
+        """The sizes that steps are padded to, and which steps may be captured."""
         return self.gate.planner.padding
 
     def plan(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None, *, halves: int = 1) -> StepPlan:
-        """Plans how a batch runs. The plan serves every batch that fits it.
+        """Plans how a batch runs: its padded shape, kernels and graph. The plan serves every batch that fits it.
 
-        pad_to: sizes that ranks must agree on, of both halves together; or the padded shape to run at, halves included.
-                If not given, the ladders decide
+        pad_to: sizes that ranks agreed on, for both halves together; or the padded shape to run at, halves included.
+                Default: the capture sizes that the batch fits
         halves: 1: the step runs whole; 2: in two halves, for two-batch overlap
         Raises NeverFits, BadBatch; Unsupported for prefixes that no layer can share, and for several branches of drafts
         if a layer's problem has no custom_mask; BadTensor for inputs on another device; BadSetting for other halves.
@@ -165,16 +169,16 @@ class AttentionRuntime:
         return self.gate.planner.plan(batch, pad_to, halves)
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:
-        """step() without its fill: check a step and publish its inputs. Step.fill(), layers and end_step() follow."""
+        """Checks a step and publishes its inputs, like step(), but does not fill. Call Step.fill(), then the layers."""
         return self.gate.stage(batch, plan)
 
     def step(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:
-        """Begins a step: stages it, and fills the metadata that follows from its inputs. Call its parts' layers next.
+        """Begins a step: checks it, publishes its inputs, computes its metadata on the device. Then call the layers.
 
         The step is a context manager; leaving it calls end_step().
-        plan: plan()'s, for two halves, or for sizes that ranks agree on; AGAIN: the step that was staged last runs once
-              more, on inputs that the device has written over its own. Not given: plan(batch), a whole step or a round
-              of drafts
+        plan: from plan(), for two halves or for sizes that ranks agreed on; AGAIN: runs the last staged step once more,
+              on inputs that the device has written in place of the old ones. Default: plan(batch), which runs the step
+              whole, or as a draft round
         Raises BadBatch, CapacityExceeded, NeverFits, WrongState, and DeviceFault for an earlier step, once; no step is
         begun then. Also raises what plan() raises.
         """
@@ -190,33 +194,33 @@ class AttentionRuntime:
             raise
 
     def end_step(self) -> None:
-        """Closes the step, so that the next one may begin. Also call it after an exception inside a step.
+        """Ends the step, so that the next one may begin. Also call it after an exception inside a step.
 
-        The step's tokens count as stored if it has stored in every layer. Does nothing in a thread that has begun no
-        step; a step of another thread continues.
+        The step's tokens count as stored only if K and V were stored in every layer. Does nothing in a thread that has
+        begun no step; a step of another thread continues.
         """
         self.gate.end()
 
     def move_accepted(self, accepted: Accepted, seqs: Integers | None = None) -> None:
-        """Moves the K and V of accepted drafts to the places of their tokens, in all layers; see step/accepting.py.
+        """Moves K and V of accepted draft tokens to their final slots, in all layers; see step/accepting.py.
 
-        Call it once after a verify step of trees has stored, in its forward or after it, and before the next step.
-        Chains need none.
-        seqs: int32 [paths], the place in the step's batch of each accepted path's sequence: rows of the others may have
-              changed. None: all sequences in order; with a whole step's pads or without
+        Call it once per verify step of draft trees: after the step has stored in every layer, in its forward or after
+        it, and before the next step. Chains of drafts need no move.
+        seqs: int32 [paths], for each accepted path the index of its sequence in the step's batch. Rows of other
+              sequences may have changed meanwhile. None: all sequences in order; a whole step's padding may be included
         Raises BadTensor; WrongState for a second move, after a step without a mask, before the step has stored in every
-        layer, and after a row of the step was freed, cut, forked or kept; BadBatch for other sequences than the step's,
-        and if it may not store; Unsupported for layers whose index keys stand for several tokens.
+        layer, and after a row of the step was freed, truncated, forked or kept; BadBatch for sequences that are not in
+        the step, and if it may not store; Unsupported for layers whose index keys stand for several tokens.
         """
         self.core.moves.check(accepted)
         self.core.moves.move(accepted, self.gate.before_paths(len(accepted.path), seqs))
 
     def check_device(self) -> None:
-        """Waits for the device, and raises DeviceFault if steps went wrong that no later step has reported.
+        """Waits for the device, and raises DeviceFault for faults of steps that were not reported yet.
 
         Also raises it if something was written to row 0 of the table or to page 0 of a layer. Ranks that share the
-        layers (`agree`) call it together, and raise what any of them has found. For tests, debugging, and whenever
-        serving goes idle. Raises WrongState if a step was staged and the graph that takes its inputs was not launched.
+        layers (`agree`) call it together, and each raises the faults of all. For tests, debugging, and whenever serving
+        goes idle. Raises WrongState if a step was staged and the graph that takes its inputs was not launched.
         """
         self.faults.check()
 

@@ -1,6 +1,6 @@
-"""The serving engine on rocm_attn: `import rocm_serve`, then `rocm_serve.load_model`, `rocm_serve.Engine` and so on.
+"""The serving engine and OpenAI server on rocm_attn: `rocm_serve.load_model`, `rocm_serve.Engine` and so on.
 
-Its stable names are those of __init__.pyi. Each is imported when it is first used. See docs/serving.md.
+The stable names are those of __init__.pyi. Each is imported when it is first used. See docs/serving.md.
 """
 
 from __future__ import annotations

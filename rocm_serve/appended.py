@@ -1,4 +1,4 @@
-"""The tokens that sequences take of a step's picks, and whether they end with these."""
+"""Appends a step's sampled tokens to its sequences, and decides which sequences end with them."""
 
 from __future__ import annotations
 

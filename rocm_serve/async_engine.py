@@ -1,7 +1,7 @@
-"""AsyncEngine: an engine that the tasks of an event loop share, for example the handlers of a server.
+"""AsyncEngine: an asyncio front of an engine, which the tasks of an event loop share, such as a server's handlers.
 
-The engine runs elsewhere, in a thread or in a process of its own, so no step blocks the event loop. It computes token
-ids; texts are made of them here, and a stop text ends its request from here. engine_thread.py is the other side.
+The engine runs elsewhere, in a thread or a process of its own, so no step blocks the event loop. It returns token ids;
+this side detokenises them, and ends a request at a stop text. engine_thread.py is the other side.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ C = TypeVar("C", bound="EngineClient")
 
 
 class EngineEnded(RocmAttnError, RuntimeError):
-    """The engine serves no more: it was stopped, or an exception has ended it. That exception is the __cause__."""
+    """The engine no longer serves: it was stopped, or an exception has ended it, which is then the __cause__."""
 
 
 class TooManyRequests(FitsLater):
-    """The engine holds as many requests as it may. Another one can be submitted when one of them is done."""
+    """The engine has max_requests requests already. Submit again when one of them is done."""
 
 
 class RunningEngine(Protocol):
@@ -58,7 +58,7 @@ class RunningEngine(Protocol):
 
 
 class EngineClient:
-    """Serves requests of many tasks with an engine that runs elsewhere; AsyncEngine has it in a thread.
+    """Serves requests of many asyncio tasks by an engine in a thread (AsyncEngine) or in a process (EngineProcess).
 
     engine, max_requests: see AsyncEngine
     """
@@ -87,12 +87,12 @@ class EngineClient:
             await self.stop()
 
     def stream(self, request: Request) -> RequestStream:
-        """Queues a request, and returns the stream of its pieces. The request is queued when this returns."""
+        """Queues a request, and returns the stream of its output. The request is queued when this returns."""
         (stream,) = self.streams((request,))
         return stream
 
     def streams(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Does the same as stream(), for several requests: all are queued when this returns, none if it raises."""
+        """Like stream(), for several requests: all are queued when this returns, none if it raises."""
         self.check()
         for request in requests:
             self._engine.limits.check(request)
@@ -115,7 +115,7 @@ class EngineClient:
         return RequestStream(number, inbox, lambda number: self._engine.tell(EngineThread.forget, number))
 
     async def complete(self, request: Request) -> Completion:
-        """Serves a request to its end. Raises RequestFailed as well. If the task is cancelled, the request ends."""
+        """Serves a request to its end. Also raises RequestFailed. If the task is cancelled, the request is aborted."""
         async with self.stream(request) as stream:
             return await stream.completion()
 
@@ -125,11 +125,11 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests that are served or wait."""
+        """Number of requests that run or wait."""
         return len(self._books.inboxes)
 
     async def ended(self) -> None:
-        """Waits until the engine serves no more; check() then raises the reason."""
+        """Waits until the engine no longer serves; check() then raises the reason."""
         self._books.require_start()
         await self._books.has_ended.wait()
 
@@ -149,15 +149,15 @@ class EngineClient:
         return (await self.report()).metrics.snapshot(refusals=self._books.num_refusals)
 
     async def drain(self) -> None:
-        """Takes no more requests, and waits until those that were taken are done."""
+        """Refuses new requests from now on, and waits until the accepted ones are done."""
         self._books.require_start()
         self._is_draining = True
         await self._books.is_empty.wait()
 
     async def stop(self) -> None:
-        """Gives up all requests, whose readers get EngineEnded, and waits until the thread has ended.
+        """Aborts all requests, whose readers get EngineEnded, and waits until the engine's thread has ended.
 
-        The thread ends after the step that runs, even if the task is cancelled meanwhile.
+        The thread ends after the running step, even if the task is cancelled meanwhile.
         """
         self._books.require_start()
         self._books.close("it was stopped")
@@ -181,21 +181,21 @@ class EngineClient:
 
 
 class AsyncEngine(EngineClient):
-    """Serves requests of many tasks with one engine.
+    """Serves requests of many asyncio tasks by one engine, in a thread of its own.
 
         async with AsyncEngine(engine) as front:
             async for piece in front.stream(request):
                 print(piece.text, end="")
 
-    Leaving the `async with` waits for the requests that are served. If an exception or a cancellation leaves it, those
-    requests are given up. In both cases its thread has ended afterwards. Until then only the front may use the engine:
-    other work with it goes through between_steps().
+    Leaving the `async with` waits for all accepted requests. If an exception or a cancellation leaves it, they are
+    aborted. In both cases the thread has ended afterwards. Until then, do not use the engine directly; use
+    between_steps().
 
     engine:       an Engine, or an object with its methods
-    max_requests: most requests that are served or wait at a time, at least 1; more are refused
+    max_requests: most requests that run or wait at a time, at least 1; more are refused
 
-    It is used in the event loop that it was started in. Methods that take a request raise BadRequest if the engine can
-    never serve it, TooManyRequests, and EngineEnded. Other requests are not affected.
+    Use it only in the event loop in which it was started. Methods that take a request raise BadRequest if the engine
+    can never serve it, TooManyRequests, and EngineEnded. Other requests are not affected.
 
     Raises BadSetting.
     """
@@ -209,7 +209,7 @@ class AsyncEngine(EngineClient):
         return await asyncio.to_thread(self._of_thread.report)
 
     async def abort(self, number: int) -> None:
-        """Ends a request with the finish reason "abort". Its pages are free when this returns.
+        """Ends a request with the finish reason "abort". Its pages have been freed when this returns.
 
         number: RequestStream.number; nothing happens if that request has ended
         """
@@ -218,7 +218,7 @@ class AsyncEngine(EngineClient):
         await self.between_steps(_nothing)
 
     async def between_steps(self, function: Callable[[], T]) -> T:
-        """Calls a function in the engine's thread while no step runs, and returns or raises what it does.
+        """Calls a function in the engine's thread while no step runs; returns its result, or raises its exception.
 
         Raises EngineEnded. If the task is cancelled, the function may run nevertheless.
         """
@@ -228,9 +228,9 @@ class AsyncEngine(EngineClient):
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """No step runs inside this context, so weights can be changed in place.
+        """Returns a context in which no step runs, so that weights can be changed in place.
 
-        Requests are accepted, and wait for its end. So does the last piece of a request that is aborted.
+        Requests are accepted, but wait for its end. So does the last output of a request that is aborted.
         """
         self.check()
         self._thread.tell(EngineThread.pause, 1)

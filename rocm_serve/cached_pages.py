@@ -1,7 +1,7 @@
-"""CachedPages: the pages that a prefix cache knows, in columns by a page's number.
+"""CachedPages: the entries of a prefix cache, in arrays indexed by an entry's number.
 
-A cache has as many pages as the pool. If each were an object, Python's garbage collection would look at all of them,
-and 250,000 pages would hold a process up for a quarter of a second.
+A cache has as many pages as the pool. If each were an object, Python's garbage collection would visit all of them, and
+250,000 pages would stop a process for a quarter of a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Engine: takes requests, returns tokens. It owns the runtime, the model, and the loop around them."""
+"""Engine: takes requests, returns tokens. It owns the model, the attention runtime, the scheduler and the prefix cache.
+
+Each step(): the scheduler chooses sequences and token counts, the runner runs the model, tokens are sampled, events are
+returned. One thread uses it; AsyncEngine and the server are built on it.
+"""
 
 from __future__ import annotations
 
@@ -82,22 +86,22 @@ from rocm_serve.watched import watched_steps
 
 
 class Engine:
-    """Serves requests with one model, many at a time.
+    """Serves requests with one model, by continuous batching.
 
-    submit() queues a request, step() runs all of them one step further; generate() does both until all are done.
+    submit() queues a request; step() runs one step for all requests; generate() does both until all are done.
 
-    With options.steps_ahead a step is scheduled and launched while the one before it runs, and the tokens of that one
-    are read afterwards. With draft tokens, they are read first, and published afterwards. The tokens are the same;
-    step() returns them one step later, and settle() reads the remaining ones.
+    With options.steps_ahead (overlapped scheduling), a step is scheduled and launched while the one before it runs, and
+    the tokens of the earlier one are read afterwards. With draft tokens, these are read first and only published
+    afterwards. The tokens are the same; step() returns them one step later, and settle() reads the remaining ones.
 
-    A fault of one request ends that request alone: its Completion holds the reason, and the others go on. A fault of
-    the device ends the requests that were in its step, and all that have run if that step is not known. Waiting
-    requests are served by the steps after it. If only some of the step's requests can be at fault, and the others were
-    not harmed (K or V that was infinite or NaN), each is computed again alone, and those that show the fault again end.
-    Pages that such a step may have written leave the prefix cache.
+    An error in one request ends only that request: its Completion has the reason, and the others go on. A device fault
+    ends the requests that were in the faulty step, or all that have run if the step is not known. Waiting requests are
+    served by later steps. If only some of the step's requests can be at fault, and the others were not harmed (infinite
+    or NaN K or V), each is recomputed alone, and those that show the fault again end. Pages that the faulty step may
+    have written leave the prefix cache.
 
-    abort() ends a request early and keeps its completion, cancel() leaves no trace of it. Both may be called between
-    two steps, and by the on_event of generate().
+    abort() ends a request early and keeps its completion; cancel() forgets it. Both may be called between two steps,
+    and by the on_event of generate().
 
     Raises Unsupported if no kernel serves the model's layers, CapacityExceeded if a pool is impossible.
     """
@@ -197,13 +201,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if a request is not finished, or an event was not returned yet: then step() may be called."""
+        """True if a request is unfinished, or an event was not returned yet. Call step() only then."""
         return self._scheduler.has_work or bool(self._events)
 
     def capture_all(self, progress: Progress) -> CaptureReport:
-        """Captures every graph before the first request arrives, so that no request waits for one.
+        """Captures every graph. Call it before the first request arrives, so that no request waits for a capture.
 
-        Cached prefixes are forgotten: graphs are checked on free pages.
+        It empties the prefix cache, because graphs are checked on free pages.
         progress: see StepRunner.capture_all
         """
         self.forget_prefixes()
@@ -215,9 +219,9 @@ class Engine:
             self.metrics.seconds += time.perf_counter() - started
 
     def compile_all(self, progress: Progress) -> None:
-        """Compiles every kernel of eager steps and of picks, so that no request waits for a compile.
+        """Compiles every kernel of eager steps and of sampling, so that no request waits for a compile.
 
-        Call it last before the first request: compiles_after_start counts those that come later.
+        Call it last before the first request: the metric compiles_after_start counts later compiles.
         progress: as in capture_all(). Raises DeviceFault
         """
         self.forget_prefixes()
@@ -263,9 +267,9 @@ class Engine:
     def abort(self, number: int, reason: FinishReason = "abort") -> None:
         """Ends a request that waits or runs. Its completion has the tokens so far, and this finish_reason.
 
-        reason: "stop" if a caller that makes the text itself has found its end
-        The next step() returns an AbortEvent, and completion() returns the result. Its pages are free again, or stay in
-        the prefix cache. A request that has ended meanwhile is left unchanged.
+        reason: "stop" if the caller detokenises and has found a stop text
+        The next step() returns an AbortEvent; completion() returns the result. The pages are freed, or stay in the
+        prefix cache. A request that has already ended is left unchanged.
         Raises BadRequest for a number that submit() has not given.
         """
         if not 0 <= number < self._num_submitted:
@@ -280,15 +284,15 @@ class Engine:
             self.metrics.aborts += reason == "abort"
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache: no later request finds pages that were stored so far.
+        """Empties the prefix cache: no later request uses pages that were stored before.
 
-        Call it after weights were changed in place, while no request runs.
+        Call it after a change of the weights in place, while no request runs.
         """
         self.settle()
         self._scheduler.forget_pages()
 
     def settle(self) -> None:
-        """Waits until no step runs. The next step() returns the events of the last one.
+        """Waits until no step runs on the device. The next step() returns the events of the last one.
 
         Call it between two steps, before changing anything that a running step might read.
         """
@@ -297,7 +301,7 @@ class Engine:
             self._publish_read()
 
     def cancel(self, number: int) -> None:
-        """Forgets a request, finished or not. Its pages are given back as by abort(), and it has no further event.
+        """Forgets a request, finished or not. Its pages are freed as by abort(), and it has no further event.
 
         Does nothing if an interrupt has made the engine unusable.
         """
@@ -317,18 +321,18 @@ class Engine:
         self.limits.check(request)
 
     def can_prepare(self, request: Request) -> bool:
-        """True if there is room for the work is_prepared() may begin: few enough constraints compile or wait to.
+        """True if is_prepared() may start to compile the request's constraint: few enough others compile or wait.
 
-        A constraint that was begun before needs no room. Raises BadRequest.
+        True also for a constraint whose compile has started before. Raises BadRequest.
         """
         if request.constraint is None or self._matching is None:
             return True
         return self._matching.has_room(request.constraint, request.stop_token_ids)
 
     def is_prepared(self, request: Request) -> bool:
-        """True if submit() takes a request at once. If not, another thread is preparing it by now.
+        """True if submit() can take the request without delay. If not, this call starts the work in another thread.
 
-        A new constraint is compiled there, while steps go on. Raises BadRequest, like submit().
+        That thread compiles a new constraint, while steps go on. Raises BadRequest, like submit().
         """
         self.check(request)
         if request.constraint is None or self._matching is None:
@@ -346,14 +350,14 @@ class Engine:
         self._matching.prepare()
 
     def step(self) -> list[Event]:
-        """Runs one step; returns its events. There must be work.
+        """Runs one step; returns its events. Call it only if has_work.
 
         When the last request is done it waits for the device, so that a fault of the last steps is reported too.
-        Raises DeviceFault, unless it is contained. The requests concerned have then failed, including those that had
-        ended and were not handed over yet; the next step() returns their events, and goes on with the others.
+        Raises DeviceFault, unless the fault is contained. The affected requests have then failed, including those that
+        had ended but were not reported yet; the next step() returns their events, and serves the others.
 
-        generate() lets Ctrl-C wait for the end of a step. A KeyboardInterrupt in a step makes the engine unusable.
-        Raises WrongState then.
+        generate() delays Ctrl-C to the end of a step. A KeyboardInterrupt within a step makes the engine unusable: it
+        raises WrongState from then on.
         """
         self._require_whole()
         self._is_in_step = True
@@ -376,9 +380,9 @@ class Engine:
         return events
 
     def probe_truth(self, seed: int) -> TruthVerdict:
-        """Sends needles through the layers, between two steps and in a row that no request has; see truth/live.py.
+        """Checks that the layers read the right tokens, by a probe in a free row, between two steps; see truth/live.py.
 
-        No request is changed. Faults that the device has to report of earlier steps fail their requests first.
+        No request is changed. If the device reports faults of earlier steps, their requests fail first.
         """
         self.settle()
         try:
@@ -388,19 +392,19 @@ class Engine:
         return LiveTruth(self.runtime, self._scheduler.make_room, self.options.chunk, self._evidence).run(seed)
 
     def completion(self, number: int) -> Completion:
-        """Returns the completion of a finished request; the engine forgets it. Raises BadRequest if there is none."""
+        """Returns the completion of a finished request, and forgets it. Raises BadRequest if there is none."""
         if number not in self._done:
             raise BadRequest(f"request {number} has no completion: it goes on, was handed over, or was never submitted")
         return self._done.pop(number)
 
     def generate(self, requests: Many[Request], on_event: Callable[[Event], None] | None = None) -> list[Completion]:
-        """Serves requests to their end, in the order given.
+        """Serves requests to their end; returns their completions in the given order.
 
-        on_event: called with every new token as it comes, and with every failure and abort; it may call abort(), and
-                  cancel(): then the completion has no tokens, and the finish reason "abort"
-        Raises BadRequest before anything runs if one of them cannot be served. Raises RequestsFailed, which holds all
-        completions, if one of them has failed, and RequestsFaulted (a DeviceFault) if the device had a fault; the
-        others were served to their end. After any other exception the engine has forgotten these requests.
+        on_event: called with every new token, failure and abort, as they come. It may call abort(), and cancel(): the
+                  completion then has no tokens, and the finish reason "abort"
+        Raises BadRequest before anything runs if one of them can never be served. If one has failed, raises
+        RequestsFailed, or RequestsFaulted (a DeviceFault) after a device fault; either has all completions, and the
+        other requests were served to their end. After any other exception the engine has forgotten these requests.
         """
         return serve_all(self, requests, on_event)
 

@@ -1,7 +1,7 @@
-"""EngineProcess: an engine in a process of its own, which shares neither cores nor Python's lock with its clients.
+"""EngineProcess: an engine in a process of its own, so that it does not share the GIL with its clients.
 
-One pipe joins the two processes: the methods of an EngineThread go there as commands, its messages come back. A step's
-results are one message. Each process ends, or learns that the other has ended, whatever ends the other.
+A pipe connects the two processes: calls of an EngineThread's methods go there as commands, and its messages come back.
+A step's results are one message. If one process ends, for any reason, the other notices, and ends or raises.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ EngineMaker = Callable[[], AbstractContextManager[ServingEngine]]
 
 
 class EngineDied(RocmAttnError, RuntimeError):
-    """The engine's process has ended, and has not said why."""
+    """The engine's process has ended without a reason, for instance because it was killed."""
 
 
 class EngineProcess:
-    """A running engine for an EngineClient. Use it as a context: its process has ended afterwards.
+    """An engine in a process of its own, for an EngineClient. Use it as a context manager: leaving it ends the process.
 
-    make: makes the engine, in its process, which begins at once: a function of a module, or a partial of one. Processes
-          are spawned, so a script keeps its own work under `if __name__ == "__main__":`
+    make: builds the engine in its process, which starts at once: a module-level function, or a partial of one.
+          Processes are spawned, so a script must keep its own work under `if __name__ == "__main__":`
     """
 
     def __init__(self, make: EngineMaker) -> None:
@@ -75,7 +75,7 @@ class EngineProcess:
 
     @cached_property
     def limits(self) -> RequestLimits:
-        """The limits of the engine. Waits until it is made. Raises what make() raises, and EngineDied."""
+        """The limits of the engine. Waits until it is built. Raises what make() raises, and EngineDied."""
         made = self._hear()
         if isinstance(made, Ended):
             assert made.error is not None
@@ -102,14 +102,14 @@ class EngineProcess:
         self._pipe.close()
 
     def start(self, owner: Owner) -> None:
-        """Starts serving, when the engine is made. Messages are read in the current event loop. Raises like limits."""
+        """Starts serving once the engine is built. Messages are read in the current event loop. Raises like limits."""
         _ = self.limits  # the first message
         self._owner, self._loop = owner, asyncio.get_running_loop()
         os.set_blocking(self._pipe.fileno(), False)  # a process that hangs would hold up the event loop
         self._loop.add_reader(self._pipe.fileno(), self._take)
 
     def tell(self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs) -> None:
-        """Like EngineThread.tell. A process that does not end after stop() is killed after a while."""
+        """Like EngineThread.tell(). A process that does not end after stop() is killed after a while."""
         self._commands.put((command, arguments))
         if not self._is_writing:
             self._is_writing = True
@@ -119,7 +119,7 @@ class EngineProcess:
             self._loop.call_later(_END_SECONDS, self._process.kill)
 
     def join(self) -> None:
-        """Waits for the end of a process that has sent Ended, which is near."""
+        """Waits until the process has ended, which is soon after it has sent Ended."""
         self._process.join(_END_SECONDS)
         self.close()
 

@@ -1,4 +1,4 @@
-"""Builds the runtime of an engine: chooses its pages, and sizes its pool."""
+"""Builds an engine's AttentionRuntime: chooses the page size, and sizes the KV pool."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""EngineThread: runs an engine's steps in one thread, and takes commands of other threads.
+"""EngineThread: runs an engine's steps in a thread of its own, and takes commands from other threads.
 
-Commands reach the thread through a queue, in the order in which they were given, and run between two steps. The results
-of a step go to the owner together. While there is no work the thread waits for a command.
+Commands reach the thread through a queue, in order, and run between two steps. The results of a step go to the owner in
+one message. While there is no work, the thread waits for a command.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ P = ParamSpec("P")
 
 
 class ServingEngine(Protocol):
-    """The methods of an engine that an EngineThread calls; see Engine and RankedEngine.
+    """The interface of an engine that AsyncEngine can run: Engine, RankedEngine, or your own.
 
-    One thread calls them, except report(), which is also called while that thread is in step().
+    One thread calls all methods, except report(), which is also called while that thread is in step().
     """
 
     @property

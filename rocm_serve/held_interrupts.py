@@ -1,4 +1,4 @@
-"""HeldInterrupts: Ctrl-C waits for the end of a step, so that no step ends halfway."""
+"""HeldInterrupts: delays Ctrl-C to the end of a step, so that it never interrupts a step halfway."""
 
 from __future__ import annotations
 

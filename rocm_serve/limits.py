@@ -1,4 +1,4 @@
-"""RequestLimits: the requests that an engine can serve at all."""
+"""RequestLimits: checks whether an engine can ever serve a request."""
 
 from __future__ import annotations
 

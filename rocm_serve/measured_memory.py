@@ -1,7 +1,7 @@
-"""Measures the GPU memory of a model's largest steps: they run over a small pool before the real one is made.
+"""Measures the GPU memory of a model's largest steps (profile run), which run over a small KV pool first.
 
-The pool then gets the rest of the GPU's memory, however much an expert, a large vocabulary or a library's workspace
-takes. Peaks are the memory that torch's allocator holds from the device, not that of the tensors in it.
+The real pool then gets the rest of the GPU's memory, however much experts, a large vocabulary or a library's workspace
+take. A peak is the memory that torch's allocator has reserved from the device, not that of the tensors in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Output: the result of a request so far: tokens, text and logprobs."""
+"""Output: a request's output so far: tokens, text and logprobs."""
 
 from __future__ import annotations
 

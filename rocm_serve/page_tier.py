@@ -1,4 +1,4 @@
-"""PageTier: where pages of the prefix cache go when the pool runs out of pages, and come back from."""
+"""PageTier: where evicted pages of the prefix cache go, and are loaded back from: host memory, or nowhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose tokens the host has not read yet, and how the step after them reads these tokens on the device."""
+"""Overlapped steps: steps whose tokens the host has not read yet; the next step reads these tokens on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of pages of the KV pool."""
+"""Computes the number of pages of the KV pool."""
 
 from __future__ import annotations
 

@@ -1,23 +1,24 @@
-"""PrefixCache: full pages of K and V, found by the tokens that they hold, so that no request computes them again.
+"""PrefixCache: full pages of K and V, found by a hash of their tokens, so that no request computes them again.
 
-A page is known by its key: a hash of its tokens and of the key of the page before it. A key therefore stands for all
-tokens up to the end of its page, and for the salt that the first page begins with. The cache keeps pages after their
-rows are freed. When pages run out, it gives back those that no row holds, the least recently used first. The end of a
-chain is given back first, so that the rest can still be found.
+A page's key is a hash of its tokens and of the key of the page before it. So a key stands for all tokens up to the end
+of its page, and for the salt before the first page. The cache keeps pages after their rows are freed. When pages run
+out, it evicts those that no row holds, the least recently used first. The end of a chain of pages is evicted first, so
+that the rest can still be found.
 
-In the SWA space a row needs only the pages of a window. Pages are given back there one by one, and a prefix can be used
-up to a length whose window is entirely there.
+In the SWA (sliding-window) space a row needs only the pages of its window. Pages are evicted there one by one, and a
+prefix can be used up to a length whose whole window is there.
 
-With recurrent layers a row begins after a page that is kept with their state, so a prefix can be used up to its last
-such page. States are large and few. Each sequence leaves one after the last multiple of the spacing in its prompt, one
-where its prompt leaves the tokens of another one, and the last one that it passes while its text grows. The scheduler
-ends the chunks of prompts there. If none is free, the least recently used one is given back, and its page stays.
+With recurrent layers, a row must start after a page that is kept with a recurrent state (a checkpoint), so a prefix can
+be used up to its last such page. States are large, so there are few. Each sequence leaves one after the last multiple
+of the spacing in its prompt, one where its prompt diverges from a cached one, and the last one that it passes while it
+generates. The scheduler ends prefill chunks there. If no state slot is free, the least recently used state is evicted,
+and its page stays.
 
-Pages of the full space that are given back may move to a tier, such as host memory (rocm_serve/page_tier.py). A row
-that is admitted gets those that come after the pages which it begins with.
+Evicted pages of the full space may move to a tier, such as host memory (rocm_serve/page_tier.py). A newly admitted row
+also gets pages from the tier that continue its cached prefix.
 
-A fault of the device is reported some steps after the step that had it. So a page is found only after that number of
-steps, and never if the step that completed it had a fault.
+A device fault is reported some steps after the step that had it. So a page is found only after that number of steps,
+and never if the step that completed it had a fault.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""PromptLogprobs: the logprobs of the tokens of prompts, from the steps that take these prompts in.
+"""PromptLogprobs: the logprobs of prompt tokens, computed in the prefill steps of these prompts.
 
-A plain step has logits of each sequence's last token alone. A step with a prompt whose tokens get logprobs runs
-eagerly, and keeps the last layer's output of all of its tokens. Their logits are computed from it, a block of rows at a
-time: no step takes more memory for logits, however long its prompts are.
+A plain step computes logits only for each sequence's last token. A step with a prompt whose logprobs are requested runs
+eagerly, and keeps the last layer's output for all of its tokens. Their logits are computed from it, a block of rows at
+a time, so long prompts need no more memory for logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Ranks: the joint operations of ranks that share a model by tensor parallelism.
+"""Ranks: the collectives of ranks that share a model by tensor parallelism.
 
-Each holds a Shard of the model and runs the same steps as all others, at the same time and in the same order. Sums and
-gathered values are the same on all of them, bit by bit, so they pick the same tokens without further exchange.
+Each rank holds a Shard of the model, and runs the same steps as all others, at the same time and in the same order.
+Sums and gathered values are bitwise the same on all of them, so they sample the same tokens without further exchange.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Ranks:
     agree: Agreement = alone
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, in place. The order of the sum may depend on the size of x."""
+        """The sum of every rank's x, in place (all-reduce). The order of summation may depend on the size of x."""
         return x
 
     def sum_in_order(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, from rank 0 up: an element's result does not depend on other elements."""
+        """The same in the order of ranks, from 0 up: an element's result does not depend on other elements."""
         return x
 
     def gathered(self, x: Tensor) -> Tensor:
-        """[rows, num_ranks * columns]: the columns of every rank's x [rows, columns], from rank 0 up."""
+        """[rows, num_ranks * columns]: every rank's x [rows, columns], from rank 0 up (all-gather)."""
         return x
 
     def least(self, number: int) -> int:
@@ -45,12 +45,11 @@ ONE_RANK = Ranks()
 
 
 class RanksOfGroup(Ranks):
-    """The ranks of a process group of torch.distributed, all of which make a RanksOfGroup at the same time.
+    """Ranks over a process group of torch.distributed. All ranks of the group must construct it at the same time.
 
-    They agree through a group of their own, over Gloo, so that a rank that is left in a collective does not look like
+    Agreement uses another group, over Gloo, so that a rank that hangs in a collective of the model is not mistaken for
     one that agrees.
-    group:   of the ranks that share the model and no others, with a backend for the model's device: NCCL, which is RCCL
-             on ROCm, or Gloo
+    group:   exactly the ranks that share the model, with a backend for the model's device: NCCL (RCCL on ROCm) or Gloo
     on_wait: see agreement.among
     """
 

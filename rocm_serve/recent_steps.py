@@ -1,4 +1,4 @@
-"""RecentSteps: the requests of the steps that the device may still report a fault of."""
+"""RecentSteps: the requests of recent steps, for which the device may still report a fault."""
 
 from __future__ import annotations
 

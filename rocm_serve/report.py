@@ -1,4 +1,4 @@
-"""Report: what an engine runs on, and its metrics."""
+"""Report: an engine's kernels, device, memory and settings, with its metrics."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:  # a server's front reads reports, and imports no torch
 class Report:
     """An engine's state at one moment.
 
-    provider:        of the attention kernels
-    kernels:         the kernel of each kind of step, then every kernel that was passed over and why
+    provider:        provider of the attention kernels
+    kernels:         the kernel of each kind of step, then every rejected kernel and why
     page_size:       tokens in a page
     pools:           how layers keep K and V, in words
     num_pages:       pages of the KV pool, the reserved one included
-    swa_pages:       likewise, of the pool of layers with a window; 0: they share the other layers' pool
-    weights_bytes:   of the model
-    weights_seconds: for which the weights were read
+    swa_pages:       the same for the pool of sliding-window layers; 0: they share the other layers' pool
+    weights_bytes:   size of the weights
+    weights_seconds: time to load the weights
     step_bytes:      GPU memory of the largest steps, if the pool was sized by it; 0: not measured
-    graph_bytes:     likewise, of graphs
-    kv_bytes:        of the pools
-    state_bytes:     of recurrent layers' states, those of the prefix cache included
-    checkpoints:     states that the prefix cache can keep
+    graph_bytes:     the same for captured graphs
+    kv_bytes:        size of the KV pools
+    state_bytes:     size of recurrent states, those in the prefix cache included
+    checkpoints:     recurrent states that the prefix cache can keep
     max_kv_len:      tokens of the longest sequence
     steps:           the sizes of steps, and their expected times, in words
     graphs:          "on", "off", or "off: " and why they were switched off
-    speculative_steps: how rounds of draft tokens follow from each other, or why the host plans each; empty: there are
-                     no draft tokens
+    speculative_steps: whether the device prepares the next verify step itself, or why the host plans each; empty: no
+                     speculative decoding
     deterministic:   whether a request's tokens are independent of other requests
-    ranks:           that share the model by tensor parallelism; the other fields are of rank 0
-    cost_of_ranks:   the cost of dividing the model over them, in sentences
+    ranks:           number of tensor-parallel ranks; the other fields are those of rank 0
+    cost_of_ranks:   what dividing the model over ranks costs, in sentences
     guards_off:      safeguards that are switched off, by id
     metrics:         counts and durations of the steps so far
     """
@@ -73,7 +73,7 @@ class Report:
     metrics: Metrics
 
     def memory_line(self) -> str:
-        """The uses of the memory, in words."""
+        """How the memory is used, in words."""
         parts = {
             "weights": self.weights_bytes,
             "a step": self.step_bytes,
@@ -84,7 +84,7 @@ class Report:
         return ", ".join(f"{what} {num_bytes / 2**30:.2f} GiB" for what, num_bytes in parts.items() if num_bytes)
 
     def start_line(self) -> str:
-        """The seconds of the start so far, in words. Those of graphs include their kernels' compiles."""
+        """The time of the start so far, in words. That of graphs includes the compiles of their kernels."""
         metrics = self.metrics
         return (
             f"started: weights {self.weights_seconds:.1f} s, graphs {metrics.capture_seconds:.1f} s, "

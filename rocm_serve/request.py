@@ -1,4 +1,4 @@
-"""Request, its results, and its state while it is served."""
+"""Request, its events and its Completion; and Sequence, the scheduler's state of a request."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ LONGEST_STOP = 1024
 class Request:
     """A prompt to be continued.
 
-    prompt_token_ids: at least one; of a long prompt best an array of int32 (array("i"))
-    max_new_tokens:   the text ends after this number at the latest; at least 1
-    stop_token_ids:   tokens that end the text, in addition to the model's own
-    ignore_eos:       whether the model's own end tokens are ignored
-    priority:         a request with a lower number is served first, and takes the pages and the place of running ones
-                      with higher numbers; among equals the order of submission counts. EngineOptions.priority_aging
-                      bounds how long better ones can keep it waiting
-    cache_salt:       cached prefixes are shared by requests of one salt: give each tenant its own, so that no tenant
+    prompt_token_ids: at least one; for a long prompt best an array of int32 (array("i"))
+    max_new_tokens:   most new tokens, at least 1
+    stop_token_ids:   tokens that end the text, in addition to the model's EOS tokens
+    ignore_eos:       whether the model's EOS tokens do not end the text
+    priority:         lower numbers are served first, and preempt running requests with higher numbers; equal ones are
+                      served in order of submission. EngineOptions.priority_aging bounds how long better ones can keep a
+                      request waiting
+    cache_salt:       only requests with equal salts share cached prefixes. Give each tenant its own, so that no tenant
                       can find out from response times which prompts another one has sent
-    prefix_caching:   whether this request may find cached prefixes and leave its own in the cache
-    stop:             texts that end the text before they begin, at most 64, of 1 to 1,024 characters each; the first
-                      one that the text reaches counts, and of several that end together the longest
-    include_stop:     whether the text ends after such a text, and not before it
-    min_tokens:       least number of new tokens: before it, no stop token is picked, and texts of `stop` count only if
-                      they end in a later token
+    prefix_caching:   whether this request may use cached prefixes and leave its own in the cache
+    stop:             stop texts: the new text ends before them. At most 64, of 1 to 1,024 characters each; the first
+                      one that occurs counts, and of several that end together the longest
+    include_stop:     whether the new text includes the stop text
+    min_tokens:       least number of new tokens: before it, no stop token is sampled, and stop texts count only if they
+                      end in a later token
     logprobs:         number of likeliest tokens reported for each new token, 0 to 20, in addition to its own logprob;
                       NO_LOGPROBS (-1): neither
-    prompt_logprobs:  likewise for each token of the prompt except the first; such a request finds no cached prefix and
-                      leaves none, because tokens of cached pages have no logits
-    constraint:       the form that the new text must match from beginning to end; it needs a tokenizer and the extra
-                      server
-    allowed_token_ids: the only tokens that may be picked, (): all. The text ends early only if an end token is one
-    detokenise:       whether the engine turns the new tokens into a text; without one, `stop` must be empty
+    prompt_logprobs:  the same for each token of the prompt except the first. Such a request bypasses the prefix cache,
+                      because tokens of cached pages have no logits
+    constraint:       structured output: the form that all of the new text must match. It needs a tokenizer, and the
+                      extra `server`
+    allowed_token_ids: the only tokens that may be sampled; (): all. The text ends early only if an end token is allowed
+    detokenise:       whether the engine turns the new tokens into text; if not, `stop` must be empty
 
     Raises BadRequest.
     """
@@ -123,16 +123,16 @@ class Completion:
     """The result of a request.
 
     token_ids:     the new tokens, the stop token included
-    text:          of the new tokens, as it goes on from the prompt's, without the stop token and other special ones;
-                   empty without a tokenizer
-    finish_reason: "stop" after a stop token or a text of Request.stop, "length" at max_new_tokens or if the KV may not
-                   grow any more, "error" if the request failed, "abort" if Engine.abort() has ended it
-    error:         why it failed; empty if it did not. After a fault of the device the tokens may be wrong
-    logprobs:      of each new token if the request asks for them, else none
-    cached_tokens: tokens of the prompt whose K and V were found in the prefix cache when the request was first admitted
-    queue_seconds: from taking the request to its first step; 0 if it had none
-    prompt_logprobs: of each token of the prompt except the first, if the request asks for them, else none; of fewer
-                   tokens if it was ended before its prompt was taken in
+    text:          text of the new tokens, as it continues the prompt's, without the stop token and other special
+                   tokens; empty without a tokenizer
+    finish_reason: "stop" after a stop token or a stop text, "length" at max_new_tokens or at the longest KV length,
+                   "error" if the request failed, "abort" if Engine.abort() has ended it
+    error:         why it failed; empty if it did not. After a device fault the tokens may be wrong
+    logprobs:      those of each new token if the request asks for them, else none
+    cached_tokens: prompt tokens that were found in the prefix cache when the request was first admitted
+    queue_seconds: from submission to its first step; 0 if it had none
+    prompt_logprobs: those of each prompt token except the first, if the request asks for them, else none; fewer if it
+                   ended before its prefill was complete
     is_own_fault:  whether it failed because its own options exclude every token
 
     Completions that differ only in cached_tokens and queue_seconds are equal.
@@ -154,10 +154,10 @@ class Completion:
 class TokenEvent(NamedTuple):
     """One new token.
 
-    request:       number of the request, in the order of submission
-    text:          the text that can be printed now; a character that needs several tokens comes with the last of them,
-                   and text that may begin a text of Request.stop comes with the token that decides it
-    finish_reason: None while there is more to come
+    request:       number of the request, as submit() has returned it
+    text:          the text that can be printed now. A character of several tokens comes with the last of them; text
+                   that may be the beginning of a stop text comes with the token that decides it
+    finish_reason: None unless this is the last token
     logprobs:      if the request asks for them, else None
     """
 
@@ -170,7 +170,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FailureEvent:
-    """A request has failed, and no more tokens come. After a fault of the device it may have ended before.
+    """A request has failed; it gets no more tokens. After a device fault, this may come for a request that had ended.
 
     request: as in TokenEvent
     text:    text that was held back
@@ -184,7 +184,7 @@ class FailureEvent:
 
 @dataclass(frozen=True, slots=True)
 class AbortEvent:
-    """Engine.abort() has ended a request, and no more tokens come.
+    """Engine.abort() has ended a request; it gets no more tokens.
 
     request: as in TokenEvent
     text:    text that was held back
@@ -200,7 +200,7 @@ Event = TokenEvent | FailureEvent | AbortEvent
 class RequestsFailed(RocmAttnError, RuntimeError):
     """Some requests of Engine.generate() failed; the others were served to their end.
 
-    completions: of all of them, in the order in which they were given; a failed one holds its error
+    completions: those of all requests, in the given order; that of a failed one has its error
     """
 
     def __init__(self, completions: Iterable[Completion], faults: Iterable[DeviceFault] = ()) -> None:
@@ -211,7 +211,7 @@ class RequestsFailed(RocmAttnError, RuntimeError):
 
 
 class RequestsFaulted(RequestsFailed, DeviceFault):
-    """RequestsFailed, because of a fault of the device."""
+    """RequestsFailed, because of a device fault."""
 
 
 class SequenceParameters(Protocol):
@@ -228,21 +228,21 @@ class SequenceParameters(Protocol):
 class Sequence:
     """A request while it is served.
 
-    number:     in the order of submission
+    number:     number of the request, in order of submission
     stops:      tokens that end the text
     token_ids:  the prompt and the tokens generated so far; int32
-    num_stored: tokens whose K and V are in the pool when all steps have run that were launched
+    num_stored: tokens whose K and V are stored once all launched steps have run
     cached_row: its record in the prefix cache
-    row:        of the request table; 0 while it waits
-    is_suspect: whether a step that it was in had a fault that may be its own; then it is computed again alone
-    times:      since the request was taken
+    row:        row of the request table; 0 while it waits
+    is_suspect: whether it may have caused a fault of a step that it was in; then it is recomputed alone
+    times:      times since the request was accepted
     num_cached: tokens of the prompt that were in the prefix cache when it was first admitted
-    pending_at: its place among the picks of the step that was launched last, whose token the host has not read yet;
-                ALL_READ if there is none
-    most_tokens: of prompt and text together: at this number the text ends; set by Scheduler.add
-    parameters: demands of its picks in addition to draws; None: nothing
+    pending_at: index of its unread token among those sampled in the last launched step; ALL_READ if the host has read
+                all of them
+    most_tokens: most tokens of prompt and text together; set by Scheduler.add
+    parameters: what sampling needs in addition to random numbers, such as penalties; None: nothing
     is_plain:   whether each of its tokens is simply the likeliest one
-    level:      its priority among those that it is served with; see Scheduler.add
+    level:      its priority, adjusted for age; see Scheduler.add
     """
 
     number: int

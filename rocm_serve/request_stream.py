@@ -1,4 +1,4 @@
-"""RequestStream: a request that an AsyncEngine serves, as the task that submitted it sees it."""
+"""RequestStream: the output of a request of AsyncEngine, for the asyncio task that submitted it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rocm_serve.text.tokenizer import Tokenizer
 
 
 class RequestFailed(RocmAttnError, RuntimeError):
-    """A request has failed, and no other with it. Its message is the reason.
+    """A request has failed; the message is the reason. Other requests are not affected.
 
     completion: its result so far
     """
@@ -29,12 +29,12 @@ class RequestFailed(RocmAttnError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """The output of a request since its last piece: a token, or several if the reader was late.
+    """The output of a request since the last chunk: one token, or several if the reader was late.
 
-    token_ids:     the new tokens; none if a text is completed at the end
+    token_ids:     the new tokens; empty if only the rest of the text comes, at the end
     text:          the text that can be printed now
-    finish_reason: None while there is more to come
-    logprobs:      of the new tokens if the request asks for them, else none
+    finish_reason: None unless this is the last chunk
+    logprobs:      those of the new tokens if the request asks for them, else none
     """
 
     token_ids: tuple[int, ...]
@@ -49,8 +49,8 @@ class Inbox:
 
     tokenizer:  None: there is no text
     completion: once it has ended
-    error:      raised to its reader after the pieces: the request has failed, or the engine has ended
-    on_late:    called when a request goes on while more than most_unread of its tokens were not read
+    error:      raised to its reader after the last chunk: the request has failed, or the engine has ended
+    on_late:    called when a token comes while more than most_unread of the request's tokens are unread
     on_output:  called when something has come, or the end
     num_tokens: that have come, read or not
     first_token_at: when the first of them came, in seconds of time.perf_counter(); 0 if none did
@@ -88,7 +88,7 @@ class Inbox:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is no piece to read. A request that ends without an error has a last piece with its reason."""
+        """True if there is no chunk to read. A request that ends without an error has a last chunk with its reason."""
         return not self._token_ids and len(self._texts) == self._num_read_texts
 
     def add(
@@ -164,14 +164,14 @@ class Inbox:
 
 
 class RequestStream:
-    """A request that is being served: iterate over its pieces, or wait for its completion.
+    """The output of a request that is being served: iterate over its chunks, or wait for its completion.
 
-    Leaving early ends the request and frees its pages: when a task that waits here is cancelled, when an `async with`
-    over the stream is left, on close(), and when nothing refers to the stream any more. A late reader finds several
-    tokens in one piece, and delays no other.
+    The request ends early and frees its pages when a task that waits here is cancelled, when an `async with` over the
+    stream is left, on close(), and when the stream is garbage collected. A late reader gets several tokens in one
+    chunk, and delays no other request.
 
-    number: of the request, for AsyncEngine.abort
-    forget: ends the request of a number; may be called in any thread, and more than once
+    number: the request's number, for AsyncEngine.abort
+    forget: ends the request with this number; may be called in any thread, and more than once
     """
 
     def __init__(self, number: int, inbox: Inbox, forget: Callable[[int], None]) -> None:
@@ -191,7 +191,7 @@ class RequestStream:
         return piece
 
     def take(self) -> OutputChunk | None:
-        """Returns the next piece if it has come, else None. Raises like __anext__."""
+        """Returns the next chunk if there is one, else None. Raises like __anext__."""
         inbox = self._inbox
         if self._is_over or (inbox.is_empty and not inbox.has_ended):
             return None
@@ -203,7 +203,7 @@ class RequestStream:
         return piece
 
     async def completion(self) -> Completion:
-        """Waits for the end; returns the request's completion, including pieces that were read before.
+        """Waits for the end; returns the whole completion, also after chunks were read.
 
         Raises RequestFailed, EngineEnded.
         """
@@ -216,17 +216,17 @@ class RequestStream:
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing more comes except unread pieces."""
+        """True if nothing more comes except unread chunks."""
         return self._inbox.has_ended or self._is_over
 
     @property
     def num_tokens(self) -> int:
-        """New tokens that have come, read or not."""
+        """New tokens so far, read or not."""
         return self._inbox.num_tokens
 
     @property
     def first_token_at(self) -> float:
-        """Time at which its first token came, in seconds of time.perf_counter(); 0 if none did."""
+        """Time of the first token, in seconds of time.perf_counter(); 0 if there was none."""
         return self._inbox.first_token_at
 
     @property
@@ -235,21 +235,21 @@ class RequestStream:
         return self._inbox.completion
 
     def bound(self, most_unread: int, on_late: Callable[[], None]) -> None:
-        """Calls a function in the event loop whenever the request goes on with more than most_unread unread tokens."""
+        """Calls on_late in the event loop whenever a token comes while more than most_unread tokens are unread."""
         self._inbox.most_unread, self._inbox.on_late = most_unread, on_late
 
     def listen(self, on_output: Callable[[], None]) -> None:
-        """Calls a function in the event loop whenever take() has something to return or to raise."""
+        """Calls on_output in the event loop whenever take() has something to return or to raise."""
         self._inbox.on_output = on_output
 
     def give_up(self, error: Exception) -> None:
-        """Ends the request, unless it has ended; its reader gets this error after the pieces that have come."""
+        """Ends the request, unless it has ended; its reader gets this error after the chunks so far."""
         if not self._inbox.has_ended:
             self._inbox.fail(error)
             self._forget(self.number)
 
     def close(self) -> None:
-        """Ends the request, unless it has ended; no piece comes any more. Never waits."""
+        """Ends the request, unless it has ended; no more chunks come. Never waits."""
         self._is_over = True
         if not self._inbox.has_ended:
             self._forget(self.number)

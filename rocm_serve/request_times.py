@@ -1,4 +1,4 @@
-"""When requests are taken, begin, and get tokens; the times of steps; and the metrics of both."""
+"""Measures requests and steps: queue time, time to first token, time between tokens, step time; with their metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ScheduledStep: the sequences of a step, and its batch."""
+"""ScheduledStep: the sequences that the scheduler chose for a step, with their tokens, and the StepBatch of it."""
 
 from __future__ import annotations
 

@@ -1,29 +1,29 @@
-"""Scheduler: chooses the sequences of the next step, and their numbers of tokens. Host values only.
+"""Scheduler: continuous batching: chooses the sequences of the next step, and the tokens of each. Host values only.
 
-Every step holds all sequences that decode, one token each, and fills up to `chunk` tokens with prompts, in the order of
-their requests' priorities and then of their age. While sequences decode, prompts get fewer tokens, so that the step is
-short (StepBudget). The rest of the chunk goes to draft tokens of sequences that decode, which the step verifies. They
-are stored after their sequence's last token; rejected ones are overwritten. Drafts take free pages, and never those of
-another sequence.
+Every step has all decoding sequences, with one token each, and fills up to `chunk` tokens with prefill (chunked
+prefill), in order of priority and then of age. While sequences decode, prefill gets fewer tokens, so that the step is
+short (StepBudget). The rest of the chunk goes to draft tokens of decoding sequences, which the step verifies. They are
+stored after their sequence's last token; rejected ones are overwritten. Drafts take free pages, and never preempt.
 
-A sequence is admitted when there are pages for all of its tokens, and in the SWA space for its window and a chunk. It
-begins with the pages that the prefix cache has of it, and takes the others chunk by chunk. With recurrent layers a
-chunk ends where the cache is to keep their state, and other prompts get the rest of the step. When pages run out, those
-that only the cache holds are given back first. Then the last sequence in order gives its own back and waits. It is
-computed again later from its prompt and the tokens it has generated, so it continues with the same token. A suspect,
-which a fault of the device may be due to, is computed again too: alone, in steps of its own, up to its next token, and
-without pages of the cache.
+Admission: a sequence is admitted when there are pages for all of its tokens, and in the SWA space for its window and a
+chunk. It starts with the pages that the prefix cache has for it, and allocates the others chunk by chunk. With
+recurrent layers, a chunk ends where the prefix cache needs a state, and other prompts get the rest of the step.
 
-A sequence that waits and has a better priority than some that run takes their places and pages, if that admits it. No
-sequence ever gives way to one that comes after it in order, so the first of all always moves on, and all come to their
-end unless better ones keep coming. With priority_aging they do even then: each sequence gets a level when it comes, its
-priority plus one for every so many steps before it. Levels never change, and from some step on every better one comes
-at a level that is no better.
+Preemption: when pages run out, pages that only the prefix cache holds are evicted first. Then the last sequence in
+order is preempted: it frees its pages and waits. It is recomputed later from its prompt and its generated tokens, so it
+continues with the same token. A suspect, a sequence that may have caused a device fault, is recomputed too: alone, in
+steps of its own, up to its next token, and without pages of the cache.
 
-A step may be scheduled while the one before it runs, whose tokens are only on the device. A sequence with such a token
-goes on with it unread. If that token is its last one in any case, it gets no more. If the token turns out to end the
-sequence, the sequence was in one step too many, and its tokens of that step are dropped. A decision that needs known
-tokens is made after they are read: before a sequence is preempted, and before a suspect runs.
+Priority: a waiting sequence with a better priority preempts running ones, if it can be admitted then. No sequence is
+ever preempted for one that comes after it in order. So the first one always progresses, and all finish unless better
+ones keep arriving. With priority_aging they finish even then: a sequence's level is its priority, plus one for every
+priority_aging steps that were run before it arrived. Levels never change, so at some step, newcomers of any better
+priority arrive at a level that is no better.
+
+Overlap: a step may be scheduled while the one before it runs, when its tokens are known only on the device. A sequence
+continues with such an unread token, unless this is its last one in any case. If the token turns out to end the
+sequence, the sequence was in one step too many, and its tokens of that step are dropped. Decisions that need the tokens
+are made after they are read: before a sequence is preempted, and before a suspect runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""serve_all: serves requests to their end, with any engine that serves them step by step."""
+"""serve_all: serves a list of requests to their end, by any engine with submit() and step()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StepSizes: an engine's options with the sizes of its steps, which follow from the model and the device."""
+"""StepSizes: an engine's options, with step sizes filled in that depend on the model and the device."""
 
 from __future__ import annotations
 

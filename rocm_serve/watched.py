@@ -1,4 +1,4 @@
-"""The observers of an engine's steps, put around its forward and its runner as the options request."""
+"""Wraps an engine's forward and runner in the observers that its options request: watchdog, flight recorder, checks."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ class FormatMismatch(ValueError):
 
 
 class Encoding(enum.Enum):
-    """The encoding of an element of a page: the name of its dtype in torch.
+    """The encoding of one element of a page. The value is the name of its dtype in torch.
 
-    Eight-bit encodings by the Open Compute Project's OFP8 specification (E4M3 without infinities, E5M2 with them), and
-    E4M3FNUZ, which gfx942 computes in: the exponent's bias is 8 instead of 7, so that a code is worth half of its
-    value in E4M3FN; 0x80 is its only NaN.
+    E4M3FN and E5M2 are those of the Open Compute Project's OFP8 specification: E4M3 has no infinities, E5M2 has them.
+    gfx942 computes in E4M3FNUZ: its exponent bias is 8 instead of 7, so a code has half of its value in E4M3FN, and
+    0x80 is its only NaN.
     """
 
     BF16 = "bfloat16"
@@ -48,7 +48,7 @@ class Encoding(enum.Enum):
 
     @property
     def is_fp8(self) -> bool:
-        """True if an element takes one byte, and a separate scale gives its value."""
+        """True if an element takes one byte; its value is then code * scale."""
         return self.dtype.itemsize == 1
 
     @property
@@ -63,7 +63,7 @@ class Encoding(enum.Enum):
 
 
 class PoolKind(enum.Enum):
-    """The layout of a layer's keys and values in its pages.
+    """The layout of K and V in a layer's pages.
 
     SPLIT:      K pages and V pages, each [tokens, kv_heads, dim]
     LATENT:     one row per token, whose first v_head_dim elements are V and all of which are K
@@ -76,13 +76,13 @@ class PoolKind(enum.Enum):
 
 
 class Scales(enum.Enum):
-    """The elements that share one float32 scale, of K and of V each; an element's value is its code times the scale.
+    """Which elements share one scale, for K and V separately; an element's value is its code times the scale.
 
     NONE:  there are no scales
-    LAYER: [1]
-    HEAD:  [kv_heads]
-    TOKEN: [pages, kv_heads, page_size]; the store derives them from the rows that it writes
-    GROUP, FOOTER: in the pages themselves, whose rows are records (records.py); the store derives them
+    LAYER: float32 [1]
+    HEAD:  float32 [kv_heads]
+    TOKEN: float32 [pages, kv_heads, page_size]; the store computes them from the rows that it writes
+    GROUP, FOOTER: scales within the pages, whose rows are packed records (records.py); the store computes them
     """
 
     NONE = "no scales"
@@ -143,16 +143,16 @@ class Coding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """The content of a layer's pages, and its layout.
+    """The encoding and the layout of a layer's pages. Pages of unequal formats must not be mixed.
 
-    encoding:                of an element
-    kind:                    the layout
+    encoding:                encoding of an element
+    kind:                    layout of K and V
     page_size:               tokens in a page
     num_kv_heads:            rows of a token
-    head_dim, v_head_dim:    elements of a K row and of a V row; in latent pages v_head_dim of the head_dim are V, and
-                             the others are the part that is rotated
+    head_dim, v_head_dim:    elements of a K row and of a V row. In latent pages, the first v_head_dim elements are V,
+                             and the others have the rotary embedding
     scales:                  which elements share a scale
-    producer:                who laid the pages out; another project's layout that is no PoolKind has its name here
+    producer:                the project that defines the layout, if it is no PoolKind of this one
     """
 
     encoding: Encoding
@@ -173,22 +173,22 @@ class PageFormat:
 
     @property
     def coding(self) -> Coding:
-        """The coding of an element."""
+        """The encoding, scales, KV heads and page size, in the form that kernels are compiled for."""
         return Coding(self.encoding.number, self.scales.number, self.num_kv_heads, self.page_size)
 
     @property
     def record(self) -> RecordLayout | None:
-        """The layout of rows that are records; None if rows are none."""
+        """The layout of packed records; None if the rows are plain."""
         return RECORDS.get(self.scales)
 
     @property
     def coded(self) -> int:
-        """Elements of a row of K that are codes: in a record those of groups, and in other eight-bit pages all."""
+        """Elements of a K row that have scales: in a record those in groups, in other eight-bit pages all."""
         return self.head_dim if self.record is None else self.v_head_dim - self.record.plain_of_v
 
     @property
     def k_row(self) -> int:
-        """Elements of the encoding that a row of the K pages takes: head_dim, or the bytes of a record."""
+        """Size of a row of the K pages, in elements of the encoding: head_dim, or the bytes of a record."""
         record = self.record
         if record is None:
             return self.head_dim
@@ -202,7 +202,7 @@ class PageFormat:
 
     @property
     def side_elements(self) -> tuple[int, int]:
-        """Elements that a token takes in the K pages and in the V pages; V of latent pages is part of K."""
+        """Elements of a token in the K pages and in the V pages. In latent pages V is part of K, so its size is 0."""
         v = 0 if self.kind is PoolKind.LATENT else self.v_head_dim
         return self.num_kv_heads * self.k_row, self.num_kv_heads * v
 
@@ -225,7 +225,7 @@ class PageFormat:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape of the scales of K, and of V; those of tokens for one page. Empty if there are none beside rows."""
+        """The shape of K's scales, and of V's; with TOKEN, for one page. Empty if no separate tensor holds scales."""
         shapes: dict[Scales, tuple[int, ...]] = {
             Scales.LAYER: (1,),
             Scales.HEAD: (self.num_kv_heads,),

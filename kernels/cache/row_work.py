@@ -1,4 +1,4 @@
-"""The work of a layer on its rows around attention, as values without Triton: a rotary embedding and norms."""
+"""Rotary embedding and RMS norms of q, k and v around attention, as plain values that need no Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class RopePairs(enum.Enum):
-    """The elements that make a pair, of the n that turn.
+    """The pairs of elements that a rotary embedding rotates, among the n rotated elements of a row.
 
     HALVES:     j and j + n / 2, for j < n / 2 (GPT-NeoX, and rotate_half of Hugging Face)
     NEIGHBOURS: 2j and 2j + 1 (GPT-J; interleaved)
@@ -25,12 +25,12 @@ class RopePairs(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeTable:
-    """The turn of a row's pairs at each position. Graphs read the table at its address.
+    """Cosines and sines of a rotary embedding at each position. Captured graphs read the table at its address.
 
     cos_sin: [positions, n], float32, float16 or bfloat16, contiguous: for each position n / 2 cosines, then n / 2
-             sines. n elements of a row turn; positions are those of the step, up to the length of its longest sequence
+             sines. n is the rotary dim. It needs every position of a step, up to the length of the longest sequence
     pairs:   which elements make a pair
-    at_end:  whether the last n elements of a row turn, and not the first
+    at_end:  whether the last n elements of a row are rotated, instead of the first n
     Raises ValueError if the table has another shape, strides or dtype.
     """
 
@@ -50,12 +50,12 @@ class RopeTable:
 
     @property
     def dim(self) -> int:
-        """Elements of a row that turn."""
+        """The rotary dim: elements of a row that are rotated."""
         return self.cos_sin.shape[1]
 
     @property
     def num_positions(self) -> int:
-        """Positions 0 to num_positions - 1 have a line."""
+        """The table has positions 0 to num_positions - 1."""
         return self.cos_sin.shape[0]
 
     @classmethod
@@ -68,10 +68,10 @@ class RopeTable:
         pairs: RopePairs = RopePairs.HALVES,
         at_end: bool = False,
     ) -> RopeTable:
-        """A float32 table: pair j turns by position * inv_freq[j], rounded to float32 as models are trained.
+        """Makes a float32 table: pair j is rotated by position * inv_freq[j], in float32, like models in training.
 
-        inv_freq: float32 [n / 2], radians per position; 0 for a pair that does not turn
-        factor:   on cosines and sines (YaRN's attention factor)
+        inv_freq: float32 [n / 2], radians per position; 0 for a pair that is not rotated
+        factor:   factor on cosines and sines (YaRN's attention factor)
         """
         if inv_freq.dim() != 1 or inv_freq.dtype != torch.float32:
             raise ValueError(f"inv_freq is {inv_freq.dtype} {list(inv_freq.shape)}; it must be torch.float32 [pairs]")
@@ -81,11 +81,11 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowNorm:
-    """An RMS norm of rows: x / sqrt(mean(x^2) + eps) * (offset + weight), in float32, rounded once with later work.
+    """An RMS norm of rows: x / sqrt(mean(x^2) + eps) * (offset + weight), in float32, rounded once after the rope.
 
     weight: [n], float32, float16 or bfloat16, contiguous; the first n elements of a row are normalised. Ones for a norm
             without weights
-    offset: 1.0 if stored weights are differences from one (Gemma 2 and 3)
+    offset: 1.0 if the stored weights are differences from one (Gemma 2 and 3)
     Raises ValueError if the weight has another shape, strides or dtype, or if eps is negative.
     """
 
@@ -105,13 +105,13 @@ class RowNorm:
 
     @property
     def dim(self) -> int:
-        """Elements of a row that are normalised, its first."""
+        """The first elements of a row, which are normalised."""
         return self.weight.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QkvWork:
-    """The work of a layer on q, k and v before attention: norms, then the turn of q and k. None leaves a step out."""
+    """Work on q, k and v before attention: RMS norms, then the rotary embedding of q and k. None leaves one out."""
 
     rope: RopeTable | None = None
     q_norm: RowNorm | None = None
@@ -123,7 +123,7 @@ class Projected(NamedTuple):
     """The results of a layer's projections for T tokens; any strides but the last.
 
     q, q_out: [T, q_heads, head_dim]; q_out is written, and may be q. In a latent layer, whose q gets its first part
-              elsewhere, [T, q_heads, elements that turn] is enough
+              elsewhere, [T, q_heads, rotary dim] is enough
     k, v:     [T, kv_heads, head_dim | v_head_dim]; of a latent layer v is the first part of k
     """
 

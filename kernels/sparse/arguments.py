@@ -1,8 +1,8 @@
 """The arguments of sparse attention, as values that launchers and their torch twins take whole.
 
-An index key stands for one token, or for a few that a model pooled; it lies in pages that have the ids of the layer's
-own pages. Units are selected: a unit is a token, a pool, or a block of tokens. Unit u of a sequence is the tokens
-[u, u + 1) * unit_tokens of its KV. The units of a token depend on nothing but that token: decode and extend agree.
+An index key stands for one token, or for a few that a model pooled; its page has the id of the layer's own page. Units
+are selected: a unit is a token, a pool of tokens, or a block of tokens. Unit u of a sequence is the tokens
+[u, u + 1) * unit_tokens of its KV. A token's selection does not depend on the batch, so decode and extend agree.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ BAD_COUNT, OUTSIDE, NOT_ASCENDING = 1, 2, 4
 
 
 class Pooling(enum.Enum):
-    """The way that the scores of a unit's keys become the unit's score."""
+    """How the scores of a unit's index keys are reduced to the unit's score."""
 
     MAX = "the largest score of its keys"
     MEAN = "the mean of its keys' scores"
 
 
 class LastUnit(enum.Enum):
-    """The treatment of a unit of which a token sees only a part: the last one.
+    """How a token's last unit is treated if the token sees only a part of it.
 
-    SCORED:   it is chosen or not, by the keys that the token sees
-    ADDED:    it is added to the chosen units
-    LEFT_OUT: the token does not get it
+    SCORED:   it competes like the others, by the keys that the token sees
+    ADDED:    it is always added to the selected units
+    LEFT_OUT: it is never selected
     """
 
     SCORED = "scored by the keys that are seen"
@@ -51,26 +51,26 @@ _KINDS = {"float": Real, "int": Integral, "bool": bool, "Pooling": Pooling, "Las
 
 @dataclass(frozen=True, slots=True)
 class Indexing:
-    """The way that index keys are scored, and units chosen.
+    """How index keys are scored, and how units are selected by their scores (top-k).
 
         score[t, s, u] = pooling over keys r of unit u that t sees:   sum over heads h of set s:
                          weights[t, h] * f(scale * q[t, h] . k[r])                             f(x) = max(x, 0), or x
 
-    The units with the largest scores are chosen; of equal scores those that come first. A unit whose score is NaN is
-    never chosen. A token that sees fewer units gets all of them.
+    The units with the largest scores are selected; among equal scores, the first ones. A unit whose score is NaN is
+    never selected. A token that sees no more than `top` units gets all of them.
 
     scale:       factor on q . k, positive
-    top:         units that are chosen for a token, forced ones included
-    sets:        selections of a token: 1, which all heads share, or one for each KV head; each has as many index heads
+    top:         units selected for a token (k of the top-k), forced ones included
+    sets:        selections per token: 1, which all heads share, or one for each KV head. Index heads are divided evenly
     rectified:   whether f is max(x, 0)
-    key_tokens:  tokens that an index key stands for; a key is there when all of them are
-    unit_keys:   index keys of a unit
-    pooling:     of unit_keys scores; with one key it has no effect
-    first, last: candidates at the beginning and at the end of a token's keys that are chosen whatever their scores
+    key_tokens:  tokens that an index key stands for; the key exists once all of them are stored
+    unit_keys:   index keys in a unit
+    pooling:     how the scores of a unit's keys are reduced; with one key it has no effect
+    first, last: units at the beginning and at the end of a token's keys that are selected whatever their scores
     last_unit:   see LastUnit; if key_tokens is more than 1, an incomplete unit cannot be scored
-    candidate_blocks: blocks of keys that are left for a later choice; 0: none. They are those with the largest scores
-                 of single keys, and the last one that the token sees
-    block_keys:  keys of such a block, a power of two
+    candidate_blocks: blocks of keys that select() keeps for select_among(): those with the largest scores of single
+                 keys, and the last block that the token sees; 0: none
+    block_keys:  keys in such a block, a power of two
     """
 
     scale: float
@@ -88,7 +88,7 @@ class Indexing:
 
     @property
     def refusal(self) -> str:
-        """Returns the reason why nothing can be chosen this way; empty if it can."""
+        """Returns the reason why these values are invalid; empty if they are valid."""
         for each in fields(self):
             value, kind = getattr(self, each.name), _KINDS[str(each.type)]
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
@@ -120,7 +120,7 @@ class Indexing:
 
     @property
     def of_blocks(self) -> Indexing:
-        """The way that the blocks which are left for a later choice are chosen."""
+        """The Indexing that selects the candidate blocks."""
         return replace(
             self,
             top=self.candidate_blocks,
@@ -134,16 +134,16 @@ class Indexing:
 
     @property
     def unit_tokens(self) -> int:
-        """Tokens of a unit."""
+        """Tokens in a unit."""
         return self.key_tokens * self.unit_keys
 
     @property
     def width(self) -> int:
-        """The most units that a token gets."""
+        """The most units that are selected for a token."""
         return self.top + (self.last_unit is LastUnit.ADDED)
 
     def max_units(self, max_kv_len: int) -> int:
-        """The most candidates of a token of a sequence of up to max_kv_len tokens."""
+        """The most units that a token of a sequence of up to max_kv_len tokens sees."""
         whole, rest = divmod(max_kv_len, self.unit_tokens)
         return whole + (rest > 0 and self.last_unit is LastUnit.SCORED)
 

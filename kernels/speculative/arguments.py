@@ -1,4 +1,4 @@
-"""The inputs and outputs of the acceptance of drafts: trees of drafts that a step has verified, and their outcome.
+"""The inputs and outputs of draft token acceptance: the draft trees that a step has verified, and their outcome.
 
 The new tokens of a sequence are the nodes 0, 1, ... of a tree. Node 0 is the sequence's last token, which is no draft:
 no step has stored it before. Every other node is a draft and descends from it; a parent comes before its children.
@@ -39,13 +39,13 @@ class Verified(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """The outcome of drafts, by sequence; contiguous.
+    """The accepted draft tokens of each sequence, and the next token; all contiguous.
 
-    num_accepted: int32 [S]     drafts that were accepted
-    path:         int32 [S, W]  0, then their nodes in order, then -1
-    token_ids:    int32 [S, W]  their ids, then the next token, then -1
+    num_accepted: int32 [S]     accepted drafts
+    path:         int32 [S, W]  node 0, then the nodes of the accepted drafts in order, then -1
+    token_ids:    int32 [S, W]  ids of the accepted drafts, then the next token, then -1
     next_token:   int32 [S]     -1 if a sequence has no node, or no token can be drawn
-    kv_len:       int32 [S]     tokens of the sequence with the accepted drafts, and without the next token
+    kv_len:       int32 [S]     KV length with the accepted drafts, without the next token
     """
 
     num_accepted: Tensor

@@ -81,17 +81,17 @@ class StatePlaces:
 
 
 class Update(enum.Enum):
-    """How a token changes the state.
+    """The update rule of a recurrent state.
 
-    For each v head, the state S is a matrix [dk, dv], and a token does this in order:
+    For each v head, the state S is a matrix [dk, dv]. Each token does this, in order:
 
-        S <- exp(decay) * S                      a head's decay, or row i of S by that of channel i
+        S <- exp(decay) * S                      the head's decay, or for row i of S that of channel i
         S <- S + k (beta * (v - S^T k))^T        DELTA
         S <- S + k (beta * v)^T                  SUM
         out = scale * S^T q
 
-    DELTA is from Gated Delta Networks (arXiv 2412.06464), decays of channels from Kimi Linear (arXiv 2510.26692), and
-    SUM from Mamba2 (arXiv 2405.21060), in whose names k is B, q is C, v is x, beta is dt, and decay is dt * A.
+    DELTA is from Gated Delta Networks (arXiv 2412.06464), decays per channel from Kimi Linear (arXiv 2510.26692), and
+    SUM from Mamba2 (arXiv 2405.21060), where k is called B, q C, v x, beta dt, and decay dt * A.
     """
 
     DELTA = "delta rule"

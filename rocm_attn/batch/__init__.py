@@ -1,1 +1,1 @@
-"""A step as the caller gives it: sequences, lengths, masks, shared prefixes. Also the shape that it is padded to."""
+"""A step as the caller describes it: sequences, lengths, masks, shared prefixes. Also the shape it is padded to."""

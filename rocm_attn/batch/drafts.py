@@ -1,13 +1,13 @@
-"""Drafts: a round of speculative drafting, as one step that runs in several parts.
+"""Drafts: a draft round of speculative decoding, as one step of the runtime that runs in several parts.
 
-A draft model proposes K branches in each of S steps, one step after the other. All K * S drafts of a sequence are new
-tokens of one step of the runtime. They lie in the sequence's own row, after its stored tokens:
+A draft model proposes K branches in each of S draft steps. All K * S draft tokens of a sequence are new tokens of one
+step of the runtime. They lie in the sequence's own row, after its stored tokens:
 
-    place of branch b of draft step i = prefix + i * K + b,    where prefix = kv_len - K * S
+    kv_index of branch b of draft step i = prefix + i * K + b,    where prefix = kv_len - K * S
 
 So a sequence has one list of pages, however many branches it has; all branches share the partly filled page at its end;
-and reserve(row, kv_len) is the one bound on where drafts go. A draft sees the prefix, itself and its ancestors, which a
-mask describes. With one branch, drafts are a chain, and each draft step decodes.
+and reserve(row, kv_len) makes room for all of them. A draft sees the prefix, itself and its ancestors, by a mask. With
+one branch, drafts are a chain, and each draft step is a decode step.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class NoDrafts:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """A round of drafts.
+    """The shape of a draft round: a draft model proposes `branches` tokens per sequence in each of `steps` draft steps.
 
-    branches: K, drafts of a sequence in each draft step; 1: a chain
+    branches: K, draft tokens per sequence in each draft step; 1: a chain
     steps:    S, draft steps of the round
 
-    Raises BadBatch, and BadSetting for a part of one.
+    Raises BadBatch, and BadSetting for a number that is not whole.
     """
 
     branches: int
@@ -61,7 +61,7 @@ class Drafts:
 
     @property
     def tokens(self) -> int:
-        """Drafts of a sequence in all steps: K * S."""
+        """Draft tokens per sequence in the round: K * S."""
         return self.branches * self.steps
 
 

@@ -1,4 +1,4 @@
-"""split_batch: where a step is cut in two, and the two batches that result. Host values only."""
+"""split_batch: cuts a step's batch into two halves, for two-batch overlap. Host values only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where a step's lengths and token ids are known: on the host, or on the device alone.
+"""DeviceInputs: lengths and token ids that only the device knows yet, for steps launched before the host has read them.
 
-With speculative decoding, the device knows before the host how many drafts were accepted. With overlapped scheduling,
-it knows the sampled tokens first. The host then gives upper bounds, and the device reads the values from its tensors.
+With speculative decoding, the device knows first how many draft tokens were accepted. With overlapped scheduling, it
+knows the sampled tokens first. The host then gives upper bounds, and kernels read the values from device tensors.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class HostInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceInputs:
-    """Tensors of the caller with values that the host does not know; ON_HOST leaves a value with the host.
+    """Lengths and token ids that only the device knows, in tensors of the caller. ON_HOST: the batch has the value.
 
     kv_len:    int32 [num_seqs]  the batch's kv_len are upper bounds of these
-    q_len:     int32 [num_seqs]  the batch's q_len are upper bounds of these; tokens of the step are packed by them
-    token_ids: int32 [n]         sequence after sequence; n is the sum of the batch's q_len, or with drafts that of the
-               first draft step
-    ahead:     tokens of the step that kv_len leaves out: a sequence has kv_len + ahead of them. With W for a step of W
-               new tokens, kv_len may be the length stored before it
+    q_len:     int32 [num_seqs]  the batch's q_len are upper bounds of these; the step's tokens are packed by these
+    token_ids: int32 [n]         sequence after sequence; n is the sum of the batch's q_len, or in a draft round the
+               number of tokens of its first draft step
+    ahead:     new tokens that kv_len does not count: the KV length is kv_len + ahead. In a step of W new tokens per
+               sequence, ahead=W lets kv_len be the length before the step
 
-    The tensors are read in place, and never written, by kernels on the step's stream: they must hold their values until
-    those have run, and may change afterwards. A value outside of 0 <= q_len <= kv_len + ahead <= bound is clipped, and
-    the step's error word reports it: a later step raises DeviceFault. Raises BadTensor.
+    Kernels on the step's stream read the tensors in place, and never write them: they must keep their values until
+    these kernels have run, and may change afterwards. A value outside of 0 <= q_len <= kv_len + ahead <= bound is
+    clipped and reported: a later step raises DeviceFault. Raises BadTensor.
     """
 
     kv_len: Tensor = ON_HOST

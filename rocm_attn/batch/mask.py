@@ -1,15 +1,16 @@
-"""StepMask, TreeMask, TokenSpans: which keys new tokens of a step see, if their layers alone do not determine it.
+"""StepMask, TreeMask, TokenSpans: custom masks, which decide what keys a step's new tokens see.
 
-A mask has cells for a sequence's new keys, and for some before them. Cell (t, j) of sequence i, its t-th new token and
-the key at kv_index j >= start[i], is bit c % 8 of byte c // 8 (the lowest bit first), where
+A bit mask has a cell for each new token and each of its sequence's new keys, and for some keys before them. Cell (t, j)
+of sequence i, for its t-th new token and the key at kv_index j >= start[i], is bit c % 8 of byte c // 8 (the lowest bit
+first), where
 
     mask_len[i] = q_len[i] + min(kv_len[i] - q_len[i], keys_before)                 start[i] = kv_len[i] - mask_len[i]
     c = cells of the sequences before i + t * mask_len[i] + j - start[i]            q_len * mask_len cells each
 
-Keys without cells are seen by all new tokens. Layers whose problem has custom_mask use the mask; the others ignore it.
-In a layer with a window a token sees the keys that its mask shows, from kv_index position - window_left on.
+All new tokens see keys without cells. Layers with custom_mask use the mask; the others ignore it. In a layer with a
+window, a token sees only those keys of its mask whose kv_index is at least position - window_left.
 
-Spans need no cells. Each token sees a range of keys, which follows from its layer and its span
+Spans need no cells: the keys that a token sees are a range, which follows from its layer and its span
 (kernels/attention/scores.py).
 """
 
@@ -46,18 +47,18 @@ class NoMask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMask:
-    """Tensors of the caller on the runtime's device.
+    """A bit mask of a step's new tokens, in tensors of the caller on the runtime's device.
 
-    bits:        uint8 [bytes]       the cells, at least as many as those of all sequences; with lengths on the device,
-                 laid out by those lengths, with room for the batch's bounds
-    positions:   int32 [num_tokens]  the values of Step.positions: in a tree a token's position is its depth, not its
-                 place in the KV; use kv_positions() if it is the place. Windows are counted back from them, or from
-                 kv_len - q_len if that is more: keys before the window of that place were given up. ALiBi counts places
-    keys_before: keys before a sequence's new ones that have cells, at most; all new tokens see those before them.
+    bits:        uint8 [bytes]       the cells of all sequences, or more. If lengths are on the device, the layout
+                 follows from those, and the size from the batch's bounds
+    positions:   int32 [num_tokens]  the values of Part.positions. In a tree a token's position is its depth, not its
+                 kv_index; kv_positions() gives the latter. Windows are counted back from them, or from kv_len - q_len
+                 if that is more, because older pages were freed. ALiBi uses kv_index
+    keys_before: most keys before a sequence's new ones that have cells; all new tokens see the keys before those.
                  ALL_KEYS: each sequence has q_len * kv_len cells
 
-    The tensors are read in place, by a kernel on the step's stream: they must hold their values until it has run, and
-    may change afterwards. Raises BadTensor, BadBatch, and BadSetting for a part of a key.
+    A kernel on the step's stream reads the tensors in place: they must keep their values until it has run, and may
+    change afterwards. Raises BadTensor, BadBatch, and BadSetting for a number that is not whole.
     """
 
     bits: Tensor
@@ -88,7 +89,7 @@ class StepMask:
         return self.bits.device
 
     def num_cells(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> int:
-        """Cells that sequences with these lengths have together."""
+        """Number of cells of sequences with these lengths, together."""
         return mask_cells(kv_len, q_len, self.keys_before)
 
     def check(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> None:
@@ -111,16 +112,17 @@ class StepMask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMask:
-    """The mask of a step whose new tokens are trees of drafts, one or more for each sequence.
+    """The mask of a step whose new tokens are draft trees, one or more per sequence.
 
-    A draft sees the KV that was there before the step, itself, and its ancestors among the sequence's new tokens. Its
-    position is its place in the branch: tokens before the step, and one more for each ancestor.
+    A draft sees the sequence's KV before the step, itself, and its ancestors among the new tokens. Its position is the
+    number of tokens before the step plus the number of its ancestors.
 
-    parents: int32 [num_seqs, n] on the runtime's device, rows contiguous at any stride: new token -> its parent's place
-             among the sequence's new tokens, or NO_PARENT; a parent comes before its children. One that does not counts
-             as NO_PARENT, and raises DeviceFault later. n is max_q_len or more; later entries are not read
+    parents: int32 [num_seqs, n] on the runtime's device, rows contiguous, any row stride: for each new token, its
+             parent's index among the sequence's new tokens, or NO_PARENT. A parent must come before its children; one
+             that does not counts as NO_PARENT, and a later step raises DeviceFault. n is max_q_len or more; entries
+             past a sequence's new tokens are not read
 
-    Read in place, like the tensors of a StepMask. Lengths are the step's, on host or device. Raises BadTensor.
+    It is read in place, like the tensors of a StepMask. Lengths are the step's, on host or device. Raises BadTensor.
     """
 
     parents: Tensor
@@ -156,15 +158,15 @@ class TreeMask:
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class TokenSpans:
-    """The mask of a step in which tokens of a span see each other, also those after themselves; the rest is causal.
+    """A mask of spans: tokens of a span attend to each other in both directions; the rest is causal.
 
-    A span holds the tokens of an image in a prompt, the first tokens of a prefix-LM, or a block of drafts. All of it
-    must be new in one step: the tokens of an earlier step have not seen those of this one. A layer says with
-    Problem.spans_pass_window if a span overrides its window.
+    A span is an image in a prompt, the first tokens of a prefix-LM, or a block of drafts. All of its tokens must be new
+    in the same step: tokens of an earlier step have not seen those of this one. Problem.spans_pass_window says whether
+    a span overrides a layer's window.
 
     spans:  int32 [n, 3], read-only: sequence of the step, kv_index of the first token, one past that of the last;
-            sorted, and without overlaps
-    placed: the same on the runtime's device
+            sorted, without overlaps
+    placed: the same, on the runtime's device
 
     Raises BadBatch.
     """
@@ -205,7 +207,7 @@ class TokenSpans:
         return self.placed.device
 
     def select(self, order: npt.NDArray[np.int_]) -> TokenSpans:
-        """The spans of the sequences at these places, in this order."""
+        """The spans of the sequences with these indices, in this order."""
         seq, places = self.spans[:, 0], np.argsort(order)
         at = np.searchsorted(order, seq, sorter=places).clip(max=max(len(order) - 1, 0))
         kept = np.flatnonzero(order[places[at]] == seq) if len(order) else np.arange(0)
@@ -238,7 +240,9 @@ class TokenSpans:
 def spans_of_blocks(
     kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], block: int, device: torch.device
 ) -> TokenSpans:
-    """Spans that cut the new tokens of each sequence into blocks, of `block` tokens each but the last: block drafts.
+    """Returns spans that cut each sequence's new tokens into blocks of `block` tokens; the last one may be shorter.
+
+    For draft models that propose a block of tokens at once.
 
     Raises BadBatch.
     """

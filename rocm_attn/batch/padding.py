@@ -1,9 +1,9 @@
-"""PaddingPolicy: which padded shape a batch takes, and what every input holds in a padded sequence.
+"""PaddingPolicy: the padded shape of a batch, as captured graphs need it, and the inputs of a padded sequence.
 
 input        in a padded sequence              why
 row          0                                 row 0 of the table is all page 0
-kv_len       the kernels' min_kv_len           0, or 1 for kernels that divide by it; so has a sequence without a token
-q_len        1 in decode steps, 0 otherwise    q_indptr goes on by one or repeats; it never decreases
+kv_len       the kernels' min_kv_len           0, or 1 for kernels that divide by it; also a sequence without a token
+q_len        1 in decode steps, 0 otherwise    q_indptr increases by one or stays equal; it never decreases
 token id     0                                 in range for the embedding
 position     0                                 in range for rope
 slot         0                                 page 0: the store drops it
@@ -33,13 +33,13 @@ _NO_EXTRAS = frozenset({Extra.NOTHING})
 
 @dataclass(frozen=True, slots=True)
 class PaddedShape:
-    """The shape a step runs at.
+    """The padded shape that a step runs at.
 
-    num_seqs:     padded, of both halves together; at least 1 in each
-    num_tokens:   padded, of all children together; at least 1 in each
-    num_children: parts of one shape that the step runs as, each in buffers of its own: halves, draft steps, or the
+    num_seqs:     padded sequences of both halves together; at least 1 in each
+    num_tokens:   padded tokens of all children together; at least 1 in each
+    num_children: number of equal parts that the step runs in, each with its own buffers: halves, draft steps, or the
                   draft steps of the first half and then those of the second; 1 if it runs whole
-    drafts:       the round of drafts, whose steps all have the half's sequences
+    drafts:       the draft round; each of its steps has all sequences of the half
     """
 
     kind: StepKind
@@ -50,7 +50,7 @@ class PaddedShape:
 
     @classmethod
     def of_drafts(cls, drafts: Drafts, num_seqs: int, num_halves: int) -> PaddedShape:
-        """The shape of a round of drafts: decode if the drafts are chains, otherwise the kind that takes masks."""
+        """The shape of a draft round: decode if the drafts are chains, else the step kind with masks."""
         kind = StepKind.DECODE if drafts.branches == 1 else StepKind.MASKED
         return cls(kind, num_seqs, num_seqs * drafts.tokens, num_halves * drafts.steps, drafts)
 
@@ -83,7 +83,7 @@ class PaddedShape:
         return PaddedShape(self.kind, num_seqs, num_tokens, drafts=self.drafts)
 
     def of_few(self, max_q_len: int) -> PaddedShape:
-        """Itself, or a verify step of its sizes if that may have max_q_len new tokens in a sequence."""
+        """Returns itself, or the verify step of the same sizes if that has room for max_q_len tokens per sequence."""
         is_verified = self.kind in (StepKind.EXTEND, StepKind.MIXED) and self.num_children == 1
         return replace(self, kind=StepKind.VERIFY) if is_verified and max_q_len <= FEW_TOKENS else self
 
@@ -94,13 +94,13 @@ class PaddedShape:
 
 
 class PadTo(NamedTuple):
-    """The sizes that a step is padded to if ranks that run in step must agree: integers, to be sent unchanged.
+    """The sizes that a step is padded to if data-parallel ranks must agree: integers, to be sent to them unchanged.
 
     seqs:   padded sequences
-    tokens: padded tokens of a step in which some rank has more or fewer new tokens than one per sequence. A rank that
-            decodes, or has no sequence, gives the same number. If such steps may be captured, all ranks run mixed ones,
-            so that all have one graph. 0: kind and tokens are the batch's, as when each rank decodes or has no sequence
-    kv_len: tokens of the longest sequence of any rank, for kernels that freeze it; 0: of the batch
+    tokens: padded tokens, if on some rank the new tokens are not one per sequence. A rank that decodes, or has no
+            sequence, uses the same number. If steps of this size may be captured, all ranks run mixed steps, so that
+            all replay the same graph. 0: kind and tokens are the batch's own, as when each rank decodes or is idle
+    kv_len: tokens of the longest sequence on any rank, for kernels that bake it in; 0: that of the batch
     """
 
     seqs: int
@@ -109,14 +109,14 @@ class PadTo(NamedTuple):
 
     @classmethod
     def of(cls, batch: StepBatch, padding: PaddingPolicy, num_children: int = 1) -> PadTo:
-        """The sizes that a batch is padded to by itself. num_children: 2 if it runs as halves"""
+        """The sizes that a batch would be padded to on this rank alone. num_children: 2 if it runs as halves"""
         shape = padding.shape(batch) if num_children == 1 else padding.split_shape(batch)
         is_uniform = shape.kind.decodes or batch.drafts is not NO_DRAFTS
         return cls(shape.num_seqs, 0 if is_uniform else shape.num_tokens, batch.max_kv_len)
 
     @classmethod
     def all_of(cls, each: Iterable[PadTo], padding: PaddingPolicy, num_children: int = 1) -> PadTo:
-        """The sizes that hold the steps of all ranks. each: PadTo.of() of every rank, in any order"""
+        """The sizes that fit the steps of all ranks. each: PadTo.of() of every rank, in any order"""
         each = [cls(*one) for one in each]
         seqs, kv_len = max(one.seqs for one in each), max(one.kv_len for one in each)
         if not any(one.tokens for one in each):
@@ -129,20 +129,20 @@ class PadTo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PaddingPolicy:
-    """Pads sequence and token counts to ladders; a count above its ladder keeps its own size.
+    """Pads sequence and token counts up to capture sizes (ladders); a count above the largest is not padded.
 
     seqs:         the sequence counts that graphs are captured at
     tokens:       the token counts that steps with more than one new token per sequence are captured at
-    max_children: the most parts that the sequences of a captured step are cut into; a split step takes the sizes of the
-                  ladders, rounded up to two equal halves
-    extras:       extra inputs that captured steps may bring
-    drafts:       the rounds of drafts that may be captured
-    mask_keys:    keys before the new ones that masks of captured steps have room for
-    verify:       new tokens of a sequence in steps that verify drafts. Steps with up to this number of new tokens per
-                  sequence, and a sequence count of the ladder, are padded to this number for each padded sequence, and
-                  may be captured; 0: none are
-    prompts:      token counts of steps that take in prompts. A step that neither decodes nor verifies, and has no more
-                  tokens than the largest of them, is padded to one of them and to the largest sequence count. It may be
+    max_children: the most parts that the sequences of a captured step are split into; a split step uses the same sizes,
+                  rounded up to two equal halves
+    extras:       extra inputs that captured steps may have
+    drafts:       the draft rounds that may be captured
+    mask_keys:    keys before the new ones for which masks of captured steps have room
+    verify:       new tokens per sequence in steps that verify draft tokens. A step with at most this number per
+                  sequence, and no more sequences than the largest of seqs, is padded to this number in each sequence,
+                  and may be captured; 0: none are
+    prompts:      token counts of steps with prompts. A step that neither decodes nor verifies, and has no more tokens
+                  than the largest of them, is padded to one of them and to the largest sequence count. It may be
                   captured, with one graph per count
     """
 
@@ -169,7 +169,7 @@ class PaddingPolicy:
         return _pad(num_tokens, self.tokens) if num_children == 1 else _pad_even(num_tokens, self.tokens)
 
     def shape(self, batch: StepBatch, pad_to: PadTo | None = None) -> PaddedShape:
-        """The padded shape of a batch. pad_to: used instead of the ladders' choice
+        """The padded shape of a batch. pad_to: sizes to use instead of this policy's
 
         Raises NeverFits if the batch has more than pad_to, and BadBatch for shared prefixes in a step with more than
         one new token per sequence.
@@ -212,7 +212,7 @@ class PaddingPolicy:
         return PaddedShape(kind, num_seqs, pad_to.tokens, num_children)
 
     def captures(self, shape: PaddedShape) -> bool:
-        """True if steps of this shape may be captured: none of its sizes lies above its ladder."""
+        """True if steps of this shape may be captured: no size is above its largest capture size."""
         halves = shape.num_halves
         if halves > self.max_children or shape.num_seqs > round_up(self.seqs.largest, halves):
             return False
@@ -224,13 +224,13 @@ class PaddingPolicy:
         return (shape.kind.decodes or fits_tokens) and self._captures(shape.kind, halves)
 
     def has_room(self, batch: StepBatch, shape: PaddedShape) -> bool:
-        """True if captured steps of this shape have room for the cells of a batch's mask."""
+        """True if captured steps of this shape have room for a batch's mask."""
         if isinstance(batch.mask, NoMask):
             return True
         return batch.mask.num_cells(batch.kv_len, batch.q_len) <= room_for_cells(shape.num_tokens, self.mask_keys)
 
     def pads_as_verified(self, batch: StepBatch) -> bool:
-        """True if a batch with several new tokens per sequence, run whole, is padded like those that verify drafts."""
+        """True if a batch with several new tokens per sequence, run whole, is padded like verify steps."""
         return batch.drafts is NO_DRAFTS and batch.max_q_len <= self.verify and batch.num_seqs <= self.seqs.largest
 
     def _is_verified(self, batch: StepBatch, num_seqs: int) -> bool:
@@ -251,7 +251,7 @@ class PaddingPolicy:
         return shape.num_children == 1 and shape in self.prompt_shapes()
 
     def prompt_shapes(self) -> tuple[PaddedShape, ...]:
-        """The shapes of steps that take in prompts."""
+        """The shapes of steps with prompts."""
         kinds = [kind for kind in (StepKind.MIXED, StepKind.MASKED) if self._captures(kind, 1)]
         return tuple(PaddedShape(kind, self.seqs.largest, tokens) for kind in kinds for tokens in self.prompts)
 
@@ -261,7 +261,7 @@ class PaddingPolicy:
         return self.verify > 0 and uniform and shape.num_tokens == shape.num_seqs * self.verify
 
     def fixed_q_len(self, shape: PaddedShape) -> int:
-        """New tokens that kernels have room for in each sequence of a shape that has one graph; 0: it has several."""
+        """New tokens per sequence that the kernels of a shape with a single graph have room for; 0: it has several."""
         if self.verifies(shape):
             return self.verify
         return shape.num_tokens if self._holds_prompts(shape) else 0

@@ -1,7 +1,7 @@
-"""SharedPrefixes: which sequences of a decode step begin with the same pages, so that these are read once for all.
+"""SharedPrefixes: groups of a decode step's sequences that share prefix pages, read once (cascade attention).
 
-A layer attends by groups if its kernels can (providers/shared_prefix.py); other layers decode every sequence by itself.
-The results are equal up to rounding.
+Kernels that can attend by groups do so (providers/shared_prefix.py); other layers decode every sequence separately. The
+results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PrefixGroup:
     """Consecutive sequences of a decode step that share a prefix.
 
     num_seqs:   sequences, 1 or more
-    prefix_len: tokens at the beginning of each that lie in the same pages, whole ones; 0: none
+    prefix_len: tokens at the beginning of each sequence in shared pages, whole pages only; 0: none
     """
 
     num_seqs: int
@@ -46,9 +46,9 @@ class PrefixGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixes:
-    """The groups of a decode step: every sequence is in one, in the order of the step.
+    """The prefix groups of a decode step, in the order of its sequences; every sequence is in one.
 
-    Steps of the same requests may bring the same object; its groups are then checked against their pages only once.
+    Pass the same object in each step of the same requests: its groups are then checked against their pages only once.
 
     prefix_len:  int32 [num_seqs]  tokens that the sequence shares with its group
     group_begin: int32 [num_seqs]  the first sequence of its group
@@ -103,7 +103,7 @@ class SharedPrefixes:
             )
 
     def check_pages(self, entries: _Int32Array, rows: _Int32Array, page_size: int) -> None:
-        """Refuses groups whose rows do not hold the same whole pages in their prefixes. Raises BadBatch.
+        """Refuses groups whose rows do not have the same whole pages in their prefixes. Raises BadBatch.
 
         entries: int32 [num_rows, width], the pages of each row
         rows:    int32 [num_seqs]
@@ -127,7 +127,7 @@ class SharedPrefixes:
             )
 
     def select(self, order: npt.NDArray[np.int_]) -> Prefixes:
-        """The groups of the sequences at these places, in this order; a group that they split becomes several."""
+        """The groups of the sequences with these indices, in this order; a group may become several."""
         ends, lens = self.group_end[order], self.prefix_len[order]
         begins = np.flatnonzero(np.diff(ends, prepend=-1))
         counts = np.diff(begins, append=len(order))

@@ -1,4 +1,4 @@
-"""StepBatch: one step as the runner sees it. Real sequences only; padding comes later (padding.py)."""
+"""StepBatch: the sequences of one step, their lengths and token ids, on the host. Padding comes later (padding.py)."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(init=False, slots=True, eq=False)
 class StepBatch:
-    """The sequences of one step, in order. Not to be changed.
+    """The sequences of one step, in order. Do not modify it.
 
     rows:       int32 [num_seqs]    seq -> row of the request table
-    kv_len:     int32 [num_seqs]    tokens in the sequence's KV after this step, the new ones included
-    q_len:      int32 [num_seqs]    new tokens of this step, at the end of the KV
-    token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence. With drafts those of the first draft
-                step alone: int32 [num_seqs * branches]. NO_TOKEN_IDS: the caller feeds the model. A StepRunner refuses
-                a batch without any of these, unless inputs have them
+    kv_len:     int32 [num_seqs]    KV length of the sequence after this step, new tokens included
+    q_len:      int32 [num_seqs]    new tokens of the sequence in this step; they are the last ones of its KV
+    token_ids:  int32 [num_tokens]  ids of the new tokens, sequence after sequence. In a draft round only those of the
+                first draft step: int32 [num_seqs * branches]. NO_TOKEN_IDS: the caller feeds the model itself. If this
+                is left out and inputs have no ids either, a StepRunner refuses the batch
     inputs:     values that only the device knows. kv_len and q_len are then upper bounds, and so are num_tokens,
-                max_q_len and max_kv_len; pages are reserved for the bounds
-    mask:       the keys that new tokens see in layers whose problem has custom_mask
-    prefixes:   which sequences of a decode step share pages, to be read once for all of them; without a mask, and with
-                lengths that the host knows
-    drafts:     a round of drafts, which runs in drafts.steps steps (batch/drafts.py): each sequence has branches *
-                steps new tokens. Without a mask and prefixes, and with q_len on the host. draft_batch() makes such a
+                max_q_len and max_kv_len; pages must be reserved for the bounds
+    mask:       the keys that new tokens see, in layers with custom_mask
+    prefixes:   which sequences of a decode step share prefix pages, so that these are read once. Not with a mask; the
+                host must know the lengths
+    drafts:     a draft round, which runs in drafts.steps draft steps (batch/drafts.py). Each sequence has branches *
+                steps new tokens. Not with a mask or prefixes; the host must know q_len. draft_batch() makes such a
                 batch
 
-    rows, kv_len, q_len and token_ids are copies: the caller's arrays may change afterwards.
+    rows, kv_len, q_len and token_ids are copied: the caller's arrays may change afterwards.
     row_bytes:  the bytes of rows
-    before, after: the bytes of rows, with those of start and of kv_len. They compare in a tenth of the time of arrays
-    data:       the bytes of rows, kv_len, q_len and token_ids, one after the other
-    num_fed: new tokens that the forward is given at a time: all of them, or those of one draft step
-    is_plain: True if the batch has only rows and lengths of the host, with or without token ids
+    before, after: the bytes of rows and start, and of rows and kv_len. Comparing bytes takes a tenth of the time of
+                comparing arrays
+    data:       the bytes of rows, kv_len, q_len and token_ids, concatenated
+    num_fed: new tokens that one call of the forward gets: all of them, or those of one draft step
+    is_plain: True if the host knows all values, and there is no mask, no shared prefix and no draft round
     decodes: True if it is plain and each sequence has one new token, as in most steps
 
     Zero sequences, zero lengths and zero new tokens are legal. Raises BadBatch.
@@ -142,7 +143,7 @@ class StepBatch:
 
     @property
     def start(self) -> Int32Array:
-        """int32 [num_seqs]: the first new token of each sequence, kv_len - q_len."""
+        """int32 [num_seqs]: kv_index of each sequence's first new token, kv_len - q_len."""
         return np.frombuffer(self.before[1], _INT32)
 
 
@@ -154,12 +155,12 @@ def draft_batch(
     *,
     inputs: Inputs = HOST_INPUTS,
 ) -> StepBatch:
-    """A round of drafts.
+    """Returns the batch of a draft round.
 
-    rows:       int32 [num_seqs]  seq -> row of the request table, which has room for prefix_len + drafts.tokens
-    prefix_len: int32 [num_seqs]  tokens that are stored before the drafts; upper bounds if inputs have kv_len
-    token_ids:  int32 [num_seqs * branches]  ids that the first draft step is fed, as in StepBatch
-    inputs:     DeviceInputs(kv_len=prefix lengths, ahead=drafts.tokens) if only the device knows them
+    rows:       int32 [num_seqs]  seq -> row of the request table, with pages reserved for prefix_len + drafts.tokens
+    prefix_len: int32 [num_seqs]  tokens stored before the drafts; upper bounds if inputs have kv_len
+    token_ids:  int32 [num_seqs * branches]  input ids of the first draft step, as in StepBatch
+    inputs:     DeviceInputs(kv_len=prefix lengths, ahead=drafts.tokens) if only the device knows the lengths
 
     Raises BadBatch.
     """

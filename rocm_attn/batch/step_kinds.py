@@ -1,4 +1,4 @@
-"""StepKind: the kind of a step, which decides its kernels, and one table of its properties.
+"""StepKind: the kind of a step (decode, extend, ...), which decides its kernels, and a table of each kind's properties.
 
 A new kind needs a row here, kernels in the providers, and code for the differences: how a batch is recognised
 (padding.step_kind), its extra inputs (Extra), and a random step to check its graphs with (capture/probe_requests.py).

@@ -1,1 +1,1 @@
-"""Steps as graphs: which are captured, the memory they take, and how they are checked and replayed."""
+"""Steps as captured HIP or CUDA graphs: which are captured, their memory, and how they are checked and replayed."""

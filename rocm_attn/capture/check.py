@@ -1,8 +1,8 @@
-"""CaptureCheck: a new graph serves no step before its results have matched the eager run.
+"""CaptureCheck: compares each new graph with the eager run before it may serve a step.
 
-A graph is recorded and compared on probe requests. So a wrong graph has frozen nothing that belongs to a request: the
-values that it bakes in, and those that it finds left over in its buffers, refer to probe pages. Each replay uses
-another draw of lengths than the step before it, and comes before the eager run of its own draw.
+A graph is captured and compared on probe requests, which have pages of their own. So values that a wrong graph has
+baked in, or finds left over in its buffers, never refer to a real request. Each replay has other lengths than the step
+before it, and runs before the eager run that it is compared with, so stale results cannot pass.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ Eager = Callable[[Step], Outputs]
 
 
 class CaptureCheck:
-    """Compares a new graph with the eager run of the recorded steps.
+    """Compares a new graph with the eager run of the same steps.
 
-    vocabulary: probe tokens have ids from 1 up to, but not including, this one; pads have 0
-    limits:     if not given, they depend on the target
+    vocabulary: probe tokens have ids from 1 to vocabulary - 1; padding has 0
+    limits:     bounds of the difference; default: those of the target
     """
 
     def __init__(self, *, vocabulary: int = 3, limits: ProbeLimits | None = None, seed: int = 0) -> None:
@@ -80,7 +80,7 @@ class CaptureCheck:
         self._seed = seed
 
     def has_steps(self, candidate: GraphCandidate) -> bool:
-        """True if there is a step to record now. No graph is tried on a live step whose inputs are faulty."""
+        """True if there is a step to capture now. A live step with faulty inputs is not used."""
         live, has_room = candidate.live, self._room(candidate) is not None
         # Without new tokens there may be no output to compare.
         return (has_room and bool(candidate.q_len.any())) or (
@@ -90,11 +90,11 @@ class CaptureCheck:
     def record(
         self, candidate: GraphCandidate, record: Record[Outputs], eager: Eager[Outputs]
     ) -> CapturedGraph[Outputs]:
-        """Records a step of a candidate that has_steps(), and checks the graph on others. eager: runs a staged step.
+        """Captures a step of a candidate that has_steps(), and checks the graph on others. eager: runs a staged step.
 
-        The steps are probe requests, or permutations of the live step if none can be admitted. The largest lengths are
-        recorded, two ragged draws are compared, then the largest lengths. The number of steps does not depend on the
-        result, because other ranks run as many, with requests of their own.
+        The steps are probe requests, or permutations of the live step if no probe can be admitted. The capture has the
+        largest lengths; two steps of random lengths are compared, then the largest lengths. The number of steps does
+        not depend on the result, because the other ranks run as many.
         """
         trial, room, live = _Trial(candidate, record, eager), self._room(candidate), candidate.live
         if room is not None:
@@ -112,7 +112,7 @@ class CaptureCheck:
 
 
 class NoCheck(CaptureCheck):
-    """Trusts every graph. For tests of wrong graphs, and for callers that compare each step anyway."""
+    """Trusts every graph without a comparison. For tests of wrong graphs, and for callers that compare each step."""
 
     def __init__(self) -> None:
         super().__init__(limits=ProbeLimits(1, 1))

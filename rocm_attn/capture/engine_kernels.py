@@ -1,6 +1,6 @@
 """Runs every kernel of an engine's steps before its first request, so that no request waits for a compile.
 
-The steps read the engine's own pages, because kernels have variants by where pages lie. They write to none of them.
+The steps read the engine's own pages, because kernel variants depend on the pages' addresses. They write to none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fit: a model in a GPU's memory, and the tokens of K and V that would fit, known before anything is loaded."""
+"""Fit: predicts whether a model fits in a GPU's memory, and how many tokens of KV, before anything is loaded."""
 
 from __future__ import annotations
 

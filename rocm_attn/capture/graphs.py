@@ -1,4 +1,4 @@
-"""Attention's side of capture: a graph, the recorder that makes it, the order of shapes, and the report."""
+"""Captured graphs of steps: their recorder, the order in which shapes are captured, and the report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RUNS_PER_CAPTURE_RUN = 10
 
 
 def recorder_for(device: torch.device) -> GraphRecorder:
-    """A recorder of HIP or CUDA graphs on a GPU; on a CPU one that replays torch operations and kernel launches."""
+    """Returns a recorder of HIP or CUDA graphs on a GPU; on a CPU, one that replays torch operations and launches."""
     if device.type == "cuda":
         from rocm_attn.hip_graphs.torch_recorder import TorchRecorder
 
@@ -94,10 +94,10 @@ def takes_inputs(runtime: AttentionRuntime, step: Step) -> bool:
 
 
 def eager_steps_before_capture(device: torch.device) -> int:
-    """Steps of a plan that run without a graph before one is made, unless capture_all() makes it ahead.
+    """Returns how many steps of a plan run eagerly before it is captured, unless capture_all() has captured it before.
 
-    None on a GPU, because a replay saves most of a step's host time. On a CPU it saves little. The number counts steps,
-    not seconds, since all ranks of a model make their graphs at the same step.
+    0 on a GPU, because a replay saves most of a step's host time. On a CPU it saves little. The number counts steps,
+    not seconds, because all ranks of a model must capture at the same step.
     """
     return 0 if device.type == "cuda" else _RUNS_PER_CAPTURE_RUN * CPU_CAPTURE_RUNS
 
@@ -205,8 +205,8 @@ class CapturedBucket:
 class CaptureReport:
     """The graphs that a runner has captured.
 
-    buckets:    the graphs that exist, in the order in which they were made
-    skipped:    by capture_all(): shape -> why no graph was made of it yet. It is tried again when such a step comes
+    buckets:    the graphs that exist, in order of capture
+    skipped:    shape -> why capture_all() has not captured it yet. It is tried again when a step has this shape
     graphs_off: why graphs were switched off; empty while they are on or were never requested
     """
 
@@ -216,7 +216,7 @@ class CaptureReport:
 
     @property
     def seconds(self) -> float:
-        """Wall time of all captures and their checks."""
+        """Wall time of all captures and their checks, in seconds."""
         return sum(bucket.seconds + bucket.check_seconds for bucket in self.buckets)
 
     @property
@@ -224,7 +224,7 @@ class CaptureReport:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     def lines(self) -> list[str]:
-        """A line for each bucket, and one for all."""
+        """A line of text for each graph, and one for all."""
         lines = [
             f"{bucket.name}: {bucket.seconds:.2f} s + {bucket.check_seconds:.2f} s check, "
             f"{bucket.num_bytes / 2**20:.1f} MiB, {bucket.check}"

@@ -1,4 +1,4 @@
-"""Compiles the kernels that a model needs before it is served, by running its steps once over memory without requests.
+"""Compiles all kernels that a model needs before it is served, by running its steps once without requests.
 
 On a GPU the steps really run, and AITER compiles the kernels that they need. If the target GPU is not there, Triton's
 kernels are compiled into the cache entries that a process on that GPU will find. In both cases the runtime's own

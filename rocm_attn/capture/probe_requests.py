@@ -1,7 +1,7 @@
-"""ProbeRequests: requests with random content to check a graph on, and the steps that they can make.
+"""ProbeRequests: requests with random content, and steps of them, on which CaptureCheck checks a graph.
 
-They take rows and pages that are free at the moment and give them back. Requests of one draw share all pages but those
-of their new tokens, so that long ones cost little.
+They use rows and pages that are free at the moment, and free them afterwards. Requests of one step share all pages
+except those of their new tokens, so that long ones cost little memory.
 """
 
 from __future__ import annotations

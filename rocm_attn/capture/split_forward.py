@@ -1,4 +1,4 @@
-"""The forwards that a StepRunner runs: one for each part, a draft forward for each round, and both over two halves."""
+"""The forwards of a StepRunner as one function: of a whole step, a draft round, or the two halves of either."""
 
 from __future__ import annotations
 

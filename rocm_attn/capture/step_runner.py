@@ -1,6 +1,6 @@
-"""StepRunner: runs a model's forward over the runtime, eagerly or as a graph, on one path.
+"""StepRunner: runs a model's steps over a runtime, as captured graphs where possible, else eagerly.
 
-A graph captures fill and forward, as one function; an eager step calls the same function.
+A graph captures fill and forward as one function; an eager step calls the same function.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ PlanOf = Callable[[StepBatch], AnyPlan] | None
 
 
 class StepRunner(Generic[Outputs]):
-    """Runs the steps of one model, and its rounds of drafts.
+    """Runs the steps and the draft rounds of one model, as captured graphs or eagerly.
 
-    Several runners may share a runtime, each with its forwards and its graphs. Like the runtime, a runner is used by
+    Several runners may share a runtime, each with its own forwards and graphs. Like the runtime, a runner is used by
     one thread at a time and cannot be copied or pickled.
 
-    forward:  Part -> tensor [S, ...], one row for each sequence; or PerToken of a tensor [T, ...], a tree of these, or
-              None: step/outputs.py. It must not synchronise, must not branch on lengths, and must do the same work and
-              return the same tree each time it is called with the same metadata. It runs the halves of a split step in
-              turn
-    recorder: makes graphs of steps at the runtime's capture sizes; None runs every step eagerly
-    draft:    the parts of a round, or of a half of one, in order -> outputs like forward's; PerToken is for a draft
-              step's tokens. Not given: rounds are refused. A graph of a round of RuntimeOptions.drafts holds all its
-              draft steps
+    forward:  Part -> tensor [S, ...], one row per sequence; or PerToken of a tensor [T, ...], None, or a tree of these
+              (step/outputs.py). It must not synchronise, must not branch on lengths, and must do the same work and
+              return the same tree each time it is called with the same metadata. For a split step it is called once
+              per half
+    recorder: captures steps at the runtime's capture sizes as graphs; None: every step runs eagerly
+    draft:    the parts of a draft round, or of half of one, in order -> outputs like forward's; PerToken is for the
+              tokens of one draft step. Not given: draft rounds are refused. One graph holds all draft steps of a round
+              of RuntimeOptions.drafts
     split_forward: used in graphs of split steps and rounds, if its outputs are bitwise those of one half after the
                    other; if not given, the halves run one after the other
     check:    compares each new graph with the eager run; graphs are switched off if they differ
-    flight:   remembers the last steps
-    capture_after: steps of a plan that run eagerly before a graph is made of it; see graphs.eager_steps_before_capture
+    flight:   the flight recorder, which remembers the last steps
+    capture_after: how many steps of a plan run eagerly before it is captured; see graphs.eager_steps_before_capture
 
-    watchdog: watches while a graph is made, and names a capture that takes CAPTURE_SECONDS; may be replaced
-    metrics:  counters of this runner, shared by callers that serve through it
+    watchdog: reports a capture that takes longer than CAPTURE_SECONDS; may be replaced
+    metrics:  counters of this runner, which the engine above it shares
     graph_of_last: the graph that ran the last step; None: the step ran without one, or the graph was dropped
     """
 
@@ -124,7 +124,7 @@ class StepRunner(Generic[Outputs]):
 
     @property
     def counters(self) -> Metrics:
-        """A snapshot of the counters, and of the pages that are held now."""
+        """A snapshot of the counters, with the pages in use now."""
         held = {table.space: table.num_usable_pages - table.num_free_pages for table in self._runtime.table.spaces}
         return self.metrics.snapshot(
             usable_pages=self._runtime.table.full.num_usable_pages,
@@ -134,10 +134,10 @@ class StepRunner(Generic[Outputs]):
         )
 
     def run(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None, *, halves: int = 1) -> Outputs:
-        """Runs a step. Returns forward's outputs for real sequences, [num_seqs, ...]; for PerToken, real tokens.
+        """Runs a step. Returns forward's outputs without padding: [num_seqs, ...], or [num_tokens, ...] for PerToken.
 
-        They are valid until the next step. A later step may return the same tensor, so the caller must not change its
-        shape or strides in place. The number of tokens is the batch's, which may be an upper bound.
+        They are valid until the next step. A later step may return the same tensor, so do not change its shape or
+        strides in place. num_tokens is the batch's, which may be an upper bound.
 
         pad_to, halves: see AttentionRuntime.plan
         Raises what AttentionRuntime.step and forward raise; the runtime is ready for another step then.
@@ -150,7 +150,7 @@ class StepRunner(Generic[Outputs]):
 
     @property
     def may_run_again(self) -> bool:
-        """True if run_again() may follow the step that was staged last: by its graph, or eagerly if it has none."""
+        """True if run_again() can run the last staged step once more, by its graph, or eagerly if it has none."""
         last = self._gate.may_go_again
         if last is None or self._seal_number != self._runtime.seals.number:
             return False
@@ -158,13 +158,13 @@ class StepRunner(Generic[Outputs]):
 
     @property
     def graph_again(self) -> Graph[Outputs] | None:
-        """The graph that run_again() replays. None: it launches the kernels, or must inform ranks or a recorder."""
+        """The graph that run_again() would replay. None: it runs eagerly, or must inform ranks or a flight recorder."""
         return self._graph_again(self._gate.may_go_again)
 
     def run_again(self, batch: StepBatch) -> Outputs:
-        """Runs the last step once more, on the inputs that the device has written over its own.
+        """Runs the last step once more, on inputs that the device has written in place of the old ones.
 
-        batch: of that step, which was whole
+        batch: that step's batch; the step was not split
 
         Returns and raises what run() does; WrongState if no such step was staged last, or one of its rows has changed.
         """
@@ -230,7 +230,7 @@ class StepRunner(Generic[Outputs]):
             raise
 
     def run_eagerly(self, batch: StepBatch, pad_to: PadTo | PaddedShape | None = None) -> Outputs:
-        """run() without a graph and without a change of the counters: to run a step again and compare."""
+        """Does run() without a graph, and does not count it: to repeat a step and compare."""
         self._require_forward(batch)
         self._gate.holder.require_free("a step cannot begin")
         try:
@@ -241,9 +241,9 @@ class StepRunner(Generic[Outputs]):
             raise
 
     def capture_all(self, progress: Progress = lambda done, total, name: None) -> CaptureReport:
-        """Makes a graph of every capture size, largest first, best before the first request arrives.
+        """Captures a graph of every capture size, largest first. Call it before the first request arrives.
 
-        Kernels that bake in a length are captured at their smallest length bucket; others need no second graph.
+        Kernels that bake in a KV length are captured at their smallest length bucket; others need one graph per size.
         progress: called before each bucket and at the end. Raises DeviceFault of earlier steps
         """
         padding = self._runtime.padding
@@ -267,11 +267,11 @@ class StepRunner(Generic[Outputs]):
         return replace(self.capture_report(), skipped=skipped)
 
     def capture_report(self) -> CaptureReport:
-        """The graphs that exist, including those that were made when a step needed them."""
+        """The graphs that exist now, including those that were captured on demand."""
         return CaptureReport(tuple(self._buckets), {}, self._why_no_graphs())
 
     def check_device(self) -> None:
-        """Does the same as `AttentionRuntime.check_device`, and notes faults in the flight recorder. For idle times."""
+        """Like `AttentionRuntime.check_device`, but also notes faults in the flight recorder. Call it when idle."""
         try:
             self._runtime.check_device()
         except DeviceFault as fault:
@@ -280,11 +280,11 @@ class StepRunner(Generic[Outputs]):
             raise
 
     def reopen(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
-        """Drains the device, drops every graph and its memory, and seals again for other capture sizes.
+        """Changes the capture sizes: waits for the device, and drops every graph of the runtime, with its memory.
 
-        Graphs are made again as steps need them, or by capture_all(); also those of other runners. If graphs were
-        switched off, they are on again. Requests and pages stay. Under tensor parallelism all ranks must call it
-        between the same two steps.
+        Graphs are captured again on demand, or by capture_all(); also those of other runners. If graphs were switched
+        off, they are on again. Requests and pages stay. Under tensor parallelism all ranks must call it between the
+        same two steps.
         Raises what Seals.reseal raises: nothing has changed then. Call it again after an interrupt.
         """
         seals = self._runtime.seals

@@ -1,8 +1,7 @@
-"""StepTimes: how long a model's steps take at least, by a device's rates; and the budget of steps that follows.
+"""StepTimes: a lower bound on the time of a model's steps, by the device's rates, and the budget of steps it implies.
 
-A step reads the weights once, whatever its tokens, or multiplies them with each token; the longer one counts. Each
-sequence's keys are read too, and its recurrent states are read and written. Launches, norms and collectives take
-nothing here.
+A step reads the weights once, and multiplies them with each token; the longer of the two counts. Each sequence's KV is
+read too, and its recurrent states are read and written. Launches, norms and collectives count as zero.
 """
 
 from __future__ import annotations

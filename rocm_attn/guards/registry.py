@@ -1,10 +1,10 @@
 """Guards: the safeguards against silent corruption, as values from which a runtime is built.
 
-Each part that has safeguards has one frozen value of them: TableGuards with the request table, MemoryGuards with the
-memory of steps, and so on. Guards is composed of these. A field's default is the value that guards. Debugging replaces
-it by a wrong twin, one at a time: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id. Wrong twins are in rocm-lab, which
-registers them by an entry point of the group WRONG_TWINS. The code of a step never checks which of the two it has.
-guards.json lists them; docs/guards.md is the list for readers.
+Each part that has safeguards has a frozen dataclass of them: TableGuards for the request table, MemoryGuards for the
+memory of steps, and so on. Guards is composed of these. A field's default is the safe code. To show that a safeguard is
+needed, a test replaces it by a wrong twin, code without the safeguard: ROCM_ATTN_DEBUG=1 ROCM_ATTN_DISABLE_GUARDS=id.
+Wrong twins are in rocm-lab, which registers them by an entry point of the group WRONG_TWINS. The code of a step never
+checks which of the two it runs. guards.json lists the safeguards; docs/guards.md is made from it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CaptureGuards:
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """The safeguards of a runtime, one value for each part that has some. All are on by default."""
+    """The safeguards of a runtime against silent corruption, by part. All are on by default."""
 
     step: StepGuards = field(default_factory=StepGuards)
     table: TableGuards = field(default_factory=TableGuards)
@@ -74,10 +74,9 @@ class Guards:
             logging.getLogger(__name__).warning("safeguards are switched off: %s", ", ".join(self.off))
 
     def without(self, *ids: str) -> Guards:
-        """These guards with some more switched off.
+        """Returns these guards with some more switched off, by id, for tests.
 
-        Raises BadSetting for an id that does not exist, and where rocm-lab, which has the wrong twins, is not
-        installed.
+        Raises BadSetting for an id that does not exist, and if rocm-lab, which has the replacements, is not installed.
         """
         known = {guard.id: guard for guard in GUARDS}
         guards = self
@@ -149,7 +148,7 @@ GUARDS: tuple[Guard, ...] = tuple(
 
 
 def guards_from_settings(chosen: Settings | None = None) -> Guards:
-    """All safeguards but those that the settings switch off; the process's settings if none are given.
+    """Returns all safeguards except those that the settings switch off. Default: the process's settings.
 
     Raises BadSetting for an id that does not exist.
     """

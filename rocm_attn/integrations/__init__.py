@@ -1,1 +1,1 @@
-"""Names and conventions of other libraries, on top of this one."""
+"""Adapters for other engines and libraries: vLLM, SGLang, FlashInfer's API, torch.compile, KV transfer, offloading."""

@@ -1,11 +1,11 @@
-"""Layer calls as operations of torch.library, so that models which make them can be compiled.
+"""Layer calls as torch.library operations, so that torch.compile can compile the models that make them.
 
-torch.compile cannot trace a runtime, because the host decides its steps. So a compiled model calls operations
-(rocm_attn::store, rocm_attn::attend and so on) that name their runtime by a number. Each operation makes the layer call
-of the step that is running: eager, captured and compiled steps share one path.
+torch.compile cannot trace a runtime, because the host plans its steps. So a compiled model calls operations
+(rocm_attn::store, rocm_attn::attend and so on) that refer to their runtime by a number. Each operation makes the layer
+call of the running step: eager, captured and compiled steps share one path.
 
-An operation changes pages, step and workspace. It declares all of this as a write to one small tensor, the state of the
-runtime. So compiled code keeps all operations of a runtime, in their order, and copies no pool.
+An operation changes pages, step and workspace. It declares all of this as a write to one small tensor, the runtime's
+state. So compiled code keeps a runtime's operations, in their order, and never copies the pool.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _of(number: int) -> _Called:
 
 
 class CompiledLayers(WrappedLayers):
-    """The layer calls of a runtime's steps, like LayerCalls, for forwards that are compiled. Made by compiled_layers().
+    """LayerCalls for forwards that torch.compile compiles. Made by compiled_layers().
 
     Each call goes to the step that is running when the operation runs. The object may be kept as long as the runtime
     lives, and does not keep it alive. It has no gradients.
@@ -114,11 +114,11 @@ class CompiledLayers(WrappedLayers):
         self.number, self.part, self.state, self._is_latent = number, part, state, is_latent
 
     def of(self, part: Part) -> CompiledLayers:
-        """Returns the calls of a part of a step."""
+        """Returns the layer calls of a part of a step."""
         return CompiledLayers(self.number, part.number, self.state, self._is_latent)
 
     def fill(self, *written: Tensor, slots: Tensor | None = None) -> None:
-        """Calls Step.fill, or ExternalAttention.fill(slots), if the compiled code fills the step itself.
+        """Does Step.fill(), or ExternalAttention.fill(slots), within compiled code.
 
         written: every tensor of the step that the code reads afterwards; torch must know that fill writes it
         """
@@ -148,9 +148,9 @@ class CompiledLayers(WrappedLayers):
 
 
 def compiled_layers(owner: Owner) -> CompiledLayers:
-    """Returns the layer calls for a forward to be compiled, in place of `step.layers`; one object per runtime.
+    """Returns the layer calls for a compiled forward, in place of `Part.layers`; one object per runtime.
 
-    owner: the owner whose steps run. Every step of an ExternalAttention has one part, so of() is not needed for it
+    owner: an AttentionRuntime or ExternalAttention. A step of the latter has one part, so of() is not needed for it
     """
     kept = _of_owner.get(owner)
     if kept is None:
@@ -164,10 +164,10 @@ def compiled_layers(owner: Owner) -> CompiledLayers:
 
 
 class CompiledForward(Generic[Result]):
-    """A forward that is compiled, and may be captured. Made by compile_forward().
+    """A compiled forward, which may be captured. Made by compile_forward().
 
-    A capture's guard intercepts each operation as it runs, and torch runs no compiled code under such a guard. So on a
-    GPU the guard is suspended while compiled code runs. The host's recorder knows a step by its operations, so it gets
+    A capture is guarded by a mode that intercepts each torch operation, under which torch runs no compiled code. So on
+    a GPU this mode is suspended while compiled code runs. On a CPU, the recorder records torch operations, so it gets
     the original forward.
     """
 
@@ -186,9 +186,9 @@ class CompiledForward(Generic[Result]):
 
 
 def compile_forward(forward: Callable[..., Result], **options: Any) -> CompiledForward[Result]:
-    """Compiles a forward whose layer calls are CompiledLayers, without graph breaks, for a StepRunner or by itself.
+    """Compiles a forward whose layer calls are CompiledLayers, without graph breaks; a StepRunner can run it.
 
-    options: of torch.compile; fullgraph is True
+    options: options of torch.compile; fullgraph is True
     """
     return CompiledForward(forward, torch.compile(forward, fullgraph=True, **options))
 

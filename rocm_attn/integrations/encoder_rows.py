@@ -1,4 +1,4 @@
-"""store_at_slots: K and V that are no new tokens of a step, as those of an encoder in cross attention."""
+"""store_at_slots: stores K and V that belong to no new token of a step, such as an encoder's, for cross attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environment variables that set our backend inside engines, which have no settings of their own for a backend."""
+"""Environment variables that configure our backend inside engines, which have no options for a backend's settings."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""HostBlocks: blocks of an engine's KV caches that move to host memory, and come back only if they are unchanged.
+"""HostBlocks: offloads blocks of an engine's KV cache to host memory, and checks that they come back unchanged.
 
-The engine decides which block lies in which slot, and when. The device makes a checksum of each block
-(rocm_attn/paging/host_record.py): on the way out of the block in the cache, and on the way in of the block that has
-arrived there. It keeps them itself, so nothing that happens in host memory, or to a copy, changes both. Copies are
-launched on a stream of their own, after all that the current stream has to do. Nothing waits for the device.
+The engine decides which block goes to which host slot, and when. The device computes a checksum of each block
+(rocm_attn/paging/host_record.py): before it is copied out, and again after it has been copied in. It keeps the
+checksums in device memory, so no damage to host memory, or to a copy, can change both. Copies run on their own stream,
+after the work that the current stream has queued. Nothing waits for the device.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""HostPages: pages of a runtime that move to host memory, and come back only if they are still what they were.
+"""HostPages: offloads KV pages of a runtime to host memory, and loads them back only if they are unchanged.
 
-A prefix cache gives pages back when they run out. Here they go to host memory first (pinned memory, if the runtime is
-on a GPU), each as a record (rocm_attn/paging/host_record.py). A record that comes back must have the key of the wanted
+A prefix cache evicts pages when they run out. Here they go to host memory first (pinned memory, if the runtime is on a
+GPU), each as a record (rocm_attn/paging/host_record.py). A record that comes back must have the key of the wanted
 tokens, the identity of this runtime, and the checksum of the page that has arrived in the pool. Otherwise the page
-counts as missing, metrics count a refusal, and a line is logged. So the worst that host memory can do is to cost time.
+counts as missing, metrics count a refusal, and a line is logged. So damaged host memory costs time, but never gives
+wrong results.
 
 All copies are launched on the current stream, next to the steps. restore() waits for the device once.
 """
@@ -46,13 +47,13 @@ _WHY = {
 
 
 class HostPages:
-    """Moves pages of a runtime to host memory, and back into pages of its rows.
+    """Offloads KV pages of a runtime to host memory, and loads them back into pages of its rows.
 
-    runtime: its layers have all their pages in the full space, and no state
-    memory:  of HostMemory, with records of record_bytes(runtime)
-    model:   what fixes K and V of given tokens next to the passport: name of the weights, rank
-    metrics: receive hits, bytes and refusals
-    least:   the smallest of every rank's number, so that all of them use the same pages
+    runtime: all its layers have their pages in the full space, and none has a recurrent state
+    memory:  a HostMemory with records of record_bytes(runtime)
+    model:   identifies the K and V of given tokens, in addition to the passport: name of the weights, rank
+    metrics: counts hits, bytes and refusals
+    least:   returns the smallest of all ranks' numbers, so that all of them use the same pages
 
     Raises Unsupported for pages that cannot move alone, BadSetting for memory with records of another size.
     """
@@ -84,23 +85,23 @@ class HostPages:
 
     @staticmethod
     def record_bytes(runtime: AttentionRuntime) -> int:
-        """Bytes of a record of the runtime's pages. Raises Unsupported for pages that cannot move alone."""
+        """Bytes of one record: a page in all layers. Raises Unsupported for pages that cannot move alone."""
         _require_pages_that_move_alone(runtime)
         return _HEAD_BYTES + _places(runtime)[-1]
 
     def found(self, key: bytes) -> bool:
-        """True if a key has a record, which then counts as used now. Only restore() finds out if it is right."""
+        """True if a key has a record, which then counts as just used. Only restore() checks its content."""
         if key not in self._memory:
             return False
         self._memory.use(key)
         return True
 
     def put(self, keys: Sequence[bytes], pages: Int32Array) -> None:
-        """Copies pages to host memory, where the last ones stay longest. Waits for nothing.
+        """Copies pages to host memory; the last ones are evicted last. It does not wait for the device.
 
-        keys:  NAME_BYTES each: what the page's tokens, and all before them, are known by
-        pages: int32 [n], of the full space; of full pages, whose K and V are known to be right. Later launches may
-               write to them
+        keys:  NAME_BYTES each: a hash of the page's tokens and all tokens before them
+        pages: int32 [n], ids of full pages in the full space, whose K and V are known to be right. Later launches may
+               overwrite these pages
         Raises BadBatch for other keys or pages.
         """
         pages, identity = self._checked(keys, pages), self._identity_now()
@@ -115,11 +116,11 @@ class HostPages:
         self._metrics.host_kv_bytes = self._memory.num_bytes
 
     def restore(self, keys: Sequence[bytes], pages: Int32Array) -> int:
-        """Moves records into pages; returns how many of the first ones are right. Waits for the device.
+        """Loads records into pages; returns how many of the first pages are right. Waits for the device.
 
-        The others of these pages hold no tokens. A record that was refused is forgotten, and those that have moved are.
+        The other pages have no valid content. Records that were loaded or refused are removed from host memory.
 
-        keys, pages: as in put(); pages that nothing else uses
+        keys, pages: as in put(); nothing else may use these pages
         Raises WrongState if a step has begun, and BadBatch for other keys or pages.
         """
         pages, identity = self._checked(keys, pages), self._identity_now()
@@ -147,7 +148,7 @@ class HostPages:
         return right
 
     def clear(self) -> None:
-        """Gives all records back."""
+        """Removes all records."""
         self._memory.clear()
         self._metrics.host_kv_bytes = self._memory.num_bytes
 

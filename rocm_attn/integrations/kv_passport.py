@@ -1,9 +1,9 @@
-"""KVPassport: the formats of a pool's pages, for receivers of its tokens; and the layout of tokens in a buffer.
+"""KVPassport: the page formats of a KV pool, for the receiver of a KV transfer; and the layout of tokens in a buffer.
 
 A buffer has no pages. For each layer, in order, it holds K, V, their scales per token, index keys and their scales, if
-the layer has them. Each of these is one stretch: a row [heads, dim] per token, token after token. Each stretch begins
-at a multiple of 16 bytes. So pages may have any size and layout on either side. The state of recurrent layers follows,
-as a record (rocm_attn/paging/state_record.py).
+the layer has them. Each of these is a contiguous stretch, one row [heads, dim] per token, that begins at a multiple of
+16 bytes. So page sizes and layouts may differ between the two sides. The state of recurrent layers follows, as a record
+(rocm_attn/paging/state_record.py).
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class LayerPassport:
 
 @dataclass(frozen=True, slots=True)
 class KVPassport:
-    """The formats of the pages of a model's layers. It is exchanged once, before tokens are sent.
+    """The page formats of a model's layers. Sender and receiver of KV exchange it once, before any tokens.
 
-    It holds the scales per layer and head from the time when it was made. They change only while a runtime is empty.
+    It has the scales per layer and head from the time when it was made; they change only while a runtime is empty.
 
-    recurrent: the layers that have a state in place of K and V, and `kept`, which a slot's layout follows from
+    recurrent: the recurrent layers, and `kept`, which decides a state slot's layout
     """
 
     layers: tuple[LayerPassport, ...]
@@ -112,7 +112,7 @@ class KVPassport:
 
     @classmethod
     def of(cls, owner: Owner) -> KVPassport:
-        """Makes the passport of a runtime, or of an engine's bound pages. Waits for the device if scales lie there."""
+        """Makes the passport of a runtime, or of an engine's bound pages. Waits for the device to read scales there."""
         problems, spaces = problems_of(owner), spaces_of(owner)
         if any(problem.row.tokens > 1 for problem in problems):
             raise Unsupported("rows of several tokens and their state cannot be sent; compute the prompt again", [])
@@ -124,7 +124,7 @@ class KVPassport:
         return cls(tuple(_layer(pool_of(owner), *each) for each in layers), recurrent)
 
     def to_json(self) -> str:
-        """Returns the passport as text, for a peer of any release that has this version."""
+        """Returns the passport as JSON. Any release with the same `version` can read it."""
         fields = {
             "version": self.version,
             "layers": [_as_json(layer) for layer in self.layers],
@@ -153,7 +153,7 @@ class KVPassport:
         )
 
     def refusals(self, source: KVPassport) -> list[str]:
-        """Returns why tokens of a source cannot be stored here, one sentence per layer; empty if they can."""
+        """Returns why tokens of a source cannot be imported here, one sentence per layer; empty if they can."""
         if len(source.layers) != len(self.layers):
             return [f"the source has {len(source.layers)} layers, and this side has {len(self.layers)}"]
         reasons = []
@@ -165,12 +165,12 @@ class KVPassport:
 
 @dataclass(frozen=True, slots=True)
 class KVExtent:
-    """The tokens of a request that are sent.
+    """The range of a request's tokens that is transferred.
 
-    kv_len: the number of its tokens
-    first:  name of a space -> the first token that it still has there: 0, or the one where a window's pages begin
+    kv_len: the number of the request's tokens
+    first:  name of a space -> the first token that it still has there: 0, or the first one in the window's pages
 
-    Raises BadSetting for a part of a token.
+    Raises BadSetting for a number that is not whole.
     """
 
     kv_len: int

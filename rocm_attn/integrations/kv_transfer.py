@@ -1,7 +1,7 @@
-"""KVExporter and KVImporter copy a request's tokens from pages into a contiguous buffer, and from there into pages.
+"""KVExporter and KVImporter copy a request's K and V from pages into a contiguous buffer, and from there into pages.
 
-They serve engines that prefill and decode in different places, or keep KV elsewhere. The engine sends the bytes. This
-module only gathers and scatters them, by launches on the current stream, without waiting for the device.
+They serve engines with disaggregated prefill, or with external KV stores. The engine sends the bytes. This module only
+gathers and scatters them, by launches on the current stream, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -218,12 +218,12 @@ class _Mover:
 
 
 class KVExporter(_Mover):
-    """Copies a request's tokens from the pages of a runtime, or of an engine's layers, into a buffer.
+    """Copies a request's K and V from the pages of a runtime, or of an engine's layers, into a buffer.
 
-    Everything is launched on the current stream, and nothing waits. If steps run on another stream, the caller orders
-    the two. Pages must be bound before, and must not move afterwards.
+    Everything is launched on the current stream, and nothing waits. If steps run on another stream, the caller must
+    synchronise the two. An engine's pages must be bound before, and must not move afterwards.
 
-    passport: the one that KVImporter is made with, wherever that is
+    passport: pass it to the receiver's KVImporter
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -231,7 +231,7 @@ class KVExporter(_Mover):
         super().__init__(owner, passport, passport)
 
     def extent(self, pages: Pages, kv_len: int) -> KVExtent:
-        """Returns the tokens that these pages still have, of the first kv_len. Raises BadBatch."""
+        """Returns which of the first kv_len tokens these pages still have. Raises BadBatch."""
         self._check(pages, kv_len, self._all)
         first = {}
         for space in dict.fromkeys(self._spaces):
@@ -241,21 +241,21 @@ class KVExporter(_Mover):
         return KVExtent(kv_len, first)
 
     def num_bytes(self, extent: KVExtent) -> int:
-        """Returns the bytes of a buffer for all layers, recurrent ones included."""
+        """Returns the size in bytes of a buffer for all layers, recurrent ones included."""
         return _num_bytes(stretches(self.passport, extent, self._all)) + num_record_bytes(self._states)
 
     def num_layer_bytes(self, extent: KVExtent, layer: int) -> int:
-        """Returns the bytes of a buffer for one layer."""
+        """Returns the size in bytes of a buffer for one layer."""
         return _num_bytes(stretches(self.passport, extent, self._only(layer)))
 
     def export_row(self, row: int, kv_len: int, buffer: Tensor) -> KVExtent:
-        """Copies those of the first kv_len tokens of a runtime's row that their spaces still have into a buffer.
+        """Copies the first kv_len tokens of a runtime's row into a buffer, without those that have left a window.
 
-        The state of recurrent layers after these tokens follows.
+        The recurrent state after these tokens follows.
 
         buffer: uint8 [num_bytes(extent) or more], contiguous, on the device, at a multiple of 16 bytes
-        Raises BadBatch for tokens that are not stored, or that there is no state after; BadTensor; WrongState, also
-        while a step runs that may write states.
+        Raises BadBatch for tokens that are not stored, or without a state after them; BadTensor; WrongState, also while
+        a step runs that may write states.
         """
         pages = self.pages_of(row, kv_len)
         extent = self.extent(pages, kv_len)
@@ -272,15 +272,15 @@ class KVExporter(_Mover):
         return extent
 
     def export(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """Copies the tokens of an extent into a buffer, for all layers but recurrent ones.
+        """Copies the tokens of an extent into a buffer, for all layers except recurrent ones.
 
-        pages: for a runtime, those of a row, or kept ones
+        pages: for a runtime, the pages of a row, or kept pages
         Raises BadBatch for tokens of a runtime that are not stored, BadTensor, WrongState.
         """
         self._export(self._all, pages, extent, buffer)
 
     def export_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """Like export, but for one layer into a buffer of its own, for instance while later layers still compute."""
+        """Like export(), for one layer with its own buffer, for instance while later layers still compute."""
         self._export(self._only(layer), pages, extent, buffer)
 
     def _export(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
@@ -321,13 +321,13 @@ class KVExporter(_Mover):
 
 
 class KVImporter(_Mover):
-    """Copies tokens from a buffer into the pages of a runtime, or of an engine's layers.
+    """Copies K and V from a buffer of KVExporter into the pages of a runtime, or of an engine's layers.
 
-    source: the passport of the pages that the tokens come from
-    Eight-bit codes with another encoding or other scales become the nearest codes of this side
-    (rocm_attn/paging/convert.py). Everything is launched on the current stream, like the launches of KVExporter.
+    source: the passport of the sender
+    Eight-bit values with another encoding or other scales are rounded to the nearest codes of this side
+    (rocm_attn/paging/convert.py). Everything is launched on the current stream, as by KVExporter.
 
-    is_exact: whether every code keeps its value, except NaN, which becomes 0
+    is_exact: whether every eight-bit value stays the same, except NaN, which becomes 0
     Raises BadTensor with every reason if tokens of the source cannot be stored here.
     """
 
@@ -344,7 +344,7 @@ class KVImporter(_Mover):
                 self._learn(number, role, there, here)
 
     def admit(self, extent: KVExtent) -> int:
-        """Returns a new row of the runtime with pages for an extent; in a window's space, for the tokens still seen.
+        """Admits a row with pages for an extent; in the SWA space, only for tokens that the window still sees.
 
         Raises OutOfRows, OutOfPages, NeverFits. Then nothing has changed.
         """
@@ -362,9 +362,9 @@ class KVImporter(_Mover):
     def import_row(self, row: int, extent: KVExtent, buffer: Tensor) -> None:
         """Copies an extent into a row's pages, for all layers, and marks its tokens as stored.
 
-        If there are recurrent layers, it waits for the device, to check the bytes of their state and of the tokens.
+        With recurrent layers it waits for the device, to verify the checksum of the state and the tokens.
 
-        row: a row of admit(). It shares no pages, and no step has stored in it
+        row: a row from admit(), which shares no pages, and in which no step has stored
         buffer: a buffer that KVExporter.export_row() filled
         Raises BadBatch, BadTensor, WrongState. Then nothing was written.
         """
@@ -391,19 +391,18 @@ class KVImporter(_Mover):
         read_state(self._states, int(slots[0]), torch.from_numpy(headers[0]), used)
 
     def import_pages(self, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """Copies an extent into pages, for all layers but recurrent ones.
+        """Copies an extent into pages, for all layers except recurrent ones.
 
-        Tokens of the first page that were not sent become 0.
+        Tokens of the first page that were not sent become 0. So does the rest of the last page, unless
+        ExternalOptions.zero_tails is False.
 
-        The rest of the last page after the last token becomes 0 too, unless ExternalOptions say that it is kept.
-
-        pages: for a runtime, those of a row of admit() in which no step has stored
+        pages: for a runtime, the pages of a row from admit() in which no step has stored
         Raises BadBatch, BadTensor, WrongState. Then nothing was written.
         """
         self._import(self._all, pages, extent, buffer)
 
     def import_layer(self, layer: int, pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        """Like import_pages, but for one layer. Call table.mark_stored() for a runtime's row after the last layer."""
+        """Like import_pages(), for one layer. After the last layer, call table.mark_stored() for a runtime's row."""
         self._import(self._only(layer), pages, extent, buffer)
 
     def _import(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:

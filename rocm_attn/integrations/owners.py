@@ -1,4 +1,4 @@
-"""Owners of pages that run steps over them, as the modules here take them."""
+"""Owner: an AttentionRuntime or ExternalAttention, seen by KV transfer and compiled forwards through one interface."""
 
 from __future__ import annotations
 

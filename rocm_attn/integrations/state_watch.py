@@ -1,13 +1,13 @@
-"""StateWatch: whether the slots of an engine's recurrent states hold the tokens that a step goes on from.
+"""StateWatch: checks that an engine's recurrent state slots hold the state after the tokens that a step continues.
 
-A state is a function of the tokens that are folded into it, and nothing in it says which those were. So each slot has a
-header, int32 [3]: a hash of its tokens in two words, and their number. The hash of a sequence's tokens is kept for each
-slot of its KV too, so the table of its attention says which header a step must find. Requests need no names: two with
-the same tokens may share a state, as a prefix cache lets them.
+A state depends on all tokens that were folded into it, but does not show which those were. So each slot has a header,
+int32 [3]: a 64-bit hash of its tokens, and their number. The hash up to each token is stored per KV slot too, so a
+sequence's block table gives the header that a step must find. Request ids are not needed: two requests with the same
+tokens may share a state, as with a prefix cache.
 
-A hash is the sum over tokens of 64 mixed bits of id and position, modulo 2^64, so a step adds up its own tokens alone.
-That of no tokens is not 0. So a header of zeros is never right, and a slot that an engine has cleared has another one,
-which is right where a sequence begins.
+A hash is the sum over tokens of 64 mixed bits of id and position, modulo 2^64, so a step adds only its own tokens. The
+hash of no tokens is not 0. So a header of zeros is never right; a slot that the engine has cleared gets the header of
+no tokens, which is right where a sequence begins.
 
 Nothing here waits for the device, and no size depends on a value there.
 """

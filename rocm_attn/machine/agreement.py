@@ -1,9 +1,9 @@
-"""Agreement: ranks that run one model in step must take the same kernels, make the same graphs, raise the same faults.
+"""Agreement: makes the ranks of one model use the same kernels and graphs, and raise the same faults.
 
 A fault that a rank finds in a kernel or a graph depends on its own device, driver and disk. If the ranks of a model
-continue with different kernels or graphs, their collectives no longer meet. So each rank sends the others its findings,
-and all act on the findings of all. A fault of the device is seen by one rank alone, whenever its echo comes: it waits
-for the meeting before the next step but one, so that all ranks raise it between the same two steps.
+continued with different kernels or graphs, their collectives would hang. So each rank sends the others its findings,
+and all act on the findings of all. Only one rank sees a device fault, at some later step. It is not raised at once, but
+exchanged before the next step but one, so that all ranks raise it between the same two steps.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _STEPS_WRAP = 2**31 - 1
 
 
 class RanksDiverged(RocmAttnError, RuntimeError):
-    """Ranks of one model were given different steps, by a bug in code that decides them; later results are wrong."""
+    """Ranks of one model got different steps, by a bug in the code that schedules them. Later results are wrong."""
 
 
 class Meetings:
-    """The messages between the ranks of one model between steps; one object per runtime. All ranks call it alike.
+    """The exchange of faults between the ranks of one model, before each step; one object per runtime.
 
-    This base is that of a single rank, which raises a fault when it finds it.
+    All ranks make the same calls. This base class is for a single rank, which raises a fault when it finds it.
 
-    holds_faults: True if a fault that a step finds waits for a meeting, instead of being raised by that step
-    steps_late:   the most steps between the one that has found a fault and the one that raises it
-    digest:       of the properties that the next step must share with that of other ranks; 0: nothing is compared
+    holds_faults: True if a fault waits for the next exchange, instead of being raised by the step that finds it
+    steps_late:   the most steps between the one that finds a fault and the one that raises it
+    digest:       hash of the properties that the next step must have in common on all ranks; 0: not compared
     """
 
     holds_faults = False
@@ -51,7 +51,9 @@ class Meetings:
         self.digest = 0
 
     def before_step(self, number: int, found: Sequence[DeviceFault]) -> Sequence[DeviceFault]:
-        """The faults that all ranks raise now, in place of the step; mostly none. Waits for no rank that keeps up.
+        """Returns the faults that all ranks must raise now, instead of running the step; usually none.
+
+        It waits only for ranks that are late.
 
         number: of this rank's last step
         found:  on this rank, and not raised yet
@@ -64,7 +66,7 @@ class Meetings:
         return found
 
     def waiting(self, reason: str) -> AbstractContextManager[None]:
-        """A context in which this rank waits for the others after an error, which may have left them in a collective.
+        """Returns a context in which this rank waits for the others after an error: they may hang in a collective.
 
         reason: the error; empty if there was none
         """
@@ -72,7 +74,7 @@ class Meetings:
 
 
 class Agreement(Protocol):
-    """How ranks agree: on kernels and graphs by a call with the signature of Agree, and on faults by meetings."""
+    """How ranks agree: on kernels and graphs by calling it (see Agree), and on faults by new_meetings()."""
 
     def __call__(self, findings: Mapping[str, str]) -> Mapping[str, str]: ...
 
@@ -117,14 +119,13 @@ def say_who_waits(reason: str) -> None:
 
 
 def among(group: dist.ProcessGroup, on_wait: OnWait = say_who_waits) -> Agreement:
-    """Agreement of all ranks of a group, which must be those that run one model in step.
+    """Returns the agreement of all ranks of a process group: those that run one model in the same steps.
 
-    Ranks of another data-parallel replica do not belong to it, unless its forward meets theirs in a collective, for
-    instance over shared experts.
+    Ranks of another data-parallel replica do not belong to it, unless the forwards of both share a collective, for
+    instance with expert parallelism.
 
-    group:   one with a backend for tensors of the host, such as Gloo; best one that nothing else uses
-    on_wait: called with a reason when this rank waits for the others after an error, and with an empty one when they
-             have agreed
+    group:   a process group with a backend for host tensors, such as Gloo; best one that nothing else uses
+    on_wait: called with a reason when this rank waits for the others after an error, and with "" when they have agreed
     """
     return _Among(group, on_wait)
 

@@ -1,4 +1,4 @@
-"""Target: the facts about a machine that kernels need; detected once, or written down by a test."""
+"""Target: the facts about a device that kernel choices depend on; detected once, or constructed by a test."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_r
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One kind of device.
+    """The facts about one kind of device that kernel choices depend on.
 
     arch:           "gfx942", "gfx950", "sm_90", ...; "cpu" without a GPU, "interpreter" under TRITON_INTERPRET=1
     compute_units:  CUs (AMD) or SMs (NVIDIA) that run programs at the same time; 1 on a CPU
     wave_size:      lanes of a wave or warp; 1 on a CPU
     lds_bytes:      LDS (AMD) or shared memory (NVIDIA) that one program may use
-    fp8_dtype:      the FP8 encoding that the matrix units read, None if they read none
-    releases:       of ROCm, AITER and Triton; not known if they are not involved
+    fp8_dtype:      the FP8 dtype of the matrix units; None if they have none
+    releases:       releases of ROCm, AITER and Triton; not known if they are not involved
     measured:       tile choices that the user has measured on the same kind of GPU (measured_choices.py)
-    orders_by_barriers: True if a barrier orders the reads and writes of a program's threads in the GPU's memory too. On
-                    AMD it may order shared memory alone
-    runs_at_once:   True if the two kernels of a mixed step were measured to gain by running at once: 31 decodes with
-                    2 x 700 new tokens take 0.91 to 0.95 of the time in turn on an H200
-    shares_short_windows: True if programs of extend share rows of short windows; sharing costs sm_90 more than such
-                    rows gain
+    orders_by_barriers: True if a barrier also orders a program's reads and writes of global memory. On AMD it may order
+                    shared memory only
+    runs_at_once:   True if the two kernels of a mixed step are faster when they run at the same time, by measurement:
+                    on an H200, 31 decodes with 2 x 700 new tokens take 0.91 to 0.95 of the time in turn
+    shares_short_windows: True if several programs of the extend kernel share one row even with a short window; on sm_90
+                    this costs more than it gains
     """
 
     arch: str
@@ -90,7 +90,7 @@ KNOWN_TARGETS: dict[str, Target] = {
 
 
 def known_target(arch: str) -> Target:
-    """The target written down for an arch. Raises BadSetting with the known ones."""
+    """Returns the recorded target of an arch. Raises BadSetting, which lists the known ones."""
     if arch not in KNOWN_TARGETS:
         raise BadSetting(
             f"arch {arch!r} is not known; choose one of {', '.join(KNOWN_TARGETS)}, or a GPU: {', '.join(GPUS)}"

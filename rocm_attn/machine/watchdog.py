@@ -11,9 +11,9 @@ from typing import IO
 
 
 class Watchdog:
-    """Writes to a stream what has not ended in time, once for each watch.
+    """Reports actions that take too long, with the stacks of all threads; once per watch. It ends nothing.
 
-    The calls of torch and Triton that wait for a device or a compiler let other threads run, so a timer can report.
+    Calls of torch and Triton that wait for a device or a compiler let other threads run, so a timer thread can report.
 
     seconds: the longest time that an action may take
     stream:  a file with a descriptor; if not given, the process' stderr
@@ -28,7 +28,7 @@ class Watchdog:
         self._on_hang = on_hang
 
     def watch(self, what: str) -> AbstractContextManager[None]:
-        """A context that watches the code inside it. Costs the start of a thread, some 0.1 ms."""
+        """Returns a context that watches the code inside it. It starts a thread, which takes some 0.1 ms."""
         return self._watching(what)
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""Pages, and the tables that refer to them: the KV pool, request rows, and the tokens that are stored."""
+"""KV pages and block tables: the KV pool, the pages of each request, and which tokens are stored."""

@@ -1,8 +1,8 @@
-"""AdoptedTables: tables that an engine owns, and the parts of them that a step needs.
+"""AdoptedTables: block tables that an engine owns, in the form that kernels read.
 
-A table of pages that kernels can read is read in place. Any other, of slots of larger pages, of another space or dtype,
-or lists of pages, is gathered for each step into a table of the space's own. There sequence i has row i + 1, and row 0
-stays 0. If one space is gathered all are, because a sequence has one row in all of them.
+Kernels read a suitable table of page ids in place. Any other table is gathered for each step into a table of this
+module's own: a table of slots of larger pages, of another space or dtype, or lists of pages. There sequence i has row
+i + 1, and row 0 stays 0. If one space is gathered, all are, because a sequence has the same row in all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class TableUnit(enum.Enum):
-    """The meaning of an entry in an engine's table."""
+    """The meaning of an entry in an engine's table: a page id, or a slot id."""
 
     PAGE = "page"
     SLOT = "slot"
@@ -37,18 +37,18 @@ class TableUnit(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TableSource:
-    """An engine's table: rows of pages, or of slots, one for each token.
+    """An engine's block table: a row of page ids per request, or of slot ids, one per token (req_to_token).
 
-    entries:   int32 or int64 [rows, width], any strides. Entry j of a row is that of the sequence's page j, or token j:
-               a page or slot that exists, or 0 if a page was given back. Slots of one page are consecutive, from a
-               multiple of the page size on
+    entries:   int32 or int64 [rows, width], any strides. Entry j of a row is the sequence's page j, or the slot of its
+               token j; 0 if that page was freed. The slots of a page are consecutive, from a multiple of the page size
+               on
     unit:      the meaning of the entries
-    slot_map:  int32 or int64 [slots], slot in the table -> slot of this space, 0 for one that was given back; None: the
+    slot_map:  int32 or int64 [slots], slot in the table -> slot of this space, 0 for one that was freed; None: the
                table has slots of this space
-    null_page: True if page 0 belongs to no one, so that a token there has no page; if not, it is a page like others
-    copied:    True if begin() copies the step's rows, so that the engine may write the table after the event
-               tables.copied; if not, it is read in fill(), or in place until the step's last layer. slot_map is read in
-               fill() too, if slots are given
+    null_page: True if page 0 is a null page, which belongs to no request; if not, it is a page like others
+    copied:    True if begin() copies the step's rows, so that the engine may write to the table after the event
+               tables.copied. If not, it is read in fill(), or in place until the step's last layer. slot_map is read in
+               fill() too, if slots are passed there
     """
 
     entries: Tensor
@@ -69,10 +69,10 @@ class TableSource:
 
 @dataclass(frozen=True, slots=True)
 class CsrSource:
-    """An engine's lists of pages, row after row, like FlashInfer's.
+    """An engine's page lists in CSR form, like FlashInfer's.
 
-    indptr:    int32 or int64 [rows + 1], any stride; row -> first entry of its pages
-    indices:   int32 or int64 [n], any stride; pages
+    indptr:    int32 or int64 [rows + 1], any stride; row -> its first entry in indices
+    indices:   int32 or int64 [n], any stride; page ids
     null_page, copied: see TableSource
     """
 
@@ -147,11 +147,11 @@ class ChangeGate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The keys that queries of a space's layers may see; an engine may give back the pages of all others.
+    """The keys that queries of a space's layers may see; an engine may free the pages of all others.
 
-    window_left: previous keys in the layer with the longest window; ALL_KEYS: all
-    chunk:       keys of a chunk, if all layers have the same chunks; ALL_KEYS: they have not
-    spans_pass:  whether a layer sees all of a step's spans, even what lies before its window
+    window_left: previous keys that the layer with the longest window sees; ALL_KEYS: all
+    chunk:       keys in a chunk, if all layers have equal chunks; else ALL_KEYS
+    spans_pass:  whether a layer sees all of a step's spans, even the part before its window
     """
 
     window_left: int
@@ -187,13 +187,13 @@ class AdoptedSpace:
 
 
 class AdoptedTables:
-    """The tables of an engine, in every space that layers live in: ExternalAttention.tables.
+    """An engine's block tables, one for every space that a layer uses: ExternalAttention.tables.
 
-    sources:    space -> table; the spaces' order is that of this mapping
+    sources:    space -> table, in the order of the spaces
     reaches:    space -> the keys that queries of its layers may see
     max_kv_len: tokens of the longest sequence
     num_seqs:   padded sequences of the largest step
-    short_kv:   True if sequences may have fewer tokens in their KV than new ones
+    short_kv:   True if a sequence may have fewer tokens in its KV than new tokens
     rows:       the rows that every table has now
     Raises BadTensor for a table on another device.
     """
@@ -238,9 +238,9 @@ class AdoptedTables:
 
     @property
     def copied(self) -> torch.Event:
-        """The event after which the engine may write its copied tables; begin() records it.
+        """The event after which the engine may write to its copied tables; begin() records it.
 
-        copied.wait(stream) makes a stream wait for it, copied.synchronize() the host. Raises WrongState if none is
+        copied.wait(stream) makes a stream wait for it, copied.synchronize() the host. Raises WrongState if no table is
         copied.
         """
         if not self.gathered_in_begin:
@@ -256,11 +256,11 @@ class AdoptedTables:
             self._copied.record()
 
     def write(self, pages: Sequence[Sequence[int]], space: Space = Space.FULL) -> None:
-        """Writes the pages of sequences into the rows of the engine's table, from row 0 on: pages[i] begins row i.
+        """Writes page ids into the engine's table: pages[i] becomes the beginning of row i; the rest of a row stays.
 
-        It makes one copy to the device, on the current stream, without a wait; the rest of a row stays. Raises
-        WrongState while another thread has a step, BadTensor if pages do not fit, and for a table that has no rows of
-        pages, and BadBatch for pages that are no integers, or outside of int32; nothing is written then.
+        It makes one copy to the device, on the current stream, and does not wait. Raises WrongState while another
+        thread has a step, BadTensor if pages do not fit or the table has no rows of page ids, and BadBatch for pages
+        that are no integers, or outside of int32; nothing is written then.
         """
         self._gate.change("tables.write()")
         source = self._of(space).source
@@ -280,9 +280,9 @@ class AdoptedTables:
             entries[: len(pages), :width].copy_(cells, non_blocking=True)
 
     def use(self, source: Source | Tensor, space: Space = Space.FULL) -> None:
-        """Reads another table, or the same one with other rows, in a space from the next begin() on.
+        """Sets the table that a space reads from the next begin() on.
 
-        source: a longer or shorter one at the same address is the same table with other rows; a tensor: other entries
+        source: a longer or shorter table at the same address counts as the same table; a tensor: only new entries
         Raises BadTensor for one of another kind, NeverFits, and WrongState if graphs read another, or while another
         thread has a step.
         """

@@ -1,4 +1,4 @@
-"""AdoptedPages: the pages of every layer, which an engine brings, and the engine's description of them."""
+"""AdoptedPages: the KV cache tensors that an engine owns, bound to the layers, as the engine describes them."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def layer_pages(kv: Tensor | Sequence[Tensor], axes: str) -> tuple[tuple[Tensor,
 
 @dataclass(frozen=True, slots=True)
 class EnginePages:
-    """An engine's description of a layer's pages, in addition to the tensors.
+    """An engine's description of a layer's pages, in addition to the tensors: scales and format.
 
-    k_scale, v_scale: float32, on the device: [] or [1] for a layer, [kv_heads] for heads, [pages, kv_heads, page_size]
-                      for tokens; read in place, and those of tokens written in place. Those of a layer and of heads are
-                      positive from bind() on. None if the format has none, or has them in its rows
-    format:           the format of its pages; it must be given for eight-bit pages, and may be for others
+    k_scale, v_scale: float32, on the device: [] or [1] with scales LAYER, [kv_heads] with HEAD, [pages, kv_heads,
+                      page_size] with TOKEN; read in place, and with TOKEN also written in place. With LAYER and HEAD
+                      they must be positive from bind() on. None if the format has no scales, or has them in its rows
+    format:           the format of the pages; required for eight-bit pages, optional for others
     """
 
     k_scale: Tensor | None
@@ -71,16 +71,16 @@ class EnginePages:
 
 
 class AdoptedPages:
-    """The pages of every layer, which an engine brings: ExternalAttention.pages.
+    """An engine's KV cache, bound layer by layer: ExternalAttention.pages.
 
     problems, spaces: one for each layer
-    num_pages:        the most that a layer may have
-    page_strides:     True if they may have any strides but the last
+    num_pages:        most pages of a layer
+    page_strides:     True if pages may be strided; the last stride is 1
     even_slots:       True if all slots of such pages lie at equal distances
-    binds_calls:      True if a layer may have other pages at each call, whose number no fill knows
-    in_every_layer:   space -> int32 [1], on the device, which graphs read: the pages that all its bound layers have
-    aligned_sides, aligned_rows: layers whose K and V must begin at multiples of 16 bytes, and those whose pages must
-                                 have aligned rows, each with the name of a kernel that reads no others
+    binds_calls:      True if a layer's pages may change at each call; fill() then does not know their number
+    in_every_layer:   space -> int32 [1], on the device, which graphs read: the fewest pages of a bound layer
+    aligned_sides, aligned_rows: layers whose K and V must begin at multiples of 16 bytes, and layers whose pages must
+                                 have aligned rows, each with the name of the kernel that needs it
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class AdoptedPages:
     def bind_all(
         self, kv: Tensor | Sequence[Tensor], axes: str, coded: Sequence[EnginePages | None] | None = None
     ) -> None:
-        """Uses an engine's KV cache for all layers, from now on: bind() of views of it, layer after layer.
+        """Binds an engine's KV cache to all layers, by bind() of its views.
 
         kv:    one tensor for all layers, or one for each, in order
-        axes:  the dimensions of a tensor, in order: kv (K, then V), page, token, head and dim, each once, and layer if
-               one tensor has all of them, as in nano-vllm's "kv layer page token head dim"
-        coded: the argument of bind() for each layer; None: no layer is in eight bits, and no format is declared
-        Raises what bind() raises, after which the layers before the refused one are bound; and BadTensor for other
-        axes, or another number of layers, after which nothing has changed.
+        axes:  the names of a tensor's dimensions, in order: kv (K, then V), page, token, head and dim, each once, and
+               layer if one tensor has all layers, as in nano-vllm's "kv layer page token head dim"
+        coded: the argument of bind() for each layer; None: no layer has eight bits, and no format is declared
+        Raises what bind() raises, and then the layers before the refused one are bound; and BadTensor for other axes,
+        or another number of layers, and then nothing has changed.
         """
         layers, count = layer_pages(kv, axes), len(self._problems)
         if len(layers) != count:
@@ -131,14 +131,13 @@ class AdoptedPages:
             self.bind(layer, k, v, coded[layer])
 
     def bind(self, layer: int, k: Tensor, v: Tensor, coded: EnginePages | None = None) -> None:
-        """Uses these pages for a layer, from now on.
+        """Binds these pages to a layer, from now on.
 
-        k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], views of any kind whose last stride is 1; contiguous
-               unless the options say page_strides. In a latent layer, v is the first part of k. Eight-bit pages have
-               their encoding's dtype, or are bytes (uint8); a row of k that is a record has its bytes. The options
-               restrict their rows
-        coded: for eight-bit pages, their scales and the format that the engine declares; optional for others
-        Raises BadTensor, NeverFits, and WrongState if graphs read others, or while another thread has a step.
+        k, v:  [pages, page_size, kv_heads, head_dim | v_head_dim], last stride 1; contiguous unless the options have
+               page_strides. In a latent layer, v is the first part of k. Eight-bit pages have their encoding's dtype,
+               or uint8; a packed record is a row of k in bytes. ExternalOptions restrict strides and alignment
+        coded: scales and format; required for eight-bit pages, optional for others
+        Raises BadTensor, NeverFits, and WrongState if graphs read other pages, or while another thread has a step.
         """
         self._gate.change("pages.bind()")
         problem = self._problem(layer)
@@ -159,13 +158,13 @@ class AdoptedPages:
     def bind_index(
         self, layer: int, keys: Tensor, scale: Tensor | None = None, declared: PageFormat | None = None
     ) -> None:
-        """Uses these index pages for a layer whose problem has an Indexer, from now on.
+        """Binds these index pages to a layer with an Indexer, from now on.
 
-        keys:     [pages, page_size / key_tokens, head_dim of the indexer], with the page ids of the layer's own pages
+        keys:     [pages, page_size / key_tokens, head_dim of the indexer], with the same page ids as the layer's pages
         scale:    float32 [1] or [pages, page_size / key_tokens], depending on the indexer's key_scales
-        declared: the format that the engine declares: latent rows of one head, see Problem.index_format; for eight bits
-                  it is required, and keys may be bytes (uint8)
-        Raises BadTensor, and WrongState if graphs read others, or while another thread has a step.
+        declared: the format, as Problem.index_format: latent rows of one head. It is required for eight bits, and then
+                  keys may be uint8
+        Raises BadTensor, and WrongState if graphs read other pages, or while another thread has a step.
         """
         self._gate.change("pages.bind_index()")
         form = self._problem(layer).index_format
@@ -179,14 +178,14 @@ class AdoptedPages:
         self._adopt(self._index, layer, "index pages", pages)
 
     def require_bound(self) -> None:
-        """Raises WrongState unless every layer has its pages, and its index pages if it has an indexer."""
+        """Raises WrongState unless every layer has pages bound, and index pages if it has an indexer."""
         for layer, problem in enumerate(self._problems):
             self.layer(layer)
             if problem.index_format is not None:
                 self.index(layer)
 
     def layer(self, layer: int) -> LayerPages:
-        """The pages of one layer. Raises WrongState while it has none."""
+        """The bound pages of one layer. Raises WrongState while it has none."""
         pages = self._layers[layer]
         if pages is None:
             raise WrongState(f"layer {layer} has no pages yet; call pages.bind() before its first step")

@@ -1,4 +1,7 @@
-"""BatchChecks: checks a step against a request table before it begins. BatchGuards: the safeguards among the checks."""
+"""BatchChecks: checks a step against the block table before it begins: rows, reserved pages, stored tokens.
+
+BatchGuards are the safeguards among these checks.
+"""
 
 from __future__ import annotations
 

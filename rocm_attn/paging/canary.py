@@ -1,4 +1,4 @@
-"""The canary: reserved memory must stay zero. Padded sequences read row 0 of the table and, through it, page 0."""
+"""The canary: a check that reserved memory is still zero. Padded sequences read row 0 of the table, and so page 0."""
 
 from __future__ import annotations
 

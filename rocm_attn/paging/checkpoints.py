@@ -1,4 +1,4 @@
-"""Checkpoints of recurrent states: after which tokens the pages of a prefix cache get one, and how many there are."""
+"""Checkpoints of recurrent states, for prefix caching: after which tokens one is taken, and how many there are."""
 
 from __future__ import annotations
 

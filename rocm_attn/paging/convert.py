@@ -1,4 +1,4 @@
-"""Tables from the codes of one eight-bit encoding to those of another, for KV from another kind of GPU.
+"""Tables that convert codes of one eight-bit encoding to another, for KV that comes from another kind of GPU.
 
 A code of the source becomes the target's nearest code of code * source scale / target scale. The conversion from E4M3FN
 to E4M3FNUZ loses nothing if the target's scale is twice the source's: the same bits have half the value in E4M3FNUZ, so

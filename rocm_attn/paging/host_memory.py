@@ -1,4 +1,4 @@
-"""Host memory in equal records: HostRecords by number; HostMemory by key, the least recently used given back first."""
+"""Host memory for offloaded pages, in records of equal size: HostRecords by number, HostMemory by key (LRU)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class HostRecords:
 
 
 class HostMemory:
-    """Host memory for records, found by their keys. The least recently used one is given back first.
+    """Host memory for offloaded pages, found by key. The least recently used record is evicted first.
 
     Runtimes of one process may share it if their records have the same size and their launches go to one stream.
 
-    num_bytes:    at most, for all records
+    num_bytes:    most bytes of all records together
     record_bytes: HostPages.record_bytes(runtime)
     pinned:       memory that a GPU copies from and to by itself
 
@@ -70,7 +70,7 @@ class HostMemory:
         return len(self._slots) * self.record_bytes
 
     def use(self, key: bytes) -> None:
-        """Makes the record of a key the last to be given back."""
+        """Marks the record of a key as the most recently used."""
         self._slots.move_to_end(key)
 
     def at(self, key: bytes) -> Tensor:
@@ -78,7 +78,7 @@ class HostMemory:
         return self._records.at(self._slots[key])
 
     def take(self, key: bytes) -> Tensor:
-        """Room for the record of a key, in place of an older record of it, a free place, or the one used first."""
+        """Returns memory for a key's record: its older record's, free memory, or that of the least recently used."""
         self.forget(key)
         if not self._free:
             self.forget(next(iter(self._slots)))
@@ -86,7 +86,7 @@ class HostMemory:
         return self.at(key)
 
     def forget(self, key: bytes) -> None:
-        """Gives the record of a key back, if there is one."""
+        """Frees the record of a key, if there is one."""
         slot = self._slots.pop(key, None)
         if slot is not None:
             self._free.append(slot)

@@ -1,4 +1,4 @@
-"""A host record: a page of K and V in host memory, with what shows that it is still that page.
+"""A host record: a page of K and V in host memory, with a key and a checksum that prove that it is still that page.
 
 It is int64 words: a head of 16, and then the bytes of the page in every layer. The head has the key of the page's
 tokens and of all before them, the identity of the pages' owner (model, formats, scales), and a checksum of the page.

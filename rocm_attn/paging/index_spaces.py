@@ -1,14 +1,14 @@
-"""The index spaces of the runtime.
+"""The index spaces of the runtime: the integers that its arrays hold, by the names used everywhere.
 
     row      a row of the request table                         0 is reserved: all of it is page 0
     seq      a sequence of this step                            [0, num_seqs)
     token    a new token of this step, all sequences in order   [0, num_tokens)
-    kv_index the place of a token in its sequence's KV          [0, kv_len)
+    kv_index the index of a token in its sequence's KV          [0, kv_len)
     page_no  a page of a sequence                               kv_index // page_size
     page     a page of a pool                                   0 is reserved: all of it is zero
-    slot     a token's place in a pool                          page * page_size + kv_index % page_size
+    slot     the location of a token's K and V in a pool        page * page_size + kv_index % page_size
 
-A rope position is not an index into KV: in a tree many tokens share a position.
+A rope position is no kv_index: in a draft tree several tokens share a position.
 Pages and slots belong to a Space; ids of one space mean nothing in another.
 A sequence's last page holds (kv_len - 1) % page_size + 1 tokens.
 """
@@ -30,10 +30,10 @@ Index = TypeVar("Index", int, "np.ndarray[tuple[int, ...], np.dtype[np.int32]]",
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The pool that a page or slot id belongs to.
+    """The pool (KV cache group) that a page id or slot id belongs to.
 
-    A runtime with pages of its own has FULL, and SWA for layers with a window. An engine may have more: a space for
-    each of its KV cache groups, with any other lower-case names.
+    An AttentionRuntime has FULL, and SWA for sliding-window layers. An engine may have more: one space for each of its
+    KV cache groups, with any other lower-case names.
     """
 
     value: str

@@ -1,4 +1,4 @@
-"""KeptPages: full pages that stay when their row is freed, and rows that begin with them."""
+"""KeptPages: full pages that stay when their row is freed, for a prefix cache; later rows may begin with them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _GENERATION = 1 << 26
 
 
 class KeptPages:
-    """The kept pages of a request table, each under an id that no other keep of the table ever has: RequestTable.kept.
+    """The kept pages of a request table (RequestTable.kept). Each keep has its own id, which is never used again.
 
-    An id is no page: it stands for a page_no of a sequence in every space, so that ids of two spaces cannot be mixed
-    up. It consists of a place in the lists below and the place's generation. So a dropped id is recognised, even if its
-    place or its pages are in use again.
+    An id is no page id: it stands for one page_no of a sequence in all spaces, so ids of two spaces cannot be confused.
+    It consists of an index in the lists below and that index's generation, so a dropped id is recognised even if its
+    index or its pages are in use again.
     """
 
     def __init__(self, rows: Rows, guards: TableGuards) -> None:
@@ -48,11 +48,11 @@ class KeptPages:
     def keep(self, row: int, first_page_no: int, end_page_no: int, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
         """Keeps the pages [first_page_no, end_page_no) of row until drop(), even if row is freed.
 
-        Row must not store in them again: to compute some of their tokens again, truncate() it. A page may be kept
-        several times, under an id for each.
+        Row must not store in them again; to recompute some of their tokens, truncate() it. A page may be kept several
+        times, each time under another id.
 
-        With recurrent layers the state after a page's last token is kept too, if it is still there, a checkpoint is due
-        and one is free: see RecurrentLayers. have_states() says where.
+        With recurrent layers, the state after a page's last token is kept too, if it still exists, a checkpoint is due
+        there and one is free: see RecurrentLayers. have_states() says for which pages it was.
 
         spaces: spaces in which a page is kept; those that the table does not have are ignored
         Returns int64 [n] ids, one for each page_no.
@@ -73,7 +73,7 @@ class KeptPages:
         return self.keep_all(np.full(len(page_no), row, np.int32), page_no, spaces)
 
     def keep_all(self, rows: Integers, page_no: Integers, spaces: Collection[Space] = EVERY_SPACE) -> KeptIds:
-        """Calls keep(rows[i], page_no[i], page_no[i] + 1) for every i, or for none. A row may be named several times.
+        """Does keep(rows[i], page_no[i], page_no[i] + 1) for every i, or for none. A row may occur several times.
 
         rows, page_no: integers [n]
         """
@@ -107,9 +107,9 @@ class KeptPages:
         return self._add(page_no, pages, self._rows.states.keep_all(rows, kv_len))
 
     def admit_over(self, ids: GivenIds, kv_len: int) -> int:
-        """Admits a row whose first kv_len tokens are stored in kept pages. They stay kept.
+        """Admits a row that begins with kept pages, which hold its first kv_len tokens. They stay kept.
 
-        The row does not store these tokens again; if it continues within the last page, reserve() copies that page.
+        The row must not store these tokens again; if it continues within the last page, reserve() copies that page.
 
         ids: int64 [n], page_no 0 first; results of keep() for any rows, in the order of page_no. In the SWA space only
              pages that steps after kv_len tokens see need to be kept
@@ -138,7 +138,7 @@ class KeptPages:
         return row
 
     def drop(self, ids: GivenIds, spaces: Collection[Space] = EVERY_SPACE) -> None:
-        """Stops keeping pages; those that no row and no other keep holds become free.
+        """Stops keeping pages. They become free if no row and no other keep holds them.
 
         spaces: spaces in which they are dropped. An id with pages in no space never becomes valid again
         Raises WrongState for ids that are not kept in any of these spaces, or named twice; nothing is changed then.

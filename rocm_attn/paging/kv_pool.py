@@ -1,7 +1,7 @@
-"""KVPool: K and V storage of layers, cut into pages. Page 0 is reserved and always zero.
+"""KVPool: the memory of K and V, in pages. Page 0 is reserved and always zero.
 
-HybridKVPool: one pool for each space that layers live in. Layers with a window may live in the SWA space, which has
-fewer pages: those that have left every window are reused.
+HybridKVPool has one pool for each space. Sliding-window layers may have their pages in the SWA space, which needs fewer
+of them: pages that have left every window are reused.
 """
 
 from __future__ import annotations

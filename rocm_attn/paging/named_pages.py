@@ -1,4 +1,4 @@
-"""Rows of an engine's tables that name pages which no request has, in the place of the engine's own rows."""
+"""Replaces the rows of an engine's tables by rows of given pages, which no request uses, for trial steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""PageTable: the pages of one space that each row holds. The host decides; the device copy follows by pending changes.
+"""PageTable: the block table of one space, on the host. Changes are queued, and sent to the device with the next step.
 
-A row holds the pages [first, end) of its sequence. In the full space first is 0. In the SWA space it moves with the
-window, and the entries before it are page 0, which kernels never read in a valid step.
+A row holds the pages [first, end) of its sequence. In the full space, first is 0. In the SWA space it moves with the
+window; the entries before it are page 0, which kernels never read in a valid step.
 """
 
 from __future__ import annotations

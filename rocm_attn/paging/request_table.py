@@ -1,9 +1,9 @@
-"""RequestTable: the rows of requests, the length of each, and in each space the pages of its KV.
+"""RequestTable: the block table. Each admitted request has a row: its page ids in each space, and its length.
 
-Row 0 and page 0 are reserved: padded sequences point there. Pages are counted, so that requests can share a prefix; a
-partly filled page that several rows hold is copied before one of them continues in it. Full pages can be kept: they
-stay when their row is freed, and other rows begin with them. With an SWA space, a row has pages in both spaces, with
-one length.
+Row 0 and page 0 are reserved: padded sequences point there. Pages have reference counts, so that requests can share a
+prefix; a partly filled page that several rows hold is copied before one of them continues in it (copy on write). Full
+pages can be kept, for a prefix cache: they stay when their row is freed, and other rows may begin with them. With an
+SWA (sliding-window) space, a row has pages in both spaces, and one length.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _ALWAYS = np.array(ALWAYS, np.int32)  # see ONE
 
 
 class RequestTable:
-    """Rows of pages, with reference counts.
+    """The block table: one row of page ids per admitted request, with reference-counted pages.
 
-    max_num_seqs: sequences that a step may have
-    max_num_rows: requests that can be admitted at a time, at least max_num_seqs (row 0 is extra); 0: max_num_seqs
-    max_kv_len:   tokens that a row can hold
+    max_num_seqs: most sequences in a step
+    max_num_rows: most requests admitted at a time, at least max_num_seqs (row 0 is extra); 0: max_num_seqs
+    max_kv_len:   most tokens of a row
     num_pages:    pages of the full space's pool, the reserved page 0 included
-    windows:      other spaces, whose pages are given back when they have left the window
-    recurrent:    layers that keep states of rows in place of pages
+    windows:      sliding-window spaces, whose pages are freed when they have left the window
+    recurrent:    recurrent layers, which keep a state per row in place of pages
 
-    spaces:      the page table of each space; full: that of the full space
-    kept:        the pages that are kept, even if their rows are freed
+    spaces:      the page table of each space; full: that of Space.FULL
+    kept:        pages that are kept when their rows are freed, for a prefix cache
     checks:      the checks of a step before it begins
-    tokens:      the tokens of rows that are stored
-    generations: the last change of each row
-    states:      the states of rows
+    tokens:      which tokens of each row are stored
+    generations: the number of each row's last change
+    states:      the recurrent states of rows
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RequestTable:
 
     @property
     def fewest_free_pages(self) -> int:
-        """Pages that are free in the space that has the fewest."""
+        """Free pages in the space that has the fewest."""
         return min(table.num_free_pages for table in self.spaces)
 
     @property
@@ -101,13 +101,13 @@ class RequestTable:
 
     @property
     def is_empty(self) -> bool:
-        """True if no request is admitted and no page is kept, so that no stored token can be read again."""
+        """True if no request is admitted and no page is kept."""
         has_no_rows = self.num_free_rows == len(self._rows.capacity) - 1
         return has_no_rows and all(table.num_free_pages == table.num_usable_pages for table in self.spaces)
 
     @property
     def most_new_seqs(self) -> int:
-        """Sequences that a step of newly admitted requests may have."""
+        """Most sequences in a step of newly admitted requests."""
         return min(self.num_free_rows, self.max_num_seqs)
 
     def space(self, space: Space) -> PageTable:
@@ -120,7 +120,7 @@ class RequestTable:
         return self._rows.next_row
 
     def admit(self) -> int:
-        """Admits a new row without pages. Raises OutOfRows if every row is taken."""
+        """Admits a request; returns its row, which has no pages yet. Raises OutOfRows if every row is taken."""
         return self._rows.admit()
 
     def is_admitted(self, row: int) -> bool:
@@ -128,7 +128,7 @@ class RequestTable:
         return 0 <= row < len(self._rows.reserved_len) and bool(self._rows.reserved_len[row] >= 0)
 
     def reserve(self, row: int, kv_len: int) -> None:
-        """Makes room for kv_len tokens in row, in every space. Pages of the row beyond them stay.
+        """Allocates pages so that row has room for kv_len tokens in every space. It never frees pages of the row.
 
         Raises OutOfPages, NeverFits beyond max_kv_len and for more pages than the pool has, WrongState for a row that
         is not admitted, and BadSetting for an invalid length; nothing is changed then.
@@ -145,7 +145,7 @@ class RequestTable:
             self._reserve_all(np.array([row], np.int32), np.array([length], np.int32))
 
     def reserve_all(self, rows: Integers, kv_len: Integers) -> None:
-        """Calls reserve(rows[i], kv_len[i]) for every i, or for none: if it raises, all rows are unchanged.
+        """Does reserve(rows[i], kv_len[i]) for every i. If it raises, all rows are unchanged.
 
         rows, kv_len: integers [num_seqs]
         Raises what reserve() raises, and BadBatch for a row that is named twice.
@@ -205,7 +205,7 @@ class RequestTable:
         state.look_from[rows] = np.minimum(capacity, self._most) + ONE
 
     def is_reserved(self, rows: Integers, kv_len: Integers) -> bool:
-        """True if reserve_all(rows, kv_len) has nothing to do: all of these rows have room for kv_len tokens.
+        """True if reserve_all(rows, kv_len) would do nothing: all of these rows have room for kv_len tokens.
 
         rows, kv_len: integers [num_seqs]
         """
@@ -219,7 +219,7 @@ class RequestTable:
         return True
 
     def room(self, rows: Integers) -> Int32Array:
-        """int32 [n]: tokens that each row has room for in every space; -1: it is not admitted. rows: integers [n]"""
+        """int32 [n]: tokens that each row has room for in every space; -1: not admitted. rows: integers [n]"""
         rows, lengths = as_int32("rows", rows), self._rows.reserved_len
         unsigned = rows.view(np.uint32)  # negative rows are huge ones
         try:
@@ -228,13 +228,14 @@ class RequestTable:
             return np.where(unsigned < len(lengths), lengths.take(rows, mode="clip"), np.int32(-1))
 
     def evict(self, rows: Integers, kv_len: Integers) -> None:
-        """Gives back pages that no later step needs of rows[i], which have kv_len[i] tokens stored or on their way.
+        """Frees pages that have left the window of rows[i], which has kv_len[i] tokens stored or in flight.
 
-        These are the pages before the window of the token at kv_len[i], less the tokens that are kept for going back.
-        Every step does this by itself for the tokens before its own new ones; before a step, it makes room for
-        reserve(). A row that has no pages yet takes none for these tokens later, because their KV will not be read.
+        These are the pages before the window of the token at kv_len[i], except those of the tokens that are kept for a
+        rollback (RuntimeOptions.swa_kept). Every step does this by itself for the tokens before its new ones. Call it
+        before reserve() to get these pages earlier. A row without pages gets none for these tokens later, because their
+        KV will never be read.
 
-        rows, kv_len: integers [num_seqs]; lengths that are no more than the device's
+        rows, kv_len: integers [num_seqs]; lengths at most the device's
         Raises WrongState for a row that is not admitted, and BadBatch without a length for each row.
         """
         if not self._rows.windowed or len(rows) == 0:
@@ -245,11 +246,11 @@ class RequestTable:
             table.evict(rows, kv_len, self._rows.capacity[rows] // self.page_size)
 
     def fork(self, row: int, kv_len: int) -> int:
-        """Admits a row that shares the first kv_len tokens of row, page by page. Neither row stores these again.
+        """Admits a new row that shares the pages of row's first kv_len tokens. Neither row may store these again.
 
-        To compute some of them again, share fewer, or truncate() the row that goes back.
-        Raises OutOfRows, and BadBatch for tokens that row has no room for, or whose window it has given back. A child
-        whose parent has no state after kv_len tokens has none either, and is refused by the step that needs it.
+        To recompute some of them, share fewer, or truncate() the row in question.
+        Raises OutOfRows, and BadBatch for tokens that row has no room for, or whose window pages were freed. With
+        recurrent layers, if row has no state after kv_len tokens, the new row has none: the step that needs it raises.
         """
         kv_len = self._rows.must_have_room(row, kv_len, f"{kv_len} of them cannot be shared")
         self.generations.share(row)
@@ -262,12 +263,12 @@ class RequestTable:
         return child
 
     def truncate(self, row: int, kv_len: int) -> None:
-        """Cuts row to its first kv_len tokens, and gives back the pages after them.
+        """Rolls row back to its first kv_len tokens, and frees the pages after them.
 
-        If kv_len is the number of stored tokens or more, row loses only room that was reserved ahead, in every space. A
-        row that shares pages can go back only this way: the next reserve() copies the page of token kv_len if another
-        row holds it too, and takes other pages for those after it. A row that shares none may also just begin a step
-        earlier. Raises WrongState, and BadBatch for more tokens than row has room for.
+        If kv_len is at least the number of stored tokens, only pages that were reserved ahead are freed, in every
+        space. A row that shares pages can be rolled back only this way: the next reserve() copies the page of token
+        kv_len if another row holds it too, and allocates new pages after it. A row that shares no page may also simply
+        begin a step at an earlier token. Raises WrongState, and BadBatch for more tokens than row has room for.
         """
         kv_len = self._rows.must_have_room(row, kv_len, f"it cannot go back to {kv_len}")
         end, new_end = self._rows.end(row), num_pages(kv_len, self.page_size)
@@ -285,15 +286,15 @@ class RequestTable:
         self.tokens.lower_first_writable(row, kv_len)
 
     def mark_stored(self, rows: Integers, kv_len: Integers) -> None:
-        """Declares that the K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.
+        """Declares that K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.
 
-        For a caller who filled the pages by other means than steps that store in every layer: with KV that was computed
-        elsewhere, or read back from storage.
+        Call it if the pages were filled in another way than by steps: with KV that was computed elsewhere, or loaded
+        from storage.
 
-        A row that gets more stored tokens than it had has no state of recurrent layers any more: its slots have none
-        after these, or that of other tokens, which were taken back. So it begins at token 0; KVImporter.import_row()
-        brings a state with its tokens. Tokens of steps whose lengths only the device knows are no more than it had.
-        With as many tokens or fewer they are those that steps have stored; truncate() first, if they are others.
+        With recurrent layers, a row that gets more stored tokens than it had loses its state, because no state after
+        these tokens exists; its next step must begin at token 0. KVImporter.import_row() brings a state with the
+        tokens. Tokens of steps whose lengths only the device knows do not count as more. With as many tokens or fewer,
+        they must be those that steps have stored; if they are others, call truncate() first.
 
         rows, kv_len: integers [num_seqs]; rows are distinct and have room for kv_len
         Raises WrongState, BadBatch.
@@ -312,7 +313,7 @@ class RequestTable:
         self.tokens.mark(rows, kv_len)
 
     def free(self, row: int) -> None:
-        """Gives a row and its pages back. Raises WrongState for a row that is not admitted, a second free included."""
+        """Frees a row and its pages. Raises WrongState for a row that is not admitted, a second free included."""
         self._rows.must_be_admitted(row)
         self._rows.forget(row)
 
@@ -322,6 +323,6 @@ class RequestTable:
         return self.space(space).num_held(row, self._rows.end(row))
 
     def pages_of(self, row: int, space: Space = Space.FULL) -> Int32Array:
-        """The pages of a row in a space, in order; page 0 stands for those that were given back."""
+        """The page ids of a row in a space, in order; 0 for pages that were freed because they left the window."""
         self._rows.must_be_admitted(row)
         return np.array(self.space(space).entries_host[row, : self._rows.end(row)], np.int32)

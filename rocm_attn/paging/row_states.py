@@ -1,7 +1,7 @@
-"""RowStates: the host's view of recurrent states: the tag of each row, the tokens that its state serves, checkpoints.
+"""RowStates: the host's view of recurrent states: each row's tag, the token count of its state, and the checkpoints.
 
-The device refuses a step whose row has not its state (kernels/states/places.py). The host knows most of that earlier,
-and says it in a sentence. Both follow the same rule, and neither asks the other.
+The device refuses a sequence whose row does not have the state that the step needs (kernels/states/places.py). The host
+finds most such cases earlier, and raises an error that explains them. Both apply the same rule independently.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows: the rows of a request table, shared by its parts: the length of each, and its pages."""
+"""Rows: the state of a request table's rows (lengths, room, pages), which the parts of the table share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""StatePool: the memory of recurrent layers' states, cut into slots. RecurrentLayers: what a model says of them.
+"""StatePool: the memory of recurrent layers' states, in slots. RecurrentLayers: the recurrent layers of a model.
 
-Every row of the request table has two slots, 2 * row and 2 * row + 1: a step reads the one and writes the other. After
-those come the slots of checkpoints. A slot holds the state of all layers in one piece of memory, so that it is copied
-by one copy. Row 0's slots belong to no request, and nothing is written there.
+Every row of the request table has two slots, 2 * row and 2 * row + 1: a step reads one and writes the other. The slots
+of checkpoints, for a prefix cache, come after these. A slot holds the states of all layers in contiguous memory, so one
+copy copies them. Row 0's slots belong to no request, and nothing is written there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayers:
-    """The recurrent layers of a model, and how much of their states is kept. They have numbers of their own, from 0.
+    """The recurrent layers of a model, numbered from 0, and how many of their states are kept.
 
     layers:      one for each layer
-    kept:        the most new tokens of a sequence that a step keeps next to its state, and does not fold. A sequence
-                 may go back to any of them, so it is at least the number of draft tokens of a verify step plus one
-    checkpoints: states that kept pages may hold, see KeptPages.keep()
-    spacing:     a checkpoint is taken after a multiple of this many tokens, which the page size divides; 0: after any
+    kept:        the most new tokens per sequence that a step stores next to the state instead of folding them into it.
+                 A sequence can be rolled back to any of these, so verify steps need at least the number of draft tokens
+                 plus one
+    checkpoints: states that can be kept with kept pages, see KeptPages.keep()
+    spacing:     checkpoints are taken after multiples of this many tokens, a multiple of the page size; 0: after any
                  whole page
 
     Raises BadSetting.

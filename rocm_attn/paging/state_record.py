@@ -1,8 +1,8 @@
-"""A state record: the state of a request in all recurrent layers as bytes, for KVExporter and KVImporter.
+"""A state record: a request's recurrent state of all layers as bytes, for KVExporter and KVImporter.
 
-It is int64 words in lines of 32. The first line has the tokens of the state, and how many of them are folded; then come
-the bytes of a slot, which are whole lines. The K and V of the same tokens travel in the same buffer. One more word of
-the first line is chosen so that, over the lines of the record and then those of the tokens,
+It is int64 words in lines of 32. The first line has the token count of the state, and how many of these are folded into
+it; then come the bytes of a slot, which are whole lines. K and V of the same tokens are in the same buffer. One more
+word of the first line is a checksum: it is chosen so that, over the lines of the record and then those of the tokens,
 
     sum over lines i of (2 * i + 1) * (sum of the words of line i) = 0   modulo 2**64
 

@@ -1,4 +1,4 @@
-"""require_state_slots: checks tensors in which a forward keeps state of requests, before anything is captured."""
+"""require_state_slots: checks the tensors in which a forward keeps state per request, before anything is captured."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rocm_attn.paging.request_table import RequestTable
 
 
 def require_state_slots(table: RequestTable, **states: Tensor) -> None:
-    """Checks tensors of state, by name, before steps are run or captured.
+    """Checks tensors that hold state per request, given by name. Call it before steps are run or captured.
 
     Each must have an entry for every row of the request table, the reserved row 0 included, which padded sequences use.
-    So no padded batch of any size has a sequence without a slot. Raises BadTensor.
+    Then every sequence of every padded batch has an entry. Raises BadTensor.
     """
     entries = table.spaces[0].entries
     for name, state in states.items():

@@ -1,4 +1,4 @@
-"""Pool and RowTable: a step's interface to pages and their tables, the runtime's own or an engine's."""
+"""PagePool and RowTable: the interfaces by which a step uses pages and block tables, the runtime's or an engine's."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The tokens of rows: up to which token K and V are stored, and which of them other rows share.
+"""StoredTokens and StepStores: how many tokens of each row have K and V stored, and which of these other rows share.
 
-StoredTokens keeps it from step to step. StepStores keeps the layers in which the running step has stored: a step that
-raised halfway through the layers has stored nothing, and one that only attends writes to no page.
+StoredTokens has the numbers between steps. StepStores has the layers in which the running step has stored: the tokens
+of a step that raised halfway through the layers do not count as stored, and a step that only attends stores nothing.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Kernel providers: the kernels that can run attention, and the pure function that chooses among them."""
+"""Kernel providers (torch, cpu, triton, aiter): attention kernels, and the pure function that chooses among them."""

@@ -1,4 +1,4 @@
-"""Kernels of one layer that differ in their tiles: a step's shape selects the tiles for sequences of its likely length.
+"""Variants of a layer's kernel with other tiles; a step's padded shape selects one, by its likely query lengths.
 
 Tiles of few rows waste less if sequences have few new tokens, and read K and V as fast as decode does. The choice is
 part of a graph, so it depends on the padded shape alone: a step with a longer sequence is served correctly but slower.

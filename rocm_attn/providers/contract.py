@@ -1,4 +1,7 @@
-"""A provider's declarations, and a kernel's arguments. A kernel sees no pool object, no batch and no graph."""
+"""The interface of kernel providers: how they declare kernels and their limits, and the arguments of a kernel.
+
+A kernel gets tensors and numbers; it sees no pool object, no batch and no graph.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cpu provider: fast kernels for CPUs, beside the torch provider's, which are written to be read."""
+"""The cpu provider: fast kernels for CPUs. Those of the torch provider are written to be read instead."""
 
 from __future__ import annotations
 

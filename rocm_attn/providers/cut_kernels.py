@@ -1,4 +1,4 @@
-"""The bases of the triton provider's kernels, which have tiles for a problem and a cut of its steps."""
+"""Base classes of the triton provider's kernels: their tiles for a problem, and how a step's keys are split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The launches around attention, by name and parameter. rocm_attn.kernels says what each reads and writes."""
+"""The kernel launches around attention (fill, store, copies, ...), as an interface with one method for each.
+
+The modules of rocm_attn.kernels describe what each reads and writes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two kernels that serve one step: decode for its sequences with few new tokens, extend for the others."""
+"""Mixed steps by two kernels: decode for the sequences with few new tokens, extend for the others."""
 
 from __future__ import annotations
 

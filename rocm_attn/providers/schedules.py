@@ -1,4 +1,4 @@
-"""The schedules of the project's own kernels, and how several schedules are combined."""
+"""The schedules of this project's kernels: how work is divided over programs, computed on the device in each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scores of a problem and the visible keys of a step in the form that the project's own kernels take."""
+"""Converts a problem's scale, soft cap and window, and a step's mask, to arguments of this project's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses kernels: a pure function of problem, target, pool, requested provider, and kernels that are off."""
+"""Chooses a layer's kernels: a pure function of problem, target, pool, requested provider, and disabled kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Decode of sequences that share prefixes, composed of the kernels that a provider has.
+"""Decode with shared prefixes (cascade attention), composed of a provider's other kernels.
 
-prefix   the queries of a group as those of one sequence over the shared pages, not causal
-suffix   decode of each sequence over its own keys, with the sink: every sequence has at least one key there, its own
-merge    both by their log-sum-exps
+prefix   the queries of a group, as one sequence over the shared pages, not causal
+suffix   decode of each sequence over its own keys, with the sink: every sequence has at least one such key
+merge    of both, by their log-sum-exps
 """
 
 from __future__ import annotations

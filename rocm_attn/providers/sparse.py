@@ -1,8 +1,7 @@
-"""Sparse attention of providers: rows of indexers and of attention over a selection, and their kernels.
+"""Sparse attention in providers: the entries of indexer kernels and of kernels that attend to a selection.
 
-A layer whose problem has an indexer keeps the kernels of dense steps, for attend(), and gets two more, which serve
-every kind of step: one that selects, and one that attends to the selection. A layer that reuses an earlier layer's
-selection gets the second one alone.
+A layer with an indexer keeps its dense kernels, for attend(), and gets two more, which serve every kind of step: one
+selects, the other attends to the selection. A layer that reuses an earlier layer's selection gets only the second.
 """
 
 from __future__ import annotations

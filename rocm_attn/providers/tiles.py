@@ -1,4 +1,4 @@
-"""The tiles of a problem's kernels: those of a measured choice of the target, else those of the table's choice."""
+"""The tile sizes of a problem's kernels: those that the user has measured on this GPU, else those of the tables."""
 
 from __future__ import annotations
 

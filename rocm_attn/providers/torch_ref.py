@@ -1,4 +1,4 @@
-"""The torch provider: the readable kernels. It serves CPUs, and any device if it is requested by name."""
+"""The torch provider: readable kernels in torch. It serves CPUs, and any device if it is requested by name."""
 
 from __future__ import annotations
 

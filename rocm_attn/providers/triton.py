@@ -1,4 +1,4 @@
-"""The triton provider: binds the project's kernels. Reads the request table itself, so it needs no CSR."""
+"""The triton provider: binds this project's Triton kernels to problems. They read the block table without a copy."""
 
 from __future__ import annotations
 

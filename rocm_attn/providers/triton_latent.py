@@ -1,7 +1,7 @@
-"""The triton provider's kernels over latent pools: absorbed attention, whose one row per token is K and, in part, V.
+"""The triton provider's kernels over latent pools (absorbed MLA): a token's one row is K, and its first part is V.
 
-Sequences with few new tokens, such as those of speculative decoding, have their keys split over programs as in decode;
-longer ones have a program for each query block.
+Sequences with few new tokens, as in speculative decoding, have their keys split over programs, as in decode; longer
+ones have a program for each query block.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Steps of new prompts alone on sm_90: whole rows of the plain kernel, one program each.
+"""Prefill steps without cached tokens on sm_90: one program per row of the plain kernel, without splits.
 
-Sharing rows out takes a merge and a larger launch, for keys that short prompts do not have.
+Splitting a row over programs costs a merge and a larger launch, which pays off only for more keys than short prompts
+have.
 """
 
 from __future__ import annotations

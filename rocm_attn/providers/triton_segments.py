@@ -1,4 +1,4 @@
-"""The triton provider's deterministic kernels: KV is cut at absolute places; see kernels/attention/segments.py."""
+"""The triton provider's deterministic kernels: KV is split at fixed kv_index; see kernels/attention/segments.py."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Chooses the kernels and the pages of a model's layers, and checks that the kernels compute correct results."""
+"""Chooses the kernels and the page format of a model's layers, and checks that the kernels compute correct results."""

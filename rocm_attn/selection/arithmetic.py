@@ -1,10 +1,10 @@
-"""arithmetic_id: names the arithmetic of deterministic attention. Equal ids mean equal bits.
+"""arithmetic_id: an id of the arithmetic of deterministic attention. Equal ids mean bitwise equal results.
 
-A rollout and the trainer that learns from it, or two servers, compare their ids: if these are equal, both give a
-token's attention the same bits for the same q, K and V. The id covers everything that the order of sums and the choice
-of instructions follow from: the sources of the kernels, the compilers, the arch, and for each kind of layer its problem
-and its kernels with their tiles and segments. It leaves out the sizes of pages, pools, batches and graphs, which change
-no bit in deterministic mode (docs/deterministic.md). Unequal ids may still mean equal bits.
+A rollout and its trainer, or two servers, compare their ids: if these are equal, both compute a token's attention with
+the same bits from the same q, K and V. The id covers everything that decides the order of sums and the instructions:
+the sources of the kernels, the compilers, the arch, and for each kind of layer its problem and its kernels with their
+tiles and segments. It leaves out the sizes of pages, pools, batches and graphs, which change no bit in deterministic
+mode (docs/deterministic.md). Unequal ids may still mean equal bits.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _WITHOUT_BITS = frozenset({"page_size", "custom_mask", "wants_lse"})
 
 
 def arithmetic_id(selections: Sequence[Selection], guards: Guards) -> str:
-    """Returns the id of attention by these kernels, 32 hexadecimal digits.
+    """Returns an id of attention by these kernels, 32 hexadecimal digits. Equal ids mean bitwise equal attention.
 
-    It does not cover what a model does outside of attention: its products with weights, and sums over ranks.
+    It does not cover a model's work outside of attention: matrix products with weights, and sums over ranks.
 
-    selections: of a runtime, or of ExternalAttention.kernels()
+    selections: those of a runtime, or of ExternalAttention.kernels()
     guards:     of the same
 
-    Raises Unsupported if bits may depend on the batch: without deterministic mode, with a safeguard switched off, and
-    for layers that select keys.
+    Raises Unsupported if results may depend on the batch: without deterministic mode, with a safeguard switched off,
+    and for sparse attention.
     """
     if not all(selection.deterministic for selection in selections):
         raise Unsupported(

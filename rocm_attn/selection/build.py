@@ -28,16 +28,16 @@ def build_runtime(
     guards: Guards | None = None,
     agree: Agreement = alone,
 ) -> AttentionRuntime:
-    """Builds a runtime with pages of its own.
+    """Chooses kernels for a model's layers, and builds a runtime that allocates its own KV pages.
 
     problems: one for each layer; layers with equal problems share a plan
-    recurrent: layers that keep states of requests in place of K and V, with numbers of their own
-    target:   the hardware; detected if not given
-    guards:   the safeguards; if not given, all but those that the environment switches off (machine/settings.py)
-    agree:    how ranks that share a model's layers agree on kernels, graphs and faults: agreement.among(group); all of
-              them then build their runtimes, make their graphs and begin their steps in the same order
+    recurrent: recurrent layers, which keep a state per request in place of K and V; they are numbered from 0
+    target:   the device; detected if not given
+    guards:   the safeguards; default: all but those that the environment switches off (machine/settings.py)
+    agree:    how ranks that share a model's layers agree on kernels, graphs and faults: agreement.among(group). All
+              ranks must then build their runtimes, capture graphs and begin steps in the same order
 
-    Raises Unsupported if no kernel serves a layer, BadProblem and CapacityExceeded for a pool that is not possible, and
+    Raises Unsupported if no kernel serves a layer, BadProblem and CapacityExceeded for an impossible pool, and
     BadSetting for safeguards that do not exist.
     """
     device = with_index(device)

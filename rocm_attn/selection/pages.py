@@ -1,7 +1,7 @@
-"""Page size and layout of a pool, chosen before it is allocated: those with the best kernels over all layers and steps.
+"""Chooses a pool's page size and layout, before it is allocated: those with the best kernels over all layers and steps.
 
 Kernels differ in the pages that they read, and a pool has one page size and one layout for all of its layers. So the
-choice is joint: pages that suit the decode kernel may leave extend steps to a kernel that nothing else would choose.
+choice is joint: pages that suit the decode kernel may leave extend steps with a much slower kernel.
 """
 
 from __future__ import annotations

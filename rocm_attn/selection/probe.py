@@ -1,4 +1,4 @@
-"""A probe: some kernels run the model's own shape against the reference before they serve (KernelEntry.is_probed).
+"""The probe: compares some kernels with the reference, at the model's shape, before they serve (KernelEntry.is_probed).
 
 These are kernels of other libraries, which may be built without a variant, or with a wrong one, and show it only in
 their results; and kernels of this project for which a plainer one can serve, and that no GPU of their arch has run. The

@@ -1,1 +1,1 @@
-"""One step from the host's decisions to the device: plan, buffers, publication, and the calls of each layer."""
+"""One step, from the batch on the host to the kernels on the device: plan, buffers, publication, layer calls."""

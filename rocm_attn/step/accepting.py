@@ -1,9 +1,9 @@
-"""Acceptance of drafts after a verify step: which are accepted, and where their K and V go.
+"""Acceptance of draft tokens after a verify step, and the move of their K and V to their final slots.
 
 The new tokens of a sequence in a verify step are the nodes of a tree. Node 0 is its last token, which no step has
-stored before; the others are drafts. The next step needs nothing else: its lengths are Accepted.kv_len plus its new
-tokens, of which Accepted.next_token is the first. All of it is device work of fixed shape, waits for nothing, and may
-be captured with a forward.
+stored before; the others are drafts. The result is all that the next step needs: its KV lengths are Accepted.kv_len
+plus its new tokens, and Accepted.next_token is the first of these. This is device work of fixed shape: it never waits,
+and may be captured with the forward.
 """
 
 from __future__ import annotations
@@ -88,16 +88,16 @@ def _accept(given: Verified, launch: Callable[[StepOps, Accepted], None]) -> Acc
 
 
 def select_last_accepted(rows: Tensor, step: Part, num_accepted: Tensor) -> Tensor:
-    """[S, ...]: for each sequence, the row of its num_accepted-th new token.
+    """Returns for each sequence the row of its last accepted token, the num_accepted-th new one: [S, ...].
 
-    rows:         [T, ...], a forward's rows for each token of the step, for instance hidden states
+    rows:         [T, ...], one row per token of the step, for instance hidden states
     num_accepted: int32 or int64 [S], on the device: how many of its new tokens, from the first one on, a sequence
-                  keeps. State of a request that lies by rows is num_accepted_of_row[step.row_of_seq]. A number outside
-                  of 1 .. new tokens is clipped to the nearest one, so that a row of another sequence is never selected
+                  keeps. If you store it by table row, pass num_accepted_of_row[step.row_of_seq]. A number outside of
+                  1 .. new tokens is clipped, so that a row of another sequence is never selected
 
-    A draft model's step runs over W tokens of each sequence though only the device knows how many of them were
-    accepted: DeviceInputs(kv_len=..., ahead=W). This picks the rows that the next drafts start from, without waiting
-    for the device. A pad and a sequence without new tokens get a row that must not be used. Raises BadTensor.
+    Use it if a draft model's step runs over W tokens of each sequence, while only the device knows how many of them
+    were accepted: DeviceInputs(kv_len=..., ahead=W). It picks the rows that the next drafts start from, and never waits
+    for the device. Padding, and a sequence without new tokens, get a row that must not be used. Raises BadTensor.
     """
     num_tokens = step.token_ids.shape[0]
     if rows.dim() == 0 or rows.shape[0] != num_tokens:
@@ -120,9 +120,9 @@ def last_accepted(step: Part, num_accepted: Tensor) -> Tensor:
 
 
 class AcceptedMoves:
-    """Moves the K and V of accepted drafts to the places of their tokens, in all layers of a model.
+    """Moves K and V of accepted draft tokens to their final slots, in all layers of a model.
 
-    Scales of tokens and index keys move with them. There is one launch per space and kind of memory.
+    Scales per token and index keys move with them. There is one launch per space and kind of memory.
     """
 
     def __init__(self, kinds: LayerKinds, table: RowTable, pool: PagePool, ops: StepOps) -> None:

@@ -1,8 +1,8 @@
 """StepBuffers: the tensors of a step, and the workspace of its kernels, at fixed addresses and reached by name.
 
-Each buffer declares its unit, dtype, size and pad value, and grows by itself when a padded step exceeds it: the padded
-batch may be larger than the pool's rows. After seal() no buffer moves any more. The children of a split step use
-sub-ranges of the same buffers, one after the other.
+Each buffer declares its unit, dtype, size and padding value. It grows when a padded step exceeds it, because a padded
+batch may have more sequences than the table has rows. After seal() no buffer moves any more, so graphs may read them.
+The parts of a split step use consecutive sub-ranges of the same buffers.
 """
 
 from __future__ import annotations

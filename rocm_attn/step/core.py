@@ -1,4 +1,7 @@
-"""StepCore: parts of every step, for any owner of pages and tables. StepGuards: its safeguards (guards/registry.py)."""
+"""StepCore: the layers, memory and launches of steps, shared by AttentionRuntime and ExternalAttention.
+
+StepGuards are its safeguards (guards/registry.py).
+"""
 
 from __future__ import annotations
 

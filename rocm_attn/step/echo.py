@@ -1,6 +1,7 @@
-"""The echo of a step: the device's report on it when the next one was published, read from the next one's ring slot.
+"""EchoCheck: reads the error report of an earlier step, without a wait for the device.
 
-A slot is written again only when the kernels that read it are done, so the echo is there without another wait.
+When a step's inputs are published, the device writes its report on the step before into the same slot of the host ring.
+The host reuses a slot only after its kernels are done, and then finds the report there.
 """
 
 from __future__ import annotations

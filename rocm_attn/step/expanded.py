@@ -1,16 +1,15 @@
-"""Non-absorbed attention of a latent layer: latents are expanded to keys and values of every head, chunk by chunk.
+"""Non-absorbed MLA prefill: latents are expanded to K and V of every head, chunk by chunk.
 
     k, v = expand(latents)        out = softmax(scale * q . k) v        over the new tokens, and over the cached prefix
 
-Absorbed attention takes head_dim + v_head_dim products for each query, key and head, 576 + 512 in DeepSeek-V3, and
-reads no key twice; expanded attention takes 192 + 128, and expands each key once per step. So it is for prefills: many
-new tokens. The prefix is read, expanded and attended to in chunks of as many tokens as memory allows, and the chunks
-are merged by their log-sum-exps.
+Absorbed attention takes head_dim + v_head_dim products for each query, key and head: 576 + 512 in DeepSeek-V3. Expanded
+attention takes 192 + 128, but expands each key once per step. So it pays off in prefill, with many new tokens. The
+prefix is read, expanded and attended to in chunks that fit in memory, and the chunks are merged by their log-sum-exps.
 
-Expanded keys and values are packed one after the other, without pages. AITER's kernel takes rows of some dims
-(packed.py of its provider), and this project's extend kernel all others. Before AITER's kernel serves, both kernels
-compute the first rows, and again the first rows that are four times as long. If the results differ, or if AITER's
-kernel ever raises, it is not used again. The log says so once.
+Expanded K and V are packed sequence after sequence, without pages. AITER's kernel serves some head dims (packed.py of
+its provider), this project's extend kernel all others. Before AITER's kernel serves, its results are compared with this
+project's: on the first rows, and again on the first rows that are four times as long. If they differ, or if AITER's
+kernel ever raises, it is not used again, and the log says so once.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpandedPrefill:
-    """Expanded attention of one latent layer, eagerly; its latents are stored as for absorbed attention.
+    """Expanded (non-absorbed) prefill of a latent (MLA) layer, eager. Latents are stored as in absorbed attention.
 
-    problem: the layer's, latent, causal and without a window
+    problem: the layer's: latent, causal and without a window
     pages:   pages of the layer
     table:   int32 [rows, width], row, page_no -> page
     packed:  attention over the expanded keys and values
@@ -73,14 +72,14 @@ class ExpandedPrefill:
     def attend(
         self, q: Tensor, latents: Tensor, expand: Expand, *, chunk_tokens: int = 1 << 15
     ) -> tuple[Tensor, Tensor]:
-        """out [T, heads, v_dim] in q's dtype and lse float32 [T, heads] of the running step's tokens, without pads.
+        """Returns out [T, heads, v_dim] in q's dtype, and lse float32 [T, heads], for the step's T tokens, unpadded.
 
         q:            [T, heads, dim]
-        latents:      [T, head_dim], the step's own, as passed to the store
-        expand:       called with latents of new tokens and of chunks; k and v have q's dtype and one v_dim
-        chunk_tokens: tokens of the prefixes that are expanded at a time, of all sequences together; at least 1
+        latents:      [T, head_dim], those of the step's tokens, as passed to the store
+        expand:       called with latents of new tokens, and of chunks of prefixes; returns k and v in q's dtype
+        chunk_tokens: prefix tokens expanded at a time, of all sequences together; at least 1
 
-        The scale, cap and sinks are the layer's: q . k has the value that absorbed products have.
+        The layer's scale, cap and sinks apply: q . k equals the absorbed product.
         Raises BadTensor; WrongState unless a step runs; BadBatch for a round of drafts, and for a step with a mask or
         with lengths that only the device knows.
         """

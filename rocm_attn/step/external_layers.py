@@ -1,4 +1,4 @@
-"""ExternalGate and ExternalLayers: the thread that has an engine's step, and the layer calls of its model."""
+"""ExternalGate and ExternalLayers: which thread owns an engine's step, and the layer calls of the engine's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExternalRuns and EnginePublisher: how steps over an engine's storage run, for each shape, and how they begin."""
+"""ExternalRuns and EnginePublisher: plans and memory of an engine's steps for each shape, and their publication."""
 
 from __future__ import annotations
 

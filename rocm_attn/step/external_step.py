@@ -1,4 +1,4 @@
-"""ExternalStep: one step of an engine. Lengths, rows and slots are tensors of the engine."""
+"""ExternalStep: one step of an engine, described by the engine's own tensors of lengths, table rows and masks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class Causality(enum.Enum):
-    """Keys that a step's tokens see: those up to each token, later ones too, or as each layer's problem says."""
+    """The keys that a step's tokens see: earlier ones (causal), later ones too, or as each layer's problem says."""
 
     OF_LAYERS = "as its layers' problems say"
     CAUSAL = "they see themselves and what comes before"
@@ -32,7 +32,7 @@ class Causality(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OneEach:
-    """One new token in each sequence, the engine's pads included."""
+    """One new token in each sequence, as in decode; the engine's padded sequences have one too."""
 
 
 ONE_EACH = OneEach()
@@ -40,17 +40,17 @@ ONE_EACH = OneEach()
 
 @dataclass(frozen=True, slots=True)
 class NewLengths:
-    """New tokens of each sequence. of_seq: int32 or int64 [num_seqs or more], any stride, on the device"""
+    """The numbers of new tokens of sequences. of_seq: int32 or int64 [num_seqs or more], any stride, on the device"""
 
     of_seq: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """The boundaries between the new tokens of sequences.
+    """The indptr of the step's new tokens (cu_seqlens_q).
 
     of_seq: int32 or int64 [num_seqs + 1 or more], any stride, on the device: each sequence's first new token, then the
-            end of the last; the first is 0
+            end of the last; of_seq[0] is 0
     """
 
     of_seq: Tensor
@@ -66,11 +66,11 @@ NO_CELLS = NoCells()
 
 @dataclass(frozen=True, slots=True)
 class BoolCells:
-    """A mask with one byte per cell: the keys of its sequence's KV that each new token sees.
+    """A boolean mask: for each new token, which keys of its sequence's KV it sees.
 
-    cells:     bool or uint8 [n], contiguous, on the device: the [q_len, kv_len] cells of each sequence, one sequence
-               after the other; almost 2^31 of them at most
-    positions: int32 or int64 [num_tokens or more], any stride, on the device; the position of each token, for windows
+    cells:     bool or uint8 [n], contiguous, on the device: the [q_len, kv_len] mask of each sequence, concatenated;
+               n is below 2^31
+    positions: int32 or int64 [num_tokens or more], any stride, on the device; each token's position, for windows
     """
 
     cells: Tensor
@@ -91,17 +91,16 @@ class BoolCells:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpans:
-    """A mask of spans: tokens of a span see each other, also those after themselves; the rest is causal.
+    """A mask of spans: tokens of a span attend to each other in both directions; the rest is causal.
 
-    A layer says with Problem.spans_pass_window if a span overrides its window. Such a layer reads all of a span, so the
-    table must still have the pages before the window on which it lies. If an entry of them is no page of the pool, or
-    is page 0 in a table with null_page, the sequence becomes a pad, and PAGE_NOT_IN_POOL is set. Nothing tells a page
-    that was given back, and that its entry still names, from the right one. begin() reads the spans, on the current
-    stream, also for a captured step.
+    Problem.spans_pass_window says whether a span overrides a layer's window. Such a layer reads the whole span, so the
+    table must still have the span's pages before the window. If one of them is no page of the pool, or page 0 in a
+    table with null_page, the sequence becomes padding, and PAGE_NOT_IN_POOL is reported. An entry with the id of a
+    freed page is not detected. begin() reads the spans on the current stream, also for a captured step.
 
     of_step: int32 [n, 3], contiguous, on the device: sequence of the step, kv_index of the span's first token, one past
-             that of its last; without overlaps. An entry of a sequence that the step does not have is no span. A span
-             may begin before the new tokens of its sequence: those before must have seen it whole. Its end is cut to
+             that of its last; without overlaps. A row with a sequence that is not in the step is ignored. A span may
+             begin before the new tokens of its sequence, if the earlier ones have seen all of it. Its end is clipped to
              that of the sequence
     """
 
@@ -123,22 +122,22 @@ EngineMask = NoCells | BoolCells | DeviceSpans
 class ExternalStep:
     """One step: shape and bounds on the host, the rest in the engine's tensors, which are read on the current stream.
 
-    num_seqs:      entries of the engine's tensors that are used. In causal attention, entries without KV are pads, and
-                   come after all others; entries past num_seqs are not read
+    num_seqs:      entries of the engine's tensors that are used; later ones are not read. In causal attention, entries
+                   with kv_len 0 are padding, and must come last
     padded_seqs:   sequences that the step is padded to
-    padded_tokens: tokens of q, k, v and out
+    padded_tokens: rows of q, k, v and out
     kv_len:        int32 or int64 [num_seqs or more], any stride, on the device; new tokens included
-    q:             new tokens of each sequence
+    q:             the new tokens of each sequence
     rows:          int32 or int64 [num_seqs or more], any stride, on the device; rows of the engine's tables. None:
                    sequence i has row i
     min_q_len, max_q_len: fewest and most new tokens of a sequence that has any
     max_kv_len:    most tokens of a sequence
-    captured:      True if the engine captures the step or replays it. Shape, q's form, min_q_len, max_q_len, kind of
-                   mask and causality are then those of the capture; max_kv_len is ignored
-    mask:          the keys that tokens see, for layers with custom_mask
+    captured:      True if the engine captures or replays the step. A replay must have the same shape, type of q,
+                   min_q_len, max_q_len, type of mask and causality as the capture; max_kv_len is ignored
+    mask:          the keys that tokens see, in layers with custom_mask
     causality:     for all layers of the step
 
-    Lengths beyond the bounds are clipped on the device and reported. Raises BadBatch, BadTensor.
+    Lengths beyond the bounds are clipped on the device, and reported as a fault. Raises BadBatch, BadTensor.
     """
 
     num_seqs: int
@@ -160,7 +159,7 @@ class ExternalStep:
     def decode(
         cls, kv_len: Tensor, *, num_seqs: int, max_kv_len: int, rows: Tensor | None = None, captured: bool = False
     ) -> ExternalStep:
-        """One new token in each sequence, padded to the entries of kv_len.
+        """A decode step: one new token in each sequence, padded to len(kv_len) sequences.
 
         rows: if not given, sequence i has row i
         """
@@ -180,10 +179,11 @@ class ExternalStep:
         rows: Tensor | None = None,
         captured: bool = False,
     ) -> ExternalStep:
-        """Any new tokens, at boundaries q_indptr (cu_seqlens_q elsewhere), padded to the entries of kv_len.
+        """An extend step (prefill, mixed, verify): any number of new tokens, padded to len(kv_len) sequences.
 
-        num_tokens: of q, padded ones; without pads the last of q_indptr
-        num_seqs:   if not given, all entries of kv_len are used
+        q_indptr:   see Boundaries (cu_seqlens_q)
+        num_tokens: rows of q, padding included; without padding q_indptr[-1]
+        num_seqs:   default: all entries of kv_len are used
         rows:       if not given, sequence i has row i
         """
         padded = kv_len.shape[0]

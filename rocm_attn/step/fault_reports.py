@@ -1,4 +1,4 @@
-"""FaultReports: reports the faults that the device found in steps to the caller, on all ranks alike."""
+"""FaultReports: raises faults that the device found in earlier steps, at the same step on all ranks."""
 
 from __future__ import annotations
 

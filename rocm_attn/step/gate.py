@@ -1,12 +1,12 @@
-"""StepGate: the one way into a step, and the one place that decides what may touch its rows, pages and graphs.
+"""StepGate: begins and ends every step, and is the one place that allows access to a step's rows, pages and graphs.
 
-    stage    host: check, pad, plan, grow buffers;  device: page copies, table updates, publish
-    fill     device: derive metadata; captured with a captured step
-    layers   store and attend, or the replay of a graph that is all of the step
+    stage    host: check, pad, plan, grow buffers;  device: page copies, block table updates, publication of the inputs
+    fill     device: compute metadata; part of the graph in a captured step
+    layers   store and attend, or the replay of a graph that contains the whole step
     end      host only
 
-Eager steps, graphs and steps that run again all come through here. A step remembers the number of the last change of
-its rows; every later read or write through it checks whether they have changed since.
+Eager steps, replayed graphs and repeated steps all go through here. A step remembers the table's change count when it
+was staged; every later read or write through the step checks that its rows have not changed since.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from rocm_attn.step.step import VIEWS_OF_PART, Part, RoundTree, Series, Step
 
 
 class Again(Enum):
-    """A plan: the step that was staged last runs once more, on inputs that the device has written over its own.
+    """A plan that runs the last staged step once more, on inputs that the device has written in place of the old ones.
 
-    Only changes of the table are published, and no page is given back. The error word is kept, so the next publication
-    reports the faults of all these runs. Their stored tokens count once mark_stored() of the table is called.
+    Only changes of the block table are published, and no page is freed. The error word is kept, so the next published
+    step reports the faults of all these runs. Tokens that they store count as stored after the table's mark_stored().
     """
 
     AGAIN = "again"
@@ -77,10 +77,10 @@ class RanStep(NamedTuple):
 
     @property
     def inputs(self) -> StepTensors:
-        """The step's inputs in the full space.
+        """The step's input tensors in the full space.
 
-        The device may write those of another step there, of the same rows and sizes, and with lengths for which the
-        host has reserved pages.
+        The device may write the inputs of the next step there, if that has the same rows and sizes, and lengths for
+        which the host has reserved pages.
         """
         return self.children[0].spaces[0]
 
@@ -91,10 +91,10 @@ _Staged = tuple[StepBatch, StepPlan, Children, int, str]
 
 
 class Effects(NamedTuple):
-    """Effects of a graph of steps, as the host saw them when it was recorded.
+    """The changes that a captured graph makes to the host's bookkeeping, noted when it was recorded.
 
     layers: bit i is set if it stores in layer i; see StepStores.layers
-    moves:  True if it moves the drafts that it accepts
+    moves:  True if it moves K and V of accepted drafts
     """
 
     layers: int
@@ -110,7 +110,7 @@ _STEP = "step"
 
 
 class StepHolder:
-    """The thread that has begun a step, or none; other threads are refused. state: of its step"""
+    """Which thread has begun a step, if any; other threads are refused. state: of that step"""
 
     __slots__ = ("_taking_over", "_thread_of", "state")
 
@@ -125,10 +125,10 @@ class StepHolder:
         return self._thread_of.get(_STEP) == get_ident()
 
     def begin(self, what_fails: str) -> None:
-        """Takes the step for the current thread. Raises WrongState if another one has it, or this one has begun it.
+        """Makes the current thread the owner. Raises WrongState if another thread is, or this one has begun a step.
 
-        Taking it again is harmless, so an interrupt right after it was taken leaves nothing to clean up. A thread that
-        has ended has no step.
+        Repeating it is harmless, so an interrupt right after it leaves nothing to clean up. A thread that has ended
+        owns no step.
         """
         me = get_ident()
         # setdefault reads and writes atomically, whatever other threads do.
@@ -148,7 +148,7 @@ class StepHolder:
 
     @contextmanager
     def idle(self, what_fails: str) -> Iterator[None]:
-        """Holds the step for the current thread without beginning one. Raises WrongState."""
+        """Returns a context in which no step may begin and none runs. Raises WrongState."""
         self.begin(what_fails)
         try:
             yield
@@ -156,11 +156,11 @@ class StepHolder:
             self.give_back()
 
     def alone(self, what_fails: str) -> AbstractContextManager[None]:
-        """Holds the step for the current thread, begun or not. Raises WrongState."""
+        """Returns a context in which only the current thread may use the step, begun or not. Raises WrongState."""
         return nullcontext() if self.is_mine else self.idle(what_fails)
 
     def give_back(self) -> None:
-        """Releases the step of the current thread, which has ended."""
+        """Gives up the current thread's ownership, after its step has ended."""
         self.state = IDLE
         self._thread_of.clear()
 
@@ -299,9 +299,9 @@ class StepGate:
         return tuple(parts)
 
     def replay_again(self, replay: Callable[[], object]) -> None:
-        """Runs the last step again by a graph that is all of it: stage() with AGAIN, its replay, and its end.
+        """Runs the last step again by a graph that contains all of it: does stage() with AGAIN, the replay, and end().
 
-        The graph stores the same tokens as the same step before. Raises WrongState.
+        The graph stores the same tokens as the step did before. Raises WrongState.
         """
         self.holder.begin("a step cannot begin")
         try:
@@ -332,7 +332,7 @@ class StepGate:
 
     @property
     def last(self) -> RanStep | None:
-        """The step that AGAIN runs; None if none was staged last, or it may not store."""
+        """The step that AGAIN would run; None if there is none, or it may not store."""
         staged = self._staged
         ran = staged if type(staged) is RanStep else self._ran()
         return ran if ran is not None and ran.repeats else None
@@ -349,12 +349,12 @@ class StepGate:
 
     @property
     def may_go_again(self) -> RanStep | None:
-        """The step that AGAIN would run now; None if there is none, or one of its rows has changed."""
+        """Like last(), but also None if one of its rows has changed since."""
         last = self.last
         return None if last is None or self._changed_rows(last, 0) else last
 
     def move_on(self) -> None:
-        """Declares that AGAIN has later tokens each time; the caller makes sure that no row shares them by then."""
+        """Declares that each AGAIN stores later tokens; the caller makes sure that no other row shares them."""
         self._moves_on = True
 
     def _changed_rows(self, step: RanStep, staying: int) -> list[int]:
@@ -441,7 +441,7 @@ class StepGate:
             (self._streams.follow if self.holder.state is IDLE else self._streams.join)()
 
     def take_inputs(self, step: Step) -> None:
-        """Records the head of a whole step's graph, which takes the inputs that stage() leaves to it."""
+        """Records the beginning of a whole step's graph, which reads the inputs that stage() has left to the graph."""
         with on_device(self.device):
             self._streams.join()
             self._publisher.take_inputs(step.children[0])
@@ -514,7 +514,7 @@ class StepGate:
         self.holder.give_back()
 
     def abandon(self) -> None:
-        """Closes a step that was staged and will not run. A fault in its inputs is reported when they come again."""
+        """Closes a step that was staged and will not run. A fault in its inputs is reported by the next such step."""
         step = self._step
         if self.holder.is_mine and self.holder.state is STAGED and step is not None:
             with on_device(self.device):
@@ -522,7 +522,7 @@ class StepGate:
         self.end()
 
     def start_over(self, padding: PaddingPolicy) -> None:
-        """Drops all references to the memory of steps, and pads by another policy from now on."""
+        """Drops all references to the memory of steps, and uses another padding policy from now on."""
         self.planner.start_over(padding)
         self._kept, self._staged = _NOTHING_KEPT, None
 

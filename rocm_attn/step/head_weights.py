@@ -1,4 +1,4 @@
-"""HeadWeights: learned parameters of each query head's softmax, in addition to q, k and v."""
+"""HeadWeights: learned parameters of each query head's softmax: attention sinks and ALiBi slopes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from rocm_attn.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The head weights of one layer; [q_heads] each, or None if the layer's problem has none.
+    """Sinks and ALiBi slopes of one layer's query heads; [q_heads] each, or None if the layer's problem has none.
 
-    They may have any floating dtype, strides and device when passed to a runtime; the runtime's copies are float32 and
-    contiguous.
+    A runtime takes any floating dtype, strides and device; its own copies are float32 and contiguous.
 
-    sinks:        a logit in the denominator of every softmax of the head
-    alibi_slopes: the amount that the head's logits lose per token of distance
+    sinks:        a logit that is added to the denominator of each softmax of the head
+    alibi_slopes: how much the head's logits decrease per token of distance
     """
 
     sinks: Tensor | None = None
@@ -80,10 +79,10 @@ class LayerHeadWeights:
         self.of: Callable[[int], HeadWeights] = self._given.__getitem__
 
     def set(self, layer: int, weights: HeadWeights) -> None:
-        """Gives a layer all weights that its problem has. Later steps use them, graphs too.
+        """Sets all weights that a layer's problem has. Later steps use them, captured graphs too.
 
-        The values are copied, on the current stream: to change them, call set() again; writing into the tensors that
-        were passed has no effect. Raises BadTensor; nothing has changed then.
+        The values are copied, on the current stream. To change them, call set() again: writing to the given tensors has
+        no effect. Raises BadTensor; nothing has changed then.
         """
         if not 0 <= layer < len(self._problems):
             raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._problems) - 1}")

@@ -1,4 +1,4 @@
-"""HostRing: pinned host memory from which kernels read the host's decisions for a step."""
+"""HostRing: a ring of pinned host memory from which kernels read a step's inputs: lengths, rows, table changes."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from rocm_attn.step.head_weights import NewHeadWeights
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """One layer's scales: an element of K is its code times k, an element of V its code times v.
+    """One layer's scales of eight-bit K and V: an element of K is its code times k, an element of V its code times v.
 
-    k, v: a number, or floating tensors of any device: [] or [1] if kv_scales is LAYER, [kv_heads] if it is HEAD
-    made_for: the encoding that they were found for; LIKE_Q: the layer's. Checkpoints give theirs for E4M3FN: in a layer
-              of E4M3FNUZ they are doubled, because the same bits have half the value
+    k, v: a number, or a floating-point tensor on any device: [] or [1] if kv_scales is LAYER, [kv_heads] if it is HEAD
+    made_for: the encoding that the scales were computed for; LIKE_Q: the layer's. Checkpoints have scales for E4M3FN; a
+              layer of E4M3FNUZ doubles them, because the same bits have half the value
     """
 
     k: Tensor | float
@@ -29,7 +29,10 @@ class KVScales:
     made_for: KVEncoding = KVEncoding.LIKE_Q
 
     def of(self, layer: int, problem: Problem) -> tuple[Tensor, Tensor]:
-        """float32 scales of a layer in the form of its pages. Raises BadTensor; waits for tensors on a device."""
+        """Returns k and v, float32 on the host, converted to the layer's encoding. Raises BadTensor.
+
+        Waits for the device if a scale lies there.
+        """
         if problem.kv_scales not in (Scales.LAYER, Scales.HEAD):
             raise BadTensor(
                 f"layer {layer} has {problem.kv_scales.value}; scales can be set only by problems with kv_scales "

@@ -1,4 +1,4 @@
-"""LayerKinds: groups the layers of a model that are alike, with their kernels and the spaces of their pages."""
+"""LayerKinds: groups of equal layers of a model, with the kernels of each group and the space of its pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers: checks and launches the calls of a forward in each layer, for a step or for one half of a split one."""
+"""Layers: store, attend and the other layer calls of a forward: checks their tensors and launches their kernels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""StepMemory: the device memory of steps. A sealed part for steps that graphs replay, an open part for all others.
+"""StepMemory: the device memory of steps: metadata and workspace.
 
-A step that is not split has one child, itself; the children of a split one have sub-ranges of the same buffers.
+Captured steps use a sealed part, whose addresses never change; other steps use an open part, which may grow. A child is
+the memory of one part of a step; the children of a split step are sub-ranges of the same buffers.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class SelectedPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """Views of the buffers of a step, or of a child of a split one, at its padded sizes.
+    """Views of the buffers for one step, or for one part (child) of it, at its padded sizes.
 
     spaces:    the step in each space, in the table's order; tensors that belong to no space are the same in all of them
     of_kind:   per kind of layer, the step in its space: its layers write to its slots and read through its table. If
@@ -165,20 +166,20 @@ class StepMemory:
         return self._sealed.epoch, self._open.epoch
 
     def seal(self, shapes: Sequence[PaddedShape]) -> None:
-        """Makes room for steps of all these shapes and smaller ones, then fixes every address that such steps read."""
+        """Allocates memory for steps of all these shapes and smaller ones, then fixes all addresses that they read."""
         for shape in shapes:
             self._sealed.ensure(shape)
         self._sealed.seal()
 
     def part_for(self, shapes: Sequence[PaddedShape]) -> StepBuffers:
-        """Allocates room for steps of all these shapes and smaller ones; nothing uses it before take()."""
+        """Allocates memory for steps of all these shapes and smaller ones; it is not used before take()."""
         part = self.new_part()
         for shape in shapes:
             part.ensure(shape)
         return part
 
     def take(self, part: StepBuffers) -> None:
-        """Uses another part for steps that graphs replay; no graph that reads the old one may be replayed again."""
+        """Replaces the memory of captured steps; no graph that reads the old memory may be replayed again."""
         self._sealed = part
 
     def device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:

@@ -1,8 +1,8 @@
-"""Merging attention over parts of the keys into attention over all of them.
+"""Merges attention over disjoint parts of the keys, by their LSEs, into attention over all of them.
 
 A side is the result of attend() over some of the keys: out [tokens, heads, dim], and lse float32 [tokens, heads], the
-natural log of the softmax denominator. Sides share no key; a sink belongs to one of them. A side that has seen no key
-has LSE -inf, and its out is not read; a token for which no side has keys gets 0 and -inf.
+natural log of the softmax denominator. Sides share no key; a sink is counted in one of them only. Where a side has LSE
+-inf it saw no key, and its out is not read; a token for which no side has keys gets 0 and -inf.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def merge_state(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> t
 
 
 def merge_states(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Returns out and lse over the keys of all sides, one or more; out has the dtype of the first. Raises BadTensor.
+    """Merges (out, lse) of one or more sides; returns out and lse over all keys. Raises BadTensor.
 
-    More than two are merged from the first to the last, in float32 until then.
+    out has the dtype of the first side. Sides are merged in order, in float32.
     """
     _check(sides)
     merged, merged_lse = sides[0]

@@ -1,8 +1,7 @@
-"""Metrics: counts and times of steps and requests, and Prometheus' text format of them, version 0.0.4.
+"""Metrics: counts and durations of steps and requests, with their text in Prometheus' format, version 0.0.4.
 
-A metric is one field of Metrics: its help, its words and its kind. The object that sees an event counts it there;
-snapshots, their text, their JSON, the text for Prometheus, and the reports of the engine and the command line follow
-from the field.
+Each metric is one field of Metrics, with its help and its kind. The object that sees an event counts it in that field;
+snapshots, JSON, Prometheus' text, and the reports of the engine and the command line are all generated from the fields.
 """
 
 # ruff: noqa: RUF009  # what is called in a default makes a field
@@ -25,14 +24,14 @@ _Histogram = TypeVar("_Histogram", bound="Durations")
 
 @dataclass(slots=True)
 class Durations:
-    """Counts of durations in fixed buckets, and their sum.
+    """A histogram of durations: counts in fixed buckets, and the sum.
 
-    Counts of several servers, and of one server at several moments, can be added and subtracted. Noting one takes less
-    than a microsecond, and no memory.
+    Histograms of several servers, or of one server at several times, can be added and subtracted. note() takes less
+    than a microsecond and allocates nothing.
 
-    counts:  of each bucket of `bounds`, bounds included, and of longer durations
-    total:   seconds, of all together
-    longest: seconds
+    counts:  durations in each bucket (`bounds` are upper bounds, inclusive), then those above the last bound
+    total:   sum, in seconds
+    longest: in seconds
     """
 
     bounds: ClassVar[tuple[float, ...]] = BOUNDS
@@ -53,7 +52,7 @@ class Durations:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:
-        """Seconds that this share of all did not exceed: the bound of a bucket, or the longest of all."""
+        """The quantile in seconds, for a share of [0, 1]: the upper bound of its bucket, or the longest duration."""
         left = share * self.count
         for bound, count in zip(self.bounds, self.counts, strict=False):
             left -= count
@@ -62,7 +61,7 @@ class Durations:
         return self.longest
 
     def copy(self: _Histogram) -> _Histogram:
-        """Durations that do not change when these do."""
+        """An independent copy."""
         return type(self)(list(self.counts), self.total, self.longest)
 
     def as_dict(self) -> dict[str, float]:
@@ -142,9 +141,9 @@ def _state(help: str, words: str, labels: tuple[str, ...]) -> Any:
 
 @dataclass(slots=True)
 class Metrics:
-    """Counts since a runner was built, and values at the moment of a snapshot; each field's help describes it.
+    """Counters since a runner was built, and gauges read at a snapshot; each field's help describes it.
 
-    One runner owns it; callers that serve through it (engine, scheduler, sampled check) count in the same object.
+    A runner owns it; the engine, scheduler and sampled check above that runner count in the same object.
     """
 
     steps: int = _counter("steps run", "{} steps")
@@ -246,7 +245,7 @@ class Metrics:
         self.request_prompt_tokens.note(num_tokens)
 
     def note_end(self, reason: str, seconds: float, num_tokens: int) -> None:
-        """Notes that a request has ended. seconds: since it was taken; num_tokens: new ones"""
+        """Notes that a request has ended. seconds: since it was accepted; num_tokens: generated tokens"""
         self.requests_ended[reason] = self.requests_ended.get(reason, 0) + 1
         self.request_seconds.note(seconds)
         self.request_new_tokens.note(num_tokens)
@@ -259,13 +258,13 @@ class Metrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second of steps, without the time for making graphs."""
+        """New tokens per second of step time, without graph capture."""
         stepping = self.seconds - self.capture_seconds
         return self.new_tokens / stepping if stepping > 0 else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a sequence got per step that verified its drafts, on average; 0 if there was no such step."""
+        """Mean tokens per sequence and verify step (accepted drafts and the next token); 0 without such steps."""
         return 1 + self.accepted_drafts / self.verifications if self.verifications else 0.0
 
     @property
@@ -274,7 +273,7 @@ class Metrics:
         return self.new_tokens / self.steps if self.steps else 0.0
 
     def snapshot(self, **now: float | Reason) -> Metrics:
-        """A copy that never changes. now: the metrics that are read at this moment, by name"""
+        """An independent copy. now: values of gauges, by name"""
         values = self._values()
         owned = {name: value.copy() for name, value in values.items() if isinstance(value, dict | Durations)}
         return _Snapshot.of({**values, **owned, **now})
@@ -308,7 +307,7 @@ class Metrics:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def lines(self) -> list[str]:
-        """Every metric that is not zero or empty, in words: a line of counts, and a line of times."""
+        """All metrics that are not zero or empty, in words: a line of counts, and a line of durations."""
         counts, times = list[str](), list[str]()
         for each in fields(self):
             value = getattr(self, each.name)

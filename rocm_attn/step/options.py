@@ -1,4 +1,4 @@
-"""RuntimeOptions: the size of a runtime with pages of its own, and which of its steps may be captured."""
+"""RuntimeOptions: the sizes of a runtime that allocates its own KV pages, and which of its steps may be captured."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from rocm_attn.providers.contract import PoolSize
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """Sizes of an AttentionRuntime, and which of its steps may be captured. All of it is host values.
+    """Sizes of an AttentionRuntime, and which of its steps may be captured as graphs. All are host values.
 
     num_pages:       pages of the KV pool, the reserved page 0 included
-    max_num_seqs:    sequences of a step; a padded step may be larger
+    max_num_seqs:    most sequences in a step; a padded step may be larger
     max_kv_len:      tokens of the longest sequence
-    max_num_rows:    requests that can be admitted at a time, at least max_num_seqs; 0: max_num_seqs. Requests that take
-                     no part in a step keep their KV
-    swa_pages:       pages of a pool of its own for layers with a window, the reserved page 0 included. In it a request
-                     holds only the pages of its window, and gives back those that have left it; 0: one pool for all
-    swa_kept:        tokens before a window that stay in that pool: at least the number that a sequence may go back, for
-                     instance by the rejected drafts of a verify step
-    first_swa_page:  the first page of that pool that is handed out. From num_pages on, no id is used in both pools
+    max_num_rows:    most requests admitted at a time, at least max_num_seqs; 0: max_num_seqs. Requests that are not in
+                     a step keep their KV
+    swa_pages:       pages of a separate pool for sliding-window layers, the reserved page 0 included. There a request
+                     holds only the pages of its window; older ones are freed. 0: one pool for all layers
+    swa_kept:        tokens before the window that stay in that pool: at least the number of tokens that a sequence may
+                     be rolled back by, for instance the rejected draft tokens of a verify step
+    first_swa_page:  the first page id of that pool in use. From num_pages on, no id is used in both pools
     provider:        "auto", "torch", "triton" or "aiter"
-    capture_sizes:   sequence counts that decode steps are padded to and may be captured at; None: a ladder up to
-                     max_num_seqs. Captured memory has room for all steps that may be captured; other steps run eagerly.
-                     To run without graphs, use a StepRunner whose recorder is None
-    capture_tokens:  token counts, likewise, of steps with several new tokens per sequence; by default none is captured
-    verify_tokens:   new tokens of a sequence in steps that verify drafts, its last token included. Steps with up to
-                     this number are padded to it for each padded sequence, at the sizes of capture_sizes; 0: they are
+    capture_sizes:   sequence counts that decode steps are padded to and may be captured at; None: default_ladder() up
+                     to max_num_seqs. Memory is reserved for all steps that may be captured; other steps run eagerly. To
+                     run without graphs, use a StepRunner whose recorder is None
+    capture_tokens:  the same for token counts of steps with several new tokens per sequence; default: none is captured
+    verify_tokens:   new tokens per sequence in steps that verify draft tokens: the drafts and the token before them.
+                     Steps with at most this number are padded to it in each sequence, and to capture_sizes; 0: they are
                      padded like other steps
-    prompt_tokens:   token counts of steps with prompts in them, all at the largest of capture_sizes, one graph for each
-    split_steps:     True if steps that are split in two may be captured
-    shared_prefixes: True if decode steps that share prefixes (batch/prefixes.py) may be captured
-    drafts:          the rounds of drafts that may be captured. Several branches take masks in every layer
-    mask_keys:       keys before a sequence's new ones that the masks of captured steps have room for, a bit for each of
-                     them and each padded token
+    prompt_tokens:   token counts at which steps with prompts (prefill, mixed) may be captured, one graph for each, all
+                     padded to the largest of capture_sizes
+    split_steps:     True if steps in two halves may be captured
+    shared_prefixes: True if decode steps with shared prefixes (batch/prefixes.py) may be captured
+    drafts:          the draft rounds that may be captured. Several branches need custom_mask in every layer
+    mask_keys:       keys before a sequence's new ones for which masks of captured steps have room, one bit per key and
+                     padded token
     deterministic:   True if a sequence's results must be bitwise the same in any batch, padded and chunked in any way
                      (docs/deterministic.md)
 
@@ -117,15 +118,15 @@ class RuntimeOptions:
 
     @property
     def pool_size(self) -> PoolSize:
-        """The size of the pool for which kernels are chosen."""
+        """The pool size that kernels are chosen for."""
         return PoolSize(max(self.num_pages, self.swa_pages), self.max_kv_len, self.max_num_seqs)
 
     def spaces(self, problems: Sequence[Problem]) -> tuple[Space, ...]:
-        """The space that each layer lives in; problems: one for each layer."""
+        """The space of each layer's pages. problems: one for each layer"""
         return tuple(space_of(problem, has_swa=self.swa_pages > 0) for problem in problems)
 
     def windows(self, problems: Sequence[Problem]) -> tuple[SpacePages, ...]:
-        """The SWA space, if there is one. Raises NeverFits."""
+        """The pages of the sliding-window (SWA) space, if there is one. Raises NeverFits."""
         if not self.swa_pages:
             return ()
         # A row of several tokens is folded from tokens before its last one.
@@ -134,7 +135,7 @@ class RuntimeOptions:
         return (SpacePages(Space.SWA, self.swa_pages, "swa_pages", window_left, self.swa_kept, self.first_swa_page),)
 
     def padding(self, problems: Sequence[Problem]) -> PaddingPolicy:
-        """The ladders that steps are padded to, and the steps that may be captured."""
+        """The sizes that steps are padded to, and which steps may be captured."""
         extras = {Extra.NOTHING}
         if any(problem.custom_mask for problem in problems):
             extras.add(Extra.MASK)

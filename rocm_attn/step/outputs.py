@@ -1,7 +1,7 @@
-"""Outputs of a forward: a tensor, PerToken, None, or a tree of these: lists, tuples, dicts and dataclasses.
+"""Outputs of a forward: a tensor, PerToken, None, or lists, tuples, dicts and dataclasses of these.
 
-A tensor has a row for each sequence, [S, ...]; PerToken wraps one with a row for each token, [T, ...]. Shapes do not
-tell them apart: in a decode step S and T are equal, and in others they may be.
+A plain tensor has one row per sequence, [S, ...]; PerToken wraps one with a row per token, [T, ...]. Shapes alone do
+not distinguish them: in a decode step S and T are equal.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Outputs = TypeVar("Outputs", default=Tensor)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerToken:
-    """A tensor in a forward's outputs that has a row for each padded token of its step, [T, ...].
+    """Marks a tensor in a forward's outputs that has one row per padded token of its step, [T, ...].
 
-    In the outputs of a step it has a row for each real token, [num_tokens, ...], in the order of the batch.
+    StepRunner.run() returns it with one row per real token, [num_tokens, ...], in the order of the batch.
     """
 
     tensor: Tensor

@@ -1,4 +1,4 @@
-"""StepPlan: how a step runs, with the key of its graph. make_plan() makes it from values."""
+"""StepPlan: how a step runs (padded shape, kernels, lengths baked in), and the key of its graph."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Everything that a capture freezes; two steps may share a graph only if their keys are equal.
+    """Everything that a capture bakes in: two steps may share a graph only if their keys are equal.
 
-    shape:      step kind, padded sequences and tokens, and the number of children
-    max_q_len:  bound on new tokens of a sequence
-    max_kv_len: length bucket; the table's width for kernels that bake in no length
+    shape:      step kind, padded sequences and tokens, and the number of parts
+    max_q_len:  bound on the new tokens of a sequence
+    max_kv_len: KV length bucket; for kernels that bake in no length, the tokens of a whole table row
     kernels:    per kind of layer, the kernel with its tiles
     """
 
@@ -44,17 +44,17 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """How a step runs. Compared by identity; two plans with equal keys mean the same launches.
+    """How a step runs. Plans are compared by identity; two plans with equal keys make the same launches.
 
     key:             identifies the launches
-    shape:           the key's shape; each step reads it, and the num_halves and draft_steps that follow from it
-    kernels:         per kind of layer
-    bounds:          the host's bounds of the step, or of each half of a split one
-    pads:            values in padded sequences
+    shape:           the key's shape, from which num_halves and draft_steps follow
+    kernels:         the kernel of each kind of layer
+    bounds:          the host's bounds on lengths in the step, or in each half of a split one
+    pads:            the values of padded sequences
     replayable:      True if the step may run as a graph
     schedule_of_kind: per kind of layer, the first kind whose kernel builds the same schedule
     built_kinds:     the kinds whose schedules are built
-    builds_by_launches: True if they are built by launches alone
+    builds_by_launches: True if these are built by kernel launches alone
     prepared_of_kind: per kind of layer, True if calls of its kernel may be repeated by their launches (prepared.py)
     """
 
@@ -73,7 +73,7 @@ class StepPlan:
 
 
 def kv_len_bucket(max_kv_len: int, limit: int) -> int:
-    """The bucket of a longest length: a power of two from SMALLEST_KV_BUCKET up, at most limit."""
+    """The bucket of a step's longest KV length: a power of two from SMALLEST_KV_BUCKET up, at most limit."""
     return min(limit, max(SMALLEST_KV_BUCKET, next_power_of_2(max_kv_len)))
 
 

@@ -1,4 +1,4 @@
-"""Planner: finds the plan of a batch. Steps that are padded to the same shape share a plan, and so a graph."""
+"""Planner: finds the StepPlan of a batch. Steps that are padded to the same shape share a plan, and so a graph."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class PlanningGuards:
 
 
 class Planner:
-    """Plans for one set of kernels and one padding policy.
+    """Makes and keeps the plans for one set of kernels and one padding policy.
 
-    selections: per kind of layer
-    device:     of the runtime
-    max_kv_len: tokens that a row of the table has room for
-    sealed_tensors: tensors in the memory of steps that graphs read; no plan depends on them
+    selections: the kernels of each kind of layer
+    device:     the runtime's device
+    max_kv_len: most tokens of a row of the table
+    sealed_tensors: the tensors that graphs read; no plan depends on them
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Planner:
         return batch.max_q_len == batch.min_q_len <= _MOST_VERIFIED
 
     def admit(self, batch: StepBatch, plan: StepPlan) -> StepPlan:
-        """The plan, if the batch fits it. Raises NeverFits, WrongState for an old plan, and what plan() raises."""
+        """Returns the plan if the batch fits it. Raises NeverFits, WrongState for an old plan, what plan() raises."""
         if plan.replayable and self._plan_of_key.get(self._graph_key(plan.key)) is not plan:
             raise WrongState("the plan was made before the sealed addresses were released; plan the step again")
         _require_fit(batch, plan.shape)

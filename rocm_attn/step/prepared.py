@@ -1,13 +1,13 @@
-"""PreparedCalls: repeats a layer call by its launches alone, with other addresses.
+"""PreparedCalls: makes eager layer calls cheap on the host, by repeating their recorded launches with new addresses.
 
-Triton checks every argument of every launch to find the compiled variant, and a launcher asks tensors for their sizes.
-For one layer of attention that costs ten times as much as the launches. A call of equal form needs the same variants
-with the same numbers. So the first call of a form runs unchanged, with all its checks, and its launches are recorded;
-later calls of that form put their own addresses into those launches. A layer with the same arguments as the last time,
-at the same addresses, has nothing to replace.
+Triton checks every argument of every launch to find the compiled variant, and a launcher reads the sizes of tensors.
+For one layer of attention that costs ten times as much as the launches. Calls with equal shapes, dtypes and strides
+need the same variants and the same numbers. So the first such call runs unchanged, with all its checks, and its
+launches are recorded; later calls put their own addresses into those launches. If a layer's arguments have the same
+addresses as last time, nothing is replaced.
 
-A call is not prepared if it does more than its launches, if a launch uses memory that belongs neither to the call, nor
-to the layer, nor to the step, or if tensors do not begin at a multiple of 16 bytes.
+A call is not prepared if it does more than launch kernels, if a launch uses memory that belongs neither to the call,
+nor to the layer, nor to the step, or if a tensor does not begin at a multiple of 16 bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Protocols between the parts of a step: for running steps, for the calls of a forward, and for observers."""
+"""Protocols of a step: for objects that run steps, for the layer calls of a forward, and for observers."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class RunsSteps(Protocol[Outputs_co]):
 
 
 class LayerCalls(Protocol):
-    """The calls of a model's forward in each layer: the layers of a step, or a wrapper of them. T padded tokens.
+    """The calls that a model's forward makes in each layer, for T padded tokens: Part.layers, or a wrapper of it.
 
-    Each raises BadTensor for tensors that do not fit, and WrongState unless its step runs.
+    Each call raises BadTensor for tensors that do not fit, and WrongState if its step is not running.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes the step's new keys and values of a layer to their slots; padded tokens are dropped.
+        """Writes K and V of the step's new tokens to their slots in a layer; padded tokens are dropped.
 
-        k, v: [T, kv_heads, head_dim | v_head_dim]; any strides but the last. In a latent layer, v is the first part of
-              k: k[..., :v_head_dim]
-        Raises BadBatch for a step that begins within tokens that a row shares.
+        k, v: [T, kv_heads, head_dim | v_head_dim]; last stride 1, others free. In a latent layer, v is the first part
+              of k: k[..., :v_head_dim]
+        Raises BadBatch if the step would overwrite tokens that a row shares with another one.
         """
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attends from the step's new tokens to all stored tokens of their sequences.
+        """Computes attention of the step's new tokens over the stored tokens of their sequences.
 
-        A layer that keeps no K and V and reads another's attends by that layer's number, after that one has stored.
+        A layer that shares another layer's K and V passes that layer's number, after that layer has stored.
 
-        q, out: [T, q_heads, head_dim | v_head_dim]; any strides but the last; padded tokens of out receive zeros
+        q, out: [T, q_heads, head_dim | v_head_dim]; last stride 1, others free; padded tokens of out become 0
         lse:    float32 [T, q_heads]; if given, receives the natural log of the softmax denominator (the sink included),
-                -inf for pads and for a token that sees no key, with or without a sink
-        Raises BadBatch if the step has not stored and needs tokens that were never stored.
+                -inf for padding and for a token that sees no key, with or without a sink
+        Raises BadBatch if the step has not stored in this layer and needs tokens that were never stored.
         """
 
     def store_and_attend(
@@ -67,101 +67,103 @@ class LayerCalls(Protocol):
 
     @abstractmethod
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """Applies norms and rotary embedding to the projected q, k and v, and stores, in one launch.
+        """Applies norms and rotary embedding to the projected q, k and v, and stores k and v, in one launch.
 
-        The result is that of the same work in float32, rounded once, then store(layer, k, v). Positions are the step's.
+        It computes in float32 and rounds once; then it is store(layer, k, v). Positions are Part.positions.
 
-        q, q_out: [T, q_heads, head_dim]; any strides but the last. q_out is the input of attend(), and may be q itself.
-                  In a latent layer, which gets q's first part from elsewhere, [T, q_heads, work.rope.dim] is enough
+        q, q_out: [T, q_heads, head_dim]; last stride 1, others free. q_out is the input of attend(), and may be q. In a
+                  latent layer, whose q gets its other part elsewhere, [T, q_heads, work.rope.dim] is enough
         k, v:     as in store(); not changed
-        work:     the layer's; made once, it is checked once
-        A token at a position outside of the rope's table gets NaN in q_out, and is reported as not finite.
+        work:     the layer's work. Keep the object: it is checked only once
+        A token at a position outside of the rope table gets NaN in q_out, and is reported as not finite.
         Raises what store() raises.
         """
 
     @abstractmethod
     def rope_queries(self, layer: int, q: Tensor, q_out: Tensor, work: QkvWork) -> None:
-        """Computes only q_out of rope_and_store(), for layers that keep no K and V and read another's."""
+        """Computes only q_out of rope_and_store(), for layers that share another layer's K and V."""
 
     @abstractmethod
     def finish(self, layer: int, out: Tensor, *, gate: Tensor | None = None, undo: RopeTable | None = None) -> None:
-        """Applies the work between attention and a layer's projection, in place and in one launch; pads stay zero.
+        """Applies the work between attention and the output projection, in place, in one launch; padding stays 0.
 
-        out = unturned(out) * sigmoid(gate), in float32, rounded once.
+        out = unrotated(out) * sigmoid(gate), in float32, rounded once.
 
-        out:  [T, q_heads, v_head_dim], the output of attend(); any strides but the last
-        gate: floating point, [T, q_heads] of any strides, or [T, q_heads, v_head_dim] of any strides but the last
+        out:  [T, q_heads, v_head_dim], the output of attend(); last stride 1, others free
+        gate: floating point, [T, q_heads] of any strides, or [T, q_heads, v_head_dim] with a last stride of 1
         undo: rotates out by the negative angle of its token, for layers whose V is rotated with K (DeepSeek-V4)
         """
 
     @abstractmethod
     def fold(self, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
-        """Keeps values and gates of the step's new tokens, and makes rows of them, in a layer with rows of several.
+        """Compresses tokens into rows, in a layer whose rows stand for several tokens (Problem.row).
 
-            rows[t, c] = sum over j:   softmax over j (gates[j, c]) * values[j, c]      t ends a row, else 0
+            rows[t, c] = sum over j:   softmax over j (gates[j, c]) * values[j, c]      if t ends a row, else 0
 
-        j runs over the tokens of the row that t ends. If rows overlap, it also runs over as many tokens before them:
-        those give the first half of their columns, and the row's own tokens the second half. Tokens before the first of
-        a sequence have no weight. This is DeepSeek-V4's compressor without norm and rotation, which come before
-        store(), and before store_index().
+        j runs over the tokens of the row that ends with t. If rows overlap, it also runs over as many tokens before
+        them. The earlier tokens use the first half of their columns, the row's own tokens the second half. Positions
+        before the sequence's first token have no weight. Values and gates of recent tokens are kept for later steps.
+        This is DeepSeek-V4's compressor without norm and rotary embedding: apply these to rows, then call store() or
+        store_index().
 
-        values, gates: [T, columns] of row.state_dtype, columns = rows' columns, or twice as many if rows overlap; any
-                       strides but the last
-        rows:          float32 [T, head_dim + row.also], written; any strides but the last
+        values, gates: [T, columns] of row.state_dtype, columns = head_dim + row.also, or twice as many if rows overlap;
+                       last stride 1
+        rows:          float32 [T, head_dim + row.also], written; last stride 1
         Raises what store() raises.
         """
 
     @abstractmethod
     def store_index(self, layer: int, k: Tensor) -> None:
-        """Writes the step's new index keys of a layer that has an indexer; padded tokens are dropped.
+        """Writes the index keys of the step's new tokens, in a layer that has an indexer; padded tokens are dropped.
 
-        k: [T, head_dim of the indexer], any strides but the last. If an index key stands for several tokens, the row of
-           the last of them is written, and the other rows are ignored
+        k: [T, head_dim of the indexer], last stride 1. If an index key stands for several tokens, the row of the last
+           of these tokens is stored, and the other rows are ignored
         Raises what store() raises.
         """
 
     @abstractmethod
     def select(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Chooses the keys that each new token of a layer attends to, by its indexer, on the device.
+        """Selects, on the device, the keys that each new token attends to, by the layer's indexer.
 
-        The selection stays until the next select() of any layer, or the end of the step.
+        The selection stays valid until the next select() of any layer, or the end of the step.
 
-        q:       [T, index heads, head_dim of the indexer] of the layer's dtype, or of its index keys' dtype if they
-                 take eight bits; any strides but the last
-        weights: float32 [T, index heads], any strides but the last: scales of each index head's scores; default: 1
+        q:       [T, index heads, head_dim of the indexer], last stride 1; of the layer's dtype, or of the index keys'
+                 dtype if that has eight bits
+        weights: float32 [T, index heads], last stride 1: factors on each index head's scores; default: 1
         Raises BadBatch if index keys are needed that were never stored.
         """
 
     @abstractmethod
     def select_among(self, layer: int, q: Tensor, weights: Tensor | None = None) -> None:
-        """Chooses once more, by other queries, among the blocks that the layer's select() has left in this step.
+        """Selects again, by other queries, among the candidate blocks that the layer's select() kept in this step.
 
-        The blocks are those of Indexing.candidate_blocks. The selection takes the place of the one before; the blocks
-        stay for further choices. DeepSeek-V4.1's layers 24, 28, 32 and 36 choose this way among the rows of layer 20.
+        The blocks are those of Indexing.candidate_blocks. The new selection replaces the last one; the blocks stay for
+        further calls. DeepSeek-V4.1's layers 24, 28, 32 and 36 select this way among the rows of layer 20.
 
         q, weights: as in select()
-        Raises what select() raises, BadTensor for a layer that leaves no blocks, and WrongState if it has left none in
-        this step, or another layer has since.
+        Raises what select() raises, BadTensor for a layer without candidate blocks, and WrongState if its select() did
+        not run in this step, or another layer's select() ran since.
         """
 
     @abstractmethod
     def give_selection(self, layer: int, units: Tensor, counts: Tensor) -> None:
-        """Replaces select(): copies units that the caller has chosen, for a layer that has an indexer.
+        """Sets the selection in place of select(): copies units that the caller has selected. The layer has an indexer.
 
-        units:  int32 [T, sets, width] of the indexing, for each token and set the numbers of its units, ascending
-        counts: int32 [T, sets], how many of them are used
-        Units that are not in order, or that their token does not see, are a fault of the step; the latter add no key.
-        Pads may have any.
+        units:  int32 [T, sets, width] of the indexing: for each token and set, ascending unit numbers
+        counts: int32 [T, sets]: the number of units in use
+        Units that are out of order, or that their token does not see, are reported as a fault of the step; the latter
+        add no key. Values of padded tokens do not matter.
         """
 
     @abstractmethod
     def attend_selected(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attends to the keys that were chosen in this step.
+        """Computes attention over the keys that were selected in this step (sparse attention).
 
-        Its problem says by which indexer: the layer's own, or that of the nearest earlier layer with one.
+        They are those of the layer's own indexer, or of the nearest earlier layer's; see Problem.indexer.
 
         q, out, lse: as in attend()
-        Raises what attend() raises, and WrongState if nothing was chosen in this step, or by another layer since.
+        Raises what attend() raises, and WrongState if nothing was selected in this step, or another layer selected
+        since.
         """
 
 

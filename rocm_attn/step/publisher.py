@@ -1,7 +1,7 @@
-"""Publisher: carries the host's decisions to the device before the step's graph or launches run.
+"""Publisher: sends a step's inputs from the host to the device, before the step's graph or launches run.
 
-Order on the stream: page copies, table updates, the step's inputs. Changes stay pending until their launch was
-enqueued. The result of a step comes back in the ring slot of the next one.
+Order on the stream: page copies, block table updates, the step's inputs. A change stays pending until its launch was
+enqueued. The error report of a step comes back in the host ring's slot of the next one.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ Found = list[DeviceFault]
 
 
 class StepChain:
-    """A line of steps, each of which is published from a ring slot and echoes the step before it there.
+    """A sequence of steps. Each is published from a ring slot, where the device writes the report of the one before.
 
-    counts: of the step that was published last
+    counts: counts of the last published step
     number: its number
-    rest:   inputs of a step without sequences; its counts replace those whose memory is given up
-    recent: numbers and request rows of the last steps, oldest first; rows as bytes of int32
+    rest:   inputs of a step without sequences; its counts replace those whose memory is freed
+    recent: numbers and table rows of the last steps, oldest first; rows as bytes of int32
     """
 
     def __init__(self, ring: HostRing, check_echo: Callable[[memoryview], None], device: torch.device) -> None:
@@ -101,7 +101,7 @@ class StepChain:
             found.append(fault)
 
     def look(self, words: memoryview, found: Found) -> None:
-        """Finds the fault in a slot's echo if that is not 0, then clears the echo."""
+        """Finds the fault in a slot's error report (echo) if that is not 0, then clears it."""
         if words[ECHO]:
             try:
                 self.check_echo(words)
@@ -162,13 +162,13 @@ class PublishingGuards:
 
 
 class GraphRuns:
-    """The number of graph runs of a runtime that took their inputs by themselves, as counted by host and device.
+    """Counts, on host and device, the runs of graphs that read their inputs from the ring by themselves.
 
     A slot that a graph takes holds the number of runs before it (kernels/metadata/take_inputs.py). If the host may have
     miscounted, for instance after a launch that raised, both continue from a number that no recent run has had.
 
-    A launch that the driver has lost raises nothing: each step after it would take the inputs of the one before it, and
-    report no fault. So the host compares its count with the device's now and then.
+    A launch that the driver has lost raises nothing: each later step would take the inputs of the one before it, and no
+    fault would be reported. So the host compares its count with the device's from time to time.
 
     on_device: int32 [1], which the kernel at the head of such a graph increments
     number:    its value when all launches are done, unless the count is lost
@@ -206,7 +206,7 @@ class GraphRuns:
         return self.number
 
     def _compare(self) -> None:
-        """Compares with the device's count, and loses the count if they differ. No one waits for the answer.
+        """Compares with the device's count, and marks the count as lost if they differ. Nothing waits for the answer.
 
         The step whose graph was lost, or one after it, has then left a slot that no graph takes, which reports it.
         """
@@ -221,11 +221,11 @@ class GraphRuns:
 
 
 class Publisher:
-    """Writes ring slots and launches the kernels that read them, except slots that a step's graph takes by itself.
+    """Writes a step's inputs to a ring slot, and launches the kernels that read it, unless the step's graph does so.
 
     found:        faults that were not reported yet
-    holds_faults: True if a fault waits for a meeting of ranks, instead of being raised by the next step
-    runs:         of graphs that take their inputs
+    holds_faults: True if a fault waits for the exchange between ranks, instead of being raised by the next step
+    runs:         the runs of graphs that read their inputs by themselves
     launching:    the last publication, if it may not have reached the device: none of its launches has ended
     steps_to_answer: the whole steps that call hear_of_the_second_half() before their inputs are published
     """
@@ -301,10 +301,10 @@ class Publisher:
             line.counts, line.number, self.step_number, self.launching = counts, number, number, None
 
     def publish(self, batch: StepBatch, step: DeviceStep, child: int, *, to_graph: bool = False) -> None:
-        """Writes the inputs of a child of a step, pads included, to their fixed addresses.
+        """Writes the inputs of one part of a step, padding included, to their fixed device addresses.
 
-        batch: the sequences of this child; a step that is not split is child 0 of itself
-        to_graph: True if a graph follows that takes them if nothing is launched here; call taken() after it
+        batch: the sequences of this part (child); a step that is not split is its own child 0
+        to_graph: True if a graph follows that reads them if nothing is launched here; call taken() after it
         Raises DeviceFault for an earlier step, unless faults are held.
         """
         if self.launching is not None:
@@ -406,7 +406,7 @@ class Publisher:
                 line.counts[ERROR_WORD].zero_()
 
     def let_go(self) -> None:
-        """Releases the memory of steps, which is given up. Counts of the last step are kept for its echo."""
+        """Drops all references to the memory of steps, which is freed. Keeps the last step's counts, for its report."""
         if self.launching is not None:
             self._settle()
         for line in self._lines:

@@ -1,4 +1,4 @@
-"""Seals: the addresses that graphs read, fixed from seal() to unseal()."""
+"""Seals: fixes the addresses that captured graphs read, from seal() to unseal()."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Seals:
         self._num_seals = self.number = 0
 
     def seal(self) -> None:
-        """Fixes the addresses that graphs read, at the size of the largest capture. Growing them raises afterwards."""
+        """Fixes the addresses that graphs read, with memory for the largest capture. To grow it afterwards raises."""
         with self._gate.holder.idle("addresses cannot be sealed"), on_device(self._core.device):
             if self.number == 0:
                 self._seal()
 
     def unseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
-        """Gives up the sealed addresses and takes other capture sizes. Every graph of the runtime is void afterwards.
+        """Frees the sealed memory, and sets other capture sizes. Every graph of the runtime is invalid afterwards.
 
         Raises BadSetting, WrongState, and DeviceFault like check_device(); nothing has changed then.
         """
@@ -59,14 +59,14 @@ class Seals:
             self._change(padding, self._core.memory.new_part())
 
     def give_up(self) -> None:
-        """Does the same as `unseal` for the same sizes, without asking the device: later steps report its faults."""
+        """Like unseal() with the same sizes, but does not wait for the device: later steps report its faults."""
         with self._gate.holder.idle("addresses cannot be released"), on_device(self._core.device):
             self._change(self._gate.planner.padding, self._core.memory.new_part())
 
     def reseal(self, capture_sizes: Sequence[int], capture_tokens: Sequence[int] = (1,)) -> None:
-        """Does both unseal and seal, or neither.
+        """Does unseal(), then seal(); if it raises, neither.
 
-        The new memory is taken before the old one is given up: if it does not fit, or one of several ranks (agree) has
+        The new memory is allocated before the old one is freed: if it does not fit, or one of several ranks (agree) has
         no room, nothing has changed. An interrupt may leave the addresses unsealed.
         Raises BadSetting, WrongState, DeviceFault like check_device(), CapacityExceeded for another rank, and the
         device's error if its memory is short.

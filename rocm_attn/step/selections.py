@@ -1,7 +1,7 @@
-"""Selections of keys: no layer attends to the selection of another layer or of an earlier step.
+"""Selections of sparse attention: checks that no layer uses another layer's selection, or one of an earlier step.
 
-All indexers of a model write to one place, one after the other: a selection is used by its own layer and by those that
-reuse it, before the next indexer runs. A graph keeps that order; eager and captured forwards are checked.
+All indexers of a model write to one buffer. So a selection must be used by its own layer, and by those that reuse it,
+before the next indexer runs. Eager and captured forwards are checked for this order; a graph then keeps it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""StateLayers: checks and launches the calls of recurrent layers, for a step or for one half of a split one."""
+"""StateLayers: the layer calls of recurrent layers in a forward: checks their tensors and launches their kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Step and Part: a step as its caller sees it, whole, in halves, as a round of drafts, or both."""
+"""Step and Part: a step as its caller sees it. A Part is the input of one call of the model's forward.
+
+A step has one part, or two if it runs in halves (two-batch overlap), or one for each draft step of a draft round.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ PlaceMask = Callable[[int, int, DeviceStep], None]
 
 
 class RoundTree:
-    """The tree of a round of drafts, or of one half of a split round. With one branch, drafts are a chain.
+    """The tree of a draft round, or of one half of a split round. With one branch, drafts are a chain.
 
     parents: int32 [S, branches * draft steps]: the number of each draft's parent, or NO_PARENT in the first draft step.
-             A draft's number is draft step * branches + branch. A verify step takes its tree from it. Pads have parents
-             too. Empty with one branch, and in steps that are not rounds
+             A draft's number is draft step * branches + branch. A verify step's TreeMask is built from it. Padding has
+             parents too. Empty with one branch, and in steps that are not draft rounds
     """
 
     __slots__ = ("_branches", "_place_mask", "_steps", "_views", "num_set", "parents")
@@ -84,30 +87,30 @@ class RoundTree:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The input of a model's forward: a whole step, a half of a split one, or a draft step of a round.
+    """The input of a model's forward: a whole step, half of a split step, or one draft step of a draft round.
 
-    Device tensors have padded sizes, S sequences and T tokens. A draft step has T = branches * S tokens, and branch b
-    of sequence s has place s * branches + b.
+    Device tensors have padded sizes: S sequences and T tokens. A draft step has T = branches * S tokens; the token of
+    branch b of sequence s has index s * branches + b.
 
-    num_seqs, num_tokens: real ones, on the host; a forward that is captured must not use them. Upper bounds if the
+    num_seqs, num_tokens: real counts, on the host; a captured forward must not use them. They are upper bounds if the
                           batch's lengths are
-    token_ids:            int32 [T], pads 0. Those of draft steps after the first are 0: the forward picks them between
-                          two draft steps, on the device
-    positions:            int32 [T], rope positions, pads 0; places in the KV, or the positions of the step's mask. In a
-                          draft step: depths of drafts after the sequence's prefix
-    row_of_seq:           int32 [S], sequence -> row of the request table; pads 0, which belongs to no request
-    kv_len:               int32 [S], tokens after the step, new ones included
-    q_indptr:             int32 [S + 1], sequence -> first token; the last one is where the last sequence's tokens end
-    seq_of_token:         int32 [T], token -> sequence. Tokens at or past q_indptr[S] belong to none and have S - 1,
+    token_ids:            int32 [T], padding 0. In draft steps after the first all are 0: the forward picks these tokens
+                          itself, on the device, between two draft steps
+    positions:            int32 [T], rope positions, padding 0: indices in the sequence's KV, or the positions of the
+                          step's mask. In a draft step: prefix length + number of the draft step
+    row_of_seq:           int32 [S], sequence -> row of the request table; padding 0, a row that belongs to no request
+    kv_len:               int32 [S], KV length after the step, new tokens included
+    q_indptr:             int32 [S + 1], sequence -> its first token (cu_seqlens_q); [S] is the end of the last sequence
+    seq_of_token:         int32 [T], token -> sequence. Tokens from q_indptr[S] on belong to no sequence and have S - 1,
                           which may be a real one: safe as an index for reads, not for writes
-    row_of_token:         int32 [T], token -> row; pads 0, so it is safe as an index for reads and writes
-    last_token_of_seq:    int32 [S], the token whose hidden state predicts the next one; 0 if there is no new token. A
-                          pad of a decode step has a padded token
-    layers:               store and attend for the tokens above, while the step runs
-    states:               the calls of recurrent layers, likewise
-    plan:                 how the step runs; its shape has all parts
-    number:               the part's place in Step.parts
-    tree:                 the parents of a round's drafts; empty in other steps
+    row_of_token:         int32 [T], token -> row; padding 0, so it is safe as an index for reads and writes
+    last_token_of_seq:    int32 [S], the token whose hidden state gives the next-token logits; 0 if there is no new
+                          token. In a decode step, a padded sequence has a padded token
+    layers:               the layer calls (store, attend, ...) for these tokens, while the step runs
+    states:               the same for recurrent layers
+    plan:                 how the step runs; its shape is that of all parts together
+    number:               the part's index in Step.parts
+    tree:                 the parents of a draft round's tokens; empty in other steps
     """
 
     num_seqs: int
@@ -133,13 +136,13 @@ class Part:
 
     @property
     def tokens(self) -> slice:
-        """The part's places in a tensor that has one for every padded token of both halves."""
+        """The part's slice of a tensor [padded tokens of both halves, ...]."""
         num_tokens = self.token_ids.shape[0]
         return slice(self.half * num_tokens, (self.half + 1) * num_tokens)
 
     @property
     def branches(self) -> int:
-        """Drafts of a sequence in each draft step; 0 in a step that is not a round of drafts."""
+        """Draft tokens per sequence in each draft step; 0 if the step is no draft round."""
         return self.plan.shape.drafts.branches
 
     @property
@@ -148,12 +151,12 @@ class Part:
         return self.tree.parents
 
     def set_parents(self, parents: Tensor) -> None:
-        """Says which branch of the draft step before each draft of this one continues. Call it before the layers.
+        """Sets the parent of each draft of this draft step: a branch of the one before. Call it before the layers.
 
-        parents: int32 [T] or [S, branches], on the device: numbers from 0 to branches - 1. Several drafts may continue
-                 one branch. A draft with another number has no parent, and a later step raises DeviceFault
+        parents: int32 [T] or [S, branches], on the device: branch numbers from 0 to branches - 1. Several drafts may
+                 have one parent. A draft with another number has no parent, and a later step raises DeviceFault
 
-        Raises WrongState for a draft step whose turn it is not, BadTensor.
+        Raises WrongState if it is another draft step's turn, BadTensor.
         """
         self.tree.set_parents(self.number % self.plan.shape.drafts.steps, parents)
 
@@ -170,22 +173,22 @@ Series = tuple[Part, ...]
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step that was begun. Leaving it as a context ends it, also after an exception.
+    """A step that has begun. It is a context manager; leaving it ends the step, also after an exception.
 
         with runtime.step(batch) as step:
             for part in step.parts:
                 forward(part)
 
-    parts:            a whole step has 1, a split one 2, a round of drafts one for each draft step, and a split round
-                      those of its first half, then those of the second
-    num_first:        int32 [], sequences of the first half, on the device: for forwards that are captured. All of them
-                      in a step that is not split
-    num_first_tokens: int32 [], tokens of its first part
+    parts:            a whole step has 1, a split step 2, a draft round 1 per draft step; a split draft round has those
+                      of its first half, then those of the second
+    num_first:        int32 [], sequences in the first half, on the device, for captured forwards; all sequences if the
+                      step is not split
+    num_first_tokens: int32 [], tokens in the first half's first part
     plan:             how the step runs
     children:         the memory of each part
-    fill:             derives the step's metadata on the device; captured with the step. Doing it twice is harmless.
-                      Raises WrongState for a step that is over
-    end:              closes the step, so that the next one may begin; see AttentionRuntime.end_step
+    fill:             computes the step's metadata on the device; captured with the step. Calling it twice is harmless.
+                      Raises WrongState for a step that has ended
+    end:              ends the step, so that the next one may begin; see AttentionRuntime.end_step
     """
 
     plan: StepPlan

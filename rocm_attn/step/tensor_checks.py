@@ -1,4 +1,4 @@
-"""TensorChecks: the check of the tensors that a forward gives to a layer."""
+"""TensorChecks: checks the shapes, dtypes, strides and device of the tensors that a forward passes to a layer."""
 
 from __future__ import annotations
 

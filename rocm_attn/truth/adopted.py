@@ -1,5 +1,5 @@
-"""Needles through the layers of an engine: before its first step over pages that are lent for it, and later between two
-of its steps, in a row of its own tables that no request has.
+"""Needle tests of an engine's layers: before its first step over borrowed pages, and later between two of its steps, in
+a free row of the engine's own tables.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Truth: checks that every key of a long context is found, through the whole chain and in replays.
+"""Truth: a needle test of a runtime: checks that attention finds every key of a long context, also in replayed graphs.
 
-A runtime serves sequences of the given lengths as a server would: prompts in chunks while others decode, then decode
-steps, all of them captured and replayed. Every query asks for a needle (needles.py), so each output is known without
-computing attention. Long prompts show faults that short ones do not: 32-bit offsets, a pool that is written in one
+A runtime runs sequences of the given lengths as a server would: chunked prefill while others decode, then decode steps,
+all captured and replayed. Every query asks for a needle (needles.py), so each output is known without computing
+attention. Long prompts show faults that short ones do not: overflows of 32-bit offsets, a pool that is written in one
 layout or encoding and read in another, a window that is off by one, selections of an earlier step.
 """
 

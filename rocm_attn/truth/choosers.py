@@ -1,7 +1,7 @@
-"""Choosers: what chooses the keys that the needles of a layer attend to, if its problem has an indexer.
+"""Choosers: select the keys for a needle test of a sparse layer.
 
-ByIndexer sends needles through the layer's own indexer. ByEngine stands for an engine's indexer, whose choice comes as
-positions of keys.
+ByIndexer runs the layer's own indexer on needles. ByEngine stands for an engine's indexer, which passes its selection
+as positions of keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""LiveTruth: needles through the layers of a runtime that serves, in one row and a few pages that no request has.
+"""LiveTruth: a needle test of a serving runtime's layers, in one free row and a few free pages.
 
-The steps are staged, published, stored and attended as the steps of requests are: with the same table, the same pools
-and the same kernels, and with the model's own scales and sinks. The needles take the place of q, k and v alone. They
-run eagerly: the graphs of requests hold the model's projections, which no needle can pass.
+Its steps are staged, published, stored and attended like those of requests: with the same block table, pools and
+kernels, and with the model's own scales and sinks. Only q, k and v are replaced by needles. The steps run eagerly,
+because the graphs of requests contain the model's projections.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RowNeedles: needles of one row, in all layers of a model that serves, and what they found."""
+"""RowNeedles: the needle test of one row in all layers of a serving model, and its findings."""
 
 from __future__ import annotations
 

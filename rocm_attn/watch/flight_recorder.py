@@ -1,6 +1,6 @@
-"""FlightRecorder: keeps the last steps in memory and writes them to a file when something goes wrong.
+"""FlightRecorder: keeps the last steps in memory, and writes them to a file when a step raises.
 
-It keeps no token ids and no values: a step is run again with its lengths, rows and sizes, and random K and V.
+It keeps no token ids and no values: a replay runs a step with its lengths, rows and sizes, and with random K and V.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _Noted = tuple[int, StepPlan, bool, int, Int32Array, Int32Array, Int32Array, Pre
 
 
 class FlightRecorder(Flight):
-    """A ring of the last steps of a runtime.
+    """A ring buffer of a runtime's last steps, written to a file when a step raises.
 
-    path: the file that a dump goes to; an earlier one is replaced
+    path: the file of a dump; an earlier one is replaced
 
-    Raises BadSetting for a place where no file can be written, so that this is not found out at a fault.
+    Raises BadSetting at once if no file can be written there.
     """
 
     def __init__(self, runtime: AttentionRuntime, path: Path | str, *, num_steps: int = NUM_STEPS) -> None:
@@ -52,7 +52,7 @@ class FlightRecorder(Flight):
         self._noted = 0
 
     def note(self, batch: StepBatch, plan: StepPlan, replayed: bool, epoch: int) -> None:
-        """Does the same as `Flight.note`. A batch keeps its own lengths, so the caller may change its arrays."""
+        """See `Flight.note`. A batch has its own copies of lengths, so the caller may change its arrays."""
         at = self._noted
         self._ring[at % self._num_steps] = (
             at,
@@ -67,7 +67,7 @@ class FlightRecorder(Flight):
         self._noted = at + 1
 
     def failed(self, error: BaseException) -> None:
-        """Handles `Flight.failed`: dumps, and adds a note to the error. A failed dump does not replace the error."""
+        """See `Flight.failed`: dumps, and adds a note to the error. If the dump fails, the error is still raised."""
         try:
             note = f"the last steps are in {self.dump(f'{type(error).__name__}: {error}')}; see rocm-attn replay-step"
         except OSError as failure:
@@ -90,7 +90,7 @@ class FlightRecorder(Flight):
         return self.path
 
     def dump_or_log(self, reason: str) -> None:
-        """Writes them, or a line of the log if the file cannot be written: no step is at fault for that."""
+        """Like dump(), but logs an error if the file cannot be written, instead of raising."""
         try:
             self.dump(reason)
         except OSError as failure:

@@ -1,9 +1,9 @@
-"""SampledCheck: runs one step in many once more and compares it, while serving (EngineOptions.check_every).
+"""SampledCheck: while serving, repeats one step in many and compares the results (EngineOptions.check_every).
 
-The second run is eager. Forward's rows must be those of the first run, which may have been a graph. In one layer the
-attention of a few sequences must agree with the reference over copies of their pages. The second run stores the same K
-and V again. Reserved memory must be zero: row 0 of the table, and page 0 of that layer. A step with lengths, ids or a
-mask on the device gets only the check of reserved memory, because these may have changed since it ran.
+The second run is eager. The forward's rows must equal those of the first run, which may have been a graph. In one layer
+the attention of a few sequences must agree with the reference, computed over copies of their pages. The second run
+stores the same K and V again. Reserved memory must be zero: row 0 of the table, and page 0 of that layer. If a step has
+lengths, ids or a mask on the device, only reserved memory is checked, because the others may have changed since.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class LayerTap(WrappedLayers):
 
 
 class SampledCheck(Generic[Outputs]):
-    """Runs steps, and compares one in `every`. Differences are logged, and counted in the runner's metrics.
+    """Runs steps, and checks one in `every` by a second run and by a reference. Differences are logged and counted.
 
     problems: the runtime's, one for each layer
-    tap:      the layers that the runner's model calls
+    tap:      wraps the layers that the runner's model calls
     seed:     for the choice of layers and sequences
-    evidence: keeps the inputs and the code of a layer that was found wrong
+    evidence: keeps the inputs and the machine code of a layer that was found wrong
     """
 
     def __init__(

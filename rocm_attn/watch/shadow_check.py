@@ -1,7 +1,6 @@
-"""shadow_check: compares one layer of one step over an engine's storage with the reference, on demand.
+"""shadow_check: compares one layer's attention in an engine's step with the reference, on demand.
 
-The pages are looked up in the table that the layer's kernel has read, so that a wrong table or slot shows as well as a
-wrong kernel.
+It looks the pages up in the table that the layer's kernel has read, so it finds wrong tables and slots, too.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ def shadow_check(
     most_tokens: int = MOST_TOKENS,
     seed: int = 0,
 ) -> list[int]:
-    """Sequences of the running step, among a few, whose last new tokens differ from the reference in a layer.
+    """Compares a few sequences of the running step with the reference, in one layer; returns those that differ.
 
-    For use after attend(layer, q, out), outside of graphs: it waits for the device. Not for masked steps.
+    Call it after attend(layer, q, out), outside of graphs: it waits for the device. Masked steps are not supported.
 
-    most_seqs:   sequences that are compared, chosen by seed
-    most_tokens: last new tokens of each sequence that are compared
+    most_seqs:   how many sequences are compared at most, chosen by seed
+    most_tokens: how many of the last new tokens of each are compared at most
     Raises WrongState, BadTensor.
     """
     run = attention.gate.running()

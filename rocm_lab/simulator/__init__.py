@@ -1,1 +1,1 @@
-"""AMD machine code on a CPU: Triton's kernels run as gfx942 or gfx950 code, with every access checked."""
+"""Runs AMD machine code on a CPU: Triton kernels, compiled for gfx942 or gfx950, with every memory access checked."""

@@ -1,6 +1,6 @@
-"""A plug-in of pytest: the fixture `simulate_amd`, with which a test of a kernel runs once for each simulated GPU.
+"""A pytest plug-in with the fixture `simulate_amd`: a kernel's test runs once for each simulated GPU arch.
 
-It is loaded wherever rocm-lab is installed, so nothing is imported before a test asks for the fixture.
+It is loaded wherever rocm-lab is installed, so it imports nothing until a test uses the fixture.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs each test that asks for `simulate_amd` on every arch."""
+    """Parametrizes each test that uses `simulate_amd` by the arch."""
     if "simulate_amd" in metafunc.fixturenames:
         from rocm_lab.simulator.launcher import ARCHS
 
@@ -21,10 +21,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def simulate_amd(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """simulate_amd(kernel, grid, args, **constants), as in rocm_lab.simulator.simulate; the test's arch is filled in.
+    """Returns simulate(kernel, grid, args, **constants) of rocm_lab.simulator.simulate, with the test's arch filled in.
 
-    The test fails at an access outside of the arrays and at a race in LDS; and where the machine code does not wait
-    for what it uses.
+    The test fails at an access outside of the arrays, at a race in LDS, and where the machine code uses a result
+    without waiting for it.
     """
     from rocm_lab.simulator import simulate as module
 

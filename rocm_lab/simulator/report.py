@@ -1,4 +1,4 @@
-"""The findings on each kernel that was simulated: what it takes, and what is proved of its code without running it."""
+"""KernelReport: a simulated kernel's instructions, registers and LDS, its missing waits, and its races."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _HASH_CHARACTERS = 12
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """One variant of a kernel.
+    """The findings on one compiled variant of a kernel.
 
-    launches:      that were simulated
-    instructions:  executed by all waves of these launches
-    waits:         the proof that the code waits for what it uses, made without running it
-    races:         of all variants of the kernel, that these launches showed, a line each
+    launches:      number of simulated launches
+    instructions:  instructions executed by all waves of these launches
+    waits:         static check that the code waits for each result before it uses it
+    races:         races in these launches, of all variants of the kernel, a line each
     """
 
     code: Code
@@ -39,7 +39,7 @@ class KernelReport:
         return [*(f"waits: {fault.line()}" for fault in self.waits.faults), *(f"race: {line}" for line in self.races)]
 
     def lines(self) -> list[str]:
-        """Lines for people."""
+        """The report as lines of text."""
         code, figures = self.code, self.figures
         spills = figures.vgpr_spills + figures.sgpr_spills
         return [

@@ -1,4 +1,4 @@
-"""simulate(): one launch of a Triton or Gluon kernel as AMD machine code, on arrays of the CPU."""
+"""simulate(): runs one launch of a Triton or Gluon kernel as AMD machine code, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Grid = int | tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 def simulate(
     kernel: Any, grid: Grid, args: Sequence[Any] | Mapping[str, Any], arch: str = "gfx942", **keywords: Any
 ) -> KernelReport:
-    """Compiles a kernel for an AMD GPU, executes it, and returns what it took; results are in the arrays.
+    """Compiles a kernel for an AMD GPU, executes it on the CPU, and returns a report; results are in the arrays.
 
-    kernel:    a jitted function of Triton or Gluon; of an autotuned one the first choice is run
-    grid:      programs along x, y and z, or a function of the constants, as Triton takes them
-    args:      in order or by name: tensors of the CPU, writable NumPy arrays, and numbers
+    kernel:    a jitted function of Triton or Gluon; for an autotuned one, the first configuration is run
+    grid:      programs along x, y and z, or a function of the constants, as in Triton
+    args:      in order or by name: CPU tensors, writable NumPy arrays, and numbers
     arch:      "gfx942" or "gfx950"
-    keywords:  constants of the kernel, and options such as num_warps
+    keywords:  constexpr arguments of the kernel, and options such as num_warps
 
     Raises BadSetting, BadTensor, SimulationFault for an access outside of the arrays or a race in LDS,
     UnknownInstruction, and the errors of Triton's compiler.

@@ -1,4 +1,4 @@
-"""The layers of a model around attention: projections, norms and rope, over heads or over latent rows."""
+"""A model's attention layers: projections, norms, rope and the calls of the runtime, for MHA, GQA and MLA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of tokens with the matrices of their experts, on a GPU and on a CPU."""
+"""MoE matrix products: each token with the matrices of its experts, on a GPU and on a CPU."""
 
 from __future__ import annotations
 

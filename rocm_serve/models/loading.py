@@ -84,11 +84,11 @@ class ModelFiles:
 
 
 def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK) -> LoadedModel:
-    """Loads the model at `path`: a directory with config.json and safetensors, a .gguf file, a hub's id, or "smollm2".
+    """Loads the model at `path`: a directory with config.json and safetensors, a .gguf file, a hub id, or "smollm2".
 
-    dtype: of all weights: float32, float16 or bfloat16
-    ranks: that share the model; each reads its own part
-    Raises BadModel for a missing, damaged or unknown model, BadSetting for a dtype or device that is not served.
+    dtype: dtype of all weights: float32, float16 or bfloat16
+    ranks: tensor-parallel ranks; each reads its own part
+    Raises BadModel for a missing, damaged or unknown model, BadSetting for an unsupported dtype or device.
     """
     started = time.perf_counter()
     _check_dtype_and_device(dtype, device)

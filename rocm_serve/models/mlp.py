@@ -1,4 +1,4 @@
-"""The MLPs of a forward pass: dense, of experts, or both.
+"""The MLPs of a forward pass: dense, mixture of experts (MoE), or both.
 
 Tokens are sorted by expert on the device, and each expert's matrix is multiplied with the tokens that chose it. No size
 depends on the router's output, so a step with experts is captured like any other.

@@ -1,4 +1,4 @@
-"""Layers that fold tokens into a state in place of attention: weights, convolution, recurrence, gated norm.
+"""Recurrent layers (linear attention, state space models): weights, convolution, recurrence, gated norm.
 
 KINDS has the kinds. Each reads a rank's part of its weights, and computes the rows [T, value_heads * value_dim] that
 the output's matrix takes.

@@ -87,7 +87,7 @@ class Raised:
 
 
 class RankError(RocmAttnError, RuntimeError):
-    """An exception of a rank that does not survive pickling, in words."""
+    """Stands for an exception of a rank that cannot be pickled; its message is that exception's text."""
 
 
 def sendable(error: E) -> E | RankError:

@@ -1,7 +1,7 @@
-"""RankProcesses: the processes of the ranks, as the front process sees them.
+"""RankProcesses: starts the processes of tensor-parallel ranks, calls their engines, and watches them.
 
-A rank that dies, or that raises an error the others do not, leaves the others in a collective that never ends. The
-front takes part in no collective, so it watches all ranks: it ends every rank and raises RankFailed.
+A rank that dies, or raises an error that the others do not, leaves the others in a collective that never ends. The
+front process takes part in no collective, so it can watch all ranks: then it ends every rank and raises RankFailed.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _KEPT_LINES = 20
 
 
 class RankFailed(RocmAttnError, RuntimeError):
-    """A rank of a model has died, or has raised an error that other ranks have not; all ranks were ended.
+    """A rank of a model has died, or has raised an error that the others have not. All ranks were ended.
 
-    rank: its number
+    rank: number of that rank
     """
 
     def __init__(self, sentence: str, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""RankedEngine: an engine whose model is shared by tensor-parallel ranks, each a process of its own."""
+"""RankedEngine: an Engine over tensor-parallel ranks, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from rocm_serve.serving import serve_all
 
 
 class RankedEngine:
-    """Serves requests as Engine does, with ranks that share the model.
+    """Serves requests like Engine, with tensor-parallel ranks.
 
-    The caller's process holds no part of the model and uses no GPU: it commands the ranks and watches them. A fault of
-    a request, or of a device, ends the same requests as in an Engine. A rank that dies, or that raises an error the
-    others do not, ends all of them within seconds: RankFailed names it, and the engine is then unusable. The ranks end
-    with the caller's process, however that ends. Use it as a context, or call close().
+    The caller's process holds no part of the model and uses no GPU: it commands the ranks and watches them. An error in
+    a request, or a device fault, ends the same requests as in an Engine. If a rank dies, or raises an error that the
+    others do not, all ranks are ended within seconds, RankFailed names it, and the engine is unusable. The ranks end
+    with the caller's process, however that ends. Use it as a context manager, or call close().
 
-    load:        loads a rank's part in its process: partial(load_model, path, dtype=...), or a function of a module.
-                 Processes are spawned, so a script that makes a RankedEngine keeps its own work under
-                 `if __name__ == "__main__":`
-    num_ranks:   processes on this host
+    load:        loads a rank's part in its process: partial(load_model, path, dtype=...), or a module-level function.
+                 Processes are spawned, so a script must keep its own work under `if __name__ == "__main__":`
+    num_ranks:   processes on this host, one rank each
     device_type: "cuda" for one GPU each, the first ones available; "cpu"
 
     Raises what Engine raises, BadSetting for more ranks than GPUs, and RankFailed.

@@ -1,1 +1,1 @@
-"""Sampling: how the next token of each text is picked."""
+"""Sampling: picks the next token of each sequence from its logits."""

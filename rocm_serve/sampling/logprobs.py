@@ -1,4 +1,4 @@
-"""Logprobs: the probability that the model gave a new token, and the tokens it found likeliest."""
+"""Logprobs: the log probabilities of a token and of the likeliest tokens in its place."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NO_LOGPROBS = -1
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities in one place, as the model returns them.
+    """The logprobs (natural logarithms) of one token and of the likeliest tokens in its place.
 
-    They are computed from the model's own logits: before temperature, penalties, biases and constraints.
+    They are computed from the model's raw logits: before temperature, penalties, biases and constraints.
 
-    token_id: the new token
-    logprob:  its own
-    likeliest: (token id, logprob) of the likeliest tokens, the best first, and of equal ones the lowest id; the new
-               token need not be one of them
+    token_id: the token
+    logprob:  its logprob
+    likeliest: (token id, logprob) of the likeliest tokens, the best first, of equal ones the lowest id first; the token
+               itself need not be one of them
     """
 
     token_id: int

@@ -1,8 +1,8 @@
-"""ParameterPicker: picks the tokens of steps in which some rows ask for more than a plain pick.
+"""ParameterPicker: samples the tokens of steps in which some rows have penalties, masks, top_k, min_p or logprobs.
 
-All rows go through TokenPicker, whose launch is the same in every step: it finds faults of rows, and picks for rows
-that ask for nothing else. Rows with penalties, biases, a mask, top_k or min_p are then shaped into a float32 buffer of
-their own, and the same kernel picks from there. Logprobs are computed from the logits that the model returned.
+All rows go through TokenPicker, whose launch is the same in every step: it finds invalid logits, and samples the rows
+without these parameters. The logits of rows with penalties, biases, a mask, top_k or min_p are then changed in a
+separate float32 buffer, and the same kernel samples from it. Logprobs are computed from the model's raw logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sampling: from logits to token ids, on the device of the logits and without waiting for it.
+"""Sampling: picks token ids from logits, on the device and without waiting for it.
 
-A request's draws depend on its own logits, its seed and the place of the token. They do not depend on the batch, or on
-how often a step was run.
+A request's tokens depend on its own logits, its seed and the token's index. They do not depend on the batch, or on how
+often a step was run.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class _Uniforms:
 
 
 class Sampler:
-    """One request's source of randomness: one uniform number for each token, known before any token is picked.
+    """One request's random numbers: a uniform number per new token, fixed by the seed and the token's index.
 
-    Draft tokens that are drawn have two more each.
+    Each sampled draft token has two more.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -85,20 +85,20 @@ class Sampler:
         self._next = 0
 
     def next_draw(self) -> Draw:
-        """The draw of the next token. The first call returns the first token's."""
+        """Returns the draw of the next token. The first call returns that of the first new token."""
         self._next += 1
         return self.draw(self._next - 1)
 
     def draw(self, place: int) -> Draw:
-        """The draw of the request's new token number `place`, counted from 0."""
+        """The draw of the new token with index `place`, counted from 0."""
         return _new(Draw, (self._temperature, self.sampling.top_p, self._draws.at(place)))
 
     def draft_number_at(self, place: int) -> float:
-        """A uniform number that draws the draft token of that place."""
+        """The uniform number that samples the draft of the new token with this index."""
         return self._draft_numbers.at(place)
 
     def accept_at(self, place: int) -> float:
-        """A uniform number that decides whether the draft token of that place is accepted."""
+        """The uniform number that decides whether the draft of the new token with this index is accepted."""
         return self._accepts.at(place)
 
 
@@ -220,9 +220,9 @@ class TokenPicker:
 
 
 def pick_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | BadLogits]:
-    """Returns one token id per row, by its sampler's next draw, or the reason why no token can be picked from it.
+    """Samples one token id per row, by the row's sampler; a BadLogits in place of an id if none can be sampled.
 
-    logits: [rows, vocab]. The host waits for them
+    logits: [rows, vocab]. The host waits for the device
     """
     draws = [sampler.next_draw() for sampler in samplers]
     return _found(logits, {row: draw for row, draw in enumerate(draws) if draw.temperature > 0}, TORCH.ops().pick_rows)

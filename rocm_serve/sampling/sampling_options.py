@@ -16,26 +16,26 @@ MOST_BIASES, LARGEST_BIAS = 1024, 100
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request picks its tokens.
+    """How a request samples its tokens.
 
-    For token t, of which the text so far has n[t], logits[t] is replaced by each of these in turn:
+    The logits are changed in this order. n[t] is the number of times that token t is among the new tokens so far:
 
-        logits[t] / repetition_penalty         if the prompt or the text has t, and logits[t] > 0; else * it
+        logits[t] / repetition_penalty         if the prompt or the new tokens have t; if logits[t] <= 0: times it
         logits[t] - presence_penalty           if n[t] > 0
         logits[t] - frequency_penalty * n[t]
         logits[t] + logit_bias[t]
 
-    Then top_k, min_p and top_p are applied in turn, each to the tokens that the one before it has kept. Tokens of the
-    prompt count only for repetition_penalty.
+    Then top_k, min_p and top_p are applied in this order, each to the tokens that the one before it has kept. Tokens of
+    the prompt count only for repetition_penalty.
 
-    temperature: 0 takes the likeliest token; above, logits are divided by it before a token is drawn
-    top_p:       tokens are drawn among the likeliest whose probabilities reach this sum, (0, 1]
-    seed:        of this request's draws
+    temperature: 0: greedy; above, logits are divided by it before a token is sampled
+    top_p:       the likeliest tokens are kept whose probabilities reach this sum, (0, 1]
+    seed:        seed of this request's random numbers
     top_k:       number of likeliest tokens that are kept, of equal ones the first; 0: all
-    min_p:       least probability of a token that is kept, as a share of the likeliest one's, [0, 1]
+    min_p:       least probability of a token that is kept, relative to that of the likeliest, [0, 1]
     presence_penalty, frequency_penalty: [-2, 2]
     repetition_penalty: [0.01, 100]; 1 changes nothing
-    logit_bias:  (token id, value added to its logit), each token once, at most 1,024 of them, each [-100, 100]
+    logit_bias:  pairs (token id, value added to its logit), each token once, at most 1,024, each value [-100, 100]
 
     Raises BadRequest.
     """
@@ -96,12 +96,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the likeliest token is taken."""
+        """True if the likeliest token is always taken."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
-        """True if logits depend on the tokens that came before."""
+        """True if logits depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 

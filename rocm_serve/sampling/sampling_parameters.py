@@ -1,4 +1,4 @@
-"""Asks: what a sequence asks of the picker in addition to its draws."""
+"""SamplingParameters: what sampling needs in addition to random numbers: penalties, biases, masks, logprobs."""
 
 from __future__ import annotations
 

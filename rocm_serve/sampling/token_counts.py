@@ -1,7 +1,7 @@
 """TokenCounts: how often each text of a step has each token, in a table on the device.
 
-A text's row of the table is updated before a token is picked, with the tokens that were picked since. The host need not
-know the last one of them. Counts that were lost in a step with a fault are counted again.
+A sequence's row of the table is updated before a token is sampled, with the tokens that were sampled since. The host
+need not know the last of these. Counts that were lost in a step with a fault are counted again.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Speculative decoding: draft tokens are made, and several of them are verified in one step."""
+"""Speculative decoding: drafters propose draft tokens, and one step of the model verifies several of them."""

@@ -1,8 +1,8 @@
-"""Beams: the likeliest continuations of each sequence, found level by level on the device; as trees on the host.
+"""Beams: draft trees by beam search: found level by level on the device, and built as trees on the host.
 
-A level holds K drafts of each sequence. The next level holds the K likeliest of all their continuations, by the product
-of their probabilities. The verified drafts are the likeliest of all levels. A draft is never likelier than the one that
-it comes after, so they form a tree.
+A level has K drafts per sequence. The next level has the K likeliest of all their continuations, by the product of
+probabilities. The verified drafts are the likeliest of all levels. No draft is likelier than its parent, so the chosen
+ones form a tree.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The launches of a round after its step, and the memory from which the host reads its results.
+"""The launches after each verify step that device_steps.py runs, and the memory from which the host reads the results.
 
-The results of a round lie in one piece on the device, and are copied from there to the host memory of that round.
+The results of a round (one verify step) are contiguous on the device, and are copied to that round's host memory.
 """
 
 from __future__ import annotations

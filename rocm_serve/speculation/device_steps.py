@@ -1,13 +1,13 @@
-"""Rounds of draft tokens that follow from each other on the device: the host launches them, and reads them later.
+"""Speculative decoding without the host in the loop: the device prepares each verify step from the one before it.
 
-The host plans and publishes a step that verifies drafts of every sequence. While the same sequences go on, greedily,
-and their own texts give the drafts, all inputs of the next round follow from the picks of this one: the texts lie on
-the device too, and kernels/speculative/next_step.py writes the next inputs over the step's. So the host launches a
-graph of the step, the picks and that kernel (device_launches.py), without the results of the rounds before. It reads
-and publishes these while later rounds run.
+The host plans and publishes a step that verifies drafts of every sequence. If the same sequences continue, greedily,
+with n-gram drafts from their own texts, the device can compute all inputs of the next step: it has the texts too, and
+kernels/speculative/next_step.py writes the next inputs over the step's. So the host launches rounds, each a graph of
+the step, the sampling and that kernel (device_launches.py), without the results of earlier rounds. It reads and
+publishes these results while later rounds run.
 
-These events end a series: a request comes, ends or is aborted, pages run out, a fault, or drafts that are no longer
-right. The launched rounds are then read, and the host plans the next step.
+A series of rounds ends when a request arrives, ends or is aborted, when pages run out, at a fault, or when the drafts
+are no longer the right ones. Then the launched rounds are read, and the host plans the next step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A small model that drafts for a large one: it decodes a few tokens further, over K and V of its own.
+"""A drafter with a small draft model, which decodes a few tokens ahead of the large one, with its own KV.
 
-Its rows follow the sequences. Before it drafts it stores a sequence's new tokens, from the first one on that it has not
-stored or has drafted wrongly. The continuations of the last token are the first drafts. All other drafts are one round:
-one publication and one graph (batch/drafts.py), in which the device picks the token that each draft step continues
-from. The host reads the drafts of all sequences at once, at the end.
+It has a row for each sequence. Before it drafts, it stores the sequence's new tokens, from the first one that it has
+not stored or has drafted wrongly. The predictions after the last token are the first drafts. All other drafts are one
+draft round: one publication and one graph (batch/drafts.py), in which the device picks the token that each draft step
+continues. The host reads the drafts of all sequences at once, at the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The two forwards of a draft model: one takes in new tokens and returns the first drafts, one runs a round."""
+"""The two forwards of a draft model: one stores new tokens and returns the first drafts, one runs a draft round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts: draft tokens that may come next in a sequence."""
+"""Drafts: the proposed next tokens of a sequence, as a chain or a tree."""
 
 from __future__ import annotations
 

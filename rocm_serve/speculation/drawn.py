@@ -1,15 +1,14 @@
-"""Drawn drafts: drawn by probabilities of their own, and accepted by rejection sampling.
+"""Sampled drafts: drafts are sampled from the draft model's distribution, and accepted by rejection sampling.
 
-If a request samples, its drafts may be drawn like its tokens: q is the softmax of the draft model's logits over the
-request's temperature. The model that verifies gives p. kernels/speculative/accept_sampled.py accepts a draft x with the
-probability min(1, p(x) / q(x)), and otherwise draws from the rest of p. So tokens are distributed by p, as without
-drafts, and more drafts are accepted than if each had to be the one token that p draws by itself. The tokens differ from
-those without drafts, but have the same distribution, and are the same for the same seed and drafts.
+If a request samples, its drafts may be sampled too: q is the softmax of the draft model's logits over the request's
+temperature, p that of the verifying model. kernels/speculative/accept_sampled.py accepts a draft x with probability
+min(1, p(x) / q(x)), and otherwise samples from the rest of p. So tokens are distributed by p, as without drafts, and
+more drafts are accepted than if each had to equal the token that p samples by itself. The tokens differ from those
+without drafts, but have the same distribution, and are the same for the same seed and drafts.
 
-A tree of K branches has K first drafts, drawn without replacement, and each of them is continued by one draft per
-level. The places alone decide which of these are verified: if the likeliest were chosen, as in trees that are not
-drawn, they would no longer be drawn by q. Random numbers belong to a place in the text and a branch, so none is used
-twice.
+A tree of K branches has K first drafts, sampled without replacement, and each is continued by one draft per level. Only
+their position decides which drafts are verified: choosing the likeliest, as in trees that are not sampled, would change
+their distribution from q. Random numbers belong to an index in the text and a branch, so none is used twice.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""An EAGLE head that drafts: it continues from rows that the large model hands over, which never leave the device.
+"""A drafter with an EAGLE head, which predicts from the large model's hidden states; these never leave the device.
 
-After each step of the large model, and before the next one, the head takes in its new tokens, including those of
-prompts: for each of them the row that the large model had for it, and the id of the token after it. Rejected drafts are
-left out. The continuations of the last one are the first drafts, and all others are one round (draft_runners.py).
+After each step of the large model, and before the next one, the head processes the step's new tokens, including those
+of prompts: for each, the large model's hidden state and the id of the next token. Rejected drafts are left out. The
+predictions after the last token are the first drafts, and all others are one draft round (draft_runners.py).
 
-The head has rows and K and V of its own. A sequence that begins with pages of the prefix cache, or that was preempted,
-has no rows of the large model for the tokens before: its row of the head begins after them. Its drafts may be worse.
+The head has its own rows and KV. For a sequence that starts with cached pages, or was preempted, there are no hidden
+states of the earlier tokens, so its row in the head starts after them. Its drafts may be worse.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""The head of EAGLE-3: a layer that continues from the inputs of three layers of the large model, joined and projected.
+"""The EAGLE-3 head: one layer over the hidden states of three layers of the large model, concatenated and projected.
 
-For token i, with rows a[i], b[i], c[i] of the large model's layers, and the token after it:
+For token i, with hidden states a[i], b[i], c[i] (inputs of the large model's layers), and the token after it:
 
     f[i] = [a[i], b[i], c[i]] @ fc.T
     x = [norm(embedding[token[i + 1]]), norm(f[i])]     g = f[i] + attention(x)     f'[i + 1] = g + mlp(norm(g))
 
-and norm(f') @ head.T are logits of token i + 2 over the tokens that the head knows. Those are fewer than the large
-model's: `d2t` is the difference between each one's id and its number. In a draft step f' takes the place of f. Files
-are those of SpecForge and SGLang (LlamaForCausalLMEagle3): a config.json, and one layer, called `midlayer` or
-`layers.0`.
+and norm(f') @ head.T are logits of token i + 2 over the head's own, smaller vocabulary: `d2t` is the difference between
+a token's id in the large model and its id in the head. In a draft step, f' takes the place of f. Files are those of
+SpecForge and SGLang (LlamaForCausalLMEagle3): a config.json, and one layer, called `midlayer` or `layers.0`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The head of EAGLE-1: a layer that continues from the rows that the large model hands over.
+"""The EAGLE-1 head: one layer over the large model's last hidden state.
 
-For token i, with feature f[i], which is the large model's input of its output matrix, and the token after it:
+For token i, with feature f[i], the input of the large model's output matrix (LM head), and the token after it:
 
     x = [embedding[token[i + 1]], f[i]] @ fc.T        f'[i + 1] = x + attention(x), and that + mlp(norm(...))
 

@@ -1,4 +1,4 @@
-"""The tensors of a draft head: out of its files, or random ones."""
+"""Loads the tensors of a draft head from its files, or makes random ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward of steps that verify: it returns logits of each sequence's last tokens."""
+"""The model's forward in verify steps: it returns logits of several last tokens of each sequence."""
 
 from __future__ import annotations
 

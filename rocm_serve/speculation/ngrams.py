@@ -1,7 +1,7 @@
 """Prompt lookup: drafts the tokens that followed an earlier occurrence of the last tokens.
 
-Texts that repeat themselves or their prompt, like edited code, get most of their tokens this way, at no cost on the
-device. The method is known as prompt lookup decoding, and as n-gram speculation.
+Texts that repeat themselves or their prompt, like edited code, get most of their tokens this way, without a draft
+model. The method is known as prompt lookup decoding, and as n-gram speculation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RowDrafter: a drafter that runs a model, over K and V of its own."""
+"""RowDrafter: the base of drafters that run a model, with their own rows and KV."""
 
 from __future__ import annotations
 

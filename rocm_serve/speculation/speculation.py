@@ -1,9 +1,9 @@
-"""Speculation: drafts are made before a step, and verified by the step's logits. Without drafts a step picks one token.
+"""Speculation: gets draft tokens before a step, and verifies them by the step's logits.
 
-A step computes the logits after each draft, as if it had been picked. From the sequence's last token on, a token is
-picked as usual, by the request's sampling and its own random numbers. If there is a draft of that token, the logits
-after it are there already, and the next token is picked from them. So each token is the one that plain decoding would
-have picked, greedily or at random, whatever the drafts are: they decide only how many tokens a step brings.
+A step computes the logits after each draft token. From the sequence's last token on, a token is sampled as usual, with
+the request's own random numbers. If it equals a draft, the logits after it are there already, and the next token is
+sampled from them. So each token is the one that plain decoding would have sampled, whatever the drafts are: these
+decide only how many tokens a step yields.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounds that follow from each other on the device, as the engine sees them (device_steps.py)."""
+"""SpeculativeSteps: the engine's interface to verify steps that the device prepares itself (device_steps.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraint: the form that a request's text must have. llguidance reads it, and is imported late."""
+"""Constraint: structured output, the form that a request's text must have. llguidance compiles it; imported late."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ConstraintKind = Literal["json_schema", "regex", "lark"]
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form that the whole of a request's new text must match. Made by one of the functions below.
+    """Structured output: a form that all of a request's new text must match. Use one of the class methods to make it.
 
     kind: whether text is a JSON schema, a regular expression, or a grammar in Lark's notation
     text: at most 65,536 characters
-    lead: rules in Lark's notation, of which `lead` is a text that comes before; empty if nothing does
+    lead: rules in Lark's notation; their rule `lead` matches text before the constrained text. Empty: none
 
     Raises BadRequest.
     """
@@ -51,7 +51,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Constraint:
-        """A JSON value that a schema accepts. schema: as an object, or as its text"""
+        """A JSON value that a JSON schema accepts. schema: a mapping, or its JSON text"""
         return cls("json_schema", schema if isinstance(schema, str) else _as_json(schema))
 
     @classmethod
@@ -61,7 +61,7 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """A text that a regular expression matches from its first to its last character."""
+        """A text that a regular expression matches in full."""
         return cls("regex", pattern)
 
     @classmethod
@@ -73,14 +73,14 @@ class Constraint:
 
     @classmethod
     def grammar(cls, lark: str) -> Constraint:
-        """A text that a context-free grammar gives, in the notation of Lark, from its rule `start` on."""
+        """A text that a context-free grammar in Lark's notation accepts, from its rule `start` on."""
         return cls("lark", lark)
 
     def check(self) -> None:
-        """Raises BadRequest with the library's reason if it refuses the constraint. No model is needed.
+        """Raises BadRequest with llguidance's reason if it refuses the constraint. No model is needed.
 
-        It takes milliseconds, except for a few constraints that take minutes or gigabytes, and a thread that compiles
-        one cannot be ended. Constraints from untrusted clients are tried in a process: see constraint_trial.py.
+        It takes milliseconds, but a few constraints take minutes or gigabytes, and a thread that compiles one cannot be
+        stopped. Constraints from untrusted clients are first tried in a process: see constraint_trial.py.
         """
         is_error, reasons = library().LLMatcher.validate_grammar_with_warnings(grammar_of(self))
         if is_error:

@@ -1,4 +1,4 @@
-"""The requirements of a model of SGLang's, found before it serves: its layers, their sinks and their pages."""
+"""Reads a model's attention layers from SGLang before it serves: their Problems, sinks and pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row and slots of SGLang's pools that no request has, lent to the layers' needles while a step is run.
+"""Borrows a row and free slots of SGLang's pools during a step, for the needle check of the layers (rocm_attn/truth).
 
 The row is the one that SGLang keeps for padding. SGLang's scheduler lends them before a step, and takes them back after
 it. Each rank has a scheduler of its own, and all of them count the same steps. Slots that only the radix cache holds

@@ -1,4 +1,4 @@
-"""The parts that are read of SGLang's objects: a runner, its pools, a model's layers and a batch."""
+"""Protocols for the attributes of SGLang's objects that we read: of a runner, its pools, a model's layers, a batch."""
 
 from __future__ import annotations
 

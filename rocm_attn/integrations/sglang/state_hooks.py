@@ -1,7 +1,7 @@
-"""The lineage of SGLang's own recurrent states: the hooks by which StateWatch checks them before a step's layers run.
+"""Hooks in SGLang by which StateWatch checks SGLang's own recurrent states before a step's layers run.
 
-A pool of states gets headers, which say which tokens are in each slot. SGLang clears and copies them with the slots, as
-it does with other state that belongs to a slot. Nothing is hooked unless it is requested.
+A pool of states gets headers, which identify the tokens in each slot. SGLang clears and copies them with the
+slots, like other data of a slot. Nothing is hooked unless it is requested.
 """
 
 from __future__ import annotations

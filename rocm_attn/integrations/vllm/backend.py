@@ -1,4 +1,4 @@
-"""The backend of layers whose heads have their own K and V: the classes that vLLM looks for, over KVGroup.
+"""vLLM's attention backend for MHA and GQA layers: the classes that vLLM looks for, implemented by KVGroup.
 
 It supports both of vLLM's ways to ask for a KV cache: get_kv_cache_shape and get_kv_cache_stride_order up to 0.28, and
 supported_kv_cache_layouts from 0.29 on. vLLM packs K and V into one row, so pages have strides, and kernels that need

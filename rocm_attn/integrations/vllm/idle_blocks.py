@@ -1,4 +1,4 @@
-"""Blocks of vLLM's pool that no request has, lent to the layers' needles for one step.
+"""Borrows free blocks of vLLM's pool for one step, for the needle check of the layers (rocm_attn/truth).
 
 vLLM's scheduler takes them after it has scheduled a step, and the step's output carries their numbers to the workers,
 which may be other processes. The scheduler gives them back once the step's results are there.

@@ -1,4 +1,4 @@
-"""The terms of an attention layer of vLLM's, and the Problem made from them."""
+"""Converts the constructor arguments of a vLLM attention layer to a Problem."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""OwnTokens: attention of a step's new tokens among themselves, over their K and V alone. It imports no vLLM.
+"""OwnTokens: attention of a step's new tokens among themselves, without a KV cache. It imports no vLLM.
 
-So encoders are served: all tokens of a prompt are in one step and see each other, and none is kept.
+It serves encoder models: all tokens of a prompt are in one step and see each other, and no KV is kept.
 """
 
 from __future__ import annotations

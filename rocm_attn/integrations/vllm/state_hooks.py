@@ -1,4 +1,4 @@
-"""The lineage of vLLM's own recurrent states: the hooks by which StateWatch checks them before a step's layers run.
+"""Hooks in vLLM by which StateWatch checks vLLM's own recurrent states before a step's layers run.
 
 A layer's state gets a third part, the header that says which tokens are in it. vLLM moves it with the other parts,
 whenever it copies a state to another block, in each of its runners. Nothing is hooked unless it is requested.

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import Integers, as_int32
 from rocm_attn.errors import BadBatch, BadTensor, WrongState
 from rocm_attn.integrations.kv_passport import ALIGNMENT, KVExtent, KVPassport, LayerPassport, Role, Stretch, stretches
 from rocm_attn.integrations.owners import Owner, clears_tails, given_back, idle, ops_of, pool_of, spaces_of, states_of
@@ -33,7 +34,8 @@ from rocm_attn.runtime import AttentionRuntime
 
 # Space -> the page of each page_no of a request. The entry of a page that was given back is 0. It is -1 in an
 # engine's table in which page 0 is a page like others.
-Pages = Mapping[Space, Sequence[int]]
+Pages = Mapping[Space, Integers]
+_Listed = Mapping[Space, list[int]]
 # Bytes that are recoded at a time. Indexing them takes eight times as much memory.
 _RECODED_AT_ONCE = 1 << 22
 
@@ -84,7 +86,7 @@ class _Mover:
                 layers: self._put_together(layers) for layers in (self._all, *((each,) for each in self._all))
             }
 
-    def pages_of(self, row: int, kv_len: int) -> Pages:
+    def pages_of(self, row: int, kv_len: int) -> Mapping[Space, list[int]]:
         """Returns the pages of a runtime's row that hold its first kv_len tokens.
 
         Raises WrongState, BadBatch, and BadSetting for a part of a token.
@@ -129,10 +131,15 @@ class _Mover:
     def _pages(self, layer: int, role: Role) -> LayerPages:
         return self._pool.index(layer) if role.is_index else self._pool.layer(layer)
 
-    def _check(self, pages: Pages, kv_len: int, layers: Sequence[int]) -> None:
-        """Raises BadBatch for wrong page lists, and WrongState if pages or scales of the layers have changed."""
+    def _checked(self, pages: Pages, kv_len: int, layers: Sequence[int]) -> _Listed:
+        """Returns the page lists of the layers' spaces.
+
+        Raises BadBatch for wrong ones, and WrongState if pages or scales of the layers have changed.
+        """
+        found, count = dict[Space, list[int]](), num_pages(kv_len, self._page_size)
         for space in {self._spaces[layer] for layer in layers}:
-            listed, count = pages.get(space, ()), num_pages(kv_len, self._page_size)
+            name = f"the list of pages in the space {space.value!r}"
+            found[space] = listed = as_int32(name, pages.get(space, ())).tolist()
             gone, most = self._gone[space], self._num_pages[space]
             if len(listed) != count or not listed or listed[-1] == gone:
                 raise BadBatch(
@@ -144,6 +151,7 @@ class _Mover:
         for layer in layers:
             for role in self.passport.layers[layer].row_bytes:
                 self._must_lie_there(layer, role)
+        return found
 
     def _must_lie_there(self, layer: int, role: Role) -> None:
         """Raises WrongState if an engine has bound other pages since, or a layer has other scales."""
@@ -188,7 +196,7 @@ class _Mover:
         self,
         launch: MoveRows,
         layers: Sequence[int],
-        pages: Pages,
+        pages: _Listed,
         parts: Sequence[Stretch],
         first_of: Callable[[Space, int], int],
         buffer: Tensor,
@@ -208,7 +216,7 @@ class _Mover:
                 if first >= end:
                     continue
                 word = alike.pages.sides[0].element_size()
-                listed = list(pages[alike.space])[first // page_rows : num_pages(end, page_rows)]
+                listed = pages[alike.space][first // page_rows : num_pages(end, page_rows)]
                 places = [by_part[part].place // word for part in alike.parts]
                 rows = buffer.view(alike.pages.sides[0].dtype)
                 until = len(listed) * page_rows + first // page_rows * page_rows if clears else end
@@ -232,10 +240,9 @@ class KVExporter(_Mover):
 
     def extent(self, pages: Pages, kv_len: int) -> KVExtent:
         """Returns the tokens that these pages still have, of the first kv_len. Raises BadBatch."""
-        self._check(pages, kv_len, self._all)
-        first = {}
+        lists, first = self._checked(pages, kv_len, self._all), {}
         for space in dict.fromkeys(self._spaces):
-            listed = np.array(pages[space])
+            listed = np.array(lists[space])
             gone = np.flatnonzero(listed == self._gone[space])
             first[space.value] = (int(gone[-1]) + 1 if len(gone) else 0) * self._page_size
         return KVExtent(kv_len, first)
@@ -284,21 +291,21 @@ class KVExporter(_Mover):
         self._export(self._only(layer), pages, extent, buffer)
 
     def _export(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        self._check(pages, extent.kv_len, layers)
+        lists = self._checked(pages, extent.kv_len, layers)
         if isinstance(self._owner, AttentionRuntime):
-            pages = self._stored(self._owner, layers, pages, extent.kv_len)
+            lists = self._stored(self._owner, layers, lists, extent.kv_len)
         parts = stretches(self.passport, extent, layers)
         for space in {self._spaces[layer] for layer in layers}:
-            if self._gone[space] in pages[space][extent.first[space.value] // self._page_size :]:
+            if self._gone[space] in lists[space][extent.first[space.value] // self._page_size :]:
                 raise BadBatch(f"pages of the space {space.value!r} that the extent names were released; make it again")
         used = self._buffer(buffer, _num_bytes(parts))
 
         def first_of(space: Space, unit: int) -> int:
             return extent.first[space.value] // unit
 
-        self._move(ops_of(self._owner).export_rows, layers, pages, parts, first_of, used, clears=False)
+        self._move(ops_of(self._owner).export_rows, layers, lists, parts, first_of, used, clears=False)
 
-    def _stored(self, runtime: AttentionRuntime, layers: Sequence[int], pages: Pages, kv_len: int) -> Pages:
+    def _stored(self, runtime: AttentionRuntime, layers: Sequence[int], pages: _Listed, kv_len: int) -> _Listed:
         """Returns the pages that hold the tokens. For a page whose copy is pending, it is the page to copy from.
 
         Raises BadBatch unless a row with these pages has stored that many tokens in these layers, or all are kept.
@@ -412,13 +419,13 @@ class KVImporter(_Mover):
             self._import_idle(layers, pages, extent, buffer)
 
     def _import_idle(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        self._check(pages, extent.kv_len, layers)
+        lists = self._checked(pages, extent.kv_len, layers)
         parts = stretches(self.source, extent, layers)
-        begins = {space: self._begin(space, pages) for space in {self._spaces[layer] for layer in layers}}
+        begins = {space: self._begin(space, lists) for space in {self._spaces[layer] for layer in layers}}
         for part in parts:
             self._must_see(part, extent, begins[self._spaces[part.layer]])
         if isinstance(self._owner, AttentionRuntime):
-            row = _must_be_own(self._owner.table, pages, begins)
+            row = _must_be_own(self._owner.table, lists, begins)
             self._must_go_back(self._owner.table, layers, extent)
         used = self._recoded(self._buffer(buffer, _num_bytes(parts)), parts)
         if isinstance(self._owner, AttentionRuntime):
@@ -428,9 +435,9 @@ class KVImporter(_Mover):
             return begins[space] // unit
 
         clears = self._clears_tails
-        self._move(ops_of(self._owner).import_rows, layers, pages, parts, first_of, used, clears=clears)
+        self._move(ops_of(self._owner).import_rows, layers, lists, parts, first_of, used, clears=clears)
 
-    def _begin(self, space: Space, pages: Pages) -> int:
+    def _begin(self, space: Space, pages: _Listed) -> int:
         """Returns the first token that has a page. Raises BadBatch for a hole or a repeated page."""
         listed, gone = pages[space], self._gone[space]
         first = next(at for at, page in enumerate(listed) if page != gone)
@@ -503,7 +510,7 @@ class KVImporter(_Mover):
         return buffer
 
 
-def _row_of(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int | None:
+def _row_of(table: RequestTable, pages: _Listed, spaces: Collection[Space]) -> int | None:
     for_rows = np.ones(len(table.full.entries_host), np.bool_)
     for space in spaces:
         listed, entries = np.array(pages[space], np.int32), table.space(space).entries_host
@@ -516,7 +523,7 @@ def _row_of(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int
     return int(found[0]) if len(found) else None
 
 
-def _must_be_own(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int:
+def _must_be_own(table: RequestTable, pages: _Listed, spaces: Collection[Space]) -> int:
     """Returns the row. Raises BadBatch unless these are its pages, no other row shares any, and none holds a token."""
     row = _row_of(table, pages, spaces)
     if row is None:

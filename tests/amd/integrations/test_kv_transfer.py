@@ -616,3 +616,22 @@ def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused(
     for number in (1, -1):
         with pytest.raises(BadTensor, match=f"layer {number} does not exist; layers are 0 to 0"):
             KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), number)
+
+
+def test_pages_may_be_arrays_of_whole_numbers_as_the_table_gives_them(device: torch.device) -> None:
+    problems = [small_problem()]
+    source, target = runtime_of(problems, device, "torch"), runtime_of(problems, device, "torch")
+    row = Story(problems, device).prefill(source, 11)
+    exporter, importer = KVExporter(source), KVImporter(target, KVPassport.of(source))
+    pages = source.table.pages_of(row)
+    extent = exporter.extent({Space.FULL: pages}, 11)
+    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export({Space.FULL: pages}, extent, buffer)
+    new_row = importer.admit(extent)
+    importer.import_pages({Space.FULL: target.table.pages_of(new_row)}, extent, buffer)
+    again = torch.empty_like(buffer)
+    target.table.mark_stored([new_row], [11])
+    KVExporter(target).export_row(new_row, 11, again)
+    assert torch.equal(buffer, again)
+    with pytest.raises(BadBatch, match="the space 'full' holds float64; it must hold integers"):
+        exporter.export({Space.FULL: pages + 0.5}, extent, buffer)  # type: ignore[dict-item]

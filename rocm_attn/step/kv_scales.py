@@ -44,7 +44,7 @@ class KVScales:
             )
         count = problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1
         k, v = (_checked(f"{name} of layer {layer}", given, count) for name, given in (("k", self.k), ("v", self.v)))
-        check_scales(layer, problem.pool, k, v)
+        check_scales(f"layer {layer}", problem.pool, k, v)
         by = KEEPING_BITS.get(encodings, 1.0)
         return k * by, v * by
 

@@ -25,7 +25,7 @@ from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.sending import sent
 from rocm_attn.machine.settings import whole_number
-from rocm_attn.paging.convert import KEEPING_BITS, code_tables
+from rocm_attn.paging.convert import code_tables, token_factor
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.state_record import num_record_bytes, read_head, read_state, write_record
@@ -471,10 +471,10 @@ class KVImporter(_Mover):
     def _learn(self, number: int, role: Role, there: LayerPassport, here: LayerPassport) -> None:
         """Prepares the conversion of a part of a layer, if it needs one."""
         source, own = there.form_of(role), here.form_of(role)
-        keeps_bits = KEEPING_BITS.get((source.encoding, own.encoding), 1.0)
+        of_tokens = token_factor(source.encoding, own.encoding)
         if not role.is_codes:
-            if keeps_bits != 1.0:
-                self._scale_values[number, role] = keeps_bits
+            if of_tokens != 1.0:
+                self._scale_values[number, role] = of_tokens
             return
         at = 2 if role.is_index else (Role.K, Role.V).index(role)
         given, target = there.scale_values[at], here.scale_values[at]
@@ -482,7 +482,7 @@ class KVImporter(_Mover):
             return
         ratio = torch.full((own.num_kv_heads,), 1.0, dtype=torch.float64)
         if own.scales is Scales.TOKEN:
-            ratio /= keeps_bits
+            ratio /= of_tokens
         elif given:
             # The scales are float32 numbers.
             ratio *= torch.tensor(given, dtype=torch.float64) / torch.tensor(target, dtype=torch.float64)

@@ -291,6 +291,28 @@ def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, de
         assert not KVImporter(back, KVPassport.of(target)).is_exact
 
 
+@pytest.mark.parametrize("there", [KVEncoding.E5M2, FN, FNUZ], ids=lambda encoding: encoding.name)
+@pytest.mark.parametrize("here", [KVEncoding.E5M2, FN, FNUZ], ids=lambda encoding: encoding.name)
+def test_the_largest_elements_of_tokens_fit_another_encoding(
+    there: KVEncoding, here: KVEncoding, device: torch.device
+) -> None:
+    """Scales of tokens make them the largest codes: 57344 in E5M2, and 448 at most in E4M3."""
+    source, target = (runtime_of(coded(encoding, Scales.TOKEN), device, "torch") for encoding in (there, here))
+    row = Story(coded(there, Scales.TOKEN), device).prefill(source, 19)
+    new_row = moved(source, row, 19, target)
+    sides = [
+        runtime.pool.layer(0).read(torch.from_numpy(runtime.table.pages_of(each)).long().to(device))
+        for runtime, each in ((source, row), (target, new_row))
+    ]
+    for one, other in zip(*sides, strict=True):
+        given, found = one.flatten(0, 1)[:19], other.flatten(0, 1)[:19]
+        # Half a step of three bits of mantissa, or of two, beside the steps of the smallest codes.
+        torch.testing.assert_close(found, given, rtol=2**-4 if here is not KVEncoding.E5M2 else 2**-3, atol=1e-4)
+        if here is not KVEncoding.E5M2:
+            largest = given.abs() == given.abs().amax(-1, keepdim=True)
+            torch.testing.assert_close(found[largest], given[largest], rtol=1e-6, atol=0)
+
+
 @pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("kv_len", [19, 1, 3])
 def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provider: str, device: torch.device) -> None:

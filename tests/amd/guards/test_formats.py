@@ -311,10 +311,10 @@ def test_index_pages_of_another_format_are_not_adopted(provider: str, device: to
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf")])
 def test_a_scale_of_index_keys_is_a_positive_number_as_those_of_k_and_v_are(scale: float, device: torch.device) -> None:
-    """The store divides by it: with one of 0 every index key would be the largest code, or NaN, and chosen by chance."""
+    """The store divides by it: with 0 every index key would be the largest code, or NaN, and chosen by chance."""
     engine = Selects(device, "torch")
     engine.scale_value.fill_(scale)
-    with pytest.raises(BadTensor, match="of the index keys of layer 0 are .*; each must be a positive number"):
+    with pytest.raises(BadTensor, match=r"of the index keys of layer 0 are .*; each must be a positive number"):
         engine.bind(INDEX_FORMAT)
 
 

@@ -241,10 +241,13 @@ class KVExporter(_Mover):
     def extent(self, pages: Pages, kv_len: int) -> KVExtent:
         """Returns the tokens that these pages still have, of the first kv_len. Raises BadBatch."""
         lists, first = self._checked(pages, kv_len, self._all), {}
+        table = self._owner.table if isinstance(self._owner, AttentionRuntime) else None
+        row = _row_of(table, lists, set(self._spaces)) if table is not None else None
         for space in dict.fromkeys(self._spaces):
-            listed = np.array(lists[space])
-            gone = np.flatnonzero(listed == self._gone[space])
+            gone = np.flatnonzero(np.array(lists[space]) == self._gone[space])
             first[space.value] = (int(gone[-1]) + 1 if len(gone) else 0) * self._page_size
+            if table is not None and row is not None:  # kept pages are whole
+                first[space.value] = max(first[space.value], int(table.space(space).first_token[row]))
         return KVExtent(kv_len, first)
 
     def num_bytes(self, extent: KVExtent) -> int:
@@ -430,6 +433,10 @@ class KVImporter(_Mover):
         used = self._recoded(self._buffer(buffer, _num_bytes(parts)), parts)
         if isinstance(self._owner, AttentionRuntime):
             self._owner.table.states.begin(row)  # its slots may have that of other tokens, which were taken back
+            for layer in layers:
+                pages_here = self._owner.table.space(self._spaces[layer])
+                sent_from = extent.first[self.source.layers[layer].space]
+                pages_here.lack(row, max(sent_from, int(pages_here.first_token[row])))
 
         def first_of(space: Space, unit: int) -> int:
             return begins[space] // unit

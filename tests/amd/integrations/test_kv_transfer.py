@@ -225,6 +225,45 @@ def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 
+def test_tokens_of_a_page_that_were_not_sent_are_not_gone_back_to(device: torch.device) -> None:
+    """The sender's pages are smaller: of the receiver's first page some tokens are 0, as if their K and V were."""
+    there, here = ([small_problem(size, window_left=window) for window in (6, -1)] for size in (4, 8))
+    source, target = (runtime_of(each, device, "torch", swa_pages=40, num_pages=80) for each in (there, here))
+    sender, story, table = Story(there, device), Story(here, device), target.table
+    row = sender.prefill(source, 34)
+    sender.step(source, row, 35, 1)
+    new_row, exporter = moved(source, row, 35, target), KVExporter(target)
+    assert table.pages_of(new_row, Space.SWA).astype(bool).tolist() == [False, False, False, True, True]
+    assert exporter.extent(exporter.pages_of(new_row, 35), 35).first == {"full": 0, "swa": 28}, "24 to 27 were not sent"
+    with pytest.raises(BadBatch, match="share at least 34 tokens"):
+        table.fork(new_row, 33)
+    with pytest.raises(BadBatch, match="has left the window of the SWA space"):
+        table.kept.keep(new_row, 3, 4)
+    table.kept.keep(new_row, 3, 4, [Space.FULL])
+    table.free(table.fork(new_row, 0))
+    child = table.fork(new_row, 34)
+    table.truncate(child, 33)
+    for each in (new_row, child):
+        with pytest.raises(BadBatch, match="holds keys of windows only from 34 on"):
+            story.step(target, each, 34, 1)
+    stayed, child = story.prefill(target, 34), table.fork(new_row, 34)
+    assert all(map(torch.equal, story.decode(target, stayed, 34), story.decode(target, child, 34)))
+
+
+def test_a_row_whose_tokens_were_sent_may_begin_again(device: torch.device) -> None:
+    there, here = ([small_problem(size, window_left=6)] for size in (4, 8))
+    source, target = (runtime_of(each, device, "torch", swa_pages=40) for each in (there, here))
+    sender, story = Story(there, device), Story(here, device)
+    row = sender.prefill(source, 10)
+    sender.step(source, row, 11, 1)
+    new_row, stayed = moved(source, row, 11, target), story.prefill(target, 11)
+    assert int(target.table.space(Space.SWA).first_token[new_row]) == 4
+    target.table.truncate(new_row, 0)
+    for kv_len, q_len in ((8, 8), (9, 1), (11, 2)):
+        story.step(target, new_row, kv_len, q_len)
+    assert all(map(torch.equal, story.decode(target, stayed, 11), story.decode(target, new_row, 11)))
+
+
 @pytest.mark.fast(interpreted=0)
 def test_layers_of_one_space_may_come_from_different_ones(provider: str, device: torch.device) -> None:
     """Two windows are equal: the sender has one from its first token on, and the other from where its pages begin."""

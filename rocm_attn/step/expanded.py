@@ -82,8 +82,8 @@ class ExpandedPrefill:
         chunk_tokens: tokens of the prefixes that are expanded at a time, of all sequences together; at least 1
 
         The scale, cap and sinks are the layer's: q . k has the value that absorbed products have.
-        Raises BadTensor; BadSetting for a part of a token; WrongState unless a step runs; BadBatch for a round of drafts, and for a step with a mask or
-        with lengths that only the device knows.
+        Raises BadTensor; BadSetting for a part of a token; WrongState unless a step runs; BadBatch for a round of
+        drafts, and for a step with a mask or with lengths that only the device knows.
         """
         batch = self.running_batch()
         if not batch.inputs.lengths_on_host or batch.mask is not NO_MASK or batch.drafts is not NO_DRAFTS:

@@ -308,7 +308,7 @@ def test_a_check_on_the_live_step_that_is_broken_off_leaves_its_kv_as_it_was() -
 
 def test_a_step_without_new_tokens_has_a_graph_of_its_own_kernels(device: torch.device) -> None:
     """Its plan allows one new token, so the probe that its graph is made of may not have more."""
-    tiny = Tiny.build(device, "auto", (2, 4), (4, 16))
+    tiny = Tiny.build(device, "torch", (2, 4), (4, 16))
     runner, requests = StepRunner(tiny.runtime, tiny.forward, recorder_for(device)), tiny.admitted(1)
     runner.run(requests.batch([5]))
     for _ in range(2):

@@ -186,10 +186,10 @@ def test_a_row_that_goes_to_a_request_of_the_same_length_may_be_said_to(
 
 def test_only_rows_of_the_table_are_forgotten(device: torch.device, provider: str) -> None:
     engine = watched(SGLang, 16, device, provider)
-    attention, num_rows = engine.attention, len(engine.req_to_token)
-    request = engine.admit()
+    attention, request = engine.attention, engine.admit()
     engine.run([request], [32])
     (watch,) = attention._watches
+    num_rows = len(watch.rows)
     before = watch.rows.clone()
     attention.forget(engine.ints([-1, request.row - num_rows, num_rows, 2**31 - 1]))
     attention.forget(engine.ints([]))
@@ -197,7 +197,7 @@ def test_only_rows_of_the_table_are_forgotten(device: torch.device, provider: st
     attention.forget(engine.ints([num_rows, request.row]).long())
     assert before[request.row].any()
     assert not watch.rows[request.row].any()
-    for wrong in (engine.ints([1]).float(), engine.ints([[1]]), torch.ones(1, dtype=torch.int32, device="meta")):
+    for wrong in (engine.ints([1]).float(), engine.ints([1])[None], torch.ones(1, dtype=torch.int32, device="meta")):
         with pytest.raises(BadTensor, match="rows are"):
             attention.forget(wrong)
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import triton
 from triton import knobs
+from triton.language import constexpr
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.hopper import releases
+
+# A constant: Triton follows what kernels refer to, and a method of text is nothing that it knows.
+_COMPILES_HOPPERS = constexpr(triton.__version__.split("+")[0] in releases.TRITONS)
 
 
 @constexpr_function
@@ -17,6 +21,7 @@ def on_nvidia() -> bool:
     return target is not None and target.backend == "cuda"
 
 
+@constexpr_function
 def on_hopper() -> bool:
     """True if kernels are compiled for a GPU of Hopper's generation, by a Triton that has its kernels' Gluon."""
-    return on_nvidia() and current_target().arch == 90 and triton.__version__.split("+")[0] in releases.TRITONS
+    return on_nvidia() and current_target().arch == 90 and bool(_COMPILES_HOPPERS)

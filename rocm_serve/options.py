@@ -28,8 +28,8 @@ class EngineOptions(AttentionOptions):
 
     latency: float = option(
         0.0,
-        "time to aim for between two tokens of a sequence while prompts come in; a shorter one gives prompts fewer "
-        "tokens of each step",
+        "target time between two tokens of a sequence while prompts are prefilled; with a shorter one, a step has "
+        "fewer prefill tokens",
         unit="MILLISECONDS",
         least=0,
         default_is="two and a half decode steps of the running sequences; longer while more requests wait than decode; "
@@ -44,12 +44,12 @@ class EngineOptions(AttentionOptions):
     )
     graphs: bool = option(
         True,
-        "record decode steps and replay them at padded sizes; on a CPU this pays off in long runs",
+        "capture decode steps as graphs at padded batch sizes, and replay them; on a CPU this pays off in long runs",
         default_is="on",
     )
     capture_after: int | None = option(
         None,
-        "steps of one shape that run eagerly before their graph is made; Engine.capture_all makes graphs at once",
+        "eager steps of one shape before its graph is captured; Engine.capture_all captures graphs at once",
         kind=int,
         unit="STEPS",
         least=0,
@@ -58,7 +58,7 @@ class EngineOptions(AttentionOptions):
     )
     kv_bytes: int | None = option(
         None,
-        "most memory for K and V, and for the states of recurrent layers that the prefix cache keeps",
+        "most memory for K and V, and for the prefix cache's states of recurrent layers",
         kind=int,
         unit="BYTES",
         default_is="1 GiB on a CPU; on a GPU the remainder of gpu_memory_share",
@@ -66,20 +66,19 @@ class EngineOptions(AttentionOptions):
     )
     gpu_memory_share: float = option(
         USED_SHARE,
-        "share of a GPU's memory that may be in use, above 0 and up to 1: K and V get the measured remainder "
-        "after weights, the largest step and graphs",
+        "share of the GPU's memory to use, above 0 and up to 1: K and V get the part that weights, the largest step "
+        "and graphs leave, which is measured",
         unit="SHARE",
     )
     prefix_caching: bool = option(
         True,
-        "keep K and V of finished requests in pages that are not needed otherwise, and reuse them for later "
-        "requests with the same first tokens",
+        "keep K and V of finished requests in free pages, and reuse them for later requests with the same prefix",
         default_is="on",
     )
     host_kv_bytes: int = option(
         0,
-        "host memory for pages that the prefix cache gives back because pages run out; they come back if a later "
-        "request needs them, and their checksums are right",
+        "host memory for pages that the prefix cache evicts because pages run out; they are copied back if a later "
+        "request needs them and their checksums are right",
         unit="BYTES",
         least=0,
         default_is="0: none",
@@ -87,63 +86,63 @@ class EngineOptions(AttentionOptions):
     )
     state_checkpoints: int | None = option(
         None,
-        "states of recurrent layers that the prefix cache keeps: a later request with the same first tokens begins "
-        "after one of them",
+        "states of recurrent layers that the prefix cache keeps; a later request with the same prefix starts after "
+        "one of them",
         kind=int,
         unit="STATES",
         least=0,
-        default_is="as much memory as K and V have, but no more than one for each 64 tokens",
+        default_is="as many as take the memory of K and V, and at most one per 64 tokens",
         on_generate=False,
     )
     priority_aging: int = option(
         0,
-        "steps after which a request that waits counts as one priority better than new ones, so that none waits for "
-        "ever; 0: priorities never age",
+        "steps after which a waiting request counts as one priority better than new ones, so that no request "
+        "starves; 0: priorities never age",
         unit="STEPS",
         least=0,
         on_generate=False,
     )
     speculative: str = option(
         OFF,
-        "source of draft tokens, several of which a step verifies: the text itself (ngram), a small model with "
-        "the same tokens (draft:MODEL), or an EAGLE head (eagle:HEAD, or eagle:seeded)",
+        "speculative decoding, with draft tokens from the text itself (ngram), a small model with the same "
+        "vocabulary (draft:MODEL), or an EAGLE head (eagle:HEAD, or eagle:seeded)",
         unit="off|ngram|draft:MODEL|eagle:HEAD",
     )
     draft_tokens: int = option(4, "with --speculative: most draft tokens per sequence and step", unit="TOKENS", least=1)
     topk: int = option(1, "with --speculative: most branches of a sequence's draft tokens", unit="BRANCHES", least=1)
     sampled_drafts: bool = option(
         False,
-        "with --speculative draft or eagle: sample the draft tokens of requests that sample, and accept them by "
-        "rejection sampling; tokens keep their distribution, but differ from those without draft tokens",
+        "with --speculative draft or eagle: sample the draft tokens of sampling requests, and accept them by "
+        "rejection sampling; the output keeps its distribution, but differs from that without draft tokens",
     )
     steps_ahead: int | None = option(
         None,
-        "0 or 1: steps still running on the device when the next one is launched, so that it does not wait for "
-        "the host; their tokens are read after that launch, or before it with draft tokens",
+        "1: launch a step while the previous one still runs, so that the GPU does not wait for the host; the "
+        "previous tokens are read after the launch, or before it with draft tokens; 0: wait for each step",
         kind=int,
         unit="STEPS",
         least=0,
-        default_is="1 on a GPU; 0 on a CPU, which has run a step when its launch returns",
+        default_is="1 on a GPU; 0 on a CPU, where a launch runs the step",
     )
     flight_record: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
-        "file for the last steps, written when one fails; `rocm-attn replay-step` reads it",
+        "file for a record of the last steps, written when one fails; `rocm-attn replay-step` reads it",
         kind=Path,
         unit="FILE",
-        default_is="they are not kept",
+        default_is="no record",
     )
     evidence: Path | None = option(  # noqa: RUF009  # it makes a field
         None,
-        "file for a layer that --check-every or the truth probe finds wrong: its inputs, among them requests' K and V, "
-        "and its machine code; `rocm-attn replay-step --simulate` reads it",
+        "file for the evidence of a layer that --check-every or the truth probe finds wrong: its inputs, which "
+        "include requests' K and V, and its machine code; `rocm-attn replay-step --simulate` reads it",
         kind=Path,
         unit="FILE",
-        default_is="nothing is kept",
+        default_is="no evidence",
     )
     check_every: int = option(
         0,
-        "compare every N-th step with the eager run, and a few of its sequences with the reference; the report "
-        "counts differences",
+        "run every N-th step again eagerly and compare, and compare a few of its sequences with the reference; the "
+        "report counts differences",
         unit="STEPS",
         least=0,
         default_is="0: none",

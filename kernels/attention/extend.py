@@ -257,7 +257,10 @@ def walk_rows(x, to, max_blocks, G: tl.constexpr):
             _attend_row(x, to, query_block, row, 0, 0, 0, G)
 
 
-@triton.jit(do_not_specialize=["num_programs", "max_blocks", "width", "window_left"])
+_UNSPECIALIZED = ["num_programs", "max_blocks", "width", "window_left"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _extend_kernel(
     q,
     k_pages,
@@ -325,6 +328,12 @@ def _extend_kernel(
     walk_rows(x, to, max_blocks, G)
 
 
+# Deterministic extend (segment_extend.py) is the same kernel, by a name that profiles show.
+segment_extend_kernel = triton.jit(
+    _extend_kernel.fn, do_not_specialize=_UNSPECIALIZED, repr=lambda _: "_segment_extend_kernel"
+)
+
+
 def launch_paged_extend(
     args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: ExtendTiles, mask: VisibleKeys | None = None
 ) -> None:
@@ -372,17 +381,16 @@ def _launch_rows(
     launch(
         _extend_kernel,
         (grid,),
-        *row_arguments(args, args.workspace, scores, cut, mask),
-        *args.strides_in(geometry.STRIDE_UNIT),
+        *row_arguments(args, args.workspace, scores, cut, mask, geometry.STRIDE_UNIT),
         G=geometry,
         **options,
     )
 
 
 def row_arguments(
-    args: AttendArgs, workspace: Tensor | None, scores: Scores, cut: ExtendCut, mask: VisibleKeys | None
+    args: AttendArgs, workspace: Tensor | None, scores: Scores, cut: ExtendCut, mask: VisibleKeys | None, unit: int
 ) -> tuple[Tensor | float | None, ...]:
-    """Returns the arguments of kernels that walk rows of a schedule, in their order, without strides."""
+    """Returns the arguments of kernels that walk rows of a schedule. unit: elements that strides are counted in"""
     queries, pages, table = args.queries, args.pages, args.table
     return (
         args.q,
@@ -407,6 +415,7 @@ def row_arguments(
         cut.sharing.programs,
         cut.max_blocks(queries.num_tokens, queries.num_seqs),
         table.shape[1],
+        *args.strides_in(unit),
     )
 
 

@@ -30,7 +30,7 @@ from rocm_attn.kernels.attention.key_rows import (
 )
 from rocm_attn.kernels.attention.mask_bits import is_seen, row_words, seen_by_some
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.attention.softmax import LN_2, capped, capped_at_once, has_tanh, in_range
+from rocm_attn.kernels.attention.softmax import LN_2, capped, capped_at_once, exact_maximum, has_tanh, in_range
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded
 from rocm_attn.kernels.cache.page_format import Coding
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
@@ -297,6 +297,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
             scores = tl.where(visible, scores, float("-inf"))
         scale_value = qk_scale if slope is None else 1.0
         new_maximum = maximum if BOUNDED else tl.maximum(maximum, tl.max(scores, 1) * scale_value)
+        if K.EXACT and not BOUNDED:
+            new_maximum = exact_maximum(maximum, new_maximum)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = tl.exp2(maximum - base)

@@ -8,85 +8,17 @@ parts that they keep.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import HeadRows, Logits, PagePointers, TableLine
-from rocm_attn.kernels.attention.coded import ScalePointers
 from rocm_attn.kernels.attention.cuts import ExtendCut
-from rocm_attn.kernels.attention.extend import ExtendOutputs, Operands, block_geometry, row_arguments, walk_rows
+from rocm_attn.kernels.attention.extend import block_geometry, row_arguments, segment_extend_kernel
 from rocm_attn.kernels.attention.mask_bits import TWO_WORDS
-from rocm_attn.kernels.attention.query_block import BlockGeometry, KeysOfStep
+from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
-
-
-@triton.jit(do_not_specialize=["num_programs", "max_blocks", "width", "window_left"])
-def _segment_extend_kernel(
-    q,
-    k_pages,
-    v_pages,
-    table,
-    row_of_seq,
-    kv_len,
-    schedule,
-    workspace,
-    out,
-    lse,
-    sinks,
-    slopes,
-    k_scale,
-    v_scale,
-    q_indptr,
-    mask_words,
-    mask_indptr,
-    mask_start,
-    first_key,
-    key_end,
-    qk_scale,
-    tanh_scale,
-    window_left,
-    num_programs,
-    max_blocks,
-    width,
-    q_token,
-    q_head,
-    kp_page,
-    kp_token,
-    kp_head,
-    vp_page,
-    vp_token,
-    vp_head,
-    table_row,
-    out_token,
-    out_head,
-    lse_token,
-    lse_head,
-    G: tl.constexpr,
-):
-    mask = KeysOfStep(mask_words, mask_indptr, mask_start, first_key, key_end, q_indptr)
-    x = Operands(
-        schedule,
-        HeadRows(q, q_token, q_head),
-        PagePointers(k_pages, kp_page, kp_token, kp_head),
-        PagePointers(v_pages, vp_page, vp_token, vp_head),
-        TableLine(table, width),
-        table_row,
-        row_of_seq,
-        kv_len,
-        ScalePointers(k_scale, v_scale, 0),
-        mask,
-        Logits(qk_scale, tanh_scale, slopes),
-        window_left,
-    )
-    out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
-    to = ExtendOutputs(out_rows, lse_rows, sinks, workspace, num_programs)
-    walk_rows(x, to, max_blocks, G)
 
 
 def launch_segment_extend(
@@ -125,11 +57,9 @@ def _launch_rows(
     # The compiler options in addition to the warps are for whole rows.
     options = {} if geometry.SHARES else tiles.extend.options()
     launch(
-        _segment_extend_kernel,
+        segment_extend_kernel,
         (grid,),
-        *row_arguments(args, args.workspace if has_workspace else None, scores, cut, mask),
-        *args.read_strides,
-        *args.written_strides,
+        *row_arguments(args, args.workspace if has_workspace else None, scores, cut, mask, geometry.STRIDE_UNIT),
         G=geometry,
         num_warps=tiles.extend.num_warps,
         **options,

@@ -9,7 +9,7 @@ from triton.language.target_info import is_hip_cdna3
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention import scores
-from rocm_attn.kernels.backend import on_nvidia
+from rocm_attn.kernels.backend import on_hopper, on_nvidia
 
 LOG2_E = tl.constexpr(scores.LOG2_E)
 LN_2 = tl.constexpr(scores.LN_2)
@@ -62,6 +62,30 @@ def visible_blocks(kv_len, window_left, KEY_BLOCK: tl.constexpr, WINDOWED: tl.co
     first_key = tl.maximum(kv_len - 1 - window_left, 0) if WINDOWED else 0
     first_block = first_key // KEY_BLOCK
     return first_key, first_block, end - first_block
+
+
+# In powers of two. A row's scores may exceed its maximum by this much before it is raised, as in FlashAttention-4
+# (rescale_threshold of flash_attn/cute). Weights are then 256 at most, which float16 holds. The largest one is no
+# longer exactly 1, and is rounded like the others: if one key outweighs all others, the error grows from 1.6e-4 to
+# 1.1e-3 in bfloat16, before the output is rounded. And float32 sums may overflow at 256 times smaller values.
+SLACK = tl.constexpr(8.0)
+
+
+@triton.jit
+def raised_seldom(maximum, new_maximum):
+    """The maximum that rows go on with: the new one where it exceeds the old one by more than SLACK.
+
+    A score that is NaN does not raise it; its weight is NaN either way.
+    """
+    return tl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
+
+
+@triton.jit
+def exact_maximum(maximum, new_maximum):
+    """The maximum that rows go on with in deterministic attention, where Hopper's extend kernel raises it seldom."""
+    if on_hopper():
+        new_maximum = raised_seldom(maximum, new_maximum)
+    return new_maximum
 
 
 @constexpr_function

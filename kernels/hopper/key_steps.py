@@ -16,19 +16,13 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.coded import scaled_parts
-from rocm_attn.kernels.attention.softmax import capped_at_once
+from rocm_attn.kernels.attention.softmax import capped_at_once, raised_seldom
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.hopper.codes import scales_weights
 from rocm_attn.kernels.hopper.powers import capped_powers, scaled_powers
 from rocm_attn.kernels.hopper.rings import value_stage, value_tiles, wait_for_keys, wait_for_values, zero_unseen
 from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, of_rows, parts_of, width_of
 from rocm_attn.kernels.hopper.scaling import times_if_any
-
-# In powers of two. A row's scores may exceed its maximum by this much before it is raised, as in FlashAttention-4
-# (rescale_threshold of flash_attn/cute). Weights are then 256 at most, which float16 holds. The largest one is no
-# longer exactly 1, and is rounded like the others: if one key outweighs all others, the error grows from 1.6e-4 to
-# 1.1e-3 in bfloat16, before the output is rounded. And float32 sums may overflow at 256 times smaller values.
-SLACK = gl.constexpr(8.0)
 
 
 class ConsumerQuery(NamedTuple):
@@ -188,8 +182,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     none across a wait: V is waited for before the exponentials, so that the accumulators are scaled among them.
 
     If G.BOUNDED, the maximum stays unchanged, nothing is scaled, and exponentials wait for no reduction. If
-    G.SCALES_SELDOM, it stays until a row's scores exceed it by more than SLACK, so that after a row's first steps most
-    warps have nothing to scale.
+    G.SCALES_SELDOM, it is raised seldom, so that after a row's first steps most warps have nothing to scale.
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     OF_K: gl.constexpr = G.K
@@ -243,8 +236,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         if not G.BOUNDED:
             new_maximum = gl.maximum(maximum, gl.max(scores, 1) * row_scale)
             if G.SCALES_SELDOM:
-                # A score that is NaN does not raise the maximum; its weight is NaN either way.
-                new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
+                new_maximum = raised_seldom(maximum, new_maximum)
             # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
             base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
             decay = gl.exp2(maximum - base)

@@ -23,8 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.attention.softmax import LN_2
-from rocm_attn.kernels.hopper.key_steps import SLACK
+from rocm_attn.kernels.attention.softmax import LN_2, raised_seldom
 from rocm_attn.kernels.hopper.latent_rows import (
     after_row,
     keys_of_range,
@@ -249,9 +248,7 @@ def _weigh_block(scores, maximum, total, piece, block, n, shared, to, G: gl.cons
     elif (block + 1) * KEY_BLOCK > piece.first_end:
         key = gl.expand_dims(keys_of_block(piece, block, key_layout, G), 0)
         scores = gl.where(_is_visible(piece, key, gl.SliceLayout(1, layout), G), scores, float("-inf"))
-    new_maximum = gl.maximum(maximum, gl.max(scores, 1) * to.qk_scale)
-    # A score that is NaN does not raise the maximum; its weight is NaN either way.
-    new_maximum = gl.where(new_maximum > maximum + SLACK, new_maximum, maximum)
+    new_maximum = raised_seldom(maximum, gl.maximum(maximum, gl.max(scores, 1) * to.qk_scale))
     # A row may have seen no key yet; the subtractions below must not be inf - inf.
     base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     decay = gl.exp2(maximum - base)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.attention.softmax import capped_at_once
+from rocm_attn.kernels.attention.softmax import capped_at_once, exact_maximum
 from rocm_attn.kernels.hopper.key_steps import (
     Progress,
     add_products,
@@ -33,34 +33,14 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, parts_of
 
 
 @gluon.jit
-def _weights_of(scores, sums, query, key, seen, G: gl.constexpr, MASKED: gl.constexpr):
-    """Returns the weights of a block of keys, maximum and sum [64] with them, and the factor of earlier results.
-
-    If G.BOUNDED, no maximum is subtracted: it stays unchanged, and so do earlier results.
-
-    sums: maximum and sum before; key: [1, VALUE_BLOCK]
-    """
-    maximum, total = sums
-    scale = query.product_scale
+def _scored(scores, query, key, seen, G: gl.constexpr, MASKED: gl.constexpr):
+    """Products of a block with a cap, and -inf for keys that a row does not see. key: [1, VALUE_BLOCK]"""
     if G.CAPPED:
-        scores = capped_at_once(scores, scale)
-        scale = query.cap_scale
+        scores = capped_at_once(scores, query.product_scale)
     if MASKED:
         visible = is_visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
         scores = gl.where(visible, scores, float("-inf"))
-    if G.BOUNDED:
-        weights = gl.exp2(scores * scale)
-        decay = 1.0
-        total += gl.sum(weights, 1)
-    else:
-        new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
-        # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
-        base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
-        decay = gl.exp2(maximum - base)
-        weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-base, 1)))
-        total = gl.fma(total, decay, gl.sum(weights, 1))
-        maximum = new_maximum
-    return weights, maximum, total, decay
+    return scores
 
 
 @gluon.jit
@@ -77,6 +57,7 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
     lane = gl.expand_dims(gl.arange(0, VALUE_BLOCK, layout=gl.SliceLayout(0, b_layout)), 0)
     zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
+    scale = query.cap_scale if G.CAPPED else query.product_scale
     k, v, free = rings
     softmax, n = progress
     acc, maximum, total = softmax
@@ -103,14 +84,28 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
         if MASKED and not G.GATHERED:
             zero_unseen(v, n, step, seen, G)
         blocks = blocks_of(scores, G)
+        scored, largest = (), ()
         for block in gl.static_range(BLOCKS):
             key = step * KEY_BLOCK + block * VALUE_BLOCK + lane
-            weights, maximum, total, decay = _weights_of(blocks[block], (maximum, total), query, key, seen, G, MASKED)
+            scored += (_scored(blocks[block], query, key, seen, G, MASKED),)  # type: ignore[assignment]
+            if not G.BOUNDED:
+                # Lanes exchange the maxima of both blocks at once: a warp waits for each exchange.
+                largest += (gl.max(scored[block], 1) * scale,)  # type: ignore[assignment]
+        for block in gl.static_range(BLOCKS):
             if G.BOUNDED:
+                weights = gl.exp2(scored[block] * scale)
                 acc = products if block > 0 else acc
             else:
+                new_maximum = exact_maximum(maximum, gl.maximum(maximum, largest[block]))
+                # A row of a masked step may have seen no key yet; the subtractions below must not be inf - inf.
+                base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
+                decay = gl.exp2(maximum - base)
+                weights = gl.exp2(gl.fma(scored[block], scale, gl.expand_dims(-base, 1)))
                 acc = scaled_by_rows(waited_for(products) if block > 0 else acc, decay, G)
+                maximum = new_maximum
             products = add_products(acc, weights.to(v.tiles.dtype), v, value_stage(n, block, G), G)
+            # Added up while the products run.
+            total = total + gl.sum(weights, 1) if G.BOUNDED else gl.fma(total, decay, gl.sum(weights, 1))
         if not G.OVERLAPS:
             acc = waited_for(products)
         n += 1

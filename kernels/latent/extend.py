@@ -4,7 +4,8 @@
 
 A program takes one query block of the schedule (attention/extend_schedule.py) and as many query heads as fit: programs
 of the same block are neighbours. Keys that every row sees come first, without masks on scores; then the diagonal, or
-the keys that have bits in a packed mask. With a window every key block is masked.
+the keys that have bits in a packed mask. With a window every key block is masked. Deterministic extend walks segments
+and merges them from left to right (segments.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rocm_attn.kernels.attention.visible_keys import VisibleKeys, key_arguments
 from rocm_attn.kernels.latent.key_loop import (
     LatentQuery,
     LatentRows,
+    LatentSoftmax,
     as_loaded,
     attend_latents,
     latent_block_geometry,
@@ -42,11 +44,14 @@ from rocm_attn.kernels.latent.key_loop import (
     store_latent_results,
 )
 from rocm_attn.kernels.latent.limits import check_latent
+from rocm_attn.kernels.latent.segments import attend_latent_segment, merge_latent_segment
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.latent_tiles import LatentTiles
 
+_UNSPECIALIZED = ["width", "window_left"]
 
-@triton.jit(do_not_specialize=["width", "window_left"])
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _latent_extend_kernel(
     q,
     pages,
@@ -123,19 +128,32 @@ def _latent_extend_kernel(
         rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
         seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows, mask_words)
         softmax = no_latents_seen(G.QUERY_ROWS, K)
-        # In a range whose rows begin at one key there is one edge, as without a window.
-        if not K.WINDOWED or (RANGED and mask_words is None):
-            open_blocks = KeyRange(first_key // K.KEY_BLOCK, edge_block)
-            softmax = attend_latents(softmax, query, rows, seen, open_blocks, K, False, G.STAGES)
-        edge = KeyRange(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
-        softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
-        softmax = scaled_latents(softmax, scale_value, K)
+        if G.SEGMENT_LEN > 0:
+            low, high, maximum, total = softmax
+            for segment in range(first_key // G.SEGMENT_LEN, tl.cdiv(end_key, G.SEGMENT_LEN)):
+                part = scaled_latents(attend_latent_segment(segment, query, rows, seen, G), scale_value, K)
+                low, high, maximum, total = merge_latent_segment(LatentSoftmax(low, high, maximum, total), part)
+            softmax = LatentSoftmax(low, high, maximum, total)
+        else:
+            # In a range whose rows begin at one key there is one edge, as without a window.
+            if not K.WINDOWED or (RANGED and mask_words is None):
+                open_blocks = KeyRange(first_key // K.KEY_BLOCK, edge_block)
+                softmax = attend_latents(softmax, query, rows, seen, open_blocks, K, False, G.STAGES)
+            edge = KeyRange(edge_block, tl.cdiv(end_key, K.KEY_BLOCK))
+            softmax = attend_latents(softmax, query, rows, seen, edge, K, True, G.EDGE_STAGES)
+            softmax = scaled_latents(softmax, scale_value, K)
         # Read again, not kept: the accumulators leave no registers to keep it in.
         first_token = tl.load(words + BLOCK_FIRST_TOKEN, volatile=True)
         num_tokens = tl.load(words + BLOCK_TOKENS, volatile=True)
         token, head, is_row = rows_of_block(first_token, num_tokens, 0, head_block, G)
         out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
         store_latent_results(softmax, token, head, is_row, sinks, out_rows, lse_rows, K)
+
+
+# Deterministic extend (segment_extend.py) is the same kernel, by a name that profiles show.
+latent_segment_extend_kernel = triton.jit(
+    _latent_extend_kernel.fn, do_not_specialize=_UNSPECIALIZED, repr=lambda _: "_latent_segment_extend_kernel"
+)
 
 
 def launch_latent_extend(

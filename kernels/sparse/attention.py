@@ -31,7 +31,7 @@ from rocm_attn.kernels.attention.coded import (
 )
 from rocm_attn.kernels.attention.scores import LOG2_E
 from rocm_attn.kernels.attention.segments import UNFUSED
-from rocm_attn.kernels.attention.softmax import in_range, rounded, store_rows, sum_by_pairs
+from rocm_attn.kernels.attention.softmax import exact_maximum, in_range, rounded, store_rows, sum_by_pairs
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, group_of, group_scales, is_record, scales_of
 from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.cache.records import RecordParts
@@ -177,6 +177,8 @@ def _attend(query, k_side, v_side, record, scale_values, listing, G: tl.constexp
             v_scale_value = token_scale(scale_values.v, page, offset, scale_values.head, live, True, C)
         scores = tl.where(live[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * query.qk_scale)
+        if G.EXACT and not G.LATENT:
+            new_maximum = exact_maximum(maximum, new_maximum)
         # There may have been no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         decay = tl.exp2(maximum - base)

@@ -32,9 +32,10 @@ class HopperTiles:
     open_middle: whether steps that all rows of a window see have a loop of their own, without masks. With heads of 96
               and 256 ptxas then waits for each product: 16 x 8 of 256, a window of 4096, 2048 new of 8192: 297 us, 248
     powers_by_products: how many of four exponentials of scores with a cap are computed by products (hopper/powers.py)
-    scales_seldom: whether a row's maximum is raised only by more than key_steps.SLACK, so that most steps scale nothing
-              of it. llama8b 1 x 2048 new + 6144: 350 us, 361 without; + 30720: 1448 and 1517. Heads of 80 (777 new of
-              5778) and of 256 (1 x 2048 + 6144) lose by it: 110 and 105, 367 and 354
+    scales_seldom: whether warps with nothing to scale skip it. A row's maximum is then raised seldom (softmax.py), like
+              always in deterministic attention, whose bits do not depend on tiles. llama8b 1 x 2048 new + 6144:
+              350 us, 361 without; + 30720: 1448 and 1517. Heads of 80 (777 new of 5778) and of 256 (1 x 2048 + 6144)
+              lose by it: 110 and 105, 367 and 354
     eights_by_products: or of eight, in one piece of assembly with their tanh; 0: the tanh of all come first
     """
 
@@ -58,7 +59,6 @@ class HopperTiles:
     def __post_init__(self) -> None:
         """Raises ValueError for fields that exclude each other: a file may hold any."""
         excluded = {
-            "decode has maxima that are raised each time": self.scales_seldom and self.segment_len,
             "the merge of segments sets no count of drawn rows back": self.drawn_blocks and self.segment_len,
             "powers are by fours or by eights": self.powers_by_products and self.eights_by_products,
             # The warp that loads V waits for the keys of steps that K's ring holds (hopper/rings.py).

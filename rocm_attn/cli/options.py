@@ -144,7 +144,7 @@ PROVIDER, NUM_PAGES, SWA_PAGES, DETERMINISTIC, MAX_BATCH_SIZE, MAX_KV_LEN = (
     OF_ATTENTION[name]
     for name in ("provider", "num_pages", "swa_pages", "deterministic", "max_batch_size", "max_kv_len")
 )
-MAX_BATCH_SIZE = MAX_BATCH_SIZE.but(type=positive, default=256, help="sequences that run at a time (256)")
+MAX_BATCH_SIZE = MAX_BATCH_SIZE.but(type=positive, default=256, help="most sequences that run at a time (256)")
 PAGES = (OF_ATTENTION["page_size"], OF_ATTENTION["pool"])
 PAGE_SIZE_FOUND = PAGES[0].but(
     default=None,
@@ -156,11 +156,12 @@ JSON = switch("--json", "print one JSON object, and nothing else")
 CONFIG = option(
     "config",
     metavar="CONFIG.json",
-    help="a model's config.json, the directory that holds it, a .gguf file, or an "
-    "id of Hugging Face's hub, as Qwen/Qwen3-8B",
+    help="a model's config.json, its directory, a .gguf file, or a Hugging Face id such as Qwen/Qwen3-8B",
 )
-ARCH = option("--arch", type=arch_named, help="gfx942, gfx950, sm_90, sm_80, cpu, or a GPU's name, as mi300x or mi355x")
-DEVICE = option("--device", help="cpu, cuda or cuda:1; HIP devices are called cuda (a GPU if there is one, else cpu)")
+ARCH = option(
+    "--arch", type=arch_named, help="gfx942, gfx950, sm_90, sm_80, cpu, or a GPU's name, such as mi300x or mi355x"
+)
+DEVICE = option("--device", help="cpu, cuda or cuda:1; AMD GPUs are called cuda too (a GPU if there is one, else cpu)")
 DTYPE = option(
     "--dtype",
     choices=DTYPES,
@@ -171,14 +172,14 @@ CAPTURE_SIZES = option(
     "--capture-sizes",
     type=sizes,
     metavar="N,N,...",
-    help="numbers of sequences to capture (a ladder up to --max-batch-size)",
+    help="batch sizes of decode steps to capture (several sizes up to --max-batch-size)",
 )
 CAPTURE_TOKENS = option(
     "--capture-tokens",
     type=sizes,
     default=(1,),
     metavar="N,N,...",
-    help="numbers of tokens of extend and mixed steps to capture (none)",
+    help="token counts of extend and mixed steps to capture (none)",
 )
 SPLIT_STEPS = switch("--split-steps", "include steps that run as two halves")
 DRAFTS = option(
@@ -186,7 +187,7 @@ DRAFTS = option(
     type=drafts,
     default=(),
     metavar="KxS,...",
-    help="include rounds of drafts with K branches and S steps, as in 8x4 (none)",
+    help="include speculative rounds with K branches and S draft steps, such as 8x4 (none)",
 )
 VERIFY_TOKENS = option(
     "--verify-tokens",
@@ -196,19 +197,19 @@ VERIFY_TOKENS = option(
     help="include steps that verify drafts, with up to this many new tokens per sequence: 1 + --draft-tokens (none)",
 )
 SHARED_PREFIXES = switch("--shared-prefixes", "include decode steps that share prefixes")
-GPU = option("--gpu", type=str.lower, choices=tuple(GPUS), help="GPU whose memory must hold all of it, as mi300x")
+GPU = option("--gpu", type=str.lower, choices=tuple(GPUS), help="GPU into whose memory everything must fit")
 GPU_MEMORY_SHARE = option(
     "--gpu-memory-share",
     type=not_negative,
     default=USED_SHARE,
     metavar="SHARE",
-    help=f"share of the GPU's memory that may be in use ({USED_SHARE:g})",
+    help=f"share of the GPU's memory to use ({USED_SHARE:g})",
 )
 WEIGHTS_GIB = option(
     "--weights-gib",
     type=not_negative,
     metavar="GIB",
-    help="weights on each rank, for instance FP8 weights of an engine (those of the model in --dtype)",
+    help="size of the weights on each rank, for instance an engine's FP8 weights (the model's size in --dtype)",
 )
 RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
 AITER_RELEASE = option("--aiter-release", metavar="RELEASE", help="AITER release, for instance 0.1.20 (the image's)")
@@ -232,7 +233,7 @@ KV_ENCODINGS = option(
 LENGTHS = option(
     "--lengths", type=sizes, metavar="N,N,...", help="sequence lengths in tokens (2048 to 86016; on a CPU 200 to 1000)"
 )
-CHUNK = option("--chunk", type=positive, metavar="TOKENS", help="tokens of a prompt's chunks (9216; on a CPU 300)")
+CHUNK = option("--chunk", type=positive, metavar="TOKENS", help="tokens of a prefill chunk (9216; on a CPU 300)")
 POOL_GIB = option(
     "--pool-gib",
     type=not_negative,
@@ -243,9 +244,11 @@ EAGER = switch("--eager", "run every step without a graph")
 
 SEED = option("--seed", type=natural, default=0, metavar="S", help="seed of all random values (0)")
 TUNING_FILE = option(
-    "--tuning", metavar="FILE", help="file of measured tiles, or off (ROCM_ATTN_TUNING, or the file in the cache)"
+    "--tuning",
+    metavar="FILE",
+    help="file of measured tiles, or off (the file in ROCM_ATTN_TUNING, else the one in the cache)",
 )
-BUNDLE = option("--bundle", metavar="FILE", help="compile all kernels anew, and write them to this file")
+BUNDLE = option("--bundle", metavar="FILE", help="recompile all kernels, and write them to this file")
 CHECK_BUNDLE = option(
     "--check",
     metavar="FILE",
@@ -257,8 +260,8 @@ TRITON_RELEASE = option(
 ENGINE = option(
     "--engine",
     metavar="NAME@RELEASE",
-    help="choose kernels for this engine's pages, and say which faults are known of its release with this model: "
-    "vllm, sglang or atom, as in vllm@0.33",
+    help="choose kernels for this engine's pages, and list the known faults of its release with this model: vllm, "
+    "sglang or atom, as in vllm@0.33",
 )
 RELEASES = (AITER_RELEASE, ROCM_RELEASE, TRITON_RELEASE)
 AT_BUILD = switch("--at-build", "skip the checks that only the serving host can make")

@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands,
         "kernels",
         help="print the table of all kernels with their limits, as Markdown",
-        description="Print each attention kernel with the layers that it serves: archs, releases, heads, page sizes "
+        description="Print each attention kernel with the layers that it supports: archs, releases, heads, page sizes "
         "and dtypes. docs/kernels.md is this output.",
     )
     guards = add_command(
@@ -152,7 +152,7 @@ def _add_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "explain",
-        help="list the kernels that would serve a model, and why others are refused; needs no GPU",
+        help="list the kernels that would run a model, and why others are refused; needs no GPU",
         description="Name the kernel for every kind of layer and step of a model on an arch, and list every refused "
         "kernel with the reason.",
         examples=_EXPLAIN_EXAMPLES,
@@ -165,9 +165,9 @@ def _add_capture_plan(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "capture-plan",
         help="list the graphs of a model and the sizes of its buffers; needs no GPU",
-        description="List the graphs that would be made, largest first, every buffer with its bytes and the setting "
-        "that determines its size, the weights, and with --gpu whether all of it fits. Nothing is captured, "
-        "allocated or loaded.",
+        description="List the graphs that would be captured, largest first, every buffer with its bytes and the "
+        "setting that determines its size, and the weights; with --gpu also whether everything fits. Nothing "
+        "is captured, allocated or loaded.",
         examples=_CAPTURE_PLAN_EXAMPLES,
     )
     swa_pages = o.SWA_PAGES.but(default=0, help="pages of a separate pool for layers with a window (none)")
@@ -183,13 +183,12 @@ def _add_prewarm(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "prewarm",
-        help="compile a model's kernels, as the user that serves it",
-        description="Run a model's attention steps once, at the sizes that will be served, so that every kernel is "
-        "in the cache. With --arch the kernels are compiled for that GPU without running, and no GPU is "
-        "needed.",
+        help="compile a model's kernels ahead of time; run it as the user that will serve",
+        description="Run a model's attention steps once, at the sizes that will be served, so that Triton's cache "
+        "has every kernel. With --arch, only compile them for that arch; this needs no GPU.",
         examples=_PREWARM_EXAMPLES,
     )
-    arch = o.ARCH.but(help="gfx942, gfx950, sm_90, sm_80, or a GPU's name, as mi300x (this machine's GPU)")
+    arch = o.ARCH.but(help="gfx942, gfx950, sm_90, sm_80, or a GPU's name, such as mi300x (this machine's GPU)")
     options = (
         o.CONFIG,
         arch,
@@ -212,15 +211,16 @@ def _add_truth(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "truth",
         help="place needles in long contexts, and check that every one is found",
-        description="Serve long sequences through a model's layers, in chunks and in captured decode steps. Every "
-        "query asks for one key: the check fails if its value is not returned, or if a hidden one is. "
-        "Pages lie on both sides of 2 and 4 GiB. Exit code 1 if a needle was missed.",
+        description="Run long sequences through a model's layers, in prefill chunks and in captured decode steps. "
+        "Every query matches one key: the check fails if the output is not that key's value, or if it "
+        "contains a hidden key's value. Pages are on both sides of 2 and 4 GiB. Exit code 1 if a needle was "
+        "missed.",
         examples=_TRUTH_EXAMPLES,
     )
     config = o.CONFIG.but(
         metavar="CONFIG.json|SHAPE",
-        help="a model's config.json, the directory that holds it, a .gguf file, or dense, latent, tokens, pools, "
-        "blocks or compressed: layers of well-known models",
+        help="a model's config.json, its directory, a .gguf file, or built-in layers of well-known models: dense, "
+        "latent, tokens, pools, blocks or compressed",
     )
     seed = o.SEED.but(help="seed of keys, values and queries (0)")
     served = (o.DEVICE, o.PROVIDERS, o.DTYPE, o.KV_ENCODINGS, *o.PAGES, o.RANKS, o.DETERMINISTIC)
@@ -231,8 +231,8 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(
         commands,
         "doctor",
-        help="look for known faults of installations and machines, and name the fix",
-        description="Check packages, ROCm, GPUs, caches and variables for faults that others have met. Works even "
-        "if torch or AITER cannot be imported; uses no GPU memory. Exit code 1 if there is a problem.",
+        help="check this installation and machine for known problems, and name the fixes",
+        description="Check packages, ROCm, GPUs, caches and environment variables for known problems. Works even if "
+        "torch or AITER cannot be imported; uses no GPU memory. Exit code 1 if there is a problem.",
     )
     add_options(parser, (o.AT_BUILD, o.JSON.but(help="print a list of JSON objects")))

@@ -104,20 +104,20 @@ class AttentionOptions:
     provider: str = option(AUTO, "provider of attention kernels", choices=PROVIDERS, default_is="auto: the fastest")
     page_size: int | Literal["auto"] = option(
         DEFAULT_PAGE_SIZE,
-        "tokens per page of the KV cache; auto takes the size with the best kernels for the model's layers",
+        "tokens per page of the KV cache; auto chooses the size with the best kernels for the model's layers",
         unit="TOKENS",
         least=1,
         choices=(AUTO,),
     )
     pool: str = option(
         "linear",
-        "layout of K and V in pages, for layers that are not latent; auto takes the layout with the best kernels, "
+        "layout of K and V in pages, except those of latent layers; auto chooses the layout with the best kernels, "
         "and linear if both are equally good",
         choices=POOLS,
     )
     kv_dtype: str = option(
         AUTO,
-        "dtype of K and V in the cache: that of q, or eight bits; fp8 is e4m3fnuz on gfx942 and e4m3fn elsewhere",
+        "dtype of K and V in the cache; fp8 is e4m3fnuz on gfx942 and e4m3fn elsewhere",
         choices=KV_DTYPES,
         default_is="auto: that of q",
     )
@@ -131,10 +131,10 @@ class AttentionOptions:
     )
     max_batch_size: int = option(
         0,
-        "sequences that run at a time",
+        "most sequences that run at a time",
         unit="SEQS",
         least=0,
-        default_is="as many of 1024 tokens as K and V have room for, 8 to 256; 64 on a CPU",
+        default_is="the number of 1024-token sequences that fit into the KV cache, 8 to 256; 64 on a CPU",
     )
     max_kv_len: int | None = option(
         None,
@@ -162,5 +162,5 @@ class AttentionOptions:
         default_is="enough for the windows and a chunk",
     )
     deterministic: bool = option(
-        False, "make a prompt's tokens bitwise independent of other prompts in the batch, at some cost in speed"
+        False, "make a request's results bitwise independent of the batch, at some cost in speed"
     )

@@ -39,10 +39,9 @@ def attend_sequence(
     Returns out [q_len, q_heads, v_head_dim] and lse [q_len, q_heads], natural log of the denominator, the sink in it; 0
     and -inf if no key is visible.
     """
-    q_len, kv_len = q.shape[0], k.shape[0]
-    k = k.double().repeat_interleave(problem.gqa_ratio, dim=1)
-    v = v.double().repeat_interleave(problem.gqa_ratio, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * problem.scale
+    (q_len, _, head_dim), (kv_len, kv_heads, _), ratio = q.shape, k.shape, problem.gqa_ratio
+    q = q.double().reshape(q_len, kv_heads, ratio, head_dim)
+    scores = torch.einsum("qhrd,khd->hrqk", q, k.double()).flatten(0, 1) * problem.scale
     if problem.logits_soft_cap:
         scores = problem.logits_soft_cap * torch.tanh(scores / problem.logits_soft_cap)
     index = torch.arange(kv_len - q_len, kv_len, device=q.device)[:, None]
@@ -59,12 +58,13 @@ def attend_sequence(
         if problem.chunk:
             hidden = hidden | (key // problem.chunk < position // problem.chunk)
     scores = scores.masked_fill(hidden, float("-inf"))
-    v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # rows that no token sees may be NaN, and 0 * NaN is NaN
+    v = v.double().masked_fill(hidden.all(0)[:, None, None], 0.0)  # unseen rows may be NaN, and 0 * NaN is NaN
     lse = scores.logsumexp(-1)
     if weights.sinks is not None:
         lse = torch.where(hidden.all(-1), lse, torch.logaddexp(lse, weights.sinks.double()[:, None]))
     shares = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a token without visible keys has shares exp(-inf + inf)
-    return torch.einsum("hqk,khd->qhd", shares, v), lse.transpose(0, 1)
+    out = torch.einsum("hrqk,khd->qhrd", shares.view(kv_heads, ratio, q_len, kv_len), v)
+    return out.flatten(1, 2), lse.transpose(0, 1)
 
 
 def attend_paged(

@@ -52,8 +52,8 @@ STEPS = (
         "--suite",
         action="append",
         choices=(*SUITES, ALL_SUITES, RANDOM, HOST),
-        help="named layers and steps, repeatable; random: 100 random ones, by --seed; host: the host time of a step, "
-        "which is measured alone",
+        help="predefined layers and steps, repeatable; random: 100 random ones, by --seed; host: the host time of a "
+        "step, which cannot be combined",
     ),
 )
 LAYER_OPTIONS = (
@@ -94,7 +94,7 @@ MEASURING = (
         help="seconds of work per provider for counting joules (none)",
     ),
     o.option("--processes", type=o.natural, metavar="N", help="processes that compile ahead (one per core)"),
-    MAX_SECONDS.but(default=86400.0, help="seconds after which no other case is begun (a day)"),
+    MAX_SECONDS.but(default=86400.0, help="seconds after which no further case is started (a day)"),
     o.SEED,
 )
 COMPARED = (
@@ -110,7 +110,7 @@ COMPARED = (
 PLOTTED = (
     o.option("result", metavar="RUN.json", help="file that --out of `bench kernels` or `bench serve` wrote"),
     o.option("--folder", default=".", metavar="FOLDER", help="folder for pictures (.)"),
-    o.option("--prefix", default="bench", metavar="NAME", help="beginning of their names (bench)"),
+    o.option("--prefix", default="bench", metavar="NAME", help="beginning of the pictures' names (bench)"),
 )
 REQUESTS = o.option("--requests", type=o.positive, metavar="N", help="use the first N requests only (all)")
 SERVING = (
@@ -124,11 +124,17 @@ SERVING = (
     ),
     o.option("--model", default="", metavar="NAME", help="model name at the server (the first that it lists)"),
     o.option(
-        "--vocabulary", type=o.positive, default=1000, metavar="N", help="bound of the token ids of prompts (1000)"
+        "--vocabulary",
+        type=o.positive,
+        default=1000,
+        metavar="N",
+        help="prompts have random token ids below this (1000)",
     ),
     o.option("--trace", required=True, metavar="FILE", help="requests in our own, Mooncake's or Azure's format"),
     REQUESTS,
-    o.option("--speed", type=above_zero, default=1.0, metavar="TIMES", help="factor by which they arrive faster (1)"),
+    o.option(
+        "--speed", type=above_zero, default=1.0, metavar="TIMES", help="factor by which requests arrive faster (1)"
+    ),
     o.switch("--at-once", "let all arrive at the beginning"),
     o.option("--concurrency", type=o.positive, default=256, metavar="N", help="most open requests (256)"),
     MAX_SECONDS.but(default=3600.0, help="seconds after which the remaining requests are aborted (3600)"),
@@ -173,8 +179,8 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
     kernels = add(
         "kernels",
-        "one layer of a step, by each provider",
-        "Check and time one layer of a step by each provider, which take turns.",
+        "one layer of a step, with each provider",
+        "Check and time one layer of a step with each provider, alternately.",
     )
     add_options(kernels, STEPS)
     add_options(kernels.add_argument_group("layers"), LAYER_OPTIONS)

@@ -69,8 +69,8 @@ def _add_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(module="rocm_lab.tune.command")
     config = a.CONFIG.but(
         metavar="CONFIG.json|QxKVxDIM",
-        help="a model's config.json, the directory that holds it, a .gguf file, an id of Hugging Face's "
-        "hub, or query heads x KV heads x head dim, as in 32x8x128",
+        help="a model's config.json, its directory, a .gguf file, a Hugging Face id, or query heads x KV heads x "
+        "head dim, as in 32x8x128",
     )
     arch = a.ARCH.but(help="with --dry-run: gfx942 (MI300X), gfx950 (MI355X), sm_90 or sm_80 (gfx942)")
     model = (config, a.RANKS, a.DTYPE, *a.KV_FORMAT, *a.PAGES, a.PROVIDER, a.MAX_KV_LEN)
@@ -82,13 +82,14 @@ def _add_read_report(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "read-report",
         help="read the report of a first run on an AMD GPU: tiles, and differences from the simulator; needs no GPU",
-        description="Read the report of the first run on an AMD GPU. Write tuning.json with tiles that it measured to "
-        "be faster, and differences.json with what the simulator or the compiler's figures have otherwise.",
+        description="Read the report of the first run on an AMD GPU. Write tuning.json with tiles that were measured "
+        "to be faster, and differences.json with differences from the simulator and from the compiler's "
+        "figures.",
         examples=_READ_REPORT_EXAMPLES,
     )
     parser.set_defaults(module="rocm_lab.cli.read_report")
-    arch = a.ARCH.but(default="gfx942", help="gfx942 or gfx950, or a GPU's name: the report must be of it (gfx942)")
-    triton = a.TRITON_RELEASE.but(help="Triton release that rows are for: the report must be of it (the installed one)")
+    arch = a.ARCH.but(default="gfx942", help="arch or GPU's name, which must be the report's (gfx942)")
+    triton = a.TRITON_RELEASE.but(help="Triton release, which must be the report's (the installed one)")
     add_options(parser, (o.REPORT, arch, triton, o.FOLDER, o.OBJDUMP, a.JSON))
 
 
@@ -98,8 +99,9 @@ def _add_replay_step(commands: Commands[argparse.ArgumentParser]) -> None:
         "replay-step",
         help="replay a step of a flight recorder's dump and compare the results",
         description="Rebuild one step of a dump, with its lengths, rows and sizes and with random K and V; run it "
-        "eagerly, as a graph and with the float64 reference. Exit code 1 if the results differ. With --simulate, say "
-        "what made a layer's result wrong that a server has found: kernel, compiler, or hardware.",
+        "eagerly, as a graph and with the float64 reference. Exit code 1 if the results differ. With "
+        "--simulate, find the cause of a wrong result that a server has recorded: kernel, compiler, or "
+        "hardware.",
     )
     parser.set_defaults(module="rocm_lab.cli.replay_step")
     provider = a.PROVIDER.but(default=None, help="provider of attention kernels (the dump's)")
@@ -112,9 +114,10 @@ def _add_simulate(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "simulate",
         help="run a script whose Triton kernels are executed as AMD machine code; needs no GPU",
-        description="Run a Python script that launches Triton or Gluon kernels on tensors of the CPU. Each kernel is "
-        "compiled for gfx942 and gfx950 and executed there, with every address checked. Print its registers, LDS, "
-        "waves and instructions. Exit code 1 if the script fails or a kernel does not wait for what it uses.",
+        description="Run a Python script that launches Triton or Gluon kernels on CPU tensors. Each kernel is "
+        "compiled for gfx942 and gfx950, and its machine code is executed on the CPU, with every address "
+        "checked. Print its registers, LDS, waves and instructions. Exit code 1 if the script fails or a "
+        "kernel does not wait for data that it uses.",
         examples=_SIMULATE_EXAMPLES,
     )
     parser.set_defaults(module="rocm_lab.cli.simulate")
@@ -127,8 +130,8 @@ def _add_soak(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "soak",
         help="run random steps of a tiny model and compare every output with the reference",
-        description="Let requests arrive, grow, share pages, run out of them and end, with graphs on, and compare "
-        "every output of every step with a float64 reference. Stops with exit code 1 at the first "
+        description="Run random requests that arrive, grow, share pages, run out of pages and end, with graphs on, "
+        "and compare every output of every step with a float64 reference. Stop with exit code 1 at the first "
         "difference.",
         examples=_SOAK_EXAMPLES,
     )
@@ -149,8 +152,8 @@ def _add_cycles(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "cycles",
         help="count clocks of the hot loops of compiled kernels for gfx942 and gfx950; needs no GPU",
-        description="Issue the innermost loop with the most matrix instructions by the rules of CDNA3 and CDNA4, and "
-        "print its clocks and its share of the matrix units' ceiling.",
+        description="Simulate the instruction issue of the innermost loop with the most matrix instructions, by the "
+        "rules of CDNA3 and CDNA4, and print its clocks and its share of the matrix units' peak.",
         examples=_CYCLES_EXAMPLES,
     )
     parser.set_defaults(module="rocm_lab.cli.cycles")
@@ -162,8 +165,8 @@ def _add_waits(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "waits",
         help="check compiled kernels for gfx942 and gfx950 for missing waits and no-ops; needs no GPU",
-        description="Prove for every path of a kernel that registers and LDS are not used before the loads, stores and "
-        "matrix instructions in flight on them are waited for. Exit code 1 if a kernel has a fault.",
+        description="Prove for every path of a kernel that it waits for loads, stores and matrix instructions in "
+        "flight before it uses their registers and LDS. Exit code 1 if a kernel has a fault.",
         examples=_WAITS_EXAMPLES,
     )
     parser.set_defaults(module="rocm_lab.cli.waits")

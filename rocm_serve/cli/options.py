@@ -52,15 +52,15 @@ SERVER = {name: of_field(name, *text) for name, text in option_texts(ServerOptio
 # The flag of each field of Sampling.
 SAMPLING = {name: _of_sampling(name, *text) for name, text in option_texts(Sampling).items()}
 
-RANKS_THAT_SERVE = RANKS.but(
-    help="ranks that share the model by tensor parallelism, each on its own GPU, or all on this CPU (1)"
-)
+RANKS_THAT_SERVE = RANKS.but(help="tensor-parallel ranks, each on its own GPU, or all on this CPU (1)")
 DTYPE_OF_MODEL = DTYPE.but(
     default=None,
     help="dtype of weights and arithmetic, and of the KV cache if --kv-dtype is auto (on a GPU bfloat16, but "
     "float16 for a .gguf file and smollm2, whose quantised weights need its precision; on a CPU float32)",
 )
-PROMPTS = option("prompts", nargs="*", metavar="PROMPT", help="prompts, served together; without any, stdin is read")
+PROMPTS = option(
+    "prompts", nargs="*", metavar="PROMPT", help="prompts, served together; without a prompt, stdin is read"
+)
 PROMPTS_FILE = option(
     "--prompts-file",
     metavar="FILE",
@@ -70,8 +70,8 @@ RAW = switch("--raw", "use the prompt unchanged instead of applying the chat tem
 MODEL = option(
     "--model",
     default="smollm2",
-    help="a directory with config.json and safetensors, a .gguf file, an id of "
-    "Hugging Face's hub, as Qwen/Qwen3-8B, whose cache is asked first, or smollm2",
+    help="a directory with config.json and safetensors, a .gguf file, a Hugging Face id such as Qwen/Qwen3-8B, which "
+    "is downloaded unless it is cached, or smollm2, the default",
 )
 MAX_NEW_TOKENS = option(
     "--max-new-tokens", type=positive, default=128, metavar="TOKENS", help="most new tokens per prompt (128)"
@@ -81,25 +81,25 @@ STOP = option(
     action="append",
     default=[],
     metavar="TEXT",
-    help="end the text before this string; may be repeated (none)",
+    help="end the output before this string; may be repeated (none)",
 )
-INCLUDE_STOP = switch("--include-stop", "include the stop string in the text")
+INCLUDE_STOP = switch("--include-stop", "include the stop string in the output")
 STOP_TOKEN_IDS = option(
-    "--stop-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="end the text at these tokens (none)"
+    "--stop-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="end the output at these tokens (none)"
 )
 ALLOWED_TOKEN_IDS = option(
-    "--allowed-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="pick no other tokens (all)"
+    "--allowed-token-ids", type=token_ids, default=(), metavar="ID,ID,...", help="pick only these tokens (all)"
 )
 IGNORE_EOS = switch("--ignore-eos", "ignore the model's own end tokens")
 MIN_TOKENS = option(
-    "--min-tokens", type=natural, default=0, metavar="TOKENS", help="new tokens before the text may end (0)"
+    "--min-tokens", type=natural, default=0, metavar="TOKENS", help="new tokens before the output may end (0)"
 )
 LOGPROBS = option(
     "--logprobs",
     type=natural,
     default=NO_LOGPROBS,
     metavar="N",
-    help=f"with --json: the logprob of each new token, and of the N likeliest tokens, up to {MOST_LIKELIEST} (none)",
+    help=f"with --json: the logprob of each new token, and of the N top tokens, up to {MOST_LIKELIEST} (none)",
 )
 PROMPT_LOGPROBS = option(
     "--prompt-logprobs",
@@ -113,7 +113,7 @@ JSON_SCHEMA = option(
     metavar="SCHEMA|FILE",
     help="generate JSON that follows this schema, given as text or as a file (any text)",
 )
-REGEX = option("--regex", metavar="PATTERN", help="generate a text that matches from beginning to end (any text)")
+REGEX = option("--regex", metavar="PATTERN", help="generate text that matches this pattern as a whole (any text)")
 # Options of a request, in addition to those of sampling.
 OF_REQUEST = (
     *(MAX_NEW_TOKENS, MIN_TOKENS, STOP, INCLUDE_STOP, STOP_TOKEN_IDS, ALLOWED_TOKEN_IDS, IGNORE_EOS),

@@ -61,8 +61,8 @@ def _add_serve(commands: Commands[argparse.ArgumentParser]) -> None:
         "serve",
         help="serve a model with OpenAI's HTTP API",
         description="Serve a model with OpenAI's HTTP API: /v1/completions, /v1/chat/completions, /v1/models, "
-        "/health, /ready and /metrics. After SIGTERM running requests may finish; a second SIGTERM ends "
-        "at once. Exit code 1 if the engine has ended by itself.",
+        "/health, /ready and /metrics. After SIGTERM, running requests may finish; a second SIGTERM exits at once. "
+        "Exit code 1 if the engine fails.",
         examples=_SERVE_EXAMPLES,
     )
     parser.set_defaults(module="rocm_serve.cli.serve")

@@ -37,9 +37,9 @@ class ServerOptions:
     )
     generation_config: str = option(
         "auto",
-        "sampling of requests that do not say how they are sampled: auto takes temperature, top_p, top_k, min_p and "
-        "repetition_penalty of the model's generation_config.json, none takes OpenAI's defaults, and a path names "
-        "another such file",
+        "defaults of the sampling parameters that a request omits: auto reads temperature, top_p, top_k, min_p and "
+        "repetition_penalty from the model's generation_config.json, none uses OpenAI's defaults, and a path "
+        "names another such file",
         unit="auto|none|FILE",
     )
     api_key_file: Path | None = option(  # noqa: RUF009  # it makes a field
@@ -50,7 +50,7 @@ class ServerOptions:
         unit="FILE",
         default_is="the keys in ROCM_ATTN_API_KEYS, separated by commas; without any, everybody is served",
     )
-    allow_anonymous: bool = option(False, "listen on an address that others can reach even without API keys")
+    allow_anonymous: bool = option(False, "allow a --host that other machines can reach without API keys")
     tls_cert: Path | None = option(  # noqa: RUF009
         None,
         "file with the server's certificate and its chain (PEM)",
@@ -67,20 +67,20 @@ class ServerOptions:
     )
     max_connections: int = option(
         4096,
-        "open connections; any further one is closed at once; fewer where the process may not open as many files",
+        "most open connections; further ones are closed at once; fewer if the process may not open this many files",
         unit="CONNECTIONS",
         least=1,
     )
     client_share: float = option(
         0.5,
-        "share of --max-connections that one address may have, and of --max-waiting-bytes that one key may have, "
-        "or one address if there are no keys; give 1 behind a gateway, because all clients then come from its address",
+        "share of --max-connections that one address may use, and of --max-waiting-bytes that one key may use, or "
+        "one address if there are no keys; use 1 behind a gateway, because all clients then have its address",
         unit="SHARE",
         least=0,
     )
     head_seconds: float = option(30.0, "time that a client may take to send a request's head", unit="SECONDS", least=0)
     max_requests: int = option(
-        256, "prompts that run or wait; further requests are answered 429", unit="REQUESTS", least=1
+        256, "most prompts that run or wait; further requests are answered 429", unit="REQUESTS", least=1
     )
     max_new_tokens: int | None = option(
         None,
@@ -95,12 +95,11 @@ class ServerOptions:
     )
     max_choices: int = option(16, "most answers that a request may ask for: its prompts times n", unit="N", least=1)
     max_stops: int = option(16, "most stop strings and stop tokens per request", unit="N", least=0)
-    max_logprobs: int = option(20, "most likely tokens that a request may ask for at each position", unit="N", least=0)
+    max_logprobs: int = option(20, "most top tokens that a request may ask for at each position", unit="N", least=0)
     max_body_bytes: int = option(4 * 2**20, "most bytes of a request's body", unit="BYTES", least=1)
     max_waiting_bytes: int = option(
         64 * 2**20,
-        "most bytes of all bodies that are read, or wait until the engine has their requests; further ones are "
-        "answered 429",
+        "most bytes of all bodies that are being read or wait for the engine; further ones are answered 429",
         unit="BYTES",
         least=1,
     )
@@ -113,13 +112,13 @@ class ServerOptions:
     )
     write_seconds: float = option(
         60.0,
-        "time that a client may read nothing of its answer before its connection is closed",
+        "time after which a connection is closed if its client reads nothing of its answer",
         unit="SECONDS",
         least=0,
     )
     max_unread_tokens: int = option(
         4096,
-        "most unread tokens of a streamed answer; a request that reaches more is aborted",
+        "most unread tokens of a streamed answer; a request with more is aborted",
         unit="TOKENS",
         least=1,
     )
@@ -127,37 +126,42 @@ class ServerOptions:
         30.0, "time after SIGTERM in which running requests may finish before they are aborted", unit="SECONDS"
     )
     access_log: bool = option(
-        False, "write a line of JSON per request to stderr; requests that the server failed to serve always have one"
+        False,
+        "write a line of JSON per request to stderr; requests that fail through the server's fault always get one",
     )
     traces: bool = option(
         False,
-        "send OpenTelemetry traces of requests; OTEL_EXPORTER_OTLP_ENDPOINT says where to, and needs the extra otel",
+        "send OpenTelemetry traces of requests to OTEL_EXPORTER_OTLP_ENDPOINT; needs the extra otel",
     )
     unhealthy_after: int = option(
-        5, "requests that fail in a row after which /health and /ready answer 503", unit="REQUESTS", least=1
+        5, "consecutive failed requests after which /health and /ready answer 503", unit="REQUESTS", least=1
     )
     truth_seconds: float = option(
-        60.0, "least time between two runs of the truth probe by /health/truth", unit="SECONDS", least=0
+        60.0,
+        "time for which /health/truth repeats its last verdict instead of a new run of the truth probe",
+        unit="SECONDS",
+        least=0,
     )
     truth_every: float = option(
         0.0,
-        "time between runs of the truth probe, which delay tokens by a few steps; 0: only /health/truth runs it",
+        "time between runs of the truth probe, each of which delays tokens by a few steps; 0: only /health/truth "
+        "runs it",
         unit="SECONDS",
         least=0,
     )
     chat_template: Path | None = option(  # noqa: RUF009
         None,
-        "file with the chat template (Jinja) that writes conversations",
+        "file with the chat template (Jinja)",
         kind=Path,
         unit="FILE",
         default_is="the model's own",
     )
-    trust_request_chat_template: bool = option(False, "let requests bring their own chat_template")
+    trust_request_chat_template: bool = option(False, "allow requests with their own chat_template")
     tool_parser: str = option(
-        AUTO, "form in which the model writes function calls; auto finds it by the chat template", unit="NAME"
+        AUTO, "format of the model's function calls; auto derives it from the chat template", unit="NAME"
     )
     reasoning_parser: str = option(
-        AUTO, "form in which the model writes its reasoning; auto finds it by the chat template", unit="NAME"
+        AUTO, "format of the model's reasoning; auto derives it from the chat template", unit="NAME"
     )
 
     def __post_init__(self) -> None:

@@ -108,8 +108,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
 def _attend_some(q: Tensor, k: Tensor, v: Tensor, scores: Scores, some: slice) -> tuple[Tensor, Tensor]:
     q, visible = q[some], scores.visible[some]
     bias = None if scores.bias is None else scores.bias.expand(-1, len(scores.visible), -1)[:, some]
-    k, v = (rows.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for rows in (k, v))
-    logits = torch.einsum("qhd,khd->hqk", q.double(), k) * scores.scale
+    kv_heads, ratio = k.shape[1], q.shape[1] // k.shape[1]
+    rows = q.double().reshape(len(q), kv_heads, ratio, q.shape[2])
+    logits = torch.einsum("qhrd,khd->hrqk", rows, k.double()).flatten(0, 1) * scores.scale
     if bias is not None and scores.caps_bias:
         logits = logits + bias
     if scores.soft_cap:
@@ -124,7 +125,8 @@ def _attend_some(q: Tensor, k: Tensor, v: Tensor, scores: Scores, some: slice) -
     shares = (logits - lse[..., None]).exp()
     if scores.floored is not None:
         shares = torch.where(scores.floored[some, None], _beside_zero(logits, terms), shares)
-    return torch.einsum("hqk,khd->qhd", shares, v), lse.t()
+    out = torch.einsum("hrqk,khd->qhrd", shares.view(kv_heads, ratio, *shares.shape[1:]), v.double())
+    return out.flatten(1, 2), lse.t()
 
 
 def _beside_zero(logits: Tensor, terms: Tensor) -> Tensor:

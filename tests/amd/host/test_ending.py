@@ -40,7 +40,6 @@ PASSING, FAILING = "def test_it():\n    pass\n", "def test_it():\n    assert Fal
         ("passes", PASSING, pytest.ExitCode.OK),
         ("fails", FAILING, pytest.ExitCode.TESTS_FAILED),
         ("raises", PASSING, pytest.ExitCode.TESTS_FAILED),
-        ("has none", "", pytest.ExitCode.NO_TESTS_COLLECTED),
     ],
 )
 def test_exit_functions_are_called_and_the_exit_code_stays_while_only_a_passed_run_frees_nothing(

@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
-from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.launch import (
@@ -35,7 +33,6 @@ from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 from rocm_attn.step.prepared import AddressedCall, LayerForms, PreparedCalls
 
 STREAM = 77
-ANY_SHAPE = PaddedShape(StepKind.MIXED, 4, 40)
 NOTHING_PREPARED = PreparedCalls()
 
 

@@ -11,6 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rocm_attn.kernels.launch import repeated_launches
+from rocm_attn.kernels.metadata import check_pages
 from rocm_attn.kernels.metadata.check_pages import launch_check_pages
 from rocm_attn.kernels.metadata.engine_tensors import (
     Q_BOUNDARIES,
@@ -469,20 +471,23 @@ def test_a_span_that_passes_the_window_needs_its_pages(
 
 
 @checks
-def test_the_span_of_one_token_of_a_long_step_is_found(check: Launch, kernel_device: torch.device) -> None:
+def test_the_span_of_one_token_of_a_long_step_is_found(
+    check: Launch, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There are more sequences before it, and more tokens of its own, than one program takes at once."""
-    table = torch.ones(1030, 1200, dtype=torch.int64)
-    table[1029, 40] = -1
-    lengths = [(1, 1)] * 1029 + [(1200, 1100)]
-    step = step_over(table.tolist(), lengths, kernel_device)
-    for at, is_right in ((1029 + 1098, True), (1029 + 1099, False)):
-        begin = torch.zeros(1029 + 1100, dtype=torch.int32, device=kernel_device)
+    monkeypatch.setattr(check_pages, "_PAGES_AT_ONCE", 16)
+    monkeypatch.setattr(check_pages, "_variant", repeated_launches(check_pages._check_pages_kernel))
+    table = torch.ones(21, 60, dtype=torch.int64)
+    table[20, 20] = -1
+    step = step_over(table.tolist(), [(1, 1)] * 20 + [(60, 35)], kernel_device)
+    for at, is_right in ((20 + 33, True), (20 + 34, False)):
+        begin = torch.zeros(20 + 35, dtype=torch.int32, device=kernel_device)
         end = torch.zeros_like(begin)
-        begin[at], end[at] = 41 if is_right else 40, 1200
+        begin[at], end[at] = 21 if is_right else 20, 60
         num_pages = torch.tensor([2], dtype=torch.int32, device=kernel_device)
         spans = replace(step, span_begin=begin, span_end=end)
         check(spans, num_pages, page_size=1, window_left=3, spans_pass=True)
-        assert step.kv_len.tolist() == [1] * 1029 + [1200 if is_right else 0, 0]
+        assert step.kv_len.tolist() == [1] * 20 + [60 if is_right else 0, 0]
 
 
 @publishes

@@ -11,7 +11,7 @@ import torch
 
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.scores import LOG2_E
-from rocm_attn.kernels.hopper.key_steps import SLACK
+from rocm_attn.kernels.attention.softmax import SLACK
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.problem import UNLIMITED_WINDOW

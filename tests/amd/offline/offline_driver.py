@@ -51,13 +51,18 @@ def compiled_by(call: Callable[[], object], arch: str) -> list[CompiledKernel]:
     return kernels
 
 
+def _name_of(kernel: Any) -> str:
+    """A kernel's name in machine code: one function may be several kernels."""
+    return str(kernel.repr(None)).rpartition(".")[2]
+
+
 def first_compiled_by(call: Callable[[], object], arch: str) -> dict[str, CompiledKernel]:
     """The first variant of each kernel that call launches, by name, compiled for arch; no other is compiled."""
     first: dict[str, Any] = {}
     run = JITFunction.run
 
     def run_first(kernel: Any, *args: Any, **options: Any) -> Any:
-        name = kernel.__name__
+        name = _name_of(kernel)
         if name not in first:
             first[name] = run(kernel, *args, **options)
         return first[name]
@@ -73,8 +78,8 @@ def last_compiled_by(call: Callable[[], object], arch: str, names: Collection[st
     run = JITFunction.run
 
     def keep(kernel: Any, *args: Any, **options: Any) -> None:
-        if kernel.__name__ in names:
-            last[kernel.__name__] = partial(run, kernel, *args, **options)
+        if (name := _name_of(kernel)) in names:
+            last[name] = partial(run, kernel, *args, **options)
 
     with patch.object(JITFunction, "run", keep):
         compiled_by(call, arch)

@@ -155,7 +155,7 @@ LEAST_WAVES_ABOVE = LEAST_WAVES | {"_convolve_kernel": 4}
 # Triton 3.6 gives extend of 128-element heads registers for one wave where its tiles ask for two.
 GRANTS_WAVES = Release.of("3.9.0")
 
-_KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
+_KERNEL = re.compile(r"^def (\w+_kernel)\(|repr=lambda _: \"(\w+)\"", re.MULTILINE)
 # The kernel to read first. No runtime launches it.
 TO_READ = "_plain_decode_kernel"
 
@@ -245,7 +245,9 @@ def names_of_all_kernels(package: str = "rocm_attn.kernels") -> set[str]:
 def _kernels_of_modules() -> dict[str, list[str]]:
     """Returns module -> names of its jitted functions, for each file of kernels/."""
     return {
-        ".".join(("rocm_attn", *path.relative_to(ROOT).with_suffix("").parts)): _KERNEL.findall(path.read_text())
+        ".".join(("rocm_attn", *path.relative_to(ROOT).with_suffix("").parts)): [
+            "".join(names) for names in _KERNEL.findall(path.read_text())
+        ]
         for path in python_files(ROOT / "kernels")
     }
 

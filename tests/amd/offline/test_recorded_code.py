@@ -34,6 +34,6 @@ def test_a_process_that_has_compiled_nothing_runs_recorded_code(tmp_path: Path) 
     path = tmp_path / "a.evidence"
     with simulated(ARCH):
         target = replace(known_target(ARCH), compute_units=2)
-        record(LAYERS["heads of 64"], "decode", torch.device("cpu"), target, path, LayerTap())
+        record(LAYERS["heads of 64"], "prompt", torch.device("cpu"), target, path, LayerTap())
     done = subprocess.run([sys.executable, "-c", RUN, str(path)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr

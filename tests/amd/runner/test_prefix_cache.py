@@ -211,13 +211,13 @@ def test_a_page_of_a_window_comes_back_when_it_is_computed_again() -> None:
 
 
 def test_a_cache_holds_no_object_for_each_of_its_pages() -> None:
-    pages = Pages(600, max_kv_len=1100)
+    pages = Pages(200, max_kv_len=400)
     gc.collect()
     before = len(gc.get_objects())
-    pages.leave(pages.serve(tuple(range(1000)))[0])
+    pages.leave(pages.serve(tuple(range(300)))[0])
     pages.known.clear()
     gc.collect()
-    assert len(pages.cache) == 500
+    assert len(pages.cache) == 150
     assert len(gc.get_objects()) < before + 50
 
 

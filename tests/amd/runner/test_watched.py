@@ -35,10 +35,7 @@ from rocm_serve.models.model import Model
 from rocm_serve.request import RequestsFaulted
 from rocm_serve.sampling.sampling import PickedTokens
 from tests.amd.runner.serving import engine, some_requests, tokens_of
-from tests.amd.runner.tiny_model import CONFIG
 from tests.amd.tolerances import assert_layers_close
-
-NUM_LAYERS = CONFIG.num_layers
 
 
 @pytest.mark.fast(1)

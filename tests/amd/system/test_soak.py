@@ -132,11 +132,12 @@ def test_cuts_that_follow_from_the_batch_show_in_bits_alone() -> None:
 def test_a_seed_gives_the_same_calls_each_time_and_another_seed_others() -> None:
     def calls_of(seed: int) -> list[str]:
         soak = soak_of(ALMOST_ALL_EAGER, seed=seed)
-        soak.run(30)
+        soak.run(15)
         return soak._scene.log
 
-    assert calls_of(3) == calls_of(3)
-    assert calls_of(3) != calls_of(4)
+    first = calls_of(3)
+    assert calls_of(3) == first
+    assert calls_of(4) != first
 
 
 @pytest.mark.parametrize("size", [40, 4_000, 4_000_000], ids=["small objects", "blocks", "mapped blocks"])
@@ -310,7 +311,7 @@ def test_a_planted_mistake_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], scenario: Scenario, sign: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert re.search(sign, str(found(scenario)))
+    assert re.search(sign, str(found(scenario, 20 if plant is the_last_step_goes_wrong else 200)))
 
 
 @pytest.mark.parametrize(

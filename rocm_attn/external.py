@@ -351,7 +351,7 @@ class ExternalAttention:
                 run.step.tensors.mask_start.zero_()  # all keys have cells; an earlier step may have had spans
             run.core.fill((run.step,), run.plan)
             if slots is not None:
-                _check_slots(slots, self.device)
+                _check_integers("slots", slots, self.device, 1)
                 for table, tensors in zip(tables.spaces, spaces, strict=True):
                     given = slots, table.gather.slot_map, tensors.counts, tensors.slot_of_token
                     self.ops.take_slots(*given, page_size=page_size, null_page=table.terms.null_page)
@@ -368,10 +368,14 @@ class ExternalAttention:
         """Resets the page watch for these table rows, because they go to other requests.
 
         Needed if watches_pages is set and the next request begins with as many cached tokens as the last one had.
-        rows: int32 or int64 [n], on the device
+        rows: int32 or int64 [n], on the device; nothing happens for those that the tables do not have
+        Raises BadTensor.
         """
+        _check_integers("rows", rows, self.device)
         for watch in self._watches:
-            watch.rows.index_fill_(0, rows.long(), 0)
+            row = torch.arange(len(watch.rows), device=self.device)
+            # An index outside of a tensor would end a GPU's process.
+            watch.rows.masked_fill_((row[:, None] == rows).any(1, keepdim=True), 0)
 
     def record_fill(self, recorder: Recorder, slots: Tensor | None = None) -> RecordedFill:
         """Fills the captured step that has begun, outside of captures; records the fill as a graph for replay_fill().
@@ -451,8 +455,11 @@ def _no_cells(shape: PaddedShape, mask_keys: int) -> int:
     return 32
 
 
-def _check_slots(slots: Tensor, device: torch.device) -> None:
-    if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.numel():
-        raise BadTensor(f"slots are {slots.dtype} {list(slots.shape)}; they must be int32 or int64 in one dimension")
-    if slots.device != device:
-        raise BadTensor(f"slots are on {slots.device}, not on {device}")
+def _check_integers(name: str, given: Tensor, device: torch.device, at_least: int = 0) -> None:
+    if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64) or given.numel() < at_least:
+        raise BadTensor(
+            f"{name} are {given.dtype} {list(given.shape)}; they must be int32 or int64 in one dimension, at least "
+            f"{at_least}"
+        )
+    if given.device != device:
+        raise BadTensor(f"{name} are on {given.device}, not on {device}")

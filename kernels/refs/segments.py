@@ -101,6 +101,7 @@ def _segment(args: AttendArgs, q: Tensor, rows: TokenBlocks, key: Tensor, scores
     page_size, num_kv_heads = args.pages.format.page_size, args.pages.format.num_kv_heads
     ratio = q.shape[2] // TILE_LEN
     page = rows.pages[:, (key // page_size).clamp(max=rows.pages.shape[1] - 1)].long()
+    page = page.clamp(0, len(args.pages.k) - 1)  # of keys that no row sees, an engine's table may hold anything
     picked = args.pages.read_tokens(page, key % page_size)
     k, v = (_with_aligned_rows(side.to(q.dtype).permute(2, 0, 1, 3)).contiguous() for side in picked)
     hidden = rows.hidden(key, scores)

@@ -76,10 +76,9 @@ def index_scores(args: IndexArgs, scores: Tensor, *, indexing: Indexing, first_u
     """
     num_tokens, num_heads, _ = args.q.shape
     compute, pages = _compute(args.q), args.pages
-    page_keys = pages.keys.shape[1]
     first_key, end_key = (unit * indexing.unit_keys for unit in (first_unit, first_unit + scores.shape[2]))
     key = torch.arange(first_key, end_key, device=args.q.device)
-    page, offset = _place(args.table, args.tokens.row_of_token, key.expand(num_tokens, -1), page_keys)
+    page, offset = _place(args.table, args.tokens.row_of_token, key.expand(num_tokens, -1), pages.keys)
     products = torch.einsum("thd,tkd->thk", args.q.to(compute), pages.keys[page, offset].to(compute))
     products = products * indexing.scale
     if indexing.rectified:
@@ -221,7 +220,7 @@ def selected_rows(args: SelectedArgs, first: int, end: int, key: Tensor) -> tupl
     seen = listed & (position < _visible(tokens)[:, None, None])
     seen = seen.expand(-1, num_kv_heads, -1)
     position = torch.where(seen, position.expand(-1, num_kv_heads, -1), 0)
-    page, offset = _place(args.table, tokens.row_of_token, position.flatten(1), pages.keys.page_size)
+    page, offset = _place(args.table, tokens.row_of_token, position.flatten(1), pages.k)
     head = torch.arange(num_kv_heads, device=key.device)[:, None]
     at = page.unflatten(1, (num_kv_heads, -1)), offset.unflatten(1, (num_kv_heads, -1)), head
     if pages.record is not None:
@@ -245,11 +244,15 @@ def _scale_values(scale_values: Tensor, scales: Scales, at: tuple[Tensor, Tensor
     return scale_values[:, None] if scales is Scales.HEAD else scale_values
 
 
-def _place(table: Tensor, row: Tensor, index: Tensor, page_len: int) -> tuple[Tensor, Tensor]:
-    """Page and offset of index [T, n] in the lines of the table; an index beyond the width gets its last page."""
+def _place(table: Tensor, row: Tensor, index: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Page and offset of index [T, n] in the lines of the table; an index beyond the width gets its last page.
+
+    pages: [pages, keys of a page, ...]
+    """
+    num_pages, page_len = pages.shape[:2]
     page_no = (index // page_len).clamp(max=table.shape[1] - 1)
-    # An engine may pad the lines of its table with -1.
-    page = table[row.long()[:, None], page_no].clamp(min=0).long()
+    # Before and after what tokens see, the lines of an engine's table may hold anything.
+    page = table[row.long()[:, None], page_no].clamp(0, num_pages - 1).long()
     return page, index % page_len
 
 

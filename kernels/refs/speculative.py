@@ -177,6 +177,8 @@ class _Walk:
 def move_paths(pages: AlikePages, paths: AcceptedPaths) -> None:
     """Twin of launch_move_paths; may be recorded."""
     num_seqs, width = paths.path.shape
+    if num_seqs == 0:
+        return
     place = torch.arange(width, device=paths.path.device)
     older = paths.kv_len.long() - 1 - paths.num_accepted
     moves = (place > 0) & (place <= paths.num_accepted[:, None]) & (paths.path > place)

@@ -15,10 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadBatch, BadTensor
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor
+from rocm_attn.machine.settings import whole_number
 
 # Takes the place of a tensor in DeviceInputs: the host has these values. For token ids, there may be none.
 ON_HOST = torch.empty(0, dtype=torch.int32, device="cpu")
+_MOST_AHEAD = 2**31 - 1
 
 
 class HostInputs:
@@ -88,6 +90,8 @@ class DeviceInputs:
             raise BadTensor(
                 f"ahead is {self.ahead}, but kv_len is on the host and already counts all tokens; leave ahead out"
             )
+        if self.ahead.__class__ is not int or not 0 <= self.ahead <= _MOST_AHEAD:
+            object.__setattr__(self, "ahead", _checked_ahead(self.ahead))
         # Every step of a round makes one of these, so no message is built unless something is wrong.
         device = None
         for name, tensor in (("kv_len", self.kv_len), ("q_len", self.q_len), ("token_ids", self.token_ids)):
@@ -192,6 +196,16 @@ class DeviceInputs:
     def _given(self) -> dict[str, Tensor]:
         given = {"kv_len": self.kv_len, "q_len": self.q_len, "token_ids": self.token_ids}
         return {name: tensor for name, tensor in given.items() if tensor is not ON_HOST}
+
+
+def _checked_ahead(ahead: int) -> int:
+    try:
+        tokens = whole_number("ahead", ahead)
+    except BadSetting as error:
+        raise BadTensor(str(error)) from None
+    if not 0 <= tokens <= _MOST_AHEAD:
+        raise BadTensor(f"ahead is {tokens}; it must be a number of tokens from 0 to {_MOST_AHEAD}")
+    return tokens
 
 
 def _device_inputs(given: dict[str, Tensor], ahead: int) -> DeviceInputs:

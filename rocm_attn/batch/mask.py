@@ -175,7 +175,10 @@ class TokenSpans:
     placed: Tensor
 
     def __init__(self, spans: npt.ArrayLike, device: torch.device) -> None:
-        given = np.asarray(spans)
+        try:
+            given = np.asarray(spans)
+        except ValueError:  # lists of several lengths
+            given = np.asarray(spans, np.object_)
         if given.size == 0:
             given = np.zeros((0, 3), np.int64)
         if given.ndim != 2 or given.shape[1] != 3 or given.dtype.kind not in "iu":
@@ -237,18 +240,23 @@ class TokenSpans:
             )
 
 
-def spans_of_blocks(
-    kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], block: int, device: torch.device
-) -> TokenSpans:
+def spans_of_blocks(kv_len: npt.ArrayLike, q_len: npt.ArrayLike, block: int, device: torch.device) -> TokenSpans:
     """Returns spans that cut each sequence's new tokens into blocks of `block` tokens; the last one may be shorter.
 
     For draft models that propose a block of tokens at once.
 
-    Raises BadBatch.
+    Raises BadBatch, and BadSetting for a part of a token.
     """
-    if block < 1:
+    if whole_number("block", block) < 1:
         raise BadBatch(f"a block is of {block} tokens; give 1 or more")
-    counts = -(-q_len // block)
+    kv_len, q_len = np.asarray(kv_len), np.asarray(q_len)
+    are_whole = {kv_len.dtype.kind, q_len.dtype.kind} <= {"i", "u"} or kv_len.size == 0
+    if not are_whole or kv_len.shape != q_len.shape or kv_len.ndim != 1 or ((q_len < 0) | (q_len > kv_len)).any():
+        raise BadBatch(
+            f"kv_len is {kv_len.tolist()} and q_len {q_len.tolist()}; give whole numbers, one of each per sequence, "
+            "and 0 <= q_len <= kv_len"
+        )
+    counts = (-(-q_len // block)).astype(np.int64)
     seq = np.repeat(np.arange(len(q_len)), counts)
     number = np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = (kv_len - q_len)[seq] + number * block

@@ -13,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rocm_attn.errors import BadBatch
+from rocm_attn.machine.settings import whole_number
 
 _Int32Array = npt.NDArray[np.int32]
+_MOST = 2**31 - 1
 
 
 class NoPrefixes:
@@ -54,7 +56,7 @@ class SharedPrefixes:
     group_begin: int32 [num_seqs]  the first sequence of its group
     group_end:   int32 [num_seqs]  one past the last
 
-    Raises BadBatch for groups without sequences, and for lengths below 0.
+    Raises BadBatch for groups without sequences, and for lengths below 0; BadSetting for a part of a number.
     """
 
     groups: Sequence[PrefixGroup]
@@ -63,10 +65,13 @@ class SharedPrefixes:
     group_end: _Int32Array = field(init=False)
 
     def __post_init__(self) -> None:
-        counts = [group.num_seqs for group in self.groups]
-        if min(counts, default=1) < 1:
-            raise BadBatch(f"groups have {_listed(counts)} sequences; each group needs at least one")
-        lengths = [group.prefix_len for group in self.groups]
+        counts = [whole_number("num_seqs of a group", group.num_seqs) for group in self.groups]
+        if min(counts, default=1) < 1 or sum(counts) > _MOST:
+            raise BadBatch(
+                f"groups have {_listed(counts)} sequences; each group needs at least one, and all of them have at most "
+                f"{_MOST}"
+            )
+        lengths = [min(_MOST, whole_number("prefix_len of a group", group.prefix_len)) for group in self.groups]
         if min(lengths, default=0) < 0:
             raise BadBatch(f"a group has a prefix of {min(lengths)} tokens; it must be 0 or more")
         ends = np.cumsum(counts, dtype=np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import UnionType
 from typing import Any, Final
 
 import numpy as np
@@ -112,6 +113,12 @@ class StepBatch:
             _refuse_lengths(kv, new)
         if num_seqs * longest > INT32_MAX and _total(kv) > INT32_MAX:
             raise BadBatch(f"{_total(kv)} KV tokens in one step overflow an int32 indptr; split the batch")
+        is_plain = inputs is HOST_INPUTS and mask is NO_MASK and prefixes is NO_PREFIXES and drafts is NO_DRAFTS
+        if not is_plain:
+            _require("inputs", inputs, Inputs)
+            _require("mask", mask, Mask)
+            _require("prefixes", prefixes, Prefixes)
+            _require("drafts", drafts, AnyDrafts)
         num_tokens = fed = num_seqs * most if fewest == most else _total(new)
         if isinstance(drafts, Drafts):
             fed = _fed_at_once(drafts, (fewest, most), num_seqs, (inputs, mask, prefixes))
@@ -136,7 +143,6 @@ class StepBatch:
         self.max_q_len = most
         self.min_q_len = fewest
         self.max_kv_len = longest
-        is_plain = inputs is HOST_INPUTS and mask is NO_MASK and prefixes is NO_PREFIXES and drafts is NO_DRAFTS
         self.is_plain, self.decodes = is_plain, is_plain and fewest == most == 1
         self.row_bytes, self.data = row_bytes, data
         self.before, self.after = (row_bytes, (kv - new).tobytes()), (row_bytes, kv_len_bytes)
@@ -189,6 +195,13 @@ def _fed_at_once(
             "number; leave it out"
         )
     return num_seqs * drafts.branches
+
+
+def _require(name: str, given: object, kinds: UnionType) -> None:
+    """Refuses None, which some callers take for nothing, and other strangers. Raises BadBatch."""
+    if not isinstance(given, kinds):
+        named = " or ".join(kind.__name__ for kind in kinds.__args__[1:])  # the first kind stands for nothing
+        raise BadBatch(f"{name} of a batch is {given!r}; give {named}, or leave it out")
 
 
 def _check_beside_prefixes(inputs: Inputs, mask: Mask) -> None:

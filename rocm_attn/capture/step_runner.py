@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, NoReturn, cast
 
+import numpy as np
 import torch
 
 from rocm_attn.batch.drafts import NO_DRAFTS
@@ -383,7 +384,9 @@ class StepRunner(Generic[Outputs]):
         q_len = batch.q_len
         if batch.num_tokens == 0 or is_uniform(plan.shape):
             typical = typical_new_tokens(self._runtime, plan.shape)
-            q_len = q_len if typical is None else typical
+            if typical is not None:
+                # Kernels may have baked in that a sequence has at most one.
+                q_len = typical if is_uniform(plan.shape) else np.minimum(typical, plan.bounds.max_q_len)
         candidate = GraphCandidate(self._runtime, plan, q_len, None if gate.stores.refusal else batch)
         # The graph is made of other steps; this step is staged again once the graph has passed.
         gate.abandon()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import Integers, as_int32
 from rocm_attn.errors import BadBatch, BadTensor, WrongState
 from rocm_attn.integrations.kv_passport import ALIGNMENT, KVExtent, KVPassport, LayerPassport, Role, Stretch, stretches
 from rocm_attn.integrations.owners import Owner, clears_tails, given_back, idle, ops_of, pool_of, spaces_of, states_of
@@ -24,7 +25,7 @@ from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.sending import sent
 from rocm_attn.machine.settings import whole_number
-from rocm_attn.paging.convert import KEEPING_BITS, code_tables
+from rocm_attn.paging.convert import code_tables, token_factor
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, num_pages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.state_record import num_record_bytes, read_head, read_state, write_record
@@ -33,7 +34,8 @@ from rocm_attn.runtime import AttentionRuntime
 
 # Space -> the page of each page_no of a request. The entry of a page that was given back is 0. It is -1 in an
 # engine's table in which page 0 is a page like others.
-Pages = Mapping[Space, Sequence[int]]
+Pages = Mapping[Space, Integers]
+_Listed = Mapping[Space, list[int]]
 # Bytes that are recoded at a time. Indexing them takes eight times as much memory.
 _RECODED_AT_ONCE = 1 << 22
 
@@ -84,7 +86,7 @@ class _Mover:
                 layers: self._put_together(layers) for layers in (self._all, *((each,) for each in self._all))
             }
 
-    def pages_of(self, row: int, kv_len: int) -> Pages:
+    def pages_of(self, row: int, kv_len: int) -> Mapping[Space, list[int]]:
         """Returns the pages of a runtime's row that hold its first kv_len tokens.
 
         Raises WrongState, BadBatch, and BadSetting for a part of a token.
@@ -129,10 +131,15 @@ class _Mover:
     def _pages(self, layer: int, role: Role) -> LayerPages:
         return self._pool.index(layer) if role.is_index else self._pool.layer(layer)
 
-    def _check(self, pages: Pages, kv_len: int, layers: Sequence[int]) -> None:
-        """Raises BadBatch for wrong page lists, and WrongState if pages or scales of the layers have changed."""
+    def _checked(self, pages: Pages, kv_len: int, layers: Sequence[int]) -> _Listed:
+        """Returns the page lists of the layers' spaces.
+
+        Raises BadBatch for wrong ones, and WrongState if pages or scales of the layers have changed.
+        """
+        found, count = dict[Space, list[int]](), num_pages(kv_len, self._page_size)
         for space in {self._spaces[layer] for layer in layers}:
-            listed, count = pages.get(space, ()), num_pages(kv_len, self._page_size)
+            name = f"the list of pages in the space {space.value!r}"
+            found[space] = listed = as_int32(name, pages.get(space, ())).tolist()
             gone, most = self._gone[space], self._num_pages[space]
             if len(listed) != count or not listed or listed[-1] == gone:
                 raise BadBatch(
@@ -144,6 +151,7 @@ class _Mover:
         for layer in layers:
             for role in self.passport.layers[layer].row_bytes:
                 self._must_lie_there(layer, role)
+        return found
 
     def _must_lie_there(self, layer: int, role: Role) -> None:
         """Raises WrongState if an engine has bound other pages since, or a layer has other scales."""
@@ -188,7 +196,7 @@ class _Mover:
         self,
         launch: MoveRows,
         layers: Sequence[int],
-        pages: Pages,
+        pages: _Listed,
         parts: Sequence[Stretch],
         first_of: Callable[[Space, int], int],
         buffer: Tensor,
@@ -208,7 +216,7 @@ class _Mover:
                 if first >= end:
                     continue
                 word = alike.pages.sides[0].element_size()
-                listed = list(pages[alike.space])[first // page_rows : num_pages(end, page_rows)]
+                listed = pages[alike.space][first // page_rows : num_pages(end, page_rows)]
                 places = [by_part[part].place // word for part in alike.parts]
                 rows = buffer.view(alike.pages.sides[0].dtype)
                 until = len(listed) * page_rows + first // page_rows * page_rows if clears else end
@@ -232,12 +240,14 @@ class KVExporter(_Mover):
 
     def extent(self, pages: Pages, kv_len: int) -> KVExtent:
         """Returns which of the first kv_len tokens these pages still have. Raises BadBatch."""
-        self._check(pages, kv_len, self._all)
-        first = {}
+        lists, first = self._checked(pages, kv_len, self._all), {}
+        table = self._owner.table if isinstance(self._owner, AttentionRuntime) else None
+        row = _row_of(table, lists, set(self._spaces)) if table is not None else None
         for space in dict.fromkeys(self._spaces):
-            listed = np.array(pages[space])
-            gone = np.flatnonzero(listed == self._gone[space])
+            gone = np.flatnonzero(np.array(lists[space]) == self._gone[space])
             first[space.value] = (int(gone[-1]) + 1 if len(gone) else 0) * self._page_size
+            if table is not None and row is not None:  # kept pages are whole
+                first[space.value] = max(first[space.value], int(table.space(space).first_token[row]))
         return KVExtent(kv_len, first)
 
     def num_bytes(self, extent: KVExtent) -> int:
@@ -284,21 +294,21 @@ class KVExporter(_Mover):
         self._export(self._only(layer), pages, extent, buffer)
 
     def _export(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        self._check(pages, extent.kv_len, layers)
+        lists = self._checked(pages, extent.kv_len, layers)
         if isinstance(self._owner, AttentionRuntime):
-            pages = self._stored(self._owner, layers, pages, extent.kv_len)
+            lists = self._stored(self._owner, layers, lists, extent.kv_len)
         parts = stretches(self.passport, extent, layers)
         for space in {self._spaces[layer] for layer in layers}:
-            if self._gone[space] in pages[space][extent.first[space.value] // self._page_size :]:
+            if self._gone[space] in lists[space][extent.first[space.value] // self._page_size :]:
                 raise BadBatch(f"pages of the space {space.value!r} that the extent names were released; make it again")
         used = self._buffer(buffer, _num_bytes(parts))
 
         def first_of(space: Space, unit: int) -> int:
             return extent.first[space.value] // unit
 
-        self._move(ops_of(self._owner).export_rows, layers, pages, parts, first_of, used, clears=False)
+        self._move(ops_of(self._owner).export_rows, layers, lists, parts, first_of, used, clears=False)
 
-    def _stored(self, runtime: AttentionRuntime, layers: Sequence[int], pages: Pages, kv_len: int) -> Pages:
+    def _stored(self, runtime: AttentionRuntime, layers: Sequence[int], pages: _Listed, kv_len: int) -> _Listed:
         """Returns the pages that hold the tokens. For a page whose copy is pending, it is the page to copy from.
 
         Raises BadBatch unless a row with these pages has stored that many tokens in these layers, or all are kept.
@@ -411,25 +421,29 @@ class KVImporter(_Mover):
             self._import_idle(layers, pages, extent, buffer)
 
     def _import_idle(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        self._check(pages, extent.kv_len, layers)
+        lists = self._checked(pages, extent.kv_len, layers)
         parts = stretches(self.source, extent, layers)
-        begins = {space: self._begin(space, pages) for space in {self._spaces[layer] for layer in layers}}
+        begins = {space: self._begin(space, lists) for space in {self._spaces[layer] for layer in layers}}
         for part in parts:
             self._must_see(part, extent, begins[self._spaces[part.layer]])
         if isinstance(self._owner, AttentionRuntime):
-            row = _must_be_own(self._owner.table, pages, begins)
+            row = _must_be_own(self._owner.table, lists, begins)
             self._must_go_back(self._owner.table, layers, extent)
         used = self._recoded(self._buffer(buffer, _num_bytes(parts)), parts)
         if isinstance(self._owner, AttentionRuntime):
             self._owner.table.states.begin(row)  # its slots may have that of other tokens, which were taken back
+            for layer in layers:
+                pages_here = self._owner.table.space(self._spaces[layer])
+                sent_from = extent.first[self.source.layers[layer].space]
+                pages_here.lack(row, max(sent_from, int(pages_here.first_token[row])))
 
         def first_of(space: Space, unit: int) -> int:
             return begins[space] // unit
 
         clears = self._clears_tails
-        self._move(ops_of(self._owner).import_rows, layers, pages, parts, first_of, used, clears=clears)
+        self._move(ops_of(self._owner).import_rows, layers, lists, parts, first_of, used, clears=clears)
 
-    def _begin(self, space: Space, pages: Pages) -> int:
+    def _begin(self, space: Space, pages: _Listed) -> int:
         """Returns the first token that has a page. Raises BadBatch for a hole or a repeated page."""
         listed, gone = pages[space], self._gone[space]
         first = next(at for at, page in enumerate(listed) if page != gone)
@@ -463,10 +477,10 @@ class KVImporter(_Mover):
     def _learn(self, number: int, role: Role, there: LayerPassport, here: LayerPassport) -> None:
         """Prepares the conversion of a part of a layer, if it needs one."""
         source, own = there.form_of(role), here.form_of(role)
-        keeps_bits = KEEPING_BITS.get((source.encoding, own.encoding), 1.0)
+        of_tokens = token_factor(source.encoding, own.encoding)
         if not role.is_codes:
-            if keeps_bits != 1.0:
-                self._scale_values[number, role] = keeps_bits
+            if of_tokens != 1.0:
+                self._scale_values[number, role] = of_tokens
             return
         at = 2 if role.is_index else (Role.K, Role.V).index(role)
         given, target = there.scale_values[at], here.scale_values[at]
@@ -474,7 +488,7 @@ class KVImporter(_Mover):
             return
         ratio = torch.full((own.num_kv_heads,), 1.0, dtype=torch.float64)
         if own.scales is Scales.TOKEN:
-            ratio /= keeps_bits
+            ratio /= of_tokens
         elif given:
             # The scales are float32 numbers.
             ratio *= torch.tensor(given, dtype=torch.float64) / torch.tensor(target, dtype=torch.float64)
@@ -502,7 +516,7 @@ class KVImporter(_Mover):
         return buffer
 
 
-def _row_of(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int | None:
+def _row_of(table: RequestTable, pages: _Listed, spaces: Collection[Space]) -> int | None:
     for_rows = np.ones(len(table.full.entries_host), np.bool_)
     for space in spaces:
         listed, entries = np.array(pages[space], np.int32), table.space(space).entries_host
@@ -515,7 +529,7 @@ def _row_of(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int
     return int(found[0]) if len(found) else None
 
 
-def _must_be_own(table: RequestTable, pages: Pages, spaces: Collection[Space]) -> int:
+def _must_be_own(table: RequestTable, pages: _Listed, spaces: Collection[Space]) -> int:
     """Returns the row. Raises BadBatch unless these are its pages, no other row shares any, and none holds a token."""
     row = _row_of(table, pages, spaces)
     if row is None:

@@ -18,17 +18,20 @@ from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, PoolKind, Problem, 
 _AXES = "kv", "page", "token", "head", "dim"
 
 
-def check_scales(layer: int, pool: PoolKind, k: Tensor, v: Tensor) -> None:
-    """Raises BadTensor for scales that no store can divide by, and for two of latent rows. Waits for the device."""
+def check_scales(of: str, pool: PoolKind, k: Tensor, v: Tensor) -> None:
+    """Raises BadTensor for scales that no store can divide by, and for two of latent rows. Waits for the device.
+
+    of: the layer, or its index keys, for messages
+    """
     for name, scales in (("k", k), ("v", v)):
         if not bool(((scales >= SMALLEST_SCALE) & (scales <= LARGEST_SCALE)).all()):
             raise BadTensor(
-                f"the scales of {name} of layer {layer} are {scales.tolist()}; each must be a positive number from "
+                f"the scales of {name} of {of} are {scales.tolist()}; each must be a positive number from "
                 "2**-100 to 2**100"
             )
     if pool is PoolKind.LATENT and not torch.equal(k, v):
         raise BadTensor(
-            f"layer {layer} is latent, and its scales are {k.tolist()} for k and {v.tolist()} for v: its V is a part "
+            f"{of} is latent, and its scales are {k.tolist()} for k and {v.tolist()} for v: its V is a part "
             "of its K, so give the same for both"
         )
 
@@ -148,11 +151,7 @@ class AdoptedPages:
         scales = [scale.view(1) if scale is not None and not scale.dim() else scale for scale in (k_scale, v_scale)]
         pages = self._pages(f"pages of layer {layer}", k, v, scales, declared, problem.page_format)
         self._check_rows(layer, pages)
-        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if pages.format.scales in (Scales.LAYER, Scales.HEAD) and not self._binds_calls and not is_capturing:
-            assert pages.k_scale is not None
-            assert pages.v_scale is not None
-            check_scales(layer, pages.format.kind, pages.k_scale, pages.v_scale)
+        self._check_scales(f"layer {layer}", pages)
         self._adopt(self._layers, layer, "pages", pages)
 
     def bind_index(
@@ -161,7 +160,7 @@ class AdoptedPages:
         """Binds these index pages to a layer with an Indexer, from now on.
 
         keys:     [pages, page_size / key_tokens, head_dim of the indexer], with the same page ids as the layer's pages
-        scale:    float32 [1] or [pages, page_size / key_tokens], depending on the indexer's key_scales
+        scale:    float32 [1], positive, or [pages, page_size / key_tokens], depending on the indexer's key_scales
         declared: the format, as Problem.index_format: latent rows of one head. It is required for eight bits, and then
                   keys may be uint8
         Raises BadTensor, and WrongState if graphs read other pages, or while another thread has a step.
@@ -175,6 +174,7 @@ class AdoptedPages:
         rows = keys.unsqueeze(2)
         scale = scale.unsqueeze(1) if scale is not None and scale.dim() == 2 else scale
         pages = self._pages(f"index pages of layer {layer}", rows, rows, [scale, scale], declared, form)
+        self._check_scales(f"the index keys of layer {layer}", pages)
         self._adopt(self._index, layer, "index pages", pages)
 
     def require_bound(self) -> None:
@@ -267,6 +267,14 @@ class AdoptedPages:
             return LayerPages(k, v, wanted, *scales)
         except FormatMismatch as error:
             raise BadTensor(f"the {name}: {error}") from error
+
+    def _check_scales(self, of: str, pages: LayerPages) -> None:
+        """Refuses scales that are there already, and that no store can divide by."""
+        is_capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if pages.format.scales in (Scales.LAYER, Scales.HEAD) and not self._binds_calls and not is_capturing:
+            assert pages.k_scale is not None
+            assert pages.v_scale is not None
+            check_scales(of, pages.format.kind, pages.k_scale, pages.v_scale)
 
     def _check_rows(self, layer: int, pages: LayerPages) -> None:
         """Refuses K and V at addresses that the layer's kernels do not read."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import NeverFits
+from rocm_attn.machine.settings import whole_number
 
 # torch rounds pinned allocations up to a power of two.
 _BLOCK_BYTES = 256 << 20
@@ -47,12 +48,12 @@ class HostMemory:
     record_bytes: HostPages.record_bytes(runtime)
     pinned:       memory that a GPU copies from and to by itself
 
-    Raises NeverFits if not even one record fits.
+    Raises NeverFits if not even one record fits, BadSetting for a part of a byte.
     """
 
     def __init__(self, num_bytes: int, record_bytes: int, *, pinned: bool) -> None:
         self.record_bytes = record_bytes
-        self.num_slots = num_bytes // record_bytes
+        self.num_slots = whole_number("num_bytes", num_bytes) // record_bytes
         self._records = HostRecords(self.num_slots, record_bytes, pinned=pinned)
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(self.num_slots - 1, -1, -1))

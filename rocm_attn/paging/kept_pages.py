@@ -93,7 +93,8 @@ class KeptPages:
         pages = np.zeros((len(self._rows.spaces), len(rows)), np.int32)
         for space in self._named(spaces):
             table = self._rows.spaces[space]
-            pages[space] = table.entries_host[rows, page_no]
+            is_whole = page_no * self._rows.page_size >= table.first_token[rows]
+            pages[space] = table.entries_host[rows, page_no] * is_whole
             if not pages[space].all():
                 at = int(pages[space].argmin())
                 raise BadBatch(

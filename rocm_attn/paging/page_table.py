@@ -16,7 +16,7 @@ import torch
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadBatch, NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE
-from rocm_attn.paging.index_spaces import RESERVED_PAGE, Index, Space, num_pages
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, Index, Space, num_pages
 from rocm_attn.paging.state_record import RecordHead, must_be_after
 from rocm_attn.paging.stored_tokens import StoredTokens
 
@@ -121,6 +121,8 @@ class PageTable:
     entries:          int32 [num_rows, width], on the device; entries_host is on the host
     pending:          changes that the device does not have yet
     num_usable_pages: pages that can be handed out
+    first_token:      int64 [num_rows], the first token whose KV may be in a row's pages: that of its first page, or a
+                      later one if the KV was sent from elsewhere, where earlier ones had left the window
 
     Changes are made in such an order that an interrupt between two statements may lose a page, which then has no holder
     and is not free. It never leaves a page free that has a holder, or shared without being counted as such.
@@ -151,10 +153,10 @@ class PageTable:
         self._sources: list[int] = []
         # For each row: the first page_no that it holds or will hold, the earliest start of a step whose windows are all
         # there, and the start at which every later step no longer reaches the next page. int64: sums of two bounds.
-        self._first = np.zeros(num_rows, np.int64)
+        self._first, self.first_token = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._earliest_start = np.zeros(num_rows, np.int64)
         self._next_eviction = np.zeros(num_rows, np.int64)
-        self._set_first(np.arange(num_rows), np.zeros(num_rows, np.int64))
+        self._set_first(np.arange(num_rows), self._first, self.first_token)
 
     @property
     def num_free_pages(self) -> int:
@@ -221,33 +223,43 @@ class PageTable:
         """The number of rows and keeps that hold these pages; the shape of pages."""
         return self._holders[pages]
 
-    def first_held(self, pages: Int32Array, kv_len: int) -> int:
+    def first_held(self, pages: Int32Array, kv_len: int, parent: int) -> int:
         """The first page_no that a row of kv_len tokens takes of pages, which begin at page_no 0; 0: missing.
 
-        Raises BadBatch if a page is missing that steps from kv_len on see.
+        parent: the row that has them, or the reserved one
+        Raises BadBatch if a page or a token is missing that steps from kv_len on see.
         """
         needed = min(self.pages.first_needed(kv_len, self._page_size), len(pages))
         missing = np.flatnonzero(pages[needed:] == RESERVED_PAGE)
-        if not len(missing):
-            return needed
-        first = needed + int(missing[-1]) + 1
-        fewest = first * self._page_size + self.window_left
+        first = needed + int(missing[-1]) + 1 if len(missing) else needed
+        lacks = int(self.first_token[parent]) > needed * self._page_size and kv_len > 0
+        if not len(missing) and not lacks:
+            return first
+        fewest = max(first * self._page_size, int(self.first_token[parent])) + self.window_left
         if kv_len < fewest:
             more = "" if self.window_left == ALL_KEYS else f" at least {fewest} tokens or"
             raise BadBatch(
-                f"page_no {first - 1} has left the window of the {self.space.name} space, or is no longer kept "
+                f"page_no {max(first - 1, 0)} has left the window of the {self.space.name} space, or is no longer kept "
                 f"there, and steps after {kv_len} tokens read it; share{more} fewer pages, or compute them again"
             )
         return first
 
-    def begin(self, row: int, first: int, pages: Int32Array) -> None:
-        """Makes row, which holds nothing, hold pages from page_no first on. pages: from page_no 0 on"""
-        self._set_first(np.array([row]), np.array([first]))
+    def begin(self, row: int, first: int, pages: Int32Array, parent: int = RESERVED_ROW) -> None:
+        """Makes row, which holds nothing, hold pages from page_no first on. pages: from page_no 0 on
+
+        parent: see first_held()
+        """
+        self._set_first(np.array([row]), np.array([first]), self.first_token[[parent]] * (len(pages) > 0))
         held = pages[first:]
         if len(held):
             self.hold(held)
             start = row * self._width
             self._put(np.arange(start + first, start + len(pages)), held)
+
+    def lack(self, row: int, first_token: int) -> None:
+        """Notes that the KV of a row's tokens before this one is in no page; 0: that of every token may be."""
+        at = np.array([row])
+        self._set_first(at, self._first[at], np.array([first_token]))
 
     def hold(self, pages: Int32Array) -> None:
         """Adds one holder to each of these pages, as often as it is named."""
@@ -288,7 +300,7 @@ class PageTable:
         if due.any():
             rows, first = rows[due], self.pages.first_needed(start[due], self._page_size)
             self.cut(rows, 0, np.minimum(first, end[due]))
-            self._set_first(rows, first)
+            self._set_first(rows, first, self.first_token[rows])
 
     def cut(self, rows: Int32Array, first: int, end: Int32Array) -> None:
         """Gives back those of the pages [first, end) that rows hold."""
@@ -338,11 +350,12 @@ class PageTable:
         self.pending.cells.append(cells)
         self._cells[cells] = pages
 
-    def _set_first(self, rows: npt.NDArray[np.integer], first: npt.NDArray[np.integer]) -> None:
-        """Sets the first page_no of rows, and the values that depend on it."""
+    def _set_first(self, rows: Places, first: Places, first_token: Places) -> None:
+        """Sets the first page_no of rows and their first token, and the values that depend on them."""
         self._first[rows] = first
         tokens = self._first[rows] * self._page_size
-        self._earliest_start[rows] = np.where(tokens > 0, tokens + self.window_left, 0)
+        self.first_token[rows] = there = np.maximum(tokens, first_token)
+        self._earliest_start[rows] = np.where(there > 0, there + self.window_left, 0)
         self._next_eviction[rows] = tokens + self._page_size + self.window_left + self.pages.kept
 
     def _set_free(self, page: int) -> None:

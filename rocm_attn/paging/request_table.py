@@ -257,7 +257,7 @@ class RequestTable:
         self._rows.look_from[row] = ALWAYS
         end = num_pages(kv_len, self.page_size)
         stored_len = min(kv_len, int(self.tokens.stored_len[row]))
-        child = self._rows.begin([table.entries_host[row, :end] for table in self.spaces], kv_len, stored_len)
+        child = self._rows.begin([table.entries_host[row, :end] for table in self.spaces], kv_len, stored_len, row)
         self.tokens.raise_first_writable(row, kv_len)
         self.states.fork(row, child, kv_len)
         return child
@@ -284,6 +284,9 @@ class RequestTable:
         for table in self.spaces:
             table.cut(np.array([row]), new_end, np.array([end]))
         self.tokens.lower_first_writable(row, kv_len)
+        if kv_len == 0:
+            for table in self._rows.windowed:
+                table.lack(row, 0)
 
     def mark_stored(self, rows: Integers, kv_len: Integers) -> None:
         """Declares that K and V of the first kv_len[i] tokens of rows[i] are in their pages, in every layer.

@@ -112,18 +112,19 @@ class Rows:
             raise OutOfRows(f"all {len(self.capacity) - 1} rows are in use; free a request or raise max_num_rows")
         return self.free[-1]
 
-    def begin(self, pages: Sequence[Int32Array], kv_len: int, stored_len: int) -> int:
+    def begin(self, pages: Sequence[Int32Array], kv_len: int, stored_len: int, parent: int = RESERVED_ROW) -> int:
         """Admits a row with room for kv_len tokens in pages that have other holders too.
 
         pages:      of each space, from page_no 0 on; 0 if there is none
         stored_len: tokens that are stored in them
+        parent:     the row that has them; the reserved one if they were kept
         Raises OutOfRows, and BadBatch if a page is missing that steps from kv_len on see; nothing is changed then.
         """
-        first = [table.first_held(held, kv_len) for table, held in zip(self.spaces, pages, strict=True)]
+        first = [table.first_held(held, kv_len, parent) for table, held in zip(self.spaces, pages, strict=True)]
         row = self.admit()
         self.capacity[row], self.reserved_len[row] = len(pages[0]) * self.page_size, kv_len
         for table, begin, held in zip(self.spaces, first, pages, strict=True):
-            table.begin(row, begin, held)
+            table.begin(row, begin, held, parent)
         self.tokens.mark(row, stored_len)
         self.tokens.raise_first_writable(row, kv_len)
         return row

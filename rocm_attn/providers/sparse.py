@@ -76,12 +76,14 @@ class IndexLimits:
     head_dim:   range of elements of a row, both ends included
     num_heads:  the most index heads
     encodings, scales: of the keys
+    whole_blocks: whether keys of a unit must be a power of two
     """
 
     archs: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     head_dim: tuple[int, int]
     num_heads: int
+    whole_blocks: bool = False
     encodings: tuple[KVEncoding, ...] = (KVEncoding.LIKE_Q,)
     scales: tuple[Scales, ...] = (Scales.NONE,)
 
@@ -98,6 +100,9 @@ class IndexLimits:
             reasons.append(f"an indexer's head_dim {indexer.head_dim} is outside {low}..{high}")
         if indexer.num_heads > self.num_heads:
             reasons.append(f"{indexer.num_heads} index heads are more than {self.num_heads}")
+        unit_keys = indexer.indexing.unit_keys
+        if self.whole_blocks and unit_keys & (unit_keys - 1):
+            reasons.append(f"units of {unit_keys} keys are no power of two")
         if indexer.key_encoding not in self.encodings or indexer.key_scales not in self.scales:
             reasons.append(f"it does not read index keys {indexer.key_encoding.value} with {indexer.key_scales.value}")
         return tuple(reasons)

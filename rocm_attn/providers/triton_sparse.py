@@ -282,6 +282,7 @@ INDEXER_ENTRIES = (
             dtypes=_DTYPES,
             head_dim=(1, limits.MAX_HEAD_DIM),
             num_heads=128,
+            whole_blocks=True,
             encodings=tuple(KVEncoding),
             scales=(Scales.NONE, Scales.LAYER, Scales.TOKEN),
         ),

@@ -33,6 +33,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.attention import paged_extend
 from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import library
@@ -80,8 +81,8 @@ class ExpandedPrefill:
         chunk_tokens: prefix tokens expanded at a time, of all sequences together; at least 1
 
         The layer's scale, cap and sinks apply: q . k equals the absorbed product.
-        Raises BadTensor; WrongState unless a step runs; BadBatch for a round of drafts, and for a step with a mask or
-        with lengths that only the device knows.
+        Raises BadTensor; BadSetting for a part of a token; WrongState unless a step runs; BadBatch for a round of
+        drafts, and for a step with a mask or with lengths that only the device knows.
         """
         batch = self.running_batch()
         if not batch.inputs.lengths_on_host or batch.mask is not NO_MASK or batch.drafts is not NO_DRAFTS:
@@ -97,6 +98,10 @@ class ExpandedPrefill:
                     f"{name} has shape {list(tensor.shape)}; its {dim} dimensions must begin with the step's "
                     f"{num_tokens} tokens, without padded ones"
                 )
+        for name, tensor in (("q", q), ("latents", latents)):
+            if tensor.device != self.table.device:
+                raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self.table.device}")
+        chunk_tokens = whole_number("chunk_tokens", chunk_tokens)
         if latents.shape[1] != self.problem.head_dim or chunk_tokens < 1:
             raise BadTensor(
                 f"latents have {latents.shape[1]} elements and chunks {chunk_tokens} tokens; this layer's latents "

@@ -47,7 +47,7 @@ class KVScales:
             )
         count = problem.num_kv_heads if problem.kv_scales is Scales.HEAD else 1
         k, v = (_checked(f"{name} of layer {layer}", given, count) for name, given in (("k", self.k), ("v", self.v)))
-        check_scales(layer, problem.pool, k, v)
+        check_scales(f"layer {layer}", problem.pool, k, v)
         by = KEEPING_BITS.get(encodings, 1.0)
         return k * by, v * by
 
@@ -64,6 +64,8 @@ def written_pages(pages: LayerPages, k: Tensor, v: Tensor, renew: NewHeadWeights
 
 def _checked(name: str, given: Tensor | float, count: int) -> Tensor:
     scale_values = torch.as_tensor(given, dtype=torch.float32 if isinstance(given, float) else None).detach()
+    if scale_values.is_meta:
+        raise BadTensor(f"the scales of {name} are on the meta device, whose tensors have no values; load them first")
     if not scale_values.is_floating_point() or scale_values.numel() != count or scale_values.dim() > 1:
         raise BadTensor(
             f"the scales of {name} are {scale_values.dtype} {list(scale_values.shape)}; they must be floating point, "

@@ -75,6 +75,47 @@ def test_an_engines_layers_attend_to_what_is_chosen(device: torch.device) -> Non
         assert_attention_close(out, want, torch.float32)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("selects", [False, True])
+def test_what_a_table_holds_after_a_sequences_pages_is_not_read(
+    selects: bool, deterministic: bool, device: torch.device
+) -> None:
+    """An engine leaves there what it likes. The second sequence has one page, the first one three."""
+    if selects and deterministic:
+        pytest.skip("no torch kernel selects in deterministic mode")
+    outs = []
+    for rest in (0, -1, 10**6):
+        engine, generator = Engine(device), torch.Generator().manual_seed(1)
+        table = torch.tensor([[1, 2, 3, rest], [4, rest, rest, rest]], dtype=torch.int32, device=device)
+        engine.attention = attention = ExternalAttention(
+            [LayerSource(layer(indexer(TOKENS)) if selects else layer())],
+            TableSource(table),
+            device=device,
+            bounds=Bounds(num_seqs=3, num_tokens=16, kv_len=16, num_pages=PAGES),
+            options=ExternalOptions(provider="torch", deterministic=deterministic),
+        )
+        attention.pages.bind(0, engine.nan(PAGES, 4, 2, 16), engine.nan(PAGES, 4, 2, 16))
+        lengths = torch.tensor([KV_LEN, 2, 0], dtype=torch.int32, device=device)
+        q, k, index_q, index_k = (
+            torch.randn(KV_LEN + 3, *shape, generator=generator).to(device)
+            for shape in ((4, 16), (2, 16), (4, 16), (16,))
+        )
+        attention.begin(ExternalStep(2, 3, KV_LEN + 3, lengths, NewLengths(lengths), None, 1, KV_LEN, KV_LEN))
+        attention.fill()
+        outs.append(torch.empty_like(q))
+        attention.layers.store(0, k, k)
+        if selects:
+            attention.pages.bind_index(0, engine.nan(PAGES, 4, 16))
+            attention.layers.store_index(0, index_k)
+            attention.layers.select(0, index_q)
+            attention.layers.attend_selected(0, q, outs[-1])
+        else:
+            attention.layers.attend(0, q, outs[-1])
+        attention.check_device()
+    assert outs[0].isfinite().all()
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
 def test_index_pages_that_do_not_fit_are_refused(device: torch.device) -> None:
     engine = Engine(device)
     attention = engine.attention

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from rocm_attn.errors import DeviceFault
+from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.paging.adopted import Source, TableSource
 from rocm_attn.paging.index_spaces import Space
 from tests.amd.external.engines import VLLM, Engine, FlashInfer, MakeEngine, Request, SGLang
@@ -182,6 +182,24 @@ def test_a_row_that_goes_to_a_request_of_the_same_length_may_be_said_to(
     else:
         engine.run([cached], [1])
         assert_reported(engine)
+
+
+def test_only_rows_of_the_table_are_forgotten(device: torch.device, provider: str) -> None:
+    engine = watched(SGLang, 16, device, provider)
+    attention, request = engine.attention, engine.admit()
+    engine.run([request], [32])
+    (watch,) = attention._watches
+    num_rows = len(watch.rows)
+    before = watch.rows.clone()
+    attention.forget(engine.ints([-1, request.row - num_rows, num_rows, 2**31 - 1]))
+    attention.forget(engine.ints([]))
+    assert torch.equal(watch.rows, before)
+    attention.forget(engine.ints([num_rows, request.row]).long())
+    assert before[request.row].any()
+    assert not watch.rows[request.row].any()
+    for wrong in (engine.ints([1]).float(), engine.ints([1])[None], torch.ones(1, dtype=torch.int32, device="meta")):
+        with pytest.raises(BadTensor, match="rows are"):
+            attention.forget(wrong)
 
 
 def test_a_larger_table_than_the_one_that_is_watched_is_refused(device: torch.device, provider: str) -> None:

@@ -304,3 +304,14 @@ def test_a_check_on_the_live_step_that_is_broken_off_leaves_its_kv_as_it_was() -
     with pytest.raises(ZeroDivisionError):
         StepRunner(tiny.runtime, forward, recorder_for(CPU)).run(again)
     assert same(requests.stored(), stored)
+
+
+def test_a_step_without_new_tokens_has_a_graph_of_its_own_kernels(device: torch.device) -> None:
+    """Its plan allows one new token, so the probe that its graph is made of may not have more."""
+    tiny = Tiny.build(device, "torch", (2, 4), (4, 16))
+    runner, requests = StepRunner(tiny.runtime, tiny.forward, recorder_for(device)), tiny.admitted(1)
+    runner.run(requests.batch([5]))
+    for _ in range(2):
+        assert len(runner.run(requests.batch([0]))) == 1
+    assert runner.counters.replays >= 2
+    assert not runner.counters.graphs_off

@@ -309,6 +309,15 @@ def test_index_pages_of_another_format_are_not_adopted(provider: str, device: to
     assert (wrong - right).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf")])
+def test_a_scale_of_index_keys_is_a_positive_number_as_those_of_k_and_v_are(scale: float, device: torch.device) -> None:
+    """The store divides by it: with 0 every index key would be the largest code, or NaN, and chosen by chance."""
+    engine = Selects(device, "torch")
+    engine.scale_value.fill_(scale)
+    with pytest.raises(BadTensor, match=r"of the index keys of layer 0 are .*; each must be a positive number"):
+        engine.bind(INDEX_FORMAT)
+
+
 def test_scales_are_not_replaced_under_a_graph(provider: str, device: torch.device) -> None:
     problem = small_problem(kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER)
 

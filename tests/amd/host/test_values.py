@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs
-from rocm_attn.batch.mask import NO_MASK
+from rocm_attn.batch.mask import NO_MASK, TokenSpans, spans_of_blocks
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, step_kind
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadBatch, BadProblem, CapacityExceeded
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.kernels.metadata.step_tensors import Need, Unit
 from rocm_attn.paging.index_spaces import Space, num_pages
@@ -93,6 +93,44 @@ def test_a_batch_that_contradicts_itself_is_refused(fields: tuple[object, object
     rows, kv_len, q_len = map(np.array, fields)
     with pytest.raises(BadBatch, match=message):
         StepBatch(rows, kv_len, q_len)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("inputs", "DeviceInputs"),
+        ("mask", "StepMask or TreeMask or TokenSpans"),
+        ("prefixes", "SharedPrefixes"),
+        ("drafts", "Drafts"),
+    ],
+)
+def test_none_is_no_part_of_a_batch(name: str, instead: str) -> None:
+    """With None for drafts a step began, and could not be ended: the runtime was lost, and all requests with it."""
+    with pytest.raises(BadBatch, match=f"{name} of a batch is None; give {instead}, or leave it out"):
+        StepBatch([1], [3], [1], **{name: None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ahead", [-1, 2.5, "1", 2**31])
+def test_tokens_ahead_are_a_whole_number(ahead: object) -> None:
+    """They are published as an int32, which 2**32 would have made 0."""
+    with pytest.raises(BadTensor, match=f"ahead is {ahead!r}; it must be a"):
+        DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32), ahead=ahead)  # type: ignore[arg-type]
+
+
+def test_numbers_of_groups_and_of_blocks_are_whole_and_fit() -> None:
+    with pytest.raises(BadSetting, match=r"prefix_len of a group is 4.5; it must be a whole number"):
+        SharedPrefixes([PrefixGroup(1, 4.5)])  # type: ignore[arg-type]
+    with pytest.raises(BadBatch, match=f"groups have {2**40} sequences"):
+        SharedPrefixes([PrefixGroup(2**40, 0)])
+    with pytest.raises(BadBatch, match="a sequence must be longer than its prefix"):
+        StepBatch([1], [8], [1], prefixes=SharedPrefixes([PrefixGroup(1, 2**40)]))
+    with pytest.raises(BadBatch, match=r"spans are object of shape \[2\]; give integers of shape \[n, 3\]"):
+        TokenSpans([[0, 1, 2], [0, 3]], CPU)
+    assert spans_of_blocks([5, 0], [4, 0], 3, CPU).spans.tolist() == [[0, 1, 4], [0, 4, 5]]
+    assert len(spans_of_blocks([], [], 3, CPU).spans) == 0
+    for kv_len, q_len in (([3], [4]), ([3], [-1]), ([3], [1, 1]), ([3.5], [2])):
+        with pytest.raises(BadBatch, match="give whole numbers, one of each per sequence"):
+            spans_of_blocks(kv_len, q_len, 2, CPU)
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])

@@ -296,6 +296,8 @@ def test_pages_that_are_not_everything_are_refused(device: torch.device) -> None
         tier_of(plain, memory)
     with pytest.raises(NeverFits, match="host memory has room for no record of 4096 bytes"):
         HostMemory(100, 1 << 12, pinned=False)
+    with pytest.raises(BadSetting, match=r"num_bytes is 8000000000.0; it must be a whole number"):
+        HostMemory(8e9, 1 << 12, pinned=False)  # type: ignore[arg-type]
 
 
 def test_nothing_comes_back_while_a_step_runs(device: torch.device) -> None:

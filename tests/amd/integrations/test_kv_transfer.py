@@ -225,6 +225,45 @@ def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 
+def test_tokens_of_a_page_that_were_not_sent_are_not_gone_back_to(device: torch.device) -> None:
+    """The sender's pages are smaller: of the receiver's first page some tokens are 0, as if their K and V were."""
+    there, here = ([small_problem(size, window_left=window) for window in (6, -1)] for size in (4, 8))
+    source, target = (runtime_of(each, device, "torch", swa_pages=40, num_pages=80) for each in (there, here))
+    sender, story, table = Story(there, device), Story(here, device), target.table
+    row = sender.prefill(source, 34)
+    sender.step(source, row, 35, 1)
+    new_row, exporter = moved(source, row, 35, target), KVExporter(target)
+    assert table.pages_of(new_row, Space.SWA).astype(bool).tolist() == [False, False, False, True, True]
+    assert exporter.extent(exporter.pages_of(new_row, 35), 35).first == {"full": 0, "swa": 28}, "24 to 27 were not sent"
+    with pytest.raises(BadBatch, match="share at least 34 tokens"):
+        table.fork(new_row, 33)
+    with pytest.raises(BadBatch, match="has left the window of the SWA space"):
+        table.kept.keep(new_row, 3, 4)
+    table.kept.keep(new_row, 3, 4, [Space.FULL])
+    table.free(table.fork(new_row, 0))
+    child = table.fork(new_row, 34)
+    table.truncate(child, 33)
+    for each in (new_row, child):
+        with pytest.raises(BadBatch, match="holds keys of windows only from 34 on"):
+            story.step(target, each, 34, 1)
+    stayed, child = story.prefill(target, 34), table.fork(new_row, 34)
+    assert all(map(torch.equal, story.decode(target, stayed, 34), story.decode(target, child, 34)))
+
+
+def test_a_row_whose_tokens_were_sent_may_begin_again(device: torch.device) -> None:
+    there, here = ([small_problem(size, window_left=6)] for size in (4, 8))
+    source, target = (runtime_of(each, device, "torch", swa_pages=40) for each in (there, here))
+    sender, story = Story(there, device), Story(here, device)
+    row = sender.prefill(source, 10)
+    sender.step(source, row, 11, 1)
+    new_row, stayed = moved(source, row, 11, target), story.prefill(target, 11)
+    assert int(target.table.space(Space.SWA).first_token[new_row]) == 4
+    target.table.truncate(new_row, 0)
+    for kv_len, q_len in ((8, 8), (9, 1), (11, 2)):
+        story.step(target, new_row, kv_len, q_len)
+    assert all(map(torch.equal, story.decode(target, stayed, 11), story.decode(target, new_row, 11)))
+
+
 @pytest.mark.fast(interpreted=0)
 def test_layers_of_one_space_may_come_from_different_ones(provider: str, device: torch.device) -> None:
     """Two windows are equal: the sender has one from its first token on, and the other from where its pages begin."""
@@ -289,6 +328,28 @@ def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, de
     back = runtime_of(there, device, provider)
     if scales is Scales.TOKEN:  # and back: only 240 has no equivalent
         assert not KVImporter(back, KVPassport.of(target)).is_exact
+
+
+@pytest.mark.parametrize("there", [KVEncoding.E5M2, FN, FNUZ], ids=lambda encoding: encoding.name)
+@pytest.mark.parametrize("here", [KVEncoding.E5M2, FN, FNUZ], ids=lambda encoding: encoding.name)
+def test_the_largest_elements_of_tokens_fit_another_encoding(
+    there: KVEncoding, here: KVEncoding, device: torch.device
+) -> None:
+    """Scales of tokens make them the largest codes: 57344 in E5M2, and 448 at most in E4M3."""
+    source, target = (runtime_of(coded(encoding, Scales.TOKEN), device, "torch") for encoding in (there, here))
+    row = Story(coded(there, Scales.TOKEN), device).prefill(source, 19)
+    new_row = moved(source, row, 19, target)
+    sides = [
+        runtime.pool.layer(0).read(torch.from_numpy(runtime.table.pages_of(each)).long().to(device))
+        for runtime, each in ((source, row), (target, new_row))
+    ]
+    for one, other in zip(*sides, strict=True):
+        given, found = one.flatten(0, 1)[:19], other.flatten(0, 1)[:19]
+        # Half a step of three bits of mantissa, or of two, beside the steps of the smallest codes.
+        torch.testing.assert_close(found, given, rtol=2**-4 if here is not KVEncoding.E5M2 else 2**-3, atol=1e-4)
+        if here is not KVEncoding.E5M2:
+            largest = given.abs() == given.abs().amax(-1, keepdim=True)
+            torch.testing.assert_close(found[largest], given[largest], rtol=1e-6, atol=0)
 
 
 @pytest.mark.fast(interpreted=0)
@@ -616,3 +677,22 @@ def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused(
     for number in (1, -1):
         with pytest.raises(BadTensor, match=f"layer {number} does not exist; layers are 0 to 0"):
             KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), number)
+
+
+def test_pages_may_be_arrays_of_whole_numbers_as_the_table_gives_them(device: torch.device) -> None:
+    problems = [small_problem()]
+    source, target = runtime_of(problems, device, "torch"), runtime_of(problems, device, "torch")
+    row = Story(problems, device).prefill(source, 11)
+    exporter, importer = KVExporter(source), KVImporter(target, KVPassport.of(source))
+    pages = source.table.pages_of(row)
+    extent = exporter.extent({Space.FULL: pages}, 11)
+    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export({Space.FULL: pages}, extent, buffer)
+    new_row = importer.admit(extent)
+    importer.import_pages({Space.FULL: target.table.pages_of(new_row)}, extent, buffer)
+    again = torch.empty_like(buffer)
+    target.table.mark_stored([new_row], [11])
+    KVExporter(target).export_row(new_row, 11, again)
+    assert torch.equal(buffer, again)
+    with pytest.raises(BadBatch, match="the space 'full' holds float64; it must hold integers"):
+        exporter.export({Space.FULL: pages + 0.5}, extent, buffer)  # type: ignore[dict-item]

@@ -106,6 +106,7 @@ def test_scales_that_no_code_can_be_divided_by_are_refused_and_change_nothing(de
     refused: list[tuple[KVScales, str]] = [
         (KVScales(torch.tensor([1.0, 0.0]), torch.ones(2)), r"k of layer 0 are \[1.0, 0.0\]; each must be a positive"),
         (KVScales(torch.ones(2), torch.tensor([1.0, float("nan")])), "v of layer 0 are"),
+        (KVScales(torch.ones(2, device="meta"), torch.ones(2)), "k of layer 0 are on the meta device"),
         (KVScales(torch.ones(3), torch.ones(2)), r"\[3\]; they must be floating point, 2 of them"),
         (KVScales(torch.ones(2, dtype=torch.int32), torch.ones(2)), "torch.int32"),
         (KVScales(torch.ones(2), torch.ones(2), KVEncoding.E5M2), "computed for float8_e5m2"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
-from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, Unsupported, WrongState
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
@@ -216,6 +216,10 @@ def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
         prefill.attend(torch.zeros(2, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
     with pytest.raises(BadTensor, match=r"expand returned keys of shape \[3, 40\].*must be \[3, 5, 24\]"):
         prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda latents: (latents, latents))
+    with pytest.raises(BadTensor, match="latents is on meta; the runtime is on cpu"):
+        prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40, device="meta"), lambda latents: (latents, latents))
+    with pytest.raises(BadSetting, match=r"chunk_tokens is 2.5; it must be a whole number"):
+        prefill.attend(torch.zeros(3, 5, 24), torch.zeros(3, 40), lambda rows: (rows, rows), chunk_tokens=2.5)  # type: ignore[arg-type]
     runtime.end_step()
     lengths = DeviceInputs(kv_len=torch.tensor([3], dtype=torch.int32))
     runtime.step(StepBatch([row], [3], [3], NO_TOKEN_IDS, inputs=lengths))

@@ -364,6 +364,10 @@ def test_a_layer_that_no_kernel_selects_for_is_refused_with_reasons() -> None:
     with pytest.raises(Unsupported, match="no kernels of torch select keys") as refusal:
         select(capped, known_target("cpu"), "torch")
     assert refusal.value.reasons == ("torch: torch.selected: it has no logits soft cap (20)",)
+    of_threes = layer(indexer(replace(BLOCKS, unit_keys=3)))
+    with pytest.raises(Unsupported) as refusal:  # Triton's kernel reshapes a block of scores, and has no such shape
+        select(of_threes, known_target("gfx942"), "triton")
+    assert "triton: triton.indexer: units of 3 keys are no power of two" in refusal.value.reasons
     lines = select(layer(indexer(TOKENS)), known_target("gfx942"), "triton").lines()
     assert "over a selection: triton.selected, triton.indexer" in lines
 

@@ -366,6 +366,17 @@ def test_paths_are_moved_in_the_rows_of_their_step_alone(device: torch.device) -
     world.runtime.move_accepted(accepted, [0])
 
 
+def test_the_moves_of_no_sequences_move_nothing(provider: str, device: torch.device) -> None:
+    """All requests of a step may have ended by their texts, or it may be the step of an idle rank."""
+    world = World.build([MASKED], device, provider)
+    (request,) = world.begun(4)
+    world.step([request], [3], visible=[torch.ones(3, 7, dtype=torch.bool)])
+    world.runtime.move_accepted(Accepted.empty(0, 3, device), [])
+    world.runtime.table.truncate(request.row, 5)
+    request.k, request.v = [k[:5] for k in request.k], [v[:5] for v in request.v]
+    world.step([request], [2])
+
+
 def test_paths_of_both_halves_are_moved(device: torch.device) -> None:
     """They are as many as the sequences of a half, pads included."""
     world = World.build([MASKED], device, "torch")

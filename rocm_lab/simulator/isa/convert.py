@@ -11,6 +11,11 @@ from rocm_lab.simulator.arrays import F16, F32, I32, U32, Array
 from rocm_lab.simulator.isa.vector import VectorOp, builders_of
 
 
+def from_bfloat16(codes: Array) -> Array:
+    """The bits of bfloat16, uint16, to float32."""
+    return (codes.astype(U32) << np.uint32(16)).view(F32)
+
+
 def to_bfloat16(values: Array) -> Array:
     """float32 to the bits of bfloat16, uint32."""
     bits = np.ascontiguousarray(values).view(U32)

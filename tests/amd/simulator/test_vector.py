@@ -129,6 +129,15 @@ def test_values_travel_between_lanes_and_scalars() -> None:
     assert core.vector[1].tolist() == [0, 0, 27] + [0] * 61
 
 
+def test_a_permutation_gives_a_lane_the_last_value_that_was_sent_to_it() -> None:
+    to = np.where(LANE < 4, 60, LANE - 4).astype(np.uint32)
+    core = execute("ds_permute_b32 v2, v0, v1", vector={0: to * 4, 1: LANE + 100, 2: 7}, exec_mask=ALL_LANES ^ 1 << 5)
+    # Lane 5, which is not active, sends nothing to lane 1, and receives nothing.
+    want = [LANE[lane] + 104 for lane in range(60)] + [103, 0, 0, 0]
+    want[1], want[5] = 0, 7
+    assert core.vector[2].tolist() == want
+
+
 def test_bpermute_gathers_and_gives_0_for_inactive_lanes() -> None:
     lanes = RANDOM.permutation(64)
     core = execute("ds_bpermute_b32 v2, v0, v1", vector={0: lanes * 4, 1: LANE + 100}, exec_mask=ALL_LANES ^ 1 << 5)

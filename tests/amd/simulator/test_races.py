@@ -123,6 +123,10 @@ HARMLESS = {
     "two waves store the same to LDS": "v_and_b32_e32 v2, 63, v0\nv_lshlrev_b32_e32 v2, 2, v2\nds_write_b32 v2, v2",
     "two waves load the same": "v_mov_b32_e32 v2, 0\nglobal_load_dword v3, v2, s[4:5]",
     "atomics": "v_mov_b32_e32 v2, 0\nglobal_atomic_or v2, v0, s[4:5]",
+    "a load whose value is compared before the swap": (
+        "v_mov_b32_e32 v4, 0\nglobal_load_dword v3, v4, s[4:5]\ns_waitcnt vmcnt(0)\nv_add_u32_e32 v2, v3, v0\n"
+        "global_atomic_cmpswap v2, v4, v[2:3], s[4:5] sc0"
+    ),
     "neighbouring bytes": "global_store_byte v0, v0, s[4:5]",
 }
 
@@ -145,6 +149,12 @@ def test_what_gives_the_same_in_any_order_is_no_race(lines: str) -> None:
 def test_a_plain_load_races_with_an_atomic() -> None:
     lines = "v_mov_b32_e32 v2, 0\nglobal_atomic_add v2, v0, s[4:5]\nglobal_load_dword v3, v2, s[4:5]"
     assert races_of(Code(lines).without(), 1, 0)
+
+
+def test_a_load_of_other_words_than_those_that_are_compared_races() -> None:
+    lines = "v_mov_b32_e32 v4, 0\nglobal_load_dwordx2 v[8:9], v4, s[4:5]\nglobal_load_dword v3, v1, s[4:5]\n"
+    lines += "s_waitcnt vmcnt(0)\nv_add_u32_e32 v2, v8, v0\nv_mov_b32_e32 v3, v8\n"
+    assert races_of(Code(f"{lines}global_atomic_cmpswap v2, v4, v[2:3], s[4:5] sc0").without(), 1, 0)
 
 
 def test_a_release_for_the_waves_of_a_program_is_none_for_other_programs() -> None:

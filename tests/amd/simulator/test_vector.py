@@ -91,6 +91,7 @@ def test_a_select_of_parts_still_reads_its_mask() -> None:
 DPP_SOURCES: dict[str, Callable[[int], int | None]] = {
     "row_shl:3": lambda lane: lane + 3 if lane % 16 + 3 < 16 else None,
     "row_shr:4": lambda lane: lane - 4 if lane % 16 >= 4 else None,
+    "wave_shl:1": lambda lane: lane + 1 if lane < 63 else None,
     "row_ror:8": lambda lane: lane ^ 8,
     "quad_perm:[1,0,3,2]": lambda lane: lane ^ 1,
     "row_half_mirror": lambda lane: lane // 8 * 8 + 7 - lane % 8,

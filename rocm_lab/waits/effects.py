@@ -76,7 +76,11 @@ _SET_A_BIT = ("s_bitset0_b32", "s_bitset1_b32")
 _SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32", "v_swap_b32")
 _READ_EXEC = ("v_readlane_b32", "v_readfirstlane_b32", "v_writelane_b32")
 # The low or the high half of the destination stays.
-_TO_CODES = tuple(f"v_cvt_{form}pk_{kind}_f32" for form in ("", "scalef32_") for kind in ("fp8", "bf8"))
+_TO_CODES = tuple(
+    f"v_cvt_{form}pk_{kind}_{wide}"
+    for form, wide in (("", "f32"), *(("scalef32_", wide) for wide in ("f32", "f16", "bf16")))
+    for kind in ("fp8", "bf8")
+)
 _KEEP_A_HALF = ("v_fma_mixlo_f16", "v_fma_mixhi_f16", *_TO_CODES, "v_writelane_b32")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rocm_lab.simulator.arrays import F16, F32, I32, U32, Array
+from rocm_lab.simulator.arrays import F16, F32, I16, I32, U16, U32, Array
 from rocm_lab.simulator.isa.vector import VectorOp, builders_of
 
 
@@ -52,6 +52,8 @@ OPS: dict[str, VectorOp] = {
     "v_cvt_f32_i32": VectorOp(F32, (I32,), lambda a: a.astype(F32)),
     "v_cvt_u32_f32": VectorOp(U32, (F32,), _to_integer(U32)),
     "v_cvt_i32_f32": VectorOp(I32, (F32,), _to_integer(I32)),
+    "v_cvt_u16_f16": VectorOp(U16, (F16,), _to_integer(U16)),
+    "v_cvt_i16_f16": VectorOp(I16, (F16,), _to_integer(I16)),
     "v_cvt_f16_f32": VectorOp(F16, (F32,), lambda a: a.astype(F16)),
     "v_cvt_f32_f16": VectorOp(F32, (F16,), lambda a: a.astype(F32)),
     "v_cvt_pk_bf16_f32": VectorOp(U32, (F32, F32), _pair(to_bfloat16)),

@@ -89,6 +89,8 @@ _ARITHMETIC: dict[str, VectorOp] = {
     "v_floor_f32": _float(np.floor, 1),
     "v_ceil_f32": _float(np.ceil, 1),
     "v_trunc_f32": _float(np.trunc, 1),
+    "v_frexp_mant_f32": _float(lambda a: np.frexp(a)[0], 1),
+    "v_frexp_exp_i32_f32": VectorOp(I32, (F32,), lambda a: np.where(np.isfinite(a), np.frexp(a)[1], 0).astype(I32)),
     "v_ldexp_f32": VectorOp(F32, (F32, I32), _scale_by_power_of_2),
     "v_div_scale_f32": VectorOp(F32, (F32, F32, F32), _divide_scale, has_mask=True),
     "v_div_fmas_f32": _float(fma, 3),

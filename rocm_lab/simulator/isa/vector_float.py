@@ -16,7 +16,7 @@ from rocm_lab.simulator.isa.vector import MASK, VectorOp, builders_of
 
 def fma(a: Array, b: Array, c: Array) -> Array:
     """a * b + c with one rounding; the product is exact in float64, the sum is rounded there once more."""
-    return (a.astype(np.float64) * b + c).astype(F32)
+    return (a.astype(np.float64) * b + c).astype(c.dtype)
 
 
 def _divide_scale(a: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
@@ -30,7 +30,7 @@ def _divide_scale(a: Array, denominator: Array, numerator: Array) -> tuple[Array
 def _divide_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     """The refined quotient, or IEEE's result if one of the three is zero, infinite, NaN or out of normal range."""
     ieee = numerator / denominator
-    tiny = np.finfo(F32).tiny
+    tiny = np.finfo(quotient.dtype).tiny
     is_normal = np.isfinite(quotient) & (np.abs(ieee) >= tiny) & np.isfinite(ieee)
     is_normal &= (np.abs(denominator) >= tiny) & (np.abs(numerator) >= tiny)
     return np.where(is_normal, quotient, ieee)
@@ -98,8 +98,14 @@ _ARITHMETIC: dict[str, VectorOp] = {
     "v_add_f16": VectorOp(F16, (F16, F16), operator.add),
     "v_sub_f16": VectorOp(F16, (F16, F16), operator.sub),
     "v_mul_f16": VectorOp(F16, (F16, F16), operator.mul),
+    "v_fma_f16": VectorOp(F16, (F16, F16, F16), fma),
+    "v_fmac_f16": VectorOp(F16, (F16, F16, F16), fma, accumulates=True),
     "v_max_f16": VectorOp(F16, (F16, F16), np.fmax),
     "v_min_f16": VectorOp(F16, (F16, F16), np.fmin),
+    "v_max3_f16": VectorOp(F16, (F16, F16, F16), _max3),
+    "v_min3_f16": VectorOp(F16, (F16, F16, F16), _min3),
+    "v_med3_f16": VectorOp(F16, (F16, F16, F16), _median),
+    "v_div_fixup_f16": VectorOp(F16, (F16, F16, F16), _divide_fixup),
 }
 
 

@@ -105,6 +105,48 @@ def test_half_precision_arithmetic_rounds_as_torch_does(name: str) -> None:
     assert (core.vector[2] == expected).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "sources", "result"),
+    [
+        ("max3", (1, -2, math.nan), 1),
+        ("min3", (1, -2, 3), -2),
+        ("med3", (1, -2, 3), 1),
+        ("med3", (math.nan, -2, 3), -2),
+        ("div_fixup", (0.375, 8, 3), 0.375),
+        ("div_fixup", (math.nan, 0, -3), -math.inf),
+        ("div_fixup", (math.nan, math.inf, 3), 0),
+        ("div_fixup", (7, 2.0**15, 1), 2.0**-15),
+    ],
+)
+def test_half_precision_of_three(name: str, sources: tuple[float, ...], result: float) -> None:
+    vector = {index: int(np.float16(value).view(np.uint16)) for index, value in enumerate(sources)}
+    core = execute(f"v_{name}_f16 v3, v0, v1, v2", vector=vector)
+    assert core.vector[3][:1].view(np.float16)[0] == result
+
+
+def test_half_precision_fma_rounds_once() -> None:
+    """(1 + 2 ** -10) ** 2 - 1 is 2 ** -9 + 2 ** -20; rounded twice, the last part is lost."""
+    factor, one = 0x3C01, 0x3C00
+    exact = int(np.float16(2**-9 + 2**-20).view(np.uint16))
+    both, ones = factor | factor << 16, one | one << 16
+    vector = {0: both, 1: ones, 2: ones | 0x80008000}
+    core = execute(
+        "v_fma_f16 v3, v0, v0, -v1",
+        "v_fmac_f16_e32 v2, v0, v0",
+        "v_pk_fma_f16 v4, v0, v0, v1 neg_lo:[0,0,1] neg_hi:[0,0,1]",
+        "v_pk_add_f16 v5, v0, v1 neg_lo:[0,1] neg_hi:[1,0]",
+        "v_pk_mul_f16 v6, v1, 2.0 op_sel_hi:[1,0] neg_lo:[0,1]",
+        vector=vector,
+    )
+    assert [int(core.vector[index][0]) for index in (3, 2)] == [exact, exact]
+    tiny = int(np.float16(2**-10).view(np.uint16))
+    assert [int(core.vector[index][0]) for index in (4, 5, 6)] == [
+        exact | exact << 16,
+        tiny | (tiny | 0x8000) << 16,
+        0xC000 | 0x4000 << 16,
+    ]
+
+
 def test_fmac_adds_to_its_destination() -> None:
     core = execute("v_fmac_f32_e32 v0, v1, v2", vector={0: bits(1.0), 1: bits(2.0), 2: bits(3.0)})
     assert set(floats(core, 0).tolist()) == {7.0}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from rocm_lab.simulator.faults import UnknownInstruction
 
 _ENCODINGS = ("e32", "e64", "dpp", "sdwa")
-# A register or literal, its brackets included, or a modifier with its value.
-_WORD = re.compile(r"[^\s\[\(]+(?:\[[^\]]*\]|\([^\)]*\))?")
+# A register or literal, its brackets and bars included, or a modifier with its value.
+_WORD = re.compile(r"[^\s\[\(]+(?:\[[^\]]*\]|\([^\)]*\))?\|?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rocm_lab.simulator.arrays import F16, F32, I16, I32, U16, U32, Array
+from rocm_lab.simulator.arrays import F16, F32, F64, I16, I32, U16, U32, Array
 from rocm_lab.simulator.isa.vector import VectorOp, builders_of
 
 
@@ -52,6 +52,12 @@ OPS: dict[str, VectorOp] = {
     "v_cvt_f32_i32": VectorOp(F32, (I32,), lambda a: a.astype(F32)),
     "v_cvt_u32_f32": VectorOp(U32, (F32,), _to_integer(U32)),
     "v_cvt_i32_f32": VectorOp(I32, (F32,), _to_integer(I32)),
+    "v_cvt_f64_f32": VectorOp(F64, (F32,), lambda a: a.astype(F64)),
+    "v_cvt_f64_i32": VectorOp(F64, (I32,), lambda a: a.astype(F64)),
+    "v_cvt_f64_u32": VectorOp(F64, (U32,), lambda a: a.astype(F64)),
+    "v_cvt_f32_f64": VectorOp(F32, (F64,), lambda a: a.astype(F32)),
+    "v_cvt_u32_f64": VectorOp(U32, (F64,), _to_integer(U32)),
+    "v_cvt_i32_f64": VectorOp(I32, (F64,), _to_integer(I32)),
     "v_cvt_u16_f16": VectorOp(U16, (F16,), _to_integer(U16)),
     "v_cvt_i16_f16": VectorOp(I16, (F16,), _to_integer(I16)),
     "v_cvt_f16_f32": VectorOp(F16, (F32,), lambda a: a.astype(F16)),

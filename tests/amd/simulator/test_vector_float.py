@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.core import Core
 from rocm_lab.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
 
 MINUS_1 = (1 << 32) - 1
@@ -37,7 +38,7 @@ def test_fma_rounds_once() -> None:
 OPERATORS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 
 
-@pytest.mark.parametrize("kind", ["i16", "u16", "f16", "i32", "u32", "f32", "i64", "u64"])
+@pytest.mark.parametrize("kind", ["i16", "u16", "f16", "i32", "u32", "f32", "i64", "u64", "f64"])
 def test_every_comparison(kind: str) -> None:
     """Against Python's, for the conditions and their negations, which hold with NaN."""
     width, is_float = int(kind[1:]), kind[0] == "f"
@@ -58,28 +59,91 @@ def test_every_comparison(kind: str) -> None:
                 assert core.read_pair(0) == (ALL_LANES if holds else 0), (name, a, b)
 
 
-# In the order of the class mask's bits: a value of each class, as bits of a half and of a float.
+# In the order of the class mask's bits: a value of each class, as bits of a half, a float, and a double's upper half.
 CLASSES = {
-    "signaling NaN": (0x7C01, 0x7F800001),
-    "quiet NaN": (0x7E00, 0xFFC00000),
-    "-inf": (0xFC00, 0xFF800000),
-    "-normal": (0xFBFF, 0xFF7FFFFF),
-    "-subnormal": (0x83FF, 0x807FFFFF),
-    "-0": (0x8000, 0x80000000),
-    "+0": (0, 0),
-    "+subnormal": (1, 1),
-    "+normal": (0x0400, 0x00800000),
-    "+inf": (0x7C00, 0x7F800000),
+    "signaling NaN": (0x7C01, 0x7F800001, 0x7FF00001),
+    "quiet NaN": (0x7E00, 0xFFC00000, 0xFFF80000),
+    "-inf": (0xFC00, 0xFF800000, 0xFFF00000),
+    "-normal": (0xFBFF, 0xFF7FFFFF, 0xFFEFFFFF),
+    "-subnormal": (0x83FF, 0x807FFFFF, 0x800FFFFF),
+    "-0": (0x8000, 0x80000000, 0x80000000),
+    "+0": (0, 0, 0),
+    "+subnormal": (1, 1, 1),
+    "+normal": (0x0400, 0x00800000, 0x00100000),
+    "+inf": (0x7C00, 0x7F800000, 0x7FF00000),
 }
 
 
-@pytest.mark.parametrize(("kind", "at"), [("f16", 0), ("f32", 1)])
+@pytest.mark.parametrize(("kind", "at"), [("f16", 0), ("f32", 1), ("f64", 2)])
 def test_a_value_is_of_one_class(kind: str, at: int) -> None:
     for name, words in CLASSES.items():
         for bit, other in enumerate(CLASSES):
             for mask, expected in ((1 << bit, name == other), (0x3FF ^ 1 << bit, name != other)):
-                core = execute(f"v_cmp_class_{kind}_e64 s[0:1], v0, v1", vector={0: words[at], 1: mask})
+                vector = {0: 0, 1: words[at], 2: mask}
+                core = execute(f"v_cmp_class_{kind}_e64 s[0:1], {'v[0:1]' if at == 2 else 'v1'}, v2", vector=vector)
                 assert core.read_pair(0) == (ALL_LANES if expected else 0), (name, other)
+
+
+def doubles(core: Core, index: int) -> list[float]:
+    """The doubles of two registers."""
+    low, high = core.vector[index].astype(np.uint64), core.vector[index + 1].astype(np.uint64)
+    return (low | high << np.uint64(32)).view(np.float64).tolist()
+
+
+def words_of(*values: float) -> dict[int, int]:
+    """Doubles in registers from 0 on, two each."""
+    return {index: int(word) for index, word in enumerate(np.array(values).view(np.uint32))}
+
+
+def test_fma_of_doubles_rounds_once() -> None:
+    a, b = 1 + 2.0**-52, 1 - 2.0**-52
+    core = execute(
+        "v_fma_f64 v[6:7], v[0:1], v[2:3], -1.0",
+        "v_fmac_f64_e32 v[4:5], v[0:1], v[2:3]",
+        "v_fma_f64 v[8:9], v[12:13], 0, 1.0",
+        "v_fma_f64 v[10:11], v[14:15], 2.0, -v[14:15]",
+        "v_fma_f64 v[16:17], v[14:15], 2.0, v[14:15]",
+        vector={**words_of(a, b, -1.0), 12: 0, 13: 0x7FF00000, 14: 0, 15: 0x7FE00000},
+    )
+    assert {*doubles(core, 6), *doubles(core, 4)} == {-(2.0**-104)}
+    assert all(math.isnan(value) for value in doubles(core, 8))
+    assert (doubles(core, 10)[0], doubles(core, 16)[0]) == (2.0**1023, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("line", "result"),
+    [
+        ("v_add_f64 v[4:5], v[0:1], |v[2:3]|", 14.5),
+        ("v_add_f64 v[4:5], v[0:1], -|v[2:3]|", -9.5),
+        ("v_mul_f64 v[4:5], v[0:1], 0x40080000", 7.5),
+        ("v_max_f64 v[4:5], v[0:1], v[2:3]", 2.5),
+        ("v_min_f64 v[4:5], v[0:1], v[2:3]", -12.0),
+        ("v_rcp_f64_e32 v[4:5], v[0:1]", 0.4),
+        ("v_trunc_f64_e64 v[4:5], -v[0:1]", -2.0),
+        ("v_floor_f64_e64 v[4:5], -v[0:1]", -3.0),
+        ("v_ceil_f64_e32 v[4:5], v[0:1]", 3.0),
+        ("v_rndne_f64_e32 v[4:5], v[0:1]", 2.0),
+        ("v_frexp_mant_f64_e32 v[4:5], v[2:3]", -0.75),
+        ("v_ldexp_f64 v[4:5], v[0:1], -2", 0.625),
+        ("v_cvt_f64_i32_e32 v[4:5], v6", -7.0),
+        ("v_cvt_f64_u32_e32 v[4:5], v6", 2.0**32 - 7),
+        ("v_cvt_f64_f32_e32 v[4:5], 0.5", 0.5),
+    ],
+)
+def test_arithmetic_of_doubles(line: str, result: float) -> None:
+    core = execute(line, vector={**words_of(2.5, -12.0), 6: -7 & 0xFFFFFFFF})
+    assert set(doubles(core, 4)) == {result}
+
+
+def test_doubles_are_narrowed() -> None:
+    core = execute(
+        "v_cvt_f32_f64_e32 v4, v[0:1]",
+        "v_cvt_i32_f64_e32 v5, v[2:3]",
+        "v_cvt_u32_f64_e32 v6, v[2:3]",
+        "v_frexp_exp_i32_f64_e32 v7, v[2:3]",
+        vector=words_of(1 + 2.0**-30, -12.75),
+    )
+    assert [int(core.vector[index][0]) for index in (4, 5, 6, 7)] == [bits(1.0), -12 & 0xFFFFFFFF, 0, 4]
 
 
 def test_fma_with_a_literal() -> None:

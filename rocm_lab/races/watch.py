@@ -29,6 +29,7 @@ from rocm_lab.simulator.arrays import Array
 from rocm_lab.simulator.assembly import Assembly
 from rocm_lab.simulator.core import Core, Wave
 from rocm_lab.simulator.faults import NeverWritten
+from rocm_lab.simulator.isa import local_memory
 from rocm_lab.simulator.isa.control import CACHE_CONTROLS
 from rocm_lab.simulator.isa.step import Step
 from rocm_lab.simulator.lds import Lds
@@ -99,6 +100,10 @@ class _WatchedLds(Lds):
 
     def _note_store(self, offsets: Array, values: Array, wave: int) -> None:
         self._touches.store(offsets, values)
+
+    def _note_add(self, offsets: Array, values: Array, wave: int) -> None:
+        self._touches.load(offsets, 4)
+        self._touches.store(offsets, values[:, None].view(np.uint8))
 
 
 @dataclass(slots=True)
@@ -174,7 +179,8 @@ class RaceWatch(Watch):
         queue = queue_of(effects_of(instruction))
         if queue is None:
             return step
-        is_atomic = "_atomic_" in instruction.name or "sc1" in instruction.modifiers
+        name = instruction.name
+        is_atomic = "_atomic_" in name or name in local_memory.ATOMICS or "sc1" in instruction.modifiers
         return partial(self._access, core, index, queue, is_atomic, step)
 
     def meet(self) -> None:
@@ -194,7 +200,7 @@ class RaceWatch(Watch):
         self._settle_lds()
         for pair in pairs_of(self._memory.all):
             first, second = pair.first.operation, pair.second.operation
-            if not (first.is_before(second) or (first.is_atomic and second.is_atomic)):
+            if not first.is_before(second):
                 allocation = self._allocation_at(pair.address)
                 self._note(pair, allocation.name, pair.address - allocation.address)
 

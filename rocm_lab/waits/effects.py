@@ -105,7 +105,7 @@ def _effects(instruction: Instruction) -> Effects:
         return _vector_memory(instruction)
     if name in local_memory.BUILDERS or (name in cross_lane.BUILDERS and name.startswith("ds_")):
         tokens = [registers_of(token) for token in instruction.operands]
-        if "_write" in name:
+        if "_write" in name or name in local_memory.ATOMICS:
             return Effects(Unit.LOCAL_MEMORY, _union(tokens), data=_union(tokens[1:]), stores=True)
         kept = tokens[0] if "_d16" in name else 0
         return Effects(Unit.LOCAL_MEMORY, _union(tokens[1:]) | kept, tokens[0])

@@ -100,6 +100,9 @@ CODES = {
         f"ds_write_b32 v1, v0\nds_read_b32 v3, v1\n! s_waitcnt lgkmcnt(0)\n! s_barrier\n{_OTHER}\nds_write_b32 v2, v0"),
     "LDS: a store after a store": Code(
         f"{_OTHER}\nds_write_b32 v1, v0\n! s_waitcnt lgkmcnt(0)\n! s_barrier\nds_write_b32 v2, v0"),
+    "LDS: sums of all waves": Code(
+        "v_mov_b32_e32 v2, 0\nds_write_b32 v1, v2\n! s_waitcnt lgkmcnt(0)\n! s_barrier\nds_add_u32 v2, v0\n"
+        "! s_waitcnt  lgkmcnt(0)\n! s_barrier \nds_read_b32 v3, v2"),
     "LDS: a load into it": Code(
         f"{_OTHER}\ns_lshl_b32 s8, s7, 8\ns_mov_b32 m0, s8\nglobal_load_lds_dword v1, s[4:5]\n! s_waitcnt vmcnt(0)\n"
         "! s_barrier\nds_read_b32 v3, v2"),
@@ -117,6 +120,12 @@ CODES = {
         programs=3),
     "memory: waves of a program": Code(
         f"{_OTHER}\nglobal_store_dword v1, v0, s[4:5]\n! s_barrier\nglobal_load_dword v3, v2, s[4:5]"),
+    "memory: a count that one wave clears before all add to it": Code(
+        "v_mov_b32_e32 v2, 0\ns_cmp_lg_u32 s7, 0\ns_cbranch_scc1 add\nglobal_store_dword v2, v2, s[4:5]\nadd:\n"
+        "! s_barrier\nglobal_atomic_add v2, v0, s[4:5]"),
+    "memory: a count that one wave loads before all add to it": Code(
+        "v_mov_b32_e32 v2, 0\ns_cmp_lg_u32 s7, 0\ns_cbranch_scc1 add\nglobal_load_dword v3, v2, s[4:5]\nadd:\n"
+        "! s_barrier\nglobal_atomic_add v2, v0, s[4:5]"),
     "memory: the last program loads what all have stored": Code(_COUNTED, programs=3),
 }  # fmt: skip
 HARMLESS = {

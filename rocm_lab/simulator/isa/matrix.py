@@ -2,11 +2,14 @@
 
 With M x M results and K products each: lane l holds K / (64 / M) consecutive values of row l % M of A, and likewise of
 column l % M of B, from k = (l / M) * K / (64 / M) on. Register i of D and C in lane l is column l % M and row 4 (l /
-16) + i for M = 16, 8 (i / 4) + 4 (l / 32) + i % 4 for M = 32. EXEC is ignored. "f8f6f4" has two matrices of "fp8", or
-where cbsz is 1 an A, and where blgp is 1 a B, of "bf8". Its form with scales has two more operands: a byte of lane l,
-which bits of op_sel (1) and op_sel_hi (2) choose, is the exponent, biased by 127, of a power of two for the values of
-A, or B, that lane l holds; 255 is NaN (CDNA4 ISA 7.4, and the formats of OCP MX). "xf32" rounds float32 to 10 binary
+16) + i for M = 16, 8 (i / 4) + 4 (l / 32) + i % 4 for M = 32. EXEC is ignored. "xf32" rounds float32 to 10 binary
 digits. How is not documented; here the others are cut, which is the worst.
+
+"f8f6f4" has two matrices of "fp8", or where cbsz is 1 an A, and where blgp is 1 a B, of "bf8". A lane holds 16
+consecutive values from k = 16 (l / M) on, and 16 from K / 2 after that. The form with scales has two more operands: a
+byte of lane l, which bits of op_sel (1) and op_sel_hi (2) choose, is the exponent, biased by 127, of a power of two for
+32 consecutive values of row l % M of A, or column of B, from k = 32 (l / M) on; so most of them are other lanes'
+values. 255 is NaN (CDNA4 ISA 7.4, the formats of OCP MX, and Triton's layouts of tl.dot_scaled, which run on MI355X).
 
 Products are summed in float32 in NumPy's order; hardware's order and internal width are not documented. Those of "i8"
 are summed in int32.
@@ -97,6 +100,7 @@ def _multiply_scaled(context: Context, instruction: Instruction) -> Step:
 
 def _product(context: Context, instruction: Instruction, shape: str, scales: tuple[tuple[Array, int], ...]) -> Step:
     core = context.core
+    runs = 2 if shape.endswith("f8f6f4") else 1
     found = re.fullmatch(r"[fi]32_(\d+)x\d+x(\d+)_(\w+)", shape)
     assert found is not None
     if instruction.name.endswith(_GFX950_ONLY if context.arch == "gfx942" else _GFX942_ONLY):
@@ -110,7 +114,9 @@ def _product(context: Context, instruction: Instruction, shape: str, scales: tup
     into = core.vector[result.index : result.index + result.count].view(dtype)
 
     def step() -> None:
-        sources = [_matrix(core, each, size, depth, decode) for each, decode in zip((a, b), decoders, strict=True)]
+        sources = [
+            _matrix(core, each, size, depth, runs, decode) for each, decode in zip((a, b), decoders, strict=True)
+        ]
         for source, (scale, byte) in zip(sources, scales, strict=bool(scales)):
             source *= _powers(scale >> np.uint32(8 * byte), size, depth)
         into[:] = (sources[0] @ sources[1].T)[rows, columns] + read_c()
@@ -135,16 +141,16 @@ def _decoders(instruction: Instruction, kinds: str, arch: str) -> list[Callable[
     return [partial(_from_eight_bits, kind=name, arch=arch) for name in names]
 
 
-def _matrix(core: Core, found: Register, size: int, depth: int, decode: Callable[[Array], Array]) -> Array:
-    """[size, depth] from the registers of A; from those of B its transpose."""
+def _matrix(core: Core, found: Register, size: int, depth: int, runs: int, decode: Callable[[Array], Array]) -> Array:
+    """[size, depth] from the registers of A; from those of B its transpose. runs: of consecutive values in a lane"""
     registers = np.ascontiguousarray(core.vector[found.index : found.index + found.count].T)
-    values = decode(registers)
     groups = LANES // size
-    return values.reshape(groups, size, depth // groups).transpose(1, 0, 2).reshape(size, depth)
+    values = decode(registers).reshape(groups, size, runs, depth // groups // runs)
+    return values.transpose(1, 2, 0, 3).reshape(size, depth)
 
 
 def _powers(scale: Array, size: int, depth: int) -> Array:
-    """float32 [size, depth]: the powers of two of _matrix's values, from each lane's scale."""
+    """float32 [size, depth]: the powers of two of _matrix's values, from the scales of all lanes."""
     exponent = (scale & 0xFF).astype(np.int32)
     power = np.where(exponent == 255, np.nan, np.ldexp(np.ones(LANES), exponent - 127)).astype(F32)
     return np.repeat(power.reshape(LANES // size, size).T, depth * size // LANES, axis=1)

@@ -120,7 +120,7 @@ def test_products_ignore_exec_and_reach_accumulation_registers() -> None:
 
 @pytest.mark.parametrize(("bits", "shift"), [("[0,0,0]", 0), ("[0,0,0] op_sel:[0,1,0]", 8), ("[0,1,0]", 16)])
 @pytest.mark.parametrize("shape", ["32x32x64", "16x16x128"])
-def test_scales_are_powers_of_two_of_a_lanes_values(shape: str, bits: str, shift: int) -> None:
+def test_scales_are_powers_of_two_of_32_values_in_a_row(shape: str, bits: str, shift: int) -> None:
     size, depth = int(shape[:2]), int(shape.rpartition("x")[2])
     generator = torch.Generator().manual_seed(1)
     lanes = 64 // size
@@ -128,7 +128,9 @@ def test_scales_are_powers_of_two_of_a_lanes_values(shape: str, bits: str, shift
     exponents = torch.randint(120, 135, (2, lanes, size), generator=generator)
     vector = {index: np.zeros(64, np.uint32) for index in range(64)}
     for first, matrix in ((32, a), (40, b)):
-        words = matrix.view(size, lanes, depth // lanes).transpose(0, 1).reshape(64, -1).contiguous().view(torch.int32)
+        # Two runs of 16 values in a lane.
+        runs = matrix.view(size, 2, lanes, 16).permute(2, 0, 1, 3)
+        words = runs.reshape(64, -1).contiguous().view(torch.int32)
         for index in range(words.shape[1]):
             vector[first + index] = words[:, index].numpy().view(np.uint32)
     for register, each, place in zip((50, 51), exponents, (0, shift), strict=True):

@@ -60,6 +60,8 @@ OPS: dict[str, VectorOp] = {
     "v_cvt_i32_f64": VectorOp(I32, (F64,), _to_integer(I32)),
     "v_cvt_u16_f16": VectorOp(U16, (F16,), _to_integer(U16)),
     "v_cvt_i16_f16": VectorOp(I16, (F16,), _to_integer(I16)),
+    "v_cvt_f16_u16": VectorOp(F16, (U16,), lambda a: a.astype(F16)),
+    "v_cvt_f16_i16": VectorOp(F16, (I16,), lambda a: a.astype(F16)),
     "v_cvt_f16_f32": VectorOp(F16, (F32,), lambda a: a.astype(F16)),
     "v_cvt_f32_f16": VectorOp(F32, (F16,), lambda a: a.astype(F32)),
     "v_cvt_pk_bf16_f32": VectorOp(U32, (F32, F32), _pair(to_bfloat16)),

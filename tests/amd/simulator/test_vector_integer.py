@@ -104,6 +104,8 @@ def random_words() -> Array:
         ("v_cvt_i32_f32", [bits(-3.7)], MINUS_1 - 2),
         ("v_cvt_i16_f16", [0xC380], 0xFFFD),  # -3.75
         ("v_cvt_i16_f16", [0x7C00], 0x7FFF),  # infinity
+        ("v_cvt_f16_i16", [0xFFFD], 0xC200),  # -3
+        ("v_cvt_f16_u16", [0xFFFF], 0x7C00),
         ("v_cvt_u16_f16", [0xC380], 0),
         ("v_frexp_exp_i32_f32", [bits(-12.0)], 4),
         ("v_frexp_exp_i32_f32", [bits(math.inf)], 0),

@@ -130,7 +130,7 @@ _SDWA_PARTS = {
 
 def _sdwa_sources(core: Core, instruction: Instruction, op: VectorOp, tokens: list[str]) -> list[Source]:
     """Bytes or halves of 32-bit registers, zero- or sign-extended."""
-    instruction.allow("dst_sel", "dst_unused", "src0_sel", "src1_sel")
+    instruction.allow("clamp", "dst_sel", "dst_unused", "src0_sel", "src1_sel")
     reads = []
     for number, (token, dtype) in enumerate(zip(tokens, op.sources, strict=True)):
         part = instruction.modifiers.get(f"src{number}_sel", "DWORD")

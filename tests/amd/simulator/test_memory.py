@@ -207,7 +207,7 @@ def test_a_compare_and_swap_stores_where_the_value_is_the_one_to_compare_with() 
     ):
         memory = np.array([100, 7], np.uint32)
         compared = np.where(LANE == 0, 100, np.where(LANE < 3, LANE - 1, 99)).astype(np.uint32)
-        vector = {0: 0, 2: LANE, 3: compared}
+        vector: dict[int, Array | int] = {0: 0, 2: LANE, 3: compared}
         core = execute(line, vector=vector, scalar=descriptor(memory), allocations=[allocation(memory)])
         assert memory.tolist() == [2, 7]
         assert core.vector[3].tolist() == compared.tolist()

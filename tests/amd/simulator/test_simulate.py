@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadTensor
@@ -20,7 +18,7 @@ from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 from rocm_lab.simulator.launcher import ARCHS
 from rocm_lab.simulator.simulate import simulate
 from rocm_lab.waits.check import Fault, Verdict, Word
-from tests.amd.offline.small_kernels import _copy_kernel, number_kernel
+from tests.amd.offline.small_kernels import _copy_kernel, _saying_kernel, _scaled_product_kernel, number_kernel
 
 SCRIPT = """\
 import torch
@@ -109,30 +107,10 @@ def test_arrays_that_no_kernel_can_write_are_refused() -> None:
         simulate(_copy_kernel, 1, [np.zeros(100, complex), torch.empty(100), 100], BLOCK=128)
 
 
-@triton.jit
-def _saying_kernel(source_ptr, out_ptr, ASSERTS: tl.constexpr):
-    value = tl.load(source_ptr)
-    if ASSERTS:
-        tl.device_assert(value > 0, "positive")
-    else:
-        tl.device_print("value", value)
-    tl.store(out_ptr, value)
-
-
 @pytest.mark.parametrize("asserts", [False, True])
 def test_prints_and_assertions_of_kernels_are_refused(asserts: bool) -> None:
     with pytest.raises(UnknownInstruction, match=r"_saying_kernel prints or asserts.*leave device_print and"):
         simulate(_saying_kernel, 1, [torch.ones(1), torch.empty(1)], ASSERTS=asserts, debug=True)
-
-
-@triton.jit
-def _scaled_product_kernel(a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, out_ptr, SIZE: tl.constexpr, DEPTH: tl.constexpr):
-    row, depth, block = tl.arange(0, SIZE), tl.arange(0, DEPTH), tl.arange(0, DEPTH // 32)
-    a = tl.load(a_ptr + row[:, None] * DEPTH + depth[None, :])
-    b = tl.load(b_ptr + depth[:, None] * SIZE + row[None, :])
-    at = row[:, None] * (DEPTH // 32) + block[None, :]
-    product = tl.dot_scaled(a, tl.load(a_scale_ptr + at), "e4m3", b, tl.load(b_scale_ptr + at), "e4m3")
-    tl.store(out_ptr + row[:, None] * SIZE + row[None, :], product)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -121,7 +121,7 @@ def test_arithmetic_of_a_lane(name: str, sources: list[int], result: int) -> Non
 
 def test_a_difference_of_16_bits_stops_at_zero_if_it_is_clamped() -> None:
     sdwa = "v_sub_u16_sdwa v3, v0, v1 clamp dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:DWORD"
-    vector = {0: np.arange(64, dtype=np.uint32), 1: 9}
+    vector: dict[int, Array | int] = {0: np.arange(64, dtype=np.uint32), 1: 9}
     core = execute("v_sub_u16_e64 v2, v0, v1 clamp", sdwa, vector=vector)
     for index in (2, 3):
         assert core.vector[index].tolist() == [max(lane - 9, 0) for lane in range(64)]

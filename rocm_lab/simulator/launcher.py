@@ -36,8 +36,7 @@ ARCHS = ("gfx942", "gfx950")
 # Triton keeps kernels and their launcher by device id: other ids than those of the driver that only compiles.
 _FIRST_DEVICE_ID = 2_000_000
 
-# The argument of kernels that call the host.
-_FOR_PRINTS = "hidden_hostcall_buffer"
+_CALL_OF_HOST = "s_sendmsg"
 
 _FORMATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d", "i1": "<b", "u1": "<B"} | {
     f"{kind}{bits}": "<" + (code.upper() if kind == "u" else code)
@@ -208,10 +207,8 @@ def execute(
     arguments: (name, Triton's type) -> value, in order, constants included
     Raises BadTensor, SimulationFault, UnknownInstruction.
     """
-    if any(place.kind == _FOR_PRINTS for place in kernel.assembly.arguments):
-        raise UnknownInstruction(
-            f"{code.kernel} prints or asserts, which the host's runtime does: leave device_print and device_assert out"
-        )
+    if _CALL_OF_HOST in kernel.assembly.mnemonics:
+        raise UnknownInstruction(f"{_CALL_OF_HOST} of {code.kernel}: it prints, which the host does: leave prints out")
     passed = {name: (kind, value) for (name, kind), value in arguments.items() if kind != "constexpr"}
     for name, (kind, _) in passed.items():
         if not kind.startswith("*") and kind not in _FORMATS:

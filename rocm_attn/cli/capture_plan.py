@@ -15,6 +15,7 @@ from rocm_attn.capture.step_times import NOT_COUNTED, StepBudget, StepTimes, fit
 from rocm_attn.cli.arguments import pages_as_json, planned_runtime, requested_target
 from rocm_attn.cli.weights import NOT_KNOWN, Weights, weights_of
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.choices import USED_SHARE
 from rocm_attn.machine.gpus import GPUS, Gpu
 from rocm_attn.models.cut import cost_of_heads
 
@@ -90,6 +91,8 @@ def _gpu(options: argparse.Namespace) -> Gpu | None:
     if options.gpu is None:
         if options.arch is None:
             raise BadSetting("give --gpu, as mi300x, which says how many tokens fit, or --arch, as gfx942")
+        if options.gpu_memory_share != USED_SHARE:
+            raise BadSetting("--gpu-memory-share is of a GPU's memory, and there is no --gpu; give it, as mi300x")
         return None
     gpu = GPUS[options.gpu]
     if options.arch not in (None, gpu.arch):

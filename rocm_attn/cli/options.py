@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from rocm_attn.batch.drafts import Drafts
+from rocm_attn.errors import BadBatch
 from rocm_attn.machine.choices import AUTO, DTYPES, USED_SHARE
 from rocm_attn.machine.choices import PROVIDERS as PROVIDER_NAMES
 from rocm_attn.machine.gpus import GPUS, arch_named
@@ -90,7 +91,10 @@ def drafts(text: str) -> tuple[Drafts, ...]:
         branches, x, steps = word.partition("x")
         if not x:
             raise argparse.ArgumentTypeError(f"{word!r} is not branches and steps, as in 8x4")
-        rounds.append(Drafts(positive(branches), positive(steps)))
+        try:
+            rounds.append(Drafts(positive(branches), positive(steps)))
+        except BadBatch as refused:
+            raise argparse.ArgumentTypeError(str(refused)) from refused
     return tuple(rounds)
 
 

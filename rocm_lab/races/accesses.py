@@ -2,7 +2,8 @@
 
 All accesses to a place are looked at in the order in which they happened. Each is compared with the last store before
 it, and each load with the next store after it. If these pairs are in order, so are all others, since order is
-transitive: see C. Flanagan and S. Freund, "FastTrack: Efficient and Precise Dynamic Race Detection", 2009.
+transitive: see C. Flanagan and S. Freund, "FastTrack: Efficient and Precise Dynamic Race Detection", 2009. Atomics are
+in no order and yet no race, so each is also compared with every other access to its place that is none.
 """
 
 from __future__ import annotations
@@ -52,28 +53,44 @@ class _Rows(NamedTuple):
 
 
 def pairs_of(touches: Sequence[Touch]) -> Iterator[Pair]:
-    """The pairs to be compared, each pair of touches once; not two stores of the same value."""
+    """The pairs to be compared, each pair of touches once; not two atomics, nor two plain stores of the same value."""
     if not any(touch.is_store for touch in touches):
         return
     rows = _rows(touches)
     of_stores = np.array([touch.is_store for touch in touches])
     times = np.array([touch.operation.time for touch in touches])
+    of_atomics = np.array([touch.operation.is_atomic for touch in touches])
     # An atomic loads before it stores.
     order = np.lexsort((of_stores[rows.number], times[rows.number], rows.address))
     address, number, value = (each[order] for each in rows)
-    is_store = of_stores[number]
+    is_store, is_atomic = of_stores[number], of_atomics[number]
     row = np.arange(len(address))
     before = np.concatenate([[-1], np.maximum.accumulate(np.where(is_store, row, -1))[:-1]])
     after = np.minimum.accumulate(np.where(is_store, row, len(row))[::-1])[::-1]
     loads = row[~is_store & (after < len(row))]
-    first = np.concatenate([before[before >= 0], loads])
-    second = np.concatenate([row[before >= 0], after[loads]])
-    stores_the_same = is_store[first] & is_store[second] & (value[first] == value[second])
+    plain, atomic = _plain_and_atomic(address, is_atomic)
+    first = np.concatenate([before[before >= 0], loads, np.minimum(plain, atomic)])
+    second = np.concatenate([row[before >= 0], after[loads], np.maximum(plain, atomic)])
+    num_atomics = is_atomic[first].astype(int) + is_atomic[second]
+    stores_the_same = is_store[first] & is_store[second] & (num_atomics == 0) & (value[first] == value[second])
     kept = (address[first] == address[second]) & (number[first] != number[second]) & ~stores_the_same
+    kept &= (is_store[first] | is_store[second]) & (num_atomics < 2)
     first, second = first[kept], second[kept]
     _, once = np.unique(number[first] * len(touches) + number[second], return_index=True)
     for a, b in zip(first[once].tolist(), second[once].tolist(), strict=True):
         yield Pair(touches[number[a]], touches[number[b]], int(address[a]))
+
+
+def _plain_and_atomic(address: Array, is_atomic: Array) -> tuple[Array, Array]:
+    """The rows of all pairs of a plain access and an atomic to one place; rows are ordered by place."""
+    place = np.cumsum(np.concatenate([[0], address[1:] != address[:-1]]))
+    mixed = np.flatnonzero((np.bincount(place, is_atomic) > 0) & (np.bincount(place, ~is_atomic) > 0))
+    plain, atomic = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for low, high in zip(np.searchsorted(place, mixed), np.searchsorted(place, mixed, "right"), strict=True):
+        each, other = low + np.flatnonzero(~is_atomic[low:high]), low + np.flatnonzero(is_atomic[low:high])
+        plain.append(np.repeat(each, len(other)))
+        atomic.append(np.tile(other, len(each)))
+    return np.concatenate(plain), np.concatenate(atomic)
 
 
 def _rows(touches: Sequence[Touch]) -> _Rows:

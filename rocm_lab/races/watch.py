@@ -9,8 +9,9 @@ all intervals from its issue to the wait that proves it complete, since LDS has 
 SIMDs may overtake each other (LLVM's memory model of gfx942). So a load into LDS that is still in flight at a barrier
 races with the accesses after it, also with those of its own wave. In global memory two waves, of one program or of two,
 race if they access a byte, one of them stores to it, and neither is before the other by barriers, releases and acquires
-(clocks.py). Atomics do not race with each other. Two stores of the same value are no race: copies of a tensor's element
-in several lanes are often stored by all of them.
+(clocks.py). Atomics do not race with each other. A load of the words that the wave compares and swaps next counts as
+one, since an old value fails there: so compilers add to 16 bits. Two stores of the same value are no race: copies of a
+tensor's element in several lanes are often stored by all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rocm_lab.simulator.arrays import Array
 from rocm_lab.simulator.assembly import Assembly
 from rocm_lab.simulator.core import Core, Wave
 from rocm_lab.simulator.faults import NeverWritten
+from rocm_lab.simulator.isa import local_memory
 from rocm_lab.simulator.isa.control import CACHE_CONTROLS
 from rocm_lab.simulator.isa.step import Step
 from rocm_lab.simulator.lds import Lds
@@ -98,6 +100,10 @@ class _WatchedLds(Lds):
 
     def _note_store(self, offsets: Array, values: Array, wave: int) -> None:
         self._touches.store(offsets, values)
+
+    def _note_add(self, offsets: Array, values: Array, wave: int) -> None:
+        self._touches.load(offsets, 4)
+        self._touches.store(offsets, values[:, None].view(np.uint8))
 
 
 @dataclass(slots=True)
@@ -173,7 +179,8 @@ class RaceWatch(Watch):
         queue = queue_of(effects_of(instruction))
         if queue is None:
             return step
-        is_atomic = "_atomic_" in instruction.name or "sc1" in instruction.modifiers
+        name = instruction.name
+        is_atomic = "_atomic_" in name or name in local_memory.ATOMICS or "sc1" in instruction.modifiers
         return partial(self._access, core, index, queue, is_atomic, step)
 
     def meet(self) -> None:
@@ -193,7 +200,7 @@ class RaceWatch(Watch):
         self._settle_lds()
         for pair in pairs_of(self._memory.all):
             first, second = pair.first.operation, pair.second.operation
-            if not (first.is_before(second) or (first.is_atomic and second.is_atomic)):
+            if not first.is_before(second):
                 allocation = self._allocation_at(pair.address)
                 self._note(pair, allocation.name, pair.address - allocation.address)
 
@@ -231,8 +238,18 @@ class RaceWatch(Watch):
                 touches.forget()
             return index
         self._stuck.clear()
+        if "_cmpswap" in self._assembly.instructions[index].name:
+            self._trust_load_before(wave)
         wave.issue(operation, self._clocks(is_atomic, is_store=False), self._clocks(is_atomic, is_store=True))
         return None
+
+    def _trust_load_before(self, wave: TimedWave) -> None:
+        """The wave's last load counts as atomic if it is of the words that the operation compares."""
+        compared = {address for touch in self._memory.now if not touch.is_store for address in touch.where.tolist()}
+        before = reversed(self._memory.all[: len(self._memory.all) - len(self._memory.now)])
+        last = next((touch for touch in before if touch.operation.wave is wave), None)
+        if last is not None and not last.is_store and set(last.where.tolist()) == compared:
+            last.operation.is_atomic = True
 
     def _clocks(self, is_atomic: bool, *, is_store: bool) -> list[Clock]:
         """The clocks of the words that the last operation loads or stores, if it is atomic."""

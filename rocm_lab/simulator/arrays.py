@@ -11,4 +11,4 @@ Array: TypeAlias = npt.NDArray[Any]
 
 U16, I16, F16 = (np.dtype(name) for name in ("uint16", "int16", "float16"))
 U32, I32, F32 = (np.dtype(name) for name in ("uint32", "int32", "float32"))
-U64, I64 = (np.dtype(name) for name in ("uint64", "int64"))
+U64, I64, F64 = (np.dtype(name) for name in ("uint64", "int64", "float64"))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from rocm_lab.simulator.faults import UnknownInstruction
 
 _ENCODINGS = ("e32", "e64", "dpp", "sdwa")
-# A register or literal, its brackets included, or a modifier with its value.
-_WORD = re.compile(r"[^\s\[\(]+(?:\[[^\]]*\]|\([^\)]*\))?")
+# A register or literal, its brackets and bars included, or a modifier with its value.
+_WORD = re.compile(r"[^\s\[\(]+(?:\[[^\]]*\]|\([^\)]*\))?\|?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,10 @@ class Assembly:
 
 
 def parse_assembly(text: str) -> Assembly:
-    """The one kernel of an amdgcn text. Raises UnknownInstruction for what cannot be read."""
-    found = re.search(r"^(\w+):[^\n]*; @\1\n(.*?)^\s*\.section\s+\.rodata", text, re.DOTALL | re.MULTILINE)
+    """The one kernel of an amdgcn text, not its functions. Raises UnknownInstruction for what cannot be read."""
+    kernel = re.search(r"^\s*\.amdhsa_kernel (\w+)", text, re.MULTILINE)
+    name = kernel[1] if kernel else r"\w+"
+    found = re.search(rf"^({name}):[^\n]*; @\1\n(.*?)^\s*\.section\s+\.rodata", text, re.DOTALL | re.MULTILINE)
     if not found:
         raise UnknownInstruction("the text has no kernel that ends at a .rodata section")
     instructions: list[Instruction] = []

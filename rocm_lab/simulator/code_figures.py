@@ -50,6 +50,8 @@ class CodeFigures:
         lds_bytes, num_waves: of a program; the assembly says 0, because Triton requests its LDS at launch
         """
         metadata = only_match(r"(?s)\.amdgpu_metadata\n(.*?)\.end_amdgpu_metadata", assembly)
+        # The kernel's own, which follow its descriptor; functions have some too.
+        info = only_match(r"(?ms)\.end_amdhsa_kernel$(.*?^; Occupancy: \d+)$", assembly)
         opcodes = re.findall(r"(?m)^\s+([a-z]+_[a-z0-9_]+)", assembly)
 
         def count(*prefixes: str) -> int:
@@ -58,7 +60,7 @@ class CodeFigures:
         def entry(name: str) -> int:
             return int(only_match(rf"(?m)^[ -]+\.{name}:\s+(\d+)$", metadata))
 
-        waves = int(only_match(r"; Occupancy: (\d+)", assembly))
+        waves = int(only_match(r"; Occupancy: (\d+)", info))
         if lds_bytes:
             programs = known_target(arch).lds_bytes // lds_bytes
             waves = max(1, min(waves, programs * num_waves // _SIMDS_PER_CU))
@@ -70,7 +72,7 @@ class CodeFigures:
             sgpr_spills=entry("sgpr_spill_count"),
             scratch_bytes=entry("private_segment_fixed_size"),
             lds_bytes=lds_bytes,
-            code_bytes=int(only_match(r"; codeLenInByte = (\d+)", assembly)),
+            code_bytes=int(only_match(r"; codeLenInByte = (\d+)", info)),
             matrix_ops=count("v_mfma_", "v_smfmac_"),
             buffer_loads=count("buffer_load_"),
             global_loads=count("global_load_", "flat_load_"),

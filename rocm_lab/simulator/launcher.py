@@ -26,6 +26,7 @@ from rocm_attn.machine.absent_gpu import absent_gpu
 from rocm_attn.machine.target import known_target
 from rocm_lab.simulator.assembly import Argument, parse_assembly
 from rocm_lab.simulator.core import LANES, POISON
+from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.simulator.kernel import Launch, SimulatedKernel
 from rocm_lab.simulator.memory import Allocation
 from rocm_lab.simulator.watch import Watch
@@ -34,6 +35,8 @@ ARCHS = ("gfx942", "gfx950")
 
 # Triton keeps kernels and their launcher by device id: other ids than those of the driver that only compiles.
 _FIRST_DEVICE_ID = 2_000_000
+
+_CALL_OF_HOST = "s_sendmsg"
 
 _FORMATS = {"fp16": "<e", "fp32": "<f", "fp64": "<d", "i1": "<b", "u1": "<B"} | {
     f"{kind}{bits}": "<" + (code.upper() if kind == "u" else code)
@@ -204,6 +207,8 @@ def execute(
     arguments: (name, Triton's type) -> value, in order, constants included
     Raises BadTensor, SimulationFault, UnknownInstruction.
     """
+    if _CALL_OF_HOST in kernel.assembly.mnemonics:
+        raise UnknownInstruction(f"{_CALL_OF_HOST} of {code.kernel}: it prints, which the host does: leave prints out")
     passed = {name: (kind, value) for (name, kind), value in arguments.items() if kind != "constexpr"}
     for name, (kind, _) in passed.items():
         if not kind.startswith("*") and kind not in _FORMATS:

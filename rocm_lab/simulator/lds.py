@@ -1,7 +1,8 @@
 """The LDS of one program: bounds, bytes that were never written, and races between waves.
 
 Between two barriers waves run in any order on hardware. A byte that one wave writes and another one reads or writes in
-the same interval is a race, in any order of the simulator; two waves that write the same value are none.
+the same interval is a race, in any order of the simulator; two waves that write the same value are none, nor are two
+that add to it.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ class Lds:
         self._written = np.zeros(words * 4, np.uint8)
         self._readers = np.zeros(words * 4, np.uint16)
         self._writers = np.zeros(words * 4, np.uint16)
+        self._adders = np.zeros(words * 4, np.uint16)
 
     def barrier(self) -> None:
         """All waves have met: what came before is ordered against what follows."""
         self._readers.fill(0)
         self._writers.fill(0)
+        self._adders.fill(0)
 
     def load(self, offsets: Array, size: int, wave: int) -> Array:
         """uint8 [lanes, size] from int64 [lanes] byte offsets. Raises SimulationFault."""
-        self._check_bounds(offsets, size, "reads")
-        if not _items(self._written, size)[offsets].view(np.uint8).all():
-            raise NeverWritten(f"reads LDS that was never written, {self._where(self._written == 0, offsets, size)}")
+        self._check_read(offsets, size)
         self._note_load(offsets, size, wave)
         return _items(self._bytes, size)[offsets].view(np.uint8).reshape(-1, size)
 
@@ -44,11 +45,31 @@ class Lds:
         _items(self._bytes, size)[offsets] = values.view(f"V{size}")[:, 0]
         _items(self._written, size)[offsets] = np.void(b"\1" * size)
 
+    def add(self, offsets: Array, values: Array, wave: int) -> None:
+        """Adds uint32 [lanes] to words, lane after lane. Raises SimulationFault."""
+        self._check_read(offsets, 4)
+        self._note_add(offsets, values, wave)
+        words = _items(self._bytes, 4)
+        for offset, value in zip(offsets.tolist(), values, strict=True):
+            words[offset] = (words[offset : offset + 1].view(np.uint32) + value).view("V4")[0]
+
+    def _note_add(self, offsets: Array, values: Array, wave: int) -> None:
+        """Notes an addition within bounds. Raises SimulationFault if it races."""
+        mine = np.uint16(1 << wave)
+        others = ((self._readers | self._writers) & ~mine) != 0
+        if any(others[offset : offset + 4].any() for offset in offsets.tolist()):
+            raise SimulationFault(
+                f"wave {wave} adds to LDS that another wave reads or writes without a barrier between them, "
+                f"{self._where(others, offsets, 4)}"
+            )
+        self._mark(self._adders, offsets, 4, mine)
+
     def _note_load(self, offsets: Array, size: int, wave: int) -> None:
         """Notes a load within bounds. Raises SimulationFault if it races."""
         mine = np.uint16(1 << wave)
-        if (_items(self._writers, size)[offsets].view(np.uint16) & ~mine).any():
-            others = (self._writers & ~mine) != 0
+        writers = self._writers | self._adders
+        if (_items(writers, size)[offsets].view(np.uint16) & ~mine).any():
+            others = (writers & ~mine) != 0
             raise SimulationFault(
                 f"wave {wave} reads LDS that another wave writes without a barrier between them, "
                 f"{self._where(others, offsets, size)}"
@@ -59,8 +80,9 @@ class Lds:
         """Notes a store within bounds, before it is done. Raises SimulationFault if it races."""
         size = values.shape[1]
         mine = np.uint16(1 << wave)
-        if (_items(self._readers, size)[offsets].view(np.uint16) & ~mine).any():
-            others = (self._readers & ~mine) != 0
+        readers = self._readers | self._adders
+        if (_items(readers, size)[offsets].view(np.uint16) & ~mine).any():
+            others = (readers & ~mine) != 0
             raise SimulationFault(
                 f"wave {wave} writes LDS that another wave reads without a barrier between them, "
                 f"{self._where(others, offsets, size)}"
@@ -70,6 +92,11 @@ class Lds:
         if (changes & others_wrote).any():
             raise SimulationFault(f"wave {wave} overwrites what another wave writes without a barrier between them")
         self._mark(self._writers, offsets, size, mine)
+
+    def _check_read(self, offsets: Array, size: int) -> None:
+        self._check_bounds(offsets, size, "reads")
+        if not _items(self._written, size)[offsets].view(np.uint8).all():
+            raise NeverWritten(f"reads LDS that was never written, {self._where(self._written == 0, offsets, size)}")
 
     def _check_bounds(self, offsets: Array, size: int, verb: str) -> None:
         if int(offsets.max()) + size > self.num_bytes or int(offsets.min()) < 0:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rocm_lab.simulator.arrays import U16, U32, U64, Array
+from rocm_lab.simulator.arrays import F64, U16, U32, U64, Array
 from rocm_lab.simulator.core import ACCUMULATION, EXEC, LANES, M0, VCC, Core
 from rocm_lab.simulator.faults import UnknownInstruction
 
@@ -66,7 +66,10 @@ def scalar_register(token: str) -> Register:
 
 
 def constant(token: str, dtype: np.dtype[Any]) -> int:
-    """The bits of a constant as an operand of this type; integers are bits of a float operand as they stand."""
+    """The bits of a constant as an operand of this type.
+
+    Integers are bits of a float operand as they stand. Of a double they are the upper half, unless they are inline.
+    """
     bits = 8 * dtype.itemsize
     if token in _FLOATS:
         as_float = np.dtype(f"float{bits}").type(token)
@@ -75,6 +78,8 @@ def constant(token: str, dtype: np.dtype[Any]) -> int:
         value = int(token, 0)
     except ValueError:
         raise UnknownInstruction(f"operand {token!r}") from None
+    if dtype == F64 and not -16 <= value <= 64:
+        value <<= 32
     return value & ((1 << bits) - 1)
 
 

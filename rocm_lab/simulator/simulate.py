@@ -46,6 +46,9 @@ def _tensor(arg: Any) -> Any:
     if not arg.flags.writeable:
         raise BadTensor(f"an array of shape {arg.shape} is read-only; give a copy, which the kernel may write")
     try:
-        return torch.from_numpy(arg)
+        tensor = torch.from_numpy(arg)
     except (TypeError, ValueError) as error:
         raise BadTensor(f"an array of {arg.dtype} cannot be a tensor ({error}); give a tensor of torch") from None
+    if tensor.is_complex():
+        raise BadTensor(f"an array of {arg.dtype} has no type of Triton's; give its real and imaginary parts")
+    return tensor

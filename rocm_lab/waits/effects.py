@@ -67,17 +67,16 @@ class Effects:
 
 # Instructions that the simulator does not execute: vector instructions with one destination, and scalar ones that write
 # a bit of theirs. No document says whether cache controls count in vmcnt. Not to count them proves less.
-_VECTOR_TOO = re.compile(
-    r"v_cmpx_\w+_[fiu](?:16|32|64)|v_cvt_(?:f64_[fiu]32|[fiu]32_f64)"
-    r"|v_(?:add|mul|fma|max|min|ldexp|trunc|floor|ceil|rndne|fract|rcp|rsq|sqrt|fmac|div_scale|div_fmas|div_fixup)_f64"
-    r"|v_(?:add|sub)_i32|v_nop"
-)
-_PERMUTE = "ds_permute_b32"
+_VECTOR_TOO = re.compile(r"v_cmpx_\w+_[fiu](?:16|32|64)|v_fract_f64|v_(?:add|sub)_i32|v_nop")
 _SET_A_BIT = ("s_bitset0_b32", "s_bitset1_b32")
 _SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32", "v_swap_b32")
 _READ_EXEC = ("v_readlane_b32", "v_readfirstlane_b32", "v_writelane_b32")
 # The low or the high half of the destination stays.
-_TO_CODES = tuple(f"v_cvt_{form}pk_{kind}_f32" for form in ("", "scalef32_") for kind in ("fp8", "bf8"))
+_TO_CODES = tuple(
+    f"v_cvt_{form}pk_{kind}_{wide}"
+    for form, wide in (("", "f32"), *(("scalef32_", wide) for wide in ("f32", "f16", "bf16")))
+    for kind in ("fp8", "bf8")
+)
 _KEEP_A_HALF = ("v_fma_mixlo_f16", "v_fma_mixhi_f16", *_TO_CODES, "v_writelane_b32")
 
 
@@ -104,9 +103,9 @@ def _effects(instruction: Instruction) -> Effects:
         return Effects(Unit.SCALAR_MEMORY, _union(rest), destination)
     if name in global_memory.BUILDERS or name in atomic.BUILDERS or name in scratch.BUILDERS:
         return _vector_memory(instruction)
-    if name in local_memory.BUILDERS or (name in (*cross_lane.BUILDERS, _PERMUTE) and name.startswith("ds_")):
+    if name in local_memory.BUILDERS or (name in cross_lane.BUILDERS and name.startswith("ds_")):
         tokens = [registers_of(token) for token in instruction.operands]
-        if "_write" in name:
+        if "_write" in name or name in local_memory.ATOMICS:
             return Effects(Unit.LOCAL_MEMORY, _union(tokens), data=_union(tokens[1:]), stores=True)
         kept = tokens[0] if "_d16" in name else 0
         return Effects(Unit.LOCAL_MEMORY, _union(tokens[1:]) | kept, tokens[0])
@@ -120,6 +119,11 @@ def _union(masks: list[int]) -> int:
     for mask in masks:
         found |= mask
     return found
+
+
+def _first_half(mask: int) -> int:
+    """The lower half of the registers of a mask, which follow each other."""
+    return mask & mask >> mask.bit_count() // 2
 
 
 def _control(instruction: Instruction) -> Effects:
@@ -151,10 +155,13 @@ def _vector_memory(instruction: Instruction) -> Effects:
         return Effects(Unit.VECTOR_MEMORY, _union(tokens), data=data, stores=True)
     if "_atomic_" in name:
         returns = "sc0" in instruction.modifiers
-        # A buffer's atomic returns into the register of its data, a global one into one before them.
-        written = tokens[0] * returns
+        # A buffer's atomic returns into the register of its data, a global one into one before them. Of the data of a
+        # buffer's compare-and-swap it is the first half.
+        halves = is_buffer and "_cmpswap" in name
+        written = (_first_half(tokens[0]) if halves else tokens[0]) * returns
         read = _union(tokens if is_buffer or not returns else tokens[1:])
-        return Effects(Unit.VECTOR_MEMORY, read, written, stores=True)
+        data = tokens[0] if is_buffer else tokens[1 + returns]
+        return Effects(Unit.VECTOR_MEMORY, read, written, data=data, stores=True)
     kept = tokens[0] if "_d16" in name else 0
     return Effects(Unit.VECTOR_MEMORY, _union(tokens[1:]) | kept, tokens[0])
 

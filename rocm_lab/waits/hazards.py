@@ -11,8 +11,8 @@ All others need as many states as the first instruction has passes, and some mor
 
 Not checked, because no kernel that Triton compiles has them: products in float64 and v_dot (instructions that the
 simulator does not know, which are refused), EXECZ and VCCZ as operands, s_movrel, s_getreg, s_setvskip, export, GDS,
-s_sendmsg, wide stores of atomic compare-and-swap. Two different matrix instructions on one accumulator are taken as
-LLVM 22 takes them, without wait states (llvm/llvm-project#218363 is open and asks for some).
+s_sendmsg. Two different matrix instructions on one accumulator are taken as LLVM 22 takes them, without wait states
+(llvm/llvm-project#218363 is open and asks for some).
 
 M0, written by a scalar instruction, needs a wait state before "scratch or global with LDS = 1" (ISA, table 11). The
 table does not name buffer loads with LDS = 1, and AITER's assembly for gfx942 has none before them, so the row is not
@@ -36,14 +36,16 @@ MOST_STATES = 20
 
 # Passes of a matrix instruction, 4 cycles each: CDNA3 and CDNA4 ISA, tables of section 7; LLVM's SISchedule.td. Those
 # of "f8f6f4" are for two matrices of 8 bits.
+_EIGHT_BITS = [f"{a}_{b}" for a in ("fp8", "bf8") for b in ("fp8", "bf8")]
 _PASSES = {
-    **dict.fromkeys(
-        ("16x16x16_f16", "16x16x16_bf16", "16x16x32_f16", "16x16x32_bf16", "16x16x32_fp8_fp8", "16x16x8_xf32"), 4
-    ),
-    **dict.fromkeys(("32x32x8_f16", "32x32x8_bf16", "32x32x16_f16", "32x32x16_bf16", "32x32x16_fp8_fp8"), 8),
+    **dict.fromkeys(("16x16x16_f16", "16x16x16_bf16", "16x16x32_f16", "16x16x32_bf16", "16x16x8_xf32"), 4),
+    **dict.fromkeys((*(f"16x16x32_{kind}" for kind in _EIGHT_BITS), "16x16x32_i8", "16x16x64_i8"), 4),
+    **dict.fromkeys(("32x32x8_f16", "32x32x8_bf16", "32x32x16_f16", "32x32x16_bf16"), 8),
+    **dict.fromkeys((*(f"32x32x16_{kind}" for kind in _EIGHT_BITS), "32x32x16_i8", "32x32x32_i8"), 8),
     **dict.fromkeys(("16x16x4_f32", "16x16x128_f8f6f4", "32x32x4_xf32"), 8),
     **dict.fromkeys(("32x32x2_f32", "32x32x64_f8f6f4"), 16),
 }
+_MATRIX_NAME = re.compile(r"v_mfma_(?:scale_)?[fi]32_(\w+)")
 _TRANSCENDENTAL = re.compile(r"v_(?:exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_(?:legacy_)?f(?:16|32|64)")
 _PERMLANE_SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32")
 _LANE_READS = ("v_readlane_b32", "v_readfirstlane_b32")
@@ -72,8 +74,10 @@ class Facts:
     @cached_property
     def passes(self) -> int:
         """Passes of a matrix instruction. Raises UnknownInstruction."""
-        passes = _PASSES.get(self.name.removeprefix("v_mfma_").removeprefix("scale_").removeprefix("f32_"))
-        if passes is None or "cbsz" in self.instruction.modifiers or "blgp" in self.instruction.modifiers:
+        found = _MATRIX_NAME.fullmatch(self.name)
+        passes = _PASSES.get(found[1]) if found else None
+        # Other numbers than 0 and 1 are of formats with fewer bits, which may take fewer passes.
+        if passes is None or any(self.instruction.number(modifier) > 1 for modifier in ("cbsz", "blgp")):
             raise UnknownInstruction(f"the passes of {self.instruction.text!r}")
         return passes
 

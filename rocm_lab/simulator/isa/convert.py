@@ -7,8 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from rocm_lab.simulator.arrays import F16, F32, I32, U32, Array
+from rocm_lab.simulator.arrays import F16, F32, F64, I16, I32, U16, U32, Array
 from rocm_lab.simulator.isa.vector import VectorOp, builders_of
+
+
+def from_bfloat16(codes: Array) -> Array:
+    """The bits of bfloat16, uint16, to float32."""
+    return (codes.astype(U32) << np.uint32(16)).view(F32)
 
 
 def to_bfloat16(values: Array) -> Array:
@@ -47,6 +52,16 @@ OPS: dict[str, VectorOp] = {
     "v_cvt_f32_i32": VectorOp(F32, (I32,), lambda a: a.astype(F32)),
     "v_cvt_u32_f32": VectorOp(U32, (F32,), _to_integer(U32)),
     "v_cvt_i32_f32": VectorOp(I32, (F32,), _to_integer(I32)),
+    "v_cvt_f64_f32": VectorOp(F64, (F32,), lambda a: a.astype(F64)),
+    "v_cvt_f64_i32": VectorOp(F64, (I32,), lambda a: a.astype(F64)),
+    "v_cvt_f64_u32": VectorOp(F64, (U32,), lambda a: a.astype(F64)),
+    "v_cvt_f32_f64": VectorOp(F32, (F64,), lambda a: a.astype(F32)),
+    "v_cvt_u32_f64": VectorOp(U32, (F64,), _to_integer(U32)),
+    "v_cvt_i32_f64": VectorOp(I32, (F64,), _to_integer(I32)),
+    "v_cvt_u16_f16": VectorOp(U16, (F16,), _to_integer(U16)),
+    "v_cvt_i16_f16": VectorOp(I16, (F16,), _to_integer(I16)),
+    "v_cvt_f16_u16": VectorOp(F16, (U16,), lambda a: a.astype(F16)),
+    "v_cvt_f16_i16": VectorOp(F16, (I16,), lambda a: a.astype(F16)),
     "v_cvt_f16_f32": VectorOp(F16, (F32,), lambda a: a.astype(F16)),
     "v_cvt_f32_f16": VectorOp(F32, (F16,), lambda a: a.astype(F32)),
     "v_cvt_pk_bf16_f32": VectorOp(U32, (F32, F32), _pair(to_bfloat16)),

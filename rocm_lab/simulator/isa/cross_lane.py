@@ -81,6 +81,24 @@ def _gather(context: Context, instruction: Instruction) -> Step:
     return step
 
 
+def _scatter(context: Context, instruction: Instruction) -> Step:
+    """ds_permute_b32: to the lane whose number, times 4, is in the address; of several the last, without any 0."""
+    core = context.core
+    instruction.allow("offset")
+    offset = np.uint32(instruction.number("offset"))
+    sink = VectorSink(core, instruction.operands[0], U32)
+    address, values = (core.vector[vector_register(token).index] for token in instruction.operands[1:])
+
+    def step() -> None:
+        lane = (address + offset) >> np.uint32(2) & np.uint32(63)
+        moved = np.zeros(LANES, np.uint32)
+        for source in np.flatnonzero(core.active):
+            moved[lane[source]] = values[source]
+        sink.write(moved)
+
+    return step
+
+
 def _swizzle(context: Context, instruction: Instruction) -> Step:
     """A fixed pattern in each half of 32 lanes; 0 for an inactive lane."""
     core = context.core
@@ -110,5 +128,6 @@ BUILDERS: dict[str, Builder] = {
     "v_permlane16_swap_b32": _swap,
     "v_permlane32_swap_b32": _swap,
     "ds_bpermute_b32": _gather,
+    "ds_permute_b32": _scatter,
     "ds_swizzle_b32": _swizzle,
 }

@@ -32,6 +32,7 @@ class LanePattern:
 _CONTROLS: dict[str, Callable[[int], tuple[Array, Array]]] = {
     "row_shl": lambda n: (_LANE + n, _IN_ROW + n < 16),
     "row_shr": lambda n: (_LANE - n, n <= _IN_ROW),
+    "wave_shl": lambda n: (_LANE + n, _LANE + n < LANES),
     "row_ror": lambda n: (_ROW + ((_IN_ROW - n) & 15), _EVERYWHERE),
     "row_newbcast": lambda n: (_ROW + n, _EVERYWHERE),
     "row_mirror": lambda n: (_ROW + 15 - _IN_ROW, _EVERYWHERE),

@@ -1,4 +1,4 @@
-"""Conversions between float32 and eight bits; ISA sections 12.8 and 12.10 (VOP1, VOP3), and LLVM's of gfx950.
+"""Conversions between floats and eight bits; ISA sections 12.8 and 12.10 (VOP1, VOP3), and LLVM's of gfx950.
 
 "fp8" has three bits after the first one and "bf8" two. On gfx942 they are the FNUZ formats: the bias is one more, 0x80
 is the only NaN, and there is no infinity and no negative zero. On gfx950 they are those of the Open Compute Project.
@@ -6,17 +6,17 @@ is the only NaN, and there is no infinity and no negative zero. On gfx950 they a
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
-from rocm_lab.simulator.arrays import F32, U16, U32, U64, Array
+from rocm_lab.simulator.arrays import F16, F32, U16, U32, U64, Array
 from rocm_lab.simulator.assembly import Instruction
 from rocm_lab.simulator.faults import UnknownInstruction
-from rocm_lab.simulator.isa.convert import to_bfloat16, to_float16
+from rocm_lab.simulator.isa.convert import from_bfloat16, to_bfloat16, to_float16
 from rocm_lab.simulator.isa.step import Builder, Context, Step
 from rocm_lab.simulator.isa.vector import VectorOp, build
-from rocm_lab.simulator.operands import VectorSink, vector_register, vector_source
+from rocm_lab.simulator.operands import Source, VectorSink, vector_register, vector_source
 
 _FRACTION_BITS = {"fp8": 3, "bf8": 2}
 
@@ -110,12 +110,19 @@ def _scaled(context: Context, instruction: Instruction) -> Step:
     return build(context, instruction, VectorOp(U64 if wide == "f32" else U32, (U16, F32), compute))
 
 
+def _half(read: Source, kind: str, is_high: bool) -> Array:
+    """float32 of a half of each register."""
+    half = (read() >> np.uint32(16 * is_high)).astype(U16)
+    return from_bfloat16(half) if kind == "bf16" else half.view(F16).astype(F32)
+
+
 def _narrow(context: Context, instruction: Instruction) -> Step:
     """Two codes in a half of the destination, which op_sel chooses last; the other half stays.
 
-    A scale, if there is one, divides the numbers by the power of two in its exponent.
+    The numbers are two of float32, or those in the halves of a register. A scale, if there is one, divides them by the
+    power of two in its exponent.
     """
-    core, arch, kind = context.core, context.arch, instruction.name.split("_")[-2]
+    core, arch, (kind, wide) = context.core, context.arch, instruction.name.split("_")[-2:]
     has_scale = _has_scale(context, instruction)
     instruction.allow("op_sel")
     *unchosen, is_high = instruction.bits("op_sel", (0,) * len(instruction.operands))
@@ -123,6 +130,8 @@ def _narrow(context: Context, instruction: Instruction) -> Step:
         raise UnknownInstruction(f"op_sel of {instruction.text!r}")
     destination, *tokens = instruction.operands
     reads = [vector_source(core, token, F32) for token in tokens]
+    if wide != "f32":
+        reads[:1] = [partial(_half, vector_source(core, tokens[0], U32), wide, is_high) for is_high in (False, True)]
     held = core.vector[vector_register(destination).index]
     write = VectorSink(core, destination, U32).write
     shift, kept = np.uint32(16 * is_high), np.uint32(0x0000FFFF if is_high else 0xFFFF0000)
@@ -141,5 +150,6 @@ def _narrow(context: Context, instruction: Instruction) -> Step:
 BUILDERS: dict[str, Builder] = {
     **{f"v_cvt_{form}f32_{kind}": _widen for form in ("", "pk_") for kind in _FRACTION_BITS},
     **{f"v_cvt_{form}pk_{kind}_f32": _narrow for form in ("", "scalef32_") for kind in _FRACTION_BITS},
+    **{f"v_cvt_scalef32_pk_{kind}_{wide}": _narrow for wide in ("f16", "bf16") for kind in _FRACTION_BITS},
     **{f"v_cvt_scalef32_pk_{wide}_{kind}": _scaled for wide in ("f32", "f16", "bf16") for kind in _FRACTION_BITS},
 }

@@ -83,6 +83,19 @@ def _store(context: Context, instruction: Instruction) -> Step:
     return step
 
 
+def _add(context: Context, instruction: Instruction) -> Step:
+    core = context.core
+    instruction.allow("offset")
+    address, values = (core.vector[vector_register(token).index] for token in instruction.operands)
+    offset = instruction.number("offset")
+
+    def step() -> None:
+        if core.any_active:
+            core.lds.add(address.astype(I64)[core.active] + offset, values[core.active], core.wave_number)
+
+    return step
+
+
 def _kind(instruction: Instruction) -> tuple[str, bool]:
     """The type of an access, and whether it accesses the upper half of a register."""
     found = re.fullmatch(r"ds_(?:read|write)2?(?:st64)?_(\w+?)(_d16)?(_d16_hi|_hi)?", instruction.name)
@@ -126,7 +139,11 @@ _STORES = [
     *(f"ds_write2{stride}_{kind}" for stride in ("", "st64") for kind in ("b32", "b64")),
 ]
 
+# Those that are in no order between two barriers, as atomics of global memory.
+ATOMICS = ("ds_add_u32",)
+
 BUILDERS: dict[str, Builder] = {
+    **dict.fromkeys(ATOMICS, _add),
     **dict.fromkeys(_LOADS, _load),
     **dict.fromkeys(_STORES, _store),
     **dict.fromkeys(("ds_read_b64_tr_b16", "ds_read_b64_tr_b8"), _load_transposed),

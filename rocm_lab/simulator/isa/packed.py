@@ -39,6 +39,7 @@ _PAIRS_OF_HALVES: dict[str, tuple[np.dtype[Any], Callable[..., Array]]] = {
     "v_pk_lshrrev_b16": (U16, lambda by, a: a >> (by & np.uint16(15))),
     "v_pk_add_f16": (F16, operator.add),
     "v_pk_mul_f16": (F16, operator.mul),
+    "v_pk_fma_f16": (F16, fma),
     "v_pk_max_f16": (F16, np.fmax),
     "v_pk_min_f16": (F16, np.fmin),
 }
@@ -109,17 +110,18 @@ def _copy_of(read: Source) -> Source:
 
 def _halves(context: Context, instruction: Instruction) -> Step:
     dtype, compute = _PAIRS_OF_HALVES[instruction.name]
-    instruction.allow("op_sel", "op_sel_hi")
+    instruction.allow("op_sel", "op_sel_hi", *(("neg_lo", "neg_hi") if dtype == F16 else ()))
     destination, *tokens = instruction.operands
 
-    def sources(select: str, default: int) -> list[Source]:
+    def sources(select: str, default: int, negate: str) -> list[Source]:
         halves = instruction.bits(select, (default,) * len(tokens))
+        signs = instruction.bits(negate, (0,) * len(tokens))
         return [
-            vector_source(context.core, token, dtype, high=bool(half))
-            for token, half in zip(tokens, halves, strict=True)
+            vector_source(context.core, f"neg({token})" if sign else token, dtype, high=bool(half))
+            for token, half, sign in zip(tokens, halves, signs, strict=True)
         ]
 
-    low, high = sources("op_sel", 0), sources("op_sel_hi", 1)
+    low, high = sources("op_sel", 0, "neg_lo"), sources("op_sel_hi", 1, "neg_hi")
     write = VectorSink(context.core, destination, U32).write
 
     def step() -> None:

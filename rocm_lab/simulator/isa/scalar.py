@@ -65,6 +65,12 @@ def _signed_field(value: int, where: int) -> int:
     return signed(field, width) if width else 0
 
 
+def _first_bit_unlike_the_sign(value: int) -> int:
+    """Counts from the top; -1 if every bit equals the sign."""
+    unlike = signed(value) ^ -(value >> 31)
+    return 32 - unlike.bit_length() if unlike else -1
+
+
 def _shift_add(shift: int) -> _Op:
     return _op32(lambda a, b: (a << shift) + b, scc=lambda r, a, b: (a << shift) + b > _MASK32)
 
@@ -83,6 +89,8 @@ _OPS: dict[str, _Op] = {
     "s_ff1_i32_b32": _op32(lambda a: (a & -a).bit_length() - 1, 1),
     "s_ff1_i32_b64": _Op(32, (64,), lambda a: (a & -a).bit_length() - 1),
     "s_flbit_i32_b32": _op32(lambda a: 32 - a.bit_length() if a else -1, 1),
+    "s_flbit_i32_b64": _Op(32, (64,), lambda a: 64 - a.bit_length() if a else -1),
+    "s_flbit_i32": _op32(_first_bit_unlike_the_sign, 1),
     "s_add_u32": _op32(operator.add, scc=lambda r, a, b: a + b > _MASK32),
     "s_sub_u32": _op32(operator.sub, scc=lambda r, a, b: b > a),
     "s_add_i32": _op32(operator.add, scc=_add_overflows),

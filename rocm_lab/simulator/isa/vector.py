@@ -130,7 +130,7 @@ _SDWA_PARTS = {
 
 def _sdwa_sources(core: Core, instruction: Instruction, op: VectorOp, tokens: list[str]) -> list[Source]:
     """Bytes or halves of 32-bit registers, zero- or sign-extended."""
-    instruction.allow("dst_sel", "dst_unused", "src0_sel", "src1_sel")
+    instruction.allow("clamp", "dst_sel", "dst_unused", "src0_sel", "src1_sel")
     reads = []
     for number, (token, dtype) in enumerate(zip(tokens, op.sources, strict=True)):
         part = instruction.modifiers.get(f"src{number}_sel", "DWORD")
@@ -139,7 +139,7 @@ def _sdwa_sources(core: Core, instruction: Instruction, op: VectorOp, tokens: li
 
 
 def _part_of_register(core: Core, instruction: Instruction, destination: str) -> Callable[[Any], None]:
-    """Writes the low bits of a 32-bit result to a byte or a half; the other bits become 0 or stay."""
+    """Writes the low bits of a result of 16 or 32 bits to a byte or a half; the other bits become 0 or stay."""
     name, number = _SDWA_PARTS[instruction.modifiers["dst_sel"]]
     unused = instruction.modifiers.get("dst_unused")
     if unused not in ("UNUSED_PAD", "UNUSED_PRESERVE"):
@@ -151,9 +151,8 @@ def _part_of_register(core: Core, instruction: Instruction, destination: str) ->
     sink = VectorSink(core, destination, np.dtype(np.uint32)).write
 
     def write(value: Any) -> None:
-        if value.dtype.itemsize != 4:
-            raise UnknownInstruction(f"a part of a result of {value.dtype} in {instruction.text!r}")
-        sink(held & kept | (value.view(np.uint32) & mask) << shift)
+        low = value.view(f"u{value.dtype.itemsize}").astype(np.uint32)
+        sink(held & kept | (low & mask) << shift)
 
     return write
 

@@ -7,16 +7,31 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from fractions import Fraction
 
 import numpy as np
 
-from rocm_lab.simulator.arrays import F16, F32, I16, I32, I64, U16, U32, U64, Array
+from rocm_lab.simulator.arrays import F16, F32, F64, I16, I32, I64, U16, U32, U64, Array
 from rocm_lab.simulator.isa.vector import MASK, VectorOp, builders_of
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
     """a * b + c with one rounding; the product is exact in float64, the sum is rounded there once more."""
-    return (a.astype(np.float64) * b + c).astype(F32)
+    return (a.astype(np.float64) * b + c).astype(c.dtype)
+
+
+def _fma_64(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c with one rounding, lane by lane in fractions."""
+    result: Array = a * b + c  # right where one of them is infinite or NaN, or the sum is zero
+    numbers = np.stack(np.broadcast_arrays(a, b, c), 1)
+    for lane in np.flatnonzero(np.isfinite(numbers).all(1)):
+        first, second, third = (Fraction(value) for value in numbers[lane].tolist())
+        if exact := first * second + third:
+            try:
+                result[lane] = float(exact)
+            except OverflowError:
+                result[lane] = np.inf if exact > 0 else -np.inf
+    return result
 
 
 def _divide_scale(a: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
@@ -30,7 +45,7 @@ def _divide_scale(a: Array, denominator: Array, numerator: Array) -> tuple[Array
 def _divide_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     """The refined quotient, or IEEE's result if one of the three is zero, infinite, NaN or out of normal range."""
     ieee = numerator / denominator
-    tiny = np.finfo(F32).tiny
+    tiny = np.finfo(quotient.dtype).tiny
     is_normal = np.isfinite(quotient) & (np.abs(ieee) >= tiny) & np.isfinite(ieee)
     is_normal &= (np.abs(denominator) >= tiny) & (np.abs(numerator) >= tiny)
     return np.where(is_normal, quotient, ieee)
@@ -51,15 +66,27 @@ def _median(a: Array, b: Array, c: Array) -> Array:
 
 
 def _scale_by_power_of_2(a: Array, exponent: Array) -> Array:
-    return np.ldexp(a, np.clip(exponent, -400, 400)).astype(F32)
+    return np.ldexp(a, np.clip(exponent, -4000, 4000)).astype(a.dtype)
 
 
 def _float(compute: Callable[..., Array], count: int = 2) -> VectorOp:
     return VectorOp(F32, (F32,) * count, compute)
 
 
+def _double(compute: Callable[..., Array], count: int = 2) -> VectorOp:
+    return VectorOp(F64, (F64,) * count, compute)
+
+
 def _reciprocal(a: Array) -> Array:
-    return np.float32(1) / a
+    return a.dtype.type(1) / a
+
+
+def _mantissa(a: Array) -> Array:
+    return np.frexp(a)[0]
+
+
+def _exponent(a: Array) -> Array:
+    return np.where(np.isfinite(a), np.frexp(a)[1], 0).astype(I32)
 
 
 _ARITHMETIC: dict[str, VectorOp] = {
@@ -89,15 +116,42 @@ _ARITHMETIC: dict[str, VectorOp] = {
     "v_floor_f32": _float(np.floor, 1),
     "v_ceil_f32": _float(np.ceil, 1),
     "v_trunc_f32": _float(np.trunc, 1),
+    "v_frexp_mant_f32": _float(_mantissa, 1),
+    "v_frexp_exp_i32_f32": VectorOp(I32, (F32,), _exponent),
     "v_ldexp_f32": VectorOp(F32, (F32, I32), _scale_by_power_of_2),
     "v_div_scale_f32": VectorOp(F32, (F32, F32, F32), _divide_scale, has_mask=True),
     "v_div_fmas_f32": _float(fma, 3),
     "v_div_fixup_f32": _float(_divide_fixup, 3),
+    "v_add_f64": _double(operator.add),
+    "v_mul_f64": _double(operator.mul),
+    "v_fma_f64": _double(_fma_64, 3),
+    "v_fmac_f64": VectorOp(F64, (F64, F64, F64), _fma_64, accumulates=True),
+    "v_max_f64": _double(np.fmax),
+    "v_min_f64": _double(np.fmin),
+    "v_rcp_f64": _double(_reciprocal, 1),
+    "v_rsq_f64": _double(lambda a: 1 / np.sqrt(a), 1),
+    "v_sqrt_f64": _double(np.sqrt, 1),
+    "v_rndne_f64": _double(np.rint, 1),
+    "v_floor_f64": _double(np.floor, 1),
+    "v_ceil_f64": _double(np.ceil, 1),
+    "v_trunc_f64": _double(np.trunc, 1),
+    "v_frexp_mant_f64": _double(_mantissa, 1),
+    "v_frexp_exp_i32_f64": VectorOp(I32, (F64,), _exponent),
+    "v_ldexp_f64": VectorOp(F64, (F64, I32), _scale_by_power_of_2),
+    "v_div_scale_f64": VectorOp(F64, (F64, F64, F64), _divide_scale, has_mask=True),
+    "v_div_fmas_f64": _double(_fma_64, 3),
+    "v_div_fixup_f64": _double(_divide_fixup, 3),
     "v_add_f16": VectorOp(F16, (F16, F16), operator.add),
     "v_sub_f16": VectorOp(F16, (F16, F16), operator.sub),
     "v_mul_f16": VectorOp(F16, (F16, F16), operator.mul),
+    "v_fma_f16": VectorOp(F16, (F16, F16, F16), fma),
+    "v_fmac_f16": VectorOp(F16, (F16, F16, F16), fma, accumulates=True),
     "v_max_f16": VectorOp(F16, (F16, F16), np.fmax),
     "v_min_f16": VectorOp(F16, (F16, F16), np.fmin),
+    "v_max3_f16": VectorOp(F16, (F16, F16, F16), _max3),
+    "v_min3_f16": VectorOp(F16, (F16, F16, F16), _min3),
+    "v_med3_f16": VectorOp(F16, (F16, F16, F16), _median),
+    "v_div_fixup_f16": VectorOp(F16, (F16, F16, F16), _divide_fixup),
 }
 
 
@@ -135,7 +189,7 @@ _FLOAT_CONDITIONS: dict[str, Callable[[Array, Array], Array]] = {
 def _is_of_class(a: Array, classes: Array) -> Array:
     """True if a value is of one of ten classes, a bit each, from signaling NaN to positive infinity."""
     bits = a.view(f"u{a.itemsize}")
-    quiet_bit = 1 << (9 if a.itemsize == 2 else 22)
+    quiet_bit = 1 << {2: 9, 4: 22, 8: 51}[a.itemsize]
     is_nan, is_quiet = np.isnan(a), bits & quiet_bit != 0
     is_infinite, is_zero = np.isinf(a), a == 0
     is_subnormal = ~is_zero & (np.abs(a) < np.finfo(a.dtype).tiny)
@@ -146,16 +200,17 @@ def _is_of_class(a: Array, classes: Array) -> Array:
     return np.logical_or.reduce([which & (classes >> bit & 1 != 0) for bit, which in enumerate(members)])
 
 
-_COMPARED_TYPES = {"i16": I16, "u16": U16, "f16": F16, "i32": I32, "u32": U32, "f32": F32, "i64": I64, "u64": U64}
+_INTEGERS = {"i16": I16, "u16": U16, "i32": I32, "u32": U32, "i64": I64, "u64": U64}
+_FLOATS = {"f16": F16, "f32": F32, "f64": F64}
 
 OPS: dict[str, VectorOp] = {
     **_ARITHMETIC,
-    "v_cmp_class_f16": VectorOp(MASK, (F16, U32), _is_of_class),
-    "v_cmp_class_f32": VectorOp(MASK, (F32, U32), _is_of_class),
+    **{f"v_cmp_class_{type_name}": VectorOp(MASK, (dtype, U32), _is_of_class) for type_name, dtype in _FLOATS.items()},
     **{
         f"v_cmp_{condition}_{type_name}": VectorOp(MASK, (dtype, dtype), compute)
-        for type_name, dtype in _COMPARED_TYPES.items()
-        for condition, compute in (_FLOAT_CONDITIONS if type_name[0] == "f" else _INTEGER_CONDITIONS).items()
+        for types, conditions in ((_INTEGERS, _INTEGER_CONDITIONS), (_FLOATS, _FLOAT_CONDITIONS))
+        for type_name, dtype in types.items()
+        for condition, compute in conditions.items()
     },
 }
 

@@ -43,11 +43,14 @@ def _reverse_bits(a: Array) -> Array:
     return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(U32)[:, 0]
 
 
+def _first_bit(a: Array) -> Array:
+    """Counts from the top; all ones if there is none."""
+    bit_length = np.frexp(a.astype(np.float64))[1]
+    return np.where(a == 0, -1, 32 - bit_length).astype(I32).view(U32)
+
+
 def _first_bit_unlike_the_sign(a: Array) -> Array:
-    """Counts from the top; all ones if every bit equals the sign."""
-    unlike = a ^ (a.view(I32) >> 31).view(U32)
-    bit_length = np.frexp(unlike.astype(np.float64))[1]
-    return np.where(unlike == 0, -1, 32 - bit_length).astype(I32).view(U32)
+    return _first_bit(a ^ (a.view(I32) >> 31).view(U32))
 
 
 def _field(a: Array, offset: Array, width: Array) -> Array:
@@ -119,6 +122,10 @@ def _three_way(truth_table: int, a: Array, b: Array, c: Array) -> Array:
     return result
 
 
+def _subtract_to_zero(a: Array, b: Array) -> Array:
+    return np.where(a > b, a - b, a.dtype.type(0))
+
+
 def _op(compute: Callable[..., Any], *sources: np.dtype[Any]) -> VectorOp:
     return VectorOp(sources[0], sources, compute)
 
@@ -136,6 +143,13 @@ _16_BIT: dict[str, Callable[..., Array]] = {
     "min": np.minimum,
 }
 
+# Of three numbers.
+_OF_THREE: dict[str, Callable[..., Array]] = {
+    "max3": lambda a, b, c: np.maximum(np.maximum(a, b), c),
+    "min3": lambda a, b, c: np.minimum(np.minimum(a, b), c),
+    "med3": lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)),
+}
+
 OPS: dict[str, VectorOp] = {
     "v_mov_b32": _unsigned(lambda a: a, 1),
     "v_mov_b64": _op(lambda a: a, U64),
@@ -145,9 +159,10 @@ OPS: dict[str, VectorOp] = {
     "v_cndmask_b32": _op(lambda a, b, mask: np.where(mask, b, a), U32, U32, MASK),
     "v_not_b32": _unsigned(operator.invert, 1),
     "v_bfrev_b32": _unsigned(_reverse_bits, 1),
+    "v_ffbh_u32": _unsigned(_first_bit, 1),
     "v_ffbh_i32": _unsigned(_first_bit_unlike_the_sign, 1),
     "v_add_u32": _unsigned(operator.add),
-    "v_sub_u32": _unsigned(operator.sub, clamped=lambda a, b: np.where(a > b, a - b, np.uint32(0))),
+    "v_sub_u32": _unsigned(operator.sub, clamped=_subtract_to_zero),
     "v_subrev_u32": _unsigned(_reversed(operator.sub)),
     "v_add3_u32": _unsigned(lambda a, b, c: a + b + c, 3),
     "v_add_lshl_u32": _unsigned(lambda a, b, c: _shift_left(a + b, c), 3),
@@ -190,12 +205,8 @@ OPS: dict[str, VectorOp] = {
     "v_subbrev_co_u32": VectorOp(U32, (U32, U32, MASK), _reversed(_borrow_subtract), has_mask=True),
     "v_max_i32": _op(np.maximum, I32, I32),
     "v_min_i32": _op(np.minimum, I32, I32),
-    "v_max3_i32": _op(lambda a, b, c: np.maximum(np.maximum(a, b), c), I32, I32, I32),
-    "v_min3_i32": _op(lambda a, b, c: np.minimum(np.minimum(a, b), c), I32, I32, I32),
-    "v_max3_u32": _op(lambda a, b, c: np.maximum(np.maximum(a, b), c), U32, U32, U32),
     "v_max_u32": _unsigned(np.maximum),
     "v_min_u32": _unsigned(np.minimum),
-    "v_med3_i32": _op(lambda a, b, c: np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c)), I32, I32, I32),
     "v_bcnt_u32_b32": _unsigned(lambda bits, more: np.bitwise_count(bits).astype(np.uint32) + more),
     "v_mbcnt_lo_u32_b32": _unsigned(_lanes_below(0)),
     "v_mbcnt_hi_u32_b32": _unsigned(_lanes_below(1)),
@@ -204,6 +215,12 @@ OPS: dict[str, VectorOp] = {
         for name, compute in _16_BIT.items()
         for type_name, dtype in (("u16", U16), ("i16", I16))
     },
+    **{
+        f"v_{name}_{type_name}": _op(compute, dtype, dtype, dtype)
+        for name, compute in _OF_THREE.items()
+        for type_name, dtype in (("u16", U16), ("i16", I16), ("u32", U32), ("i32", I32))
+    },
+    "v_sub_u16": VectorOp(U16, (U16, U16), operator.sub, clamped=_subtract_to_zero),
     "v_lshlrev_b16": _op(lambda by, a: a << (by & np.uint16(15)), U16, U16),
     "v_lshrrev_b16": _op(lambda by, a: a >> (by & np.uint16(15)), U16, U16),
     "v_ashrrev_i16": _op(lambda by, a: a >> (by & np.int16(15)), I16, I16),

@@ -81,8 +81,8 @@ def test_what_a_table_holds_after_a_sequences_pages_is_not_read(
     selects: bool, deterministic: bool, device: torch.device
 ) -> None:
     """An engine leaves there what it likes. The second sequence has one page, the first one three."""
-    if selects and deterministic:
-        pytest.skip("no torch kernel selects in deterministic mode")
+    if deterministic and (selects or device.type != "cpu"):
+        pytest.skip("torch's deterministic kernels are for CPUs, and select nothing")
     outs = []
     for rest in (0, -1, 10**6):
         engine, generator = Engine(device), torch.Generator().manual_seed(1)

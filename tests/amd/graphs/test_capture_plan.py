@@ -253,6 +253,10 @@ def test_weights_that_the_runner_cannot_count_are_those_of_the_files_or_given(
         ([], "give --gpu, as mi300x, which says how many tokens fit, or --arch, as gfx942"),
         (["--gpu", "h200", "--arch", "gfx942"], "--gpu h200 is sm_90, and --arch is gfx942; leave --arch out"),
         (["--gpu", "h200", "--gpu-memory-share", "1.5"], "--gpu-memory-share is 1.5; it must be above 0 and at most 1"),
+        (
+            ["--arch", "gfx942", "--gpu-memory-share", "0.5"],
+            "--gpu-memory-share is of a GPU's memory, and there is no --gpu; give it, as mi300x",
+        ),
     ],
 )
 def test_a_gpu_that_is_not_clear_is_refused(
@@ -260,6 +264,12 @@ def test_a_gpu_that_is_not_clear_is_refused(
 ) -> None:
     assert main(["capture-plan", config_file(tmp_path), "--max-batch-size", "1", *arguments]) == BAD_INPUT
     assert capsys.readouterr().err == f"rocm-attn: {complaint}\n"
+
+
+def test_drafts_that_no_tree_holds_are_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["capture-plan", "config.json", "--arch", "gfx942", "--drafts", "8x4,1000x1000"])
+    assert "make 1000000 draft tokens per sequence" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -48,3 +48,23 @@ def _copy_kernel(source_ptr, out_ptr, size, BLOCK: tl.constexpr):
 def launch_copy(source: torch.Tensor, out: torch.Tensor) -> None:
     """out = source, two vectors of one dtype and length."""
     launch(_copy_kernel, (triton.cdiv(out.numel(), 256),), source, out, out.numel(), BLOCK=256)
+
+
+@triton.jit
+def _saying_kernel(source_ptr, out_ptr, ASSERTS: tl.constexpr):
+    value = tl.load(source_ptr)
+    if ASSERTS:
+        tl.device_assert(value > 0, "positive")
+    else:
+        tl.device_print("value", value)
+    tl.store(out_ptr, value)
+
+
+@triton.jit
+def _scaled_product_kernel(a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, out_ptr, SIZE: tl.constexpr, DEPTH: tl.constexpr):
+    row, depth, block = tl.arange(0, SIZE), tl.arange(0, DEPTH), tl.arange(0, DEPTH // 32)
+    a = tl.load(a_ptr + row[:, None] * DEPTH + depth[None, :])
+    b = tl.load(b_ptr + depth[:, None] * SIZE + row[None, :])
+    at = row[:, None] * (DEPTH // 32) + block[None, :]
+    product = tl.dot_scaled(a, tl.load(a_scale_ptr + at), "e4m3", b, tl.load(b_scale_ptr + at), "e4m3")
+    tl.store(out_ptr + row[:, None] * SIZE + row[None, :], product)

@@ -60,6 +60,25 @@ def test_a_byte_of_a_register_is_written_beside_others(unused: str, kept: int) -
     assert set(execute(line, vector=words).vector[2].tolist()) == {kept | 0x67 << 8}
 
 
+def test_a_byte_of_a_register_may_be_a_result_of_16_bits() -> None:
+    words: dict[int, Array | int] = {0: 0xFFFE, 1: 3, 2: 0xABCD12EF}
+    line = "v_max_i16_sdwa v2, v0, v1 dst_sel:BYTE_1 dst_unused:UNUSED_PRESERVE src0_sel:DWORD src1_sel:DWORD"
+    assert set(execute(line, vector=words).vector[2].tolist()) == {0xABCD03EF}
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf8"])
+@pytest.mark.parametrize(("wide", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
+def test_gfx950_narrows_16_bits_by_a_power_of_two(kind: str, wide: str, dtype: torch.dtype) -> None:
+    pairs = torch.randn(64, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    want = pairs.float().to(DTYPES[kind, "gfx950"]).view(torch.uint8).numpy().astype(np.uint32)
+    words: dict[int, Array | int] = {0: (4 * pairs).view(torch.int32)[:, 0].numpy().view(np.uint32), 2: 0xABCD1234}
+    codes = want[:, 0] | want[:, 1] << np.uint32(8)
+    line = f"v_cvt_scalef32_pk_{kind}_{wide} v2, v0, 4.0"
+    np.testing.assert_array_equal(execute(line, vector=words).vector[2], 0xABCD0000 | codes)
+    high = execute(f"{line} op_sel:[0,0,1]", vector=words).vector[2]
+    np.testing.assert_array_equal(high, 0x1234 | codes << np.uint32(16))
+
+
 def roundings(dtype: torch.dtype) -> Tensor:
     """Every finite number, those half way between two, and their neighbours in float32."""
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype).float()

@@ -211,6 +211,15 @@ def test_the_text_of_a_kernel_is_read_whole(arch: str) -> None:
     assert len(assembly.instructions) == len(emitted)
 
 
+def test_the_kernel_is_read_and_not_a_function_before_it() -> None:
+    def code(name: str, line: str) -> str:
+        return f"{name}:\t; @{name}\n\t{line}\n\ts_endpgm\n\t.section\t.rodata\n"
+
+    text = f"{code('helper', 's_nop 0')}{code('kernel', 's_nop 1')}\t.amdhsa_kernel kernel\n\t.end_amdhsa_kernel\n"
+    assembly = parse_assembly(f"{text}\t.amdgpu_metadata\n\t.end_amdgpu_metadata\n")
+    assert (assembly.name, [each.text for each in assembly.instructions]) == ("kernel", ["s_nop 1", "s_endpgm"])
+
+
 def test_operands_and_modifiers_are_reported_apart() -> None:
     read = parse_instruction("v_pk_fma_f32 v[0:1], s[2:3], -v[4:5], |v6| op_sel_hi:[1,0,1] neg_lo:[0,0,1]")
     assert (read.name, read.encoding) == ("v_pk_fma_f32", "")

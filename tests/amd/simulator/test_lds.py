@@ -37,6 +37,30 @@ def test_what_is_written_is_read_back(write: str, read: str, size: int) -> None:
     assert set(core.vector[8 + size // 4].tolist()) == {POISON}
 
 
+def test_waves_add_to_one_word_in_any_order() -> None:
+    core = execute(
+        "ds_write_b32 v0, v1",
+        "ds_add_u32 v2, v3 offset:4",
+        "ds_read_b32 v4, v0",
+        vector={0: LANE * 4, 1: LANE, 2: 0, 3: LANE},
+        exec_mask=0xFF,
+        lds_bytes=64,
+    )
+    assert core.vector[4][:8].tolist() == [0, 1 + sum(range(8)), *range(2, 8)]
+    lds, word, one = Lds(64, POISON), np.array([0]), np.array([1], np.uint32)
+    lds.store(word, np.zeros((1, 4), np.uint8), 0)
+    lds.barrier()
+    for wave in (0, 1, 2):
+        lds.add(word, one, wave)
+    for access in (lambda: lds.load(word, 4, 1), lambda: lds.store(word, np.ones((1, 4), np.uint8), 1)):
+        with pytest.raises(SimulationFault, match="without a barrier"):
+            access()
+    lds.barrier()
+    assert lds.load(word, 4, 1).tolist() == [[3, 0, 0, 0]]
+    with pytest.raises(SimulationFault, match="adds to LDS that another wave reads"):
+        lds.add(word, one, 0)
+
+
 def test_strides_of_two_accesses_are_counted_in_elements() -> None:
     core = execute(
         "ds_write2_b32 v0, v1, v2 offset1:1",

@@ -134,7 +134,11 @@ def test_masked_lanes_of_a_buffer_load_0_and_store_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "result"), [("add", 128), ("or", 32 + 3), ("and", 0), ("umax", 32), ("umin", 3), ("swap", 3), ("xor", 32)]
+    ("name", "result"),
+    [
+        *(("add", 128), ("sub", 2**32 - 64), ("or", 32 + 3), ("and", 0), ("xor", 32), ("swap", 3)),
+        *(("umax", 32), ("umin", 3), ("smax", 32), ("smin", 3)),
+    ],
 )
 def test_atomics_of_all_lanes_take_effect(name: str, result: int) -> None:
     """Half of the lanes apply 3 to one word that holds 32; xor by an even number of lanes leaves it unchanged."""
@@ -155,6 +159,73 @@ def test_atomics_of_all_lanes_take_effect(name: str, result: int) -> None:
         assert memory.tolist() == [7, result, 7]
         assert core.vector[1][:32].tolist() == [3] * 32
         assert int(core.vector[1][32]) == (32 if returns else 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "held", "given", "result"),
+    [
+        ("smin", "<i4", [1], [-2], [-2]),
+        ("umin", "<u4", [1], [2**32 - 2], [1]),
+        ("smax_x2", "<i8", [-5], [-(2**40)], [-5]),
+        ("add_f32", "<f4", [0.5], [0.25], [16.5]),
+        ("add_f64", "<f8", [0.5], [2.0**-40], [0.5 + 2.0**-34]),
+        ("max_f64", "<f8", [0.5], [-1], [0.5]),
+        ("min_f64", "<f8", [0.5], [-1], [-1]),
+        ("pk_add_f16", "<f2", [0.5, 2], [0.25, -1], [16.5, -62]),
+    ],
+)
+def test_atomics_compute_in_their_type(
+    name: str, dtype: str, held: list[float], given: list[float], result: list[float]
+) -> None:
+    memory, words = np.array([*held, *held], dtype), np.array(given, dtype).view(np.uint32)
+    last = f"v[2:{1 + len(words)}]" if len(words) > 1 else "v2"
+    for line in (f"buffer_atomic_{name} {last}, v0, s[0:3], 0 offen", f"global_atomic_{name} v0, {last}, s[0:1]"):
+        changed = memory.copy()
+        execute(
+            line,
+            vector={0: 0, **{2 + index: int(word) for index, word in enumerate(words)}},
+            scalar=descriptor(changed),
+            allocations=[allocation(changed)],
+        )
+        assert changed.tolist() == [*result, *held]
+
+
+def test_sums_of_bfloat16_are_rounded_to_it() -> None:
+    memory = np.array([0x3F80, 0x4380], np.uint16)  # 1 and 256
+    core_memory = allocation(memory)
+    line = "global_atomic_pk_add_bf16 v0, v1, s[0:1]"
+    execute(line, vector={0: 0, 1: 0x3F803F80}, exec_mask=1, scalar=pointer(memory), allocations=[core_memory])
+    assert memory.tolist() == [0x4000, 0x4380]  # 2, and 257 to the nearest even
+
+
+def test_a_compare_and_swap_stores_where_the_value_is_the_one_to_compare_with() -> None:
+    """One word: lane after lane swaps its number in for that of the lane before, but for lanes 3 and later."""
+    for line in (
+        "buffer_atomic_cmpswap v[2:3], v0, s[0:3], 0 offen sc0",
+        "global_atomic_cmpswap v2, v0, v[2:3], s[0:1] sc0",
+        "global_atomic_cmpswap v0, v[2:3], s[0:1]",
+    ):
+        memory = np.array([100, 7], np.uint32)
+        compared = np.where(LANE == 0, 100, np.where(LANE < 3, LANE - 1, 99)).astype(np.uint32)
+        vector: dict[int, Array | int] = {0: 0, 2: LANE, 3: compared}
+        core = execute(line, vector=vector, scalar=descriptor(memory), allocations=[allocation(memory)])
+        assert memory.tolist() == [2, 7]
+        assert core.vector[3].tolist() == compared.tolist()
+        if "sc0" in line:
+            assert core.vector[2].tolist() == [100, 0, 1, *[2] * 61]
+
+
+def test_a_compare_and_swap_of_two_words_compares_both() -> None:
+    memory = np.array([5, 6], np.uint32)
+    for high, result in ((7, [5, 6]), (6, [1, 2])):
+        execute(
+            "global_atomic_cmpswap_x2 v0, v[2:5], s[0:1]",
+            vector={0: 0, 2: 1, 3: 2, 4: 5, 5: high},
+            exec_mask=1,
+            scalar=pointer(memory),
+            allocations=[allocation(memory)],
+        )
+        assert memory.tolist() == result
 
 
 def test_an_atomic_swap_of_two_words_gives_both_that_were_there() -> None:

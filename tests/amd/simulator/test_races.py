@@ -100,6 +100,9 @@ CODES = {
         f"ds_write_b32 v1, v0\nds_read_b32 v3, v1\n! s_waitcnt lgkmcnt(0)\n! s_barrier\n{_OTHER}\nds_write_b32 v2, v0"),
     "LDS: a store after a store": Code(
         f"{_OTHER}\nds_write_b32 v1, v0\n! s_waitcnt lgkmcnt(0)\n! s_barrier\nds_write_b32 v2, v0"),
+    "LDS: sums of all waves": Code(
+        "v_mov_b32_e32 v2, 0\nds_write_b32 v1, v2\n! s_waitcnt lgkmcnt(0)\n! s_barrier\nds_add_u32 v2, v0\n"
+        "! s_waitcnt  lgkmcnt(0)\n! s_barrier \nds_read_b32 v3, v2"),
     "LDS: a load into it": Code(
         f"{_OTHER}\ns_lshl_b32 s8, s7, 8\ns_mov_b32 m0, s8\nglobal_load_lds_dword v1, s[4:5]\n! s_waitcnt vmcnt(0)\n"
         "! s_barrier\nds_read_b32 v3, v2"),
@@ -117,12 +120,22 @@ CODES = {
         programs=3),
     "memory: waves of a program": Code(
         f"{_OTHER}\nglobal_store_dword v1, v0, s[4:5]\n! s_barrier\nglobal_load_dword v3, v2, s[4:5]"),
+    "memory: a count that one wave clears before all add to it": Code(
+        "v_mov_b32_e32 v2, 0\ns_cmp_lg_u32 s7, 0\ns_cbranch_scc1 add\nglobal_store_dword v2, v2, s[4:5]\nadd:\n"
+        "! s_barrier\nglobal_atomic_add v2, v0, s[4:5]"),
+    "memory: a count that one wave loads before all add to it": Code(
+        "v_mov_b32_e32 v2, 0\ns_cmp_lg_u32 s7, 0\ns_cbranch_scc1 add\nglobal_load_dword v3, v2, s[4:5]\nadd:\n"
+        "! s_barrier\nglobal_atomic_add v2, v0, s[4:5]"),
     "memory: the last program loads what all have stored": Code(_COUNTED, programs=3),
 }  # fmt: skip
 HARMLESS = {
     "two waves store the same to LDS": "v_and_b32_e32 v2, 63, v0\nv_lshlrev_b32_e32 v2, 2, v2\nds_write_b32 v2, v2",
     "two waves load the same": "v_mov_b32_e32 v2, 0\nglobal_load_dword v3, v2, s[4:5]",
     "atomics": "v_mov_b32_e32 v2, 0\nglobal_atomic_or v2, v0, s[4:5]",
+    "a load whose value is compared before the swap": (
+        "v_mov_b32_e32 v4, 0\nglobal_load_dword v3, v4, s[4:5]\ns_waitcnt vmcnt(0)\nv_add_u32_e32 v2, v3, v0\n"
+        "global_atomic_cmpswap v2, v4, v[2:3], s[4:5] sc0"
+    ),
     "neighbouring bytes": "global_store_byte v0, v0, s[4:5]",
 }
 
@@ -145,6 +158,12 @@ def test_what_gives_the_same_in_any_order_is_no_race(lines: str) -> None:
 def test_a_plain_load_races_with_an_atomic() -> None:
     lines = "v_mov_b32_e32 v2, 0\nglobal_atomic_add v2, v0, s[4:5]\nglobal_load_dword v3, v2, s[4:5]"
     assert races_of(Code(lines).without(), 1, 0)
+
+
+def test_a_load_of_other_words_than_those_that_are_compared_races() -> None:
+    lines = "v_mov_b32_e32 v4, 0\nglobal_load_dwordx2 v[8:9], v4, s[4:5]\nglobal_load_dword v3, v1, s[4:5]\n"
+    lines += "s_waitcnt vmcnt(0)\nv_add_u32_e32 v2, v8, v0\nv_mov_b32_e32 v3, v8\n"
+    assert races_of(Code(f"{lines}global_atomic_cmpswap v2, v4, v[2:3], s[4:5] sc0").without(), 1, 0)
 
 
 def test_a_release_for_the_waves_of_a_program_is_none_for_other_programs() -> None:

@@ -68,6 +68,9 @@ def test_32_bit_arithmetic(name: str, a: int, b: int, result: int, scc: int | No
         ("s_ff1_i32_b32", 0, MINUS_1, None),
         ("s_flbit_i32_b32", 0x50, 25, None),
         ("s_flbit_i32_b32", 0, MINUS_1, None),
+        ("s_flbit_i32", 0x50, 25, None),
+        ("s_flbit_i32", MINUS_1 - 0x50, 25, None),
+        ("s_flbit_i32", MINUS_1, MINUS_1, None),
         ("s_mov_b32", 9, 9, None),
     ],
 )
@@ -92,6 +95,7 @@ def test_instructions_with_one_source(name: str, a: int, result: int, scc: int |
         ("s_ashr_i64 s[4:5], -16, 3", ALL_LANES - 1),
         ("s_bcnt1_i32_b64 s4, s[0:1]", POISON << 32 | (0x1_2345_6789).bit_count()),
         ("s_ff1_i32_b64 s4, s[0:1]", POISON << 32),
+        ("s_flbit_i32_b64 s4, s[0:1]", POISON << 32 | 31),
     ],
 )
 def test_64_bit_arithmetic(line: str, result: int) -> None:

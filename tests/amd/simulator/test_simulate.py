@@ -14,11 +14,11 @@ import torch
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadTensor
 from rocm_lab.simulator import report
-from rocm_lab.simulator.faults import SimulationFault
+from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 from rocm_lab.simulator.launcher import ARCHS
 from rocm_lab.simulator.simulate import simulate
 from rocm_lab.waits.check import Fault, Verdict, Word
-from tests.amd.offline.small_kernels import _copy_kernel, number_kernel
+from tests.amd.offline.small_kernels import _copy_kernel, _saying_kernel, _scaled_product_kernel, number_kernel
 
 SCRIPT = """\
 import torch
@@ -103,6 +103,31 @@ def test_arrays_that_no_kernel_can_write_are_refused() -> None:
         simulate(_copy_kernel, 1, [source, torch.empty(100), 100], BLOCK=128)
     with pytest.raises(BadTensor, match=r"an array of <U1 cannot be a tensor \(.*; give a tensor of torch"):
         simulate(_copy_kernel, 1, [np.array(["a"]), torch.empty(100), 100], BLOCK=128)
+    with pytest.raises(BadTensor, match="an array of complex128 has no type of Triton's"):
+        simulate(_copy_kernel, 1, [np.zeros(100, complex), torch.empty(100), 100], BLOCK=128)
+
+
+def test_prints_of_kernels_are_refused_and_assertions_that_hold_are_not() -> None:
+    source, out = torch.ones(1), torch.empty(1)
+    with pytest.raises(UnknownInstruction, match="_saying_kernel: it prints, which the host does: leave prints out"):
+        simulate(_saying_kernel, 1, [source, out], ASSERTS=False)
+    simulate(_saying_kernel, 1, [source, out], ASSERTS=True, debug=True)
+    assert out == 1
+    with pytest.raises(UnknownInstruction, match="s_getpc"):
+        simulate(_saying_kernel, 1, [-source, out], ASSERTS=True, debug=True)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("size", [16, 32])
+def test_scaled_products_are_those_of_their_blocks(arch: str, size: int) -> None:
+    generator, depth = torch.Generator().manual_seed(0), 256
+    a, b = (torch.randn(shape, generator=generator).to(torch.float8_e4m3fn) for shape in ((size, depth), (depth, size)))
+    scales = torch.randint(120, 135, (2, size, depth // 32), generator=generator, dtype=torch.uint8)
+    out, of_k = torch.empty(size, size), (2.0 ** (scales.double() - 127)).repeat_interleave(32, 2)
+    given = [a.view(torch.uint8), b.view(torch.uint8), scales[0].clone(), scales[1].clone(), out]
+    simulate(_scaled_product_kernel, 1, given, arch, SIZE=size, DEPTH=depth, num_warps=4)
+    want = (a.double() * of_k[0]) @ (b.double() * of_k[1].T)
+    torch.testing.assert_close(out.double(), want, atol=0.02 * float(want.abs().max()), rtol=0.02)
 
 
 def test_a_script_is_run_and_each_kernel_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,7 @@ def test_a_select_of_parts_still_reads_its_mask() -> None:
 DPP_SOURCES: dict[str, Callable[[int], int | None]] = {
     "row_shl:3": lambda lane: lane + 3 if lane % 16 + 3 < 16 else None,
     "row_shr:4": lambda lane: lane - 4 if lane % 16 >= 4 else None,
+    "wave_shl:1": lambda lane: lane + 1 if lane < 63 else None,
     "row_ror:8": lambda lane: lane ^ 8,
     "quad_perm:[1,0,3,2]": lambda lane: lane ^ 1,
     "row_half_mirror": lambda lane: lane // 8 * 8 + 7 - lane % 8,
@@ -127,6 +128,15 @@ def test_values_travel_between_lanes_and_scalars() -> None:
     )
     assert (int(core.scalar[0]), int(core.scalar[1])) == (12, 27)
     assert core.vector[1].tolist() == [0, 0, 27] + [0] * 61
+
+
+def test_a_permutation_gives_a_lane_the_last_value_that_was_sent_to_it() -> None:
+    to = np.where(LANE < 4, 60, LANE - 4).astype(np.uint32)
+    core = execute("ds_permute_b32 v2, v0, v1", vector={0: to * 4, 1: LANE + 100, 2: 7}, exec_mask=ALL_LANES ^ 1 << 5)
+    # Lane 5, which is not active, sends nothing to lane 1, and receives nothing.
+    want = [LANE[lane] + 104 for lane in range(60)] + [103, 0, 0, 0]
+    want[1], want[5] = 0, 7
+    assert core.vector[2].tolist() == want
 
 
 def test_bpermute_gathers_and_gives_0_for_inactive_lanes() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.core import Core
 from rocm_lab.simulator.snippet import ALL_LANES, LANE, bits, execute, floats
 
 MINUS_1 = (1 << 32) - 1
@@ -37,7 +38,7 @@ def test_fma_rounds_once() -> None:
 OPERATORS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 
 
-@pytest.mark.parametrize("kind", ["i16", "u16", "f16", "i32", "u32", "f32", "i64", "u64"])
+@pytest.mark.parametrize("kind", ["i16", "u16", "f16", "i32", "u32", "f32", "i64", "u64", "f64"])
 def test_every_comparison(kind: str) -> None:
     """Against Python's, for the conditions and their negations, which hold with NaN."""
     width, is_float = int(kind[1:]), kind[0] == "f"
@@ -58,28 +59,91 @@ def test_every_comparison(kind: str) -> None:
                 assert core.read_pair(0) == (ALL_LANES if holds else 0), (name, a, b)
 
 
-# In the order of the class mask's bits: a value of each class, as bits of a half and of a float.
+# In the order of the class mask's bits: a value of each class, as bits of a half, a float, and a double's upper half.
 CLASSES = {
-    "signaling NaN": (0x7C01, 0x7F800001),
-    "quiet NaN": (0x7E00, 0xFFC00000),
-    "-inf": (0xFC00, 0xFF800000),
-    "-normal": (0xFBFF, 0xFF7FFFFF),
-    "-subnormal": (0x83FF, 0x807FFFFF),
-    "-0": (0x8000, 0x80000000),
-    "+0": (0, 0),
-    "+subnormal": (1, 1),
-    "+normal": (0x0400, 0x00800000),
-    "+inf": (0x7C00, 0x7F800000),
+    "signaling NaN": (0x7C01, 0x7F800001, 0x7FF00001),
+    "quiet NaN": (0x7E00, 0xFFC00000, 0xFFF80000),
+    "-inf": (0xFC00, 0xFF800000, 0xFFF00000),
+    "-normal": (0xFBFF, 0xFF7FFFFF, 0xFFEFFFFF),
+    "-subnormal": (0x83FF, 0x807FFFFF, 0x800FFFFF),
+    "-0": (0x8000, 0x80000000, 0x80000000),
+    "+0": (0, 0, 0),
+    "+subnormal": (1, 1, 1),
+    "+normal": (0x0400, 0x00800000, 0x00100000),
+    "+inf": (0x7C00, 0x7F800000, 0x7FF00000),
 }
 
 
-@pytest.mark.parametrize(("kind", "at"), [("f16", 0), ("f32", 1)])
+@pytest.mark.parametrize(("kind", "at"), [("f16", 0), ("f32", 1), ("f64", 2)])
 def test_a_value_is_of_one_class(kind: str, at: int) -> None:
     for name, words in CLASSES.items():
         for bit, other in enumerate(CLASSES):
             for mask, expected in ((1 << bit, name == other), (0x3FF ^ 1 << bit, name != other)):
-                core = execute(f"v_cmp_class_{kind}_e64 s[0:1], v0, v1", vector={0: words[at], 1: mask})
+                vector = {0: 0, 1: words[at], 2: mask}
+                core = execute(f"v_cmp_class_{kind}_e64 s[0:1], {'v[0:1]' if at == 2 else 'v1'}, v2", vector=vector)
                 assert core.read_pair(0) == (ALL_LANES if expected else 0), (name, other)
+
+
+def doubles(core: Core, index: int) -> list[float]:
+    """The doubles of two registers."""
+    low, high = core.vector[index].astype(np.uint64), core.vector[index + 1].astype(np.uint64)
+    return (low | high << np.uint64(32)).view(np.float64).tolist()
+
+
+def words_of(*values: float) -> dict[int, int]:
+    """Doubles in registers from 0 on, two each."""
+    return {index: int(word) for index, word in enumerate(np.array(values).view(np.uint32))}
+
+
+def test_fma_of_doubles_rounds_once() -> None:
+    a, b = 1 + 2.0**-52, 1 - 2.0**-52
+    core = execute(
+        "v_fma_f64 v[6:7], v[0:1], v[2:3], -1.0",
+        "v_fmac_f64_e32 v[4:5], v[0:1], v[2:3]",
+        "v_fma_f64 v[8:9], v[12:13], 0, 1.0",
+        "v_fma_f64 v[10:11], v[14:15], 2.0, -v[14:15]",
+        "v_fma_f64 v[16:17], v[14:15], 2.0, v[14:15]",
+        vector={**words_of(a, b, -1.0), 12: 0, 13: 0x7FF00000, 14: 0, 15: 0x7FE00000},
+    )
+    assert {*doubles(core, 6), *doubles(core, 4)} == {-(2.0**-104)}
+    assert all(math.isnan(value) for value in doubles(core, 8))
+    assert (doubles(core, 10)[0], doubles(core, 16)[0]) == (2.0**1023, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("line", "result"),
+    [
+        ("v_add_f64 v[4:5], v[0:1], |v[2:3]|", 14.5),
+        ("v_add_f64 v[4:5], v[0:1], -|v[2:3]|", -9.5),
+        ("v_mul_f64 v[4:5], v[0:1], 0x40080000", 7.5),
+        ("v_max_f64 v[4:5], v[0:1], v[2:3]", 2.5),
+        ("v_min_f64 v[4:5], v[0:1], v[2:3]", -12.0),
+        ("v_rcp_f64_e32 v[4:5], v[0:1]", 0.4),
+        ("v_trunc_f64_e64 v[4:5], -v[0:1]", -2.0),
+        ("v_floor_f64_e64 v[4:5], -v[0:1]", -3.0),
+        ("v_ceil_f64_e32 v[4:5], v[0:1]", 3.0),
+        ("v_rndne_f64_e32 v[4:5], v[0:1]", 2.0),
+        ("v_frexp_mant_f64_e32 v[4:5], v[2:3]", -0.75),
+        ("v_ldexp_f64 v[4:5], v[0:1], -2", 0.625),
+        ("v_cvt_f64_i32_e32 v[4:5], v6", -7.0),
+        ("v_cvt_f64_u32_e32 v[4:5], v6", 2.0**32 - 7),
+        ("v_cvt_f64_f32_e32 v[4:5], 0.5", 0.5),
+    ],
+)
+def test_arithmetic_of_doubles(line: str, result: float) -> None:
+    core = execute(line, vector={**words_of(2.5, -12.0), 6: -7 & 0xFFFFFFFF})
+    assert set(doubles(core, 4)) == {result}
+
+
+def test_doubles_are_narrowed() -> None:
+    core = execute(
+        "v_cvt_f32_f64_e32 v4, v[0:1]",
+        "v_cvt_i32_f64_e32 v5, v[2:3]",
+        "v_cvt_u32_f64_e32 v6, v[2:3]",
+        "v_frexp_exp_i32_f64_e32 v7, v[2:3]",
+        vector=words_of(1 + 2.0**-30, -12.75),
+    )
+    assert [int(core.vector[index][0]) for index in (4, 5, 6, 7)] == [bits(1.0), -12 & 0xFFFFFFFF, 0, 4]
 
 
 def test_fma_with_a_literal() -> None:
@@ -103,6 +167,48 @@ def test_half_precision_arithmetic_rounds_as_torch_does(name: str) -> None:
     names = {"max": "maximum", "min": "minimum"}
     expected = getattr(torch, names.get(name, name))(a, b).view(torch.int16).numpy().view(np.uint16)
     assert (core.vector[2] == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "sources", "result"),
+    [
+        ("max3", (1, -2, math.nan), 1),
+        ("min3", (1, -2, 3), -2),
+        ("med3", (1, -2, 3), 1),
+        ("med3", (math.nan, -2, 3), -2),
+        ("div_fixup", (0.375, 8, 3), 0.375),
+        ("div_fixup", (math.nan, 0, -3), -math.inf),
+        ("div_fixup", (math.nan, math.inf, 3), 0),
+        ("div_fixup", (7, 2.0**15, 1), 2.0**-15),
+    ],
+)
+def test_half_precision_of_three(name: str, sources: tuple[float, ...], result: float) -> None:
+    vector = {index: int(np.float16(value).view(np.uint16)) for index, value in enumerate(sources)}
+    core = execute(f"v_{name}_f16 v3, v0, v1, v2", vector=vector)
+    assert core.vector[3][:1].view(np.float16)[0] == result
+
+
+def test_half_precision_fma_rounds_once() -> None:
+    """(1 + 2 ** -10) ** 2 - 1 is 2 ** -9 + 2 ** -20; rounded twice, the last part is lost."""
+    factor, one = 0x3C01, 0x3C00
+    exact = int(np.float16(2**-9 + 2**-20).view(np.uint16))
+    both, ones = factor | factor << 16, one | one << 16
+    vector = {0: both, 1: ones, 2: ones | 0x80008000}
+    core = execute(
+        "v_fma_f16 v3, v0, v0, -v1",
+        "v_fmac_f16_e32 v2, v0, v0",
+        "v_pk_fma_f16 v4, v0, v0, v1 neg_lo:[0,0,1] neg_hi:[0,0,1]",
+        "v_pk_add_f16 v5, v0, v1 neg_lo:[0,1] neg_hi:[1,0]",
+        "v_pk_mul_f16 v6, v1, 2.0 op_sel_hi:[1,0] neg_lo:[0,1]",
+        vector=vector,
+    )
+    assert [int(core.vector[index][0]) for index in (3, 2)] == [exact, exact]
+    tiny = int(np.float16(2**-10).view(np.uint16))
+    assert [int(core.vector[index][0]) for index in (4, 5, 6)] == [
+        exact | exact << 16,
+        tiny | (tiny | 0x8000) << 16,
+        0xC000 | 0x4000 << 16,
+    ]
 
 
 def test_fmac_adds_to_its_destination() -> None:

@@ -65,6 +65,12 @@ def random_words() -> Array:
         ("v_max3_u32", [MINUS_1, 9, 3], MINUS_1),
         ("v_bcnt_u32_b32", [0xF0F00001, 5], 14),
         ("v_min3_i32", [3, 9, MINUS_1], MINUS_1),
+        ("v_min3_u32", [3, 9, MINUS_1], 3),
+        ("v_max3_i16", [0xFFFF, 9, 3], 9),
+        ("v_min3_u16", [0xFFFF, 9, 3], 3),
+        ("v_med3_i16", [0xFFFF, 9, 3], 3),
+        ("v_ffbh_u32", [0x00800001], 8),
+        ("v_ffbh_u32", [0], MINUS_1),
         ("v_max_u32", [MINUS_1, 3], MINUS_1),
         ("v_min_u32", [MINUS_1, 3], 3),
         ("v_med3_i32", [MINUS_1, 0, 9], 0),
@@ -96,12 +102,29 @@ def random_words() -> Array:
         ("v_cvt_u32_f32", [bits(1e20)], MINUS_1),
         ("v_cvt_u32_f32", [bits(math.nan)], 0),
         ("v_cvt_i32_f32", [bits(-3.7)], MINUS_1 - 2),
+        ("v_cvt_i16_f16", [0xC380], 0xFFFD),  # -3.75
+        ("v_cvt_i16_f16", [0x7C00], 0x7FFF),  # infinity
+        ("v_cvt_f16_i16", [0xFFFD], 0xC200),  # -3
+        ("v_cvt_f16_u16", [0xFFFF], 0x7C00),
+        ("v_cvt_u16_f16", [0xC380], 0),
+        ("v_frexp_exp_i32_f32", [bits(-12.0)], 4),
+        ("v_frexp_exp_i32_f32", [bits(math.inf)], 0),
+        ("v_frexp_mant_f32", [bits(-12.0)], bits(-0.75)),
+        ("v_frexp_mant_f32", [bits(math.inf)], bits(math.inf)),
     ],
 )
 def test_arithmetic_of_a_lane(name: str, sources: list[int], result: int) -> None:
     tokens = ", ".join(f"v{index}" for index in range(len(sources)))
     core = execute(f"{name}_e64 v9, {tokens}", vector=dict(enumerate(sources)))
     assert set(core.vector[9].tolist()) == {result}
+
+
+def test_a_difference_of_16_bits_stops_at_zero_if_it_is_clamped() -> None:
+    sdwa = "v_sub_u16_sdwa v3, v0, v1 clamp dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:DWORD"
+    vector: dict[int, Array | int] = {0: np.arange(64, dtype=np.uint32), 1: 9}
+    core = execute("v_sub_u16_e64 v2, v0, v1 clamp", sdwa, vector=vector)
+    for index in (2, 3):
+        assert core.vector[index].tolist() == [max(lane - 9, 0) for lane in range(64)]
 
 
 @pytest.mark.parametrize("truth_table", [0x00, 0xFF, 0xF8, 0x96, 0xCA])

@@ -102,6 +102,10 @@ MEMORY = {
         "global_atomic_add v1, v0, v2, s[0:1] sc0\nWAIT\nv_mov_b32_e32 v3, v1",
         "s_waitcnt vmcnt(0)", "s_waitcnt vmcnt(1)", "global_atomic", "v_mov",
     ),
+    "a value that a compare-and-swap returns": Rule(
+        "buffer_atomic_cmpswap v[2:3], v0, s[0:3], 0 offen sc0\nv_mov_b32_e32 v4, v3\nWAIT\nv_mov_b32_e32 v4, v2",
+        "s_waitcnt vmcnt(0)", "s_waitcnt vmcnt(1)", "buffer_atomic", "v_mov_b32_e32 v4, v2",
+    ),
     "a register that is read from LDS is a matrix operand": Rule(
         "ds_read_b64 v[2:3], v0\nds_read_b64 v[4:5], v0\nWAIT\nv_mfma_f32_16x16x16_f16 v[8:11], v[2:3], v[2:3], 0",
         "s_waitcnt lgkmcnt(1)", "s_waitcnt lgkmcnt(2)", "ds_read_b64 v[2:3]", "v_mfma",
@@ -123,6 +127,10 @@ MEMORY = {
         "s_waitcnt lgkmcnt(0)", "s_waitcnt lgkmcnt(1)", "s_load", "s_cbranch",
     ),
     "a permuted value": Rule(
+        "ds_permute_b32 v1, v0, v2\nWAIT\nv_mov_b32_e32 v3, v1",
+        "s_waitcnt lgkmcnt(0)", "s_waitcnt vmcnt(0)", "ds_permute", "v_mov",
+    ),
+    "a gathered value": Rule(
         "ds_bpermute_b32 v1, v0, v2\nWAIT\nv_mov_b32_e32 v3, v1",
         "s_waitcnt lgkmcnt(0)", "s_waitcnt vmcnt(0)", "ds_bpermute", "v_mov",
     ),
@@ -209,6 +217,16 @@ HAZARDS = {
     "part of a register": _matrix(
         "v_add_u32_sdwa v1, v2, v3 dst_sel:BYTE_1 dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:DWORD\n"
         "WAIT\nv_mov_b32_e32 v4, v1", 1, "v_add", "v_mov"
+    ),
+    "matrix of bytes": _matrix(
+        "v_mfma_i32_32x32x16_i8 v[16:31], v[0:1], v[2:3], 0\nWAIT\nv_mov_b32_e32 v4, v16", 11, "v_mfma", "v_mov", CDNA3
+    ),
+    "matrix of BF8 of CDNA 4": _matrix(
+        "v_mfma_f32_16x16x128_f8f6f4 v[16:19], v[0:7], v[8:15], 0 cbsz:1 blgp:1\nWAIT\nv_mov_b32_e32 v4, v16",
+        12, "v_mfma", "v_mov", CDNA4,
+    ),
+    "data of a wide compare-and-swap": _matrix(
+        "global_atomic_cmpswap_x2 v0, v[4:7], s[0:1]\nWAIT\nv_mov_b32_e32 v7, 0", 2, "global_atomic", "v_mov"
     ),
     "data of a wide store": _matrix(
         "global_store_dwordx4 v0, v[4:7], s[0:1]\nWAIT\nv_mov_b32_e32 v7, 0", 2, "global_store", "v_mov"

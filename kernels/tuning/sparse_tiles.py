@@ -157,9 +157,15 @@ def selected_tiles(
 CDNA_MOST_KEYS = 2048
 
 
-def cdna_selected_tiles(num_heads: int) -> SelectedTiles:
-    """The tiles of CDNA's own kernel: the first of its latent decode's that hold all heads, or the last."""
-    of = next((each for each in CDNA_LATENT_TILES if num_heads <= each.query_rows), CDNA_LATENT_TILES[-1])
+def cdna_selected_tiles(arch: str, num_heads: int, *, is_record: bool) -> SelectedTiles:
+    """The tiles of CDNA's own kernel: the first of its latent decode's that hold all heads, or the last.
+
+    Waves share records, for however few heads. With 64 heads they take more LDS than a compute unit of CDNA 3 has.
+    """
+    tiles = CDNA_LATENT_TILES
+    if is_record:
+        tiles = tiles[1:2] if arch == "gfx942" else tiles[1:]
+    of = next((each for each in tiles if num_heads <= each.query_rows), tiles[-1])
     return SelectedTiles(of.query_rows, of.key_block, of.num_warps, of.num_stages, of.programs_per_cu)
 
 

@@ -237,7 +237,8 @@ def _hopper(problem: Problem, target: Target, keys: int) -> HopperSelected:
 
 
 def _bind_cdna_selected(problem: Problem, target: Target, pool: PoolSize) -> CdnaSelected:
-    tiles = cdna_selected_tiles(problem.gqa_ratio)
+    is_record = problem.page_format.record is not None
+    tiles = cdna_selected_tiles(target.arch, problem.gqa_ratio, is_record=is_record)
     programs = target.compute_units * tiles.programs_per_cu
     return CdnaSelected(problem, _keys(problem), tiles, programs, target.arch)
 

@@ -37,7 +37,7 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
 def run_cdna_selected(arch: str, problem: SelectedProblem, programs: int) -> None:
     """Attends, with scratch memory of NaN."""
     args = problem.args
-    tiles = cdna_selected_tiles(args.heads[1])
+    tiles = cdna_selected_tiles(arch, args.heads[1], is_record=args.pages.record is not None)
     cut = selected_cut(len(args.q), args.selection.width, heads=args.heads, tiles=tiles, programs=programs)
     words = cut.words(len(args.q), args.out.shape[2])
     given = args._replace(workspace=torch.full((words,), float("nan"), device=args.q.device))

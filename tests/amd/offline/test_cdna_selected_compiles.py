@@ -76,7 +76,7 @@ def test_it_fits_and_its_waits_are_proved(name: str, programs: int, arch: str) -
 )
 def test_a_key_takes_few_more_clocks_than_in_latent_decode(heads: int, arch: str) -> None:
     """Widths are those of published models: slots of a whole selection are in LDS."""
-    tiles = cdna_selected_tiles(heads)
+    tiles = cdna_selected_tiles(arch, heads, is_record=False)
     keys = tiles.key_block * tiles.num_stages
     case = replace(CASES["4_tiles"], heads=(heads, 1), width=2048)
     ours = _clocks_of_key(_compiled(arch, case, 1), arch, keys)

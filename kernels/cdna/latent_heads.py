@@ -254,28 +254,28 @@ def _load_keys(rows, pages, block, G: gl.constexpr):
 
 @gluon.jit
 def _scale_slots(rows, block, G: gl.constexpr):
-    """The slots of the keys whose scales lanes load, [KEYS]; None if rows are no records."""
-    slots = None
+    """The slots of the keys whose scales lanes load, ([KEYS],); () if rows are no records."""
+    slots = ()
     if has_records(G):
-        slots = of_block(rows.slots, rows, block).load(gl.SliceLayout(1, scale_words()))
+        slots = (of_block(rows.slots, rows, block).load(gl.SliceLayout(1, scale_words())),)
     return slots
 
 
 @gluon.jit
 def _load_scales(rows, slots, G: gl.constexpr):
-    """The scales of a block, [KEYS, WAVES]; None if rows are no records."""
-    scales = None
+    """The scales of a block, ([KEYS, WAVES],); () if rows are no records."""
+    scales = ()
     if has_records(G):
         place = gl.arange(0, WAVES, layout=gl.SliceLayout(0, scale_words()))
         word = V_DIM // 4 + (place % 2 * 2 + place // 2)
-        scales = gl.load(rows_of_slots(rows, slots)[:, None] + word[None, :]).to(gl.float32, bitcast=True)
+        scales = (gl.load(rows_of_slots(rows, slots[0])[:, None] + word[None, :]).to(gl.float32, bitcast=True),)
     return scales
 
 
 @gluon.jit
 def _store_scales(lds, scales, block, G: gl.constexpr):
     if has_records(G):
-        lds.scales.index(block % 2).reshape([WAVES, KEYS]).permute((1, 0)).store(scales)
+        lds.scales.index(block % 2).reshape([WAVES, KEYS]).permute((1, 0)).store(scales[0])
 
 
 @gluon.jit

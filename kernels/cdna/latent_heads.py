@@ -513,8 +513,8 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         if not G.LISTED:
             v_pages = _value_pages(rows, block + 1, G)
         scale_slots = _scale_slots(rows, block + 3, G)
-        key_factors = _key_scales(lds, block + 1, G)
         halves = lds.scores.load(halves_layout(G))
+        key_factors = _key_scales(lds, block + 1, G)
         last_queries = _last_queries(lds, 0, G)
         wait_for(last_queries[-1], LAST_LANE)
         scores = _sum_of_scores(halves, rows, block, kv_len, G, False)

@@ -47,11 +47,7 @@ def elements_of(words, DTYPE: gl.constexpr):
 @gluon.jit
 def numbers_of(codes, DTYPE: gl.constexpr, CODING: gl.constexpr, CONVERTS: gl.constexpr):
     """Codes (uint8) as DTYPE, exactly, without their scale. CONVERTS: of ExtendUnits"""
-    if CONVERTS:
-        numbers = codes.to(code_of(4), bitcast=True).to(DTYPE)
-    else:
-        numbers = decoded(codes, CODING.ENCODING, DTYPE)
-    return numbers
+    return codes.to(code_of(4), bitcast=True).to(DTYPE) if CONVERTS else decoded(codes, CODING.ENCODING, DTYPE)
 
 
 @gluon.jit

@@ -28,6 +28,7 @@ from rocm_attn.kernels.cdna.latent_blocks import (
     ROWS,
     V_DIM,
     WAVES,
+    CdnaLatentGeometry,
     decayed,
     of_block,
     rows_of_slots,
@@ -77,7 +78,7 @@ class Shared(NamedTuple):
 
 
 class HalfKeys(NamedTuple):
-    """Words of K of a wave: half of the columns of V, a tuple of [WAVES, KEYS / 2, words] for each group, and of the last
+    """Words of K of a wave: half of the columns of V, [WAVES, KEYS / 2, words] for each group of them, and of the last
     ones."""
 
     low: Any
@@ -129,8 +130,8 @@ def _run(G: CdnaLatentGeometry) -> int:
 
 @gluon.jit
 def _query_group(q, TILE: gl.constexpr, GROUP: gl.constexpr, num_heads, G: gl.constexpr):
-    """A group of a wave's half of q's columns but the last, of a tile of heads, [WAVES, ROWS, columns]; zero for missing
-    heads."""
+    """A group of a wave's half of q's columns but the last, of a tile of heads, [WAVES, ROWS, columns]; zero for
+    missing heads."""
     Q: gl.constexpr = query_layout(G)
     RUN: gl.constexpr = _run(G)
     FIRST: gl.constexpr = GROUP * (HALF // num_groups(G))

@@ -263,12 +263,17 @@ def _scale_slots(rows, block, G: gl.constexpr):
 
 
 @gluon.jit
+def _place_of_group(group):
+    """The place of a group's scales in LDS, where those of both halves' first groups come first; and the reverse."""
+    return group % 2 * 2 + group // 2
+
+
+@gluon.jit
 def _load_scales(rows, slots, G: gl.constexpr):
     """The scales of a block, ([KEYS, WAVES],); () if rows are no records."""
     scales = ()
     if has_records(G):
-        place = gl.arange(0, WAVES, layout=gl.SliceLayout(0, scale_words()))
-        word = V_DIM // 4 + (place % 2 * 2 + place // 2)
+        word = V_DIM // 4 + _place_of_group(gl.arange(0, WAVES, layout=gl.SliceLayout(0, scale_words())))
         scales = (gl.load(rows_of_slots(rows, slots[0])[:, None] + word[None, :]).to(gl.float32, bitcast=True),)
     return scales
 
@@ -353,10 +358,12 @@ def _half_scores(last_queries, query, keys, scales, FIRST: gl.constexpr, DTYPE: 
         part = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
         part = gl.amd.cdna3.mfma(last, last_queries[i], part)
         if has_records(G):
+            of_groups = ()
             for j in gl.static_range(GROUPS):
                 of_group = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
-                of_group = gl.amd.cdna3.mfma(low[j], query[(FIRST + i) * GROUPS + j], of_group)
-                part = gl.fma(of_group, scales[j][:, :, None].broadcast_to(of_group.shape), part)
+                of_groups += (gl.amd.cdna3.mfma(low[j], query[(FIRST + i) * GROUPS + j], of_group),)  # type: ignore[assignment]
+            for j in gl.static_range(GROUPS):
+                part = gl.fma(of_groups[j], scales[j][:, :, None].broadcast_to(part.shape), part)
         else:
             part = gl.amd.cdna3.mfma(low[0], query[FIRST + i], part)
         scores += (part,)  # type: ignore[assignment]
@@ -386,10 +393,23 @@ def _sum_of_scores(halves, rows, block, kv_len, G: gl.constexpr, MASKED: gl.cons
 
 
 @gluon.jit
+def _value_scale(lds, block, GROUP: gl.constexpr, G: gl.constexpr):
+    """The scale of a block's values of a group, [KEYS]."""
+    X: gl.constexpr = gl.SliceLayout(1, softmax_layout(G))
+    return lds.scales.index(block % 2).slice(_place_of_group(GROUP) * KEYS, KEYS).load(X)
+
+
+@gluon.jit
 def _weigh(lds, state, scores, block, qk_scale, DTYPE: gl.constexpr, G: gl.constexpr):
     """The state with a block's keys in all but acc; its weights and decays go to LDS."""
-    X: gl.constexpr = gl.SliceLayout(1, softmax_layout(G))
     T: gl.constexpr = total_layout(G)
+    # Scales are read while maxima are exchanged; with more heads there are no registers for them yet.
+    IS_EARLY: gl.constexpr = has_records(G) and num_tiles(G) == _PAIR
+    scales = ()
+    if IS_EARLY:
+        for i in gl.static_range(WAVES):
+            scales += (_value_scale(lds, block, i, G),)  # type: ignore[assignment]
+        sched_barrier()
     maximum = gl.maximum(state.maximum, gl.max(scores, 0) * qk_scale)
     # All entries of a list so far may be no keys; the subtractions below must not be inf - inf.
     base = gl.where(maximum == float("-inf"), 0.0, maximum) if G.LISTED else maximum
@@ -399,8 +419,8 @@ def _weigh(lds, state, scores, block, qk_scale, DTYPE: gl.constexpr, G: gl.const
         # All scales are read before the barrier that the first store has.
         scaled = ()
         for i in gl.static_range(WAVES):
-            scale = lds.scales.index(block % 2).slice((i % 2 * 2 + i // 2) * KEYS, KEYS).load(X)[:, None]
-            scaled += (rounded(weights * scale, DTYPE, G.UNITS.ROUNDS_PAIRS),)  # type: ignore[assignment]
+            scale = scales[i] if IS_EARLY else _value_scale(lds, block, i, G)
+            scaled += (rounded(weights * scale[:, None], DTYPE, G.UNITS.ROUNDS_PAIRS),)  # type: ignore[assignment]
         for i in gl.static_range(WAVES):
             lds.weights.slice(i, 1).store(gl.reshape(scaled[i], [1, KEYS, G.HEADS]))
     else:

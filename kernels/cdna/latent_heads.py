@@ -258,7 +258,7 @@ def _scale_slots(rows, block, G: gl.constexpr):
     """The slots of the keys whose scales lanes load, ([KEYS],); () if rows are no records."""
     slots = ()
     if has_records(G):
-        slots = (of_block(rows.slots, rows, block).load(gl.SliceLayout(1, scale_words())),)
+        slots += (of_block(rows.slots, rows, block).load(gl.SliceLayout(1, scale_words())),)  # type: ignore[assignment]
     return slots
 
 
@@ -274,7 +274,8 @@ def _load_scales(rows, slots, G: gl.constexpr):
     scales = ()
     if has_records(G):
         word = V_DIM // 4 + _place_of_group(gl.arange(0, WAVES, layout=gl.SliceLayout(0, scale_words())))
-        scales = (gl.load(rows_of_slots(rows, slots[0])[:, None] + word[None, :]).to(gl.float32, bitcast=True),)
+        words = gl.load(rows_of_slots(rows, slots[0])[:, None] + word[None, :])
+        scales += (words.to(gl.float32, bitcast=True),)  # type: ignore[assignment]
     return scales
 
 
@@ -365,7 +366,7 @@ def _half_scores(last_queries, query, keys, scales, FIRST: gl.constexpr, DTYPE: 
             for j in gl.static_range(GROUPS):
                 part = gl.fma(of_groups[j], scales[j][:, :, None].broadcast_to(part.shape), part)
         else:
-            part = gl.amd.cdna3.mfma(low[0], query[FIRST + i], part)
+            part = gl.amd.cdna3.mfma(low[0], query[FIRST + i], part)  # type: ignore[misc]
         scores += (part,)  # type: ignore[assignment]
     return scores
 

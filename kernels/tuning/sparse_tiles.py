@@ -162,9 +162,8 @@ def cdna_selected_tiles(arch: str, num_heads: int, *, is_record: bool) -> Select
 
     Waves share records, for however few heads. With 64 heads they take more LDS than a compute unit of CDNA 3 has.
     """
-    tiles = CDNA_LATENT_TILES
-    if is_record:
-        tiles = tiles[1:2] if arch == "gfx942" else tiles[1:]
+    most = 32 if is_record and arch == "gfx942" else CDNA_LATENT_TILES[-1].query_rows
+    tiles = [each for each in CDNA_LATENT_TILES if (32 if is_record else 1) <= each.query_rows <= most]
     of = next((each for each in tiles if num_heads <= each.query_rows), tiles[-1])
     return SelectedTiles(of.query_rows, of.key_block, of.num_warps, of.num_stages, of.programs_per_cu)
 

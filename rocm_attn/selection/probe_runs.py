@@ -376,8 +376,9 @@ def selected_run(selection: Selection, device: torch.device) -> FailedProbe | No
     for token, chosen in enumerate(picked):
         units[token, 0, : len(chosen)] = chosen
     q[-1] = float("nan")
-    stored = places.flatten()[torch.cat(picked).unique()]
-    pages = _random_latents(problem, num_pages, stored, generator, device)
+    stored = torch.zeros(places.numel(), dtype=torch.bool)
+    stored[torch.cat(picked)] = True
+    pages = _random_latents(problem, num_pages, places.flatten()[stored], generator, device)
     # As they were stored, so that only attention is compared.
     rows = pages.read(torch.arange(num_pages, device=device))[0].flatten(0, 1)
 

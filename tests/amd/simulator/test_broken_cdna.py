@@ -433,13 +433,13 @@ UNSEEN, UNSEEN_WHOLE, UNSEEN_OF_ONE_TILE = (
 )
 
 
-def over_records(arch: str) -> None:
-    run_selected(arch, cdna_selected_cases.cases_of(arch)["records_4_tiles"])
+def over_records(arch: str) -> Simulation:
+    return run_selected(arch, cdna_selected_cases.cases_of(arch)["records_4_tiles"])
 
 
-def over_long_records(arch: str) -> None:
-    """Blocks of one program."""
-    run_selected(arch, cdna_selected_cases.cases_of(arch)["long_records"], programs=1)
+def over_long_records(arch: str) -> Simulation:
+    """Several blocks of a program."""
+    return run_selected(arch, cdna_selected_cases.cases_of(arch)["long_records"], programs=1)
 
 
 SELECTED = Launched("launch_cdna_selected", cdna_selected_cases)

@@ -6,6 +6,10 @@
 So a program holds q and the accumulators once, and a wave loads a quarter of the rows as K and as V each, straight into
 operands as in latent_blocks.py. Waves exchange scores and not rows: halves of scores, each for the wave that has the
 softmax of these heads, and weights and decays for all waves. A block has two barriers.
+
+Codes of records (cache/records.py) become numbers without their scales. A score is the sum of the rest's product and of
+those of two groups of columns, each times its scale. A wave's columns of V are one group: it reads weights that are
+multiplied by that group's scales. Scales are loaded three blocks ahead, and pass LDS.
 """
 
 from __future__ import annotations

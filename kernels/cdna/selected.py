@@ -1,4 +1,5 @@
-"""Attention over a selection for CDNA, in Gluon: sparse/attention.py's results for latent rows of 512 + 64 elements.
+"""Attention over a selection for CDNA, in Gluon: sparse/attention.py's results for latent rows of 512 + 64 elements, or
+records of them.
 
     out[token, head] = softmax(scale * q[token, head] . (c | r)^T) c       c | r: of the listed keys that the token sees
 
@@ -153,7 +154,8 @@ def _cdna_selected_kernel(
 
 def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: SelectedTiles, programs: int) -> None:
     """Like `launch_selected_attention`, but over rows of 512 + 64 elements in q's dtype, 16 bits, at equal distances,
-    selections of up to CDNA_MOST_KEYS tokens, without sinks.
+    selections of up to CDNA_MOST_KEYS tokens, without sinks. Or over records of Scales.GROUP, in the codes that the
+    arch's hardware reads, with q in bfloat16.
 
     arch:  one of cdna_tiles.EXTEND_ARCHS
     tiles: of cdna_selected_tiles

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.cache.codes import is_coded
+from rocm_attn.kernels.cache.codes import decoded, is_coded
 from rocm_attn.kernels.cache.page_format import Coding
 
 
@@ -42,6 +42,12 @@ def elements_of(words, DTYPE: gl.constexpr):
     if DTYPE.primitive_bitwidth == 8:
         elements = gl.join(elements.to(gl.uint8), (elements >> 8).to(gl.uint8))
     return elements.to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def numbers_of(codes, DTYPE: gl.constexpr, CODING: gl.constexpr, CONVERTS: gl.constexpr):
+    """Codes (uint8) as DTYPE, exactly, without their scale. CONVERTS: of ExtendUnits"""
+    return codes.to(code_of(4), bitcast=True).to(DTYPE) if CONVERTS else decoded(codes, CODING.ENCODING, DTYPE)
 
 
 @gluon.jit

@@ -33,8 +33,9 @@ from rocm_attn.kernels.attention.extend_schedule import (
 )
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2
-from rocm_attn.kernels.cache.codes import decoded, is_coded
+from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.cdna.codes import numbers_of
 from rocm_attn.kernels.cdna.extend_layouts import (
     KEYS,
     ROWS,
@@ -119,10 +120,9 @@ def _loaded(PARTS: gl.constexpr, side, pages, block, G: gl.constexpr):
 def _store(to, rows, G: gl.constexpr):
     """Stores the parts of a block's rows into LDS, as numbers."""
     for i in gl.static_range(len(to)):
-        if G.UNITS.CONVERTS and is_coded(G.CODING.ENCODING):
-            numbers = rows[i].to(gl.float8e4nv, bitcast=True).to(to[i].dtype)
-        else:
-            numbers = decoded(rows[i], G.CODING.ENCODING, to[i].dtype)
+        numbers = rows[i]
+        if is_coded(G.CODING.ENCODING):
+            numbers = numbers_of(numbers, to[i].dtype, G.CODING, G.UNITS.CONVERTS)
         to[i].index(0).store(numbers)
 
 

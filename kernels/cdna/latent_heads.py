@@ -6,6 +6,10 @@
 So a program holds q and the accumulators once, and a wave loads a quarter of the rows as K and as V each, straight into
 operands as in latent_blocks.py. Waves exchange scores and not rows: halves of scores, each for the wave that has the
 softmax of these heads, and weights and decays for all waves. A block has two barriers.
+
+Codes of records (cache/records.py) become numbers without their scales. A score is the sum of the rest's product and of
+those of two groups of columns, each times its scale. A wave's columns of V are one group: it reads weights that are
+multiplied by that group's scales. Scales are loaded three blocks ahead, and pass LDS.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.softmax import LN_2
-from rocm_attn.kernels.cdna.codes import elements_of, in_word
+from rocm_attn.kernels.cdna.codes import elements_of, in_word, numbers_of
 from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.key_blocks import rounded
 from rocm_attn.kernels.cdna.latent_blocks import (
@@ -28,6 +32,7 @@ from rocm_attn.kernels.cdna.latent_blocks import (
     ROWS,
     V_DIM,
     WAVES,
+    CdnaLatentGeometry,
     decayed,
     of_block,
     rows_of_slots,
@@ -41,13 +46,17 @@ from rocm_attn.kernels.cdna.latent_layouts import (
     group_keys,
     half_scores,
     halves_layout,
+    has_records,
+    key_scales,
     key_words,
     lane_elements,
     last_in_lds,
     last_parts,
     listed_keys,
+    num_groups,
     num_tiles,
     query_layout,
+    scale_words,
     scores_in_lds,
     softmax_layout,
     total_layout,
@@ -62,16 +71,19 @@ _PAIR = gl.constexpr(2)
 
 class Shared(NamedTuple):
     """LDS: halves of scores [tiles * WAVES, KEYS / 2, ROWS], weights [KEYS, HEADS], a number of each head, and the last
-    columns of q [2 HEADS, REST / 2], which registers have no room for."""
+    columns of q [2 HEADS, REST / 2], which registers have no room for. Of records weights times the scales of each
+    wave's columns, [WAVES, KEYS, HEADS], and the scales of two blocks, [2, WAVES * KEYS], else None."""
 
     scores: Any
     weights: Any
     heads: Any
     last: Any
+    scales: Any
 
 
 class HalfKeys(NamedTuple):
-    """Words of K of a wave: half of the columns of V, [WAVES, KEYS / 2, words], and of the last ones."""
+    """Words of K of a wave: half of the columns of V, [WAVES, KEYS / 2, words] for each group of them, and of the last
+    ones."""
 
     low: Any
     last: Any
@@ -101,23 +113,36 @@ def in_accumulators(x):
 @gluon.jit
 def allocate(DTYPE: gl.constexpr, G: gl.constexpr):
     """LDS of a program."""
+    WEIGHTS: gl.constexpr = [WAVES, KEYS, G.HEADS] if has_records(G) else [KEYS, G.HEADS]
+    scales = None
+    if has_records(G):
+        scales = gl.allocate_shared_memory(gl.float32, [2, WAVES * KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Shared(
         gl.allocate_shared_memory(gl.float32, [num_tiles(G) * WAVES, HALF_KEYS, ROWS], scores_in_lds(G)),
-        gl.allocate_shared_memory(DTYPE, [KEYS, G.HEADS], weights_in_lds(G)),
+        gl.allocate_shared_memory(DTYPE, WEIGHTS, weights_in_lds(G)),
         gl.allocate_shared_memory(gl.float32, [G.HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0])),
         gl.allocate_shared_memory(DTYPE, [2 * G.HEADS, REST // 2], last_in_lds(G)),
+        scales,
     )
 
 
+@constexpr_function
+def _run(G: CdnaLatentGeometry) -> int:
+    """Columns of V that waves take in turn: all of a wave's groups, or 64 bytes."""
+    return int(HALF.value if has_records(G) else 16 * in_word(G.CODING))
+
+
 @gluon.jit
-def _query_tile(q, TILE: gl.constexpr, num_heads):
-    """A wave's half of q's columns but the last, of a tile of heads, [WAVES, ROWS, V_DIM / 2]; zero for missing heads.
-    Waves take 32 columns in turn."""
-    Q: gl.constexpr = query_layout()
+def _query_group(q, TILE: gl.constexpr, GROUP: gl.constexpr, num_heads, G: gl.constexpr):
+    """A group of a wave's half of q's columns but the last, of a tile of heads, [WAVES, ROWS, columns]; zero for
+    missing heads."""
+    Q: gl.constexpr = query_layout(G)
+    RUN: gl.constexpr = _run(G)
+    FIRST: gl.constexpr = GROUP * (HALF // num_groups(G))
     wave = gl.arange(0, WAVES, layout=gl.SliceLayout(1, gl.SliceLayout(2, Q)))[:, None, None]
     head = here(TILE * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, Q))))[None, :, None]
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, Q)))[None, None, :]
-    at = q.at + head.to(gl.int64) * q.head + (column // 32 * 64 + wave % 2 * 32 + column % 32)
+    column = gl.arange(0, HALF // num_groups(G), layout=gl.SliceLayout(0, gl.SliceLayout(1, Q)))[None, None, :]
+    at = q.at + head.to(gl.int64) * q.head + (FIRST + column // RUN * 2 * RUN + wave % 2 * RUN + column % RUN)
     return gl.load(at, mask=(head < num_heads) & (column >= 0), other=0.0)
 
 
@@ -129,8 +154,8 @@ def _operand(query, LANE: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def load_queries(lds, q, num_heads, G: gl.constexpr):
-    """q of a token's heads: for each tile the operand of its columns but the last, which go to LDS. q: HeadRows, of the
-    first head"""
+    """q of a token's heads: for each tile and group the operand of its columns but the last, which go to LDS. q:
+    HeadRows, of the first head"""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 4], [WAVES, 1], [1, 0])
     line = here(gl.arange(0, 2 * G.HEADS, layout=gl.SliceLayout(1, L)))[:, None]
     head = line // (2 * ROWS) * ROWS + line % ROWS
@@ -139,7 +164,9 @@ def load_queries(lds, q, num_heads, G: gl.constexpr):
     lds.last.store(gl.load(at, mask=(head < num_heads) & (column >= 0), other=0.0))
     query = ()
     for i in gl.static_range(num_tiles(G)):
-        query += (_operand(_query_tile(q, i, num_heads), lane_elements(G), G),)  # type: ignore[assignment]
+        for group in gl.static_range(num_groups(G)):
+            tile = _query_group(q, i, group, num_heads, G)
+            query += (_operand(tile, lane_elements(G), G),)  # type: ignore[assignment]
     return query
 
 
@@ -183,16 +210,14 @@ def rows_of(rows, pages, keys, G: gl.constexpr):
 
 
 @gluon.jit
-def _load_half(at, FIRST: gl.constexpr, COLUMNS: gl.constexpr, G: gl.constexpr):
-    """A wave's words of COLUMNS columns from FIRST on: waves take up to 16 words in turn. at: each key's first word"""
-    WORDS: gl.constexpr = COLUMNS // 2 // in_word(G.CODING)
-    RUN: gl.constexpr = 16 if WORDS > 16 else WORDS
+def _load_half(at, FIRST: gl.constexpr, WORDS: gl.constexpr, RUN: gl.constexpr):
+    """WORDS words of a wave from FIRST on: waves take RUN words in turn. at: each key's first word"""
     L: gl.constexpr = key_words(WORDS)
     at = gl.convert_layout(at, gl.SliceLayout(2, L), assert_trivial=True)
     wave = gl.arange(0, WAVES, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None]
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
     at += wave % 2 * RUN
-    return gl.load(at[:, :, None] + (FIRST // in_word(G.CODING) + word // RUN * 2 * RUN + word % RUN)[None, None, :])
+    return gl.load(at[:, :, None] + (FIRST + word // RUN * 2 * RUN + word % RUN)[None, None, :])
 
 
 @gluon.jit
@@ -223,7 +248,70 @@ def _value_pages(rows, block, G: gl.constexpr):
 @gluon.jit
 def _load_keys(rows, pages, block, G: gl.constexpr):
     at = rows_of_slots(rows, pages) if G.LISTED else rows_of(rows, pages, _read_keys(rows, block, G), G)
-    return HalfKeys(_load_half(at, 0, V_DIM, G), _load_half(at, V_DIM, REST, G))
+    WORDS: gl.constexpr = HALF // in_word(G.CODING) // num_groups(G)
+    # In records scales lie before the last columns, which are no codes.
+    LAST: gl.constexpr = V_DIM // in_word(G.CODING) + (WAVES if has_records(G) else 0)
+    low = ()
+    for i in gl.static_range(num_groups(G)):
+        low += (_load_half(at, i * WORDS, WORDS, _run(G) // in_word(G.CODING)),)  # type: ignore[assignment]
+    return HalfKeys(low, _load_half(at, LAST, REST // 4, REST // 4))
+
+
+@gluon.jit
+def _scale_slots(rows, block, G: gl.constexpr):
+    """The slots of the keys whose scales lanes load, ([KEYS],); () if rows are no records."""
+    slots = ()
+    if has_records(G):
+        slots += (of_block(rows.slots, rows, block).load(gl.SliceLayout(1, scale_words())),)  # type: ignore[assignment]
+    return slots
+
+
+@gluon.jit
+def _place_of_group(group):
+    """The place of a group's scales in LDS, where those of both halves' first groups come first; and the reverse."""
+    return group % 2 * 2 + group // 2
+
+
+@gluon.jit
+def _load_scales(rows, slots, G: gl.constexpr):
+    """The scales of a block, ([KEYS, WAVES],); () if rows are no records."""
+    scales = ()
+    if has_records(G):
+        word = V_DIM // 4 + _place_of_group(gl.arange(0, WAVES, layout=gl.SliceLayout(0, scale_words())))
+        words = gl.load(rows_of_slots(rows, slots[0])[:, None] + word[None, :])
+        scales += (words.to(gl.float32, bitcast=True),)  # type: ignore[assignment]
+    return scales
+
+
+@gluon.jit
+def _store_scales(lds, scales, block, G: gl.constexpr):
+    if has_records(G):
+        lds.scales.index(block % 2).reshape([WAVES, KEYS]).permute((1, 0)).store(scales[0])
+
+
+@gluon.jit
+def _key_scales(lds, block, G: gl.constexpr):
+    """The scales by which a wave scores the keys of a block, [WAVES, KEYS / 2] for each group; none without records."""
+    found = ()
+    if has_records(G):
+        ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        groups = lds.scales.reinterpret(gl.float32, [4, 2 * KEYS], ONE)
+        for i in gl.static_range(2):
+            of_group = groups.index(block % 2 * 2 + i).reshape([2, 2, HALF_KEYS])
+            scale = gl.reshape(of_group.permute((1, 0, 2)).load(key_scales()), [WAVES, HALF_KEYS])
+            scale = gl.convert_layout(scale, gl.SliceLayout(2, half_scores(G)), assert_trivial=True)
+            found += (scale,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _numbers(words, DTYPE: gl.constexpr, G: gl.constexpr):
+    """The numbers of words of V's columns in DTYPE, without scales; those of a word are further dims of two."""
+    if has_records(G):
+        numbers = numbers_of(elements_of(words, gl.uint8), DTYPE, G.CODING, G.UNITS.CONVERTS)
+    else:
+        numbers = elements_of(words, DTYPE)
+    return numbers
 
 
 @gluon.jit
@@ -242,7 +330,7 @@ def _load_values(rows, pages, block, G: gl.constexpr):
 @gluon.jit
 def _values(words, DTYPE: gl.constexpr, G: gl.constexpr):
     """V of a block, an operand [WAVES, V_DIM / WAVES, keys]."""
-    values = gl.reshape(elements_of(words, DTYPE), [WAVES, KEYS, QUARTER])
+    values = gl.reshape(_numbers(words, DTYPE, G), [WAVES, KEYS, QUARTER])
     values = gl.permute(gl.reshape(values, [WAVES, KEYS, QUARTER // 8, 8]), (0, 3, 2, 1))
     operand: gl.constexpr = gl.DotOperandLayout(0, score_layout(G), 8)
     return gl.convert_layout(gl.reshape(values, [WAVES, QUARTER, KEYS]), operand, assert_trivial=True)
@@ -259,18 +347,31 @@ def _last_queries(lds, FIRST: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _half_scores(last_queries, query, keys, FIRST: gl.constexpr, DTYPE: gl.constexpr, G: gl.constexpr):
-    """A wave's halves of a block's scores, of a pair of tiles."""
+def _half_scores(last_queries, query, keys, scales, FIRST: gl.constexpr, DTYPE: gl.constexpr, G: gl.constexpr):
+    """A wave's halves of a block's scores, of a pair of tiles. scales: of _key_scales"""
     P: gl.constexpr = half_scores(G)
     last = gl.reshape(elements_of(keys.last, DTYPE), [WAVES, HALF_KEYS, REST // 2])
     last = gl.convert_layout(last, gl.DotOperandLayout(0, P, LAST_LANE), assert_trivial=True)
-    low = gl.reshape(elements_of(keys.low, DTYPE), [WAVES, HALF_KEYS, HALF])
-    low = gl.convert_layout(low, gl.DotOperandLayout(0, P, lane_elements(G)), assert_trivial=True)
+    GROUPS: gl.constexpr = num_groups(G)
+    low = ()
+    for i in gl.static_range(GROUPS):
+        of_group = gl.reshape(_numbers(keys.low[i], DTYPE, G), [WAVES, HALF_KEYS, HALF // GROUPS])
+        of_group = gl.convert_layout(of_group, gl.DotOperandLayout(0, P, lane_elements(G)), assert_trivial=True)
+        low += (of_group,)  # type: ignore[assignment]
     scores = ()
     for i in gl.static_range(_PAIR):
         part = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
         part = gl.amd.cdna3.mfma(last, last_queries[i], part)
-        scores += (gl.amd.cdna3.mfma(low, query[FIRST + i], part),)  # type: ignore[assignment]
+        if has_records(G):
+            of_groups = ()
+            for j in gl.static_range(GROUPS):
+                of_group = gl.full([WAVES, HALF_KEYS, ROWS], 0.0, gl.float32, layout=P)
+                of_groups += (gl.amd.cdna3.mfma(low[j], query[(FIRST + i) * GROUPS + j], of_group),)  # type: ignore[assignment]
+            for j in gl.static_range(GROUPS):
+                part = gl.fma(of_groups[j], scales[j][:, :, None].broadcast_to(part.shape), part)
+        else:
+            part = gl.amd.cdna3.mfma(low[0], query[FIRST + i], part)  # type: ignore[misc]
+        scores += (part,)  # type: ignore[assignment]
     return scores
 
 
@@ -297,15 +398,38 @@ def _sum_of_scores(halves, rows, block, kv_len, G: gl.constexpr, MASKED: gl.cons
 
 
 @gluon.jit
-def _weigh(lds, state, scores, qk_scale, DTYPE: gl.constexpr, G: gl.constexpr):
+def _value_scale(lds, block, GROUP: gl.constexpr, G: gl.constexpr):
+    """The scale of a block's values of a group, [KEYS]."""
+    X: gl.constexpr = gl.SliceLayout(1, softmax_layout(G))
+    return lds.scales.index(block % 2).slice(_place_of_group(GROUP) * KEYS, KEYS).load(X)
+
+
+@gluon.jit
+def _weigh(lds, state, scores, block, qk_scale, DTYPE: gl.constexpr, G: gl.constexpr):
     """The state with a block's keys in all but acc; its weights and decays go to LDS."""
     T: gl.constexpr = total_layout(G)
+    # Scales are read while maxima are exchanged; with more heads there are no registers for them yet.
+    IS_EARLY: gl.constexpr = has_records(G) and num_tiles(G) == _PAIR
+    scales = ()
+    if IS_EARLY:
+        for i in gl.static_range(WAVES):
+            scales += (_value_scale(lds, block, i, G),)  # type: ignore[assignment]
+        sched_barrier()
     maximum = gl.maximum(state.maximum, gl.max(scores, 0) * qk_scale)
     # All entries of a list so far may be no keys; the subtractions below must not be inf - inf.
     base = gl.where(maximum == float("-inf"), 0.0, maximum) if G.LISTED else maximum
     weights = gl.exp2(scores * qk_scale - base[None, :])
     decay = gl.exp2(state.maximum - base)
-    lds.weights.store(rounded(weights, DTYPE, G.UNITS.ROUNDS_PAIRS))
+    if has_records(G):
+        # All scales are read before the barrier that the first store has.
+        scaled = ()
+        for i in gl.static_range(WAVES):
+            scale = scales[i] if IS_EARLY else _value_scale(lds, block, i, G)
+            scaled += (rounded(weights * scale[:, None], DTYPE, G.UNITS.ROUNDS_PAIRS),)  # type: ignore[assignment]
+        for i in gl.static_range(WAVES):
+            lds.weights.slice(i, 1).store(gl.reshape(scaled[i], [1, KEYS, G.HEADS]))
+    else:
+        lds.weights.store(rounded(weights, DTYPE, G.UNITS.ROUNDS_PAIRS))
     lds.heads.store(decay)
     part = gl.sum(gl.sum(gl.reshape(weights, [2, 8, 4, G.HEADS]), 2), 0)
     of_total = gl.convert_layout(decay, gl.SliceLayout(0, T), assert_trivial=True)[None, :]
@@ -331,8 +455,11 @@ def _next_weights(lds, FIRST: gl.constexpr, G: gl.constexpr):
     found = ()
     for i in gl.static_range(_PAIR):
         sched_barrier()
-        weights = lds.weights.slice((FIRST + i) * ROWS, ROWS, dim=1).load(L)
-        weights = weights[None, :, :].broadcast_to([WAVES, KEYS, ROWS])
+        if has_records(G):
+            weights = lds.weights.slice((FIRST + i) * ROWS, ROWS, dim=2).load(weight_layout())
+        else:
+            weights = lds.weights.slice((FIRST + i) * ROWS, ROWS, dim=1).load(L)
+            weights = weights[None, :, :].broadcast_to([WAVES, KEYS, ROWS])
         found += (gl.convert_layout(weights, operand, assert_trivial=True),)  # type: ignore[assignment]
     sched_barrier()
     return found
@@ -384,6 +511,9 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
     values = _load_values(rows, _value_pages(rows, first, G), first, G)
     k_pages = here(_key_pages(rows, first + 2, G))
     sched_barrier()
+    for i in gl.static_range(2):
+        _store_scales(lds, _load_scales(rows, _scale_slots(rows, first + i, G), G), first + i, G)
+    scales = _load_scales(rows, _scale_slots(rows, first + 2, G), G)
     # q is in LDS, and no wave waits for it in the loop.
     gl.barrier()
     acc = ()
@@ -394,8 +524,9 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         gl.full([G.HEADS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, softmax_layout(G))),
         gl.full([8, G.HEADS], 0.0, gl.float32, layout=total_layout(G)),
     )
+    key_factors = _key_scales(lds, first, G)
     for i in gl.static_range(0, num_tiles(G), _PAIR):
-        _store_scores(lds, _half_scores(_last_queries(lds, i, G), query, keys, i, DTYPE, G), i)
+        _store_scores(lds, _half_scores(_last_queries(lds, i, G), query, keys, key_factors, i, DTYPE, G), i)
     sched_barrier()
     keys = _load_keys(rows, next_pages, first + 1, G)
     # In the loop V is loaded after K: what is in flight when it begins would be waited for in each round.
@@ -407,22 +538,27 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         k_pages = _key_pages(rows, block + 3, G)
         if not G.LISTED:
             v_pages = _value_pages(rows, block + 1, G)
+        scale_slots = _scale_slots(rows, block + 3, G)
         halves = lds.scores.load(halves_layout(G))
+        key_factors = _key_scales(lds, block + 1, G)
         last_queries = _last_queries(lds, 0, G)
         wait_for(last_queries[-1], LAST_LANE)
         scores = _sum_of_scores(halves, rows, block, kv_len, G, False)
         wait_for(keys.last, LAST_LANE)
         # The compiler deals out these products to the work of the softmax. There are no registers for more tiles.
-        next_scores = _half_scores(last_queries, query, keys, 0, DTYPE, G)
-        state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
+        next_scores = _half_scores(last_queries, query, keys, key_factors, 0, DTYPE, G)
+        state = _weigh(lds, state, scores, block, qk_scale, DTYPE, G)
+        # Those of this block, in whose place they come, were read before a barrier.
+        _store_scales(lds, scales, block, G)
         if num_tiles(G) > _PAIR:
             # Read before the barrier, which is that of weights and of scores.
             last_queries = _last_queries(lds, _PAIR, G)
         _store_scores(lds, next_scores, 0)
         sched_barrier()
         if num_tiles(G) > _PAIR:
-            _store_scores(lds, _half_scores(last_queries, query, keys, _PAIR, DTYPE, G), _PAIR)
+            _store_scores(lds, _half_scores(last_queries, query, keys, key_factors, _PAIR, DTYPE, G), _PAIR)
             sched_barrier()
+        scales = _load_scales(rows, scale_slots, G)
         keys = _load_keys(rows, pages, block + 2, G)
         if not G.LISTED:
             # V came before these numbers, so that one wait is for both.
@@ -435,7 +571,7 @@ def attend_heads(lds, query, rows, first, end, kv_len, qk_scale, DTYPE: gl.const
         values = _load_values(rows, v_pages, block + 1, G)
     if middle < end:
         scores = _sum_of_scores(lds.scores.load(halves_layout(G)), rows, middle, kv_len, G, True)
-        state = _weigh(lds, state, scores, qk_scale, DTYPE, G)
+        state = _weigh(lds, state, scores, middle, qk_scale, DTYPE, G)
         if group_keys(G) > 1:
             values = _seen_values(values, middle, kv_len, G)
         state = _add_values(lds, state, values, DTYPE, G)

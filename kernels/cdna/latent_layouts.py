@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
+from rocm_attn.kernels.cache.codes import is_record
 from rocm_attn.kernels.cdna.codes import in_word
 from rocm_attn.kernels.cdna.latent_blocks import KEYS, REST, ROWS, V_DIM, WAVES, CdnaLatentGeometry
 
@@ -28,6 +29,18 @@ def shares_rows(G: CdnaLatentGeometry) -> bool:
 def num_tiles(G: CdnaLatentGeometry) -> int:
     """Tiles of ROWS query heads of a program."""
     return int(G.HEADS // ROWS.value)
+
+
+@constexpr_function
+def has_records(G: CdnaLatentGeometry) -> bool:
+    """True if rows are records, whose codes have a scale for each wave's columns of V."""
+    return bool(is_record(G.CODING.SCALES))
+
+
+@constexpr_function
+def num_groups(G: CdnaLatentGeometry) -> int:
+    """Parts of a wave's half of the columns, each of which has a scale; without scales one."""
+    return int(HALF.value // QUARTER.value) if has_records(G) else 1
 
 
 @constexpr_function
@@ -80,11 +93,13 @@ def value_words(G: CdnaLatentGeometry) -> gl.constexpr:
 
 
 @constexpr_function
-def query_layout() -> gl.constexpr:
-    """The layout of q as it is loaded, [WAVES, ROWS, V_DIM / 2]; transposed it is an operand."""
-    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 32], [0, 0, 64], [0, 0, 128]]
-    lanes = [*_LANES, [0, 0, 8], [0, 0, 16]]
-    return gl.DistributedLinearLayout(registers, lanes, _WAVES, [], [WAVES.value, ROWS.value, HALF.value])
+def query_layout(G: CdnaLatentGeometry) -> gl.constexpr:
+    """The layout of q as it is loaded, [WAVES, ROWS, columns of a group]; transposed it is an operand."""
+    columns, own = HALF.value // num_groups(G), lane_elements(G)
+    bits = [[0, 0, 1 << i] for i in range(columns.bit_length() - 1)]
+    first = own.bit_length() - 1
+    registers, lanes = bits[:first] + bits[first + 2 :], [*_LANES, *bits[first : first + 2]]
+    return gl.DistributedLinearLayout(registers, lanes, _WAVES, [], [WAVES.value, ROWS.value, columns])
 
 
 @constexpr_function
@@ -164,6 +179,25 @@ def scores_in_lds(G: CdnaLatentGeometry) -> gl.constexpr:
 
 @constexpr_function
 def weights_in_lds(G: CdnaLatentGeometry) -> gl.constexpr:
-    """The keys of a head side by side."""
+    """The keys of a head side by side; for records a copy for each wave."""
     bits = [[1 << i, 0] for i in range(6)] + _head_bits(G)
-    return gl.PaddedSharedLayout([[KEYS.value, 8]], bits, [], [KEYS.value, G.HEADS])
+    shape = [KEYS.value, G.HEADS]
+    if has_records(G):
+        bits, shape = [*([0, *bit] for bit in bits), [1, 0, 0], [2, 0, 0]], [WAVES.value, *shape]
+    return gl.PaddedSharedLayout([[KEYS.value, 8]], bits, [], shape)
+
+
+@constexpr_function
+def scale_words() -> gl.constexpr:
+    """The layout of a block's scales as they are loaded, [KEYS, WAVES]: a lane has one."""
+    return gl.BlockedLayout([1, 1], [16, 4], [WAVES.value, 1], [1, 0])
+
+
+@constexpr_function
+def key_scales() -> gl.constexpr:
+    """The layout of the scales of one of two groups as waves score keys with them, [2, 2, KEYS / 2]: of keys of half i
+    and columns of half j for wave 2 i + j; like scores, a lane has four neighbouring keys."""
+    lanes = [[0, 0, 0]] * 4 + [[0, 0, 4], [0, 0, 8]]
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 16]], lanes, _WAVES_OF_HALVES, [], [2, 2, HALF_KEYS.value]
+    )

@@ -1,4 +1,5 @@
-"""Attention over a selection for CDNA, in Gluon: sparse/attention.py's results for latent rows of 512 + 64 elements.
+"""Attention over a selection for CDNA, in Gluon: sparse/attention.py's results for latent rows of 512 + 64 elements, or
+records of them.
 
     out[token, head] = softmax(scale * q[token, head] . (c | r)^T) c       c | r: of the listed keys that the token sees
 
@@ -11,6 +12,7 @@ dies in turn: its L2 cache has the rows of the first one for the others.
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from rocm_attn.kernels.attention.bundles import HeadRows, RowOutputs
 from rocm_attn.kernels.attention.cuts import RowCut
 from rocm_attn.kernels.attention.scores import LOG2_E
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.cdna.latent import store_nothing, store_row
 from rocm_attn.kernels.cdna.latent_blocks import (
     KEYS,
@@ -38,7 +41,7 @@ from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
 from rocm_attn.kernels.sparse.places import visible_tokens
 from rocm_attn.kernels.sparse.rows import heads_of_row, listed_keys
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_UNITS
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, EXTEND_UNITS
 from rocm_attn.kernels.tuning.sparse_tiles import CDNA_MOST_KEYS, SelectedTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -126,8 +129,9 @@ def _cdna_selected_kernel(
             is_empty = _list_keys(slots, bias, listed, line, width, first, end, visible, page_slots, G) < 0
             # Without a key no block is added up: page 0 may hold anything.
             end_block = gl.where(is_empty, 0, (end - first + KEYS - 1) // KEYS)
+            BYTES: gl.constexpr = pages.dtype.element_ty.primitive_bitwidth // 8
             rows = ListedLine(
-                pages.to(gl.pointer_type(gl.int8)), p_token * 2, slots, bias, gl.maximum(end_block - 1, 0)
+                pages.to(gl.pointer_type(gl.int8)), p_token * BYTES, slots, bias, gl.maximum(end_block - 1, 0)
             )
             of_row = HeadRows(q + token * q_token + first_head * q_head, q_token, q_head)
             to_lse = None
@@ -150,7 +154,8 @@ def _cdna_selected_kernel(
 
 def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: SelectedTiles, programs: int) -> None:
     """Like `launch_selected_attention`, but over rows of 512 + 64 elements in q's dtype, 16 bits, at equal distances,
-    selections of up to CDNA_MOST_KEYS tokens, without sinks.
+    selections of up to CDNA_MOST_KEYS tokens, without sinks. Or over records of Scales.GROUP, in the codes that the
+    arch's hardware reads, with q in bfloat16.
 
     arch:  one of cdna_tiles.EXTEND_ARCHS
     tiles: of cdna_selected_tiles
@@ -159,14 +164,20 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
     cut = selected_cut(len(args.q), selection.width, heads=args.heads, tiles=tiles, programs=programs)
     listed = selected_geometry(args, cut, tiles.query_rows, tiles.key_block, tiles.num_stages)
     assert (args.q.shape[2], args.out.shape[2]) == (V_DIM.value + REST.value, V_DIM.value), "the limits refuse others"
-    assert pages.format.encoding.dtype == args.q.dtype, "the limits refuse codes"
-    assert args.q.itemsize == 2, "the limits refuse other elements"
+    if pages.record is None:
+        assert pages.format.encoding.dtype == args.q.dtype, "the limits refuse codes"
+        assert args.q.itemsize == 2, "the limits refuse other elements"
+    else:
+        assert pages.format.encoding is EXTEND_CODES[arch], "the entry refuses other codes"
+        assert pages.format.scales is Scales.GROUP, "the limits refuse other records"
+        assert args.q.dtype == torch.bfloat16, "the limits refuse other queries"
     assert isinstance(selection, SelectedKeys), "a selection is listed"
     assert selection.unit_tokens == 1, "the entry refuses other units"
     assert selection.width <= CDNA_MOST_KEYS, "the entry refuses more keys"
     assert args.sinks is None, "the limits refuse sinks"
     assert pages.page_slots, "rows are read by slots"
-    assert pages.raw_k.data_ptr() % 4 == 0 == pages.raw_k.stride(1) % 2, "words of 4 bytes are read"
+    row_bytes = pages.raw_k.stride(1) * pages.raw_k.itemsize
+    assert pages.raw_k.data_ptr() % 4 == 0 == row_bytes % 4, "words of 4 bytes are read"
     geometry = CdnaLatentGeometry(
         rows=RowCut(
             ROWS=1,

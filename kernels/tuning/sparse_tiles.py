@@ -157,9 +157,14 @@ def selected_tiles(
 CDNA_MOST_KEYS = 2048
 
 
-def cdna_selected_tiles(num_heads: int) -> SelectedTiles:
-    """The tiles of CDNA's own kernel: the first of its latent decode's that hold all heads, or the last."""
-    of = next((each for each in CDNA_LATENT_TILES if num_heads <= each.query_rows), CDNA_LATENT_TILES[-1])
+def cdna_selected_tiles(arch: str, num_heads: int, *, is_record: bool) -> SelectedTiles:
+    """The tiles of CDNA's own kernel: the first of its latent decode's that hold all heads, or the last.
+
+    Waves share records, for however few heads. With 64 heads they take more LDS than a compute unit of CDNA 3 has.
+    """
+    most = 32 if is_record and arch == "gfx942" else CDNA_LATENT_TILES[-1].query_rows
+    tiles = [each for each in CDNA_LATENT_TILES if (32 if is_record else 1) <= each.query_rows <= most]
+    of = next((each for each in tiles if num_heads <= each.query_rows), tiles[-1])
     return SelectedTiles(of.query_rows, of.key_block, of.num_warps, of.num_stages, of.programs_per_cu)
 
 

@@ -58,16 +58,22 @@ class CdnaLatentDecode(SplitLatents[LatentTiles]):
         cdna_launches.launch_cdna_latent_decode(args, arch=self.arch, scores=self.scores, cut=self.cut)
 
 
+def check_codes(problem: Problem, target: Target) -> None:
+    """Raises NoTiles for codes that the arch's hardware does not read."""
+    encoding = problem.kv_encoding.over(problem.dtype)
+    if encoding.is_fp8 and encoding is not EXTEND_CODES[target.arch]:
+        codes = EXTEND_CODES[target.arch].value
+        raise NoTiles(f"it reads codes of {codes} on {target.arch}, not of {encoding.value}")
+
+
 def bind_decode(problem: Problem, target: Target, pool: PoolSize) -> CdnaLatentDecode:
     """Binds decode for a problem within LIMITS.
 
     Raises NoTiles for codes that the arch's hardware does not read, for q in float16 over codes, or if the layer has
     measured tiles of latent decode.
     """
+    check_codes(problem, target)
     encoding = problem.kv_encoding.over(problem.dtype)
-    if encoding.is_fp8 and encoding is not EXTEND_CODES[target.arch]:
-        codes = EXTEND_CODES[target.arch].value
-        raise NoTiles(f"it reads codes of {codes} on {target.arch}, not of {encoding.value}")
     if encoding.is_fp8 and problem.dtype != torch.bfloat16:
         raise NoTiles(f"over codes it serves q in {torch.bfloat16}, not in {problem.dtype}")
     if measured_choice(TileTable.LATENT_DECODE, problem, target) is not None:

@@ -35,10 +35,11 @@ from rocm_attn.kernels.tuning.sparse_tiles import (
 )
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers import triton_cdna_latent
 from rocm_attn.providers.contract import NO_SCHEDULE, Bind, Limits, PoolSize, Schedule, StepBounds
 from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry, every_row
 from rocm_attn.providers.tiles import codes_of
+from rocm_attn.providers.triton_cdna_latent import LIMITS as CDNA_LATENT_LIMITS
+from rocm_attn.providers.triton_cdna_latent import check_codes
 from rocm_attn.providers.triton_entries import ARCHS, deterministic_entry, triton_entry
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.providers.triton_later import cdna_launches, hopper_launches, triton_launches
@@ -237,7 +238,10 @@ def _hopper(problem: Problem, target: Target, keys: int) -> HopperSelected:
 
 
 def _bind_cdna_selected(problem: Problem, target: Target, pool: PoolSize) -> CdnaSelected:
-    tiles = cdna_selected_tiles(problem.gqa_ratio)
+    """Binds CDNA's own kernel. Raises NoTiles for codes that the arch's hardware does not read."""
+    check_codes(problem, target)
+    is_record = problem.page_format.record is not None
+    tiles = cdna_selected_tiles(target.arch, problem.gqa_ratio, is_record=is_record)
     programs = target.compute_units * tiles.programs_per_cu
     return CdnaSelected(problem, _keys(problem), tiles, programs, target.arch)
 
@@ -328,23 +332,31 @@ _HOPPER_RECORD_LIMITS = replace(
     _HOPPER_LIMITS, dtypes=(torch.bfloat16,), encodings=(KVEncoding.E4M3FN,), scales=(Scales.GROUP,), window=True
 )
 
+_CDNA_LIMITS = replace(
+    CDNA_LATENT_LIMITS,
+    encodings=(KVEncoding.LIKE_Q,),
+    scales=(Scales.NONE,),
+    non_causal=False,
+    short_kv=False,
+    page_strides=False,
+    even_slots=True,
+)
+_CDNA_RECORD_LIMITS = replace(
+    _CDNA_LIMITS,
+    dtypes=(torch.bfloat16,),
+    encodings=(KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ),
+    scales=(Scales.GROUP,),
+)
+
 SELECTED_ENTRIES = (
     SelectedKeysEntry("triton.hopper_selected", _HOPPER_LIMITS, _bind_hopper),
     SelectedKeysEntry("triton.hopper_selected_records", _HOPPER_RECORD_LIMITS, _bind_hopper),
-    SelectedKeysEntry(
-        name="triton.cdna_selected",
-        limits=replace(
-            triton_cdna_latent.LIMITS,
-            encodings=(KVEncoding.LIKE_Q,),
-            scales=(Scales.NONE,),
-            non_causal=False,
-            short_kv=False,
-            page_strides=False,
-            even_slots=True,
-        ),
-        bind=_bind_cdna_selected,
-        serves=_cdna_refusals,
-        is_probed=True,
+    *(
+        SelectedKeysEntry(name, limits, _bind_cdna_selected, serves=_cdna_refusals, is_probed=True)
+        for name, limits in (
+            ("triton.cdna_selected", _CDNA_LIMITS),
+            ("triton.cdna_selected_records", _CDNA_RECORD_LIMITS),
+        )
     ),
     SelectedKeysEntry(
         name="triton.selected",

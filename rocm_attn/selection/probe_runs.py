@@ -22,6 +22,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.guards.registry import guards_from_settings
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.sparse.arguments import NO_UNIT, SelectedArgs, SelectedKeys, SparseTokens
 from rocm_attn.machine.devices import wait_for_device
 from rocm_attn.oracle.numerics import Bound, bounds_of, eight_bit_queries, error_parts
@@ -364,8 +365,7 @@ def selected_run(selection: Selection, device: torch.device) -> FailedProbe | No
     width, generator = selection.problem.indexer.indexing.width, torch.Generator().manual_seed(0)
     num_keys = max(_SELECTED)[0] + 1
     num_pages, num_tokens = 2 + num_keys // problem.page_size, len(_SELECTED) + 1
-    shapes = (num_tokens, problem.num_q_heads), (num_pages, problem.page_size, 1)
-    q, k = (torch.randn(*shape, problem.head_dim, generator=generator).to(problem.dtype) for shape in shapes)
+    q = torch.randn(num_tokens, problem.num_q_heads, problem.head_dim, generator=generator).to(problem.dtype)
     page_of = 1 + torch.randperm(num_pages - 1, generator=generator)
     places = page_of[:, None] * problem.page_size + torch.arange(problem.page_size)
     picked = [
@@ -376,9 +376,11 @@ def selected_run(selection: Selection, device: torch.device) -> FailedProbe | No
     for token, chosen in enumerate(picked):
         units[token, 0, : len(chosen)] = chosen
     q[-1] = float("nan")
-    rows, never = k.flatten(0, 1), torch.ones(num_pages * problem.page_size, dtype=torch.bool)
-    never[places.flatten()[torch.cat(picked)]] = False
-    rows[never] = float("nan")
+    stored = torch.zeros(places.numel(), dtype=torch.bool)
+    stored[torch.cat(picked)] = True
+    pages = _random_latents(problem, num_pages, places.flatten()[stored], generator, device)
+    # As they were stored, so that only attention is compared.
+    rows = pages.read(torch.arange(num_pages, device=device))[0].flatten(0, 1)
 
     def int32(*numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -387,8 +389,7 @@ def selected_run(selection: Selection, device: torch.device) -> FailedProbe | No
         int32(*[0] * num_tokens), int32(*(at for at, _ in _SELECTED), 0), int32(num_tokens - 1), num_keys, num_keys
     )
     selected = SelectedKeys(units.to(device), (units >= 0).sum(2, dtype=torch.int32).to(device), 1)
-    q, latents = q.to(device), k.to(device)
-    pages = LayerPages.plain(latents, latents[..., : problem.v_head_dim], kind=PoolKind.LATENT)
+    q = q.to(device)
     out = torch.full_like(q[..., : problem.v_head_dim], float("nan"))
     workspace = torch.empty(sparse.selected.workspace_words(PaddedShape(StepKind.MIXED, num_tokens, num_tokens)))
     table = page_of[None].to(device, torch.int32)
@@ -400,13 +401,29 @@ def selected_run(selection: Selection, device: torch.device) -> FailedProbe | No
         wait_for_device(out.device)
     bound = bounds_of(problem.dtype, eight_bit_products=False).out
     for token, chosen in enumerate(picked):
-        seen = rows[places.flatten()[chosen]].to(device)
+        seen = rows[places.flatten()[chosen].to(device)]
         visible = torch.ones(1, len(chosen), dtype=torch.bool, device=device)
         one = slice(token, token + 1)
         want, _ = attend_sequence(q[one], seen, seen[..., : problem.v_head_dim], problem, visible=visible)
         if not _close(out[one], want, bound):
             return FailedProbe(name, f"token {token} of {num_tokens} is wrong {where}")
     return None if bool((out[-1] == 0).all()) else FailedProbe(name, f"a padded token is not zero {where}")
+
+
+def _random_latents(
+    problem: Problem, num_pages: int, places: Tensor, generator: torch.Generator, device: torch.device
+) -> LayerPages:
+    """Pages of a latent layer with random rows in some places, and NaN in others."""
+    form = problem.page_format
+    pages = LayerPages.latent(torch.empty(num_pages, form.line, dtype=form.encoding.dtype, device=device), form)
+    pages.fill_nan(slice(None))
+    rows = torch.randn(len(places), 1, problem.head_dim, generator=generator).to(device, problem.dtype)
+    at = (places // problem.page_size).to(device), (places % problem.page_size).to(device)
+    if pages.record is None:
+        pages.raw_k[at] = rows
+    else:
+        pages.record.put(at, RecordParts.of_rows(rows, form))
+    return pages
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.providers.triton_cdna import TRITONS, CdnaDecode
-from rocm_attn.providers.triton_sparse import SELECTED_ENTRIES
+from rocm_attn.providers.triton_sparse import SELECTED_ENTRIES, CdnaSelected
 from rocm_attn.selection import probe
 from rocm_attn.selection.kernels import choose_kernels
 from tests.amd.host.choices import LAYER, adopting, reasons, with_triton
@@ -176,10 +177,10 @@ def test_what_no_amd_gpu_has_run_is_probed_before_it_serves() -> None:
         "triton.cdna_latent_decode",
         "triton.latent_extend+cdna_latent_decode",
     }
-    assert [entry.name for entry in SELECTED_ENTRIES if entry.is_probed] == [SELECTED]
+    assert [entry.name for entry in SELECTED_ENTRIES if entry.is_probed] == [SELECTED, RECORDS]
 
 
-SELECTED = "triton.cdna_selected"
+SELECTED, RECORDS = "triton.cdna_selected", "triton.cdna_selected_records"
 TOKENS = Indexing(0.1, 2048)
 SELECTING = Problem(
     128, 1, 576, torch.bfloat16, 64, v_head_dim=512, scale=0.1, pool=PoolKind.LATENT, indexer=Indexer(64, 128, TOKENS)
@@ -195,6 +196,42 @@ def test_a_selection_of_latents_has_a_kernel_of_its_own(arch: str) -> None:
     # A device of as many programs, two for each token; the same room for parts as the plain kernel has with such tiles.
     shape = PaddedShape(StepKind.DECODE, 2, 2)
     assert chosen.selected.workspace_words(shape) == 2 * 128 * 32 * (512 + 2)
+
+
+def _in_records(arch: str) -> Problem:
+    return replace(SELECTING, kv_encoding=KVEncoding(EXTEND_CODES[arch].value), kv_scales=Scales.GROUP)
+
+
+@pytest.mark.parametrize(("arch", "heads", "rows"), [("gfx942", 16, 32), ("gfx942", 128, 32), ("gfx950", 128, 64)])
+def test_a_selection_of_records_has_one_too(arch: str, heads: int, rows: int) -> None:
+    chosen = select(replace(_in_records(arch), num_q_heads=heads), on(arch), "triton").sparse
+    assert chosen is not None
+    assert (chosen.entries[0], chosen.is_probed) == (RECORDS, True)
+    assert isinstance(chosen.selected, CdnaSelected)
+    assert chosen.selected.tiles.query_rows == rows
+
+
+# The codes of each arch that the other one's hardware reads.
+OTHERS = {"gfx942": KVEncoding.E4M3FN, "gfx950": KVEncoding.E4M3FNUZ}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda layer, arch: replace(layer, has_sinks=True),
+        lambda layer, arch: replace(layer, head_dim=544),
+        lambda layer, arch: replace(layer, kv_encoding=OTHERS[arch]),
+        lambda layer, arch: replace(layer, indexer=Indexer(64, 128, replace(TOKENS, top=4096))),
+    ],
+    ids=["sinks", "544", "codes", "4096_keys"],
+)
+def test_other_selections_of_records_have_the_kernel_of_every_layer(
+    changed: Callable[[Problem, str], Problem], arch: str
+) -> None:
+    chosen = select(changed(_in_records(arch), arch), on(arch), "triton").sparse
+    assert chosen is not None
+    assert chosen.entries[0] == "triton.selected"
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.sparse.arguments import SelectedArgs, SelectedKeys
 from rocm_attn.kernels.sparse.cuts import selected_cut
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles, cdna_selected_tiles
 from rocm_attn.providers.triton_later import cdna_launches
 from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, build_selected
@@ -25,8 +27,19 @@ CASES = {
     "long_4_tiles": replace(PLAIN, step=_LONG, heads=(37, 1), width=570, dense=True),
     "long_1_tile": replace(PLAIN, step=_LONG, heads=(16, 1), width=570, dense=True),
 }
+# Over records of the codes that an arch reads.
+RECORDS = {
+    "records": replace(PLAIN, step=replace(STEP, page_size=7), heads=(20, 1), scales=Scales.GROUP),
+    "records_4_tiles": replace(PLAIN, heads=(100, 1), scales=Scales.GROUP),
+    "long_records": replace(PLAIN, step=_LONG, heads=(16, 1), width=570, dense=True, scales=Scales.GROUP),
+}
 # Programs that a device is to have: rows are whole, or have some parts.
 PROGRAMS = (1, 4, 60)
+
+
+def cases_of(arch: str) -> dict[str, SelectedCase]:
+    """All cases as an arch runs them."""
+    return CASES | {name: replace(case, encoding=EXTEND_CODES[arch]) for name, case in RECORDS.items()}
 
 
 def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: SelectedTiles, programs: int) -> None:
@@ -37,7 +50,7 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
 def run_cdna_selected(arch: str, problem: SelectedProblem, programs: int) -> None:
     """Attends, with scratch memory of NaN."""
     args = problem.args
-    tiles = cdna_selected_tiles(args.heads[1])
+    tiles = cdna_selected_tiles(arch, args.heads[1], is_record=args.pages.record is not None)
     cut = selected_cut(len(args.q), args.selection.width, heads=args.heads, tiles=tiles, programs=programs)
     words = cut.words(len(args.q), args.out.shape[2])
     given = args._replace(workspace=torch.full((words,), float("nan"), device=args.q.device))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -320,6 +320,11 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
     scale = head_dim**-0.5
     largest, reference = 0.0, torch.zeros(step.num_tokens, num_heads, v_head_dim, dtype=torch.float64)
     reference_lse = torch.full((step.num_tokens, num_heads), float("-inf"), dtype=torch.float64)
+
+    @cache
+    def record(page: int, offset: int) -> Tensor:
+        return records_of(case, pages.format).value(pages.lines[0][page].flatten(), offset)
+
     for token, (seq, position) in enumerate(step.places):
         slots = step.slots(seq, step.page_size)
         for head in range(num_heads):
@@ -332,8 +337,7 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
                 continue
             at = [(*slots[each], kv_head) for each in seen]
             if pages.record is not None:
-                records, (held,) = records_of(case, pages.format), pages.lines
-                rows = [records.value(held[page].flatten(), offset) for page, offset, _ in at]
+                rows = [record(page, offset) for page, offset, _ in at]
                 k, v = torch.stack(rows), torch.stack(rows)[:, :v_head_dim]
             else:
                 k = torch.stack([_value(pages.k, pages.k_scale, place, case.scales) for place in at])

@@ -8,9 +8,10 @@ import torch
 from rocm_attn.kernels.tuning.cdna_tiles import ARCHS
 from rocm_attn.machine.target import detect_target
 from rocm_attn.providers.triton_cdna import TRITONS
-from tests.amd.kernels import cdna_extend_cases, cdna_latent_cases
+from tests.amd.kernels import cdna_extend_cases, cdna_latent_cases, cdna_selected_cases
 from tests.amd.kernels.attention_cases import build
 from tests.amd.kernels.cdna_cases import CHOSEN_CODES, assert_decoded, cdna_cut, launch_cdna, served_cases
+from tests.amd.kernels.sparse_cases import build_selected
 
 GPU = torch.device("cuda")
 
@@ -62,3 +63,11 @@ def test_latent_decode_gives_what_float64_gives(name: str, compute_units: int) -
     tensors = build(cdna_latent_cases.cases_of(arch_here())[name], GPU)
     cdna_latent_cases.launch_cdna_latent(arch_here(), tensors, compute_units)
     assert_decoded(tensors)
+
+
+@pytest.mark.parametrize("name", cdna_selected_cases.cases_of(ARCHS[0]))
+@pytest.mark.parametrize("programs", cdna_selected_cases.PROGRAMS)
+def test_attention_over_a_selection_gives_what_float64_gives(name: str, programs: int) -> None:
+    problem = build_selected(cdna_selected_cases.cases_of(arch_here())[name], GPU)
+    cdna_selected_cases.run_cdna_selected(arch_here(), problem, programs)
+    problem.assert_served()

@@ -25,9 +25,9 @@ from tests.amd.kernels.cdna_extend_cases import NAMES, assert_extended, case_of,
 from tests.amd.kernels.cdna_latent_cases import LARGE as LATENTS_ABOVE
 from tests.amd.kernels.cdna_latent_cases import after_a_large_weight, launch_cdna_latent
 from tests.amd.kernels.cdna_latent_cases import cases_of as latent_cases_of
-from tests.amd.kernels.cdna_selected_cases import CASES as SELECTED
 from tests.amd.kernels.cdna_selected_cases import PLAIN as SELECTED_PLAIN
 from tests.amd.kernels.cdna_selected_cases import after_unseen, run_cdna_selected
+from tests.amd.kernels.cdna_selected_cases import cases_of as selected_cases_of
 from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, build_selected
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.large_steps import in_large_pools
@@ -40,6 +40,7 @@ _IN_EVERY_RUN = (
     "latent-heads_of_2_tiles",
     "selected-1_tile",
     "selected-unseen",
+    "selected-records",
 )
 
 
@@ -122,14 +123,14 @@ def more_cdna_cases(arch: str) -> list[KernelCase]:
     if arch in EXTEND_ARCHS:
         run = partial(simulate_extend, arch, EXTEND_ABOVE, is_large=True)
         above.append(KernelCase("cdna-extend-above", arch, run))
-        for name in ("4_tiles", "1_tile"):
-            of_selected = partial(run_selected, arch, SELECTED[name], is_large=True)
+        for name in ("4_tiles", "1_tile", "records"):
+            of_selected = partial(run_selected, arch, selected_cases_of(arch)[name], is_large=True)
             above.append(KernelCase(f"cdna-selected-{name}-above", arch, of_selected))
     return [case for case in [*_cases(arch), *above] if case.name.removeprefix("cdna-") not in _IN_EVERY_RUN]
 
 
 def _cases(arch: str) -> list[KernelCase]:
-    cases = served_cases(arch)
+    cases, selected = served_cases(arch), selected_cases_of(arch)
     extends = NAMES if arch in EXTEND_ARCHS else ()
     return [
         *(KernelCase(f"cdna-{name}", arch, partial(run_cdna, arch, case)) for name, case in cases.items()),
@@ -144,17 +145,18 @@ def _cases(arch: str) -> list[KernelCase]:
         ),
         *(
             KernelCase(f"cdna-selected-{name}", arch, partial(run_selected, arch, case))
-            for name, case in SELECTED.items()
+            for name, case in selected.items()
         ),
         *(
             KernelCase(
-                f"cdna-selected-{name}-{programs}", arch, partial(run_selected, arch, SELECTED[name], programs=programs)
+                f"cdna-selected-{name}-{programs}", arch, partial(run_selected, arch, selected[name], programs=programs)
             )
-            for name in ("4_tiles", "1_tile", "long_4_tiles", "long_1_tile")
+            for name in ("4_tiles", "1_tile", "long_4_tiles", "long_1_tile", "records_4_tiles", "long_records")
             for programs in (1, 4)
         ),
         KernelCase("cdna-selected-unseen", arch, partial(run_unseen, arch)),
-        KernelCase("cdna-selected-unseen-1", arch, partial(run_unseen, arch, SELECTED["1_tile"], programs=1)),
+        KernelCase("cdna-selected-unseen-1", arch, partial(run_unseen, arch, selected["1_tile"], programs=1)),
+        KernelCase("cdna-selected-unseen_records", arch, partial(run_unseen, arch, selected["records_4_tiles"])),
         *(
             KernelCase(f"cdna-extend-{name}", arch, partial(simulate_extend, arch, case_of(name, arch)))
             for name in extends

@@ -94,7 +94,12 @@ CASES_OF_OTHER_BARRIERS = {
         "gfx942-cdna-latent-heads_of_2_tiles",
         "gfx950-cdna-latent-codes",
     ),
-    "_cdna_selected_kernel": ("gfx942-cdna-selected-unseen", "gfx942-cdna-selected-1_tile"),
+    "_cdna_selected_kernel": (
+        "gfx942-cdna-selected-unseen",
+        "gfx942-cdna-selected-1_tile",
+        "gfx942-cdna-selected-records",
+        "gfx950-cdna-selected-records",
+    ),
 }
 _CASES = {str(case): case for case in GRID}
 

@@ -349,8 +349,8 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             "last_queries = _last_queries(lds, _PAIR, G)", "last_queries = _last_queries(lds, 0, G)", MANY_HEADS
         ),
         "scores_of_later_tiles_stay_those_of_the_first_block": Mistake(
-            "_store_scores(lds, _half_scores(last_queries, query, keys, _PAIR, DTYPE, G), _PAIR)",
-            "_half_scores(last_queries, query, keys, _PAIR, DTYPE, G)",
+            "_store_scores(lds, _half_scores(last_queries, query, keys, key_factors, _PAIR, DTYPE, G), _PAIR)",
+            "_half_scores(last_queries, query, keys, key_factors, _PAIR, DTYPE, G)",
             MANY_HEADS,
         ),
         "the_sum_of_shared_rows_keeps_an_old_maximum": Mistake("state.total * of_total +", "state.total +", LONG_HEADS),
@@ -431,6 +431,17 @@ UNSEEN, UNSEEN_WHOLE, UNSEEN_OF_ONE_TILE = (
     partial(run_unseen, case=SELECTIONS[name], programs=programs)
     for name, programs in (("4_tiles", 60), ("4_tiles", 1), ("1_tile", 1))
 )
+
+
+def over_records(arch: str) -> Simulation:
+    return run_selected(arch, cdna_selected_cases.cases_of(arch)["records_4_tiles"])
+
+
+def over_long_records(arch: str) -> Simulation:
+    """Several blocks of a program."""
+    return run_selected(arch, cdna_selected_cases.cases_of(arch)["long_records"], programs=1)
+
+
 SELECTED = Launched("launch_cdna_selected", cdna_selected_cases)
 # Mistakes over keys that are listed.
 LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
@@ -452,6 +463,7 @@ LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             "q + token * q_token",
             partial(run_selected, case=SELECTIONS["blocks_of_heads"]),
         ),
+        "records_are_nearer": Mistake("p_token * BYTES", "p_token * BYTES - 4", over_records),
         "programs_of_a_die_have_the_same_row": Mistake(
             "row = launched // _DIES % C.rows", "row = 0", partial(run_selected, case=SELECTIONS["blocks_of_heads"])
         ),
@@ -471,6 +483,31 @@ LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             "            v_pages = _value_pages(rows, block + 1, G)",
             "if G.LISTED:\n            v_pages = _value_pages(rows, block, G)",
             LONG_LIST,
+        ),
+        "last_columns_begin_where_scales_do": Mistake("(WAVES if has_records(G) else 0)", "0", over_records),
+        "keys_have_the_scale_of_the_other_group": Mistake(
+            "scales[j][:, :, None]", "scales[1 - j][:, :, None]", over_records
+        ),
+        "values_have_the_scale_of_other_columns": Mistake(
+            "slice(_place_of_group(GROUP) * KEYS, KEYS)", "slice(GROUP * KEYS, KEYS)", over_records
+        ),
+        "scores_have_no_scale": Mistake(
+            "part = gl.fma(of_groups[j], scales[j][:, :, None].broadcast_to(part.shape), part)",
+            "part += of_groups[j] / 64",
+            over_records,
+        ),
+        "keys_have_scales_of_the_block_before": Mistake(
+            "key_factors = _key_scales(lds, block + 1, G)",
+            "key_factors = _key_scales(lds, block, G)",
+            over_long_records,
+        ),
+        "values_have_scales_of_the_next_block": Mistake(
+            "lds.scales.index(block % 2).slice(", "lds.scales.index((block + 1) % 2).slice(", over_long_records
+        ),
+        "scales_are_those_of_the_block_before": Mistake(
+            "scale_slots = _scale_slots(rows, block + 3, G)",
+            "scale_slots = _scale_slots(rows, block + 2, G)",
+            over_long_records,
         ),
         "listed_keys_are_those_before": Mistake(
             "k_pages = _key_pages(rows, block + 3, G)", "k_pages = _key_pages(rows, block + 2, G)", LONG_LIST

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS
+from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
-from rocm_attn.problem import Indexer, Indexing, PoolKind, Problem
+from rocm_attn.problem import Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.selection import probe_runs
@@ -49,9 +49,11 @@ def test_the_probes_steps_are_right(name: str, arch: str, monkeypatch: pytest.Mo
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", EXTEND_ARCHS)
-@pytest.mark.parametrize("num_heads", [16, 128])
-def test_the_probes_selection_is_right(num_heads: int, arch: str) -> None:
+@pytest.mark.parametrize(("num_heads", "records"), [(16, False), (128, False), (16, True)])
+def test_the_probes_selection_is_right(num_heads: int, records: bool, arch: str) -> None:
     layer = replace(LATENTS, num_q_heads=num_heads, wants_lse=False, indexer=Indexer(4, 64, Indexing(0.1, 2048)))
+    if records:
+        layer = replace(layer, kv_encoding=KVEncoding(EXTEND_CODES[arch].value), kv_scales=Scales.GROUP)
     target = replace(known_target(arch), releases=Releases(triton=TRITONS[-1]), compute_units=3)
     selection = select(layer, target, "triton")
     with simulated(arch) as simulation:

@@ -59,7 +59,6 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "latent/extend.py": latent_checks.latents,
     "latent/key_loop.py": latent_checks.latents,
     "latent/segment_decode.py": latent_checks.latent_segments,
-    "latent/segment_extend.py": latent_checks.latent_segments,
     "cache/tails.py": cache_checks.tails,
     "experts/product.py": experts_check.experts,
     "metadata/check_pages.py": metadata_checks.check_pages,

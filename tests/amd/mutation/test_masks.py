@@ -55,9 +55,6 @@ HARMLESS = {
     "attention/merge.py: load without mask tl.load(q_indptr + seq, mask=mine, other=0)": (
         "a program without work has the sequence after the last one, and q_indptr an entry for its end"
     ),
-    "latent/segment_extend.py: load without mask tl.load(row_of_seq + seq, mask=seq >= 0, other=0)": (
-        "a program of the padded tail has sequence -1 and looks at no page; only a fence before the rows would tell"
-    ),
 }
 
 

@@ -55,43 +55,33 @@ class Lds:
 
     def _note_add(self, offsets: Array, values: Array, wave: int) -> None:
         """Notes an addition within bounds. Raises SimulationFault if it races."""
-        mine = np.uint16(1 << wave)
-        others = ((self._readers | self._writers) & ~mine) != 0
-        if any(others[offset : offset + 4].any() for offset in offsets.tolist()):
-            raise SimulationFault(
-                f"wave {wave} adds to LDS that another wave reads or writes without a barrier between them, "
-                f"{self._where(others, offsets, 4)}"
-            )
-        self._mark(self._adders, offsets, 4, mine)
+        self._check_others(self._readers | self._writers, offsets, 4, wave, "adds to", "reads or writes")
+        self._mark(self._adders, offsets, 4, np.uint16(1 << wave))
 
     def _note_load(self, offsets: Array, size: int, wave: int) -> None:
         """Notes a load within bounds. Raises SimulationFault if it races."""
-        mine = np.uint16(1 << wave)
-        writers = self._writers | self._adders
-        if (_items(writers, size)[offsets].view(np.uint16) & ~mine).any():
-            others = (writers & ~mine) != 0
-            raise SimulationFault(
-                f"wave {wave} reads LDS that another wave writes without a barrier between them, "
-                f"{self._where(others, offsets, size)}"
-            )
-        self._mark(self._readers, offsets, size, mine)
+        self._check_others(self._writers | self._adders, offsets, size, wave, "reads", "writes")
+        self._mark(self._readers, offsets, size, np.uint16(1 << wave))
 
     def _note_store(self, offsets: Array, values: Array, wave: int) -> None:
         """Notes a store within bounds, before it is done. Raises SimulationFault if it races."""
         size = values.shape[1]
         mine = np.uint16(1 << wave)
-        readers = self._readers | self._adders
-        if (_items(readers, size)[offsets].view(np.uint16) & ~mine).any():
-            others = (readers & ~mine) != 0
-            raise SimulationFault(
-                f"wave {wave} writes LDS that another wave reads without a barrier between them, "
-                f"{self._where(others, offsets, size)}"
-            )
+        self._check_others(self._readers | self._adders, offsets, size, wave, "writes", "reads")
         changes = _items(self._bytes, size)[offsets].view(np.uint8).reshape(-1, size) != values
         others_wrote = (_items(self._writers, size)[offsets].view(np.uint16) & ~mine).reshape(-1, size) != 0
         if (changes & others_wrote).any():
             raise SimulationFault(f"wave {wave} overwrites what another wave writes without a barrier between them")
         self._mark(self._writers, offsets, size, mine)
+
+    def _check_others(self, marks: Array, offsets: Array, size: int, wave: int, verb: str, theirs: str) -> None:
+        """Raises SimulationFault if another wave has marked these bytes since the last barrier."""
+        mine = np.uint16(1 << wave)
+        if (_items(marks, size)[offsets].view(np.uint16) & ~mine).any():
+            raise SimulationFault(
+                f"wave {wave} {verb} LDS that another wave {theirs} without a barrier between them, "
+                f"{self._where((marks & ~mine) != 0, offsets, size)}"
+            )
 
     def _check_read(self, offsets: Array, size: int) -> None:
         self._check_bounds(offsets, size, "reads")

@@ -68,7 +68,7 @@ def scalar_register(token: str) -> Register:
 def constant(token: str, dtype: np.dtype[Any]) -> int:
     """The bits of a constant as an operand of this type.
 
-    Integers are bits of a float operand as they stand. Of a double they are the upper half, unless they are inline.
+    Integers are bits of a float operand as they stand. If it is a double, those that are not inline are its upper half.
     """
     bits = 8 * dtype.itemsize
     if token in _FLOATS:

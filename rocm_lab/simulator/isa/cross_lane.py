@@ -6,6 +6,8 @@ v_permlane16_swap and v_permlane32_swap are new with gfx950. Nothing here touche
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -66,37 +68,27 @@ def _swap(context: Context, instruction: Instruction) -> Step:
     return step
 
 
-def _gather(context: Context, instruction: Instruction) -> Step:
-    """ds_bpermute_b32: the value of the lane whose number, times 4, is in the address; 0 for an inactive lane."""
+def _permuted(context: Context, instruction: Instruction, move: Callable[[Array, Array, Array], Array]) -> Step:
+    """Writes move(lanes, values, active): a lane's number, times 4, is in its address."""
     core = context.core
     instruction.allow("offset")
     offset = np.uint32(instruction.number("offset"))
     sink = VectorSink(core, instruction.operands[0], U32)
     address, values = (core.vector[vector_register(token).index] for token in instruction.operands[1:])
-
-    def step() -> None:
-        lane = (address + offset) >> np.uint32(2) & np.uint32(63)
-        sink.write(np.where(core.active[lane], values[lane], np.uint32(0)))
-
-    return step
+    return lambda: sink.write(move((address + offset) >> np.uint32(2) & np.uint32(63), values, core.active))
 
 
-def _scatter(context: Context, instruction: Instruction) -> Step:
-    """ds_permute_b32: to the lane whose number, times 4, is in the address; of several the last, without any 0."""
-    core = context.core
-    instruction.allow("offset")
-    offset = np.uint32(instruction.number("offset"))
-    sink = VectorSink(core, instruction.operands[0], U32)
-    address, values = (core.vector[vector_register(token).index] for token in instruction.operands[1:])
+def _gather(lane: Array, values: Array, active: Array) -> Array:
+    """ds_bpermute_b32: the value of the addressed lane; 0 for an inactive lane."""
+    return np.where(active[lane], values[lane], np.uint32(0))
 
-    def step() -> None:
-        lane = (address + offset) >> np.uint32(2) & np.uint32(63)
-        moved = np.zeros(LANES, np.uint32)
-        for source in np.flatnonzero(core.active):
-            moved[lane[source]] = values[source]
-        sink.write(moved)
 
-    return step
+def _scatter(lane: Array, values: Array, active: Array) -> Array:
+    """ds_permute_b32: to the addressed lane; if several address a lane it gets the last one's value, if none does 0."""
+    moved = np.zeros(LANES, np.uint32)
+    for source in np.flatnonzero(active):
+        moved[lane[source]] = values[source]
+    return moved
 
 
 def _swizzle(context: Context, instruction: Instruction) -> Step:
@@ -127,7 +119,7 @@ BUILDERS: dict[str, Builder] = {
     "v_writelane_b32": _write_lane,
     "v_permlane16_swap_b32": _swap,
     "v_permlane32_swap_b32": _swap,
-    "ds_bpermute_b32": _gather,
-    "ds_permute_b32": _scatter,
+    "ds_bpermute_b32": partial(_permuted, move=_gather),
+    "ds_permute_b32": partial(_permuted, move=_scatter),
     "ds_swizzle_b32": _swizzle,
 }

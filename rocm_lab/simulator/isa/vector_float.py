@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -73,10 +74,6 @@ def _float(compute: Callable[..., Array], count: int = 2) -> VectorOp:
     return VectorOp(F32, (F32,) * count, compute)
 
 
-def _double(compute: Callable[..., Array], count: int = 2) -> VectorOp:
-    return VectorOp(F64, (F64,) * count, compute)
-
-
 def _reciprocal(a: Array) -> Array:
     return a.dtype.type(1) / a
 
@@ -89,69 +86,70 @@ def _exponent(a: Array) -> Array:
     return np.where(np.isfinite(a), np.frexp(a)[1], 0).astype(I32)
 
 
+# Operations and the number of their operands, which have the result's type: one of these types.
+_ALIKE: tuple[tuple[tuple[np.dtype[Any], ...], dict[str, tuple[Callable[..., Array], int]]], ...] = (
+    (
+        (F16, F32, F64),
+        {
+            "add": (operator.add, 2),
+            "mul": (operator.mul, 2),
+            "max": (np.fmax, 2),
+            "min": (np.fmin, 2),
+            "div_fixup": (_divide_fixup, 3),
+        },
+    ),
+    (
+        (F16, F32),
+        {
+            "sub": (operator.sub, 2),
+            "fma": (fma, 3),
+            "max3": (_max3, 3),
+            "min3": (_min3, 3),
+            "med3": (_median, 3),
+        },
+    ),
+    (
+        (F32, F64),
+        {
+            "rcp": (_reciprocal, 1),
+            "rsq": (lambda a: _reciprocal(np.sqrt(a)), 1),
+            "sqrt": (np.sqrt, 1),
+            "rndne": (np.rint, 1),
+            "floor": (np.floor, 1),
+            "ceil": (np.ceil, 1),
+            "trunc": (np.trunc, 1),
+            "frexp_mant": (_mantissa, 1),
+        },
+    ),
+)
 _ARITHMETIC: dict[str, VectorOp] = {
-    "v_add_f32": _float(operator.add),
-    "v_sub_f32": _float(operator.sub),
+    **{
+        f"v_{name}_f{8 * dtype.itemsize}": VectorOp(dtype, (dtype,) * count, compute)
+        for types, operations in _ALIKE
+        for dtype in types
+        for name, (compute, count) in operations.items()
+    },
     "v_subrev_f32": _float(lambda a, b: b - a),
-    "v_mul_f32": _float(operator.mul),
-    "v_fma_f32": _float(fma, 3),
     "v_fmac_f32": VectorOp(F32, (F32, F32, F32), fma, accumulates=True),
     "v_fmamk_f32": _float(lambda a, k, c: fma(a, k, c), 3),
     "v_fmaak_f32": _float(fma, 3),
-    "v_max_f32": _float(np.fmax),
-    "v_min_f32": _float(np.fmin),
-    "v_max3_f32": _float(_max3, 3),
-    "v_min3_f32": _float(_min3, 3),
-    "v_med3_f32": _float(_median, 3),
     # CDNA 4; a NaN among the three is the result.
     "v_maximum3_f32": _float(lambda a, b, c: np.maximum(np.maximum(a, b), c), 3),
     "v_minimum3_f32": _float(lambda a, b, c: np.minimum(np.minimum(a, b), c), 3),
     "v_exp_f32": _float(np.exp2, 1),
     "v_log_f32": _float(np.log2, 1),
-    "v_rcp_f32": _float(_reciprocal, 1),
     "v_rcp_iflag_f32": _float(_reciprocal, 1),
-    "v_rsq_f32": _float(lambda a: np.float32(1) / np.sqrt(a), 1),
-    "v_sqrt_f32": _float(np.sqrt, 1),
-    "v_rndne_f32": _float(np.rint, 1),
-    "v_floor_f32": _float(np.floor, 1),
-    "v_ceil_f32": _float(np.ceil, 1),
-    "v_trunc_f32": _float(np.trunc, 1),
-    "v_frexp_mant_f32": _float(_mantissa, 1),
     "v_frexp_exp_i32_f32": VectorOp(I32, (F32,), _exponent),
     "v_ldexp_f32": VectorOp(F32, (F32, I32), _scale_by_power_of_2),
     "v_div_scale_f32": VectorOp(F32, (F32, F32, F32), _divide_scale, has_mask=True),
     "v_div_fmas_f32": _float(fma, 3),
-    "v_div_fixup_f32": _float(_divide_fixup, 3),
-    "v_add_f64": _double(operator.add),
-    "v_mul_f64": _double(operator.mul),
-    "v_fma_f64": _double(_fma_64, 3),
+    "v_fma_f64": VectorOp(F64, (F64, F64, F64), _fma_64),
     "v_fmac_f64": VectorOp(F64, (F64, F64, F64), _fma_64, accumulates=True),
-    "v_max_f64": _double(np.fmax),
-    "v_min_f64": _double(np.fmin),
-    "v_rcp_f64": _double(_reciprocal, 1),
-    "v_rsq_f64": _double(lambda a: 1 / np.sqrt(a), 1),
-    "v_sqrt_f64": _double(np.sqrt, 1),
-    "v_rndne_f64": _double(np.rint, 1),
-    "v_floor_f64": _double(np.floor, 1),
-    "v_ceil_f64": _double(np.ceil, 1),
-    "v_trunc_f64": _double(np.trunc, 1),
-    "v_frexp_mant_f64": _double(_mantissa, 1),
     "v_frexp_exp_i32_f64": VectorOp(I32, (F64,), _exponent),
     "v_ldexp_f64": VectorOp(F64, (F64, I32), _scale_by_power_of_2),
     "v_div_scale_f64": VectorOp(F64, (F64, F64, F64), _divide_scale, has_mask=True),
-    "v_div_fmas_f64": _double(_fma_64, 3),
-    "v_div_fixup_f64": _double(_divide_fixup, 3),
-    "v_add_f16": VectorOp(F16, (F16, F16), operator.add),
-    "v_sub_f16": VectorOp(F16, (F16, F16), operator.sub),
-    "v_mul_f16": VectorOp(F16, (F16, F16), operator.mul),
-    "v_fma_f16": VectorOp(F16, (F16, F16, F16), fma),
+    "v_div_fmas_f64": VectorOp(F64, (F64, F64, F64), _fma_64),
     "v_fmac_f16": VectorOp(F16, (F16, F16, F16), fma, accumulates=True),
-    "v_max_f16": VectorOp(F16, (F16, F16), np.fmax),
-    "v_min_f16": VectorOp(F16, (F16, F16), np.fmin),
-    "v_max3_f16": VectorOp(F16, (F16, F16, F16), _max3),
-    "v_min3_f16": VectorOp(F16, (F16, F16, F16), _min3),
-    "v_med3_f16": VectorOp(F16, (F16, F16, F16), _median),
-    "v_div_fixup_f16": VectorOp(F16, (F16, F16, F16), _divide_fixup),
 }
 
 

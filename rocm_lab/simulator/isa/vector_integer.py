@@ -143,7 +143,7 @@ _16_BIT: dict[str, Callable[..., Array]] = {
     "min": np.minimum,
 }
 
-# Of three numbers.
+# Operations on three numbers, of any type.
 _OF_THREE: dict[str, Callable[..., Array]] = {
     "max3": lambda a, b, c: np.maximum(np.maximum(a, b), c),
     "min3": lambda a, b, c: np.minimum(np.minimum(a, b), c),

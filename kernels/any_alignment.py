@@ -24,7 +24,7 @@ def at_any_alignment(kernel: Any) -> Any:
 
 
 def begin_at_16(*tensors: Tensor) -> bool:
-    """True if the address and the first two strides of each tensor are multiples of 16, as Triton is told of them."""
+    """True if the address and the first two strides of each tensor are multiples of 16, which Triton compiles for."""
     return not any(each % 16 for tensor in tensors for each in (tensor.data_ptr(), *tensor.stride()[:2]))
 
 

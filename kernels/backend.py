@@ -10,7 +10,7 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.hopper import releases
 
-# A constant: Triton follows what kernels refer to, and a method of text is nothing that it knows.
+# A constexpr: Triton reads the globals that kernels refer to, and rejects methods of str.
 _COMPILES_HOPPERS = constexpr(triton.__version__.split("+")[0] in releases.TRITONS)
 
 

@@ -71,8 +71,9 @@ _PAIR = gl.constexpr(2)
 
 class Shared(NamedTuple):
     """LDS: halves of scores [tiles * WAVES, KEYS / 2, ROWS], weights [KEYS, HEADS], a number of each head, and the last
-    columns of q [2 HEADS, REST / 2], which registers have no room for. Of records weights times the scales of each
-    wave's columns, [WAVES, KEYS, HEADS], and the scales of two blocks, [2, WAVES * KEYS], else None."""
+    columns of q [2 HEADS, REST / 2], which registers have no room for. If rows are records, weights are times the
+    scales of each wave's columns, [WAVES, KEYS, HEADS], and scales those of two blocks, [2, WAVES * KEYS]; else None.
+    """
 
     scores: Any
     weights: Any

@@ -379,7 +379,7 @@ def selected_run(selection: Selection, device: torch.device) -> FailedProbe | No
     stored = torch.zeros(places.numel(), dtype=torch.bool)
     stored[torch.cat(picked)] = True
     pages = _random_latents(problem, num_pages, places.flatten()[stored], generator, device)
-    # As they were stored, so that only attention is compared.
+    # Read back as they were stored, so that only attention is compared.
     rows = pages.read(torch.arange(num_pages, device=device))[0].flatten(0, 1)
 
     def int32(*numbers: int) -> Tensor:

@@ -155,8 +155,8 @@ def _vector_memory(instruction: Instruction) -> Effects:
         return Effects(Unit.VECTOR_MEMORY, _union(tokens), data=data, stores=True)
     if "_atomic_" in name:
         returns = "sc0" in instruction.modifiers
-        # A buffer's atomic returns into the register of its data, a global one into one before them. Of the data of a
-        # buffer's compare-and-swap it is the first half.
+        # A buffer's atomic returns into the register of its data, a global one into one before them. A buffer's
+        # compare-and-swap returns into the first half of its data.
         halves = is_buffer and "_cmpswap" in name
         written = (_first_half(tokens[0]) if halves else tokens[0]) * returns
         read = _union(tokens if is_buffer or not returns else tokens[1:])

@@ -142,12 +142,22 @@ class PrefixCache:
         """Number of these pages that rows hold. space: likewise; pages: of find()"""
         return int(np.count_nonzero(self._columns.num_rows[space].take(pages) > 0))
 
+    def can_find(self, row: CachedRow, token_ids: Sequence[int], num_keys: int) -> bool:
+        """Computes up to num_keys of the keys that find() needs; returns whether it has all of them."""
+        most = self._most_found(token_ids) if row.is_cached else 0
+        end = min(most, len(row.keys) + num_keys)
+        while len(row.keys) < most and (not row.keys or row.keys[-1] in self._pages):
+            if len(row.keys) >= end:
+                return False
+            row.keys_up_to(min(end, 2 * len(row.keys) + 1), token_ids, self._page_size)
+        return True
+
     def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[int]:
         """The pages of the longest cached prefix, without the last token, which is always computed."""
         row.states_at = ()
         if not row.is_cached:
             return []
-        most = (len(token_ids) - 1) // self._page_size
+        most = self._most_found(token_ids)
         found: list[int] = []
         for page_no in range(most):
             if page_no >= len(row.keys):  # at most twice as far as pages are found: all would take a step's time
@@ -163,6 +173,9 @@ class PrefixCache:
             ends = len(found) * self._page_size, len(token_ids) - 1
             row.states_at = tuple(end // self._spacing * self._spacing for end in ends)
         return found[: self._longest(found)] if self._windowed or self._has_states else found
+
+    def _most_found(self, token_ids: Sequence[int]) -> int:
+        return (len(token_ids) - 1) // self._page_size
 
     def next_state(self, row: CachedRow, num_stored: int) -> int:
         """The number of tokens, above num_stored, at which a chunk of the row's prompt is to end; INT32_MAX: any."""
@@ -188,7 +201,7 @@ class PrefixCache:
 
     def num_in_tier(self, row: CachedRow, token_ids: Sequence[int]) -> int:
         """Number of pages of the tier that come after those which an admitted row began with. They count as used."""
-        first, most = len(row.pages), (len(token_ids) - 1) // self._page_size
+        first, most = len(row.pages), self._most_found(token_ids)
         end = first
         while row.is_cached and end < most:
             if not self._tier.found(row.keys_up_to(end + 1, token_ids, self._page_size)[end]):

@@ -6,8 +6,9 @@ short (StepBudget). The rest of the chunk goes to draft tokens of decoding seque
 stored after their sequence's last token; rejected ones are overwritten. Drafts take free pages, and never preempt.
 
 Admission: a sequence is admitted when there are pages for all of its tokens, and in the SWA space for its window and a
-chunk. It starts with the pages that the prefix cache has for it, and allocates the others chunk by chunk. With
-recurrent layers, a chunk ends where the prefix cache needs a state, and other prompts get the rest of the step.
+chunk. It starts with the pages that the prefix cache has for it, and allocates the others chunk by chunk. While other
+sequences run, a long cached prefix is looked up over several steps, so that none of them is late. With recurrent
+layers, a chunk ends where the prefix cache needs a state, and other prompts get the rest of the step.
 
 Preemption: when pages run out, pages that only the prefix cache holds are evicted first. Then the last sequence in
 order is preempted: it frees its pages and waits. It is recomputed later from its prompt and its generated tokens, so it
@@ -68,6 +69,10 @@ _by_urgency = attrgetter("urgency")
 # rows of its step: most steps then change nothing in the table.
 _TOKENS_AHEAD = 64
 
+# Keys of the prefix cache that a step computes for a waiting sequence, and one more for each token of the step before it:
+# a fraction of a millisecond. Those of a long prompt take several.
+_KEYS_OF_STEP = 256
+
 # Each time that idle pages are given back, a space gives back one more per this number of its pages. Such calls are
 # then rarer, and there is some room for the probe requests on which a fresh graph is checked.
 _PAGES_PER_SPARE_ONE = 64
@@ -117,6 +122,7 @@ class Scheduler:
         self._stops = Counter[int]()  # token -> sequences that run and end with it
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_pending = 0  # steps that were launched and not finished
+        self._num_tokens = 0  # of the step that was launched last
         self.num_changes = 0  # how often a sequence was added or has given its row back
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, budget.chunk, pages)
@@ -206,7 +212,7 @@ class Scheduler:
     def launched(self, step: ScheduledStep) -> None:
         """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
         assert self._num_pending == 0
-        self._num_pending = 1
+        self._num_pending, self._num_tokens = 1, step.batch.num_tokens
         self._num_steps += 1
         stored = step.batch.kv_len.tolist()
         for place, drafts in step.drafts.items():
@@ -442,6 +448,8 @@ class Scheduler:
         claimed = self._claimed(self._running)
         while self._may_admit(room):
             newcomer = self._waiting[0]
+            if chosen.sequences and not self._can_find(newcomer):
+                break
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
             if not self._fits(newcomer, found, claimed):
                 break
@@ -451,6 +459,13 @@ class Scheduler:
             claimed += self._claimed([newcomer])
             chosen.sequences.append(newcomer)
             chosen.new.append(q_len)
+
+    def _can_find(self, newcomer: Sequence) -> bool:
+        """False if the cached prefix of a waiting sequence is looked up further in the next step, so that none is late.
+
+        A long step leaves the host time for more of it.
+        """
+        return self._cache.can_find(newcomer.cached_row, newcomer.token_ids, _KEYS_OF_STEP + self._num_tokens)
 
     def _may_admit(self, room: PromptRoom) -> bool:
         return bool(self._waiting) and room.is_open and len(self._running) < self._max_batch_size
@@ -488,6 +503,8 @@ class Scheduler:
         while self._waiting and self._running:
             newcomer = self._waiting[0]
             if newcomer.level >= self._running[-1].level or not self._gets_tokens(newcomer):
+                return
+            if not self._can_find(newcomer):
                 return
             found = self._cache.find(newcomer.cached_row, newcomer.token_ids)
             if len(self._running) < self._max_batch_size and self._has_room(newcomer, found):
@@ -556,6 +573,8 @@ class Scheduler:
             has_place = len(self._running) < self._max_batch_size
             takes_place = newcomer.level < self._running[-1].level
             if not (has_place or takes_place):
+                return
+            if not self._can_find(newcomer):
                 return
             if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):
                 self._give_back_room()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rocm_attn.machine.agreement import Agreement, OnWait, all_gather_into, alone, among, say_who_waits
 from rocm_attn.models.shards import WHOLE, Shard
+from rocm_serve.peer_sums import small_sums
 
 
 class Ranks:
@@ -29,7 +30,7 @@ class Ranks:
         return x
 
     def sum_in_order(self, x: Tensor) -> Tensor:
-        """The same in the order of ranks, from 0 up: an element's result does not depend on other elements."""
+        """The same in the order of ranks, from 0 up, in float32: an element's result depends on no other element."""
         return x
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -59,16 +60,28 @@ class RanksOfGroup(Ranks):
         self._host = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         self.agree = among(self._host, on_wait)
         self._group = group
+        self._small = small_sums(group, self._collected, self.least)
 
     def sum(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self._group)
+        if self._small.serves(x):
+            self._small.add_up(x)
+        else:
+            dist.all_reduce(x, group=self._group)
         return x
 
     def sum_in_order(self, x: Tensor) -> Tensor:
+        if not self._small.serves(x):
+            return self._collected(x)
+        self._small.add_up(x)
+        return x
+
+    def _collected(self, x: Tensor) -> Tensor:
+        """The sum in order, of values that a collective has sent."""
         first, *others = self._all(x)
+        total = first.float() if x.element_size() < 4 else first
         for other in others:
-            first += other
-        return first
+            total += other
+        return total.to(x.dtype)
 
     def gathered(self, x: Tensor) -> Tensor:
         return torch.cat(self._all(x), -1)

@@ -1,0 +1,129 @@
+"""PeerSums: small sums over the ranks of one host, through memory that all of them read, in one launch each.
+
+A step of one token a sequence has two sums for each layer, of a few kilobytes; by a library of collectives each takes
+longer than the product before it. Larger sums stay with the library, which sends each value fewer times.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rocm_attn.kernels.model.peer_sum import PeerMemory
+
+# Ranks -> the most bytes of a sum: each rank reads those of all others. The sizes up to which vLLM's and SGLang's sums
+# of one stage are used, and for two ranks all that there is room for.
+_MOST_BYTES = {2: 1 << 21, **dict.fromkeys((3, 4), 1 << 19), **dict.fromkeys((5, 6, 7, 8), 1 << 18)}
+# Sizes of the trial, in elements: of one program and of many.
+_TRIED = (8, 520, 4096, 40008)
+_TRIALS = 32
+
+Sum = Callable[[Tensor], Tensor]
+
+
+class SmallSums(Protocol):
+    """Sums some tensors over ranks, in place, in the order of ranks and in float32, rounded once."""
+
+    def serves(self, x: Tensor) -> bool: ...
+    def add_up(self, x: Tensor) -> None: ...
+
+
+class NoSmallSums:
+    """There is no memory that all ranks read."""
+
+    def serves(self, x: Tensor) -> bool:
+        """False."""
+        return False
+
+    def add_up(self, x: Tensor) -> None:
+        raise AssertionError("it serves nothing")
+
+
+class PeerSums:
+    """Sums through PeerMemory. Two sums of a rank must not run at the same time."""
+
+    def __init__(self, memory: PeerMemory, most_bytes: int) -> None:
+        from rocm_attn.kernels.model.peer_sum import UNIT_BYTES, launch_peer_sum
+
+        self._memory, self._most_bytes, self._unit, self._launch = memory, most_bytes, UNIT_BYTES, launch_peer_sum
+
+    def serves(self, x: Tensor) -> bool:
+        """True for a sum that is small. Sizes and strides decide, which are the same on all ranks."""
+        return x.nbytes <= self._most_bytes and x.nbytes % self._unit == 0 and x.is_contiguous()
+
+    def add_up(self, x: Tensor) -> None:
+        """Launches the sum."""
+        self._launch(x, self._memory)
+
+
+def small_sums(group: dist.ProcessGroup, in_order: Sum, least: Callable[[int], int]) -> SmallSums:
+    """The small sums of a group, which all of its ranks ask for at the same time.
+
+    They are tried first: their bits must be those of `in_order`, on every rank. Otherwise there are none, and a warning
+    says so.
+    in_order: sums through the library of collectives; see Ranks.sum_in_order
+    least:    the smallest of every rank's number
+    """
+    if dist.get_backend(group) != "nccl" or group.size() not in _MOST_BYTES:
+        return NoSmallSums()
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not least(_is_one_host(least)):
+        return NoSmallSums()
+    try:
+        sums = PeerSums(_shared(group, device), _MOST_BYTES[group.size()])
+        why = "" if _adds_up(sums, in_order, group.rank(), device) else "its sums are not those of the collectives"
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+    if why:
+        logging.getLogger(__name__).warning("sums over ranks go by collectives: memory of the ranks' GPUs: %s", why)
+    return NoSmallSums() if not least(not why) else sums
+
+
+def _is_one_host(least: Callable[[int], int]) -> bool:
+    """True if all ranks run on one host, by its name."""
+    name = crc32(platform.node().encode())
+    return least(name) == name and least(-name) == -name
+
+
+def _shared(group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
+    """Memory of each rank that all of them read and write. Raises RuntimeError."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    from rocm_attn.kernels.model.peer_sum import MEMORY_BYTES, PROGRAMS, UNIT_BYTES, PeerMemory
+
+    ranks, flag_bytes = group.size(), 4 * PROGRAMS * group.size()
+    memory = symmetric.empty(MEMORY_BYTES + flag_bytes, dtype=torch.uint8, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    addresses = torch.tensor(symmetric.rendezvous(memory, group.group_name).buffer_ptrs, dtype=torch.int64)
+    distances = (addresses - addresses[group.rank()]) // UNIT_BYTES
+    return PeerMemory(
+        values=memory[:MEMORY_BYTES],
+        flags=memory[MEMORY_BYTES:].view(torch.int32).view(PROGRAMS, ranks),
+        distances=distances.to(device),
+        counts=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        rank=group.rank(),
+    )
+
+
+def _adds_up(sums: PeerSums, in_order: Sum, rank: int, device: torch.device) -> bool:
+    """True if sums of random values, one right after the other, have the bits of in_order."""
+    random = torch.Generator(device).manual_seed(rank)
+    given = [
+        torch.randn(num, generator=random, device=device).to(dtype)
+        for _ in range(_TRIALS)
+        for num in _TRIED
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    found = [x.clone() for x in given]
+    for x in found:
+        sums.add_up(x)
+    return all(torch.equal(in_order(x), y) for x, y in zip(given, found, strict=True))

@@ -97,21 +97,12 @@ def _shared(group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
     """Memory of each rank that all of them read and write. Raises RuntimeError."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    from rocm_attn.kernels.model.peer_sum import MEMORY_BYTES, PROGRAMS, UNIT_BYTES, PeerMemory
+    from rocm_attn.kernels.model.peer_sum import PeerMemory, memory_bytes
 
-    ranks, flag_bytes = group.size(), 4 * PROGRAMS * group.size()
-    memory = symmetric.empty(MEMORY_BYTES + flag_bytes, dtype=torch.uint8, device=device)
+    memory = symmetric.empty(memory_bytes(group.size()), dtype=torch.uint8, device=device)
     memory.zero_()
     torch.cuda.synchronize(device)
-    addresses = torch.tensor(symmetric.rendezvous(memory, group.group_name).buffer_ptrs, dtype=torch.int64)
-    distances = (addresses - addresses[group.rank()]) // UNIT_BYTES
-    return PeerMemory(
-        values=memory[:MEMORY_BYTES],
-        flags=memory[MEMORY_BYTES:].view(torch.int32).view(PROGRAMS, ranks),
-        distances=distances.to(device),
-        counts=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
-        rank=group.rank(),
-    )
+    return PeerMemory.of(memory, symmetric.rendezvous(memory, group.group_name).buffer_ptrs, group.rank())
 
 
 def _adds_up(sums: PeerSums, in_order: Sum, rank: int, device: torch.device) -> bool:

@@ -69,7 +69,7 @@ _by_urgency = attrgetter("urgency")
 # rows of its step: most steps then change nothing in the table.
 _TOKENS_AHEAD = 64
 
-# Keys of the prefix cache that a step computes for a waiting sequence, and one more for each token of the step before it:
+# Keys of the prefix cache that a step computes for a waiting sequence, and one more for each token of the step before:
 # a fraction of a millisecond. Those of a long prompt take several.
 _KEYS_OF_STEP = 256
 

@@ -5,8 +5,8 @@ A program sums a block of elements, apart from all other programs:
 1. It copies the block to its region of this rank's memory, which all ranks can read, and then writes the number of this
    sum into its flag of each rank.
 2. It waits until all ranks have written theirs.
-3. It adds up the block of every rank in float32, in the order of ranks, and rounds once. So all ranks get the same bits,
-   and an element's sum depends on no other element.
+3. It adds up the block of every rank in float32, in the order of ranks, and rounds once. So all ranks get the same
+   bits, and an element's sum depends on no other element.
 
 A program's sums go to two regions in turn. A rank begins the sum after the next one only when all ranks have begun the
 next one, and so have read this one.
@@ -17,8 +17,10 @@ not wait for the stores of the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,8 +31,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 # A program waits for those of other ranks, so all programs of a sum have to run at the same time.
 PROGRAMS = 512
 REGION_BYTES = 1 << 12
-MEMORY_BYTES = 2 * PROGRAMS * REGION_BYTES
-MOST_RANKS = 8
+_VALUE_BYTES = 2 * PROGRAMS * REGION_BYTES
 # Bytes that a thread loads at once: x begins at a multiple of them, and its size is one.
 UNIT_BYTES = 16
 _LEAST_BLOCK = 512
@@ -41,10 +42,11 @@ def _peer_sum_kernel(
     x,
     memory,
     flags,
-    distances,
+    addresses,
     counts,
     units,
     UNIT: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     REGION: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -60,28 +62,29 @@ def _peer_sum_kernel(
     own = tl.load(x, mask=is_there, other=0.0)
     place = ((count & 1) * PROGRAMS + program) * REGION + lane
     # Before the barrier: after it, AMD's compiler lets each rank's values wait for the distance of the next.
-    offsets = ()
+    values = ()
     for other in tl.static_range(RANKS):
-        offsets += (tl.load(distances + other) * UNIT,)  # type: ignore[assignment]
-    tl.store(memory + place, own, mask=is_there)
+        at = tl.load(addresses + other) * UNIT_BYTES
+        values += (tl.multiple_of(at.to(memory.dtype), UNIT_BYTES),)  # type: ignore[assignment]
+    # A region holds a whole block, so copies need no mask.
+    tl.store(memory + place, own)
     tl.debug_barrier()
-    rank = tl.arange(0, LANES)
-    is_rank = rank < RANKS
-    theirs = flags + tl.load(distances + rank, mask=is_rank, other=0) * 4 + (program * RANKS + RANK)
-    tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + count, mask=is_rank, sem="release", scope="sys")
+    rank = tl.minimum(tl.arange(0, LANES), RANKS - 1)  # the last one more than once, if they are no power of two
+    theirs = tl.load(addresses + RANKS + rank).to(flags.dtype) + (program * RANKS + RANK)
+    tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + count, sem="release", scope="sys")
     mine = flags + program * RANKS + rank
     # A difference, because the number goes on from the largest one to the smallest.
     late = tl.full([], -1, tl.int32)
     while late < 0:
-        seen = tl.atomic_add(mine, tl.zeros([LANES], tl.int32), mask=is_rank, sem="acquire", scope="sys")
-        late = tl.min(tl.where(is_rank, seen - count, 0), 0)
+        seen = tl.atomic_add(mine, tl.zeros([LANES], tl.int32), sem="acquire", scope="sys")
+        late = tl.min(seen - count, 0)
     tl.debug_barrier()
     total = tl.zeros([BLOCK], tl.float32)
     for other in tl.static_range(RANKS):
         if other == RANK:
             total += own.to(tl.float32)
         else:
-            total += tl.load(memory + offsets[other] + place, mask=is_there, other=0.0).to(tl.float32)
+            total += tl.load(values[other] + place).to(tl.float32)
     tl.store(x, total.to(x.dtype.element_ty), mask=is_there)
     tl.store(counts + program, count)
 
@@ -89,22 +92,42 @@ def _peer_sum_kernel(
 _variant = repeated_launches(_peer_sum_kernel)
 
 
+def memory_bytes(ranks: int) -> int:
+    """Bytes of each rank's memory that all ranks read and write. It begins with zeros, at a multiple of UNIT_BYTES."""
+    return _VALUE_BYTES + 4 * PROGRAMS * ranks
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerMemory:
-    """The memory that a rank's sums go through. It begins with zeros, and lies at the same offset of each rank's part.
+    """The memory that a rank's sums go through.
 
-    values:    uint8 [MEMORY_BYTES], read by all ranks
+    values:    uint8 [2 * PROGRAMS * REGION_BYTES], read by all ranks
     flags:     int32 [PROGRAMS, ranks], written by all ranks
-    distances: int64 [ranks]: from this rank's values to each rank's, and likewise of flags, in units of UNIT_BYTES
+    addresses: int64 [2, ranks]: of each rank's values, in units of UNIT_BYTES, and of its flags, in bytes. The kernel
+               makes pointers of them: from a tensor's pointer Triton for AMD reaches memory of its 2 GiB alone
     counts:    int32 [PROGRAMS], the rank's own: sums that each program has begun
     rank:      this rank
     """
 
     values: Tensor
     flags: Tensor
-    distances: Tensor
+    addresses: Tensor
     counts: Tensor
     rank: int
+
+    @classmethod
+    def of(cls, memory: Tensor, addresses: Sequence[int], rank: int) -> PeerMemory:
+        """The memory of one rank. memory: its own, uint8 [memory_bytes(ranks)]; addresses: of every rank's, as it sees
+        them
+        """
+        places = [at // UNIT_BYTES for at in addresses], [at + _VALUE_BYTES for at in addresses]
+        return cls(
+            values=memory[:_VALUE_BYTES],
+            flags=memory[_VALUE_BYTES:].view(torch.int32).view(PROGRAMS, len(addresses)),
+            addresses=torch.tensor(places, dtype=torch.int64, device=memory.device),
+            counts=torch.zeros(PROGRAMS, dtype=torch.int32, device=memory.device),
+            rank=rank,
+        )
 
 
 @only_launches
@@ -115,22 +138,25 @@ def launch_peer_sum(x: Tensor, memory: PeerMemory) -> None:
     """
     unit = UNIT_BYTES // x.element_size()
     region, num = REGION_BYTES // x.element_size(), x.numel()
-    assert num % unit == 0 and num <= PROGRAMS * region
-    assert x.is_contiguous() and x.data_ptr() % UNIT_BYTES == 0
+    assert num % unit == 0
+    assert num <= PROGRAMS * region
+    assert x.is_contiguous()
+    assert x.data_ptr() % UNIT_BYTES == 0
     if not num:
         return
     block = max(_LEAST_BLOCK, next_power_of_2(triton.cdiv(num, PROGRAMS)))
-    ranks = len(memory.distances)
+    ranks = memory.addresses.shape[1]
     _variant(x.dtype, block, memory.rank, ranks)(
         x.device,
         (triton.cdiv(num, block), 1, 1),
         x,
         memory.values.view(x.dtype),
         memory.flags,
-        memory.distances,
+        memory.addresses,
         memory.counts,
         num // unit,
         unit,
+        UNIT_BYTES,
         block,
         region,
         PROGRAMS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from rocm_attn.kernels.model.add_norm import launch_add_norm
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
 from rocm_attn.kernels.model.gated_rows import launch_gated_rows
+from rocm_attn.kernels.model.peer_sum import PROGRAMS, REGION_BYTES, PeerMemory, launch_peer_sum, memory_bytes
 from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.oracle.numerics import sum_error
 from tests.amd.tolerances import assert_attention_close
@@ -115,3 +117,75 @@ def assert_multiplied_and_gated(
     out = put(torch.full((rows, inner), float("nan"), dtype=dtype, device=device))
     launch_gated_rows(x, weight, out, form)
     assert_attention_close(out, exact_gate(x.double() @ weight.double().T, form), dtype)
+
+
+class OneOfRanks:
+    """A rank whose sums run alone: the others' values and flags are written for it.
+
+    All memory is NaN at first, apart from flags. begun: sums that all programs have begun before
+    """
+
+    def __init__(self, ranks: int, rank: int, device: torch.device | str = "cpu", begun: int = 0) -> None:
+        all_memory = torch.full((ranks, memory_bytes(ranks)), 255, dtype=torch.uint8, device=device)
+        addresses = [each.data_ptr() for each in all_memory]
+        self.memories = [PeerMemory.of(each, addresses, other) for other, each in enumerate(all_memory)]
+        for memory in self.memories:
+            memory.flags.fill_(begun)
+            memory.counts.fill_(begun)
+        self.memory = self.memories[rank]
+        self.others = [memory for memory in self.memories if memory is not self.memory]
+
+    def assert_sums(self, dtype: torch.dtype, num: int, put: Put = Tensor.clone, *, last_is_late: bool = False) -> None:
+        """Checks the sum of random values bit by bit, and all that is written. last_is_late: the last one waits"""
+        random, memory = torch.Generator().manual_seed(num), self.memory
+        given = [torch.randn(num, generator=random).to(memory.values.device, dtype) for _ in self.memories]
+        x, programs = put(given[memory.rank]), -(-num // block_of(num, dtype))
+        counts, flags = memory.counts + 1, [each.flags.clone() for each in self.memories]
+        for other in self.others:
+            self._write(other, given[other.rank], counts)
+        if last_is_late:
+            self._sum_while_the_last_is_late(x, given[-1], counts, flags[-1])
+        else:
+            launch_peer_sum(x, memory)
+        total = given[0].float()
+        for each in given[1:]:
+            total += each.float()
+        assert torch.equal(x, total.to(dtype)), "the sum in float32, in the order of ranks, rounded once"
+        for each, before in zip(self.memories, flags, strict=True):
+            before[:programs, memory.rank] = counts[:programs]
+            if each is memory:
+                before[:programs] = counts[:programs, None]
+            assert torch.equal(each.flags[:programs], before[:programs])
+            assert each is memory or torch.equal(each.flags, before)
+        assert torch.equal(memory.counts[:programs], counts[:programs])
+
+    def _write(self, other: PeerMemory, values: Tensor, counts: Tensor) -> None:
+        """Writes a rank's values, and its flags."""
+        regions = other.values.view(2, PROGRAMS, REGION_BYTES).view(values.dtype)
+        blocks = torch.split(values, block_of(len(values), values.dtype))
+        for program, block in enumerate(blocks):
+            regions[int(counts[program]) % 2, program, : len(block)] = block
+        self.memory.flags[: len(blocks), other.rank] = counts[: len(blocks)]
+
+    def _sum_while_the_last_is_late(self, x: Tensor, values: Tensor, counts: Tensor, flags: Tensor) -> None:
+        """Sums while the last rank has NaN and old flags, until the sum has waited for a while."""
+        last = self.others[-1]
+        self._write(last, torch.full_like(values, float("nan")), counts)
+        self.memory.flags[:, last.rank] = flags[:, last.rank]
+        aside = torch.cuda.Stream(x.device) if x.is_cuda else None  # the sum's stream waits for the sum
+
+        def come() -> None:
+            with torch.cuda.stream(aside):
+                self._write(last, values, counts)
+
+        timer = threading.Timer(0.3, come)
+        timer.start()
+        launch_peer_sum(x, self.memory)
+        timer.join()
+
+
+def block_of(num: int, dtype: torch.dtype) -> int:
+    """The elements of a program of a sum: 512, or more if there were too many programs."""
+    block = next(size for size in (512, 1024, 2048) if -(-num // size) <= PROGRAMS)
+    assert block * dtype.itemsize <= REGION_BYTES
+    return block

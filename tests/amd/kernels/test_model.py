@@ -1,4 +1,4 @@
-"""Sums with norms, gates, and products of one row: the kernels against float64."""
+"""Sums with norms, gates, products of one row, and sums over ranks: the kernels against float64, or bit by bit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rocm_attn.kernels.model.gate import GateForm, launch_gate
 from tests.amd.kernels.attention_cases import dtypes
 from tests.amd.kernels.model_cases import (
     FORMS,
+    OneOfRanks,
     assert_gated,
     assert_multiplied_and_gated,
     assert_row_multiplied,
@@ -61,3 +62,24 @@ def test_a_few_rows_are_multiplied_and_combined(
     sizes: tuple[int, int, int], form: GateForm, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
     assert_multiplied_and_gated(sizes, form, dtype, kernel_device)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (3, 1), (8, 7)])
+def test_every_rank_gets_the_sum(ranks: int, rank: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """Sums of one program and of several, one after the other."""
+    of_rank = OneOfRanks(ranks, rank, kernel_device)
+    for num in (8, 1304, 512):
+        of_rank.assert_sums(dtype, num)
+
+
+def test_the_number_of_sums_goes_on_below_zero(kernel_device: torch.device) -> None:
+    of_rank = OneOfRanks(2, 1, kernel_device, begun=2**31 - 2)
+    for _ in range(3):
+        of_rank.assert_sums(torch.float32, 520)
+
+
+@pytest.mark.fast
+def test_a_sum_waits_for_the_last_rank(kernel_device: torch.device) -> None:
+    OneOfRanks(3, 0, kernel_device).assert_sums(torch.float32, 1304, last_is_late=True)

@@ -80,6 +80,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "model/add_norm.py": model_checks.add_norm,
     "model/gate.py": model_checks.gate,
     "model/gated_rows.py": model_checks.gated_rows,
+    "model/peer_sum.py": model_checks.peer_sum,
     "model/row_product.py": model_checks.row_product,
     "sampling/order.py": sampling_checks.pick_rows,
     "sampling/cut_rows.py": sampling_checks.cut_rows,

@@ -1,4 +1,4 @@
-"""Checks of the masks of sums with norms, of gates, and of products of one row."""
+"""Checks of the masks of sums with norms, of gates, of products of one row, and of sums over ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from tests.amd.kernels.model_cases import (
     FORMS,
+    OneOfRanks,
     assert_gated,
     assert_multiplied_and_gated,
     assert_row_multiplied,
@@ -36,4 +37,10 @@ def row_product(memory: Memory) -> None:
 def gated_rows(memory: Memory) -> None:
     """Checks rows that do not fill a block."""
     assert_multiplied_and_gated((3, 64, 128), FORMS[0], torch.float32, put=memory.put)
+    memory.assert_surroundings_untouched()
+
+
+def peer_sum(memory: Memory) -> None:
+    """Checks sums that do not fill the last program's block."""
+    OneOfRanks(3, 1).assert_sums(torch.float32, 520, memory.put)
     memory.assert_surroundings_untouched()

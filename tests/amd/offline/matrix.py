@@ -27,6 +27,7 @@ from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.model.add_norm import launch_add_norm
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
 from rocm_attn.kernels.model.gated_rows import launch_gated_rows
+from rocm_attn.kernels.model.peer_sum import PeerMemory, launch_peer_sum, memory_bytes
 from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.kernels.tuning.decode_tiles import alone_of
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
@@ -519,7 +520,7 @@ def _launch_experts(row: Row) -> None:
 
 
 def _launch_model(row: Row) -> None:
-    """Launches sums with norms, gates of each form, and products of one row and of a few."""
+    """Launches sums with norms, gates of each form, products of one row and of a few, and sums over ranks."""
     rows, matrix = torch.empty(4, 2048, dtype=row.dtype), torch.empty(2048, 2048, dtype=row.dtype)
     launch_add_norm(rows, rows, rows[0], rows, rows, factor=1.0, eps=1e-5)
     for form in (GateForm(SILU), GateForm(GELU), GateForm(CLAMPED, 7.0, 1.702)):
@@ -527,3 +528,7 @@ def _launch_model(row: Row) -> None:
         launch_gated_rows(rows, matrix, torch.empty(4, 1024, dtype=row.dtype), form)
     for bias in (None, rows[0]):
         launch_row_product(rows[:1], matrix, bias, rows[1:2])
+    for ranks in (2, 8):
+        memory = PeerMemory.of(torch.zeros(memory_bytes(ranks), dtype=torch.uint8), [0] * ranks, 0)
+        for num in (512, 1 << 20):
+            launch_peer_sum(torch.empty(num, dtype=row.dtype), memory)

@@ -77,20 +77,27 @@ def small_sums(group: dist.ProcessGroup, in_order: Sum, least: Callable[[int], i
     device = torch.device("cuda", torch.cuda.current_device())
     if not least(_is_one_host(least)):
         return NoSmallSums()
-    try:
-        sums = PeerSums(_shared(group, device), _MOST_BYTES[group.size()])
-        why = "" if _adds_up(sums, in_order, group.rank(), device) else "its sums are not those of the collectives"
-    except RuntimeError as error:
-        why = str(error).partition("\n")[0]
+    sums, why = _tried(group, in_order, device)
     if why:
         logging.getLogger(__name__).warning("sums over ranks go by collectives: memory of the ranks' GPUs: %s", why)
-    return NoSmallSums() if not least(not why) else sums
+    return sums if least(not why) else NoSmallSums()
+
+
+def _tried(group: dist.ProcessGroup, in_order: Sum, device: torch.device) -> tuple[SmallSums, str]:
+    """The sums, and why they cannot be used; empty if they can."""
+    try:
+        sums = PeerSums(_shared(group, device), _MOST_BYTES[group.size()])
+        is_right = _adds_up(sums, in_order, group.rank(), device)
+    except RuntimeError as error:
+        return NoSmallSums(), str(error).partition("\n")[0]
+    return sums, "" if is_right else "its sums are not those of the collectives"
 
 
 def _is_one_host(least: Callable[[int], int]) -> bool:
     """True if all ranks run on one host, by its name."""
     name = crc32(platform.node().encode())
-    return least(name) == name and least(-name) == -name
+    first, last = least(name), -least(-name)  # each rank makes both calls
+    return first == name == last
 
 
 def _shared(group: dist.ProcessGroup, device: torch.device) -> PeerMemory:

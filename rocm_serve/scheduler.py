@@ -69,7 +69,7 @@ _by_urgency = attrgetter("urgency")
 # rows of its step: most steps then change nothing in the table.
 _TOKENS_AHEAD = 64
 
-# Keys of the prefix cache that a step computes for a waiting sequence, and one more for each token of the step before:
+# Keys of the prefix cache that a step computes for waiting sequences, and one more for each token of the step before:
 # a fraction of a millisecond. Those of a long prompt take several.
 _KEYS_OF_STEP = 256
 
@@ -123,6 +123,7 @@ class Scheduler:
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_pending = 0  # steps that were launched and not finished
         self._num_tokens = 0  # of the step that was launched last
+        self._num_keys = 0  # that may still be computed in this step
         self.num_changes = 0  # how often a sequence was added or has given its row back
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, budget.chunk, pages)
@@ -190,6 +191,7 @@ class Scheduler:
 
     def _next_step(self, drafts: Mapping[int, DraftTree]) -> ScheduledStep:
         """Does the work of next_step(). Raises _PendingTokens."""
+        self._num_keys = _KEYS_OF_STEP + self._num_tokens  # a long step leaves the host more time
         if self._suspects:
             self._require_all_read()
             suspect = self._suspects[0]
@@ -461,11 +463,12 @@ class Scheduler:
             chosen.new.append(q_len)
 
     def _can_find(self, newcomer: Sequence) -> bool:
-        """False if the cached prefix of a waiting sequence is looked up further in the next step, so that none is late.
-
-        A long step leaves the host time for more of it.
-        """
-        return self._cache.can_find(newcomer.cached_row, newcomer.token_ids, _KEYS_OF_STEP + self._num_tokens)
+        """False if the cached prefix of a waiting sequence is looked up further in the next step, so none is late."""
+        row = newcomer.cached_row
+        known = len(row.keys)
+        can_find = self._cache.can_find(row, newcomer.token_ids, self._num_keys)
+        self._num_keys -= len(row.keys) - known
+        return can_find
 
     def _may_admit(self, room: PromptRoom) -> bool:
         return bool(self._waiting) and room.is_open and len(self._running) < self._max_batch_size

@@ -148,8 +148,8 @@ class OneOfRanks:
         else:
             launch_peer_sum(x, memory)
         total = given[0].float()
-        for each in given[1:]:
-            total += each.float()
+        for values in given[1:]:
+            total += values.float()
         assert torch.equal(x, total.to(dtype)), "the sum in float32, in the order of ranks, rounded once"
         for each, before in zip(self.memories, flags, strict=True):
             before[:programs, memory.rank] = counts[:programs]
@@ -172,7 +172,8 @@ class OneOfRanks:
         last = self.others[-1]
         self._write(last, torch.full_like(values, float("nan")), counts)
         self.memory.flags[:, last.rank] = flags[:, last.rank]
-        aside = torch.cuda.Stream(x.device) if x.is_cuda else None  # the sum's stream waits for the sum
+        # The sum's own stream waits for the sum.
+        aside = torch.cuda.Stream(x.device) if x.is_cuda else None  # type: ignore[no-untyped-call]
 
         def come() -> None:
             with torch.cuda.stream(aside):

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers, StateCopy
 from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_attn.step.metrics import Metrics
+from rocm_serve import scheduler
 from rocm_serve.appended import Picks
 from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.request import FinishReason, Request, Sequence
@@ -135,6 +137,7 @@ class World:
     draft: the drafts of a sequence with these tokens, up to a limit; None if there are none
     ahead: true if a step is scheduled and run before the tokens of the one before it are read
     beside, doubles_after, read_tokens, sizes: see StepBudget
+    keys:  of the prefix cache that a step computes, in addition to one for each token of the step before it
     """
 
     page_size: int
@@ -150,6 +153,7 @@ class World:
     doubles_after: int = NEVER
     read_tokens: int = 0
     sizes: tuple[int, ...] = ()
+    keys: int = 256
     recurrent: RecurrentLayers = NO_RECURRENT_LAYERS
     states: dict[int, FoldedTokens] = field(default_factory=dict)  # slot -> what lies there
     pending: list[tuple[ScheduledStep, list[list[int]]]] = field(default_factory=list)
@@ -197,7 +201,9 @@ class World:
     def step(self) -> None:
         decoding = [] if self.pending else self.scheduler.decoding()
         drafted = {each.number: self.draft(each.token_ids, most) for each, most in decoding}
-        step = self.scheduler.next_step({number: drafts for number, drafts in drafted.items() if drafts is not None})
+        given = {number: drafts for number, drafts in drafted.items() if drafts is not None}
+        with patch.object(scheduler, "_KEYS_OF_STEP", self.keys):
+            step = self.scheduler.next_step(given)
         if step is None:
             assert self.pending
             self.read()

@@ -63,6 +63,7 @@ worlds = given(
     beside=st.integers(1, 40),
     doubles_after=st.sampled_from([1, 10, NEVER]),
     sizes=st.sampled_from([(), (3, 8, 13)]),
+    keys=st.sampled_from([0, 256]),
     states=st.sampled_from([0, 1, 5]),
 )
 
@@ -82,6 +83,7 @@ def test_every_request_comes_to_what_it_would_alone(
     beside: int,
     doubles_after: int,
     sizes: tuple[int, ...],
+    keys: int,
     states: int,
 ) -> None:
     """Random lengths and arrivals over few pages: nothing is lost, leaked, mixed up or starved.
@@ -98,6 +100,7 @@ def test_every_request_comes_to_what_it_would_alone(
         beside=beside,
         doubles_after=doubles_after,
         sizes=sizes,
+        keys=keys,
         recurrent=RecurrentLayers([LAYER], kept=10, checkpoints=states, spacing=2 * page_size)
         if states
         else NO_RECURRENT_LAYERS,
@@ -188,6 +191,26 @@ def test_a_prompt_that_goes_on_leaves_no_room_for_pads() -> None:
 
 def test_a_prompt_goes_on_by_a_token_however_far_it_is() -> None:
     assert q_len_of_steps([3, 200], 1, 9, chunk=64, beside=1, doubles_after=1, read_tokens=8)[1:] == [[1, 1]] * 8
+
+
+@pytest.mark.parametrize("steps_of_others", [0, 3])
+def test_a_long_cached_prefix_is_looked_up_in_steps_that_others_do_not_wait_for(steps_of_others: int) -> None:
+    """A step computes 10 keys, and one for each token of the step before it; the prefix has 62 pages."""
+    served = World(4, 257, max_batch_size=4, chunk=64, max_kv_len=256, keys=10)
+    served.add(0, request(250))
+    while served.scheduler.has_work:
+        served.step()
+    served.scheduler.all_is_right()
+    if steps_of_others:
+        served.add(1, Request((700,), 40))
+        for _ in range(steps_of_others):
+            served.step()
+    before = len(served.steps)
+    served.add(2, request(250))
+    while 2 not in running(served):
+        served.step()
+    of_steps = [step.batch.q_len.tolist() for step in served.steps[before:]]
+    assert of_steps == ([*[[1]] * 5, [1, 2]] if steps_of_others else [[2]])
 
 
 def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel, load_model
@@ -14,7 +18,8 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.parallel import processes
 from rocm_serve.parallel.processes import RankFailed
 from rocm_serve.parallel.ranked_engine import RankedEngine
-from rocm_serve.ranks import Ranks
+from rocm_serve.peer_sums import PeerSums
+from rocm_serve.ranks import Ranks, RanksOfGroup
 from rocm_serve.request import Request
 from tests.amd.runner.round_texts import OPTIONS, repeating_requests, round_model
 from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
@@ -42,6 +47,49 @@ def test_tokens_in_float32_are_those_of_one_gpu(graphs: bool, deterministic: boo
         report = engine.report()
     assert (report.metrics.replays > 0) == graphs
     assert report.metrics.graphs_off == ""
+
+
+def sum_on_rank(rank: int, store: str) -> None:
+    """Small sums have the bits of sums in order by a collective: many in a row, late ranks, and graphs that replay."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    assert dist.group.WORLD is not None
+    ranks = RanksOfGroup(dist.group.WORLD)
+    assert isinstance(ranks._small, PeerSums)
+    random = torch.Generator(device).manual_seed(rank)
+    for turn in range(40):
+        for num in (8, 520, 40008, 1 << 20):
+            for dtype in (torch.bfloat16, torch.float16):
+                x = torch.randn(num, generator=random, device=device).to(dtype)
+                wanted = ranks._collected(x)
+                if turn % 2 == rank:
+                    torch.cuda._sleep(100_000)  # type: ignore[no-untyped-call]
+                assert torch.equal(ranks.sum_in_order(x), wanted)
+    first = torch.randn(32, 2048, generator=random, device=device).to(torch.bfloat16)
+    x, wanted = first.clone(), first
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(8):
+            ranks.sum(x).mul_(0.5)
+    for _ in range(5):
+        graph.replay()
+        for _ in range(8):
+            wanted = ranks._collected(wanted).mul_(0.5)
+        assert torch.equal(x, wanted)
+    torch.cuda.synchronize()
+    dist.barrier()
+    os._exit(0)  # a graph holds a collective's memory
+
+
+def test_small_sums_have_the_bits_of_sums_in_order(tmp_path: Path) -> None:
+    context, store = multiprocessing.get_context("spawn"), str(tmp_path / "meeting")
+    processes = [context.Process(target=sum_on_rank, args=(rank, store)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 @pytest.mark.parametrize("windows", [(), (9, -1)], ids=["full", "window"])

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rocm_attn.kernels.model.peer_sum import PeerMemory
 
 # Ranks -> the most bytes of a sum: each rank reads those of all others. The sizes up to which vLLM's and SGLang's sums
-# of one stage are used, and for two ranks all that there is room for.
-_MOST_BYTES = {2: 1 << 21, **dict.fromkeys((3, 4), 1 << 19), **dict.fromkeys((5, 6, 7, 8), 1 << 18)}
+# of one stage are used, and for two ranks, which a ring would send no fewer, all that there is room for.
+_MOST_BYTES = {2: 1 << 23, **dict.fromkeys((3, 4), 1 << 19), **dict.fromkeys((5, 6, 7, 8), 1 << 18)}
 # Sizes of the trial, in elements: of one program and of many.
-_TRIED = (8, 520, 4096, 40008)
+_TRIED = (8, 520, 4096, 50008)
 _TRIALS = 32
 
 Sum = Callable[[Tensor], Tensor]

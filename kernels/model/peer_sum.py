@@ -1,11 +1,11 @@
 """Sums a tensor over the ranks of one host: each rank reads the others' values from their memory, in one launch.
 
-A program sums a block of elements, apart from all other programs:
+A program sums some elements, apart from all other programs:
 
-1. It copies the block to its region of this rank's memory, which all ranks can read, and then writes the number of this
-   sum into its flag of each rank.
+1. It copies its elements to its region of this rank's memory, which all ranks can read, and then writes the number of
+   this sum into its flag of each rank.
 2. It waits until all ranks have written theirs.
-3. It adds up the block of every rank in float32, in the order of ranks, and rounds once. So all ranks get the same
+3. It adds up those of every rank in float32, in the order of ranks, and rounds once. So all ranks get the same
    bits, and an element's sum depends on no other element.
 
 A program's sums go to two regions in turn. A rank begins the sum after the next one only when all ranks have begun the
@@ -30,62 +30,63 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # A program waits for those of other ranks, so all programs of a sum have to run at the same time.
 PROGRAMS = 512
-REGION_BYTES = 1 << 12
+REGION_BYTES = 1 << 14
 _VALUE_BYTES = 2 * PROGRAMS * REGION_BYTES
 # Bytes that a thread loads at once: x begins at a multiple of them, and its size is one.
 UNIT_BYTES = 16
-_LEAST_BLOCK = 512
+# Elements that a program adds up at a time: of a small sum, which has as many programs as it can, and of others.
+_SMALL_BLOCK, _BLOCK = 512, 1024
 
 
-@triton.jit(do_not_specialize=["units"])
+@triton.jit(do_not_specialize=["rank", "units", "parts"])
 def _peer_sum_kernel(
     x,
     memory,
     flags,
     addresses,
     counts,
+    rank,
     units,
+    parts,
     UNIT: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     REGION: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    RANK: tl.constexpr,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     program = tl.program_id(0)
     count = tl.load(counts + program) + 1
     lane = tl.arange(0, BLOCK)
-    is_there = program * BLOCK + lane < units * UNIT
-    x += program * BLOCK + lane
-    own = tl.load(x, mask=is_there, other=0.0)
-    place = ((count & 1) * PROGRAMS + program) * REGION + lane
-    # Before the barrier: after it, AMD's compiler lets each rank's values wait for the distance of the next.
-    values = ()
+    first = program * parts * BLOCK
+    place = ((count & 1) * PROGRAMS + program) * REGION
+    # Before the barrier: after it, AMD's compiler lets each rank's values wait for the address of the next.
+    regions = ()
     for other in tl.static_range(RANKS):
         at = tl.load(addresses + other) * UNIT_BYTES
-        values += (tl.multiple_of(at.to(memory.dtype), UNIT_BYTES),)  # type: ignore[assignment]
-    # A region holds a whole block, so copies need no mask.
-    tl.store(memory + place, own)
+        regions += (tl.multiple_of(at.to(memory.dtype), UNIT_BYTES) + place,)  # type: ignore[assignment]
+    for part in range(parts):
+        element = first + part * BLOCK + lane
+        own = tl.load(x + element, mask=element < units * UNIT, other=0.0)
+        tl.store(memory + place + part * BLOCK + lane, own)  # a region holds whole blocks
     tl.debug_barrier()
-    rank = tl.minimum(tl.arange(0, LANES), RANKS - 1)  # the last one more than once, if they are no power of two
-    theirs = tl.load(addresses + RANKS + rank).to(flags.dtype) + (program * RANKS + RANK)
+    other = tl.minimum(tl.arange(0, LANES), RANKS - 1)  # the last one more than once, if they are no power of two
+    theirs = tl.load(addresses + RANKS + other).to(flags.dtype) + (program * RANKS + rank)
     tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + count, sem="release", scope="sys")
-    mine = flags + program * RANKS + rank
+    mine = flags + program * RANKS + other
     # A difference, because the number goes on from the largest one to the smallest.
     late = tl.full([], -1, tl.int32)
     while late < 0:
         seen = tl.atomic_add(mine, tl.zeros([LANES], tl.int32), sem="acquire", scope="sys")
         late = tl.min(seen - count, 0)
     tl.debug_barrier()
-    total = tl.zeros([BLOCK], tl.float32)
-    for other in tl.static_range(RANKS):
-        if other == RANK:
-            total += own.to(tl.float32)
-        else:
-            total += tl.load(values[other] + place).to(tl.float32)
-    tl.store(x, total.to(x.dtype.element_ty), mask=is_there)
+    for part in range(parts):
+        total = tl.zeros([BLOCK], tl.float32)
+        for each in tl.static_range(RANKS):
+            total += tl.load(regions[each] + part * BLOCK + lane).to(tl.float32)
+        element = first + part * BLOCK + lane
+        tl.store(x + element, total.to(x.dtype.element_ty), mask=element < units * UNIT)
     tl.store(counts + program, count)
 
 
@@ -144,23 +145,25 @@ def launch_peer_sum(x: Tensor, memory: PeerMemory) -> None:
     assert x.data_ptr() % UNIT_BYTES == 0
     if not num:
         return
-    block = max(_LEAST_BLOCK, next_power_of_2(triton.cdiv(num, PROGRAMS)))
+    block = _SMALL_BLOCK if num <= PROGRAMS * _SMALL_BLOCK else _BLOCK
+    parts = triton.cdiv(num, PROGRAMS * block)
     ranks = memory.addresses.shape[1]
-    _variant(x.dtype, block, memory.rank, ranks)(
+    _variant(x.dtype, block, ranks)(
         x.device,
-        (triton.cdiv(num, block), 1, 1),
+        (triton.cdiv(num, parts * block), 1, 1),
         x,
         memory.values.view(x.dtype),
         memory.flags,
         memory.addresses,
         memory.counts,
+        memory.rank,
         num // unit,
+        parts,
         unit,
         UNIT_BYTES,
         block,
         region,
         PROGRAMS,
-        memory.rank,
         ranks,
         next_power_of_2(ranks),
         num_warps=1,

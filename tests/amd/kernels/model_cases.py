@@ -186,7 +186,7 @@ class OneOfRanks:
 
 
 def block_of(num: int, dtype: torch.dtype) -> int:
-    """The elements of a program of a sum: 512, or more if there were too many programs."""
-    block = next(size for size in (512, 1024, 2048) if -(-num // size) <= PROGRAMS)
+    """The elements of a program of a sum: 512, or as many times 1,024 as needed if there were too many programs."""
+    block = 512 if num <= 512 * PROGRAMS else -(-num // (1024 * PROGRAMS)) * 1024
     assert block * dtype.itemsize <= REGION_BYTES
     return block

@@ -74,6 +74,10 @@ def test_every_rank_gets_the_sum(ranks: int, rank: int, dtype: torch.dtype, kern
         of_rank.assert_sums(dtype, num)
 
 
+def test_a_large_sum_has_several_blocks_in_a_program(kernel_device: torch.device) -> None:
+    OneOfRanks(2, 1, kernel_device).assert_sums(torch.float16, (1 << 19) + 8)
+
+
 def test_the_number_of_sums_goes_on_below_zero(kernel_device: torch.device) -> None:
     of_rank = OneOfRanks(2, 1, kernel_device, begun=2**31 - 2)
     for _ in range(3):

@@ -530,5 +530,5 @@ def _launch_model(row: Row) -> None:
         launch_row_product(rows[:1], matrix, bias, rows[1:2])
     for ranks in (2, 8):
         memory = PeerMemory.of(torch.zeros(memory_bytes(ranks), dtype=torch.uint8), [0] * ranks, 0)
-        for num in (512, 1 << 20):
+        for num in (512, 1 << 19):
             launch_peer_sum(torch.empty(num, dtype=row.dtype), memory)

@@ -59,7 +59,7 @@ def sum_on_rank(rank: int, store: str) -> None:
     assert isinstance(ranks._small, PeerSums)
     random = torch.Generator(device).manual_seed(rank)
     for turn in range(40):
-        for num in (8, 520, 40008, 1 << 20):
+        for num in (8, 520, 40008, 1 << 20, 1 << 22):
             for dtype in (torch.bfloat16, torch.float16):
                 x = torch.randn(num, generator=random, device=device).to(dtype)
                 wanted = ranks._collected(x)
@@ -84,12 +84,12 @@ def sum_on_rank(rank: int, store: str) -> None:
 
 def test_small_sums_have_the_bits_of_sums_in_order(tmp_path: Path) -> None:
     context, store = multiprocessing.get_context("spawn"), str(tmp_path / "meeting")
-    processes = [context.Process(target=sum_on_rank, args=(rank, store)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
+    ranks = [context.Process(target=sum_on_rank, args=(rank, store)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("windows", [(), (9, -1)], ids=["full", "window"])

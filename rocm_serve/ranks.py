@@ -26,7 +26,10 @@ class Ranks:
     agree: Agreement = alone
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, in place (all-reduce). The order of summation may depend on the size of x."""
+        """The sum of every rank's x, in place (all-reduce). The order of summation may depend on the size of x.
+
+        Sums of one rank must not run on two streams at the same time.
+        """
         return x
 
     def sum_in_order(self, x: Tensor) -> Tensor:

@@ -23,23 +23,21 @@ OWN = "triton"
 
 INTRODUCTION = """# Performance
 
-Written by `python -m rocm_lab.benchmarks.performance_page` from `rocm_lab/benchmarks/results/{file}`, which `rocm-attn
-bench kernels --suite all` has made; every number was measured. No AMD GPU was at hand: these are times on an {device}.
-[The first run on an MI300](rocm.md) measures them there, and [bench](bench.md) says how to make a page like this one of
-your own machine.
+`python -m rocm_lab.benchmarks.performance_page` writes this page from `rocm_lab/benchmarks/results/{file}`, a result of
+`rocm-attn bench kernels --suite all`. All times were measured on an {device}. No AMD GPU was at hand: [the first run on
+an MI300](rocm.md) measures them there. [Bench](bench.md) shows how to make such a page of your own machine.
 
 {machine}
 
-- **us** is the median over samples of one layer's launches, replayed as a graph over pages past the L2. All providers
-  of a row take turns.
-- **lower bound**: what the slower one of memory and products takes, with the bytes that must be moved and the products
-  that must be made: {bytes_per_s:.0f} GB/s and {flops_per_s:.0f} TFLOP/s, measured in the same process by a copy, a
-  reduction and a product of matrices. What launches take is not in it.
-- **%** is the lower bound by the time.
-- **MHz** is the lowest clock of the compute units that a sample of a row has ended with. The GPU lowers it under load:
-  compare rows with equal clocks, and see the samples in the file.
-- A provider that has no time in a row does not serve it, or was wrong there. Results are judged first.
-- `sdpa` is torch's attention over K and V that lie packed, without pages: no equal work.
+- **us**: median time of one layer's launches. They are replayed as a graph, over pages that do not fit into the L2
+  cache. All providers of a row take turns.
+- **lower bound**: the time of the step's memory traffic or of its matrix products, whichever is longer, without
+  launches. The rates, {bytes_per_s:.0f} GB/s and {flops_per_s:.0f} TFLOP/s, were measured in the same process.
+- **%**: the lower bound divided by the time.
+- **MHz**: the lowest clock of the compute units over the samples of a row. The GPU lowers it under load, so compare
+  rows with equal clocks. The file has all samples.
+- A provider without a time in a row does not serve it, or gave a wrong result: results are checked first.
+- `sdpa` is torch's attention over contiguous K and V, without pages, so it has less work.
 """
 
 TITLES = {
@@ -80,7 +78,10 @@ def page(kept: ResultFile, file: str) -> str:
 def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """Compares our kernels with each other provider, suite by suite."""
     lines = ["## At a glance\n", "Times of ours by those of others: below 1 ours is faster.\n"]
-    lines += ["| suite | ours, % of the lower bound's speed | beside | geometric mean | worst |", f"|{' --- |' * 5}"]
+    lines += [
+        "| suite | ours, % of the lower bound's speed | compared with | geometric mean | worst |",
+        f"|{' --- |' * 5}",
+    ]
     for suite in SUITES:
         mine = {row["case"]: row for row in rows if row["suite"] == suite and row["provider"] == OWN and "us" in row}
         if not mine:

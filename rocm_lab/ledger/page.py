@@ -35,15 +35,15 @@ _RUN = re.compile(
 
 _HEAD = """# The ledger of AITER's releases
 
-Which release of AITER declares which function, what was read and run of it, what it got wrong, and who ships it.
-`python -m rocm_lab.ledger.page` writes this page; a test holds that it is current. Its declarations are read from
-AITER's git by `AITER_SOURCE=../aiter python -m rocm_lab.ledger.sources`. A release that was read gets its line in
+This page shows which release of AITER declares which function, which parts of it were read and run, which faults it
+has, and who ships it. `python -m rocm_lab.ledger.page` writes this page; a test checks that it is current. The
+declarations are read from AITER's git by `AITER_SOURCE=../aiter python -m rocm_lab.ledger.sources`. A release that was read has a line in
 `rocm_attn/machine/aiter_releases.json`, and who ships it in `rocm_lab/ledger/pins.json`.
 
 This version of rocm_attn was written for {written_for}.
-Another release serves too: a kernel of it is used where its parameters agree and its probe passes. `rocm-attn explain`
-marks such kernels as not read, the log says it in a sentence, and `rocm-attn doctor` has a finding, `aiter-read`. A
-function that is not where it was is named with its new place.
+Other releases serve too: a kernel is used if its parameters agree and its probe passes. `rocm-attn explain`
+marks such kernels as not read, the log says so, and `rocm-attn doctor` has the finding `aiter-read`. If a function has
+moved, its new place is named.
 """
 
 

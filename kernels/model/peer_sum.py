@@ -36,9 +36,11 @@ _VALUE_BYTES = 2 * PROGRAMS * REGION_BYTES
 UNIT_BYTES = 16
 # Elements that a program adds up at a time: of a small sum, which has as many programs as it can, and of others.
 _SMALL_BLOCK, _BLOCK = 512, 1024
+# Stands for any number of looks at the flags of ranks that are late.
+_ANY = (1 << 31) - 1
 
 
-@triton.jit(do_not_specialize=["rank", "units", "parts"])
+@triton.jit(do_not_specialize=["rank", "units", "parts", "looks"])
 def _peer_sum_kernel(
     x,
     memory,
@@ -48,6 +50,7 @@ def _peer_sum_kernel(
     rank,
     units,
     parts,
+    looks,
     UNIT: tl.constexpr,
     UNIT_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,6 +58,7 @@ def _peer_sum_kernel(
     PROGRAMS: tl.constexpr,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
+    ANY: tl.constexpr,
 ):
     program = tl.program_id(0)
     count = tl.load(counts + program) + 1
@@ -77,7 +81,9 @@ def _peer_sum_kernel(
     mine = flags + program * RANKS + other
     # A difference, because the number goes on from the largest one to the smallest.
     late = tl.full([], -1, tl.int32)
-    while late < 0:
+    left = looks
+    while (late < 0) & (left > 0):
+        left -= (looks < ANY).to(tl.int32)
         seen = tl.atomic_add(mine, tl.zeros([LANES], tl.int32), sem="acquire", scope="sys")
         late = tl.min(seen - count, 0)
     tl.debug_barrier()
@@ -132,10 +138,11 @@ class PeerMemory:
 
 
 @only_launches
-def launch_peer_sum(x: Tensor, memory: PeerMemory) -> None:
+def launch_peer_sum(x: Tensor, memory: PeerMemory, *, looks: int = _ANY) -> None:
     """Sums x over all ranks, in place. All of them launch the same sums, in the same order.
 
-    x: float32, float16 or bfloat16, contiguous, of up to PROGRAMS * REGION_BYTES bytes, in whole units of UNIT_BYTES
+    x:     float32, float16 or bfloat16, contiguous, up to PROGRAMS * REGION_BYTES bytes, in whole units of UNIT_BYTES
+    looks: at the flags, after which a sum that tries the memory goes on without the ranks that are late
     """
     unit = UNIT_BYTES // x.element_size()
     region, num = REGION_BYTES // x.element_size(), x.numel()
@@ -159,6 +166,7 @@ def launch_peer_sum(x: Tensor, memory: PeerMemory) -> None:
         memory.rank,
         num // unit,
         parts,
+        looks,
         unit,
         UNIT_BYTES,
         block,
@@ -166,5 +174,6 @@ def launch_peer_sum(x: Tensor, memory: PeerMemory) -> None:
         PROGRAMS,
         ranks,
         next_power_of_2(ranks),
+        _ANY,
         num_warps=1,
     )

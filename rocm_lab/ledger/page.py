@@ -37,8 +37,8 @@ _HEAD = """# The ledger of AITER's releases
 
 This page shows which release of AITER declares which function, which parts of it were read and run, which faults it
 has, and who ships it. `python -m rocm_lab.ledger.page` writes this page; a test checks that it is current. The
-declarations are read from AITER's git by `AITER_SOURCE=../aiter python -m rocm_lab.ledger.sources`. A release that was read has a line in
-`rocm_attn/machine/aiter_releases.json`, and who ships it in `rocm_lab/ledger/pins.json`.
+declarations are read from AITER's git by `AITER_SOURCE=../aiter python -m rocm_lab.ledger.sources`. A release that was
+read has a line in `rocm_attn/machine/aiter_releases.json`; those who ship it are in `rocm_lab/ledger/pins.json`.
 
 This version of rocm_attn was written for {written_for}.
 Other releases serve too: a kernel is used if its parameters agree and its probe passes. `rocm-attn explain`

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels.model.gate import GateForm, launch_gate
+from rocm_attn.kernels.model.peer_sum import launch_peer_sum
 from tests.amd.kernels.attention_cases import dtypes
 from tests.amd.kernels.model_cases import (
     FORMS,
@@ -87,3 +88,10 @@ def test_the_number_of_sums_goes_on_below_zero(kernel_device: torch.device) -> N
 @pytest.mark.fast
 def test_a_sum_waits_for_the_last_rank(kernel_device: torch.device) -> None:
     OneOfRanks(3, 0, kernel_device).assert_sums(torch.float32, 1304, last_is_late=True)
+
+
+def test_a_sum_that_tries_the_memory_ends_without_a_rank_that_never_comes(kernel_device: torch.device) -> None:
+    of_rank = OneOfRanks(2, 0, kernel_device)
+    launch_peer_sum(torch.ones(512, device=kernel_device), of_rank.memory, looks=3)
+    assert of_rank.memory.counts[0] == 1
+    assert of_rank.others[0].flags[0].tolist() == [1, 0]

@@ -31,7 +31,7 @@ class Doubling:
     def __init__(self, wrong_at: int = 0) -> None:
         self.wrong_at, self.most = wrong_at, 0
 
-    def add_up(self, x: Tensor) -> None:
+    def try_to_add_up(self, x: Tensor) -> None:
         x *= 2
         self.most = max(self.most, x.numel())
         if x.numel() == self.wrong_at:
@@ -45,7 +45,7 @@ def doubled(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("wrong_at", [0, *peer_sums._TRIED])
 def test_a_wrong_bit_is_noticed(wrong_at: int) -> None:
     sums: Any = Doubling(wrong_at)
-    assert peer_sums._adds_up(sums, doubled, 1, torch.device("cpu")) == (not wrong_at)
+    assert peer_sums._adds_up(sums, doubled, int, 1, torch.device("cpu")) == (not wrong_at)
     assert sums.most == peer_sums._TRIED[-1]
 
 

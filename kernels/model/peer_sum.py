@@ -67,18 +67,18 @@ def _peer_sum_kernel(
     place = ((count & 1) * PROGRAMS + program) * REGION
     # Before the barrier: after it, AMD's compiler lets each rank's values wait for the address of the next.
     regions = ()
-    for other in tl.static_range(RANKS):
-        at = tl.load(addresses + other) * UNIT_BYTES
+    for each in tl.static_range(RANKS):
+        at = tl.load(addresses + each) * UNIT_BYTES
         regions += (tl.multiple_of(at.to(memory.dtype), UNIT_BYTES) + place,)  # type: ignore[assignment]
     for part in range(parts):
         element = first + part * BLOCK + lane
         own = tl.load(x + element, mask=element < units * UNIT, other=0.0)
         tl.store(memory + place + part * BLOCK + lane, own)  # a region holds whole blocks
     tl.debug_barrier()
-    other = tl.minimum(tl.arange(0, LANES), RANKS - 1)  # the last one more than once, if they are no power of two
-    theirs = tl.load(addresses + RANKS + other).to(flags.dtype) + (program * RANKS + rank)
+    peer = tl.minimum(tl.arange(0, LANES), RANKS - 1)  # the last one more than once, if they are no power of two
+    theirs = tl.load(addresses + RANKS + peer).to(flags.dtype) + (program * RANKS + rank)
     tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + count, sem="release", scope="sys")
-    mine = flags + program * RANKS + other
+    mine = flags + program * RANKS + peer
     # A difference, because the number goes on from the largest one to the smallest.
     late = tl.full([], -1, tl.int32)
     left = looks

@@ -17,7 +17,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.providers.select import select
 from tests.amd.worlds.problems import small_problem
-from tests.amd.worlds.world import Request, World, packed, page_zero_is_zero
+from tests.amd.worlds.world import Request, World, packed
 
 MASKED = small_problem(custom_mask=True)
 
@@ -40,21 +40,6 @@ def random_masks(world: World, requests: Sequence[Request], q_len: Sequence[int]
         mask[3::4] = True
         masks.append(mask)
     return masks
-
-
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("q_len", [[1, 6, 0], [1, 1, 1], [5, 7, 8], [0, 1, 0], [0, 0, 0]], ids=str)
-def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
-    q_len: list[int], provider: str, device: torch.device
-) -> None:
-    world, requests = world_of(device, provider)
-    for _ in range(2):
-        world.step(requests, q_len, visible=random_masks(world, requests, q_len))
-        positions = random_positions(world, requests, q_len)
-        world.step(requests, q_len, visible=random_masks(world, requests, q_len), positions=positions)
-    world.step(requests, [1, 2, 1])
-    world.runtime.check_device()
-    assert page_zero_is_zero(world)
 
 
 @pytest.mark.fast(interpreted=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,9 +20,16 @@ from tests.amd.worlds.problems import small_problem
 pytestmark = pytest.mark.fast(interpreted=0)
 
 
-def world_of(provider: str, device: torch.device, branches: int) -> DraftWorld:
-    problems = [small_problem(custom_mask=branches > 1)] * 2
-    return DraftWorld.build(problems, device, provider, num_pages=65, max_kv_len=48)
+def world_of(
+    provider: str, device: torch.device, branches: int, *, window_left: int = -1, swa: bool = False
+) -> DraftWorld:
+    """Two layers; the second may have a window and a separate pool."""
+    problem = small_problem(custom_mask=branches > 1)
+    problems = [problem, replace(problem, window_left=window_left)]
+    pool = 41 if swa else 0
+    return DraftWorld.build(
+        problems, device, provider, num_pages=65, swa_pages=pool, swa_kept=16 if swa else 0, max_kv_len=48
+    )
 
 
 @pytest.mark.parametrize("wrong", [-7, -1, 2, 2**31 - 1])

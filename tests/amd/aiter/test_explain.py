@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, main
+from rocm_attn.cli import main
 from rocm_attn.cli.arguments import requested_target
 from rocm_attn.machine.aiter_marks import MARKS
 from rocm_attn.selection.table import markdown
@@ -109,23 +109,6 @@ def test_a_build_that_is_named_has_no_marks_of_the_image() -> None:
     assert requested_target(options).releases.marks == set(MARKS)
     options.aiter_release = "0.1.20.dev12"
     assert requested_target(options).releases.marks == set()
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (("--arch", "gfx942", "--aiter-release", "latest"), "--aiter-release is 'latest'; give a release number"),
-        (("--arch", "gfx942", "--rocm-release", "7"), "--rocm-release is '7'; give a release number"),
-        (("--arch", "gfx942", "--aiter-release", "0.1.14"), "AITER 0.1.14 is older than v0.1.15"),
-        (("--arch", "sm_90", "--aiter-release", "0.1.20"), "--aiter-release needs an AMD arch"),
-    ],
-)
-def test_a_release_that_says_nothing_is_refused(
-    options: Sequence[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, complaint = run(capsys, "llama-3-8b", *options)
-    assert code == BAD_INPUT
-    assert sentence in complaint
 
 
 def test_the_page_of_kernels_is_current() -> None:

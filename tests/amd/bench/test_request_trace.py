@@ -9,7 +9,7 @@ from statistics import mean, median
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, DONE, main
+from rocm_attn.cli import DONE, main
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.load import FIRST_TOKEN_ID, LoadOptions, prompts_of
 from rocm_lab.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedRequest, read_trace
@@ -117,14 +117,3 @@ def test_a_trace_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         {"arrival_s", "prompt_tokens", "output_tokens"}
     ] * 3
     assert len(trace_of(text, tmp_path).requests) == 3
-
-
-def test_a_spread_whose_lengths_are_no_numbers_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "traffic", "--spread", "100000"])
-    assert "argument --spread: 100000 is above 10" in capsys.readouterr().err
-
-
-def test_a_missing_trace_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--url", "http://127.0.0.1:1", "--trace", "missing.jsonl"]) == BAD_INPUT
-    assert "missing.jsonl cannot be read" in capsys.readouterr().err

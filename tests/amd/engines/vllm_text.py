@@ -27,8 +27,8 @@ class Run:
     """One engine. args: of vllm.LLM; rounds: prompts of calls, one after the other; new_tokens: of each prompt
 
     asked: a key of ASKED, the kind of answer
-    fault: a key of FAULTS or GRAPH_FAULTS, applied to the engine's fifth step, or one of STATE_FAULTS, applied to the
-           first step from the fifth on that it fits, or CHANGED_HOST_MEMORY, applied after each round; empty: none
+    fault: a key of FAULTS, applied to the engine's fifth step, or one of STATE_FAULTS, applied to the first step from
+           the fifth on that it fits, or CHANGED_HOST_MEMORY, applied after each round; empty: none
     """
 
     args: dict[str, Any]
@@ -64,21 +64,16 @@ class Answer:
     steps_later: int = -1
 
 
-def written(tensor: Any) -> Any:
-    """Returns the tensor that a fault writes to: on a GPU the original, which graphs read and vLLM rewrites."""
-    return tensor if tensor.device.type == "cuda" else tensor.clone()
-
-
 def wrong_slot(common: Any) -> Any:
     """Sends the first new token to the second sequence's slot, or a page further."""
-    slots = written(common.slot_mapping)
+    slots = common.slot_mapping.clone()
     slots[0] = slots[1] if len(slots) > 1 else slots[0] + 16
     return replaced(common, slot_mapping=slots)
 
 
 def lost_table(common: Any) -> Any:
     """Gives the first sequence the block table line of a sequence that has ended: null blocks."""
-    table = written(common.block_table_tensor)
+    table = common.block_table_tensor.clone()
     table[0] = 0
     return replaced(common, block_table_tensor=table)
 
@@ -92,7 +87,7 @@ def stale_length(common: Any) -> Any:
 
 def evicted_window(common: Any) -> Any:
     """Frees the first sequence's blocks up to one that its window still sees."""
-    table, first = written(common.block_table_tensor), int(common.seq_lens[0]) - 2
+    table, first = common.block_table_tensor.clone(), int(common.seq_lens[0]) - 2
     table[0, : 1 + first // 16] = 0
     return replaced(common, block_table_tensor=table)
 
@@ -101,24 +96,9 @@ def replaced(common: Any, **values: Any) -> Any:
     return replace(common, **values)
 
 
-def stale_pad(common: Any) -> Any:
-    """Gives a pad of a graph the length of a sequence of an earlier step."""
-    lengths, last = common.seq_lens.clone(), common.num_reqs - 1
-    assert not int(lengths[last]), "the step has no pad"
-    lengths[last] = 33
-    return replaced(common, seq_lens=lengths)
-
-
-def moved_table(common: Any) -> Any:
-    """Moves the block table away from the address that graphs read."""
-    return replaced(common, block_table_tensor=common.block_table_tensor.clone())
-
-
 FAULTS: dict[str, Callable[[Any], Any]] = {
     each.__name__: each for each in (wrong_slot, lost_table, stale_length, evicted_window)
 }
-# Faults in captured steps only.
-GRAPH_FAULTS: dict[str, Callable[[Any], Any]] = {each.__name__: each for each in (stale_pad, moved_table)}
 CHANGED_HOST_MEMORY = "changed_host_memory"
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 _FAULTY_STEP = 5
@@ -133,7 +113,7 @@ class Planted:
 
         self._group = group.KVGroup
         self._begin: Callable[..., Any] = group.KVGroup.begin
-        self._fault = (FAULTS | GRAPH_FAULTS)[fault]
+        self._fault = FAULTS[fault]
         self.begun: dict[int, int] = {}
         self.faulty_step = -1
         planted = self

@@ -28,23 +28,6 @@ def assert_reported(engine: Engine, is_reported: bool) -> None:
         engine.attention.check_device()
 
 
-def test_slots_of_a_page_in_disorder_are_reported(device: torch.device, provider: str) -> None:
-    """A block table cannot express this order. With pages of one token the same table is read unchanged."""
-    for page_size, is_wrong in ((16, True), (1, False)):
-        engine = SGLang(page_size, device=device, provider=provider)
-        request = engine.admit()
-        engine.reserve(request, 8)
-        engine.req_to_token[request.row, :8] = engine.req_to_token[request.row, :8].flip(0)
-        engine.put_pages = lambda request: None  # type: ignore[method-assign]
-        if is_wrong:
-            engine.run_unseen([request], [8])
-            with pytest.raises(DeviceFault, match="a slot given for a new token"):
-                engine.attention.check_device()
-        else:
-            engine.run([request], [8])
-            engine.attention.check_device()
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("make", [SGLang, VLLM])
 @pytest.mark.parametrize("page_size", [16, 1])

@@ -1,4 +1,4 @@
-"""Tables that their engine writes while a step runs, or that have other rows after graphs were captured."""
+"""Tables that their engine writes while a step runs, and what may not move under graphs."""
 
 from __future__ import annotations
 
@@ -128,29 +128,6 @@ def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
 
     with pytest.raises((AssertionError, DeviceFault)):
         step()
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_graphs_look_for_rows_in_the_table_as_it_is_now(copied: bool, device: torch.device, provider: str) -> None:
-    engine = SGLang(16, device=device, provider=provider, empty=3.0, copied=copied)
-    requests = engine.begun(20, 9)
-    engine.attention.seal()
-    graph = engine.capture(4)
-    source = engine.tables()[Space.FULL]
-    assert isinstance(source, TableSource)
-    engine.attention.tables.use(replace(source, entries=source.entries[:2]))
-    graph.run(requests[:1])
-    engine.attention.check_device()
-    k_before = engine.pages[0][0].clone()
-    with pytest.raises(AssertionError, match="row 2"):
-        graph.run(requests[1:])
-    with pytest.raises(DeviceFault, match="a row that was given lies outside of the table"):
-        engine.attention.check_device()
-    assert torch.equal(engine.pages[0][0], k_before)
-    engine.attention.tables.use(source)
-    engine.requests[2].kv_len -= 1  # the token that was not stored
-    graph.run(requests)
-    engine.attention.check_device()
 
 
 def test_lists_and_maps_keep_their_length_under_graphs(device: torch.device, provider: str) -> None:

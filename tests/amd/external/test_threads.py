@@ -101,27 +101,6 @@ def test_threads_that_serve_at_the_same_time_get_right_rows_or_an_error(device: 
     engine.run(requests, [1, 1])
 
 
-def test_a_step_that_has_begun_goes_along_with_what_takes_over(
-    elsewhere: Elsewhere[object], device: torch.device, provider: str
-) -> None:
-    """One thread plans, and another runs the layers."""
-    engine, first, _ = two_requests(device, provider)
-    engine.reserve(first, first.kv_len + 1)
-    given = engine.tensors(1, 1)
-    step = decode(engine, first)
-
-    def plan() -> None:
-        engine.attention.take_over()
-        engine.attention.begin(step)
-        engine.attention.fill()
-
-    elsewhere(plan)
-    engine.attention.take_over()
-    outs = engine.forward(given)
-    engine.keep([first], [1], given)
-    engine.compare([first], [1], given, outs)
-
-
 def test_a_thread_that_has_ended_has_no_step(device: torch.device, provider: str) -> None:
     engine, first, second = two_requests(device, provider)
     engine.attention.take_over()

@@ -1,4 +1,4 @@
-"""Graphs next to pages that outlive their rows, and next to rows that take no part in a step."""
+"""Graphs next to pages that outlive their rows; a runtime with more rows than sequences has the same graphs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import NeverFits
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.runtime import AttentionRuntime
@@ -55,12 +53,6 @@ def test_the_check_of_a_graph_leaves_kept_pages_alone(swa_pages: int, device: to
     assert all(table.kept.num_holders_of(ids, space.space).tolist() == [1, 1, 1] for space in table.spaces)
 
 
-def run(runtime: AttentionRuntime, runner: StepRunner, row: int, token_ids: list[int], start: int) -> torch.Tensor:
-    kv_len = start + len(token_ids)
-    runtime.table.reserve(row, kv_len)
-    return runner.run(StepBatch([row], [kv_len], [len(token_ids)], token_ids))
-
-
 def runtime_of(max_num_seqs: int, max_num_rows: int) -> AttentionRuntime:
     options = RuntimeOptions(
         num_pages=60, max_num_seqs=max_num_seqs, max_num_rows=max_num_rows, max_kv_len=32, provider="torch"
@@ -80,24 +72,3 @@ def test_graphs_follow_the_sequences_of_a_step_and_not_the_rows() -> None:
     assert sizes[0] == sizes[1]
     widths = [each.table.space(Space.FULL).entries.shape[0] for each in (few, many)]
     assert widths == [4, 21]
-
-
-def test_rows_beyond_the_sequences_of_a_step_are_served_in_turns(device: torch.device) -> None:
-    tiny = Tiny.build(device, "torch", [1, 2], max_num_seqs=2, max_num_rows=7)
-    table = tiny.runtime.table
-    runner = tiny.runner()
-    assert runner.capture_all().buckets
-    rows = [table.admit() for _ in range(7)]
-    prompts = {row: [row] * row for row in rows}
-    for row, prompt in prompts.items():
-        run(tiny.runtime, runner, row, prompt, 0)
-    for row in rows:
-        table.reserve(row, row + 1)
-    for pair in ([7, 1], [4, 6], [2, 3]):
-        out = runner.run(StepBatch(pair, [row + 1 for row in pair], [1, 1], pair)).clone()
-        for row, its in zip(pair, out, strict=True):
-            (alone,) = run(tiny.runtime, runner, row, [row], row)
-            torch.testing.assert_close(its, alone, rtol=1e-4, atol=1e-4)
-    assert runner.counters.replays > 0
-    with pytest.raises(NeverFits, match="raise max_num_seqs = 2"):
-        runner.run(StepBatch([1, 2, 3], [2, 3, 4], [1, 1, 1], [1, 1, 1]))

@@ -70,17 +70,6 @@ def test_one_graph_serves_all_groups_of_its_size(provider: str, device: torch.de
     tiny.runtime.check_device()
 
 
-def test_shared_and_plain_steps_of_one_size_take_turns(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, (4,), shared_prefixes=True)
-    runner, requests = served(tiny, recorder_for(device))
-    for _ in range(2):
-        for batch in (shared(requests, [(3, 12)]), requests.batch([1, 1, 1]), shared(requests, [(1, 0), (2, 8)])):
-            rows = runner.run(batch).clone()
-            assert torch.equal(rows, runner.run_eagerly(batch))
-    assert runner.counters.replays == 6
-    assert runner.counters.captures == 2
-
-
 def test_steps_that_share_are_captured_ahead_where_that_is_asked_for(provider: str, device: torch.device) -> None:
     for wanted in (True, False):
         tiny = Tiny.build(device, provider, (2, 4), shared_prefixes=wanted)

@@ -1,6 +1,6 @@
 """Pages of a window: held while a step may need them, freed after it, shared and copied like any other.
 
-Random steps over such pages are those of test_kept_pages.py.
+Random steps over such pages are those of tests/amd/random_calls and of the soak.
 """
 
 from __future__ import annotations

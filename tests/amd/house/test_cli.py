@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main
+from rocm_attn.cli import DONE, FAILED, INTERRUPTED, main
 from rocm_attn.cli.arguments import described_model
 from rocm_attn.cli.parser import build_parser
 from rocm_serve.cli.generate import OrderedText
@@ -170,12 +170,6 @@ def test_explain_takes_a_pool_and_says_what_it_is_served_by(tmp_path: Path, caps
     assert "vectorised pages of 32: some layers have no kernel" in explained["page_sizes"]
 
 
-def test_explain_refuses_pages_that_are_not_whole_vectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["explain", config_file(tmp_path, LLAMA), "--arch", "gfx942", "--pool", "vectorized", "--page-size", "4"]
-    assert main(command) == BAD_INPUT
-    assert "page_size is 4 in a vectorised pool; its vectors of 16 bytes hold 8 elements" in capsys.readouterr().err
-
-
 def test_explain_lists_every_reason_when_layers_are_not_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,34 +180,6 @@ def test_explain_lists_every_reason_when_layers_are_not_served(
     assert "2 layers (1, 3): " in printed.out
     assert "not served: decode: triton.decode: head_dim 640 is outside 1..512" in printed.out
     assert "kinds of layer have no kernel on gfx942" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("content", "arch", "code", "complaint"),
-    [
-        (json.dumps(LLAMA), "gfx941", BAD_INPUT, "arch 'gfx941' is not known; choose one of gfx942, gfx950"),
-        ("{", "gfx942", BAD_INPUT, "is not JSON"),
-        ("[]", "gfx942", BAD_INPUT, "holds JSON that is no object"),
-        ("{}", "gfx942", BAD_INPUT, "architectures is None"),
-        ('{"architectures": ["T5Model"]}', "gfx942", FAILED, "the attention of T5Model is not known"),
-    ],
-)
-def test_explain_answers_bad_input_with_one_sentence(
-    content: str, arch: str, code: int, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(content)
-    assert main(["explain", str(path), "--arch", arch]) == code
-    printed = capsys.readouterr()
-    assert complaint in printed.err
-    assert len(printed.err.splitlines()) == 1
-    assert printed.out == ""
-
-
-def test_a_path_that_cannot_be_looked_at_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder of another user has such paths too."""
-    assert main(["explain", "a" * 300, "--arch", "gfx942"]) == 2
-    assert "aaa cannot be used (File name too long); look at its path" in capsys.readouterr().err
 
 
 def test_env_reports_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.cli import DONE, FAILED, main
 from rocm_attn.truth.check import TruthReport
 from tests.amd.house.test_cli import GEMMA2, config_file
 
@@ -101,11 +101,3 @@ def test_what_is_missed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
     captured = capsys.readouterr()
     assert "NEEDLES WERE MISSED; 0 of 6 steps were replays" in captured.out
     assert "needles were missed, or hidden ones were seen: provider auto, K and V as q" in captured.err
-
-
-def test_bad_input_is_reported_from_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["truth", "dense", "--device", "cpu", "--kv-encodings", "fp7"]) == BAD_INPUT
-    assert "encoding 'fp7' is not known; give all, or one of as-q, e4m3fn" in capsys.readouterr().err
-    assert main(["truth", "nowhere.json", "--device", "cpu"]) == BAD_INPUT
-    with pytest.raises(SystemExit):
-        main(["truth", "dense", "--providers", "torch,cuda"])

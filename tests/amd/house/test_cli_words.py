@@ -61,6 +61,15 @@ from tests.amd.house.test_cli import LLAMA, config_file
         (["soak", "--seed", "9" * 30], f"--seed: {'9' * 30} is above 2147483647"),
         (["generate", "--temperature", "nan", "x"], "--temperature: nan is not at least 0"),
         (["generate", "--top-p", "1.5", "x"], "--top-p: 1.5 is not above 0 and at most 1"),
+        (["bench", "traffic", "--spread", "100000"], "argument --spread: 100000 is above 10"),
+        (
+            ["truth", "dense", "--providers", "torch,cuda"],
+            "--providers: 'cuda' is not one of auto, cpu, torch, triton, aiter",
+        ),
+        (
+            ["capture-plan", "config.json", "--arch", "gfx942", "--drafts", "8x4,1000x1000"],
+            "make 1000000 draft tokens per sequence",
+        ),
     ],
 )
 def test_a_wrong_word_is_refused_in_one_line_by_its_own_command(
@@ -76,16 +85,61 @@ def test_a_wrong_word_is_refused_in_one_line_by_its_own_command(
     assert printed.out == ""
 
 
+PLAN = ("capture-plan", "--max-batch-size", "4")
+
+
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
         (("explain", "{list}", "--arch", "gfx942"), "{list} holds JSON that is no object"),
         (("explain", "{broken}", "--arch", "gfx942"), "download the model's files again, or name another file"),
+        (("explain", "{bare}", "--arch", "gfx942"), "architectures is None"),
+        (("explain", "a" * 300, "--arch", "gfx942"), "aaa cannot be used (File name too long); look at its path"),
+        (("explain", "{model}", "--arch", "mi250x"), "arch 'mi250x' is not known; choose one of gfx942, gfx950"),
+        (("explain", "{model}", "--arch", "gfx941"), "or a GPU: mi300x"),
+        (
+            ("explain", "{model}", "--arch", "gfx942", "--pool", "vectorized", "--page-size", "4"),
+            "page_size is 4 in a vectorised pool; its vectors of 16 bytes hold 8 elements",
+        ),
+        (("explain", "{model}", "--arch", "gfx942", "--aiter-release", "latest"), "is 'latest'; give a release number"),
+        (
+            ("explain", "{model}", "--arch", "gfx942", "--rocm-release", "7"),
+            "--rocm-release is '7'; give a release num",
+        ),
+        (("explain", "{model}", "--arch", "gfx942", "--aiter-release", "0.1.14"), "AITER 0.1.14 is older than v0.1.15"),
+        (("explain", "{model}", "--arch", "sm_90", "--aiter-release", "0.1.20"), "--aiter-release needs an AMD arch"),
         (("explain", "{model}", "--arch", "gfx942", "--tuning", "/nowhere"), "name one that `rocm-attn tune` wrote"),
         (("explain", "{model}", "--arch", "gfx942", "--engine", "vllm"), "an engine and its release, as in vllm@0.33"),
         (("explain", "{model}", "--arch", "gfx942", "--kv-scales", "head"), "choose kv_dtype fp8, or kv_scales auto"),
+        ((*PLAN, "{model}", "--arch", "cpu"), "give --max-kv-len"),
+        ((*PLAN, "{model}", "--arch", "cpu", "--max-kv-len", "64", "--capture-sizes", "8,4"), "capture_sizes: "),
+        ((*PLAN, "/nowhere", "--arch", "cpu"), "there is no file"),
+        ((*PLAN, "{model}"), "give --gpu, as mi300x, which says how many tokens fit, or --arch, as gfx942"),
+        (
+            (*PLAN, "{model}", "--gpu", "h200", "--arch", "gfx942"),
+            "--gpu h200 is sm_90, and --arch is gfx942; leave --arch out",
+        ),
+        (
+            (*PLAN, "{model}", "--gpu", "h200", "--gpu-memory-share", "1.5"),
+            "--gpu-memory-share is 1.5; it must be above 0 and at most 1",
+        ),
+        (
+            (*PLAN, "{model}", "--arch", "gfx942", "--gpu-memory-share", "0.5"),
+            "--gpu-memory-share is of a GPU's memory, and there is no --gpu; give it, as mi300x",
+        ),
         (("tune", "32x8", "--dry-run"), "or query heads x KV heads x head dim, as in 32x8x128"),
         (("truth", "dnse"), "or one of dense, latent, tokens, pools, blocks"),
+        (
+            ("truth", "dense", "--device", "cpu", "--kv-encodings", "fp7"),
+            "encoding 'fp7' is not known; give all, or one of as-q, e4m3fn",
+        ),
+        (("soak", "--device", "tpu"), "device 'tpu' is not known"),
+        (("soak", "--device", "cuda:99"), "device 'cuda:99' does not exist: torch sees "),
+        (("soak", "--recurrent", "--speculative"), "states of --recurrent go on token after token"),
+        (
+            ("bench", "serve", "--url", "http://127.0.0.1:1", "--trace", "missing.jsonl"),
+            "missing.jsonl cannot be read",
+        ),
         (("replay-step", "{list}"), "its JSON is no object); give a file that --flight-record has written"),
         (("replay-step", "/nowhere"), "No such file or directory); give a file that --flight-record has written"),
         (
@@ -108,12 +162,14 @@ def test_a_wrong_file_or_value_is_named_with_what_to_give(
 ) -> None:
     (tmp_path / "empty").mkdir()
     places = {"model": config_file(tmp_path, LLAMA), "empty": str(tmp_path / "empty")}
-    for name, text in (("list", "[1]"), ("broken", "{")):
+    for name, text in (("list", "[1]"), ("broken", "{"), ("bare", "{}")):
         places[name] = str(tmp_path / f"{name}.json")
         Path(places[name]).write_text(text)
     assert main([word.format(**places) for word in arguments]) == BAD_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
     assert remedy.format(**places) in line
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize(
@@ -157,12 +213,6 @@ def test_every_gpu_of_the_table_has_a_known_arch_and_says_where_its_bytes_are_fr
         assert gpu.arch in KNOWN_TARGETS
         assert gpu.memory_bytes >= 80 * 10**9
         assert gpu.source
-
-
-def test_an_unknown_arch_lists_archs_and_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", config_file(tmp_path, LLAMA), "--arch", "mi250x"]) == BAD_INPUT
-    assert "arch 'mi250x' is not known; choose one of gfx942, gfx950" in (said := capsys.readouterr().err)
-    assert "or a GPU: mi300x" in said
 
 
 def test_versions_are_printed_and_are_those_of_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,25 +9,19 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture import prewarm as capture_prewarm
 from rocm_attn.capture.kernel_bundle import save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.cli.prewarm import bundle_facts
 from rocm_attn.errors import BadSetting
-from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels import compile_only
-from rocm_attn.kernels.compile_only import CompileEvent, observe_compiles
 from rocm_attn.machine.target import known_target, target_elsewhere
 from rocm_attn.problem import Problem
-from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from tests.amd.offline.offline_driver import launched_offline
 
 # One worker runs them, because the first prewarm is done once for all of them.
 pytestmark = pytest.mark.xdist_group("prewarm")
@@ -112,37 +106,6 @@ def prewarmed(problem: Problem = PROBLEM, sizes: RuntimeOptions = SIZES, arch: s
     return prewarm([problem, problem], target_elsewhere(arch), sizes, device=torch.device("cpu"))
 
 
-def serve(problem: Problem, sizes: RuntimeOptions, num_steps: int = 40) -> list[CompileEvent]:
-    """Serves random steps of the announced sizes. Returns what Triton compiled or found for them."""
-    random, events = np.random.default_rng(3), list[CompileEvent]()
-    runtime = build_runtime(
-        [problem, problem],
-        sizes,
-        device=torch.device("cpu"),
-        target=target_elsewhere(ARCH),
-        guards=Guards().without("echo_check"),  # kernels that are only compiled compute no answer
-    )
-    rows = np.array([runtime.table.admit() for _ in range(sizes.max_num_seqs)], np.int32)
-
-    with launched_offline(ARCH), observe_compiles(events.append):
-        for number in range(num_steps):
-            num_seqs = int(random.integers(1, sizes.max_num_seqs + 1))
-            longest = (1, 1, 4, 17)[number % 4]
-            q_len = random.integers(1, longest + 1, num_seqs).astype(np.int32)
-            kv_len = q_len + random.integers(0, 12, num_seqs).astype(np.int32)
-            for row, length in zip(rows.tolist(), kv_len.tolist(), strict=False):
-                runtime.table.reserve(row, max(length, 1))
-            runtime.table.mark_stored(rows[:num_seqs], kv_len - q_len)
-            step = runtime.step(StepBatch(rows[:num_seqs], kv_len, q_len)).parts[0]
-            q, k, v, out = (
-                torch.zeros(len(step.token_ids), heads, dim, dtype=problem.dtype)
-                for heads, dim in ((8, 64), (2, 64), (2, 64), (8, 64))
-            )
-            step.layers.store_and_attend(0, q, k, v, out)
-            runtime.end_step()
-    return events
-
-
 def test_what_was_prewarmed_is_compiled_no_second_time(warm: PrewarmReport) -> None:
     first, second = warm, prewarmed()
     assert sum(first.compiled.values()) >= 9
@@ -150,20 +113,6 @@ def test_what_was_prewarmed_is_compiled_no_second_time(warm: PrewarmReport) -> N
     assert first.cached == {}
     assert second.compiled == {}
     assert second.cached == first.compiled
-
-
-def test_a_process_that_serves_finds_everything_that_it_needs(warm: PrewarmReport) -> None:
-    assert DECODE in warm.compiled
-    events = serve(PROBLEM, SIZES)
-    assert len(events) >= 9
-    assert [event for event in events if not event.was_cached] == []
-
-
-@pytest.mark.usefixtures("warm")
-def test_serving_compiles_a_kernel_that_was_not_prewarmed(cache: Path) -> None:
-    forget(cache, "_store_kernel")
-    events = serve(PROBLEM, SIZES, num_steps=1)
-    assert {event.name for event in events if not event.was_cached} == {"_store_kernel"}
 
 
 @pytest.mark.nightly

@@ -14,19 +14,18 @@ from rocm_attn.batch.mask import StepMask, TreeMask, kv_positions
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.machine.target import known_target
-from rocm_attn.paging.index_spaces import Space
 from rocm_attn.providers.select import select
 from tests.amd.worlds.problems import small_problem
-from tests.amd.worlds.world import Request, World, packed, page_zero_is_zero
+from tests.amd.worlds.world import Request, World, packed
 
 MASKED = small_problem(custom_mask=True)
 
 
-def world_of(device: torch.device, provider: str, *, swa_pages: int = 0) -> tuple[World, list[Request]]:
+def world_of(device: torch.device, provider: str) -> tuple[World, list[Request]]:
     """Three masked layers, one of them with a window, and a causal one; and three requests of 9, 20 and 1 tokens."""
     sinks = replace(MASKED, has_sinks=True, logits_soft_cap=2.0, has_alibi_slopes=True)
     windowed = replace(MASKED, window_left=5)
-    world = World.build([MASKED, sinks, windowed, small_problem()], device, provider, swa_pages=swa_pages)
+    world = World.build([MASKED, sinks, windowed, small_problem()], device, provider)
     requests = world.begun(9, 20, 1)
     return world, requests
 
@@ -42,35 +41,6 @@ def random_masks(world: World, requests: Sequence[Request], q_len: Sequence[int]
     return masks
 
 
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("q_len", [[1, 6, 0], [1, 1, 1], [5, 7, 8], [0, 1, 0], [0, 0, 0]], ids=str)
-def test_masked_layers_see_what_the_mask_says_and_others_what_they_always_do(
-    q_len: list[int], provider: str, device: torch.device
-) -> None:
-    world, requests = world_of(device, provider)
-    for _ in range(2):
-        world.step(requests, q_len, visible=random_masks(world, requests, q_len))
-        positions = random_positions(world, requests, q_len)
-        world.step(requests, q_len, visible=random_masks(world, requests, q_len), positions=positions)
-    world.step(requests, [1, 2, 1])
-    world.runtime.check_device()
-    assert page_zero_is_zero(world)
-
-
-@pytest.mark.fast(interpreted=0)
-def test_a_window_of_a_masked_layer_reads_nothing_that_was_evicted(provider: str, device: torch.device) -> None:
-    """Its mask shows all keys; the pages that have left the window were given up, and hold NaN."""
-    world, requests = world_of(device, provider, swa_pages=24)
-    for _ in range(4):
-        q_len = [3, 5, 4]
-        masks = [torch.ones(new, r.kv_len + new, dtype=torch.bool) for r, new in zip(requests, q_len, strict=True)]
-        positions = random_positions(world, requests, q_len)
-        world.step(requests, q_len, visible=masks, positions=positions)
-    held = [world.runtime.table.space(Space.SWA).entries_host[request.row] for request in requests]
-    assert (held[1][:5] == 0).all(), "the pages of the first 20 tokens have left every window"
-    world.runtime.check_device()
-
-
 def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, device: torch.device) -> None:
     """Eight siblings: each sees the window after the trunk, regardless of its place among them."""
     world = World.build([replace(MASKED, window_left=3)], device, provider)
@@ -78,15 +48,6 @@ def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, d
     siblings = torch.cat([torch.ones(8, 10, dtype=torch.bool), torch.eye(8, dtype=torch.bool)], 1)
     at_the_trunk = torch.full((8,), 10, dtype=torch.int32, device=device)
     world.step([trunk], [8], visible=[siblings], positions=at_the_trunk)
-
-
-def random_positions(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> torch.Tensor:
-    """Positions of the next step's tokens: near the older keys' end, at most as far after it as there are new ones."""
-    rows = [
-        torch.randint(request.kv_len - 2, request.kv_len + new + 1, (new,), generator=world.generator)
-        for request, new in zip(requests, q_len, strict=True)
-    ]
-    return torch.cat(rows).int().to(world.runtime.device)
 
 
 def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) -> None:

@@ -19,31 +19,6 @@ from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUM
 from tests.amd.worlds.problems import deterministic_providers
 
 
-def test_prompts_in_chunks_decodes_and_mixed_steps(provider: str, graphs: bool, device: torch.device) -> None:
-    world = Hybrid(device, provider, graphs=graphs)
-    one, other = world.admit(), world.admit()
-    world.step([one], [world.ids(7)])
-    world.step([one, other], [world.ids(1), world.ids(9)])  # mixed
-    for _ in range(3):
-        world.step([other, one], [world.ids(1), world.ids(1)])
-    world.step([one], [world.ids(2)])  # a chunk that is kept
-    world.step([one, other], [world.ids(6), world.ids(3)])
-    world.runtime.check_device()
-    assert not graphs or world.runner.metrics.replays
-
-
-def test_drafts_are_taken_back_to_any_accepted_count(provider: str, graphs: bool, device: torch.device) -> None:
-    world = Hybrid(device, provider, graphs=graphs)
-    requests = world.begun(5, 2, 4)
-    for accepted in ([1, 2, 3], [3, 1, 2], [2, 3, 1]):
-        start = [len(each.ids) for each in requests]
-        world.step(requests, [world.ids(KEPT) for _ in requests])
-        for each, before, count in zip(requests, start, accepted, strict=True):
-            world.back(each, before + count)
-    world.step(requests, [world.ids(1) for _ in requests])
-    world.runtime.check_device()
-
-
 def test_a_step_can_run_twice_and_a_forward_that_failed_half_way_can_be_repeated(
     provider: str, device: torch.device
 ) -> None:

@@ -38,7 +38,7 @@ from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
 from rocm_attn.kernels.tuning.sparse_tiles import HopperSelectedTiles
 
 
-@gluon.jit(do_not_specialize=["num_items", "num_programs", "width"])
+@gluon.jit(do_not_specialize=["num_items", "num_parts", "part_keys", "num_programs", "width"])
 def _hopper_selected_kernel(
     q,
     pages,
@@ -56,6 +56,8 @@ def _hopper_selected_kernel(
     sums,
     qk_scale,
     num_items,
+    num_parts,
+    part_keys,
     num_programs,
     width,
     q_token,
@@ -67,8 +69,10 @@ def _hopper_selected_kernel(
     lse_head,
     G: gl.constexpr,
 ):
-    step = ListedTokens(position_of_token, num_tokens, units, counts, num_programs // G.HEAD_BLOCKS)
-    todo = parts_of_program(num_items, num_programs, G)
+    step = ListedTokens(
+        position_of_token, num_tokens, units, counts, num_parts, part_keys, num_programs // G.HEAD_BLOCKS
+    )
+    todo = parts_of_program(step, num_items, G)
     shared = new_shared(q.dtype.element_ty, 1 if is_record(G.rows.coding.SCALES) else GATHERING_THREADS, G)
     fence_async_shared()
     gl.thread_barrier()
@@ -105,7 +109,7 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
     geometry = HopperSelectedGeometry(
         rows, selection.units is not None, tiles.value_registers, tiles.score_registers, tiles.loader_registers
     )
-    parts, sums = parts_and_sums(args, rows)
+    parts, sums = parts_and_sums(args, cut)
     num_items = len(args.q) * cut.parts
     groups = min(num_items, max(1, programs // rows.HEAD_BLOCKS))
     launch(
@@ -126,6 +130,8 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
         sums,
         scale * LOG2_E,
         num_items,
+        cut.parts,
+        cut.part_keys,
         groups * rows.HEAD_BLOCKS,
         args.table.shape[1],
         args.q.stride(0),
@@ -136,4 +142,4 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
         num_warps=of_cut.num_warps,
     )
     if cut.parts > 1:
-        launch_merge_parts(args, parts, sums, rows)
+        launch_merge_parts(args, cut, parts, sums, rows)

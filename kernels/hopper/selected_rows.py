@@ -36,12 +36,12 @@ class HopperSelectedGeometry(NamedTuple):
     @property
     def WHOLE_ONLY(self) -> bool:
         """True if a selection is one part, and programs share no row; else all rows are shared."""
-        return self.rows.cut.parts == 1
+        return not self.rows.IS_CUT
 
     @property
     def BLOCK_HEADS(self) -> int:
         """Query heads of a block."""
-        return self.rows.cut.row_heads
+        return self.rows.ROW_HEADS
 
     @property
     def HEAD_BLOCKS(self) -> int:
@@ -65,14 +65,16 @@ class HopperSelectedGeometry(NamedTuple):
 
 
 class ListedTokens(NamedTuple):
-    """Values that all groups read: tokens' places, and their number; listed units and how many, or None; stride:
-    programs with the same block of heads.
+    """Values that all groups read: tokens' places, and their number; listed units and how many, or None; parts of a
+    selection and their keys; stride: programs with the same block of heads.
     """
 
     position_of_token: Any
     num_tokens: Any
     units: Any
     counts: Any
+    num_parts: Any
+    part_keys: Any
     stride: Any
 
 
@@ -110,19 +112,16 @@ class SelectedPart(NamedTuple):
 
 
 @gluon.jit
-def parts_of_program(num_items, num_programs, G: gl.constexpr):
+def parts_of_program(step, num_items, G: gl.constexpr):
     """The beginning of the program's work. num_items: tokens times parts, of one block of heads"""
-    PARTS: gl.constexpr = G.rows.cut.parts
     group = gl.program_id(0) // G.HEAD_BLOCKS
-    stride = num_programs // G.HEAD_BLOCKS
-    return TodoParts(group // PARTS, group % PARTS, gl.cdiv(num_items - group, stride))
+    return TodoParts(group // step.num_parts, group % step.num_parts, gl.cdiv(num_items - group, step.stride))
 
 
 @gluon.jit
 def part_of_selection(step, todo, G: gl.constexpr):
     """The part that the program has reached."""
     R: gl.constexpr = G.rows
-    C: gl.constexpr = R.cut
     token = todo.seq.to(gl.int64)
     visible = visible_tokens(step.position_of_token, step.num_tokens, todo.seq, True)
     if G.LISTED:
@@ -133,24 +132,23 @@ def part_of_selection(step, todo, G: gl.constexpr):
         num_keys = gl.minimum(visible, R.WIDTH)
         listed = step.position_of_token  # not read
         hidden = visible - num_keys
-    first_key = todo.part * C.part_keys
-    end_key = gl.minimum(first_key + C.part_keys, num_keys)
+    first_key = todo.part * step.part_keys
+    end_key = gl.minimum(first_key + step.part_keys, num_keys)
     first = first_key // R.KEY_BLOCK
     end = gl.maximum(gl.cdiv(end_key, R.KEY_BLOCK), first)
     row = gl.program_id(0) % G.HEAD_BLOCKS
     # Query head h of a block is line h - row * row_heads of the block's part.
-    part_at = ((token * C.rows + row) * C.parts + todo.part - row) * C.row_heads
+    part_at = ((token * R.ROWS + row) * step.num_parts + todo.part - row) * R.ROW_HEADS
     # Zeros are written for a token without keys.
-    writes = end >= first if C.parts == 1 else end > first
+    writes = end > first if R.IS_CUT else end >= first
     return SelectedPart(first, end, writes, token, 1, part_at, listed, hidden, visible, end_key)
 
 
 @gluon.jit
 def after_part(step, todo, G: gl.constexpr):
     """The part that comes next."""
-    PARTS: gl.constexpr = G.rows.cut.parts
-    item = todo.seq * PARTS + todo.part + step.stride
-    return TodoParts(item // PARTS, item % PARTS, todo.work - 1)
+    item = todo.seq * step.num_parts + todo.part + step.stride
+    return TodoParts(item // step.num_parts, item % step.num_parts, todo.work - 1)
 
 
 @gluon.jit

@@ -456,8 +456,8 @@ LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             "gl.where(is_seen, slot, gl.maximum(largest, 0))", "gl.maximum(slot, 0)", FOUR_TILES
         ),
         "a_part_without_keys_adds_up_a_block": Mistake("gl.where(is_empty, 0, ", "gl.where(is_empty, 1, ", UNSEEN),
-        "a_row_without_keys_is_divided_by_0": Mistake("(C.parts == 1) & is_empty", "C.parts == 0", UNSEEN_WHOLE),
-        "parts_begin_at_the_first_key": Mistake("first = part * C.part_keys", "first = part * 0", FOUR_TILES),
+        "a_row_without_keys_is_divided_by_0": Mistake("(not S.IS_CUT) & is_empty", "num_parts == 0", UNSEEN_WHOLE),
+        "parts_begin_at_the_first_key": Mistake("first = part * part_keys", "first = part * 0", FOUR_TILES),
         "programs_of_a_token_have_the_same_heads": Mistake(
             "q + token * q_token + first_head * q_head",
             "q + token * q_token",
@@ -465,7 +465,7 @@ LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
         ),
         "records_are_nearer": Mistake("p_token * BYTES", "p_token * BYTES - 4", over_records),
         "programs_of_a_die_have_the_same_row": Mistake(
-            "row = launched // _DIES % C.rows", "row = 0", partial(run_selected, case=SELECTIONS["blocks_of_heads"])
+            "row = launched // _DIES % S.ROWS", "row = 0", partial(run_selected, case=SELECTIONS["blocks_of_heads"])
         ),
     },
     latent_heads: {

@@ -71,6 +71,11 @@ def _decode_by_token(arch: str, *, length: int = 40) -> Simulation:
     return run_cdna(arch, replace(SMALL, kv_len=[length, 33], kv=EXTEND_CODES[arch], scales=Scales.TOKEN))
 
 
+def _heads_of_64(_arch: str) -> Simulation:
+    """On gfx950, where products add up their weights."""
+    return simulate_extend("gfx950", EXTENDS["heads_64"])
+
+
 def _coded_decode(arch: str) -> Simulation:
     return run_cdna(arch, replace(SMALL, kv=EXTEND_CODES[arch], scales=Scales.HEAD))
 
@@ -257,6 +262,7 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
     },
     extend_steps: {
         "the_accumulator_keeps_an_old_maximum": Mistake("if x[NUM] < 1.0:", "if x[NUM] < -1.0:", STEEP_EXTEND),
+        "weights_count_twice": Mistake("gl.full([DEPTH, 32], 1.0", "gl.full([DEPTH, 32], 2.0", _heads_of_64),
     },
     latent_blocks: {
         "pages_in_32_bits": Mistake(

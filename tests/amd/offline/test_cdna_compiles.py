@@ -169,7 +169,7 @@ EXTENDS: dict[str, dict[str, Any]] = {
     "codes_64": {"scales": Scales.HEAD, "dims": (64, 64), "heads": (64, 8)},
     "heads_64": {"dims": (64, 64), "heads": (64, 8)},
 }
-EXTENDS_BY_DAY = (("wide", "gfx942"), ("codes", "gfx950"))
+EXTENDS_BY_DAY = (("wide", "gfx942"), ("codes", "gfx950"), ("heads_64", "gfx950"))
 # The least share of the matrix units' ceiling, by the count, in whole blocks of keys. With strides that are counted in
 # eights one address more is computed.
 LEAST_SHARE = 0.85

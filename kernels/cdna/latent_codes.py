@@ -232,8 +232,8 @@ def _load_keys(rows, pages, block, G: gl.constexpr):
 
 @gluon.jit
 def _load_values(lds, rows, pages, block, slot, G: gl.constexpr):
-    """Loads a quarter of V's columns of a block's keys, into a slot of LDS on CDNA 4. Keys of a group after the last one
-    lie in its page too."""
+    """Loads a quarter of V's columns of a block's keys; on CDNA 4 into a slot of LDS. Keys of a group after its last
+    one lie in its page too."""
     V: gl.constexpr = value_words(G)
     at = rows_of(rows, pages, _read_groups(rows, block, G), G)
     key = gl.arange(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,9 +72,9 @@ def _decode_by_token(arch: str, *, length: int = 40) -> Simulation:
     return run_cdna(arch, replace(SMALL, kv_len=[length, 33], kv=EXTEND_CODES[arch], scales=Scales.TOKEN))
 
 
-def _heads_of_64(_arch: str) -> Simulation:
-    """On gfx950, where products add up their weights."""
-    return simulate_extend("gfx950", EXTENDS["heads_64"])
+def on_gfx950(run: Callable[[str], Simulation]) -> Callable[[str], Simulation]:
+    """A run for either arch that is on gfx950, whose code alone has the line."""
+    return lambda arch: run("gfx950")
 
 
 def _coded_decode(arch: str) -> Simulation:
@@ -262,7 +263,11 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
     },
     extend_steps: {
         "the_accumulator_keeps_an_old_maximum": Mistake("if x[NUM] < 1.0:", "if x[NUM] < -1.0:", STEEP_EXTEND),
-        "weights_count_twice": Mistake("gl.full([DEPTH, 32], 1.0", "gl.full([DEPTH, 32], 2.0", _heads_of_64),
+        "weights_count_twice": Mistake(
+            "gl.full([DEPTH, 32], 1.0",
+            "gl.full([DEPTH, 32], 2.0",
+            on_gfx950(partial(simulate_extend, case=EXTENDS["heads_64"])),
+        ),
     },
     latent_blocks: {
         "pages_in_32_bits": Mistake(
@@ -381,9 +386,12 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             long_latent_over_codes,
         ),
         "values_over_codes_are_those_before": Mistake(
-            "v_pages = pages_of(rows, _read_groups(rows, block + i + 1, G), G)",
-            "v_pages = pages_of(rows, _read_groups(rows, block + i, G), G)",
+            "v_pages = pages_of(rows, _read_groups(rows, block + i + 2 * BLOCKS - 1, G), G)",
+            "v_pages = pages_of(rows, _read_groups(rows, block + i + 2 * BLOCKS - 2, G), G)",
             rounds_over_codes,
+        ),
+        "values_over_codes_have_one_slot": Mistake(
+            '"s_mov_b32 $0, 1"', '"s_mov_b32 $0, 0"', on_gfx950(rounds_over_codes)
         ),
         "keys_over_codes_are_those_before": Mistake(
             "k_pages = pages_of(rows, _read_keys(rows, block + i + BLOCKS + 2, G), G)",

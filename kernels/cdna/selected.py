@@ -111,8 +111,8 @@ def _cdna_selected_kernel(
     launched = gl.program_id(0)
     row = launched // _DIES % S.ROWS
     work = launched // (_DIES * S.ROWS) * _DIES + launched % _DIES
-    part = work % num_parts
-    token = (work // num_parts).to(gl.int64)
+    part = work % num_parts if S.IS_CUT else 0
+    token = (work // num_parts if S.IS_CUT else work).to(gl.int64)
     if work < num_works:
         kv_head, first_head, num_heads = heads_of_row(row, S)
         num_keys, selection = listed_keys(counts, token, kv_head, S)
@@ -123,7 +123,7 @@ def _cdna_selected_kernel(
             bias = gl.allocate_shared_memory(gl.bfloat16, [MOST_BLOCKS, KEYS], _BLOCKS)
             if shares_rows(G):
                 lds = allocate(q.dtype.element_ty, G)
-            end = gl.minimum(first + part_keys, num_keys)
+            end = gl.minimum(first + part_keys, num_keys) if S.IS_CUT else num_keys
             visible = visible_tokens(position_of_token, num_tokens, token.to(gl.int32), True)
             line = table + gl.load(row_of_token + token).to(gl.int64) * table_row
             listed = units + selection * S.WIDTH

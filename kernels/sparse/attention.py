@@ -242,8 +242,8 @@ def _selected_attention_kernel(
 ):
     E: tl.constexpr = G.coding
     row = tl.program_id(0) % G.ROWS
-    part = tl.program_id(0) // G.ROWS % num_parts
-    token = (tl.program_id(0) // (G.ROWS * num_parts)).to(tl.int64)
+    part = tl.program_id(0) // G.ROWS % num_parts if G.IS_CUT else 0
+    token = (tl.program_id(0) // (G.ROWS * num_parts if G.IS_CUT else G.ROWS)).to(tl.int64)
     kv_head, first_head, num_q_rows = heads_of_row(row, G)
     listed = None
     hidden = 0
@@ -268,7 +268,7 @@ def _selected_attention_kernel(
         line = table + tl.load(row_of_token + token).to(tl.int64) * table_row
         if units is not None:
             visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
-        end = tl.minimum(first + part_keys, num_keys)
+        end = tl.minimum(first + part_keys, num_keys) if G.IS_CUT else num_keys
         kv_head = kv_head.to(tl.int64)
         k_scaled, _ = coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, E), False, E)
         softmax = _attend(

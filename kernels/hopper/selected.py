@@ -38,7 +38,7 @@ from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
 from rocm_attn.kernels.tuning.sparse_tiles import HopperSelectedTiles
 
 
-@gluon.jit(do_not_specialize=["num_items", "num_parts", "part_keys", "num_programs", "width"])
+@gluon.jit(do_not_specialize=["num_items", "num_programs", "width"])
 def _hopper_selected_kernel(
     q,
     pages,
@@ -56,8 +56,6 @@ def _hopper_selected_kernel(
     sums,
     qk_scale,
     num_items,
-    num_parts,
-    part_keys,
     num_programs,
     width,
     q_token,
@@ -69,10 +67,8 @@ def _hopper_selected_kernel(
     lse_head,
     G: gl.constexpr,
 ):
-    step = ListedTokens(
-        position_of_token, num_tokens, units, counts, num_parts, part_keys, num_programs // G.HEAD_BLOCKS
-    )
-    todo = parts_of_program(step, num_items, G)
+    step = ListedTokens(position_of_token, num_tokens, units, counts, num_programs // G.HEAD_BLOCKS)
+    todo = parts_of_program(num_items, num_programs, G)
     shared = new_shared(q.dtype.element_ty, 1 if is_record(G.rows.coding.SCALES) else GATHERING_THREADS, G)
     fence_async_shared()
     gl.thread_barrier()
@@ -107,7 +103,7 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
     assert pages.raw_k.is_contiguous(), "the limits refuse other pages"
     assert pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
     geometry = HopperSelectedGeometry(
-        rows, selection.units is not None, tiles.value_registers, tiles.score_registers, tiles.loader_registers
+        rows, cut, selection.units is not None, tiles.value_registers, tiles.score_registers, tiles.loader_registers
     )
     parts, sums = parts_and_sums(args, cut)
     num_items = len(args.q) * cut.parts
@@ -130,8 +126,6 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
         sums,
         scale * LOG2_E,
         num_items,
-        cut.parts,
-        cut.part_keys,
         groups * rows.HEAD_BLOCKS,
         args.table.shape[1],
         args.q.stride(0),

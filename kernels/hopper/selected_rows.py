@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rocm_attn.kernels.sparse.cuts import SelectedCut
 from rocm_attn.kernels.sparse.places import visible_tokens
 from rocm_attn.kernels.sparse.rows import SelectedGeometry, listed_keys
 
@@ -17,12 +18,14 @@ from rocm_attn.kernels.sparse.rows import SelectedGeometry, listed_keys
 class HopperSelectedGeometry(NamedTuple):
     """The values that the kernel is compiled for.
 
-    rows: the cut of tokens and their heads
+    rows: tokens and their heads
+    cut:  how selections are cut; as values at run time its parts would take registers of every warp group
     LISTED: whether units are listed; else a token sees the last ones
     VALUE_REGISTERS, SCORE_REGISTERS, LOADER_REGISTERS: registers of a thread of each warp group
     """
 
     rows: SelectedGeometry
+    cut: SelectedCut
     LISTED: bool
     VALUE_REGISTERS: int
     SCORE_REGISTERS: int
@@ -36,12 +39,12 @@ class HopperSelectedGeometry(NamedTuple):
     @property
     def WHOLE_ONLY(self) -> bool:
         """True if a selection is one part, and programs share no row; else all rows are shared."""
-        return not self.rows.IS_CUT
+        return self.cut.parts == 1
 
     @property
     def BLOCK_HEADS(self) -> int:
         """Query heads of a block."""
-        return self.rows.ROW_HEADS
+        return self.cut.row_heads
 
     @property
     def HEAD_BLOCKS(self) -> int:
@@ -65,16 +68,14 @@ class HopperSelectedGeometry(NamedTuple):
 
 
 class ListedTokens(NamedTuple):
-    """Values that all groups read: tokens' places, and their number; listed units and how many, or None; parts of a
-    selection and their keys; stride: programs with the same block of heads.
+    """Values that all groups read: tokens' places, and their number; listed units and how many, or None; stride:
+    programs with the same block of heads.
     """
 
     position_of_token: Any
     num_tokens: Any
     units: Any
     counts: Any
-    num_parts: Any
-    part_keys: Any
     stride: Any
 
 
@@ -112,16 +113,19 @@ class SelectedPart(NamedTuple):
 
 
 @gluon.jit
-def parts_of_program(step, num_items, G: gl.constexpr):
+def parts_of_program(num_items, num_programs, G: gl.constexpr):
     """The beginning of the program's work. num_items: tokens times parts, of one block of heads"""
+    PARTS: gl.constexpr = G.cut.parts
     group = gl.program_id(0) // G.HEAD_BLOCKS
-    return TodoParts(group // step.num_parts, group % step.num_parts, gl.cdiv(num_items - group, step.stride))
+    stride = num_programs // G.HEAD_BLOCKS
+    return TodoParts(group // PARTS, group % PARTS, gl.cdiv(num_items - group, stride))
 
 
 @gluon.jit
 def part_of_selection(step, todo, G: gl.constexpr):
     """The part that the program has reached."""
     R: gl.constexpr = G.rows
+    C: gl.constexpr = G.cut
     token = todo.seq.to(gl.int64)
     visible = visible_tokens(step.position_of_token, step.num_tokens, todo.seq, True)
     if G.LISTED:
@@ -132,23 +136,24 @@ def part_of_selection(step, todo, G: gl.constexpr):
         num_keys = gl.minimum(visible, R.WIDTH)
         listed = step.position_of_token  # not read
         hidden = visible - num_keys
-    first_key = todo.part * step.part_keys
-    end_key = gl.minimum(first_key + step.part_keys, num_keys)
+    first_key = todo.part * C.part_keys
+    end_key = gl.minimum(first_key + C.part_keys, num_keys)
     first = first_key // R.KEY_BLOCK
     end = gl.maximum(gl.cdiv(end_key, R.KEY_BLOCK), first)
     row = gl.program_id(0) % G.HEAD_BLOCKS
     # Query head h of a block is line h - row * row_heads of the block's part.
-    part_at = ((token * R.ROWS + row) * step.num_parts + todo.part - row) * R.ROW_HEADS
+    part_at = ((token * C.rows + row) * C.parts + todo.part - row) * C.row_heads
     # Zeros are written for a token without keys.
-    writes = end > first if R.IS_CUT else end >= first
+    writes = end >= first if C.parts == 1 else end > first
     return SelectedPart(first, end, writes, token, 1, part_at, listed, hidden, visible, end_key)
 
 
 @gluon.jit
 def after_part(step, todo, G: gl.constexpr):
     """The part that comes next."""
-    item = todo.seq * step.num_parts + todo.part + step.stride
-    return TodoParts(item // step.num_parts, item % step.num_parts, todo.work - 1)
+    PARTS: gl.constexpr = G.cut.parts
+    item = todo.seq * PARTS + todo.part + step.stride
+    return TodoParts(item // PARTS, item % PARTS, todo.work - 1)
 
 
 @gluon.jit

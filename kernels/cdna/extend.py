@@ -45,6 +45,7 @@ from rocm_attn.kernels.cdna.extend_layouts import (
     row_of,
     rows_in,
     rows_in_lds,
+    sum_tiles,
 )
 from rocm_attn.kernels.cdna.extend_steps import (
     after_round_1,
@@ -184,15 +185,17 @@ def _first_block(query, ks, vs, acc, maximum, total, scale, G: gl.constexpr):
     no_values = (gl.zeros([KEYS, G.HEADS.PART], query[0].dtype, layout=operand(G, 1, False)),) * len(vs)
     acc, rise = round_2(acc, (nothing,) * 8, no_values, tiles, maximum, scale, G)
     done, raw, new, part = after_round_2(rise, tiles, maximum, scale, nothing.dtype, G)
-    acc, total = _to_maximum(acc, total, part, maximum, new)
+    acc, total = _to_maximum(acc, total, part, maximum, new, G)
     return acc, done, raw, new, total
 
 
 @gluon.jit
-def _to_maximum(acc, total, part, old, new):
+def _to_maximum(acc, total, part, old, new, G: gl.constexpr):
     """acc and total of a maximum that rose from old to new; part: a sum with the new one."""
     decay = gl.exp2(old - new)
-    return rescaled(acc, decay), total * decay + part
+    if sum_tiles(G) == 0:
+        total = total * decay + part
+    return rescaled(acc, decay), total
 
 
 @gluon.jit
@@ -295,7 +298,7 @@ def _whole_blocks(query, k, v, line, num, scale, ks, vs, acc, maximum, total, G:
                     keys = _keys(ks, 0, 0, OF_ROUND, G)
                     next_keys = _loaded(PARTS, k, pages[2], block + 3, G)
                 done, raw, maximum, part = after_round_2(rise, tiles, maximum, scale, DTYPE, G)
-                acc, total = _to_maximum(acc, total, part, old, maximum)
+                acc, total = _to_maximum(acc, total, part, old, maximum, G)
             pages = (pages[1], pages[2], later)
     zeros = gl.zeros([ROWS, 32], gl.float32, layout=product(G))
     tiles, r, weights = (zeros, zeros), registers(raw[0]), done
@@ -435,7 +438,7 @@ def _cdna_extend_kernel(
         P: gl.constexpr = product(G)
         M: gl.constexpr = gl.SliceLayout(1, P)
         zeros = gl.zeros([ROWS, 32], gl.float32, layout=P)
-        acc = (zeros,) * (G.HEADS.V_DIM // 32)
+        acc = (zeros,) * (G.HEADS.V_DIM // 32 + sum_tiles(G))
         # A row's sum is that of two lanes, which have a register each, and so is its maximum.
         total = registers(columns(zeros, [ROWS, 8], [0, 0]))[0]
         maximum = total - float("inf")
@@ -458,7 +461,8 @@ def _cdna_extend_kernel(
             acc, maximum, total = _masked_block(
                 query, k, v, line, block, end_key, last_key, qk_scale, ks, vs, acc, maximum, total, G
             )
-        total, maximum = gl.convert_layout(gl.sum(total, 1), M), gl.convert_layout(gl.max(maximum, 1), M)
+        total = gl.max(acc[G.HEADS.V_DIM // 32], 1) if sum_tiles(G) else gl.convert_layout(gl.sum(total, 1), M)
+        maximum = gl.convert_layout(gl.max(maximum, 1), M)
         # Tokens of no sequence have seen no key: 0 / 1, and LSE -inf + log2(1).
         total = gl.where(total == 0.0, 1.0, total)
         share = (row_scale(v_scale, kv_head, G.CODING) / total)[:, None]

@@ -50,6 +50,12 @@ def product(G: ExtendGeometry) -> gl.constexpr:
 
 
 @constexpr_function
+def sum_tiles(G: ExtendGeometry) -> int:
+    """Tiles of V that are ones, so that products add up weights: 1 where additions take longer, else 0."""
+    return int(G.HEADS.V_DIM == 64 and G.UNITS.DEPTH == 16)
+
+
+@constexpr_function
 def operand(G: ExtendGeometry, at: int, of_scores: bool) -> gl.constexpr:
     """The layout of the first or second operand of a product with K, or with V, whose order the weights have."""
     return gl.DotOperandLayout(at, product(G), G.UNITS.DEPTH // 2 if of_scores else 4)

@@ -231,7 +231,11 @@ def value_of(values, tile: gl.constexpr, i: gl.constexpr, G: gl.constexpr):
     """The operand of the i-th product with V: DEPTH values, the 32 columns of a tile. values: parts of V's columns"""
     A_PART: gl.constexpr = G.HEADS.PART // 32
     DEPTH: gl.constexpr = G.UNITS.DEPTH
-    return columns(values[tile // A_PART], [DEPTH, 32], [i * DEPTH, tile % A_PART * 32])
+    if tile * 32 < G.HEADS.V_DIM:
+        value = columns(values[tile // A_PART], [DEPTH, 32], [i * DEPTH, tile % A_PART * 32])
+    else:
+        value = gl.full([DEPTH, 32], 1.0, values[0].dtype, layout=operand(G, 1, False))
+    return value
 
 
 @gluon.jit

@@ -64,7 +64,7 @@ _NAN = gl.constexpr(PropagateNan.ALL)
 
 class CodeLds(NamedTuple):
     """LDS of a program: each part of the weights [KEYS, HEADS], a number of each head, the power of two of a block's
-    weights of each head; and V as words, None on CDNA 3."""
+    weights of each head; and V of BLOCKS blocks as words, None on CDNA 3."""
 
     weights: Any
     heads: Any
@@ -99,7 +99,7 @@ def allocate_codes(G: gl.constexpr):
     powers, values = None, None
     if G.V_IN_LDS:
         powers = gl.allocate_shared_memory(gl.int32, [G.HEADS], one)
-        shape: gl.constexpr = [num_keys(G) // 64, 8 // group_keys(G), group_keys(G), 8, V_DIM // 4]
+        shape: gl.constexpr = [G.BLOCKS, num_keys(G) // 64, 8 // group_keys(G), group_keys(G), 8, V_DIM // 4]
         values = gl.allocate_shared_memory(gl.int32, shape, values_in_lds(G))
     return CodeLds(weights, gl.allocate_shared_memory(gl.float32, [G.HEADS], one), powers, values)
 
@@ -231,9 +231,9 @@ def _load_keys(rows, pages, block, G: gl.constexpr):
 
 
 @gluon.jit
-def _load_values(lds, rows, pages, block, G: gl.constexpr):
-    """Loads a quarter of V's columns of a block's keys, into LDS on CDNA 4. Keys of a group after the last one lie in
-    its page too."""
+def _load_values(lds, rows, pages, block, slot, G: gl.constexpr):
+    """Loads a quarter of V's columns of a block's keys; on CDNA 4 into a slot of LDS. Keys of a group after its last
+    one lie in its page too."""
     V: gl.constexpr = value_words(G)
     at = rows_of(rows, pages, _read_groups(rows, block, G), G)
     key = gl.arange(
@@ -245,7 +245,7 @@ def _load_values(lds, rows, pages, block, G: gl.constexpr):
     at = at[:, :, None, :, None] + word[None, None, None, None, :]
     at += (key.to(gl.int64) * rows.token)[None, None, :, None, None]
     if G.V_IN_LDS:
-        async_copy.global_load_to_shared(lds.columns, at)
+        async_copy.global_load_to_shared(lds.columns.index(slot), at)
         async_copy.commit_group()
         values = ()
     else:
@@ -267,14 +267,14 @@ def _is_seen(block, kv_len, G: gl.constexpr):
 
 
 @gluon.jit
-def _mask_values(lds, values, block, kv_len, G: gl.constexpr):
+def _mask_values(lds, values, block, kv_len, slot, G: gl.constexpr):
     """V with 0 for keys that are not seen, which have weights of zero: 0 times NaN is NaN."""
     if group_keys(G) > 1:
         # Words, since a pair of scalar registers for each of a lane's keys would be too many.
         seen = here(gl.where(_is_seen(block, kv_len, G), -1, 0))[:, :, :, :, None]
         if G.V_IN_LDS:
-            async_copy.wait_group(0)
-            lds.columns.store(lds.columns.load(value_words(G)) & seen)
+            columns = lds.columns.index(slot)
+            columns.store(columns.load(value_words(G)) & seen)
         else:
             values = values & seen
     return values
@@ -372,14 +372,14 @@ def _of_heads(numbers, G: gl.constexpr):
 
 
 @gluon.jit
-def _values(lds, values, G: gl.constexpr):
+def _values(lds, values, slot, G: gl.constexpr):
     """V of a block, an operand [V_DIM, KEYS]."""
     A: gl.constexpr = gl.DotOperandLayout(0, value_layout(G), value_depth(G))
     CODE: gl.constexpr = code_of(G.UNITS.VERSION)
     KEYS: gl.constexpr = num_keys(G)
     if G.V_IN_LDS:
-        async_copy.wait_group(0)
-        v = lds.columns.reinterpret(CODE, [KEYS, V_DIM], value_bytes(G))
+        async_copy.wait_group(G.BLOCKS - 1)
+        v = lds.columns.index(slot).reinterpret(CODE, [KEYS, V_DIM], value_bytes(G))
         v = async_copy.load_shared_relaxed(v.permute((1, 0)), A)
     else:
         wait_for(values, V_DIM * KEYS // (256 * WAVES))
@@ -406,7 +406,7 @@ def _next_weights(lds, INDEX: gl.constexpr, G: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(lds, state, values, G: gl.constexpr):
+def _add_values(lds, state, values, slot, G: gl.constexpr):
     """Adds weighted values of a block to the accumulators."""
     TILE: gl.constexpr = value_tile(G)
     TILES: gl.constexpr = G.HEADS // TILE
@@ -414,7 +414,7 @@ def _add_values(lds, state, values, G: gl.constexpr):
     PACK: gl.constexpr = V_DIM * TILE // (64 * WAVES)
     if G.V_IN_LDS:
         # The barrier before it is that of weights too.
-        v = _values(lds, values, G)
+        v = _values(lds, values, slot, G)
     # The numbers that are read last are waited for first, and so once for all.
     if EARLY:
         weights = _next_weights(lds, 0, G)
@@ -425,7 +425,7 @@ def _add_values(lds, state, values, G: gl.constexpr):
     if EARLY:
         wait_for(decays[-1], 1)
     if not G.V_IN_LDS:
-        v = _values(lds, values, G)
+        v = _values(lds, values, slot, G)
     acc = ()
     for i in gl.static_range(TILES):
         each = state.acc[i]
@@ -441,6 +441,16 @@ def _add_values(lds, state, values, G: gl.constexpr):
             each = _product(v, weights[_PARTS - 1 - j], powers[i], each)
         acc += (each,)  # type: ignore[assignment]
     return CodeState(acc, state.largest, state.base, state.total)
+
+
+@gluon.jit
+def _slot(NUMBER: gl.constexpr, block):
+    """The number of a slot of V in LDS, for a block. The compiler computes addresses of the second one here: it would
+    keep all of both in scalar registers, of which there are too few."""
+    slot = NUMBER
+    if NUMBER > 0:
+        slot = gl.inline_asm_elementwise("s_mov_b32 $0, 1", "=s,s", [block], dtype=gl.int32, is_pure=False, pack=1)
+    return slot
 
 
 @gluon.jit
@@ -461,8 +471,8 @@ def _of_powers(lds, G: gl.constexpr):
 def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr):
     """Returns the CodeState of key blocks [first, end).
 
-    The scores of a block are multiplied while the softmax of the block before it is computed. K of BLOCKS later blocks,
-    and V of the next one, are in flight meanwhile.
+    The scores of a block are multiplied while the softmax of the block before it is computed. K and V of BLOCKS later
+    blocks are in flight meanwhile.
     """
     P: gl.constexpr = gl.SliceLayout(0, score_layout(G))
     TILE: gl.constexpr = value_tile(G)
@@ -474,8 +484,11 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
     sched_barrier()
     first_keys = _load_keys(rows, first_pages, first, G)
     sched_barrier()
-    values = _load_values(lds, rows, pages_of(rows, _read_groups(rows, first, G), G), first, G)
+    for i in gl.static_range(BLOCKS):
+        v_pages = pages_of(rows, _read_groups(rows, first + i, G), G)
+        values = _load_values(lds, rows, v_pages, first + i, i, G)
     k_pages = here(pages_of(rows, _read_keys(rows, first + 1 + BLOCKS, G), G))
+    v_pages = here(pages_of(rows, _read_groups(rows, first + BLOCKS, G), G))
     sched_barrier()
     acc = ()
     for _ in gl.static_range(G.HEADS // TILE):
@@ -500,34 +513,42 @@ def attend_codes(lds, query, rows, first, end, kv_len, qk_scale, G: gl.constexpr
         for i in gl.static_range(BLOCKS):
             pages = k_pages
             k_pages = pages_of(rows, _read_keys(rows, block + i + BLOCKS + 2, G), G)
-            v_pages = pages_of(rows, _read_groups(rows, block + i + 1, G), G)
+            slot = _slot(i, block)
+            of_values = v_pages
+            v_pages = pages_of(rows, _read_groups(rows, block + i + 2 * BLOCKS - 1, G), G)
             # The compiler deals out these products to the work of the softmax.
             next_scores = _scores(query, keys[i], G)
             state = _weigh(lds, state, scores, qk_scale, G)
             sched_barrier()
+            if BLOCKS > 1:
+                wait_for(pages, 2)
             next_keys += (_load_keys(rows, pages, block + i + BLOCKS + 1, G),)  # type: ignore[assignment]
-            # V came before these numbers, so that one wait is for both.
-            wait_for(v_pages, num_keys(G) * 8 // ((64 if G.V_IN_LDS else 32) * group_keys(G)))
-            state = _add_values(lds, state, values, G)
+            if BLOCKS == 1:
+                # V came before these numbers, so that one wait is for both.
+                wait_for(v_pages, num_keys(G) * 8 // ((64 if G.V_IN_LDS else 32) * group_keys(G)))
+                of_values = v_pages
+            state = _add_values(lds, state, values, slot, G)
             sched_barrier()
-            values = _load_values(lds, rows, v_pages, block + i + 1, G)
+            if BLOCKS > 1:
+                wait_for(of_values, 2)
+            values = _load_values(lds, rows, of_values, block + i + BLOCKS, slot, G)
             wait_for((keys + next_keys)[i + 1].last, 8)
             scores = next_scores
         keys = next_keys
+    if G.V_IN_LDS:
+        async_copy.wait_group(0)
     # Fewer than BLOCKS whole blocks, and one that is not: BLOCKS in all, at most.
     for i in gl.static_range(BLOCKS):
         if middle + i < end:
             if i > 0:
                 scores = _scores(query, keys[i - 1], G)
-                v_pages = pages_of(rows, _read_groups(rows, middle + i, G), G)
-                values = _load_values(lds, rows, v_pages, middle + i, G)
             key = (middle + i) * num_keys(G) + _key_of_row(
                 gl.arange(0, num_keys(G), layout=gl.SliceLayout(1, score_layout(G))), G
             )
             scores = gl.where((key < kv_len)[:, None], scores, float("-inf"))
             state = _weigh(lds, state, scores, qk_scale, G)
-            values = _mask_values(lds, values, middle + i, kv_len, G)
-            state = _add_values(lds, state, values, G)
+            values = _mask_values(lds, values, middle + i, kv_len, i, G)
+            state = _add_values(lds, state, values, i, G)
     return state
 
 

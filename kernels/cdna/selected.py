@@ -76,7 +76,7 @@ def _list_keys(slots, bias, units, line, width, first, end, visible, page_slots,
     return largest
 
 
-@gluon.jit(do_not_specialize=["num_works", "width", "page_slots"])
+@gluon.jit(do_not_specialize=["num_works", "num_parts", "part_keys", "width", "page_slots"])
 def _cdna_selected_kernel(
     q,
     pages,
@@ -92,6 +92,8 @@ def _cdna_selected_kernel(
     sums,
     qk_scale,
     num_works,
+    num_parts,
+    part_keys,
     width,
     page_slots,
     q_token,
@@ -106,23 +108,22 @@ def _cdna_selected_kernel(
     S: gl.constexpr,
     MOST_BLOCKS: gl.constexpr,
 ):
-    C: gl.constexpr = S.cut
     launched = gl.program_id(0)
-    row = launched // _DIES % C.rows
-    work = launched // (_DIES * C.rows) * _DIES + launched % _DIES
-    part = work % C.parts
-    token = (work // C.parts).to(gl.int64)
+    row = launched // _DIES % S.ROWS
+    work = launched // (_DIES * S.ROWS) * _DIES + launched % _DIES
+    part = work % num_parts if S.IS_CUT else 0
+    token = (work // num_parts if S.IS_CUT else work).to(gl.int64)
     if work < num_works:
         kv_head, first_head, num_heads = heads_of_row(row, S)
         num_keys, selection = listed_keys(counts, token, kv_head, S)
-        first = part * C.part_keys
+        first = part * part_keys
         # If a row has several parts, the merge knows which ones have keys.
-        if (C.parts == 1) | (first < num_keys):
+        if (not S.IS_CUT) | (first < num_keys):
             slots = gl.allocate_shared_memory(gl.int32, [MOST_BLOCKS, KEYS], _BLOCKS)
             bias = gl.allocate_shared_memory(gl.bfloat16, [MOST_BLOCKS, KEYS], _BLOCKS)
             if shares_rows(G):
                 lds = allocate(q.dtype.element_ty, G)
-            end = gl.minimum(first + C.part_keys, num_keys)
+            end = gl.minimum(first + part_keys, num_keys) if S.IS_CUT else num_keys
             visible = visible_tokens(position_of_token, num_tokens, token.to(gl.int32), True)
             line = table + gl.load(row_of_token + token).to(gl.int64) * table_row
             listed = units + selection * S.WIDTH
@@ -138,18 +139,18 @@ def _cdna_selected_kernel(
             if lse is not None:
                 to_lse = HeadRows(lse + first_head * lse_head, lse_token, lse_head)
             to = RowOutputs(HeadRows(out + first_head * out_head, out_token, out_head), to_lse, parts, sums)
-            line_of_part = (token * C.rows + row) * C.parts + part
-            if (C.parts == 1) & is_empty:
+            line_of_part = (token * S.ROWS + row) * num_parts + part
+            if (not S.IS_CUT) & is_empty:
                 store_nothing(to, token, 0, num_heads, G)
             elif shares_rows(G):
                 queries = load_queries(lds, of_row, num_heads, G)
                 DTYPE: gl.constexpr = q.dtype.element_ty
                 state = attend_heads(lds, queries, rows, 0, end_block, end_block * KEYS, qk_scale, DTYPE, G)
-                store_heads(lds, state, to, token, 0, num_heads, line_of_part, C.parts == 1, G)
+                store_heads(lds, state, to, token, 0, num_heads, line_of_part, not S.IS_CUT, G)
             else:
                 query = (load_query(of_row, 0, V_DIM, G), load_query(of_row, V_DIM, REST, G))
                 state = attend_latent_blocks(query, rows, 0, end_block, end_block * KEYS, qk_scale, G)
-                store_row(state, to, token, line_of_part, C.parts == 1, G)
+                store_row(state, to, token, line_of_part, not S.IS_CUT, G)
 
 
 def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: SelectedTiles, programs: int) -> None:
@@ -199,7 +200,7 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
         V_IN_LDS=False,
         LISTED=True,
     )
-    parts, sums = parts_and_sums(args, listed)
+    parts, sums = parts_and_sums(args, cut)
     num_works = len(args.q) * cut.parts
     launch(
         _cdna_selected_kernel,
@@ -218,6 +219,8 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
         sums,
         scale * LOG2_E,
         num_works,
+        cut.parts,
+        cut.part_keys,
         args.table.shape[1],
         pages.page_slots,
         args.q.stride(0),
@@ -231,4 +234,4 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
         num_warps=WAVES.value,
     )
     if cut.parts > 1:
-        launch_merge_parts(args, parts, sums, listed)
+        launch_merge_parts(args, cut, parts, sums, listed)

@@ -103,9 +103,9 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
     assert pages.raw_k.is_contiguous(), "the limits refuse other pages"
     assert pages.has_aligned_sides, "the limits refuse pages that begin elsewhere"
     geometry = HopperSelectedGeometry(
-        rows, selection.units is not None, tiles.value_registers, tiles.score_registers, tiles.loader_registers
+        rows, cut, selection.units is not None, tiles.value_registers, tiles.score_registers, tiles.loader_registers
     )
-    parts, sums = parts_and_sums(args, rows)
+    parts, sums = parts_and_sums(args, cut)
     num_items = len(args.q) * cut.parts
     groups = min(num_items, max(1, programs // rows.HEAD_BLOCKS))
     launch(
@@ -136,4 +136,4 @@ def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSel
         num_warps=of_cut.num_warps,
     )
     if cut.parts > 1:
-        launch_merge_parts(args, parts, sums, rows)
+        launch_merge_parts(args, cut, parts, sums, rows)

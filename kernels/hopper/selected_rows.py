@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from rocm_attn.kernels.sparse.cuts import SelectedCut
 from rocm_attn.kernels.sparse.places import visible_tokens
 from rocm_attn.kernels.sparse.rows import SelectedGeometry, listed_keys
 
@@ -17,12 +18,14 @@ from rocm_attn.kernels.sparse.rows import SelectedGeometry, listed_keys
 class HopperSelectedGeometry(NamedTuple):
     """The values that the kernel is compiled for.
 
-    rows: the cut of tokens and their heads
+    rows: tokens and their heads
+    cut:  how selections are cut; as values at run time its parts would take registers of every warp group
     LISTED: whether units are listed; else a token sees the last ones
     VALUE_REGISTERS, SCORE_REGISTERS, LOADER_REGISTERS: registers of a thread of each warp group
     """
 
     rows: SelectedGeometry
+    cut: SelectedCut
     LISTED: bool
     VALUE_REGISTERS: int
     SCORE_REGISTERS: int
@@ -36,12 +39,12 @@ class HopperSelectedGeometry(NamedTuple):
     @property
     def WHOLE_ONLY(self) -> bool:
         """True if a selection is one part, and programs share no row; else all rows are shared."""
-        return self.rows.cut.parts == 1
+        return self.cut.parts == 1
 
     @property
     def BLOCK_HEADS(self) -> int:
         """Query heads of a block."""
-        return self.rows.cut.row_heads
+        return self.cut.row_heads
 
     @property
     def HEAD_BLOCKS(self) -> int:
@@ -112,7 +115,7 @@ class SelectedPart(NamedTuple):
 @gluon.jit
 def parts_of_program(num_items, num_programs, G: gl.constexpr):
     """The beginning of the program's work. num_items: tokens times parts, of one block of heads"""
-    PARTS: gl.constexpr = G.rows.cut.parts
+    PARTS: gl.constexpr = G.cut.parts
     group = gl.program_id(0) // G.HEAD_BLOCKS
     stride = num_programs // G.HEAD_BLOCKS
     return TodoParts(group // PARTS, group % PARTS, gl.cdiv(num_items - group, stride))
@@ -122,7 +125,7 @@ def parts_of_program(num_items, num_programs, G: gl.constexpr):
 def part_of_selection(step, todo, G: gl.constexpr):
     """The part that the program has reached."""
     R: gl.constexpr = G.rows
-    C: gl.constexpr = R.cut
+    C: gl.constexpr = G.cut
     token = todo.seq.to(gl.int64)
     visible = visible_tokens(step.position_of_token, step.num_tokens, todo.seq, True)
     if G.LISTED:
@@ -148,7 +151,7 @@ def part_of_selection(step, todo, G: gl.constexpr):
 @gluon.jit
 def after_part(step, todo, G: gl.constexpr):
     """The part that comes next."""
-    PARTS: gl.constexpr = G.rows.cut.parts
+    PARTS: gl.constexpr = G.cut.parts
     item = todo.seq * PARTS + todo.part + step.stride
     return TodoParts(item // PARTS, item % PARTS, todo.work - 1)
 

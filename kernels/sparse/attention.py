@@ -201,7 +201,7 @@ def _attend(query, k_side, v_side, record, scale_values, listing, G: tl.constexp
     return Softmax(acc, maximum, total)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["num_parts", "part_keys", "width"])
 def _selected_attention_kernel(
     q,
     k_pages,
@@ -222,6 +222,8 @@ def _selected_attention_kernel(
     k_scale,
     v_scale,
     qk_scale,
+    num_parts,
+    part_keys,
     width,
     q_token,
     q_head,
@@ -238,11 +240,10 @@ def _selected_attention_kernel(
     lse_head,
     G: tl.constexpr,
 ):
-    C: tl.constexpr = G.cut
     E: tl.constexpr = G.coding
-    row = tl.program_id(0) % C.rows
-    part = tl.program_id(0) // C.rows % C.parts
-    token = (tl.program_id(0) // (C.rows * C.parts)).to(tl.int64)
+    row = tl.program_id(0) % G.ROWS
+    part = tl.program_id(0) // G.ROWS % num_parts if G.IS_CUT else 0
+    token = (tl.program_id(0) // (G.ROWS * num_parts if G.IS_CUT else G.ROWS)).to(tl.int64)
     kv_head, first_head, num_q_rows = heads_of_row(row, G)
     listed = None
     hidden = 0
@@ -253,9 +254,9 @@ def _selected_attention_kernel(
     else:
         num_keys, selection = listed_keys(counts, token, kv_head, G)
         listed = units + selection * G.WIDTH
-    first = part * C.part_keys
+    first = part * part_keys
     # If a row has several parts, the merge knows which ones have keys.
-    if (C.parts == 1) | (first < num_keys):
+    if (not G.IS_CUT) | (first < num_keys):
         q_row = tl.arange(0, G.QUERY_ROWS)
         is_row = q_row < num_q_rows
         head = first_head + q_row
@@ -267,7 +268,7 @@ def _selected_attention_kernel(
         line = table + tl.load(row_of_token + token).to(tl.int64) * table_row
         if units is not None:
             visible = visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True)
-        end = tl.minimum(first + C.part_keys, num_keys)
+        end = tl.minimum(first + part_keys, num_keys) if G.IS_CUT else num_keys
         kv_head = kv_head.to(tl.int64)
         k_scaled, _ = coded_scales(qk_scale, 0.0, row_scale(k_scale, kv_head, E), False, E)
         softmax = _attend(
@@ -281,11 +282,11 @@ def _selected_attention_kernel(
         )
         softmax = scaled_values(softmax, row_scale(v_scale, kv_head, E), E)
         v_column = tl.arange(0, G.V_COLUMNS)
-        if C.parts == 1:
+        if not G.IS_CUT:
             out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
             store_rows(softmax, HeadsOfToken(token, head, is_row), sinks, out_rows, lse_rows, v_column, G.V_HEAD_DIM)
         else:
-            at = ((token * C.rows + row) * C.parts + part) * C.row_heads + q_row
+            at = ((token * G.ROWS + row) * num_parts + part) * G.ROW_HEADS + q_row
             is_v = is_row[:, None] & (v_column < G.V_HEAD_DIM)[None, :]
             tl.store(parts + at[:, None] * G.V_HEAD_DIM + v_column[None, :], softmax.acc, mask=is_v)
             tl.store(sums + at * 2, softmax.maximum, mask=is_row)
@@ -307,7 +308,7 @@ def launch_selected_attention(args: SelectedArgs, *, scale: float, tiles: Select
     )
     query_rows = max(next_power_of_2(cut.row_heads), 16)
     geometry = selected_geometry(args, cut, query_rows, tiles.key_block, tiles.num_stages)
-    _launch(args, geometry, scale, num_warps=tiles.num_warps)
+    _launch(args, cut, geometry, scale, num_warps=tiles.num_warps)
 
 
 def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: SegmentTiles, by_pairs: bool) -> None:
@@ -327,22 +328,22 @@ def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: Segment
     geometry = selected_geometry(args, cut, tiles.decode_rows, tiles.key_block, stages)._replace(
         EXACT=True, BY_PAIRS=by_pairs
     )
-    _launch(args, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
+    _launch(args, cut, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
 
 
-def parts_and_sums(args: SelectedArgs, geometry: SelectedGeometry) -> tuple[torch.Tensor, torch.Tensor]:
+def parts_and_sums(args: SelectedArgs, cut: SelectedCut) -> tuple[torch.Tensor, torch.Tensor]:
     """The workspace's partial results, and their maxima and sums, as launch_merge_parts reads them."""
-    words, workspace = geometry.cut.words(len(args.q), geometry.V_HEAD_DIM), args.workspace
+    words, v_head_dim, workspace = cut.words(len(args.q), args.out.shape[2]), args.out.shape[2], args.workspace
     assert workspace.dtype == torch.float32
     assert workspace.is_contiguous()
     assert workspace.numel() >= words
-    sums = workspace[: words // (geometry.V_HEAD_DIM + 2) * 2]
+    sums = workspace[: words // (v_head_dim + 2) * 2]
     return workspace[sums.numel() : words], sums
 
 
-def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **options: object) -> None:
-    pages, tokens, selection, cut = args.pages, args.tokens, args.selection, geometry.cut
-    parts, sums = parts_and_sums(args, geometry)
+def _launch(args: SelectedArgs, cut: SelectedCut, geometry: SelectedGeometry, scale: float, **options: object) -> None:
+    pages, tokens, selection = args.pages, args.tokens, args.selection
+    parts, sums = parts_and_sums(args, cut)
     launch(
         _selected_attention_kernel,
         (len(args.q) * cut.rows * cut.parts,),
@@ -364,6 +365,8 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
         pages.k_scale,
         pages.v_scale,
         scale * LOG2_E,
+        cut.parts,
+        cut.part_keys,
         args.table.shape[1],
         args.q.stride(0),
         args.q.stride(1),
@@ -375,7 +378,7 @@ def _launch(args: SelectedArgs, geometry: SelectedGeometry, scale: float, **opti
         **options,
     )
     if cut.parts > 1:
-        launch_merge_parts(args, parts, sums, geometry)
+        launch_merge_parts(args, cut, parts, sums, geometry)
 
 
 def selected_geometry(
@@ -391,7 +394,9 @@ def selected_geometry(
     is_latent = form.kind is PoolKind.LATENT
     rest = head_dim - v_head_dim if is_latent else 0
     return SelectedGeometry(
-        cut=cut,
+        ROWS=cut.rows,
+        ROW_HEADS=cut.row_heads,
+        IS_CUT=cut.parts > 1,
         GQA_RATIO=ratio,
         HEAD_BLOCKS=cut.rows // num_kv_heads,
         SHARED=args.selection.sets == 1,

@@ -14,6 +14,7 @@ from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import store_rows
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.sparse.arguments import SelectedArgs
+from rocm_attn.kernels.sparse.cuts import SelectedCut
 from rocm_attn.kernels.sparse.places import visible_tokens
 from rocm_attn.kernels.sparse.rows import SelectedGeometry, heads_of_row, listed_keys
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -26,7 +27,7 @@ _MANY_PARTS = 8
 _ELEMENTS_OF_MANY, _PARTS_OF_MANY = 128, 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "part_keys"])
 def _merge_parts_kernel(
     counts,
     position_of_token,
@@ -36,6 +37,8 @@ def _merge_parts_kernel(
     out,
     lse,
     sinks,
+    num_parts,
+    part_keys,
     out_token,
     out_head,
     lse_token,
@@ -45,26 +48,25 @@ def _merge_parts_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    C: tl.constexpr = G.cut
-    token = (tl.program_id(0) // C.rows).to(tl.int64)
-    row = tl.program_id(0) % C.rows
+    token = (tl.program_id(0) // G.ROWS).to(tl.int64)
+    row = tl.program_id(0) % G.ROWS
     kv_head, first_head, num_q_rows = heads_of_row(row, G)
     if counts is None:
         num_keys = tl.minimum(visible_tokens(position_of_token, num_tokens, token.to(tl.int32), True), G.WIDTH)
     else:
         num_keys, _ = listed_keys(counts, token, kv_head, G)
-    num_parts = tl.cdiv(num_keys, C.part_keys)
+    with_keys = tl.cdiv(num_keys, part_keys)
     q_row = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_row = q_row < num_q_rows
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, COLUMNS], tl.float32)
-    for first in range(0, num_parts, PARTS):
+    for first in range(0, with_keys, PARTS):
         for index in tl.static_range(PARTS):
             # part_maximum, part_total: [HEADS]; part_acc: [HEADS, COLUMNS]
-            is_part = q_row < tl.where(first + index < num_parts, num_q_rows, 0)
-            line = ((token * C.rows + row) * C.parts + first + index) * C.row_heads + q_row
+            is_part = q_row < tl.where(first + index < with_keys, num_q_rows, 0)
+            line = ((token * G.ROWS + row) * num_parts + first + index) * G.ROW_HEADS + q_row
             part_maximum = tl.load(sums + line * 2, mask=is_part, other=float("-inf"))
             part_total = tl.load(sums + line * 2 + 1, mask=is_part, other=0.0)
             is_acc = is_part[:, None] & (column < G.V_HEAD_DIM)[None, :]
@@ -79,12 +81,14 @@ def _merge_parts_kernel(
     )
 
 
-def launch_merge_parts(args: SelectedArgs, parts: Tensor, sums: Tensor, geometry: SelectedGeometry) -> None:
+def launch_merge_parts(
+    args: SelectedArgs, cut: SelectedCut, parts: Tensor, sums: Tensor, geometry: SelectedGeometry
+) -> None:
     """Writes out and LSE of every row; the arguments are launch_selected_attention's.
 
     parts: float32 [tokens, rows, parts, row_heads, v_head_dim] flat; sums: [.., 2] flat, maximum (base 2) and sum
     """
-    cut, v_head_dim = geometry.cut, geometry.V_HEAD_DIM
+    v_head_dim = geometry.V_HEAD_DIM
     columns = min(next_power_of_2(v_head_dim), 128)
     elements, parts_at_once = (_ELEMENTS_OF_MANY, _PARTS_OF_MANY) if cut.parts > _MANY_PARTS else (_ELEMENTS, _PARTS)
     heads = max(min(next_power_of_2(cut.row_heads), elements // columns), 1)
@@ -99,6 +103,8 @@ def launch_merge_parts(args: SelectedArgs, parts: Tensor, sums: Tensor, geometry
         args.out,
         args.lse,
         args.sinks,
+        cut.parts,
+        cut.part_keys,
         *args.written_strides,
         G=geometry,
         HEADS=heads,

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.cache.page_format import Coding
-from rocm_attn.kernels.sparse.cuts import SelectedCut
 
 
 class SelectedGeometry(NamedTuple):
     """The values that attention over a selection is compiled for.
 
-    cut:                  how tokens are cut
+    ROWS, ROW_HEADS:      rows of a token, most query heads of a row
+    IS_CUT:               whether a selection is cut in parts, which are merged
     GQA_RATIO:            query heads that share a KV head
     HEAD_BLOCKS:          blocks that they are cut into
     SHARED:               whether all KV heads have one selection
@@ -36,7 +36,9 @@ class SelectedGeometry(NamedTuple):
     coding:               how elements of pages are encoded
     """
 
-    cut: SelectedCut
+    ROWS: int
+    ROW_HEADS: int
+    IS_CUT: bool
     GQA_RATIO: int
     HEAD_BLOCKS: int
     SHARED: bool
@@ -64,15 +66,15 @@ class SelectedGeometry(NamedTuple):
 @triton.jit
 def heads_of_row(row, G: tl.constexpr):
     """A row's KV head and its first query head (int64), and its number of query heads."""
-    block_head = row % G.HEAD_BLOCKS * G.cut.row_heads
+    block_head = row % G.HEAD_BLOCKS * G.ROW_HEADS
     kv_head = (row // G.HEAD_BLOCKS).to(tl.int64)
-    return kv_head, kv_head * G.GQA_RATIO + block_head, tl.minimum(G.cut.row_heads, G.GQA_RATIO - block_head)
+    return kv_head, kv_head * G.GQA_RATIO + block_head, tl.minimum(G.ROW_HEADS, G.GQA_RATIO - block_head)
 
 
 @triton.jit
 def listed_keys(counts, token, kv_head, G: tl.constexpr):
     """Keys that a row's selection lists, and the number of the selection among all tokens'."""
-    NUM_SETS: tl.constexpr = 1 if G.SHARED else G.cut.rows // G.HEAD_BLOCKS
+    NUM_SETS: tl.constexpr = 1 if G.SHARED else G.ROWS // G.HEAD_BLOCKS
     selection = token * NUM_SETS + (0 if G.SHARED else kv_head)
     count = tl.minimum(tl.load(counts + selection), G.WIDTH)
     return tl.maximum(count, 0) * G.UNIT_TOKENS, selection

@@ -105,8 +105,6 @@ def extend_heads(arch: str, *, head_dim: int, v_head_dim: int, encoding: Encodin
     """Extend's heads on an arch of EXTEND_ARCHS, of dims in EXTEND_HEADS. encoding: of K and V. Raises NoTiles."""
     if encoding.is_fp8 and encoding is not EXTEND_CODES[arch]:
         raise NoTiles(f"it reads codes of {EXTEND_CODES[arch].value} on {arch}, not of {encoding.value}")
-    if not encoding.is_fp8 and head_dim == 64:
-        raise NoTiles("it is hardly faster than other kernels for heads of 64 in 16 bits")
     return EXTEND_HEADS[head_dim, v_head_dim]
 
 

@@ -86,8 +86,8 @@ EXTEND_LIMITS = Limits(
 # Decode for CDNA serves the other sequences of mixed steps.
 MIXED_LIMITS = replace(
     EXTEND_LIMITS,
-    head_dim=(128, 128),
-    exact_dims=((128, 128),),
+    head_dim=(64, 128),
+    exact_dims=((64, 64), (128, 128)),
     encodings=LIMITS.encodings,
     max_gqa_ratio=LIMITS.max_gqa_ratio,
 )
@@ -95,8 +95,10 @@ MIXED_LIMITS = replace(
 # A compute unit runs one program of extend at a time, and a program has one query block of one row of heads. From two
 # programs per unit on, those with equally many keys keep the units busy for two thirds of the time or more: of n units,
 # 2 n + 1 programs take as long as 3 n. Two thirds of its share of the matrix units' ceiling, about 90 %, are the share
-# of the plain kernel, 60 %, which shares all keys out evenly (docs/cycles.md).
+# of the plain kernel, 60 %, which shares all keys out evenly (docs/cycles.md). With heads of 64 in 16 bits it takes
+# four fifths of that kernel's clocks, so there are to be four programs per unit.
 _PROGRAMS_PER_CU = 2
+_PROGRAMS_PER_CU_OF_64 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +152,17 @@ def bind_extend(problem: Problem, target: Target, plain: BoundKernel, min_q_len:
     """Binds extend for a problem within EXTEND_LIMITS, and sequences with min_q_len new tokens or more. Raises NoTiles.
 
     plain: serves any step; steps of too few programs (_PROGRAMS_PER_CU), and those whose sequences are likely to fill
-           less than two thirds of a query block, stay with it
+           less of a query block than such programs of the units' time, stay with it
     """
     encoding = problem.kv_encoding.over(problem.dtype)
     extend_heads(target.arch, head_dim=problem.head_dim, v_head_dim=problem.v_head_dim, encoding=encoding)
     cut = ExtendCut.of(EXTEND_TILES, gqa_ratio=problem.gqa_ratio, min_q_len=min_q_len)
     programs_of_block = problem.num_kv_heads * EXTEND_TILES.head_blocks(problem.gqa_ratio)
-    least_blocks = -(-_PROGRAMS_PER_CU * target.compute_units // programs_of_block)
+    per_unit = _PROGRAMS_PER_CU_OF_64 if problem.head_dim == 64 and not encoding.is_fp8 else _PROGRAMS_PER_CU
+    least_blocks = -(-per_unit * target.compute_units // programs_of_block)
     fewer, other = (plain.short, plain.other) if isinstance(plain, KernelByTokens) else ((), plain)
     left_to_it = (
-        SizedKernel(ServedSteps(2 * cut.query_tokens // 3), other),
+        SizedKernel(ServedSteps(per_unit * cut.query_tokens // (per_unit + 1)), other),
         SizedKernel(ServedSteps(ANY_TOKENS, max_tokens=least_blocks * cut.query_tokens - 1), other),
     )
     return KernelByTokens(

@@ -131,7 +131,8 @@ class Places:
                 self._meetings.add((index, name - _PLACE))
 
     def _result(self, instruction: Instruction, values: Values, compared: Instruction | None) -> Bounds:
-        sources = [_value(token, values) for token in instruction.operands[1:]]
+        first_source = 0 if instruction.name == "s_addk_i32" else 1
+        sources = [_value(token, values) for token in instruction.operands[first_source:]]
         if instruction.name == "s_cselect_b32" and compared is not None:
             return _chosen(compared, instruction.operands[1], sources[0], sources[1], values)
         return result_of(instruction, sources)

@@ -82,21 +82,21 @@ def test_layers_that_only_extend_serves_are_decoded_by_paged_decode(more: dict[s
         assert extend.problem == problem
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"head_dim": 64, "v_head_dim": 64}, "it is hardly faster than other kernels for heads of 64 in 16 bits"),
-        (
-            {"kv_encoding": KVEncoding.E4M3FNUZ, "kv_scales": Scales.HEAD},
-            "it reads codes of float8_e4m3fn on gfx950, not of float8_e4m3fnuz",
-        ),
-    ],
-    ids=str,
-)
-def test_layers_that_gain_little_and_other_codes_keep_the_plain_kernel(more: dict[str, Any], why: str) -> None:
-    selection = select(replace(LAYER, **more), on("gfx950"), "triton")
+def test_codes_of_another_arch_keep_the_plain_kernel() -> None:
+    layer = replace(LAYER, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.HEAD)
+    selection = select(layer, on("gfx950"), "triton")
     assert not set(names(selection)) & {*CDNA, WITH_DECODE}
+    why = "it reads codes of float8_e4m3fn on gfx950, not of float8_e4m3fnuz"
     assert any(reason.startswith(why) for reason in reasons(selection, CDNA[0])), reasons(selection, CDNA[0])
+
+
+def test_heads_of_64_in_16_bits_gain_less_and_need_twice_the_programs() -> None:
+    layer = replace(LAYER, head_dim=64, v_head_dim=64)
+    selection = select(layer, on("gfx950"), "triton")
+    assert names(selection) == CDNA
+    kernel = by_tokens(selection, StepKind.EXTEND)
+    assert isinstance(kernel.of_shape(PaddedShape(StepKind.EXTEND, 1, 2 * LEAST_TOKENS - 1)), TritonExtend)
+    assert isinstance(kernel.of_shape(PaddedShape(StepKind.EXTEND, 1, 2 * LEAST_TOKENS)), CdnaExtend)
 
 
 def test_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:

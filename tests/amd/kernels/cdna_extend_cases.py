@@ -31,6 +31,7 @@ CASES = {
     "short": SHORT,
     "float16": replace(PLAIN, kv_len=[330], q_len=[5], dtype=torch.float16, heads=(6, 2), page_size=32, tail=0),
     "large_pages": replace(PLAIN, kv_len=[460], q_len=[40], heads=(4, 2), page_size=128, spread=True),
+    "heads_64": replace(PLAIN, dims=(64, 64)),
     "wide": WIDE,
     "wide_large_pages": replace(
         WIDE, kv_len=[460, 200], q_len=[70, 9], dtype=torch.float16, page_size=128, spread=True
@@ -40,7 +41,7 @@ CASES = {
 # Cases of eight-bit pages, in the encoding that the arch reads.
 CODED = {
     "codes": replace(PLAIN, scales=Scales.HEAD),
-    "codes_64": replace(SHORT, dims=(64, 64), scales=Scales.HEAD),
+    "codes_64": replace(PLAIN, dims=(64, 64), scales=Scales.HEAD),
     "codes_wide": replace(WIDE, scales=Scales.LAYER),
     "codes_float16": replace(CASES["float16"], scales=Scales.HEAD),
 }

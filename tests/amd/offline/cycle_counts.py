@@ -142,6 +142,7 @@ EXTENDS = (
     ExtendedLayer((32, 8), (128, 128), is_coded=True),
     ExtendedLayer((32, 32), (192, 128), is_coded=False),
     ExtendedLayer((32, 32), (192, 128), is_coded=True),
+    ExtendedLayer((64, 8), (64, 64), is_coded=False),
     ExtendedLayer((64, 8), (64, 64), is_coded=True),
 )
 

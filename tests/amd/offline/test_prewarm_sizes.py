@@ -26,10 +26,11 @@ from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.prewarm import MOST_TOKENS, eager_steps, prewarm, run_every_kernel
 from rocm_attn.guards.registry import Guards
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
+from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import EarlierSelection, Indexer, Indexing, PoolKind, Problem
+from rocm_attn.problem import EarlierSelection, Indexer, Indexing, KVEncoding, PoolKind, Problem
 from rocm_attn.providers import triton_cdna
 from rocm_attn.providers.triton_hopper import TRITONS
 from rocm_attn.runtime import AttentionRuntime
@@ -48,6 +49,7 @@ LATENT = Problem(16, 1, 576, torch.bfloat16, 16, v_head_dim=512, scale=192**-0.5
 MASKED = replace(LLAMA, custom_mask=True)
 CHOICE = Indexing(128**-0.5, 512, candidate_blocks=64, block_keys=8)
 SPARSE = replace(LATENT, wants_lse=True, indexer=Indexer(32, 128, CHOICE))
+RECORDS = replace(SPARSE, kv_encoding=KVEncoding.E4M3FNUZ, kv_scales=Scales.GROUP)
 
 # With the Triton that Hopper's own kernels run with.
 HOPPER = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
@@ -233,6 +235,7 @@ def variants_of(found: set[Variant], kernel: str) -> int:
         pytest.param(LLAMA, "sm_90", replace(SIZES, deterministic=True, max_num_seqs=5), id="few-segments"),
         pytest.param(SPARSE, "gfx942", replace(SIZES, max_num_seqs=3), id="sparse"),
         pytest.param(SPARSE, CDNA, replace(SIZES, max_num_seqs=3), id="sparse-cdna"),
+        pytest.param(RECORDS, "gfx942", replace(SIZES, max_num_seqs=3), id="records"),
         pytest.param(MASKED, "gfx950", replace(SIZES, shared_prefixes=True), id="gfx950", marks=pytest.mark.nightly),
     ],
 )

@@ -33,7 +33,6 @@ _NO_BUFFER_LOADS = {
     f"_chunk_{name}_kernel: no buffer loads, though all tensors are below 2 GiB" for name in ("rows", "walk")
 }
 _OF_TRITON_3_6 = {
-    "gfx942-records_128": {"_selected_attention_kernel: 2 VGPRs and 0 SGPRs spilled, 0 bytes of scratch, at 480 VGPRs"},
     "gfx950-extend": {"_index_scores_kernel: 0 VGPRs and 3 SGPRs spilled, 0 bytes of scratch, at 216 VGPRs"},
     "gfx942-mamba_2": {"_chunk_walk_kernel: 1 VGPRs and 0 SGPRs spilled, 8 bytes of scratch, at 256 VGPRs"},
     "gfx942-exact": _NO_BUFFER_LOADS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,11 @@ SHORT, LONG, STEEP, FEW, HEADS, LONG_HEADS, MANY_HEADS, BLOCKS = (
 
 def _decode_by_token(arch: str, *, length: int = 40) -> Simulation:
     return run_cdna(arch, replace(SMALL, kv_len=[length, 33], kv=EXTEND_CODES[arch], scales=Scales.TOKEN))
+
+
+def on_gfx950(run: Callable[[str], Simulation]) -> Callable[[str], Simulation]:
+    """A run for either arch that is on gfx950, whose code alone has the line."""
+    return lambda arch: run("gfx950")
 
 
 def _coded_decode(arch: str) -> Simulation:
@@ -257,6 +263,11 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
     },
     extend_steps: {
         "the_accumulator_keeps_an_old_maximum": Mistake("if x[NUM] < 1.0:", "if x[NUM] < -1.0:", STEEP_EXTEND),
+        "weights_count_twice": Mistake(
+            "gl.full([DEPTH, 32], 1.0",
+            "gl.full([DEPTH, 32], 2.0",
+            on_gfx950(partial(simulate_extend, case=EXTENDS["heads_64"])),
+        ),
     },
     latent_blocks: {
         "pages_in_32_bits": Mistake(
@@ -375,9 +386,12 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             long_latent_over_codes,
         ),
         "values_over_codes_are_those_before": Mistake(
-            "v_pages = pages_of(rows, _read_groups(rows, block + i + 1, G), G)",
-            "v_pages = pages_of(rows, _read_groups(rows, block + i, G), G)",
+            "v_pages = pages_of(rows, _read_groups(rows, block + i + 2 * BLOCKS - 1, G), G)",
+            "v_pages = pages_of(rows, _read_groups(rows, block + i + 2 * BLOCKS - 2, G), G)",
             rounds_over_codes,
+        ),
+        "values_over_codes_have_one_slot": Mistake(
+            '"s_mov_b32 $0, 1"', '"s_mov_b32 $0, 0"', on_gfx950(rounds_over_codes)
         ),
         "keys_over_codes_are_those_before": Mistake(
             "k_pages = pages_of(rows, _read_keys(rows, block + i + BLOCKS + 2, G), G)",
@@ -456,8 +470,8 @@ LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             "gl.where(is_seen, slot, gl.maximum(largest, 0))", "gl.maximum(slot, 0)", FOUR_TILES
         ),
         "a_part_without_keys_adds_up_a_block": Mistake("gl.where(is_empty, 0, ", "gl.where(is_empty, 1, ", UNSEEN),
-        "a_row_without_keys_is_divided_by_0": Mistake("(C.parts == 1) & is_empty", "C.parts == 0", UNSEEN_WHOLE),
-        "parts_begin_at_the_first_key": Mistake("first = part * C.part_keys", "first = part * 0", FOUR_TILES),
+        "a_row_without_keys_is_divided_by_0": Mistake("(not S.IS_CUT) & is_empty", "num_parts == 0", UNSEEN_WHOLE),
+        "parts_begin_at_the_first_key": Mistake("first = part * part_keys", "first = part * 0", FOUR_TILES),
         "programs_of_a_token_have_the_same_heads": Mistake(
             "q + token * q_token + first_head * q_head",
             "q + token * q_token",
@@ -465,7 +479,7 @@ LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
         ),
         "records_are_nearer": Mistake("p_token * BYTES", "p_token * BYTES - 4", over_records),
         "programs_of_a_die_have_the_same_row": Mistake(
-            "row = launched // _DIES % C.rows", "row = 0", partial(run_selected, case=SELECTIONS["blocks_of_heads"])
+            "row = launched // _DIES % S.ROWS", "row = 0", partial(run_selected, case=SELECTIONS["blocks_of_heads"])
         ),
     },
     latent_heads: {

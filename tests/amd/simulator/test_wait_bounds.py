@@ -16,7 +16,7 @@ from rocm_lab.waits.bounds import ANYTHING, OPS, Bounds, exactly, hull, result_o
 
 _THREE = ("add3", "or3", "bfe", "and_or", "lshl_or", "lshl_add", "add_lshl", "bitop3")
 # Their operands are no registers of 32 bits.
-_OTHERS = ("v_cndmask_b32", "s_movk_i32")
+_OTHERS = ("v_cndmask_b32", "s_movk_i32", "s_addk_i32")
 
 
 def drawn(draw: random.Random) -> list[int]:
@@ -60,6 +60,13 @@ def test_a_choice_of_lanes_is_either() -> None:
     assert found == Bounds(64, 80, 80)
     results = execute(line, vector={0: 64, 1: 80}, scalar={VCC: 5, VCC + 1: 0}).vector[9]
     assert all(holds(found, result) for result in results.tolist())
+
+
+def test_a_constant_is_added_to_the_number_that_is_written_over() -> None:
+    line = "s_addk_i32 s9, 0x6440"
+    assert result_of(parse_instruction(line), [exactly(64), exactly(0x6440)]) == exactly(0x6480)
+    assert execute(line, scalar={9: 64}).scalar[9] == 0x6480
+    assert result_of(parse_instruction("s_addk_i32 s9, 0xffff"), [exactly(64), exactly(0xFFFF)]) == ANYTHING
 
 
 def test_a_negative_number_is_added() -> None:

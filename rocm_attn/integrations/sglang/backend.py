@@ -86,6 +86,11 @@ def serving_of(runner: Any) -> Serving:
     parallel = get_parallel()
     if parallel.attn_dcp_size > 1:
         raise Unsupported("decode context parallelism is not served in SGLang; use --dcp-size 1")
+    if parallel.enable_prefill_cp:
+        raise Unsupported(
+            "prefill context parallelism is not served in SGLang, because a rank gets only a part of a step's tokens; "
+            "leave --enable-prefill-cp out"
+        )
     if runner.kv_index_translator.is_translating:
         raise Unsupported("a unified KV pool is not served, because its table holds virtual slots")
     if hasattr(runner.token_to_kv_pool, "get_index_k_with_scale_buffer"):

@@ -333,7 +333,8 @@ def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[st
 
 def group_layer(layer: Any, problem: Any, device: torch.device) -> GroupLayer:
     """Returns a layer of vLLM's in the form that KVGroup takes."""
-    return GroupLayer(layer, problem, partial(layer.impl.terms.head_weights, device), layer.impl.loads)
+    terms = layer.impl.terms
+    return GroupLayer(layer, problem, partial(terms.head_weights, device), layer.impl.loads, terms.stores)
 
 
 def _problem_of(layer: Any, cache: CacheTerms, *, is_open: bool, has_images: bool) -> Problem:

@@ -55,12 +55,14 @@ class GroupLayer:
 
     weights: returns the head weights. Called at the first step, after vLLM has loaded weights, and after reloads
     loads:   detects reloads; None: the layer has none
+    stores:  whether it has KV of its own
     """
 
     layer: CachedLayer
     problem: Problem
     weights: Callable[[], HeadWeights] = lambda: NO_HEAD_WEIGHTS
     loads: WeightLoads | None = None
+    stores: bool = True
 
 
 class LoadedWeights:
@@ -169,6 +171,9 @@ class KVGroup:
         self._index = {name: index for index, name in enumerate(layers)}
         self._bound: dict[str, int] = {}
         self._sizes, self._device, self._options = sizes, device, options
+        # vLLM's steps of layers that share KV may have only the tokens with logits, next to the slots of all tokens
+        # (kv_sharing_fast_prefill).
+        self._checks_slots = any(each.stores for each in layers.values())
         self._spans = GroupSpans([each.problem for each in layers.values()], sizes.num_seqs, sizes.num_tokens, device)
         self._captured: dict[tuple[int, int], _CapturedStep] = {}
         self._recorder = recorder_for(device)
@@ -203,6 +208,7 @@ class KVGroup:
         slots = self._slots(common, shape)
         if slots is not None:
             kv_len = kv_len * (slots.amax() >= 0)
+        slots = slots if self._checks_slots else None
         if self._options.is_cross:
             kv_len = kv_len[: common.num_reqs] * (common.block_table_tensor[: common.num_reqs, 0] > 0)
         if is_captured and isinstance(mask, NoCells):
@@ -233,7 +239,7 @@ class KVGroup:
         if not self._is_sealed:
             self.attention.seal()
             self._is_sealed = True
-        slots = self._slots(common, shape)
+        slots = self._slots(common, shape) if self._checks_slots else None
         attention, mask = self._renewed(common), self._captured_mask(shape)
         attention.begin(external_step(common, shape, common.seq_lens, 0, True, mask))
         if known is None:

@@ -1,5 +1,8 @@
 """Borrows free blocks of vLLM's pool for one step, for the needle check of the layers (rocm_attn/truth).
 
+A scheduler with a KV connector lends none: the connector may still have to copy a block that its request has given
+back, and vLLM tells it only of blocks that other requests take.
+
 vLLM's scheduler takes them after it has scheduled a step, and the step's output carries their numbers to the workers,
 which may be other processes. The scheduler gives them back once the step's results are there.
 """
@@ -14,6 +17,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rocm_attn.integrations.hooked import hook_once
+from rocm_attn.integrations.plugins import VLLM
+from rocm_attn.machine.settings import NEEDLES_EVERY
 from rocm_attn.truth.adopted import DueSteps
 from rocm_attn.truth.row_needles import MOST_TOKENS
 
@@ -82,8 +87,12 @@ def _lending(every: int, schedule: Callable[..., Any]) -> Any:
         output = schedule(scheduler, *given, **named)
         if scheduler not in _lendings:
             _lendings[scheduler] = _Lending(every)
+            if scheduler.connector is not None:
+                VLLM.log.warning(
+                    "%s is ignored: needles could overwrite blocks that a KV connector has yet to copy", NEEDLES_EVERY
+                )
         lending = _lendings[scheduler]
-        if output.total_num_scheduled_tokens and lending.steps.is_due():
+        if scheduler.connector is None and output.total_num_scheduled_tokens and lending.steps.is_due():
             _lend(scheduler, lending, output)
         return output
 

@@ -57,6 +57,12 @@ class RocmAttnMLABackend(Answers, MLACommonBackend):
         return RocmAttnInvariantMLABuilder if is_batch_invariant() else RocmAttnMLABuilder
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """True if steps are not split by lengths on the host, which vLLM 0.33 leaves as they are where the device trims
+        drafts (enable_adaptive_verification)."""
+        return cls.is_sparse() or is_batch_invariant()
+
+    @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Returns [], which allows any size: kernels are chosen when the layers are known."""
         return []

@@ -51,7 +51,7 @@ class VerifyMask:
 
 class Server:
     def __init__(self) -> None:
-        self.parallel = SimpleNamespace(attn_dcp_size=1, attn_tp_size=1)
+        self.parallel = SimpleNamespace(attn_dcp_size=1, attn_tp_size=1, enable_prefill_cp=False)
         self.is_deterministic = False
         self.topk: int | None = None
         self.drafts: int | None = None
@@ -177,6 +177,9 @@ def test_what_a_server_may_ask_for_and_no_kernel_serves_is_refused(server: Serve
     server.dllm = "LowConfidence"
     runner.kv_index_translator.is_translating = False
     with pytest.raises(Unsupported, match="diffusion models, which rewrite a block of tokens, are not served"):
+        backend.create(runner)
+    server.parallel.enable_prefill_cp = True
+    with pytest.raises(Unsupported, match="leave --enable-prefill-cp out"):
         backend.create(runner)
     server.parallel.attn_dcp_size = 2
     with pytest.raises(Unsupported, match="use --dcp-size 1"):

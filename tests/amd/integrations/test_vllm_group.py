@@ -11,7 +11,8 @@ import torch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import DeviceFault, Unsupported, WrongState
-from rocm_attn.external import ExternalAttention
+from rocm_attn.external import ExternalAttention, ExternalOptions
+from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
 from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
@@ -270,6 +271,28 @@ def test_a_layer_that_shares_kv_reads_what_its_target_has_stored(device: torch.d
     given, outs = runner.step_unseen([20])
     second.stored = first.stored
     runner.compare([20], given, outs)
+
+
+def test_layers_that_share_kv_may_run_for_the_tokens_with_logits_only(device: torch.device, provider: str) -> None:
+    """With kv_sharing_fast_prefill vLLM gives them these tokens, and the slots of all tokens of the step."""
+    runner = Runner(device=device, provider=provider)
+    (layer,) = runner.layers
+    shares = replace(TERMS, kv_sharing_target_layer_name=layer.name).problem(runner.cache, runner.mask)
+    options = GroupOptions(ExternalOptions(provider=provider, page_strides=True))
+    reading = KVGroup(
+        {"reading": GroupLayer(layer, shares, stores=False)}, GroupSizes(MAX_SEQS, 64, 128), device, options
+    )
+    for _ in range(2):
+        runner.admit()
+    for new, last in (([9, 40], [8, 48]), ([5, 1], [4, 5])):
+        given, outs = runner.step_unseen(new)
+        runner.compare(new, given, outs)
+        starts = torch.arange(3, dtype=torch.int32, device=device)
+        common = replace(runner.common(0, 2, 2, 1), query_start_loc=starts, slot_mapping=runner.slots[0])
+        out = runner.unwritten(2)
+        reading.attend("reading", reading.begin(common), layer.kv_cache, given[0][0][last], out)
+        assert torch.allclose(out, outs[0][last], atol=1e-5)
+    reading.attention.check_device()
 
 
 def test_captured_steps_are_filled_by_a_graph(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

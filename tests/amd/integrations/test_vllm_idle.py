@@ -200,6 +200,7 @@ def engine_of(every: int, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> tuple[
             config = SimpleNamespace(kv_cache_groups=[group])
             self.kv_cache_manager = SimpleNamespace(block_pool=pool, kv_cache_config=config)
             self.running: list[object] = []
+            self.connector: object = None
 
         def schedule(self, tokens: int) -> Output:
             return Output(tokens)
@@ -272,3 +273,16 @@ def test_blocks_that_requests_may_need_soon_are_not_lent(monkeypatch: pytest.Mon
     assert worker.execute_model(scheduler.schedule(4)) is NO_BLOCKS
     scheduler.running = []
     assert worker.execute_model(scheduler.schedule(4)).turn == 1
+
+
+def test_blocks_that_a_connector_may_have_yet_to_copy_are_not_lent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's OffloadingConnector copies blocks of a finished request in the step after those blocks are free."""
+    pool = Pool(100)
+    scheduler, worker = engine_of(1, pool, monkeypatch)
+    scheduler.connector = object()
+    for _ in range(2):
+        assert worker.execute_model(scheduler.schedule(4)) is NO_BLOCKS
+    assert sorted(pool.free) == list(range(1, 100))
+    assert [record.message.split(":")[0] for record in caplog.records] == [f"{NEEDLES_EVERY} is ignored"]

@@ -127,6 +127,16 @@ def test_in_batch_invariant_mode_prompts_of_latent_layers_count_as_decodes(
         builder(ours, "mla", **DECODES_SHARED)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_drafts_that_the_device_trims_are_refused_where_vllm_splits_steps_by_lengths_on_the_host(
+    invariant: bool, ours: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 asks this for enable_adaptive_verification. Its split of MLA steps asks for uniform lengths."""
+    monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", invariant)
+    assert backend_of(ours, "mla").supports_device_cpu_query_lens_mismatch() is invariant
+    assert backend_of(ours, "sparse_mla").supports_device_cpu_query_lens_mismatch()
+
+
 @pytest.mark.parametrize("scale", ["output_scale", "output_block_scale"])
 def test_quantised_output_is_refused(scale: str, ours: dict[str, Any]) -> None:
     layer = gqa_layer(ours["backend"].RocmAttnImpl)

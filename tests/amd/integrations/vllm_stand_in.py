@@ -67,6 +67,10 @@ class EncoderSpec:
 class Backend:
     """vLLM's AttentionBackend and MLACommonBackend."""
 
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return False
+
 
 class Builder(Generic[T]):
     """vLLM's AttentionMetadataBuilder."""

@@ -81,25 +81,19 @@ def small_sums(group: dist.ProcessGroup, in_order: Sum, least: Callable[[int], i
     """
     if dist.get_backend(group) != "nccl" or group.size() not in _MOST_BYTES:
         return NoSmallSums()
-    device = torch.device("cuda", torch.cuda.current_device())
+    trial = _Trial(group, in_order, torch.device("cuda", torch.cuda.current_device()))
     if not least(_is_one_host(least)):
         return NoSmallSums()
-    sums, why = _tried(group, in_order, least, device)
-    if why:
-        logging.getLogger(__name__).warning("sums over ranks go by collectives: memory of the ranks' GPUs: %s", why)
-    return sums if least(not why) else NoSmallSums()
-
-
-def _tried(
-    group: dist.ProcessGroup, in_order: Sum, least: Callable[[int], int], device: torch.device
-) -> tuple[SmallSums, str]:
-    """The sums, and why they cannot be used; empty if they can."""
-    try:
-        sums = PeerSums(_shared(group, device), _MOST_BYTES[group.size()])
-        is_right = _adds_up(sums, in_order, least, group.rank(), device)
-    except (RuntimeError, AttributeError, ImportError) as error:  # torch may move its module, which is not public
-        return NoSmallSums(), str(error).partition("\n")[0]
-    return sums, "" if is_right else "its sums are not those of the collectives"
+    for stage in (trial.share, trial.compile, trial.compare):
+        try:
+            why = stage()
+        except (RuntimeError, AttributeError, ImportError) as error:  # torch may move its module, which is not public
+            why = str(error).partition("\n")[0]
+        if why:
+            logging.getLogger(__name__).warning("sums over ranks go by collectives: memory of the ranks' GPUs: %s", why)
+        if not least(not why):  # after each stage, so that no rank goes on alone
+            return NoSmallSums()
+    return trial.sums
 
 
 def _is_one_host(least: Callable[[int], int]) -> bool:
@@ -109,34 +103,47 @@ def _is_one_host(least: Callable[[int], int]) -> bool:
     return first == name == last
 
 
-def _shared(group: dist.ProcessGroup, device: torch.device) -> PeerMemory:
-    """Memory of each rank that all of them read and write. Raises RuntimeError."""
-    from torch.distributed import _symmetric_memory as symmetric
+class _Trial:
+    """The stages of a trial. Each returns why there are no small sums, empty if there may be, or raises."""
 
-    from rocm_attn.kernels.model.peer_sum import PeerMemory, memory_bytes
+    sums: PeerSums
 
-    memory = symmetric.empty(memory_bytes(group.size()), dtype=torch.uint8, device=device)
-    memory.zero_()
-    torch.cuda.synchronize(device)
-    return PeerMemory.of(memory, symmetric.rendezvous(memory, group.group_name).buffer_ptrs, group.rank())
+    def __init__(self, group: dist.ProcessGroup, in_order: Sum, device: torch.device) -> None:
+        self._group, self._in_order, self._device = group, in_order, device
+        random = torch.Generator(device).manual_seed(group.rank())
+        self._given = [
+            torch.randn(num, generator=random, device=device).to(dtype)
+            for _ in range(_TRIALS)
+            for num in _TRIED
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
 
+    def share(self) -> str:
+        """Makes memory of each rank that all of them read and write."""
+        from torch.distributed import _symmetric_memory as symmetric
 
-def _adds_up(sums: PeerSums, in_order: Sum, least: Callable[[int], int], rank: int, device: torch.device) -> bool:
-    """True if sums of random values, one right after the other, have the bits of in_order."""
-    random = torch.Generator(device).manual_seed(rank)
-    given = [
-        torch.randn(num, generator=random, device=device).to(dtype)
-        for _ in range(_TRIALS)
-        for num in _TRIED
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-    for x in given[: len(given) // _TRIALS]:  # compiles the kernel: one rank may be late, so these sums are not judged
-        sums.try_to_add_up(x.clone())
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    least(0)
-    found = [x.clone() for x in given]
-    for x in found:
-        sums.try_to_add_up(x)
-    is_same = [torch.equal(in_order(x), y) for x, y in zip(given, found, strict=True)]  # as many calls on each rank
-    return all(is_same)
+        from rocm_attn.kernels.model.peer_sum import PeerMemory, memory_bytes
+
+        group = self._group
+        memory = symmetric.empty(memory_bytes(group.size()), dtype=torch.uint8, device=self._device)
+        memory.zero_()
+        torch.cuda.synchronize(self._device)
+        addresses = symmetric.rendezvous(memory, group.group_name).buffer_ptrs
+        self.sums = PeerSums(PeerMemory.of(memory, addresses, group.rank()), _MOST_BYTES[group.size()])
+        return ""
+
+    def compile(self) -> str:
+        """Compiles the kernel by sums that are not judged: one rank may be late."""
+        for x in self._given[: len(self._given) // _TRIALS]:
+            self.sums.try_to_add_up(x.clone())
+        torch.cuda.synchronize(self._device)
+        return ""
+
+    def compare(self) -> str:
+        """Compares sums of random values, one right after the other, with in_order, bit by bit."""
+        found = [x.clone() for x in self._given]
+        for x in found:
+            self.sums.try_to_add_up(x)
+        # As many calls on each rank.
+        is_same = [torch.equal(self._in_order(x), y) for x, y in zip(self._given, found, strict=True)]
+        return "" if all(is_same) else "its sums are not those of the collectives"

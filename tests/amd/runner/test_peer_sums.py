@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rocm_serve import peer_sums
-from rocm_serve.peer_sums import NoSmallSums, PeerSums, small_sums
+from rocm_serve.peer_sums import NoSmallSums, small_sums
 
-MISFIT = "no GPU can read another's memory"
+MISFIT, SUMS = "no GPU can read another's memory", object()
 
 
 class Group:
@@ -44,56 +44,63 @@ def doubled(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("wrong_at", [0, *peer_sums._TRIED])
 def test_a_wrong_bit_is_noticed(wrong_at: int) -> None:
+    group: Any = Group()
+    trial = peer_sums._Trial(group, doubled, torch.device("cpu"))
     sums: Any = Doubling(wrong_at)
-    assert peer_sums._adds_up(sums, doubled, int, 1, torch.device("cpu")) == (not wrong_at)
+    trial.sums = sums
+    assert bool(trial.compare()) == bool(wrong_at)
     assert sums.most == peer_sums._TRIED[-1]
 
 
-@pytest.mark.parametrize(
-    ("least_of_others", "adds_up", "why"),
-    [
-        (2**40, True, ""),
-        (0, True, ""),
-        (2**40, False, "its sums are not those of the collectives"),
-        (2**40, RuntimeError(f"{MISFIT}\nmore"), MISFIT),
-    ],
-    ids=["right", "wrong on another rank", "wrong", "raises"],
-)
-def test_all_ranks_use_them_or_none(
-    least_of_others: int,
-    adds_up: bool | RuntimeError,
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def tried(*_: object) -> bool:
-        if isinstance(adds_up, RuntimeError):
-            raise adds_up
-        return adds_up
+STAGES = ("share", "compile", "compare")
 
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(peer_sums, "_shared", lambda *_: None)
-    monkeypatch.setattr(peer_sums, "_is_one_host", lambda _: True)
-    monkeypatch.setattr(peer_sums, "_adds_up", tried)
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", ["another rank", "says", "raises"])
+def test_all_ranks_use_them_or_none(
+    stage: str, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All ranks agree after each stage, so none goes on alone."""
+    done: list[str] = []
+
+    def run(name: str) -> str:
+        done.append(name)
+        if name == stage and how == "raises":
+            raise RuntimeError(f"{MISFIT}\nmore")
+        return MISFIT if name == stage and how == "says" else ""
+
+    of_trial = {name: (lambda _, name=name: run(name)) for name in STAGES}
+    use(monkeypatch, lambda _: True, type("Trial", (), {"__init__": lambda *_: None, "sums": SUMS, **of_trial}))
     group: Any = Group()
-    asked: list[int] = []
 
     def least(number: int) -> int:
-        asked.append(number)
-        return number if len(asked) == 1 else min(number, least_of_others)
+        return min(number, int(how != "another rank" or not done or done[-1] != stage))
 
     with caplog.at_level(logging.WARNING):
-        sums = small_sums(group, doubled, least)
-    assert isinstance(sums, PeerSums) == (adds_up is True and bool(least_of_others))
-    assert asked == [True, adds_up is True]
-    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ([why] if why else [])
+        assert isinstance(small_sums(group, doubled, least), NoSmallSums)
+    assert done == list(STAGES[: STAGES.index(stage) + 1])
+    said = [record.message.rpartition(": ")[2] for record in caplog.records]
+    assert said == ([] if how == "another rank" else [MISFIT])
+
+
+def test_they_are_used_if_every_stage_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = {name: lambda _: "" for name in STAGES}
+    use(monkeypatch, lambda _: True, type("Trial", (), {"__init__": lambda *_: None, "sums": SUMS, **right}))
+    group: Any = Group()
+    assert small_sums(group, doubled, int) is SUMS
+
+
+def use(monkeypatch: pytest.MonkeyPatch, is_one_host: object, trial: object) -> None:
+    """Gives ranks NCCL and a GPU."""
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(peer_sums, "_is_one_host", is_one_host)
+    monkeypatch.setattr(peer_sums, "_Trial", trial)
 
 
 @pytest.mark.parametrize("hash_of_other", [0, 2**32])
 def test_ranks_of_several_hosts_use_collectives(hash_of_other: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: "nccl")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    use(monkeypatch, peer_sums._is_one_host, lambda *_: None)
     group: Any = Group()
     of_other = iter([hash_of_other, -hash_of_other, 0])
     assert isinstance(small_sums(group, doubled, lambda number: min(number, next(of_other))), NoSmallSums)

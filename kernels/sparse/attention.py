@@ -241,6 +241,8 @@ def _selected_attention_kernel(
     G: tl.constexpr,
 ):
     E: tl.constexpr = G.coding
+    if G.PARTS > 0:
+        num_parts, part_keys = G.PARTS, G.PART_KEYS
     row = tl.program_id(0) % G.ROWS
     part = tl.program_id(0) // G.ROWS % num_parts if G.IS_CUT else 0
     token = (tl.program_id(0) // (G.ROWS * num_parts if G.IS_CUT else G.ROWS)).to(tl.int64)
@@ -326,7 +328,7 @@ def launch_selected_segments(args: SelectedArgs, *, scale: float, tiles: Segment
     # With two blocks in flight gfx942 spills scalar registers.
     stages = 1 if tiles.matrix_dim else tiles.decode_stages
     geometry = selected_geometry(args, cut, tiles.decode_rows, tiles.key_block, stages)._replace(
-        EXACT=True, BY_PAIRS=by_pairs
+        EXACT=True, BY_PAIRS=by_pairs, PARTS=cut.parts, PART_KEYS=cut.part_keys
     )
     _launch(args, cut, geometry, scale, num_warps=tiles.decode_warps, **tiles.options(), **UNFUSED)
 
@@ -397,6 +399,8 @@ def selected_geometry(
         ROWS=cut.rows,
         ROW_HEADS=cut.row_heads,
         IS_CUT=cut.parts > 1,
+        PARTS=0,
+        PART_KEYS=0,
         GQA_RATIO=ratio,
         HEAD_BLOCKS=cut.rows // num_kv_heads,
         SHARED=args.selection.sets == 1,

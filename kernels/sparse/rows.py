@@ -15,6 +15,8 @@ class SelectedGeometry(NamedTuple):
 
     ROWS, ROW_HEADS:      rows of a token, most query heads of a row
     IS_CUT:               whether a selection is cut in parts, which are merged
+    PARTS, PART_KEYS:     parts of a selection and their keys in deterministic mode, where all steps of a layer have the
+                          same; as values at run time they spill scalar registers of gfx942. 0: they are such values
     GQA_RATIO:            query heads that share a KV head
     HEAD_BLOCKS:          blocks that they are cut into
     SHARED:               whether all KV heads have one selection
@@ -39,6 +41,8 @@ class SelectedGeometry(NamedTuple):
     ROWS: int
     ROW_HEADS: int
     IS_CUT: bool
+    PARTS: int
+    PART_KEYS: int
     GQA_RATIO: int
     HEAD_BLOCKS: int
     SHARED: bool

@@ -20,6 +20,7 @@ from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import load_model, open_model
 from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.models.weights import expected_shapes, load_weights
+from rocm_serve.peer_sums import NoSmallSums
 from rocm_serve.ranks import RanksOfGroup
 from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model, write_gguf
@@ -167,7 +168,7 @@ def test_parts_of_a_gguf_file_are_those_of_its_whole_tensors(tmp_path: Path) -> 
 def test_deterministic_sums_take_the_ranks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds for all sizes. In any other order these three give 1, or lie in another chunk of NCCL's ring."""
     ranks = object.__new__(RanksOfGroup)
-    ranks.shard = Shard(0, 3)
+    ranks.shard, ranks._small = Shard(0, 3), NoSmallSums()
     of_ranks = [torch.tensor([[1e8]]), torch.tensor([[1.0]]), torch.tensor([[-1e8]])]
     monkeypatch.setattr(ranks, "_all", lambda x: [each.clone() for each in of_ranks])
     monkeypatch.setattr(ranks, "sum", lambda x: torch.tensor([[1.0]]))

@@ -144,6 +144,6 @@ class _Trial:
         found = [x.clone() for x in self._given]
         for x in found:
             self.sums.try_to_add_up(x)
-        # As many calls on each rank.
+        # Each rank makes all calls, whatever it finds.
         is_same = [torch.equal(self._in_order(x), y) for x, y in zip(self._given, found, strict=True)]
         return "" if all(is_same) else "its sums are not those of the collectives"

@@ -149,6 +149,7 @@ class PrefixCache:
         while len(row.keys) < most and (not row.keys or row.keys[-1] in self._pages):
             if len(row.keys) >= end:
                 return False
+            # At most twice as far as pages are found: all keys would take a step's time.
             row.keys_up_to(min(end, 2 * len(row.keys) + 1), token_ids, self._page_size)
         return True
 
@@ -157,12 +158,10 @@ class PrefixCache:
         row.states_at = ()
         if not row.is_cached:
             return []
-        most = self._most_found(token_ids)
+        self.can_find(row, token_ids, INT32_MAX)
         found: list[int] = []
-        for page_no in range(most):
-            if page_no >= len(row.keys):  # at most twice as far as pages are found: all would take a step's time
-                row.keys_up_to(min(most, 2 * page_no + 1), token_ids, self._page_size)
-            page = self._pages.get(row.keys[page_no])
+        for key in row.keys[: self._most_found(token_ids)]:
+            page = self._pages.get(key)
             if page is None:
                 break
             found.append(page)

@@ -122,8 +122,7 @@ class Scheduler:
         self._stops = Counter[int]()  # token -> sequences that run and end with it
         self._has_ahead = False  # whether rows may hold pages that were taken ahead
         self._num_pending = 0  # steps that were launched and not finished
-        self._num_tokens = 0  # of the step that was launched last
-        self._num_keys = 0  # that may still be computed in this step
+        self._num_keys = _KEYS_OF_STEP  # that may be computed until the next step is launched
         self.num_changes = 0  # how often a sequence was added or has given its row back
         for pages in table.spaces:
             needed = self._most_pages(max_kv_len, budget.chunk, pages)
@@ -191,7 +190,6 @@ class Scheduler:
 
     def _next_step(self, drafts: Mapping[int, DraftTree]) -> ScheduledStep:
         """Does the work of next_step(). Raises _PendingTokens."""
-        self._num_keys = _KEYS_OF_STEP + self._num_tokens  # a long step leaves the host more time
         if self._suspects:
             self._require_all_read()
             suspect = self._suspects[0]
@@ -214,8 +212,9 @@ class Scheduler:
     def launched(self, step: ScheduledStep) -> None:
         """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
         assert self._num_pending == 0
-        self._num_pending, self._num_tokens = 1, step.batch.num_tokens
+        self._num_pending = 1
         self._num_steps += 1
+        self._num_keys = _KEYS_OF_STEP + step.batch.num_tokens  # a long step leaves the host more time
         stored = step.batch.kv_len.tolist()
         for place, drafts in step.drafts.items():
             stored[place] -= len(drafts.token_ids)

@@ -202,8 +202,7 @@ class World:
         decoding = [] if self.pending else self.scheduler.decoding()
         drafted = {each.number: self.draft(each.token_ids, most) for each, most in decoding}
         given = {number: drafts for number, drafts in drafted.items() if drafts is not None}
-        with patch.object(scheduler, "_KEYS_OF_STEP", self.keys):
-            step = self.scheduler.next_step(given)
+        step = self.scheduler.next_step(given)
         if step is None:
             assert self.pending
             self.read()
@@ -214,7 +213,8 @@ class World:
         whole = [sequence.num_stored + q >= sequence.num_tokens for sequence, q in self._q_len(step)]
         assert whole == [True] * step.num_picks + [False] * (len(whole) - step.num_picks)
         self.read()
-        self.scheduler.launched(step)
+        with patch.object(scheduler, "_KEYS_OF_STEP", self.keys):
+            self.scheduler.launched(step)
         self.pending.append((step, outputs))
         if step.drafts or not self.ahead or not self.scheduler.has_work:
             self.read()

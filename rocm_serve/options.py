@@ -32,7 +32,7 @@ class EngineOptions(AttentionOptions):
         "fewer prefill tokens",
         unit="MILLISECONDS",
         least=0,
-        default_is="two and a half decode steps of the running sequences; longer while more requests wait than decode; "
+        default_is="two and a half decode steps of the running sequences; longer while many requests wait; "
         "not bounded on a CPU",
     )
     chunk: int = option(

@@ -135,11 +135,11 @@ def test_a_step_has_room_for_the_prompt_tokens_of_its_own_number_of_sequences() 
     assert [PromptRoom.beside(num, 3, budget).prompt_tokens for num in (0, 1, 2, 3, 8)] == [100, 5, 7, 9, 9]
 
 
-def test_prompts_get_more_tokens_while_more_requests_wait_than_decode() -> None:
-    bending = StepBudget(8, 100, (5, 7, 9), is_firm=False)
-    waiting = {0: 7, 2: 7, 3: 10, 4: 14, 40: 100}
-    assert {num: PromptRoom.beside(2, num, bending).prompt_tokens for num in waiting} == waiting
-    assert {num: PromptRoom.beside(2, num, replace(bending, is_firm=True)).prompt_tokens for num in waiting} == (
+def test_prompts_get_more_tokens_while_many_requests_wait() -> None:
+    bending = StepBudget(8, 100, (7,), is_firm=False)
+    waiting = {0: 7, 1: 7, 4: 10, 5: 14, 40: 100}
+    assert {num: PromptRoom.beside(8, num, bending).prompt_tokens for num in waiting} == waiting
+    assert {num: PromptRoom.beside(8, num, replace(bending, is_firm=True)).prompt_tokens for num in waiting} == (
         dict.fromkeys(waiting, 7)
     )
     assert PromptRoom.beside(0, 40, bending).prompt_tokens == 100

@@ -18,7 +18,6 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from rocm_serve.server.api_errors import ApiError
-from rocm_serve.server.half_closed import HalfClosed, can_be_told
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.record import WRITER
@@ -69,17 +68,6 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
             super().data_received(data)
             self._watch_head()
 
-        def eof_received(self) -> bool | None:  # type: ignore[override]
-            """Returns True to keep a connection whose client waits for the answer to a request that it has sent."""
-            cycle = self.cycle
-            if cycle is None or cycle.more_body or cycle.response_started or not can_be_told(self.transport):
-                return None
-            if self.conn.their_http_version != b"1.1":  # older ones know no interim answer
-                return None
-            cycle.keep_alive = False  # nothing more can be asked
-            HalfClosed(self.transport, self._send_interim, self.transport.abort)
-            return True
-
         def connection_lost(self, exc: Exception | None) -> None:
             self._forget_head()
             by_client[self._client] -= 1
@@ -124,12 +112,6 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
 
         async def drain(self) -> None:
             await self.flow.drain()
-
-        def _send_interim(self) -> None:
-            """Sends what every client must skip (RFC 9110, 15.2), unless the answer has begun."""
-            if not self.cycle.response_started:
-                interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
-                self.transport.write(self.conn.send(interim))
 
         def _watch_head(self) -> None:
             """Starts or stops the timer: the head of a request has begun, may begin, or is complete."""

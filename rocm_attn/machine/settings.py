@@ -21,7 +21,6 @@ TUNING = "ROCM_ATTN_TUNING"
 PROVIDER = "ROCM_ATTN_PROVIDER"
 ON_FAULT = "ROCM_ATTN_ON_FAULT"
 WATCH_STATES = "ROCM_ATTN_WATCH_STATES"
-NEEDLES_EVERY = "ROCM_ATTN_NEEDLES_EVERY"
 API_KEYS = "ROCM_ATTN_API_KEYS"
 
 
@@ -67,14 +66,6 @@ VARIABLES = (
         ("0", "1"),
         "An engine's recurrent states are checked before each step: they must hold the tokens of their request "
         "([in vLLM](vllm.md#recurrent-states), [in SGLang](sglang.md#recurrent-states)).",
-    ),
-    Variable(
-        NEEDLES_EVERY,
-        "plug-ins",
-        "a number of steps",
-        "`0`: only before the first step",
-        "At intervals of this number of an engine's steps, needles go through its layers in a row and in pages that no "
-        "request has ([needles](vllm.md#needles)).",
     ),
     Variable(
         TAKE_BACKENDS,
@@ -135,7 +126,6 @@ class Settings:
     take_backends:    names of engines' own backends that ours serves, as written
     tuning:           the file of measured tiles, or "off"; empty: the one in the cache
     watch_states:     True if an engine's recurrent states are to be checked
-    needles_every:    steps of an engine from one run of needles in its idle pages to the next; 0: none
     untested_engines: True if engines of any release are to be served
     """
 
@@ -145,7 +135,6 @@ class Settings:
     take_backends: tuple[str, ...] = ()
     tuning: str = ""
     watch_states: bool = False
-    needles_every: int = 0
     untested_engines: bool = False
 
     def __post_init__(self) -> None:
@@ -175,7 +164,6 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
         take_backends=_listed(environment, TAKE_BACKENDS),
         tuning=environment.get(TUNING, "").strip(),
         watch_states=_switched(environment, WATCH_STATES),
-        needles_every=_counted(environment, NEEDLES_EVERY),
         untested_engines=_switched(environment, UNTESTED_ENGINES),
     )
 
@@ -186,14 +174,6 @@ def _switched(environment: Mapping[str, str], variable: str) -> bool:
     if value not in _SWITCH:
         raise BadSetting(f"{variable} is {value!r}; it must be 0 or 1")
     return _SWITCH[value]
-
-
-def _counted(environment: Mapping[str, str], variable: str) -> int:
-    """The whole number of a variable; 0 if it is not set. Raises BadSetting."""
-    value = environment.get(variable, "").strip() or "0"
-    if not (value.isascii() and value.isdigit()):
-        raise BadSetting(f"{variable} is {value!r}; it must be a whole number from 0 on")
-    return int(value)
 
 
 def _listed(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:

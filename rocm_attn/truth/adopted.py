@@ -1,12 +1,9 @@
-"""Needle tests of an engine's layers: before its first step over borrowed pages, and later between two of its steps, in
-a free row of the engine's own tables.
-"""
+"""Needle tests of an engine's layers, before its first step, over borrowed pages."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,28 +26,6 @@ def as_they_are(layers: LayerCalls, slots: Tensor) -> LayerCalls:
     return layers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EngineRow:
-    """A row of an engine's tables that no request has, and that names pages which no request has.
-
-    turn:   which lending it is, from 1 on; 0: none
-    number: of the row
-    slots:  int64 [n], on the device: the place of each of its tokens, as entries of the tables mean them; whole pages
-    """
-
-    turn: int
-    number: int
-    slots: Tensor
-
-
-NO_ROW = EngineRow(0, 0, torch.empty(0, dtype=torch.int64))
-
-
-def no_row() -> EngineRow:
-    """Lends nothing."""
-    return NO_ROW
-
-
 @torch.inference_mode(False)  # engines build their layers in either mode
 def probe_adopted(
     attention: ExternalAttention,
@@ -66,36 +41,16 @@ def probe_adopted(
     choosers: of the layers with an indexer
     calls:    the calls of a step, the slots of its tokens -> the calls that are made, if an engine makes some itself
     """
-    page_size = attention.tables.page_size
-    needles = _needles(attention, (attention.bounds.num_pages - 1) * page_size, choosers)
+    (core,) = attention.cores.values()
+    page_size, bounds = attention.tables.page_size, attention.bounds
+    most = min(bounds.kv_len, (bounds.num_pages - 1) * page_size)
+    problems, weights = core.kinds.problems, core.head_weights.of
+    needles = RowNeedles(problems, weights, attention.pages, attention.device, most, choosers)
     if reason := needles.why_none():
         return _verdict(attention, needles, reason)
     held = num_pages(needles.kv_len, page_size)
     lend(1 + held)
-    return _run(attention, needles, None, _use_tables(attention, held), calls)
-
-
-def probe_idle(
-    attention: ExternalAttention, row: EngineRow, choosers: Choosers = BY_INDEXERS, calls: Calls = as_they_are
-) -> TruthVerdict:
-    """Like probe_adopted, but between two steps of an engine that serves, over its own tables and pages.
-
-    It waits for the device, before the needles and after them. Faults of requests' steps go to the engine's own policy
-    first: it raises what that raises.
-    """
-    attention.check_device()
-    needles = _needles(attention, len(row.slots), choosers)
-    if reason := needles.why_none():
-        return _verdict(attention, needles, reason)
-    rows = torch.tensor([row.number], dtype=torch.int32, device=attention.device)
-    return _run(attention, needles, rows, row.slots, calls)
-
-
-def _needles(attention: ExternalAttention, room: int, choosers: Choosers) -> RowNeedles:
-    """Makes the needles of a row. room: the most tokens that its pages hold"""
-    (core,) = attention.cores.values()
-    most = min(attention.bounds.kv_len, room)
-    return RowNeedles(core.kinds.problems, core.head_weights.of, attention.pages, attention.device, most, choosers)
+    return _run(attention, needles, _use_tables(attention, held), calls)
 
 
 def _verdict(attention: ExternalAttention, needles: RowNeedles, reason: str, *, is_fault: bool = False) -> TruthVerdict:
@@ -104,10 +59,8 @@ def _verdict(attention: ExternalAttention, needles: RowNeedles, reason: str, *, 
     return TruthVerdict(needles.wrong, needles.not_checked, reason, is_fault, layers, needles.num_keys)
 
 
-def _run(
-    attention: ExternalAttention, needles: RowNeedles, rows: Tensor | None, slots: Tensor, calls: Calls
-) -> TruthVerdict:
-    """Runs the steps and judges them. rows: as in ExternalStep; slots: of the row's tokens"""
+def _run(attention: ExternalAttention, needles: RowNeedles, slots: Tensor, calls: Calls) -> TruthVerdict:
+    """Runs the steps and judges them. slots: of the row's tokens"""
     device = attention.device
     steps = needles.steps(attention.bounds.num_tokens)
     layers = needles.layers(max(steps), 0)
@@ -123,7 +76,7 @@ def _run(
                     padded_tokens=new,
                     kv_len=torch.tensor([done + new], dtype=torch.int32, device=device),
                     q=ONE_EACH if new == 1 else Boundaries(torch.tensor([0, new], dtype=torch.int32, device=device)),
-                    rows=rows,
+                    rows=None,
                     min_q_len=1,
                     max_q_len=new,
                     max_kv_len=done + new,
@@ -149,55 +102,17 @@ def log_truth(
     calls: Calls = as_they_are,
 ) -> None:
     """Logs the finding of probe_adopted, as an error if a layer is wrong. Without memory for it, none is looked for."""
-    _log(log, "needles through %d layers", lambda: probe_adopted(attention, lend, choosers, calls))
-
-
-def log_idle_truth(
-    log: logging.Logger,
-    attention: ExternalAttention,
-    row: EngineRow,
-    choosers: Choosers = BY_INDEXERS,
-    calls: Calls = as_they_are,
-) -> None:
-    """Logs the finding of probe_idle in the same way."""
-    _log(log, "needles in idle pages of %d layers", lambda: probe_idle(attention, row, choosers, calls))
-
-
-def _log(log: logging.Logger, subject: str, probe: Callable[[], TruthVerdict]) -> None:
     try:
-        verdict = probe()
+        verdict = probe_adopted(attention, lend, choosers, calls)
     except torch.OutOfMemoryError as error:  # an engine may leave little, and needs none of it itself
         log.warning("no needles were sent through the layers: %s", error)
         return
     level = logging.ERROR if verdict.word == "wrong" else logging.INFO
-    log.log(level, f"{subject}: %s; %s", verdict.num_layers, verdict.word, verdict.sentence)
+    log.log(level, "needles through %d layers: %s; %s", verdict.num_layers, verdict.word, verdict.sentence)
 
 
 def try_nothing(attention: ExternalAttention, lend: Callable[[int], object]) -> None:
     """Sends no needles through the layers: in the place of log_truth."""
-
-
-def try_no_row(attention: ExternalAttention, row: EngineRow) -> None:
-    """Sends no needles through the layers: in the place of log_idle_truth."""
-
-
-class DueSteps:
-    """Says before which steps of an engine needles run.
-
-    every: steps from one run to the next; 0: none
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every, self._since = every, 0
-
-    def is_due(self) -> bool:
-        """Counts a step, and returns true if needles should run before it. It stays true until done() is called."""
-        self._since += 1
-        return 0 < self._every <= self._since
-
-    def done(self) -> None:
-        """Begins to count anew: needles have run."""
-        self._since = 0
 
 
 def _use_tables(attention: ExternalAttention, held: int) -> Tensor:

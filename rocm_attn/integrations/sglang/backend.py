@@ -28,11 +28,10 @@ from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import SGLANG
 from rocm_attn.integrations.sglang.encoded import EncodedHooks
 from rocm_attn.integrations.sglang.hooks import AttentionHooks, Serving
-from rocm_attn.integrations.sglang.idle_rows import lent_row
 from rocm_attn.integrations.sglang.names import ours
 from rocm_attn.machine.agreement import alone, among
 from rocm_attn.problem import KVEncoding
-from rocm_attn.truth.adopted import log_idle_truth, log_truth
+from rocm_attn.truth.adopted import log_truth
 
 
 class RocmAttnBackend(AttentionHooks, AttentionBackend):
@@ -111,8 +110,6 @@ def serving_of(runner: Any) -> Serving:
         on_fault=fault_policy(os.environ, SGLANG.log),
         agree=alone if is_alone else among(parallel.attn_tp_group.cpu_group),
         tried=partial(log_truth, SGLANG.log),
-        lent=lent_row,
-        tried_again=partial(log_idle_truth, SGLANG.log),
         ran_ahead=partial(log_run_ahead, SGLANG.log),
     )
 

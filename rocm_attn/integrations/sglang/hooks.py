@@ -40,7 +40,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import KVEncoding
 from rocm_attn.step.external_step import NO_CELLS, BoolCells, ExternalStep, NoCells
 from rocm_attn.step.head_weights import HeadWeights
-from rocm_attn.truth.adopted import EngineRow, no_row, try_no_row, try_nothing
+from rocm_attn.truth.adopted import try_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,6 @@ class Serving:
     guards:        the safeguards; None: all except those that the environment switches off
     tried:         called before SGLang's first step with the attention, and with a function that binds new pages of
                    zeros to its layers, as many as it is given
-    lent:          the row that SGLang lends for the step that is run
-    tried_again:   called once with each such row, before the step
     ran_ahead:     called before SGLang's first step with the attention over SGLang's own pages, and with its steps
     """
 
@@ -75,8 +73,6 @@ class Serving:
     on_fault: FaultPolicy = raise_fault
     guards: Guards | None = None
     tried: Callable[[ExternalAttention, Callable[[int], None]], None] = try_nothing
-    lent: Callable[[], EngineRow] = no_row
-    tried_again: Callable[[ExternalAttention, EngineRow], None] = try_no_row
     ran_ahead: Callable[[ExternalAttention, StepsAhead], None] = run_nothing
 
 
@@ -117,7 +113,6 @@ class AttentionHooks:
         )
         self._cells: Tensor | None = None
         self._chosen: Tensor | None = None
-        self._turn = 0  # of the last row that was lent
         self._attention = self._build(self._table().shape[0])
         log_kernels(SGLANG, self._attention.kernels().selections)
 
@@ -221,26 +216,10 @@ class AttentionHooks:
                 self._attention.tables.use(source, space)
             self._table_seen = table
 
-    def _try_again(self) -> None:
-        """Sends needles through a row that is lent for the step, which has not begun. Its entries come back."""
-        row = self._serving.lent()
-        if row.turn in (0, self._turn):
-            return
-        self._turn = row.turn
-        self._follow()
-        entries = self._table()[row.number, : len(row.slots)]
-        kept = entries.clone()
-        entries.copy_(row.slots)
-        try:
-            self._serving.tried_again(self._attention, row)
-        finally:
-            entries.copy_(kept)
-
     # Hooks of a step.
 
     def init_forward_metadata(self, forward_batch: ForwardBatchView) -> None:
         """Begins an eager step. Raises the errors of ExternalAttention.begin and fill."""
-        self._try_again()
         step = self._steps.eager(forward_batch)
         if step is not None:
             self.begin(step, forward_batch.out_cache_loc)
@@ -297,7 +276,6 @@ class AttentionHooks:
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatchView, in_capture: bool = False) -> None:
         """Begins a step outside of its graph, before its capture and each replay."""
-        self._try_again()
         cells = self._graph_cells(forward_batch, in_capture=in_capture)
         self.begin_graphed(self._steps.graphed(forward_batch, cells, in_capture=in_capture))
 

@@ -21,7 +21,6 @@ _UPDATES = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
-_RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 # Attributes in which composed backends keep their parts.
 _PARTS = "primary", "children", "prefill_backend", "decode_backend", "attn_backend_list", "attn_backends"
 
@@ -46,8 +45,6 @@ def register_names() -> None:
     HookRegistry.register(f"{_FACTORY}.create_draft_extend_backend", _draft_extend, HookType.AROUND)
     for update in _UPDATES:
         HookRegistry.register(f"{_UPDATER}.{update}", _renew_sinks, HookType.AFTER)
-    if read_settings(os.environ).needles_every:
-        HookRegistry.register(_RUN_BATCH, _lend, HookType.AROUND)
 
 
 def _create(runner: Any) -> Any:
@@ -63,13 +60,6 @@ def _create(runner: Any) -> Any:
 
         watch()
     return create(runner)
-
-
-def _lend(run_batch: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Runs a step, with an idle row lent to needles if some are due."""
-    from rocm_attn.integrations.sglang.idle_rows import lend
-
-    return lend(run_batch, *given, **named)
 
 
 def _draft_decode(original: Callable[[Any], Any], factory: Any) -> Any:

@@ -26,10 +26,6 @@ def register() -> None:
 
 def _register_names() -> None:
     chosen = read_settings(os.environ)
-    if chosen.needles_every:
-        from rocm_attn.integrations.vllm.idle_blocks import lend_blocks
-
-        lend_blocks(chosen.needles_every)
     if chosen.watch_states:
         from rocm_attn.integrations.vllm.state_hooks import add_headers
 

@@ -37,7 +37,6 @@ from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM, log_kernels
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend, StepOfGroup
-from rocm_attn.integrations.vllm.idle_blocks import lent_blocks
 from rocm_attn.integrations.vllm.layer_terms import (
     ATTENTION_TYPES,
     CROSS,
@@ -54,7 +53,7 @@ from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
 from rocm_attn.machine.agreement import alone, among
 from rocm_attn.machine.settings import read_settings
 from rocm_attn.problem import Problem, Scales
-from rocm_attn.truth.adopted import EngineRow, log_idle_truth, log_truth
+from rocm_attn.truth.adopted import log_truth
 
 try:
     from vllm.v1.kv_cache_interface import KVCacheLayout
@@ -62,7 +61,7 @@ except ImportError:  # before 0.29
     KVCacheLayout = None
 
 
-LOG_TRUTH, LOG_IDLE_TRUTH = partial(log_truth, VLLM.log), partial(log_idle_truth, VLLM.log)
+LOG_TRUTH = partial(log_truth, VLLM.log)
 LOG_RUN_AHEAD = partial(log_run_ahead, VLLM.log)
 # The builder that vLLM derives from a backend's for layers with local chunks (layers/attention/
 # chunked_local_attention.py), and attributes of layers: the keys of a chunk, whether they may see images, and whether a
@@ -392,18 +391,17 @@ def new_group(
     device: torch.device,
     shards: int = 1,
     tried: Callable[[ExternalAttention, Lend], None] = LOG_TRUTH,
-    tried_again: Callable[[ExternalAttention, EngineRow], None] = LOG_IDLE_TRUTH,
     ran_ahead: Callable[[ExternalAttention, StepsAhead], None] = LOG_RUN_AHEAD,
 ) -> KVGroup:
     """Makes the group of a builder's layers, with options from the environment.
 
     shards: ranks that share sequences
-    tried, tried_again, ran_ahead: see GroupOptions; not called if ranks share sequences, because needles need whole
-            ones, and steps have other lengths on each rank
+    tried, ran_ahead: see GroupOptions; not called if ranks share sequences, because needles need whole ones, and steps
+            have other lengths on each rank
     """
     options = _options(vllm_config, shards)
     if shards == 1:
-        options = replace(options, tried=tried, lent=lent_blocks, tried_again=tried_again, ran_ahead=ran_ahead)
+        options = replace(options, tried=tried, ran_ahead=ran_ahead)
     return KVGroup(layers, _sizes(vllm_config), device, options)
 
 

@@ -19,7 +19,6 @@ from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource, RecordedFill
 from rocm_attn.integrations.encoder_rows import store_at_slots
-from rocm_attn.integrations.vllm.idle_blocks import IdleBlocks, no_blocks
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.spans import GroupSpans
@@ -35,7 +34,7 @@ from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.step.external_step import NO_CELLS, DeviceSpans, NoCells
 from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
 from rocm_attn.step.protocols import LayerCalls
-from rocm_attn.truth.adopted import EngineRow, try_no_row, try_nothing
+from rocm_attn.truth.adopted import try_nothing
 
 
 class CachedLayer(Protocol):
@@ -114,8 +113,6 @@ class GroupOptions:
     said:      called with the kernels that were chosen
     tried:     called before vLLM's first step with the attention, and with a function that binds new pages of zeros to
                its layers, as many as it is given
-    lent:      the blocks that vLLM lends for the step that is run
-    tried_again: called once with a row of each such lending, before the group's step
     ran_ahead: called before vLLM's first step with the attention over vLLM's own blocks, and with its steps
     is_cross:  whether the cache holds K and V of an encoder, which a step's tokens see whole. A sequence without a
                first block has none
@@ -127,8 +124,6 @@ class GroupOptions:
     is_wide: Callable[[], bool] = lambda: False
     said: Callable[[Sequence[Selection]], None] = say_nothing
     tried: Callable[[ExternalAttention, Lend], None] = try_nothing
-    lent: Callable[[], IdleBlocks] = no_blocks
-    tried_again: Callable[[ExternalAttention, EngineRow], None] = try_no_row
     ran_ahead: Callable[[ExternalAttention, StepsAhead], None] = run_nothing
     is_cross: bool = False
 
@@ -180,7 +175,6 @@ class KVGroup:
         self._attention: ExternalAttention | None = None
         self._table_at: tuple[int, tuple[int, ...]] = (0, ())
         self._is_sealed = False
-        self._turn = 0  # of the last blocks that were lent
 
     @property
     def attention(self) -> ExternalAttention:
@@ -199,8 +193,6 @@ class KVGroup:
 
         Raises Unsupported for a mask that is not served (GroupSpans.of), and the errors of ExternalAttention.
         """
-        if (lent := self._options.lent()).turn not in (0, self._turn):
-            self._try_again(common, lent)
         own, mask = ReplayShape.of(common), NO_CELLS if self._options.is_cross else self._spans.of(common)
         known = self._captured.get(own.padded)
         is_captured = known is not None and known.shape.serves(own)
@@ -307,22 +299,6 @@ class KVGroup:
         attention = self._attention_over(common.block_table_tensor)
         self._weights.give(attention)
         return attention
-
-    def _try_again(self, common: CommonMetadata, lent: IdleBlocks) -> None:
-        """Sends needles through blocks that are lent, in the table's last row, whose entries come back afterwards."""
-        attention, table = self._renewed(common), _all_rows(common.block_table_tensor, self._sizes.num_seqs)
-        number, page_size = len(table) - 1, attention.tables.page_size
-        # vLLM may split a block of its pool into several pages of the table.
-        split = attention.bounds.num_pages // lent.pool
-        pages = [block * split + part for block in lent.numbers for part in range(split)][: table.shape[1]]
-        self._turn, kept = lent.turn, table[number].clone()
-        row = torch.tensor(pages, dtype=torch.int64, device=self._device)
-        slots = (row[:, None] * page_size + torch.arange(page_size, device=self._device)).flatten()
-        table[number, : len(row)] = row.to(table.dtype)
-        try:
-            self._options.tried_again(attention, EngineRow(lent.turn, number, slots))
-        finally:
-            table[number] = kept
 
     def _attention_over(self, block_table: Tensor) -> ExternalAttention:
         """Returns the attention over vLLM's table of this step. The first call makes it, because the table comes late.

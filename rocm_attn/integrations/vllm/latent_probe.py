@@ -15,7 +15,7 @@ from rocm_attn.capture.prewarm import MOST_TOKENS
 from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.vllm.group import CachedLayer, Lend, give_none
 from rocm_attn.step.protocols import LayerCalls, WrappedLayers
-from rocm_attn.truth.adopted import EngineRow, log_idle_truth, log_truth
+from rocm_attn.truth.adopted import log_truth
 from rocm_attn.truth.choosers import BY_INDEXERS, Choosers
 
 
@@ -30,9 +30,7 @@ class LatentLayer(CachedLayer, Protocol):
 
 
 class LatentProbe:
-    """Sends needles through MLA layers and logs the finding: GroupOptions.tried, and its again() is tried_again.
-
-    Its ahead() is ran_ahead.
+    """Sends needles through MLA layers and logs the finding: GroupOptions.tried. Its ahead() is ran_ahead.
     layers:   of the group, in order
     most_new: new tokens of a sequence in steps of the group, at most
     choosers: of the layers with an indexer
@@ -54,11 +52,6 @@ class LatentProbe:
             lent.extend(lend(count).values())
 
         log_truth(self._log, attention, keep, self._choosers, partial(StoredByEngine, self._layers, lent))
-
-    def again(self, attention: ExternalAttention, row: EngineRow) -> None:
-        """Sends them through a row of vLLM's own pages."""
-        caches = [layer.kv_cache for layer in self._layers]
-        log_idle_truth(self._log, attention, row, self._choosers, partial(StoredByEngine, self._layers, caches))
 
     def ahead(self, attention: ExternalAttention, ahead: StepsAhead) -> None:
         """Runs the kernels of attention ahead. vLLM stores, and its indexer chooses keys."""

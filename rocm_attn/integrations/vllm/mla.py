@@ -167,7 +167,7 @@ def latent_group(
         for name, layer in layers.items()
     }
     probe = LatentProbe([*layers.values()], VLLM.log, most_new, choosers)
-    return new_group(of_group, vllm_config, device, shards, probe, probe.again, probe.ahead)
+    return new_group(of_group, vllm_config, device, shards, probe, probe.ahead)
 
 
 def require_plain(layers: Iterable[Any]) -> None:

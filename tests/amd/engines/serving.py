@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,17 +52,6 @@ def assert_equal_tokens(ours: Sequence[Rounds], stock: Rounds) -> None:
     assert len({tuple(tokens) for tokens in stock[0]}) > len(stock[0]) // 2
     for rounds in ours:
         assert rounds == stock
-
-
-def with_needles(every: int, *off: str) -> Mapping[str, str]:
-    """Returns settings: needles run at intervals of this many steps. off: ids of safeguards that are switched off"""
-    without = {"ROCM_ATTN_DEBUG": "1", "ROCM_ATTN_DISABLE_GUARDS": ",".join(off), "ROCM_ATTN_ON_FAULT": "log"}
-    return {"ROCM_ATTN_NEEDLES_EVERY": str(every), **(without if off else {})}
-
-
-def verdicts_of_needles(scratch: Path) -> list[tuple[str, str]]:
-    """Returns the verdict of each run of needles in idle pages, from an engine's log, and its sentence."""
-    return re.findall(r"needles in idle pages of \d+ layers: ([\w ]+); (.*)", (scratch / "log").read_text())
 
 
 def kept_answers(folder: Path, requested: object, answer: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -21,11 +21,9 @@ from tests.amd.engines.serving import (
     MOST_STEPS_LATER,
     assert_equal_tokens,
     prompts,
-    verdicts_of_needles,
-    with_needles,
 )
 from tests.amd.engines.sglang_kit import GROUPS
-from tests.amd.engines.sglang_plugin import FAULTS, WINDOW_FAULTS
+from tests.amd.engines.sglang_plugin import FAULTS
 from tests.amd.engines.sglang_runs import SGLANG, SglangVenv
 from tests.amd.engines.sglang_text import Answer, Run
 from tests.amd.engines.vllm_models import vllm_model
@@ -74,54 +72,6 @@ def test_the_kit_passes_and_reports_tokens_that_are_scattered_in_a_page(sglang: 
         "graphs of drafts": (12, 0),
     }
     assert all(name.startswith("non_monotonic") for tally in tallies.values() for name in tally.reported)
-
-
-def test_a_model_with_a_pool_of_windows_gives_sglangs_own_tokens_and_faults_in_its_steps_are_reported(
-    sglang: SglangVenv, tmp_path: Path
-) -> None:
-    (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
-    (ours,) = sglang.ours([run(sglang, "gemma3", faults=True)], tmp_path, window_pool=True)
-    assert "SWAKVPool mem usage" in (tmp_path / "log").read_text()
-    assert_equal([ours], stock)
-    assert_reported(ours, [*FAULTS, *WINDOW_FAULTS])
-
-
-def test_needles_in_idle_slots_find_what_a_safeguard_was_for_and_change_no_token(
-    sglang: SglangVenv, tmp_path: Path
-) -> None:
-    """Without layer_space, layers with windows read their pool by the numbers of the other one."""
-    (stock,) = sglang.stock([run(sglang, "gemma3")], tmp_path)
-    ours = sglang.ours([run(sglang, "gemma3")], tmp_path, window_pool=True, more=with_needles(3))
-    assert_equal(ours, stock)
-    verdicts = verdicts_of_needles(tmp_path)
-    assert len(verdicts) >= 5
-    assert {*verdicts} == {("right", "")}
-    sglang.ours([run(sglang, "gemma3")], tmp_path, window_pool=True, more=with_needles(3, "layer_space"))
-    verdicts = verdicts_of_needles(tmp_path)
-    assert {word for word, _ in verdicts} == {"wrong"}
-    assert all("found 2 of 6 layers wrong" in sentence for _, sentence in verdicts)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("gemma3", {"page_size": 1}),
-        ("gemma3", {"tp_size": 2}),
-        ("deepseek", {}),
-        ("deepseek_sparse", {"page_size": 64, "chunked_prefill_size": 64}),
-    ],
-    ids=["pages of one token", "two ranks", "latent", "sparse"],
-)
-def test_needles_in_idle_slots_of_other_models_and_ranks_are_right(
-    name: str, more: dict[str, Any], sglang: SglangVenv, tmp_path: Path
-) -> None:
-    requested = run(sglang, name, **more)
-    without, with_them = (sglang.ours([requested], tmp_path, more=with_needles(every)) for every in (0, 3))
-    assert [each.tokens for each in with_them] == [each.tokens for each in without]
-    verdicts = verdicts_of_needles(tmp_path)
-    assert len(verdicts) >= 5
-    assert {word for word, _ in verdicts} == {"right"}
 
 
 def assert_reported(ours: Answer, faults: Sequence[Callable[..., object]]) -> None:

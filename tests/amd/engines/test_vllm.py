@@ -20,12 +20,10 @@ from tests.amd.engines.serving import (
     MOST_STEPS_LATER,
     assert_equal_tokens,
     prompts,
-    verdicts_of_needles,
-    with_needles,
 )
 from tests.amd.engines.vllm_models import vllm_model
 from tests.amd.engines.vllm_runs import VLLM, VllmVenv
-from tests.amd.engines.vllm_text import CHANGED_HOST_MEMORY, EMBEDDINGS, FAULTS, Answer, Run
+from tests.amd.engines.vllm_text import CHANGED_HOST_MEMORY, EMBEDDINGS, Answer, Run
 
 # The only block size that vLLM's own CPU backend reads.
 STOCK_BLOCK = 32
@@ -71,55 +69,6 @@ def assert_reported(faults: Iterable[str], answers: Sequence[Answer]) -> None:
             f"{name}: {answer.said or 'nothing was said'}"
         )
         assert 0 <= answer.steps_later <= MOST_STEPS_LATER, name
-
-
-def test_a_model_with_windows_gives_vllms_own_tokens_and_faults_in_its_steps_are_reported(
-    vllm: VllmVenv, tmp_path: Path
-) -> None:
-    """All runs share one vLLM process: its import takes longer than an engine."""
-    (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
-    faults = {name: run(vllm, "gemma3", fault=name, block_size=16) for name in FAULTS}
-    ours, *reported = vllm.ours([run(vllm, "gemma3"), *faults.values()], tmp_path)
-    assert_equal([ours], stock)
-    assert all(ours.cached[1])
-    assert_reported(faults, reported)
-
-
-def test_needles_in_idle_blocks_find_what_a_safeguard_was_for_and_change_no_token(
-    vllm: VllmVenv, tmp_path: Path
-) -> None:
-    """Without full_refresh a step uses the metadata of an earlier one; without echo_check that goes unnoticed."""
-    (stock,) = vllm.stock([run(vllm, "gemma3")], tmp_path)
-    assert_equal(vllm.ours([run(vllm, "gemma3")], tmp_path, more=with_needles(3)), stock)
-    verdicts = verdicts_of_needles(tmp_path)
-    assert len(verdicts) >= 5
-    assert {*verdicts} == {("right", "")}
-    vllm.ours([run(vllm, "gemma3")], tmp_path, more=with_needles(3, "full_refresh", "echo_check"))
-    assert {word for word, _ in verdicts_of_needles(tmp_path)} == {"wrong"}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("deepseek_wide", {}),
-        ("vllm_sparse", {"attention_backend": "ROCM_ATTN_RT_MLA_SPARSE", "block_size": 16}),
-        ("vllm_mamba", {}),
-        ("vllm_llama", {"tensor_parallel_size": 2}),
-        ("vllm_llama", {"async_scheduling": True}),
-    ],
-    ids=["latent", "sparse", "hybrid", "two ranks", "two steps at once"],
-)
-def test_needles_in_idle_blocks_of_other_models_and_ranks_are_right(
-    name: str, more: dict[str, Any], vllm: VllmVenv, tmp_path: Path
-) -> None:
-    """Ranks are processes of their own: the numbers of blocks reach them with vLLM's message about the step."""
-    requested = run(vllm, name, **more)
-    without, with_them = (vllm.ours([requested], tmp_path, more=with_needles(every)) for every in (0, 3))
-    assert [each.tokens for each in with_them] == [each.tokens for each in without]
-    verdicts = verdicts_of_needles(tmp_path)
-    assert len(verdicts) >= 5
-    assert {word for word, _ in verdicts} == {"right"}
 
 
 @pytest.mark.nightly

@@ -20,7 +20,6 @@ from rocm_attn.guards.registry import GUARDS, Guard, Guards, guards_from_setting
 from rocm_attn.machine.settings import (
     DEBUG,
     DISABLE_GUARDS,
-    NEEDLES_EVERY,
     WATCH_STATES,
     Settings,
     read_settings,
@@ -134,14 +133,6 @@ def test_the_environment_is_read_into_a_value(environment: dict[str, str], expec
 def test_a_switch_that_is_neither_0_nor_1_is_refused(value: str, switch: str) -> None:
     with pytest.raises(BadSetting, match=f"{switch} is '{value}'; it must be 0 or 1"):
         read_settings({switch: value})
-
-
-def test_a_number_of_steps_is_read_and_anything_else_is_refused() -> None:
-    for value, steps in (("", 0), ("0", 0), (" 10000 ", 10000)):
-        assert read_settings({NEEDLES_EVERY: value}).needles_every == steps
-    for value in ("-1", "1.5", "often", "\u0663"):
-        with pytest.raises(BadSetting, match=f"{NEEDLES_EVERY} is '{value}'; it must be a whole number from 0 on"):
-            read_settings({NEEDLES_EVERY: value})
 
 
 @pytest.mark.parametrize("debug", [{}, {DEBUG: "0"}])

@@ -105,8 +105,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 def backend(server: Server) -> Iterator[Any]:
     """Yields our module over SGLang's, hidden from other tests."""
     yield importlib.import_module(BACKEND)
-    for name in (BACKEND, f"{BACKEND.rpartition('.')[0]}.idle_rows"):
-        del sys.modules[name]
+    del sys.modules[BACKEND]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rocm_attn.integrations.plugins import SGLANG
-from rocm_attn.machine.settings import NEEDLES_EVERY, WATCH_STATES
+from rocm_attn.machine.settings import WATCH_STATES
 from tests.amd.integrations.modules import install
 
 STOCK = ["triton", "aiter"]
@@ -170,17 +170,3 @@ def test_states_are_watched_if_that_is_asked_for_and_the_model_has_some(
     pool = SimpleNamespace(mamba_pool=None) if has_states else SimpleNamespace()
     sglang.backends["rocm_attn"](SimpleNamespace(use_mla_backend=False, req_to_token_pool=pool))
     assert order == ["watched"] * (has_states and value == "1") + ["created"]
-
-
-@pytest.mark.parametrize("every", ["", "0", "5"])
-def test_steps_are_hooked_only_where_needles_are_asked_for(
-    every: str, sglang: SGLang, registration: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(NEEDLES_EVERY, every)
-    registration.register_names()
-    run_batch = "sglang.srt.managers.scheduler.Scheduler.run_batch"
-    assert (run_batch in sglang.hooks) == (every == "5")
-    if every == "5":
-        idle_rows = SimpleNamespace(lend=lambda original, *given: original(*given, "lent"))
-        monkeypatch.setitem(sys.modules, "rocm_attn.integrations.sglang.idle_rows", idle_rows)
-        assert sglang.hooks[run_batch](lambda *given: given, "scheduler", "batch") == ("scheduler", "batch", "lent")

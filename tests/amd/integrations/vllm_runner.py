@@ -18,11 +18,10 @@ from rocm_attn.capture.engine_kernels import StepsAhead, run_nothing
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup, Lend
-from rocm_attn.integrations.vllm.idle_blocks import IdleBlocks, no_blocks
 from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, CacheTerms, LayerTerms, MaskTerms, WeightLoads
 from rocm_attn.integrations.vllm.steps import CommonMetadata
 from rocm_attn.problem import Scales as SharedScales
-from rocm_attn.truth.adopted import EngineRow, try_no_row, try_nothing
+from rocm_attn.truth.adopted import try_nothing
 from tests.amd.coded import kept
 from tests.amd.integrations.oracle import Array, Scores, attention
 
@@ -81,8 +80,6 @@ class Runner:
         scales: tuple[float | list[float], float | list[float]] = (0.5, 0.25),
         external: ExternalOptions | None = None,
         tried: Callable[[ExternalAttention, Lend], None] = try_nothing,
-        lent: Callable[[], IdleBlocks] = no_blocks,
-        tried_again: Callable[[ExternalAttention, EngineRow], None] = try_no_row,
         ran_ahead: Callable[[ExternalAttention, StepsAhead], None] = run_nothing,
     ) -> None:
         self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
@@ -110,8 +107,6 @@ class Runner:
             replace(external, provider=provider, page_strides=True),
             is_wide=lambda: wide,
             tried=tried,
-            lent=lent,
-            tried_again=tried_again,
             ran_ahead=ran_ahead,
         )
         self.groups = [

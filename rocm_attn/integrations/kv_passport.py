@@ -12,25 +12,23 @@ import enum
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rocm_attn.errors import BadSetting, BadTensor, Unsupported
 from rocm_attn.integrations.owners import Owner, pool_of, problems_of, spaces_of, states_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
-from rocm_attn.kernels.states.arguments import Update
+from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
 from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.values_json import as_json, from_json
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.paging.storage import PagePool
-from rocm_attn.problem import DTYPES, UNLIMITED_WINDOW, Problem
-from rocm_attn.recurrence import Convolution, Recurrence
+from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 # The version of the passport and of the buffer's order. Any other version is refused.
-VERSION = 2
+VERSION = 3
 ALIGNMENT = 16
-_DTYPES = {str(dtype): dtype for dtype in DTYPES}
 
 
 class Role(enum.Enum):
@@ -125,13 +123,7 @@ class KVPassport:
 
     def to_json(self) -> str:
         """Returns the passport as JSON. Any release with the same `version` can read it."""
-        fields = {
-            "version": self.version,
-            "layers": [_as_json(layer) for layer in self.layers],
-            "recurrent": [_recurrence_as_json(layer) for layer in self.recurrent.layers],
-            "kept": self.recurrent.kept,
-        }
-        return json.dumps(fields)
+        return json.dumps(as_json(self))
 
     @classmethod
     def from_json(cls, text: str) -> KVPassport:
@@ -140,10 +132,10 @@ class KVPassport:
             fields = json.loads(text)
             version = fields["version"]
             if version == VERSION:
-                recurrent = RecurrentLayers(
-                    [_recurrence_from_json(each) for each in fields["recurrent"]], fields["kept"]
-                )
-                return cls(tuple(_from_json(layer) for layer in fields["layers"]), recurrent)
+                passport: KVPassport = from_json(cls, fields, "the passport")
+                for layer in passport.layers:
+                    _require_valid(layer)
+                return passport
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadSetting(
                 f"this is not the passport of a KV pool ({error}); give the text that KVPassport.to_json() wrote"
@@ -294,45 +286,9 @@ def _why_no_states(source: RecurrentLayers, own: RecurrentLayers) -> list[str]:
     return reasons
 
 
-def _recurrence_as_json(layer: Recurrence) -> dict[str, Any]:
-    named = {"dtype": str(layer.dtype), "state_dtype": str(layer.state_dtype), "update": layer.update.value}
-    return asdict(layer) | named
-
-
-def _recurrence_from_json(fields: dict[str, Any]) -> Recurrence:
-    named = {
-        "dtype": _DTYPES[fields["dtype"]],
-        "state_dtype": _DTYPES[fields["state_dtype"]],
-        "update": Update(fields["update"]),
-        "convolution": Convolution(**fields["convolution"]),
-    }
-    return Recurrence(**(fields | named))
-
-
-def _form_as_json(form: PageFormat | None) -> dict[str, Any] | None:
-    if form is None:
-        return None
-    named = {"encoding": form.encoding.value, "kind": form.kind.name, "scales": form.scales.name}
-    return asdict(form) | named
-
-
-def _form_from_json(fields: dict[str, Any]) -> PageFormat:
-    kind, scales = PoolKind[fields["kind"]], Scales[fields["scales"]]
-    named = {"encoding": Encoding(fields["encoding"]), "kind": kind, "scales": scales}
-    form = PageFormat(**{**fields, **named})
-    for name in ("page_size", "num_kv_heads", "head_dim", "v_head_dim"):
-        _require_count(name, getattr(form, name), 1)
-    if not isinstance(form.producer, str):
-        raise ValueError(f"the producer is {form.producer!r}")
-    if form.kind is PoolKind.LATENT and (form.num_kv_heads != 1 or form.v_head_dim > form.head_dim):
-        raise ValueError(f"latent rows of {form}")
-    return form
-
-
-def _require_count(name: str, value: object, least: int) -> None:
-    """Raises ValueError unless the value is an int and at least `least`."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+def _require_count(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def _require_scales(name: str, form: PageFormat | None, scale_values: tuple[float, ...]) -> None:
@@ -345,27 +301,19 @@ def _require_scales(name: str, form: PageFormat | None, scale_values: tuple[floa
         )
 
 
-def _as_json(layer: LayerPassport) -> dict[str, Any]:
-    return {
-        "form": _form_as_json(layer.form),
-        "index": _form_as_json(layer.index),
-        "key_tokens": layer.key_tokens,
-        "space": layer.space,
-        "window_left": layer.window_left,
-        "factors": layer.scale_values,
-    }
-
-
-def _from_json(fields: dict[str, Any]) -> LayerPassport:
-    k, v, of_index = (tuple(map(float, each)) for each in fields["factors"])
-    form = _form_from_json(fields["form"])
-    index = None if fields["index"] is None else _form_from_json(fields["index"])
-    _require_count("key_tokens", fields["key_tokens"], 1)
-    _require_count("window_left", fields["window_left"], UNLIMITED_WINDOW)
-    if not isinstance(fields["space"], str) or not fields["space"]:
-        raise ValueError(f"the space is {fields['space']!r}; it must be a name")
-    if index is not None and index.page_size * fields["key_tokens"] != form.page_size:
-        raise ValueError(f"index pages have {index.page_size} keys of {fields['key_tokens']} tokens for {form}")
-    for name, its, scale_values in (("K", form, k), ("V", form, v), ("index keys", index, of_index)):
+def _require_valid(layer: LayerPassport) -> None:
+    """Raises ValueError unless the numbers of a layer that was read are those of a pool's layer."""
+    form, index = layer.form, layer.index
+    for each in filter(None, (form, index)):
+        for name in ("page_size", "num_kv_heads", "head_dim", "v_head_dim"):
+            _require_count(name, getattr(each, name), 1)
+        if each.kind is PoolKind.LATENT and (each.num_kv_heads != 1 or each.v_head_dim > each.head_dim):
+            raise ValueError(f"latent rows of {each}")
+    _require_count("key_tokens", layer.key_tokens, 1)
+    _require_count("window_left", layer.window_left, UNLIMITED_WINDOW)
+    if not layer.space:
+        raise ValueError("the space has no name")
+    if index is not None and index.page_size * layer.key_tokens != form.page_size:
+        raise ValueError(f"index pages have {index.page_size} keys of {layer.key_tokens} tokens for {form}")
+    for name, its, scale_values in zip(("K", "V", "index keys"), (form, form, index), layer.scale_values, strict=True):
         _require_scales(name, its, scale_values)
-    return LayerPassport(form, index, fields["key_tokens"], fields["space"], fields["window_left"], (k, v, of_index))

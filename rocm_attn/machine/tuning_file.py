@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredLayer, MeasuredTileChoice, Provenance, Tiles, TileTable, refusal
+from rocm_attn.machine.values_json import from_json
 from rocm_attn.machine.whole_files import whole_file
 
 # The version of the format; files of other versions are refused.
@@ -103,10 +102,10 @@ def _choice(content: object, where: str) -> MeasuredTileChoice:
     if given["table"] not in names:
         raise ValueError(f"{where}: table is {given['table']!r}, not one of {', '.join(names)}")
     table = TileTable(given["table"])
-    layer = plain_value(MeasuredLayer, given["layer"], f"{where}, layer")
-    tiles: Tiles = plain_value(table.tiles, given["tiles"], f"{where}, tiles")
-    measured = plain_value(Provenance, given["measured"], f"{where}, measured")
-    max_rows = plain_value(int, given["max_rows"], f"{where}, max_rows")
+    layer = from_json(MeasuredLayer, given["layer"], f"{where}, layer")
+    tiles: Tiles = from_json(table.tiles, given["tiles"], f"{where}, tiles")
+    measured = from_json(Provenance, given["measured"], f"{where}, measured")
+    max_rows = from_json(int, given["max_rows"], f"{where}, max_rows")
     if min(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, max_rows) < 1:
         raise ValueError(f"{where}: heads, dims and rows must be at least 1")
     if layer.num_q_heads % layer.num_kv_heads:
@@ -128,23 +127,3 @@ def _fields(content: object, names: Sequence[str], where: str) -> dict[str, Any]
         said += [f"no {', '.join(missing)}"] * bool(missing)
         raise ValueError(f"{where} has {' and '.join(said)}")
     return content
-
-
-def plain_value(kind: Any, content: object, where: str) -> Any:
-    """Reads a value of a class of plain fields, or of a plain type, from JSON; exactly those fields or that type."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        given = _fields(content, list(hints), where)
-        make: Any = kind
-        return make(**{name: plain_value(hint, given[name], f"{where}.{name}") for name, hint in hints.items()})
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(content, list):
-            raise ValueError(f"{where} is not a list")
-        return tuple(plain_value(typing.get_args(kind)[0], each, where) for each in content)
-    if kind is float and type(content) in (int, float):
-        number = float(typing.cast(float, content))
-        if math.isfinite(number):
-            return number
-    elif type(content) is kind:
-        return content
-    raise ValueError(f"{where} is {content!r}, not {'a finite number' if kind is float else kind.__name__}")

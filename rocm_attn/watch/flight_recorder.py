@@ -19,13 +19,13 @@ from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, PrefixGroup, SharedP
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.errors import BadBatch, BadSetting, reason_of
+from rocm_attn.machine.values_json import as_json, from_json
 from rocm_attn.machine.whole_files import require_place, whole_file
 from rocm_attn.problem import Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.protocols import Flight
-from rocm_attn.watch.values_json import as_json, from_json
 
 NUM_STEPS = 64
 _FORMAT = 8

@@ -14,7 +14,7 @@ from rocm_attn.errors import BadProblem, BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredLayer
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.machine.tuning_file import plain_value
+from rocm_attn.machine.values_json import from_json
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_lab.bench.batch_spec import Group
 from rocm_lab.simulator.code_figures import CodeFigures
@@ -115,7 +115,7 @@ class GpuReport:
         releases = replace(known.releases, triton=Release.of(versions["triton"]))
         return cls(
             device=str(device),
-            target=replace(known, compute_units=plain_value(int, units, "compute_units"), releases=releases),
+            target=replace(known, compute_units=from_json(int, units, "compute_units"), releases=releases),
             versions=versions,
             commit=content["commit"],
             date=content["started"],
@@ -151,14 +151,14 @@ def _test(name: str, given: Mapping[str, Any]) -> ReportedTest:
 
 
 def _kernel(given: Mapping[str, Any]) -> ReportedKernel:
-    kernel: ReportedKernel = plain_value(ReportedKernel, given, f"kernel {given.get('kernel')}")
+    kernel: ReportedKernel = from_json(ReportedKernel, given, f"kernel {given.get('kernel')}")
     return kernel
 
 
 def problem_in(given: object) -> Problem:
     """A layer of a report. Raises BadSetting."""
     try:
-        layer: MeasuredLayer = plain_value(MeasuredLayer, given, "layer")
+        layer: MeasuredLayer = from_json(MeasuredLayer, given, "layer")
         return Problem(
             layer.num_q_heads,
             layer.num_kv_heads,
@@ -182,7 +182,7 @@ def problem_in(given: object) -> Problem:
 def shape_in(given: object) -> Group:
     """A shape of a report: sequences, tokens of each, new ones among them. Raises BadSetting."""
     try:
-        num_seqs, kv_len, q_len = plain_value(tuple[int, ...], given, "shape")
+        num_seqs, kv_len, q_len = from_json(tuple[int, ...], given, "shape")
     except ValueError as error:
         raise BadSetting(f"a shape of the report is not three whole numbers ({error})") from error
     if not (num_seqs >= 1 and kv_len >= q_len >= 1):

@@ -15,7 +15,8 @@ from typing import Any
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Tiles, TileTable
 from rocm_attn.machine.releases import UNKNOWN, Release
-from rocm_attn.machine.tuning_file import TuningFile, plain_value
+from rocm_attn.machine.tuning_file import TuningFile
+from rocm_attn.machine.values_json import from_json
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.first_run.report import PASSED, GpuReport, problem_in, shape_in
 from rocm_lab.tune.candidates import CandidateTiles
@@ -114,19 +115,17 @@ def _job_of_today(report: GpuReport, trial: Mapping[str, Any]) -> TuneJob | None
     """The search of today's tables with the same layer, steps and shapes; None if there is none."""
     shapes = tuple(BatchSpec((shape_in(each),)) for each in trial["shapes"])
     jobs, _ = jobs_of([problem_in(trial["layer"])], replace(report.target, measured=()), shapes)
-    wanted = TileTable(trial["table"]), plain_value(int, trial["max_rows"], "max_rows"), shapes
+    wanted = TileTable(trial["table"]), from_json(int, trial["max_rows"], "max_rows"), shapes
     return next((each for each in jobs if (each.table, each.max_rows, each.shapes) == wanted), None)
 
 
 def _tiles(given: Mapping[str, Any]) -> Tiles:
-    tiles: Tiles = plain_value(TileTable(given["table"]).tiles, given["tiles"], "tiles")
+    tiles: Tiles = from_json(TileTable(given["table"]).tiles, given["tiles"], "tiles")
     return tiles
 
 
 def _candidate(given: Mapping[str, Any], num_shapes: int) -> _Candidate:
-    in_use, own = (
-        plain_value(tuple[tuple[float, ...], ...], given.get(name, []), name) for name in ("in_use_us", "us")
-    )
+    in_use, own = (from_json(tuple[tuple[float, ...], ...], given.get(name, []), name) for name in ("in_use_us", "us"))
     samples = [us for of_round in (*in_use, *own) for us in of_round]
     if len(in_use) != len(own) or any(len(each) != num_shapes for each in (*in_use, *own)):
         raise ValueError("times are not one for each shape and round of both")
@@ -134,7 +133,7 @@ def _candidate(given: Mapping[str, Any], num_shapes: int) -> _Candidate:
         raise ValueError("a time is not a positive number")
     return _Candidate(
         _tiles(given),
-        plain_value(str, given["wrong"], "wrong"),
-        plain_value(int, given["spilled"], "spilled"),
+        from_json(str, given["wrong"], "wrong"),
+        from_json(int, given["spilled"], "spilled"),
         ([list(each) for each in in_use], [list(each) for each in own]),
     )

@@ -172,14 +172,20 @@ BAD_FILES = {
     ),
     "an unknown field of tiles": (
         edited(lambda file: file["rows"][0]["tiles"].update(block_m=64)),
-        "row 0, tiles has unknown fields block_m",
+        "row 0, tiles.block_m is no field of DecodeTiles",
     ),
     "a text for a number": (
         edited(lambda file: file["rows"][0]["tiles"].update(num_warps="4")),
-        "row 0, tiles.num_warps is '4', not int",
+        "row 0, tiles.num_warps is '4'; it must be of type int",
     ),
-    "a bool for a number": (edited(lambda file: file["rows"][0]["tiles"].update(num_warps=True)), "is True, not int"),
-    "no number": (edited(lambda file: file["rows"][0]["measured"].update(gain=float("nan"))), "not a finite number"),
+    "a bool for a number": (
+        edited(lambda file: file["rows"][0]["tiles"].update(num_warps=True)),
+        "is True; it must be of type int",
+    ),
+    "no number": (
+        edited(lambda file: file["rows"][0]["measured"].update(gain=float("nan"))),
+        "it must be a finite number",
+    ),
     "tiles of no kernel": (
         edited(lambda file: file["rows"][0]["tiles"].update(key_block=48)),
         "no kernel takes its tiles: key_block 48 is not a power of two from 16 to 256",

@@ -580,7 +580,7 @@ def test_a_passport_is_text_with_a_version() -> None:
     passport = KVPassport.of(runtime)
     assert KVPassport.from_json(passport.to_json()) == passport
     assert passport.layers[2].scale_values == ((1.0,), (1.0,), ())
-    for text in ("{}", "nonsense", "[]", '{"version": 2, "layers": [{}]}', "[" * 100_000):
+    for text in ("{}", "nonsense", "[]", '{"version": 3, "layers": [{}]}', "[" * 100_000):
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(text)
     for field, value in (
@@ -588,17 +588,17 @@ def test_a_passport_is_text_with_a_version() -> None:
         ('"num_kv_heads": 2', '"num_kv_heads": 0'),
         ('"page_size": 4', '"page_size": true'),
         ('"space": "full"', '"space": 7'),
-        ('"factors": [[1.0], [1.0], []]', '"factors": [[1.0], [-1.0], []]'),
-        ('"factors": [[1.0], [1.0], []]', '"factors": [[1.0, 1.0], [1.0], []]'),
-        ('"factors": [[1.0], [1.0], []]', '"factors": [[1.0], [NaN], []]'),
-        ('"factors": [[1.0], [1.0], []]', f'"factors": [[1.0], [{10**400}], []]'),
+        ('"scale_values": [[1.0], [1.0], []]', '"scale_values": [[1.0], [-1.0], []]'),
+        ('"scale_values": [[1.0], [1.0], []]', '"scale_values": [[1.0, 1.0], [1.0], []]'),
+        ('"scale_values": [[1.0], [1.0], []]', '"scale_values": [[1.0], [NaN], []]'),
+        ('"scale_values": [[1.0], [1.0], []]', f'"scale_values": [[1.0], [{10**400}], []]'),
         ('"key_tokens": 1', '"key_tokens": 3'),
     ):
         assert field in passport.to_json(), field
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(passport.to_json().replace(field, value))
-    with pytest.raises(BadSetting, match="version 1, and this release reads 2"):
-        KVPassport.from_json(passport.to_json().replace('"version": 2', '"version": 1'))
+    with pytest.raises(BadSetting, match="version 1, and this release reads 3"):
+        KVPassport.from_json(passport.to_json().replace('"version": 3', '"version": 1'))
 
 
 @pytest.mark.gpu

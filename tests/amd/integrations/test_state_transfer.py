@@ -379,8 +379,8 @@ def test_a_passport_names_the_recurrent_layers(device: torch.device) -> None:
         KVImporter(runtime, KVPassport.from_json(text.replace(f'"kept": {KEPT}', '"kept": 4')))
     for field, value in (
         ('"num_k_heads": 2', '"num_k_heads": 3'),
-        ('"dtype": "torch.float32"', '"dtype": "torch.int32"'),
-        (f'"update": "{Update.SUM.value}"', '"update": "products"'),
+        ('"dtype": "float32"', '"dtype": "int32"'),
+        (f'"update": "{Update.SUM.name}"', '"update": "products"'),
         (f'"kept": {KEPT}', '"kept": 0'),
         ('"width": 4', '"width": 1'),
         ('"recurrent": ', '"others": '),

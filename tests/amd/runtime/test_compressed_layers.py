@@ -17,13 +17,13 @@ from rocm_attn.external import Bounds, ExternalAttention, LayerSource
 from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.machine.target import known_target
+from rocm_attn.machine.values_json import as_json, from_json
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.kv_pool import page_bytes, state_bytes
 from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, LastUnit, PoolKind, Problem, Row, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
-from rocm_attn.watch.values_json import as_json, from_json
 from tests.amd.worlds.compressed import (
     ALL,
     CHOSEN,

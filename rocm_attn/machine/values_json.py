@@ -1,9 +1,10 @@
-"""Values of the runtime to JSON and back, by the types of their fields, for the dumps of flight recorders."""
+"""Values to JSON and back, by the types of their fields: dumps of flight recorders, passports, rows of tiles."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -13,13 +14,13 @@ import torch
 from rocm_attn.errors import BadSetting, RocmAttnError
 
 _KIND = "kind"
-_NUMBERS = (int, float)
 
 
 def as_json(value: Any) -> Any:
     """A value with dataclasses as objects, members of enums and dtypes by their names, and sequences as lists."""
     if dataclasses.is_dataclass(value):
-        return {each.name: _field_as_json(each, getattr(value, each.name)) for each in dataclasses.fields(value)}
+        own = (each for each in dataclasses.fields(value) if each.init)
+        return {each.name: _field_as_json(each, getattr(value, each.name)) for each in own}
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, torch.dtype):
@@ -29,7 +30,7 @@ def as_json(value: Any) -> Any:
 
 def _field_as_json(field: dataclasses.Field[Any], value: Any) -> Any:
     """A field's value. If it may be of several classes, the object names its own."""
-    several = "|" in str(field.type) and dataclasses.is_dataclass(value)
+    several = len({*str(field.type).split(" | ")} - {"None"}) > 1 and dataclasses.is_dataclass(value)
     return {_KIND: type(value).__name__, **as_json(value)} if several else as_json(value)
 
 
@@ -56,15 +57,18 @@ def from_json(form: Any, value: Any, name: str) -> Any:
         found = getattr(torch, value, None) if isinstance(value, str) else None
         _require(isinstance(found, torch.dtype), name, value, "a dtype of torch")
         return found
-    of_type = isinstance(value, _NUMBERS if form is float else form) and (form is bool or not isinstance(value, bool))
-    _require(of_type, name, value, f"of type {form.__name__}")
+    if form is float:
+        _require(type(value) in (int, float) and math.isfinite(value), name, value, "a finite number")
+        return float(value)
+    _require(type(value) is form, name, value, f"of type {form.__name__}")
     return value
 
 
 def _fields(form: Any, value: Any, name: str) -> Any:
     """A dataclass from the object of its fields. Raises BadSetting."""
     _require(isinstance(value, Mapping), name, value, f"an object with the fields of {form.__name__}")
-    forms = get_type_hints(form)
+    hints = get_type_hints(form)
+    forms = {each.name: hints[each.name] for each in dataclasses.fields(form) if each.init}
     if others := sorted(value.keys() ^ forms.keys()):
         has = "is missing" if others[0] in forms else f"is no field of {form.__name__}"
         raise BadSetting(f"{name}.{others[0]} {has}")

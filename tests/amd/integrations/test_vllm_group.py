@@ -15,7 +15,7 @@ from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
-from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
+from tests.amd.integrations.vllm_runner import HEADS, MAX_LEN, MAX_SEQS, MAX_TOKENS, TERMS, Runner
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -415,6 +415,27 @@ def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> 
     runner.compare_request(2, [1, 1, 1], given, outs)
     with pytest.raises(AssertionError, match="request 0"):
         runner.compare_request(0, [1, 1, 1], given, outs)
+
+
+def test_drafts_past_the_longest_sequence_are_not_stored_and_no_fault(device: torch.device, provider: str) -> None:
+    """DFlash in vLLM's runner V2: it cuts the length, not the number of drafts, whose slots go on in the last block."""
+    runner = Runner(device=device, provider=provider, mask=MaskTerms(spans=True))
+    runner.admit()
+    runner.admit()
+    for new in ([MAX_TOKENS - 8, 1], [MAX_TOKENS - 8, 1], [8, 9]):
+        runner.step(new)
+    runner.open = {0, 1}
+    stored = runner.layers[0].kv_cache[runner.requests[0].blocks[0][-1]].clone()
+
+    def as_if_four_were_past_the_end(runner: Runner) -> None:
+        block, places = runner.requests[0].blocks[0][-1], torch.arange(MAX_LEN - 4, MAX_LEN + 4)
+        runner.slots[0][:8] = block * runner.block_size + places % runner.block_size
+
+    given, outs = runner.step_unseen([8, 2], as_if_four_were_past_the_end)
+    runner.groups[0].attention.check_device()
+    runner.compare_request(1, [8, 2], given, outs)
+    now = runner.layers[0].kv_cache[runner.requests[0].blocks[0][-1]]
+    assert torch.equal(now.nan_to_num(), stored.nan_to_num())
 
 
 def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:

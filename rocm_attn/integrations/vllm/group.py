@@ -23,7 +23,13 @@ from rocm_attn.integrations.vllm.idle_blocks import IdleBlocks, no_blocks
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.spans import GroupSpans
-from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, as_vllm_makes_it, external_step, slots_of_whole
+from rocm_attn.integrations.vllm.steps import (
+    CommonMetadata,
+    ReplayShape,
+    as_vllm_makes_it,
+    external_step,
+    slots_of_whole,
+)
 from rocm_attn.kernels.cache.layer_pages import has_even_slots
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.target import detect_target

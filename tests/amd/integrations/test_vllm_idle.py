@@ -15,7 +15,7 @@ import torch
 
 from rocm_attn.errors import DeviceFault
 from rocm_attn.external import ExternalAttention
-from rocm_attn.integrations.vllm import idle_blocks
+from rocm_attn.integrations.vllm import idle_blocks, whole_images
 from rocm_attn.integrations.vllm.group import give_chosen
 from rocm_attn.integrations.vllm.idle_blocks import NO_BLOCKS, IdleBlocks, lent_blocks
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
@@ -246,6 +246,7 @@ def test_vllm_is_hooked_only_where_needles_are_asked_for(every: str, monkeypatch
     hooked = list[int]()
     monkeypatch.setitem(sys.modules, REGISTRY, no_registry())
     monkeypatch.setattr(idle_blocks, "lend_blocks", hooked.append)
+    monkeypatch.setattr(whole_images, "keep_images_whole", lambda: None)
     monkeypatch.setenv(NEEDLES_EVERY, every)
     importlib.import_module("rocm_attn.integrations.vllm")._register_names()
     assert hooked == ([5] if every == "5" else [])

@@ -21,6 +21,7 @@ from rocm_attn.integrations.vllm import (
     SPARSE_MLA_BACKEND,
     SPARSE_MLA_NAME,
     register,
+    whole_images,
 )
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, MaskTerms
@@ -204,6 +205,7 @@ class Registry:
             self.enum.register = None
         values = {"AttentionBackendEnum": self.enum, "register_backend": self.register_backend}
         install(monkeypatch, {"vllm.v1.attention.backends.registry": values})
+        monkeypatch.setattr(whole_images, "keep_images_whole", lambda: None)
 
     def register_backend(self, backend: Any, class_path: str | None = None, is_mamba: bool = False) -> None:
         """Registers lazily: it keeps the path, and imports nothing."""

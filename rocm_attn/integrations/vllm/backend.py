@@ -185,6 +185,11 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
         require_parallel(vllm_config, PROMPTS_SHARED)
+        if getattr(vllm_config, "diffusion_config", None) is not None:
+            raise Unsupported(
+                "the model denoises blocks (diffusion_config), next to prompts that are causal in the same step; "
+                "choose another attention backend for this model"
+            )
         cache = CacheTerms(
             kv_cache_spec.block_size,
             getattr(kv_cache_spec, "head_size_v", None) or kv_cache_spec.head_size,

@@ -29,7 +29,7 @@ class CommonMetadata:
     max_query_len, max_seq_len: upper bounds
     block_table_tensor: int32 [num_reqs or more, width]; null blocks are 0
     slot_mapping:       int64 [num_actual_tokens or more]; -1: this token is not stored
-    causal:             True, False, or bool [num_reqs or more]
+    causal:             a tensor if requests differ, of models that VllmConfig.diffusion_config is for
     query_start_loc_cpu: query_start_loc on the host
     seq_lens_cpu_upper_bound: bounds of seq_lens, on the host; of prompts their values
     mm_req_doc_ranges:  request -> first and last place of each image in its prompt, on the host; None: there are none

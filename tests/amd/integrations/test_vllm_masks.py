@@ -153,9 +153,7 @@ def test_vllms_scheduler_ends_no_step_within_an_image(
     """A prefix hit may begin a step within one. Images have the tokens 4 to 13 and 20 to 29."""
 
     class Scheduler:
-        def _try_schedule_encoder_inputs(
-            self, request: Any, first: int, count: int, budget: int, shift: int = 0
-        ) -> Any:
+        def _try_schedule_encoder_inputs(self, request: Any, first: int, count: int, *rest: int, shift: int) -> Any:
             return count, *rest, shift
 
     install(monkeypatch, {"vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler}})
@@ -191,6 +189,13 @@ def test_layers_whose_steps_may_be_not_causal_are_served(
     (problem,) = made.group.attention.kernels().problems
     assert problem.custom_mask
     assert not problem.spans_pass_window
+
+
+def test_a_model_of_whose_requests_only_some_are_causal_in_a_step_is_refused_at_the_start(ours: Any) -> None:
+    """DiffusionGemma: a step of its prompts may be longer than windows, which hide no later tokens of a block."""
+    config = Config({"layer": gqa_layer(ours.RocmAttnImpl)}, diffusion_config=object())
+    with pytest.raises(Unsupported, match="the model denoises blocks"):
+        ours.RocmAttnBuilder(spec(), ["layer"], config, CPU)
 
 
 @pytest.mark.parametrize(("scale", "shared"), [([0.5, 2.0], Scales.HEAD), (1.0, Scales.LAYER)])

@@ -133,6 +133,7 @@ class Config:
     ranks: dict[str, int] = field(default_factory=dict)
     has_images: bool = False
     text: dict[str, Any] = field(default_factory=dict)
+    diffusion_config: object = None
 
     @property
     def parallel_config(self) -> Any:

@@ -38,6 +38,8 @@ def request(**fields: Any) -> Request:
         (request, {"stop": ("a" * 1025,)}, "has 1025 characters"),
         (request, {"stop": ("a",) * 65}, "stop has 65 texts"),
         (request, {"stop": "abc"}, "give a tuple of texts"),
+        (request, {"stop": (b"a",)}, "stop has b'a'; give a tuple of texts"),
+        (Sampling, {"logit_bias": ((1, "2"),)}, "logit_bias of token 1 is '2'"),
         (Sampling, {"seed": 1.5}, r"seed is 1\.5; it must be a whole number"),
         (Sampling, {"top_k": True}, "top_k is True; it must be a whole number"),
         (Sampling, {"temperature": "1"}, "temperature is '1'; it must be a number"),

@@ -43,6 +43,7 @@ def request(**fields: Any) -> Request:
         (Sampling, {"seed": 1.5}, r"seed is 1\.5; it must be a whole number"),
         (Sampling, {"top_k": True}, "top_k is True; it must be a whole number"),
         (Sampling, {"temperature": "1"}, "temperature is '1'; it must be a number"),
+        (Sampling, {"temperature": 10**400}, "temperature is 1000"),
         (Sampling, {"min_p": None}, "min_p is None; it must be a number"),
         (Sampling, {"presence_penalty": 10**400}, "it must be at least -2 and at most 2"),
         (request, {"max_new_tokens": 1.5}, r"max_new_tokens is 1\.5; it must be a whole number"),

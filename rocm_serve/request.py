@@ -109,6 +109,8 @@ class Request:
         if self.stop and not self.detokenise:
             raise BadRequest("detokenise is False and the request has stop texts; leave one of the two out")
         for text in self.stop:
+            if not isinstance(text, str):
+                raise BadRequest(f"stop has {text!r}; give a tuple of texts")
             if not 1 <= len(text) <= LONGEST_STOP:
                 raise BadRequest(f"a text of stop has {len(text)} characters; it must have 1 to {LONGEST_STOP}")
         if self.constraint is not None and self.ignore_eos:

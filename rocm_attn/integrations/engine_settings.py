@@ -18,8 +18,12 @@ def provider(environment: Mapping[str, str]) -> str:
 
 
 def fault_policy(environment: Mapping[str, str], log: logging.Logger) -> FaultPolicy:
-    """Returns the policy for faults. log: the engine's logger, whose output it shows. Raises BadSetting."""
-    return LogAndCount(log) if _one_of(environment, ON_FAULT) == "log" else raise_fault
+    """Returns the policy for faults. log: the engine's logger, whose output it shows. Raises BadSetting.
+
+    A fault that harms only the sequence that it comes from is logged in any case: an engine would end all requests.
+    """
+    logs, raises = LogAndCount(log), _one_of(environment, ON_FAULT) == "raise"
+    return lambda fault: (raise_fault if raises and not fault.is_contained else logs)(fault)
 
 
 def _one_of(environment: Mapping[str, str], variable: str) -> str:

@@ -6,7 +6,7 @@ torch.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -54,9 +54,9 @@ class OptionText:
         return "" if is_right else words
 
     def allows(self, number: float) -> bool:
-        """True if a number is finite and within the bounds."""
+        """True if a number is finite, as a float if it is to be one, and within the bounds."""
         return (
-            (isinstance(number, Integral) or math.isfinite(number))
+            (self.kind is int or abs(number) <= sys.float_info.max)
             and (self.least is None or number >= self.least)
             and (self.above is None or number > self.above)
             and (self.most is None or number <= self.most)

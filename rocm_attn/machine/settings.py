@@ -58,7 +58,7 @@ VARIABLES = (
         ON_FAULT,
         "plug-ins",
         ("raise", "log"),
-        "A device fault ends the step that learns of it, or is logged and counted.",
+        "A device fault ends the step that learns of it, or is logged. K or V that is not finite is always logged.",
     ),
     Variable.of_words(
         WATCH_STATES,

@@ -6,6 +6,7 @@ Only the standard library is imported, because --help does not wait for torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.machine.option_texts import bounded, option, option_texts
@@ -88,9 +89,9 @@ class Sampling:
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
             raise BadRequest("logit_bias has a token twice; give each token once")
         for token, bias in self.logit_bias:
-            if not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
+            if not (isinstance(bias, Real) and -LARGEST_BIAS <= bias <= LARGEST_BIAS):
                 raise BadRequest(
-                    f"logit_bias of token {token} is {bias}; it must be at least -{LARGEST_BIAS} and at most "
+                    f"logit_bias of token {token} is {bias!r}; it must be at least -{LARGEST_BIAS} and at most "
                     f"{LARGEST_BIAS}"
                 )
 

@@ -69,7 +69,8 @@ class Constraint:
         """One of these texts."""
         if not texts or not all(texts):
             raise BadRequest("a choice needs at least one text, each with at least one character")
-        return cls("lark", f"start: {' | '.join(map(_as_json, texts))}")
+        # A name in capitals is one lexeme. Of rules, the library takes no more than 2,000 at a place.
+        return cls("lark", f"start: ONE\nONE: {' | '.join(map(_as_json, texts))}")
 
     @classmethod
     def grammar(cls, lark: str) -> Constraint:

@@ -32,6 +32,9 @@ def _register_names() -> None:
         add_headers()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from rocm_attn.integrations.vllm.whole_images import keep_images_whole
+
+    keep_images_whole()
     register_backend(AttentionBackendEnum.CUSTOM, GQA_BACKEND)
     for name, backend in ((MLA_NAME, MLA_BACKEND), (SPARSE_MLA_NAME, SPARSE_MLA_BACKEND)):
         if hasattr(AttentionBackendEnum, "register") and name not in AttentionBackendEnum.__members__:

@@ -50,6 +50,7 @@ from rocm_attn.integrations.vllm.layer_terms import (
 from rocm_attn.integrations.vllm.own_tokens import OwnTokens
 from rocm_attn.integrations.vllm.shared_context import ContextSharing, SharedContextGroup
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS, CommonMetadata
+from rocm_attn.integrations.vllm.whole_images import require_room_for_images
 from rocm_attn.machine.agreement import alone, among
 from rocm_attn.machine.settings import read_settings
 from rocm_attn.problem import Problem, Scales
@@ -183,6 +184,11 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         VLLM.require_served()
         require_parallel(vllm_config, PROMPTS_SHARED)
+        if getattr(vllm_config, "diffusion_config", None) is not None:
+            raise Unsupported(
+                "the model denoises blocks (diffusion_config), next to prompts that are causal in the same step; "
+                "choose another attention backend for this model"
+            )
         cache = CacheTerms(
             kv_cache_spec.block_size,
             getattr(kv_cache_spec, "head_size_v", None) or kv_cache_spec.head_size,
@@ -197,6 +203,8 @@ class RocmAttnBuilder(AttentionMetadataBuilder[RocmAttnMetadata]):
         has_images |= any(getattr(each, _HAS_IMAGES, False) for each in layers.values())
         if is_open or has_images:
             _require_whole_steps(vllm_config)
+        if has_images:
+            require_room_for_images(vllm_config.scheduler_config)
         seeing = [name for name, layer in layers.items() if has_images and sees_images(layer, vllm_config.model_config)]
         self._hides_images = has_images and not seeing
         of_group = {

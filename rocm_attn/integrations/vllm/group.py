@@ -22,7 +22,13 @@ from rocm_attn.integrations.encoder_rows import store_at_slots
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import WeightLoads
 from rocm_attn.integrations.vllm.spans import GroupSpans
-from rocm_attn.integrations.vllm.steps import CommonMetadata, ReplayShape, as_vllm_makes_it, external_step
+from rocm_attn.integrations.vllm.steps import (
+    CommonMetadata,
+    ReplayShape,
+    as_vllm_makes_it,
+    external_step,
+    slots_of_whole,
+)
 from rocm_attn.kernels.cache.layer_pages import has_even_slots
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.target import detect_target
@@ -201,6 +207,9 @@ class KVGroup:
         if slots is not None:
             kv_len = kv_len * (slots.amax() >= 0)
         slots = slots if self._checks_slots else None
+        if slots is not None and common.num_reqs and common.max_seq_len >= self._sizes.kv_len:
+            page_size = next(iter(self._layers.values())).problem.page_size
+            slots = slots_of_whole(common, slots, page_size, self._sizes.kv_len)
         if self._options.is_cross:
             kv_len = kv_len[: common.num_reqs] * (common.block_table_tensor[: common.num_reqs, 0] > 0)
         if is_captured and isinstance(mask, NoCells):

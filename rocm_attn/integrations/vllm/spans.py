@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import Unsupported, WrongState
@@ -47,8 +46,8 @@ class GroupSpans:
             self._ring = HostRing(device)
             self._of_images = torch.zeros(num_tokens, 3, dtype=torch.int32, device=device)
             self._of_requests = torch.zeros(num_seqs, 3, dtype=torch.int32, device=device)
-            self._is_open = torch.zeros(num_seqs, dtype=torch.bool, device=device)
             self._of_requests[:, 0] = torch.arange(num_seqs, device=device)
+            self._of_requests[:, 2] = INT32_MAX
 
     @property
     def none(self) -> DeviceSpans:
@@ -73,12 +72,13 @@ class GroupSpans:
                     "(is_mm_prefix_lm); choose another attention backend for this model"
                 )
             return NO_CELLS
-        if common.causal is not True:
-            return self._whole(common, common.causal)
+        if common.causal is False:
+            return self._whole(common)
+        require_causal(common)
         return self._images(self._images_of(common))
 
-    def _whole(self, common: CommonMetadata, causal: bool | Tensor) -> DeviceSpans:
-        """The spans of a step of which all requests, or some, are not causal."""
+    def _whole(self, common: CommonMetadata) -> DeviceSpans:
+        """The spans of a step that is not causal."""
         if self._is_passed:
             raise Unsupported(
                 "the step is not causal, and images override the windows of its layers; choose another attention "
@@ -90,13 +90,7 @@ class GroupSpans:
                 f"window of {self._shortest_window + 1}; a window hides no later tokens here, so choose another "
                 "attention backend for this model"
             )
-        spans, is_open = self._of_requests[: common.num_reqs], self._is_open[: common.num_reqs]
-        if isinstance(causal, Tensor):
-            torch.logical_not(causal[: common.num_reqs], out=is_open)
-        else:
-            is_open.fill_(True)
-        torch.mul(is_open, INT32_MAX, out=spans[:, 2])
-        return DeviceSpans(spans)
+        return DeviceSpans(self._of_requests[: common.num_reqs])
 
     def _images(self, found: Sequence[Span]) -> DeviceSpans | NoCells:
         """The spans of the images that have new tokens in the step."""

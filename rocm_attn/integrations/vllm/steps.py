@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from rocm_attn.errors import Unsupported
@@ -28,7 +29,7 @@ class CommonMetadata:
     max_query_len, max_seq_len: upper bounds
     block_table_tensor: int32 [num_reqs or more, width]; null blocks are 0
     slot_mapping:       int64 [num_actual_tokens or more]; -1: this token is not stored
-    causal:             True, False, or bool [num_reqs or more]
+    causal:             a tensor if requests differ, of models that VllmConfig.diffusion_config is for
     query_start_loc_cpu: query_start_loc on the host
     seq_lens_cpu_upper_bound: bounds of seq_lens, on the host; of prompts their values
     mm_req_doc_ranges:  request -> first and last place of each image in its prompt, on the host; None: there are none
@@ -121,6 +122,23 @@ def external_step(
         captured=captured,
         mask=mask,
     )
+
+
+def slots_of_whole(common: CommonMetadata, slots: Tensor, page_size: int, longest: int) -> Tensor:
+    """Returns a step's slots, and -1 for all tokens of a sequence whose length vLLM has cut to the longest one.
+
+    Block drafts of vLLM's runner V2 (DFlash) have a fixed number of tokens, also past the longest sequence. It cuts the
+    length there, so by it each token lies before its slot. Drafts after the end are of no use, and stored they would
+    hide what the sequence has. The first token tells: its slot is not the table's.
+    """
+    ends, seq_lens = common.query_start_loc[1 : common.num_reqs + 1], common.seq_lens[: common.num_reqs]
+    starts = common.query_start_loc[: common.num_reqs]
+    first = (seq_lens - (ends - starts)).clamp(min=0).long()
+    page = common.block_table_tensor[: common.num_reqs].gather(1, (first // page_size)[:, None])[:, 0]
+    given = slots[starts.clamp(max=len(slots) - 1)]
+    is_cut = (seq_lens >= longest) & (given >= 0) & (given != page * page_size + first % page_size)
+    owner = torch.searchsorted(ends, torch.arange(len(slots), dtype=ends.dtype, device=ends.device), right=True)
+    return slots.masked_fill(is_cut[owner.clamp(max=common.num_reqs - 1)], -1)
 
 
 def as_vllm_makes_it(step: ExternalStep) -> ExternalStep:

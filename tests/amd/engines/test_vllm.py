@@ -93,16 +93,18 @@ def test_layers_with_local_chunks_give_vllms_own_tokens(vllm: VllmVenv, tmp_path
 def test_tokens_of_images_see_each_other(name: str, vllm: VllmVenv, tmp_path: Path) -> None:
     """The reference is transformers' model under masks that are written out: vLLM's backend for CPUs ignores images.
 
-    The prefix cache ends within an image, whose first tokens another request has stored.
+    The prefix cache ends within an image, whose first tokens another request has stored. In small steps the rest of an
+    image waits for one that has room for it.
     """
     requested = run(vllm, f"vllm_{name}", max_num_batched_tokens=1024)
+    small = run(vllm, f"vllm_{name}", block_size=16, disable_chunked_mm_input=True)
     wanted = [
         texts_with_images(folder_of(f"vllm_{name}", vllm.folder), asked, requested.new_tokens)
         for asked in requested.rounds
     ]
     (stock,) = vllm.stock([requested], tmp_path)
     assert stock.tokens != wanted
-    ours = vllm.ours([requested, run(vllm, f"vllm_{name}", block_size=16, max_num_batched_tokens=1024)], tmp_path)
+    ours = vllm.ours([requested, small], tmp_path)
     assert_equal(ours, Answer(tokens=wanted))
     assert all(ours[0].cached[1])
 

@@ -15,7 +15,7 @@ from rocm_attn.external import ExternalAttention, ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import PLAIN_MASK, LayerTerms, MaskTerms
 from rocm_attn.integrations.vllm.steps import GQA_GRAPHS
-from tests.amd.integrations.vllm_runner import HEADS, MAX_SEQS, TERMS, Runner
+from tests.amd.integrations.vllm_runner import HEADS, MAX_LEN, MAX_SEQS, MAX_TOKENS, TERMS, Runner
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -225,16 +225,14 @@ def test_an_image_that_begins_before_a_window_that_it_overrides_is_refused(
 
 
 @pytest.mark.parametrize("terms", [replace(TERMS, sliding_window=9), TERMS], ids=["window", "plain"])
-def test_tokens_of_a_request_that_is_not_causal_see_all_of_its_kv(
+def test_tokens_of_a_step_that_is_not_causal_see_all_of_their_requests_kv(
     terms: LayerTerms, device: torch.device, provider: str
 ) -> None:
-    """All requests of a step, or some, eager and in graphs; in windows as far back as these let them."""
+    """Eager and in graphs; in windows as far back as these let them."""
     runner = started(Runner([terms], device=device, provider=provider, mask=MaskTerms(spans=True)))
     verify = runner.capture(4, 16, 4)
-    for opened in ({0, 1, 2}, {1}, set[int](), {0, 2}):
-        runner.open = opened
+    for runner.is_open in (True, False, True):
         runner.step([4, 9, 1])
-        runner.open = opened
         verify.run([4, 4, 4])
         verify.run([4, 4])
     runner.groups[0].attention.check_device()
@@ -244,12 +242,12 @@ def test_a_window_that_would_hide_later_tokens_is_refused(device: torch.device, 
     """vLLM's windows of layers that are not causal have two sides."""
     window = replace(TERMS, sliding_window=4)
     runner = started(Runner([window], device=device, provider=provider, mask=MaskTerms(spans=True)))
-    runner.open = {0, 1, 2}
+    runner.is_open = True
     runner.step([4, 4, 4])
     with pytest.raises(Unsupported, match="a request has up to 5 new tokens in layers with a window of 4"):
         runner.step([4, 5, 4])
     passed = started(Runner([window], device=device, provider=provider, mask=IMAGES))
-    passed.open = {0}
+    passed.is_open = True
     with pytest.raises(Unsupported, match="images override the windows of its layers"):
         passed.step([4, 4, 4])
 
@@ -417,6 +415,27 @@ def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> 
         runner.compare_request(0, [1, 1, 1], given, outs)
 
 
+def test_drafts_past_the_longest_sequence_are_not_stored_and_no_fault(device: torch.device, provider: str) -> None:
+    """DFlash in vLLM's runner V2: it cuts the length, not the number of drafts, whose slots go on in the last block."""
+    runner = Runner(device=device, provider=provider, mask=MaskTerms(spans=True))
+    runner.admit()
+    runner.admit()
+    for new in ([MAX_TOKENS - 8, 1], [MAX_TOKENS - 8, 1], [8, 9]):
+        runner.step(new)
+    runner.is_open = True
+    stored = runner.layers[0].kv_cache[runner.requests[0].blocks[0][-1]].clone()
+
+    def as_if_four_were_past_the_end(runner: Runner) -> None:
+        block, places = runner.requests[0].blocks[0][-1], torch.arange(MAX_LEN - 4, MAX_LEN + 4)
+        runner.slots[0][:8] = block * runner.block_size + places % runner.block_size
+
+    given, outs = runner.step_unseen([8, 2], as_if_four_were_past_the_end)
+    runner.groups[0].attention.check_device()
+    runner.compare_request(1, [8, 2], given, outs)
+    now = runner.layers[0].kv_cache[runner.requests[0].blocks[0][-1]]
+    assert torch.equal(now.nan_to_num(), stored.nan_to_num())
+
+
 def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
     runner.prepare([1, 1, 1], 3, 3)
     common = runner.common(0, 3, 3, 1)
@@ -428,12 +447,10 @@ def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:
 
 
 def test_a_step_that_is_not_causal_is_refused_in_layers_that_were_not_declared_so(runner: Runner) -> None:
-    runner.open = {0, 1, 2}
+    runner.is_open = True
     runner.step([1, 1, 1])  # the last token of its KV sees all of it anyway
-    for refused in ({0, 1, 2}, {1}):
-        runner.open = refused
-        with pytest.raises(Unsupported, match="the step is not causal, and vLLM has not said so of its layers"):
-            runner.step([1, 2, 1])
+    with pytest.raises(Unsupported, match="the step is not causal, and vLLM has not said so of its layers"):
+        runner.step([1, 2, 1])
 
 
 def test_two_graphs_of_one_size_that_a_step_cannot_tell_apart_are_refused(runner: Runner) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from rocm_attn.errors import Unsupported, WrongState
+from rocm_attn.integrations.vllm.whole_images import keep_images_whole
 from rocm_attn.problem import Scales
+from tests.amd.integrations.modules import install
 from tests.amd.integrations.vllm_stand_in import (
     BLOCK,
     DIM,
@@ -124,6 +126,49 @@ def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: 
         ours.RocmAttnBuilder(spec(), ["layer"], Config({"layer": with_images}, halves), CPU)
 
 
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"disable_chunked_mm_input": False}, "set --disable-chunked-mm-input"),
+        ({"long_prefill_token_threshold": 40}, "long_prefill_token_threshold lets a prompt have 40 tokens in a step"),
+    ],
+)
+def test_settings_that_may_cut_images_are_refused_at_the_start(
+    setting: dict[str, Any], sentence: str, ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"is_multimodal_model": True, **setting}.items():
+        monkeypatch.setattr(Config.scheduler_config, name, value)
+    assert problem_of(ours, gqa_layer(ours.RocmAttnImpl))
+    with pytest.raises(Unsupported, match=sentence):
+        problem_of(ours, gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True))
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "scheduled"),
+    [(0, 4, 4), (0, 5, 4), (0, 14, 14), (0, 22, 20), (4, 9, 0), (8, 2, 0), (8, 6, 6), (14, 9, 6), (20, 4, 0)],
+)
+def test_vllms_scheduler_ends_no_step_within_an_image(
+    first: int, count: int, scheduled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefix hit may begin a step within one. Images have the tokens 4 to 13 and 20 to 29."""
+
+    class Scheduler:
+        def _try_schedule_encoder_inputs(self, request: Any, first: int, count: int, *rest: int, shift: int) -> Any:
+            return count, *rest, shift
+
+    install(monkeypatch, {"vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler}})
+    keep_images_whole()
+    engine: Any = Scheduler()
+    places = [SimpleNamespace(mm_position=SimpleNamespace(offset=at, length=10)) for at in (4, 20)]
+    for backend, is_seen in (("CUSTOM", True), ("CUSTOM", False), ("TRITON_ATTN", True)):
+        engine.vllm_config = SimpleNamespace(
+            attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
+            model_config=SimpleNamespace(is_mm_prefix_lm=is_seen),
+        )
+        found = engine._try_schedule_encoder_inputs(SimpleNamespace(mm_features=places), first, count, 3, shift=1)
+        assert found == (scheduled if backend == "CUSTOM" and is_seen else count, 3, 1)
+
+
 @pytest.mark.parametrize("declared", ["by the model", "by the cache"])
 def test_layers_whose_steps_may_be_not_causal_are_served(
     declared: str, ours: Any, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +189,13 @@ def test_layers_whose_steps_may_be_not_causal_are_served(
     (problem,) = made.group.attention.kernels().problems
     assert problem.custom_mask
     assert not problem.spans_pass_window
+
+
+def test_a_model_of_whose_requests_only_some_are_causal_in_a_step_is_refused_at_the_start(ours: Any) -> None:
+    """DiffusionGemma: a step of its prompts may be longer than windows, which hide no later tokens of a block."""
+    config = Config({"layer": gqa_layer(ours.RocmAttnImpl)}, diffusion_config=object())
+    with pytest.raises(Unsupported, match="the model denoises blocks"):
+        ours.RocmAttnBuilder(spec(), ["layer"], config, CPU)
 
 
 @pytest.mark.parametrize(("scale", "shared"), [([0.5, 2.0], Scales.HEAD), (1.0, Scales.LAYER)])

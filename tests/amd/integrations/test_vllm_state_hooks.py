@@ -16,6 +16,7 @@ import torch
 
 from rocm_attn.errors import DeviceFault, Unsupported
 from rocm_attn.integrations.state_watch import HEADER_WORDS
+from rocm_attn.integrations.vllm import whole_images
 from rocm_attn.machine.settings import WATCH_STATES
 from tests.amd.integrations.modules import install
 from tests.amd.integrations.vllm_runner import MAX_TOKENS, TERMS, Runner
@@ -174,6 +175,7 @@ def test_nothing_is_hooked_or_imported_unless_the_check_is_asked_for(
 ) -> None:
     monkeypatch.setitem(sys.modules, REGISTRY, no_registry())
     monkeypatch.setenv(WATCH_STATES, value)
+    monkeypatch.setattr(whole_images, "keep_images_whole", lambda: None)
     before = vars(vllm.utils.MambaStateShapeCalculator)["mamba2_state_shape"]
     sys.modules.pop(HOOKS)
     importlib.import_module("rocm_attn.integrations.vllm")._register_names()

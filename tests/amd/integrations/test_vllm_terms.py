@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadSetting, BadTensor, DeviceFault, Unsupported
-from rocm_attn.external import LogAndCount
 from rocm_attn.integrations.engine_settings import fault_policy, provider
 from rocm_attn.integrations.plugins import VLLM
 from rocm_attn.integrations.vllm import (
@@ -21,6 +20,7 @@ from rocm_attn.integrations.vllm import (
     SPARSE_MLA_BACKEND,
     SPARSE_MLA_NAME,
     register,
+    whole_images,
 )
 from rocm_attn.integrations.vllm.kv_views import pages_of
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms, MaskTerms
@@ -182,11 +182,12 @@ def test_caches_of_other_layouts_are_refused() -> None:
 def test_the_environment_says_whose_kernels_serve_and_what_a_fault_does(caplog: pytest.LogCaptureFixture) -> None:
     assert provider({}) == "auto"
     assert provider({"ROCM_ATTN_PROVIDER": "triton"}) == "triton"
-    policy = fault_policy({"ROCM_ATTN_ON_FAULT": "log"}, VLLM.log)
-    assert isinstance(policy, LogAndCount)
     with caplog.at_level(logging.ERROR, logger="vllm"):
-        policy(DeviceFault("step 3: gone"))
-    assert [(line.name, line.message) for line in caplog.records] == [("vllm.rocm_attn", "step 3: gone")]
+        fault_policy({"ROCM_ATTN_ON_FAULT": "log"}, VLLM.log)(DeviceFault("step 3: gone"))
+        # A request whose K is infinite ends no other one.
+        fault_policy({}, VLLM.log)(DeviceFault("step 4: infinite", is_contained=True))
+    said = [("vllm.rocm_attn", "step 3: gone"), ("vllm.rocm_attn", "step 4: infinite")]
+    assert [(line.name, line.message) for line in caplog.records] == said
     with pytest.raises(DeviceFault, match="gone"):
         fault_policy({}, VLLM.log)(DeviceFault("gone"))
     with pytest.raises(BadSetting, match="ROCM_ATTN_ON_FAULT is 'ignore'; it must be raise or log"):
@@ -204,6 +205,7 @@ class Registry:
             self.enum.register = None
         values = {"AttentionBackendEnum": self.enum, "register_backend": self.register_backend}
         install(monkeypatch, {"vllm.v1.attention.backends.registry": values})
+        monkeypatch.setattr(whole_images, "keep_images_whole", lambda: None)
 
     def register_backend(self, backend: Any, class_path: str | None = None, is_mamba: bool = False) -> None:
         """Registers lazily: it keeps the path, and imports nothing."""

@@ -84,9 +84,9 @@ class Runner:
     ) -> None:
         self.device, self.block_size, self.dtype, self.dim = device, block_size, dtype, terms[0].head_size
         self.random, self.pad, self.mask = np.random.default_rng(0), NAN, mask
-        # First and last place of each image, and the requests that are not causal in a step.
+        # First and last place of each image, and whether a step is not causal.
         self.images: dict[int, list[tuple[int, int]]] = {}
-        self.open: set[int] = set()
+        self.is_open = False
         self.scales, shared = scales, SharedScales.HEAD if isinstance(scales[0], list) else SharedScales.LAYER
         self.cache = CacheTerms(block_size, self.dim, dtype, torch.float8_e4m3fn, fp8_scales=shared)
         self.layers = [
@@ -197,7 +197,6 @@ class Runner:
 
     def common(self, group: int, num_reqs: int, num_tokens: int, max_query_len: int) -> CommonMetadata:
         """Returns a group's metadata: parts of persistent memory."""
-        causal = torch.tensor([row not in self.open for row in range(num_reqs)], device=self.device)
         return CommonMetadata(
             self.query_start_loc[: num_reqs + 1],
             self.seq_lens[:num_reqs],
@@ -207,7 +206,7 @@ class Runner:
             int(self.seq_lens.max()),
             self.tables[group][:num_reqs],
             self.slots[group][:num_tokens],
-            causal if 0 < len(self.open) < num_reqs else not self.open,
+            not self.is_open,
             self.query_start_loc[: num_reqs + 1].cpu(),
             self.seq_lens[:num_reqs].cpu(),
             self.images or None,
@@ -269,7 +268,7 @@ class Runner:
                 slopes=None if terms.alibi_slopes is None else np.array(terms.alibi_slopes),
                 sinks=None if terms.sinks is None else terms.sinks.double().cpu().numpy(),
                 chunk=self.mask.chunk,
-                causal=row not in self.open,
+                causal=not self.is_open,
                 spans=self.images.get(row, ()),
                 spans_pass=self.mask.spans_pass_window,
             )

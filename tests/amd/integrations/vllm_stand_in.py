@@ -133,6 +133,7 @@ class Config:
     ranks: dict[str, int] = field(default_factory=dict)
     has_images: bool = False
     text: dict[str, Any] = field(default_factory=dict)
+    diffusion_config: object = None
 
     @property
     def parallel_config(self) -> Any:
@@ -149,7 +150,14 @@ class Config:
         )
 
     attention_config = SimpleNamespace(use_non_causal=False)
-    scheduler_config = SimpleNamespace(max_num_seqs=SEQS, max_num_batched_tokens=16, max_num_encoder_input_tokens=96)
+    scheduler_config = SimpleNamespace(
+        max_num_seqs=SEQS,
+        max_num_batched_tokens=16,
+        max_num_encoder_input_tokens=96,
+        is_multimodal_model=False,
+        disable_chunked_mm_input=True,
+        long_prefill_token_threshold=0,
+    )
     compilation_config = SimpleNamespace(cudagraph_capture_sizes=[4], cudagraph_mode=GraphMode.NONE)
 
 

@@ -69,6 +69,12 @@ def test_a_text_that_looks_like_a_special_token_is_written_as_text(constraint: C
     assert (done.text, done.finish_reason) == (text, "stop")
 
 
+def test_a_choice_may_have_thousands_of_texts(loaded: LoadedModel) -> None:
+    texts = [f"{number:04}"[::-1] for number in range(5000)]
+    (done,) = Engine(loaded, BASE).generate([Request(PROMPT, 40, constraint=Constraint.choice(texts))])
+    assert done.text in texts
+
+
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth):

@@ -332,25 +332,6 @@ def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> 
     made.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
-def test_it_is_built_and_called_within_inference_mode_and_outside(device: torch.device, provider: str) -> None:
-    with torch.inference_mode():
-        engine = VLLM(PAGE, device=device, provider=provider)
-        request = engine.admit()
-        engine.run([request], [5])
-    engine.run([request], [1])
-    engine.attention.seal()
-    graph = engine.capture(4)
-    with torch.inference_mode():
-        engine.capture(4).run([request])
-        graph.run([request])
-        engine.run([request], [30], pads=7)
-        engine.attention.check_device()
-    graph.run([request])
-    engine.run([request], [1])
-    engine.attention.check_device()
-
-
 def test_kernels_that_need_more_are_refused_with_reasons() -> None:
     """AITER's kernels require contiguous pages, and most of them tails that are zero."""
     half = problem(dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
@@ -431,27 +412,6 @@ def test_a_step_of_more_tokens_than_the_bounds_is_refused(device: torch.device, 
     ):
         engine.run([first, second], [90, 30], pads=9)
     engine.run([first, second], [90, 30], pads=8)
-
-
-@pytest.mark.fast(interpreted=0)
-def test_bounds_without_tokens_are_those_of_any_step_and_seal_makes_room_for_decode(
-    device: torch.device, provider: str
-) -> None:
-    engine = VLLM(PAGE, device=device, provider=provider)
-    engine.attention = ExternalAttention(
-        [LayerSource(problem())],
-        engine.sources(),
-        device=device,
-        bounds=Bounds(num_seqs=16, kv_len=96, num_pages=engine.num_pages),
-        options=ExternalOptions(provider=provider, page_strides=True),
-    )
-    engine.attention.pages.bind(0, *engine.pages[0])
-    engine.attention.seal()
-    requests = [engine.admit(), engine.admit()]
-    engine.run(requests, [90, 80])
-    engine.capture(16).run(requests)
-    with pytest.raises(CapacityExceeded, match="larger than the bounds given to seal"):
-        engine.capture(16, width=2)
 
 
 @pytest.mark.parametrize(

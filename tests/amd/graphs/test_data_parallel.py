@@ -18,7 +18,7 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, CapacityExceeded, NeverFits
+from rocm_attn.errors import BadBatch, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.step.outputs import PerToken
@@ -201,43 +201,11 @@ def test_halves_of_one_size_are_asked_for() -> None:
         POLICY.split_shape(batch_of([9, 3]), PadTo(2, 16))
 
 
-def test_no_step_is_staged_at_a_shape_that_it_does_not_fit() -> None:
-    tiny = Tiny.build(CPU, "torch", [4], [16], split_steps=True)
-    requests = tiny.admitted(3)
-    for q_len, shape in (
-        ([1, 1, 1], PaddedShape(StepKind.DECODE, 2, 2)),
-        ([1, 2], PaddedShape(StepKind.DECODE, 4, 4)),
-        ([9, 3], PaddedShape(StepKind.EXTEND, 4, 8)),
-        ([9, 3], PaddedShape(StepKind.EXTEND, 4, 16, 2)),
-    ):
-        batch = requests.batch(q_len)
-        with pytest.raises(NeverFits, match=f"{len(q_len)} sequences with {sum(q_len)} new tokens do not fit"):
-            tiny.runtime.plan(batch, shape)
-
-
 def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:
     batch = replace(batch_of([1, 1]), prefixes=SharedPrefixes([PrefixGroup(2, 4)]))
     assert POLICY.shape(batch, PadTo(4)).kind is StepKind.SHARED
     with pytest.raises(BadBatch, match="leave the prefixes out while another rank does not decode"):
         POLICY.shape(batch, PadTo(4, 8))
-
-
-def test_a_rank_without_sequences_runs_masked_steps_beside_others() -> None:
-    tiny = Tiny.build(CPU, "torch", [2], [8], custom_mask=True)
-    runner = tiny.runner()
-    runner.capture_all()
-    requests = tiny.admitted(1)
-    plans, padding = [], tiny.runtime.padding
-    for q_len in ([3], []):
-        batch = requests.batch(q_len)
-        visible = torch.ones(-(-int((batch.kv_len * batch.q_len).sum()) // 8), dtype=torch.uint8) * 255
-        batch = replace(batch, mask=StepMask(visible, kv_positions(batch.kv_len, batch.q_len, CPU)))
-        pad_to = PadTo.all_of([PadTo.of(batch, padding), PadTo(2, 8, 3)], padding)
-        plans.append(tiny.runtime.step(batch, tiny.runtime.plan(batch, pad_to)).plan)
-        tiny.runtime.end_step()
-        assert len(runner.run(batch, pad_to)) == len(q_len)
-    assert plans[0] is plans[1]
-    assert runner.counters.replays == 2
 
 
 def test_ranks_share_the_bucket_of_the_longest_sequence_of_any() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
@@ -21,7 +20,6 @@ from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.kv_pool import page_bytes, state_bytes
 from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, LastUnit, PoolKind, Problem, Row, Scales
 from rocm_attn.providers.select import select
-from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.values_json import as_json, from_json
 from tests.amd.worlds.compressed import (
@@ -36,7 +34,6 @@ from tests.amd.worlds.compressed import (
     CompressedWorld,
     Drawn,
     batch_of,
-    folded,
     layers,
 )
 from tests.amd.worlds.problems import providers
@@ -149,21 +146,6 @@ def test_a_request_that_gave_way_is_computed_again_on_other_pages(device: torch.
     world.step([again, other], [11, 1])
 
 
-def test_kept_pages_bring_the_state_with_them(device: torch.device) -> None:
-    """A prefix cache keeps whole pages in every space; a new request begins after them."""
-    world = CompressedWorld.build(device, "torch", swa_pages=20)
-    request = world.admit()
-    world.step([request], [18])
-    table = world.runtime.table
-    kept = table.kept.keep(request.row, 0, 2)
-    table.free(request.row)
-    row = table.kept.admit_over(kept, 16)
-    later = replace(request, row=row, drawn=request.drawn.first(16))
-    world.step([later], [3])
-    world.step([later], [1])
-    table.kept.drop(kept)
-
-
 @pytest.mark.parametrize("swa_pages", [0, 4], ids=["one space", "two spaces"])
 def test_the_state_of_a_long_request_takes_no_more_pages_than_a_window(swa_pages: int, device: torch.device) -> None:
     world = CompressedWorld.build(device, "torch", swa_pages=swa_pages)
@@ -268,28 +250,6 @@ def test_a_dump_of_a_flight_recorder_says_what_rows_stand_for() -> None:
     halved = replace(layers()[ALL], row=replace(HEAVY, state_dtype=torch.bfloat16))
     for problem in (*layers(), halved):
         assert from_json(Problem, json.loads(json.dumps(as_json(problem))), "problem") == problem
-
-
-def test_a_state_in_bfloat16_takes_half_the_bytes_and_takes_values_of_its_dtype(device: torch.device) -> None:
-    halved = [replace(each, row=replace(each.row, state_dtype=torch.bfloat16)) for each in layers()[1:]]
-    assert 2 * state_bytes(halved) == state_bytes(layers())
-    options = RuntimeOptions(num_pages=20, max_num_seqs=2, max_kv_len=64, provider="torch")
-    runtime = build_runtime([halved[1]], options, device=device)
-    request = runtime.table.admit()
-    generator = torch.Generator().manual_seed(0)
-    values, gates = (torch.randn(16, DIM, generator=generator).to(device) for _ in range(2))
-    for first, end in ((0, 11), (11, 16)):  # the second row begins in one step and ends in another
-        runtime.table.reserve(request, end)
-        step = runtime.step(StepBatch([request], [end], [end - first], NO_TOKEN_IDS)).parts[0]
-        at = torch.arange(first, first + len(step.token_ids), device=device).clamp(max=15)
-        rows, k = torch.empty(len(at), DIM, device=device), torch.zeros(len(at), 1, DIM, device=device)
-        with pytest.raises(BadTensor, match=r"values is torch\.float32; the layer works in torch\.bfloat16"):
-            step.layers.fold(0, values[at], gates[at], rows)
-        step.layers.fold(0, values[at].bfloat16(), gates[at].bfloat16(), rows)
-        step.layers.store(0, k, k)
-        runtime.end_step()
-    want = folded(values.cpu().bfloat16(), gates.cpu().bfloat16(), HEAVY)[1]
-    torch.testing.assert_close(rows[4].cpu().double(), want, atol=1e-6, rtol=1e-6)
 
 
 def test_a_state_has_a_dtype_that_is_kept() -> None:

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, NeverFits, Unsupported, WrongState
-from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.integrations.kv_passport import KVExtent, KVPassport, stretches
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter, Pages
 from rocm_attn.integrations.owners import Owner
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
-from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
@@ -187,42 +185,6 @@ def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
     new_row = moved(source, row, kv_len, target)
     assert all(map(torch.equal, story.decode(source, row, kv_len), story.decode(target, new_row, kv_len)))
     target.check_device()
-
-
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("sizes", [(4, 8), (16, 4), (1, 4)], ids=str)
-def test_pages_may_be_of_other_sizes_on_the_other_side(
-    sizes: tuple[int, int], provider: str, device: torch.device
-) -> None:
-    """The comparison is with a request prefilled there: kernels of the two page sizes may round in other orders."""
-    there, here = ([small_problem(size, window_left=window) for window in (-1, 5)] for size in sizes)
-    source = runtime_of(there, device, provider, num_pages=80)
-    target = runtime_of(here, device, provider, num_pages=80)
-    row = Story(there, device).prefill(source, 21)
-    story = Story(here, device)
-    stayed, new_row = story.prefill(target, 21), moved(source, row, 21, target)
-    assert all(map(torch.equal, story.decode(target, stayed, 21), story.decode(target, new_row, 21)))
-
-
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=str)
-@pytest.mark.parametrize("source_has_swa", [True, False], ids=["windows to windows", "all to windows"])
-def test_a_windows_space_takes_the_tokens_that_are_still_seen(
-    source_has_swa: bool, sizes: tuple[int, int], provider: str, device: torch.device
-) -> None:
-    there, here = ([small_problem(size, window_left=window) for window in (6, -1, 3)] for size in sizes)
-    swa = {"swa_pages": 40} if source_has_swa else {}
-    source = runtime_of(there, device, provider, **swa)
-    target = runtime_of(here, device, provider, swa_pages=40)
-    row = Story(there, device).prefill(source, 29)
-    exporter = KVExporter(source)
-    extent = exporter.extent(exporter.pages_of(row, 29), 29)
-    # The last step began at 24, and its first token saw the six before it.
-    assert extent.first == ({"full": 0, "swa": 16} if source_has_swa else {"full": 0})
-    story = Story(here, device)
-    stayed, new_row = story.prefill(target, 29), moved(source, row, 29, target)
-    assert target.table.num_held(new_row, Space.SWA) < target.table.num_held(new_row)
-    assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 
 def test_tokens_of_a_page_that_were_not_sent_are_not_gone_back_to(device: torch.device) -> None:
@@ -442,24 +404,6 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
 
 
 @pytest.mark.fast(interpreted=0)
-def test_scales_that_change_later_are_refused_on_both_sides(provider: str, device: torch.device) -> None:
-    problems = coded(FN, Scales.LAYER)
-    story, source = Story(problems, device), runtime_of(problems, device, provider)
-    target = runtime_of(problems, device, provider)
-    importer = KVImporter(target, KVPassport.of(source))
-    target.set_kv_scales(1, KVScales(0.5, 0.25))
-    row = story.prefill(source, 11)
-    exporter, extent, buffer = of_row(source, row, 11)
-    pages = exporter.pages_of(row, 11)
-    with pytest.raises(WrongState, match="scales of layer 1 have changed"):
-        importer.import_pages(dict(pages), extent, buffer)
-    source.table.free(row)
-    source.set_kv_scales(0, KVScales(0.5, 0.25))
-    with pytest.raises(WrongState, match="scales of layer 0 have changed"):
-        exporter.export(dict(pages), extent, buffer)
-
-
-@pytest.mark.fast(interpreted=0)
 def test_other_scales_at_the_address_of_those_that_are_gone_are_refused(
     provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,37 +455,6 @@ def test_the_rest_of_a_last_page_becomes_zero_but_in_pages_whose_tails_are_kept(
     importer.import_pages(there.pages, extent, buffer)
     assert (k[page, 1:] == 7).all()
     assert (v[page, 1:] == 8).all()
-
-
-def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
-    provider: str, device: torch.device
-) -> None:
-    problems, random = [small_problem()], torch.Generator().manual_seed(0)
-    attentions = []
-    for _ in range(2):
-        table = TableSource(torch.zeros(2, 8, dtype=torch.int32, device=device), null_page=False)
-        attention = ExternalAttention(
-            [LayerSource(problem) for problem in problems],
-            table,
-            device=device,
-            bounds=Bounds(num_seqs=2, num_tokens=8, kv_len=32, num_pages=6),
-            options=ExternalOptions(provider=provider),
-        )
-        k, v = (torch.randn(6, *side, generator=random).to(device) for side in ((4, 2, 16), (4, 2, 16)))
-        attention.pages.bind(0, k, v)
-        attentions.append((attention, k, v))
-    (one, k, v), (other, new_k, new_v) = attentions
-    there = {Space.FULL: [0, 2, 1]}
-    exporter, extent, buffer = exported(one, {Space.FULL: [3, 0, 5]}, 12)
-    assert extent.first == {"full": 0}
-    importer = KVImporter(other, exporter.passport)
-    importer.import_pages(there, extent, buffer)
-    for side, new in ((k, new_k), (v, new_v)):
-        assert torch.equal(side[[3, 0, 5]], new[[0, 2, 1]])
-    with pytest.raises(BadBatch, match="which means none"):
-        exporter.extent({Space.FULL: [3, 0, -1]}, 12)
-    other.pages.bind(0, new_k.view(6, 4, 2, 16), new_v)
-    importer.import_pages(there, extent, buffer)  # bound again in the same way
 
 
 @pytest.mark.parametrize(
@@ -641,21 +554,6 @@ def test_nothing_is_imported_while_a_step_may_store(device: torch.device) -> Non
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
-def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused(
-    provider: str, device: torch.device
-) -> None:
-    one = VLLM(4, device=device, provider=provider)
-    request = one.admit()
-    one.run([request], [5])
-    exporter, extent, buffer = exported(one.attention, request.pages, 5)
-    k, v = one.pages[0]
-    strides = list(k.stride())
-    strides[1], strides[2] = k.shape[3], k.shape[1] * k.shape[3]
-    one.attention.pages.bind(0, k.as_strided(k.shape, strides), v)
-    with pytest.raises(WrongState, match="pages of layer 0 have moved"):
-        exporter.export(request.pages, extent, buffer)
-
-
 def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes() -> None:
     runtime = runtime_of([*MODELS["different layers"], *coded(FN, Scales.TOKEN)], torch.device("cpu"), "torch")
     parts = stretches(KVPassport.of(runtime), KVExtent(7, {"full": 0}), range(4))
@@ -677,22 +575,3 @@ def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused(
     for number in (1, -1):
         with pytest.raises(BadTensor, match=f"layer {number} does not exist; layers are 0 to 0"):
             KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), number)
-
-
-def test_pages_may_be_arrays_of_whole_numbers_as_the_table_gives_them(device: torch.device) -> None:
-    problems = [small_problem()]
-    source, target = runtime_of(problems, device, "torch"), runtime_of(problems, device, "torch")
-    row = Story(problems, device).prefill(source, 11)
-    exporter, importer = KVExporter(source), KVImporter(target, KVPassport.of(source))
-    pages = source.table.pages_of(row)
-    extent = exporter.extent({Space.FULL: pages}, 11)
-    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
-    exporter.export({Space.FULL: pages}, extent, buffer)
-    new_row = importer.admit(extent)
-    importer.import_pages({Space.FULL: target.table.pages_of(new_row)}, extent, buffer)
-    again = torch.empty_like(buffer)
-    target.table.mark_stored([new_row], [11])
-    KVExporter(target).export_row(new_row, 11, again)
-    assert torch.equal(buffer, again)
-    with pytest.raises(BadBatch, match="the space 'full' holds float64; it must hold integers"):
-        exporter.export({Space.FULL: pages + 0.5}, extent, buffer)  # type: ignore[dict-item]

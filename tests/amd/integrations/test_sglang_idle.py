@@ -16,15 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import DeviceFault
 from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
-from rocm_attn.integrations.sglang.seen import PAD_ROW, slot_map
+from rocm_attn.integrations.sglang.seen import slot_map
 from rocm_attn.machine.settings import NEEDLES_EVERY
 from rocm_attn.truth.adopted import EngineRow, probe_idle
 from rocm_attn.truth.verdict import TruthVerdict
 from tests.amd.integrations.modules import install
-from tests.amd.integrations.sglang_stand_in import ROOM, Engine, Mode, Request
+from tests.amd.integrations.sglang_stand_in import Engine, Mode, Request
 from tests.amd.integrations.test_sglang_truth import POOLS
 from tests.amd.planted import reading_a_wrong_page
 
@@ -145,28 +144,6 @@ def lending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules[IDLE_ROWS]
 
 
-@pytest.mark.parametrize("kind", POOLS)
-def test_right_kernels_find_every_needle_and_the_step_is_that_of_its_requests(
-    kind: dict[str, Any], lending: Any
-) -> None:
-    served = Served(lending, **kind)
-    engine = served.engine
-    one, two = engine.admit(), engine.admit()
-    for mode, requests, new in ((Mode.EXTEND, [one, two], [7, 3]), (Mode.DECODE, [two, one], [1, 1])):
-        served.run(mode, requests, new)
-        assert not engine.table[PAD_ROW].any(), "the row for padding got its entries back"
-        assert lending.lent_row() is lending.NO_ROW
-        held = {page for request in requests for page in request.pages}
-        assert len({*engine.free}) == len(engine.free) == engine.num_slots // engine.page_size - 1 - len(held)
-    engine.hooks.attention.check_device()
-    assert [(verdict.word, verdict.not_checked) for verdict in served.verdicts] == [("right", {})] * 2
-    assert served.verdicts[0].num_keys > 100
-    whole = ROOM // engine.page_size * engine.page_size
-    assert all(len(slots) == whole for slots in served.slots)
-    assert all(slots.tolist() != sorted(slots.tolist()) for slots in served.slots)
-    assert served.tree.evicted == [whole + 2 * engine.page_size] * 2
-
-
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("kind", POOLS)
 def test_a_wrong_entry_of_one_layers_table_is_found_while_it_serves(
@@ -225,21 +202,3 @@ def test_slots_come_back_from_a_step_that_fails(lending: Any) -> None:
         lending.lend(fails, served.scheduler, "batch")
     assert {*served.engine.free} == pages
     assert lending.lent_row() is lending.NO_ROW
-
-
-def test_a_fault_of_a_requests_step_goes_to_the_engine_and_not_to_the_needles(
-    lending: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(NEEDLES_EVERY, "2")
-    served = Served(lending)
-    request = served.engine.admit()
-    served.run(Mode.EXTEND, [request], [7])
-    engine = served.engine
-    step = engine.step_of(engine.batch(Mode.DECODE, [request], [1]), [1])
-    step.batch.out_cache_loc = step.batch.out_cache_loc + 8
-    engine.hooks.init_forward_metadata(step.batch)
-    engine.forward(step)
-    with pytest.raises(DeviceFault, match="step 2: "):
-        served.run(Mode.DECODE, [request], [1])
-    assert served.verdicts == []
-    assert not engine.table[PAD_ROW].any()

@@ -227,21 +227,6 @@ def graph_of(engine: SparseEngine, x: Tensor, q_lora: Tensor) -> Graph:
     return Graph(engine, 4)
 
 
-def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device) -> None:
-    engine = SparseEngine(provider, device)
-    requests = [engine.admit() for _ in range(3)]
-    engine.run_sparse(Mode.EXTEND, requests, [9, 7, 12])
-    engine.hooks.init_cuda_graph_state(4, 4)
-    x, q_lora = engine.inputs(4)
-    graph = graph_of(engine, x, q_lora)
-    for batch in (requests, requests[1:], requests[:1]):
-        for to in (x, q_lora):
-            to.copy_(engine.random_rows(*to.shape))
-        done = graph.replay(batch, compares=False)
-        engine.compare(batch, done, engine.seen(batch, done, x, q_lora))
-    engine.hooks.attention.check_device()
-
-
 def test_latent_rows_of_656_bytes_are_stored_and_read_as_records_in_graphs_too(
     provider: str, device: torch.device
 ) -> None:
@@ -287,41 +272,11 @@ def test_records_of_a_model_in_float16_are_refused(provider: str, device: torch.
         AttentionHooks(engine.runner, engine.serving)
 
 
-def test_index_keys_lie_in_the_engines_pages_each_with_its_scale(provider: str, device: torch.device) -> None:
-    """A move or copy of SGLang's pages takes keys with their scales."""
-    engine = SparseEngine(provider, device)
-    one = engine.admit()
-    engine.run_sparse(Mode.EXTEND, [one], [6])
-    rows, size = engine.pool.index[0].cpu(), engine.page_size
-    scale_values = rows.view(torch.float32)[:, size * INDEX_DIM // 4 :]
-    assert (scale_values == engine.scale_value()).all()
-    codes = rows[:, : size * INDEX_DIM].reshape(-1, size, INDEX_DIM).view(torch.float8_e4m3fn)
-    slots = engine.table[one.row, :6].long().cpu()
-    stored = codes[slots // size, slots % size].double().numpy() * engine.scale_value()
-    assert np.allclose(stored, engine.index_keys[one.row], atol=1e-2, rtol=0.07)  # a code may be rounded differently
-    assert (engine.pool.index[1] == 0x7F).all()
-
-
 def test_new_weights_of_the_norm_change_what_index_keys_are_worth(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     engine.indexer.k_norm.weight.mul_(64)
     engine.hooks.renew_sinks()
     engine.run_sparse(Mode.EXTEND, [engine.admit()], [9])
-
-
-def test_index_pages_that_move_are_followed_until_graphs_read_them(provider: str, device: torch.device) -> None:
-    engine = SparseEngine(provider, device)
-    one = engine.admit()
-    engine.run_sparse(Mode.EXTEND, [one], [6])
-    engine.pool.index[0] = engine.pool.index[0].clone()
-    engine.run_sparse(Mode.DECODE, [one], [1])
-    engine.hooks.init_cuda_graph_state(4, 4)
-    graph_of(engine, *engine.inputs(4))
-    engine.pool.index[0] = engine.pool.index[0].clone()
-    step = engine.step_of(engine.batch(Mode.DECODE, [one], [1]), [1])
-    engine.hooks.init_forward_metadata(step.batch)
-    with pytest.raises(WrongState, match="graphs"):
-        engine.hooks.choose(0, project(engine.indexer, *engine.inputs(1), torch.arange(1, device=device)))
 
 
 def test_what_was_chosen_in_another_step_or_not_at_all_is_refused(provider: str, device: torch.device) -> None:

@@ -172,36 +172,6 @@ def test_rows_and_kept_pages_go_on_with_their_states_after_a_reopen(
     world.runtime.check_device()
 
 
-def test_a_row_that_went_back_to_its_beginning_goes_on_from_the_state_that_was_sent(device: torch.device) -> None:
-    """Its own steps have left a state in each slot."""
-    source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
-    one = target.admit()
-    for count in (5, 1):
-        target.step([one], [target.ids(count)])
-    target.back(one, 0)
-    target.runtime.table.reserve(one.row, 7)
-    sent = Sent(source, whole(source), 7)
-    KVImporter(target.runtime, KVPassport.from_json(sent.text)).import_row(one.row, sent.extent, sent.buffer)
-    one.ids += sent.ids
-    target.step([one], [target.ids(2)])
-    target.runtime.check_device()
-
-
-def test_a_fork_goes_on_when_tokens_come_into_the_row_of_its_parent(device: torch.device) -> None:
-    """The state of the fork is copied with the next step, and the parent's slots go to another request before that."""
-    world = Hybrid(device, "torch")
-    parent, other = world.begun(6, 4)
-    sent = Sent(world, other, 4)
-    child = Told(world.runtime.table.fork(parent.row, 6), list(parent.ids))
-    world.runtime.table.free(parent.row)
-    importer = KVImporter(world.runtime, KVPassport.from_json(sent.text))
-    moved = Told(importer.admit(sent.extent), list(other.ids))
-    assert moved.row == parent.row
-    importer.import_row(moved.row, sent.extent, sent.buffer)
-    world.step([child, moved], [world.ids(1), world.ids(1)])
-    world.runtime.check_device()
-
-
 @pytest.mark.parametrize("on_host", [True, False], ids=["the host", "only the device"])
 def test_a_row_that_pages_come_into_has_no_state(on_host: bool, device: torch.device) -> None:
     """Its slots have that of as many tokens, which were taken back, and the host may not know of how many."""
@@ -318,24 +288,6 @@ def test_any_word_of_a_buffer_of_any_length_counts(num_words: int, device: torch
         assert read_head(states, buffer).checksum, place
         words[place] ^= 1 << place % 63
     assert read_head(states, buffer).checksum == 0
-
-
-def test_a_buffer_without_a_state_is_refused(device: torch.device) -> None:
-    """States of other tokens: tests/amd/guards/test_sent_states.py."""
-    source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
-    one = whole(source)
-    source.step([one], [source.ids(1)])
-    sent = Sent(source, one, 8)
-    exporter = KVExporter(source.runtime)
-    pages = exporter.pages_of(one.row, 8)
-    sent.buffer.fill_(POISON)
-    exporter.export(pages, sent.extent, sent.buffer)  # K and V alone
-    with pytest.raises(BadTensor, match="checksum differs"):
-        sent.to(target)
-    with pytest.raises(BadTensor, match=r"the buffer has \d+ bytes"):
-        KVImporter(target.runtime, exporter.passport).import_row(
-            KVImporter(target.runtime, exporter.passport).admit(sent.extent), sent.extent, sent.buffer[:-16]
-        )
 
 
 def test_a_row_of_pages_alone_is_refused_by_the_step_that_needs_its_state(device: torch.device) -> None:

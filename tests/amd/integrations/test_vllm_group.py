@@ -60,30 +60,6 @@ def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
-    dim: int, heads_first: bool, device: torch.device, provider: str
-) -> None:
-    """Kernels that take strides serve it; Hopper's own, which the device has for such pages, do not."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    runner = Runner(
-        [replace(TERMS, head_size=dim)],
-        device=device,
-        provider=provider,
-        heads_first=heads_first,
-        dtype=dtype,
-        wide=True,
-    )
-    started(runner)
-    runner.step([1, 1, 1])
-    runner.step([1, 1, 30])
-    graph = runner.capture(4, 4, 1)
-    graph.run([1, 1, 1])
-    runner.groups[0].attention.check_device()
-
-
 def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too(
     device: torch.device, provider: str
 ) -> None:
@@ -107,22 +83,6 @@ def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.d
         runner.step([1, 1, 1])
     for group in runner.groups:
         group.attention.check_device()
-
-
-@pytest.mark.parametrize("chunk", [16, 32])
-def test_local_chunks_are_seen_and_blocks_before_them_may_be_given_back(
-    chunk: int, device: torch.device, provider: str
-) -> None:
-    """vLLM gives blocks back up to the chunk of the next token, which a window of a chunk's length still reaches."""
-    mask = MaskTerms(chunk=chunk)
-    runner = started(Runner(device=device, provider=provider, mask=mask, wide=True))
-    runner.evict(1, 0, 2)  # of 41 tokens
-    for new in ([1, 1, 1], [1, 1, 30], [7, 9, 1]):
-        runner.step(new)
-    of_one, of_any = runner.capture(4, 4, 1), runner.capture(4, 32, 32)
-    of_one.run([1, 1, 1])
-    of_any.run([2, 20, 4])
-    runner.groups[0].attention.check_device()
 
 
 IMAGES = MaskTerms(spans=True, spans_pass_window=True)
@@ -326,44 +286,12 @@ def _fails(*_: object) -> None:
     raise AssertionError("fill() is not called")
 
 
-@pytest.mark.parametrize("name", ["window", "plain"])
-def test_drafts_of_n_grams_and_chains_are_verified_by_kernels_for_verify_steps(
-    name: str, kinds: list[StepKind], device: torch.device, provider: str
-) -> None:
-    runner = started(Runner([LAYERS[name]], device=device, provider=provider))
-    for new in ([4, 1, 2], [4, 4, 4], [1, 3, 1]):
-        runner.step(new)
-    verify = runner.capture(4, 16, 4)
-    for new in ([4, 4, 4], [1, 2, 4], [3]):  # vLLM pads n-grams to the length that it has captured
-        verify.run(new)
-    assert kinds == [StepKind.MIXED, *[StepKind.VERIFY] * 8]
-    runner.step([5, 1, 1])
-    assert kinds[9:] == [StepKind.MIXED]
-    runner.groups[0].attention.check_device()
-
-
 def test_a_graph_of_any_steps_of_its_size_is_none_of_verify_steps(
     kinds: list[StepKind], device: torch.device, provider: str
 ) -> None:
     runner = started(Runner(device=device, provider=provider, wide=True))
     runner.capture(4, 16, 4).run([4, 4, 4])
     assert kinds[-2:] == [StepKind.MIXED] * 2
-
-
-def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -> None:
-    for num_tokens, max_query_len in ((4, 1), (12, 3)):
-        for table in runner.tables:
-            table.zero_()
-        runner.slots[0].fill_(-1)
-        runner.seq_lens[:4] = max_query_len
-        runner.query_start_loc[:5] = torch.arange(5) * max_query_len
-        step = runner.groups[0].begin(runner.common(0, 4, num_tokens, max_query_len))
-        given, out = runner.projected(num_tokens, num_tokens), torch.full((num_tokens, HEADS, 16), 7.0)
-        out = out.to(runner.device)
-        runner.forward([step], [given], [out])
-        assert not out.any()
-    runner.step([1, 1, 1])
-    runner.groups[0].attention.check_device()
 
 
 @pytest.mark.parametrize("new", [[1, 0, 1], [0, 1, 0], [2, 0, 1], [0, 0, 1]])
@@ -401,20 +329,6 @@ def test_a_stale_pad_is_reported(runner: Runner) -> None:
 
     graph.run_unseen([1, 1, 1], lie)
     assert_reported_two_steps_later(graph.run_unseen, "a new token had no page of its own")
-
-
-def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> None:
-    def lie(runner: Runner) -> None:
-        runner.slots[0][0] = runner.slots[0][1] - 1  # request 1 has a token there
-
-    runner.step_unseen([1, 1, 1], lie)
-    assert_reported_two_steps_later(runner.step_unseen, "a slot given for a new token differs")
-    # The step's write to a slot of request 1 was dropped. Request 0 has a hole in the place of its token.
-    given, outs = runner.step_unseen([1, 1, 1])
-    runner.compare_request(1, [1, 1, 1], given, outs)
-    runner.compare_request(2, [1, 1, 1], given, outs)
-    with pytest.raises(AssertionError, match="request 0"):
-        runner.compare_request(0, [1, 1, 1], given, outs)
 
 
 def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:

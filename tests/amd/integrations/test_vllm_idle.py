@@ -6,14 +6,12 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rocm_attn.errors import DeviceFault
 from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.vllm import idle_blocks
 from rocm_attn.integrations.vllm.group import give_chosen
@@ -56,26 +54,6 @@ class Served:
         self.verdicts.append(probe_idle(attention, row))
         for layer, was in zip(runner.layers, before, strict=True):
             assert torch.equal(layer.kv_cache[others].view(torch.uint8), was), "blocks of requests were written"
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"sliding_window": 20}, {"kv_cache_dtype": "fp8"}], ids=["plain", "window", "FP8"]
-)
-def test_right_kernels_find_every_needle_and_the_step_is_that_of_its_requests(
-    changes: dict[str, Any], device: torch.device, provider: str
-) -> None:
-    served = Served([TERMS, replace(TERMS, **changes)], device=device, provider=provider)
-    for _ in range(2):
-        served.runner.admit()
-    served.runner.step([9, 40])
-    for number in (1, 2):
-        served.lend()
-        served.runner.step([1, 1])
-        assert [verdict.word for verdict in served.verdicts] == ["right"] * number
-        served.runner.step([1, 3])  # the same blocks: needles run once in them
-        assert len(served.verdicts) == number
-    assert served.verdicts[0].num_keys > 50
-    served.runner.groups[0].attention.check_device()
 
 
 def test_every_row_of_the_table_may_have_a_request() -> None:
@@ -126,22 +104,6 @@ def test_what_one_layer_reads_wrongly_is_found_while_it_serves(layer: int, monke
     served.runner.step_unseen([1])
     (verdict,) = served.verdicts
     assert (verdict.word, list(verdict.wrong)) == ("wrong", [layer])
-
-
-def test_a_fault_of_a_requests_step_goes_to_the_engine_and_not_to_the_needles() -> None:
-    served = Served([TERMS])
-    for _ in range(2):
-        served.runner.admit()
-    served.runner.step([9, 40])
-
-    def wrong_slot(runner: Runner) -> None:
-        runner.slots[0][0] += 1
-
-    served.runner.step_unseen([1, 1], wrong_slot)
-    served.lend()
-    with pytest.raises(DeviceFault, match="step 2: "):
-        served.runner.step_unseen([1, 1])
-    assert served.verdicts == []
 
 
 @pytest.mark.parametrize("top", [0, 12], ids=["all keys", "selected keys"])
@@ -249,20 +211,6 @@ def test_vllm_is_hooked_only_where_needles_are_asked_for(every: str, monkeypatch
     monkeypatch.setenv(NEEDLES_EVERY, every)
     importlib.import_module("rocm_attn.integrations.vllm")._register_names()
     assert hooked == ([5] if every == "5" else [])
-
-
-def test_blocks_come_back_also_from_two_steps_at_once_and_from_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool(200)
-    scheduler, _ = engine_of(1, pool, monkeypatch)
-    one, other = scheduler.schedule(4), scheduler.schedule(4)
-
-    def fails() -> str:
-        raise RuntimeError("it failed")
-
-    with pytest.raises(RuntimeError, match="it failed"):
-        scheduler.update_from_output(one, fails)
-    scheduler.update_from_output(other, lambda: "")
-    assert sorted(pool.free) == list(range(1, 200))
 
 
 def test_blocks_that_requests_may_need_soon_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:

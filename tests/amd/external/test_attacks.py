@@ -1,4 +1,4 @@
-"""Errors of an engine: each is dropped, cut or refused, reported, and harms no other request."""
+"""Errors of an engine: a policy may count its faults and go on, and tables of another kind are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features that an engine may ask for, and refusals: causality, masks, short KV, strides, tails, inference mode."""
+"""Features that an engine may ask for, and refusals: causality, masks, spans, chunks, latents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code that an engine's author must write: a line for its KV cache, one for its table, one per kind of step."""
+"""The code that an engine's author must write: a line for its KV cache, and one for its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs next to pages that outlive their rows; a runtime with more rows than sequences has the same graphs."""
+"""Graphs next to pages that outlive their rows."""
 
 from __future__ import annotations
 

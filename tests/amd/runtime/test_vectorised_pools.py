@@ -1,4 +1,4 @@
-"""Layers whose pages are cut into vectors: stored, attended, copied and checked as those of linear pools."""
+"""Layers whose pages are cut into vectors: stored and attended as those of linear pools."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, Rope
 from rocm_attn.kernels.launch import (
     FixedLaunch,
     Launch,
-    RepeatedLaunch,
     does_only_launch,
     launch,
     note_launches,
@@ -84,20 +83,6 @@ def made_again(calls: PreparedCalls, call: AddressedCall) -> bool:
 
 def rows(count: int = 4) -> Tensor:
     return torch.zeros(count, 8)
-
-
-def test_a_prepared_call_runs_the_same_variants_with_its_own_addresses() -> None:
-    kernel, q, out, table = Kernel(("q", "out", "table", "scale", "lse", "G")), rows(), rows(), rows()
-    calls, _ = calls_after(
-        lambda: launch(kernel, (3, 2), q, out, table, 0.5, None, G=("any", 1)), q, out, memory=(table,)
-    )
-    assert kernel.by_triton == 1
-    other_q, other_out = rows(), rows()
-    assert made_again(calls, AddressedCall("form", (other_q.data_ptr(), other_out.data_ptr()), 2))
-    handles = "function", "metadata", None, None, None
-    own = other_q.data_ptr(), other_out.data_ptr(), table.data_ptr(), 0.5, None, ("any", 1)
-    assert kernel.ran == [(3, 2, 1, STREAM, *handles, *own)]
-    assert kernel.by_triton == 1
 
 
 def test_launches_of_a_call_come_in_their_order() -> None:
@@ -173,31 +158,6 @@ def test_tensors_that_begin_between_multiples_of_16_bytes_are_left_to_triton() -
     assert not made_again(calls, call), "prepared by an odd address"
     calls, call = calls_after(lambda: launch(kernel, (1,), even), even)
     assert made_again(calls, call)
-
-
-@pytest.mark.parametrize("odd_one", range(5))
-def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: int) -> None:
-    """Makes the layer's calls of a prepared form, with one tensor at an odd address, and with none."""
-    forms, *_ = forms_of(PLAIN)
-    kernel, calls = Kernel(("first",)), PreparedCalls()
-
-    def given(odd: bool) -> list[Tensor]:
-        sizes = [(4, 2, 16), (4, 2, 16), (4, 8, 16), (4, 8, 16), (4, 8)]
-        return [rows_at(1 if odd and at == odd_one else 0, *size) for at, size in enumerate(sizes)]
-
-    def made(tensors: list[Tensor]) -> list[AddressedCall | None]:
-        k, v, q, out, lse = tensors
-        roped = forms.rope_and_store(calls, 0, Projected(q, k, v, out), QkvWork())
-        return [forms.store(calls, 0, k, v), roped, forms.attend(calls, 0, q, out, lse)]
-
-    for call in made(given(odd=False)):
-        assert call is not None
-        with calls.noting(call, ()):
-            launch(kernel, (1,), 1)
-    assert made(given(odd=False)) == [None] * 3
-    assert len(kernel.ran) == 3
-    has_it = [odd_one < 2, odd_one < 4, odd_one >= 2]
-    assert [call is not None for call in made(given(odd=True))] == has_it
 
 
 def rows_at(first: int, *sizes: int) -> Tensor:
@@ -287,19 +247,6 @@ def attend(forms: LayerForms, layer: int, q: Tensor, out: Tensor, lse: Tensor | 
     return call
 
 
-def test_layers_of_a_kind_share_forms_and_have_addresses_of_their_own() -> None:
-    forms, pool, _ = forms_of(PLAIN, PLAIN)
-    q, out = q_and_out()
-    first, second = attend(forms, 0, q, out, None), attend(forms, 1, q, out, None)
-    assert first.form == second.form
-    for layer, call in enumerate((first, second)):
-        pages = pool.layer(layer)
-        assert call.addresses == (q.data_ptr(), out.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, 0, 0)
-    k, v = kv()
-    assert store(forms, 0, k, v).form == store(forms, 1, k, v).form
-    assert store(forms, 0, k, v).form != attend(forms, 0, k, v, None).form
-
-
 def test_tensors_of_other_sizes_strides_or_dtypes_make_another_form() -> None:
     forms, *_ = forms_of(PLAIN)
     q, out = q_and_out()
@@ -320,17 +267,6 @@ def test_tensors_of_other_sizes_strides_or_dtypes_make_another_form() -> None:
     k, v = kv()
     stores = [(k, v), (k, k), (torch.zeros(4, 4, 16)[:, :2], v), (k, torch.zeros(4, 4, 16)[:, :2]), (k.half(), v)]
     assert len({store(forms, 0, *each).form for each in stores}) == len(stores)
-
-
-def test_pages_whose_k_and_v_are_one_make_another_form() -> None:
-    forms, pool, _ = forms_of(PLAIN)
-    q, out = q_and_out()
-    k, v = kv()
-    apart = attend(forms, 0, q, out, None).form, store(forms, 0, k, v).form
-    pages = pool.layer(0)
-    pool.take(0, LayerPages.plain(pages.k, pages.k))
-    assert attend(forms, 0, q, out, None).form != apart[0]
-    assert store(forms, 0, k, v).form != apart[1]
 
 
 def test_another_norm_or_rope_makes_another_form_and_its_weights_are_used() -> None:
@@ -398,23 +334,6 @@ def test_a_variant_that_is_launched_again_stays_loaded() -> None:
     del calls, call
     gc.collect(1)
     assert variants[0]() is None
-
-
-def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then() -> None:
-    fill, build, table = Kernel(("table", "width", "G")), Kernel(("table",)), rows()
-    again = PreparedCalls().fill
-    for by_triton in (1, 2):  # only the first time of many
-        assert not again.again(STREAM)
-        with again.noting({"table": table}):
-            RepeatedLaunch(fill)(table.device, (5, 1, 1), table, 8, ("bundle",))
-            launch(build, (2,), table)
-        assert (fill.by_triton, build.by_triton) == (by_triton, by_triton)
-    handles = "function", "metadata", None, None, None
-    for handle in (STREAM, STREAM, STREAM + 1, STREAM):
-        assert again.again(handle)
-        assert fill.ran[-1] == (5, 1, 1, handle, *handles, table.data_ptr(), 8, ("bundle",))
-        assert build.ran[-1] == (2, 1, 1, handle, *handles, table.data_ptr())
-    assert (fill.by_triton, build.by_triton, len(fill.ran)) == (2, 2, 4)
 
 
 def test_a_fixed_launch_hands_over_what_it_is_given_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Deterministic extend of the plain kernel: sharing of rows by whole segments, and its cost."""
+"""Deterministic extend of the plain kernel: sharing of rows by whole segments."""
 
 from __future__ import annotations
 

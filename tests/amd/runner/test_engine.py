@@ -6,7 +6,6 @@ import pickle
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ import pytest
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
-from rocm_attn.step.layers import StepLayers
-from rocm_attn.watch.flight_recorder import read_dump
 from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
@@ -145,25 +142,6 @@ def test_graphs_made_ahead_serve_every_step_that_can_be_replayed(loaded: LoadedM
     assert results == engine(loaded).generate(some_requests(5))
 
 
-def test_a_step_that_fails_leaves_a_flight_record(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fault(*tensors: object) -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    path = tmp_path / "flight.json"
-    served = engine(loaded, flight_record=path)
-    served.generate(some_requests(1))
-    assert not path.exists()
-    served.submit(some_requests(1)[0])
-    monkeypatch.setattr(StepLayers, "attend", fault)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        served.step()
-    dump = read_dump(path)
-    assert dump.steps[-1].kv_len == (len(some_requests(1)[0].prompt_token_ids),)
-    assert dump.reason == "RuntimeError: an illegal memory access was encountered"
-
-
 BAD_REQUESTS: tuple[tuple[Callable[[], Request], str], ...] = (
     (lambda: Request((1,) * 97), r"the prompt has 97 tokens and the model's context is 96; shorten it"),
     (
@@ -235,21 +213,6 @@ def test_the_pool_is_as_large_as_needed_and_no_larger_than_allowed(
 ) -> None:
     report = engine(loaded, **changes).report()
     assert (report.num_pages, report.max_kv_len) == (num_pages, max_kv_len)
-
-
-@pytest.mark.parametrize("changes", [{"max_batch_size": 3}, {"num_pages": 17}, {"steps_ahead": 1}], ids=str)
-def test_every_step_and_token_is_timed_once(changes: dict[str, Any], loaded: LoadedModel) -> None:
-    """A request that is preempted has waited and begun once."""
-    served = engine(loaded, **changes)
-    served.generate(some_requests(5, 30))
-    metrics = served.report().metrics
-    assert (metrics.step_seconds.count, metrics.host_seconds.count) == (metrics.steps, metrics.steps)
-    assert metrics.step_seconds.total == pytest.approx(metrics.seconds)
-    assert 0 < metrics.host_seconds.total < metrics.step_seconds.total
-    assert (metrics.queue_seconds.count, metrics.first_token_seconds.count) == (5, 5)
-    assert metrics.token_gap_seconds.count == metrics.new_tokens - 5
-    assert metrics.queue_seconds.total < metrics.first_token_seconds.total
-    assert (metrics.preemptions > 0) == ("num_pages" in changes)
 
 
 def test_the_report_says_what_runs_and_what_waits(loaded: LoadedModel) -> None:

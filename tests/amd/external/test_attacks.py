@@ -1,14 +1,15 @@
-"""Errors of an engine: a policy may count its faults and go on, and tables of another kind are refused."""
+"""Errors of an engine: each is dropped, cut or refused, reported, and harms no other request."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor
+from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.external import LogAndCount
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
@@ -19,6 +20,12 @@ def assert_unharmed(engine: Engine, *rows: int) -> None:
     requests = [engine.requests[row] for row in rows]
     engine.run(requests, [1] * len(requests))
     engine.run(requests, [2] * len(requests))
+
+
+def assert_reported(engine: Engine, is_reported: bool) -> None:
+    """Checks that the last step met a page that it may not have, or that no step did."""
+    with pytest.raises(DeviceFault, match="a page in the table") if is_reported else nullcontext():
+        engine.attention.check_device()
 
 
 def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -44,6 +51,26 @@ def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog:
     assert policy.count == 2
     assert len(caplog.records) == 2
     assert "a length on the device was outside" in caplog.text
+
+
+def test_the_layer_with_the_fewest_pages_counts(device: torch.device, provider: str) -> None:
+    """Pages that graphs read may also become fewer, at the same addresses."""
+    engine = VLLM(16, (-1, -1), device=device, provider=provider, empty=3.0)
+    (request,) = engine.begun(5)
+    (page,) = request.pages[Space.FULL]
+    k, v = engine.pages[1]
+    engine.attention.seal()
+    graph = engine.capture(4)
+    for fewer in (False, True, False):
+        count = page + 1 - fewer
+        engine.attention.pages.bind(1, k[:count], v[:count])
+        engine.run_unseen([request], [1])
+        assert_reported(engine, fewer)
+        request.kv_len -= fewer
+        with pytest.raises(AssertionError) if fewer else nullcontext():
+            graph.run([request])
+        assert_reported(engine, fewer)
+        request.kv_len -= fewer
 
 
 def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -> None:

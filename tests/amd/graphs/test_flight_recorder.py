@@ -82,6 +82,27 @@ def test_a_dump_comes_back_as_it_was(deterministic: bool, device: torch.device, 
         dump.step(99)
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_an_exception_inside_a_step_writes_a_dump(on: bool, device: torch.device, tmp_path: Path) -> None:
+    tiny, path = Tiny.build(device, "torch"), tmp_path / "dump.json"
+    flight = FlightRecorder(tiny.runtime, path)
+
+    def forward(step: Part) -> Tensor:
+        if step.num_tokens == 2:
+            raise ZeroDivisionError("by no sequence")
+        return tiny.forward(step)
+
+    runner = StepRunner(tiny.runtime, forward, None, flight=flight) if on else StepRunner(tiny.runtime, forward, None)
+    with pytest.raises(ZeroDivisionError) as raised:
+        serve(runner, tiny.runtime)
+    assert path.exists() == on
+    if on:
+        dump = read_dump(path)
+        assert dump.reason == "ZeroDivisionError: by no sequence"
+        assert dump.step(None).q_len == (1, 1)
+        assert str(path) in "".join(getattr(raised.value, "__notes__", [str(path)]))
+
+
 def test_a_fault_of_the_device_that_surfaces_later_writes_a_dump(device: torch.device, tmp_path: Path) -> None:
     tiny, path = Tiny.build(device, "torch"), tmp_path / "dump.json"
     runner, _ = flown(tiny, path, graphs=False)

@@ -18,6 +18,7 @@ from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadTensor
 from rocm_attn.step.outputs import PerToken
 from rocm_attn.step.step import Part
+from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import SERVED, Forgetful, Lazy, Requests, Tiny, same
 
 CPU = torch.device("cpu")
@@ -198,3 +199,23 @@ def test_a_graph_that_is_wrong_in_one_leaf_is_refused_by_its_name() -> None:
     off = StepRunner(tiny.runtime, forward, recorder_for(CPU)).capture_all().graphs_off
     assert "differs from the eager run in rows" in off
     assert "of ['hidden'] (KV lengths" in off
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_sampled_check_compares_every_leaf(wrong: bool) -> None:
+    tiny, tap = Tiny.build(CPU, "torch", [4]), LayerTap()
+    tiny.around = tap.around
+    runs = 0
+
+    def forward(step: Part) -> tuple[Tensor, PerToken]:
+        nonlocal runs
+        runs += 1
+        return tiny.forward(step), PerToken(step.token_ids.float() + float(wrong and runs == 2))
+
+    runner = StepRunner(tiny.runtime, forward, None)
+    checked = SampledCheck(runner, tiny.runtime, tiny.problems, tap, every=1)
+    requests = tiny.admitted(2)
+    rows, tokens = checked.run(requests.batch([3, 2]))
+    assert (rows.shape, tokens.tensor.shape) == ((2, 96), (5,))
+    assert checked.counters.rows_differ == wrong
+    assert ("of [1] of a step of 2 sequences" in checked.counters.finding) == wrong

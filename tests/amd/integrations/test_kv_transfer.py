@@ -15,10 +15,12 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.integrations.kv_passport import KVExtent, KVPassport, stretches
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter, Pages
 from rocm_attn.integrations.owners import Owner
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
+from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
@@ -455,6 +457,37 @@ def test_the_rest_of_a_last_page_becomes_zero_but_in_pages_whose_tails_are_kept(
     importer.import_pages(there.pages, extent, buffer)
     assert (k[page, 1:] == 7).all()
     assert (v[page, 1:] == 8).all()
+
+
+def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
+    provider: str, device: torch.device
+) -> None:
+    problems, random = [small_problem()], torch.Generator().manual_seed(0)
+    attentions = []
+    for _ in range(2):
+        table = TableSource(torch.zeros(2, 8, dtype=torch.int32, device=device), null_page=False)
+        attention = ExternalAttention(
+            [LayerSource(problem) for problem in problems],
+            table,
+            device=device,
+            bounds=Bounds(num_seqs=2, num_tokens=8, kv_len=32, num_pages=6),
+            options=ExternalOptions(provider=provider),
+        )
+        k, v = (torch.randn(6, *side, generator=random).to(device) for side in ((4, 2, 16), (4, 2, 16)))
+        attention.pages.bind(0, k, v)
+        attentions.append((attention, k, v))
+    (one, k, v), (other, new_k, new_v) = attentions
+    there = {Space.FULL: [0, 2, 1]}
+    exporter, extent, buffer = exported(one, {Space.FULL: [3, 0, 5]}, 12)
+    assert extent.first == {"full": 0}
+    importer = KVImporter(other, exporter.passport)
+    importer.import_pages(there, extent, buffer)
+    for side, new in ((k, new_k), (v, new_v)):
+        assert torch.equal(side[[3, 0, 5]], new[[0, 2, 1]])
+    with pytest.raises(BadBatch, match="which means none"):
+        exporter.extent({Space.FULL: [3, 0, -1]}, 12)
+    other.pages.bind(0, new_k.view(6, 4, 2, 16), new_v)
+    importer.import_pages(there, extent, buffer)  # bound again in the same way
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,25 @@ def test_steps_run_ahead_over_blocks_that_vllm_makes_in_inference_mode() -> None
     assert ahead.done > 8
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"windows": (-1, 5), "with_window_pool": True}, {"is_latent": True}, {"with_trees": True}],
+    ids=["plain", "pools", "latent", "trees"],
+)
+def test_sglangs_pool_stays_and_its_steps_are_right_afterwards(
+    kind: dict[str, Any], provider: str, device: torch.device
+) -> None:
+    ahead = Ahead()
+    engine = Engine(provider, device, serve=False, **kind)
+    layers = range(len(engine.layers))
+    ahead.pages = [engine.pool.get_key_buffer(layer) for layer in layers]
+    engine.hooks = AttentionHooks(engine.runner, replace(engine.serving, ran_ahead=ahead))
+    one, two = engine.admit(), engine.admit()
+    engine.run(Mode.EXTEND, [one, two], [7, 3])
+    engine.run(Mode.DECODE, [one, two], [1, 1])
+    assert ahead.done > 8
+
+
 def test_no_step_runs_ahead_over_the_null_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM measures its graphs over one block if it serves one sequence at a time. A step there would be a fault."""
     monkeypatch.setattr(vllm_runner, "NUM_BLOCKS", 1)

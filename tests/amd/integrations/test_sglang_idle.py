@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.errors import DeviceFault
 from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
-from rocm_attn.integrations.sglang.seen import slot_map
+from rocm_attn.integrations.sglang.seen import PAD_ROW, slot_map
 from rocm_attn.machine.settings import NEEDLES_EVERY
 from rocm_attn.truth.adopted import EngineRow, probe_idle
 from rocm_attn.truth.verdict import TruthVerdict
@@ -202,3 +203,21 @@ def test_slots_come_back_from_a_step_that_fails(lending: Any) -> None:
         lending.lend(fails, served.scheduler, "batch")
     assert {*served.engine.free} == pages
     assert lending.lent_row() is lending.NO_ROW
+
+
+def test_a_fault_of_a_requests_step_goes_to_the_engine_and_not_to_the_needles(
+    lending: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NEEDLES_EVERY, "2")
+    served = Served(lending)
+    request = served.engine.admit()
+    served.run(Mode.EXTEND, [request], [7])
+    engine = served.engine
+    step = engine.step_of(engine.batch(Mode.DECODE, [request], [1]), [1])
+    step.batch.out_cache_loc = step.batch.out_cache_loc + 8
+    engine.hooks.init_forward_metadata(step.batch)
+    engine.forward(step)
+    with pytest.raises(DeviceFault, match="step 2: "):
+        served.run(Mode.DECODE, [request], [1])
+    assert served.verdicts == []
+    assert not engine.table[PAD_ROW].any()

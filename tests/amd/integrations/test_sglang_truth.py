@@ -68,6 +68,20 @@ def found(engine: Engine) -> TruthVerdict:
     return verdict
 
 
+@pytest.mark.parametrize("kind", POOLS)
+def test_right_kernels_find_every_needle_and_then_serve_sglangs_pool(
+    kind: dict[str, Any], provider: str, device: torch.device
+) -> None:
+    engine = engine_of(provider, device, **kind)
+    verdict = found(engine)
+    assert (verdict.word, verdict.sentence, verdict.not_checked) == ("right", "", {})
+    assert verdict.num_keys > 500
+    one, two = engine.admit(), engine.admit()
+    engine.run(Mode.EXTEND, [one, two], [7, 3])
+    engine.run(Mode.DECODE, [two, one], [1, 1])
+    engine.hooks.attention.check_device()
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("kind", POOLS)
 def test_a_wrong_entry_of_one_layers_table_is_found(

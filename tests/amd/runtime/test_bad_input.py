@@ -146,6 +146,24 @@ def test_layers_that_no_pool_can_hold_are_refused(device: torch.device) -> None:
         built_of([small_problem(4), small_problem(8)], device)
 
 
+def test_layers_that_did_not_store_are_named_by_the_next_step(device: torch.device) -> None:
+    world = World.build([small_problem()] * 3, device, PROVIDER)
+    request = world.admit()
+    batch = world.batch([request], [3])
+    with world.runtime.step(batch) as step:
+        _, k, v = world.qkv(world.problems[1], step.parts[0])
+        step.parts[0].layers.store(1, k, v)
+    world.runtime.table.reserve(request.row, 4)
+    with pytest.raises(
+        BadBatch, match=r"0 are stored in every layer \(its last step did not store in layer 0, layer 2\)"
+    ):
+        world.runtime.step(StepBatch([request.row], [4], [1], NO_TOKEN_IDS))
+    world.step([request], [3])
+    world.runtime.table.reserve(request.row, 5)
+    with pytest.raises(BadBatch, match="of which 3 are stored in every layer; store the others first"):
+        world.runtime.step(StepBatch([request.row], [5], [1], NO_TOKEN_IDS))
+
+
 def test_pages_of_more_tokens_than_a_gpu_serves_are_refused_on_a_cpu_too() -> None:
     with pytest.raises(Unsupported) as caught:
         built_of([small_problem(256)], torch.device("cpu"))

@@ -83,6 +83,27 @@ def test_a_copy_that_was_made_before_another_one_raised_is_not_made_again(
     world.runtime.check_device()
 
 
+def test_forks_checkpoints_and_rows_that_begin_at_them(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider)
+    table, one = world.runtime.table, world.admit()
+    world.step([one], [world.ids(2 * PAGE_SIZE)])
+    ids = table.kept.keep(one.row, 0, 2)
+    assert table.kept.have_states(ids).tolist() == [False, True]
+    world.step([one], [world.ids(1)])
+    child = type(one)(table.fork(one.row, len(one.ids)), list(one.ids))
+    world.step([one, child], [world.ids(1), world.ids(5)])
+    world.step([child, one], [world.ids(1), world.ids(1)])
+    table.free(one.row)
+    for _ in range(2):  # two rows go on from one checkpoint
+        late = type(one)(table.kept.admit_over(ids, 2 * PAGE_SIZE), one.ids[: 2 * PAGE_SIZE])
+        world.step([late], [world.ids(3)])
+    table.kept.drop(ids)
+    world.step([child, late], [world.ids(1), world.ids(1)])
+    with pytest.raises(BadBatch, match=r"recurrent layers have no state after 4 kept tokens; begin after no tokens"):
+        table.kept.admit_over(table.kept.keep(child.row, 0, 1), PAGE_SIZE)
+    world.runtime.check_device()
+
+
 def test_a_row_without_new_tokens_keeps_its_track_in_a_step_of_lengths_on_the_device(device: torch.device) -> None:
     """A checkpoint of a state that was never there was kept, and the step of a row over it was a fault."""
     world = Hybrid(device, "torch")

@@ -85,6 +85,20 @@ def rows(count: int = 4) -> Tensor:
     return torch.zeros(count, 8)
 
 
+def test_a_prepared_call_runs_the_same_variants_with_its_own_addresses() -> None:
+    kernel, q, out, table = Kernel(("q", "out", "table", "scale", "lse", "G")), rows(), rows(), rows()
+    calls, _ = calls_after(
+        lambda: launch(kernel, (3, 2), q, out, table, 0.5, None, G=("any", 1)), q, out, memory=(table,)
+    )
+    assert kernel.by_triton == 1
+    other_q, other_out = rows(), rows()
+    assert made_again(calls, AddressedCall("form", (other_q.data_ptr(), other_out.data_ptr()), 2))
+    handles = "function", "metadata", None, None, None
+    own = other_q.data_ptr(), other_out.data_ptr(), table.data_ptr(), 0.5, None, ("any", 1)
+    assert kernel.ran == [(3, 2, 1, STREAM, *handles, *own)]
+    assert kernel.by_triton == 1
+
+
 def test_launches_of_a_call_come_in_their_order() -> None:
     q, kernel = rows(), Kernel(("q",))
 
@@ -158,6 +172,31 @@ def test_tensors_that_begin_between_multiples_of_16_bytes_are_left_to_triton() -
     assert not made_again(calls, call), "prepared by an odd address"
     calls, call = calls_after(lambda: launch(kernel, (1,), even), even)
     assert made_again(calls, call)
+
+
+@pytest.mark.parametrize("odd_one", range(5))
+def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: int) -> None:
+    """Makes the layer's calls of a prepared form, with one tensor at an odd address, and with none."""
+    forms, *_ = forms_of(PLAIN)
+    kernel, calls = Kernel(("first",)), PreparedCalls()
+
+    def given(odd: bool) -> list[Tensor]:
+        sizes = [(4, 2, 16), (4, 2, 16), (4, 8, 16), (4, 8, 16), (4, 8)]
+        return [rows_at(1 if odd and at == odd_one else 0, *size) for at, size in enumerate(sizes)]
+
+    def made(tensors: list[Tensor]) -> list[AddressedCall | None]:
+        k, v, q, out, lse = tensors
+        roped = forms.rope_and_store(calls, 0, Projected(q, k, v, out), QkvWork())
+        return [forms.store(calls, 0, k, v), roped, forms.attend(calls, 0, q, out, lse)]
+
+    for call in made(given(odd=False)):
+        assert call is not None
+        with calls.noting(call, ()):
+            launch(kernel, (1,), 1)
+    assert made(given(odd=False)) == [None] * 3
+    assert len(kernel.ran) == 3
+    has_it = [odd_one < 2, odd_one < 4, odd_one >= 2]
+    assert [call is not None for call in made(given(odd=True))] == has_it
 
 
 def rows_at(first: int, *sizes: int) -> Tensor:

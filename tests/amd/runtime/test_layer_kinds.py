@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -96,4 +97,30 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(
     with pytest.raises(BadTensor, match=complaint):
         world.runtime.head_weights.set(0, weights)
     assert world.runtime.head_weights.of(0) is before
+    world.step([world.admit()], [3])
+
+
+GIVEN = {
+    "bfloat16": lambda: torch.arange(6, dtype=torch.bfloat16),
+    "float64": lambda: torch.arange(6, dtype=torch.float64),
+    "with gaps": lambda: torch.arange(12, dtype=torch.float32)[::2] / 2,
+    "a parameter": lambda: torch.nn.Parameter(torch.arange(6, dtype=torch.float32)),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+def test_weights_are_copied_from_wherever_they_are(given: Callable[[], torch.Tensor], device: torch.device) -> None:
+    world = World.build(GPT_OSS, device, "torch")
+    owned = world.runtime.head_weights.of(0).sinks
+    assert owned is not None
+    with torch.inference_mode():
+        world.runtime.head_weights.set(0, HeadWeights(given()))
+    sinks = given()
+    world.runtime.head_weights.set(0, HeadWeights(sinks))
+    with torch.no_grad():
+        sinks.fill_(9.0)  # the caller's own
+    now = world.runtime.head_weights.of(0).sinks
+    assert now is owned
+    assert now.tolist() == [0, 1, 2, 3, 4, 5]
+    assert (now.dtype, now.device, now.requires_grad) == (torch.float32, world.runtime.device, False)
     world.step([world.admit()], [3])

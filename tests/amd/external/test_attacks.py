@@ -13,7 +13,7 @@ from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.external import LogAndCount
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
-from tests.amd.external.engines import VLLM, Engine
+from tests.amd.external.engines import VLLM, Engine, MakeEngine, SGLang
 
 
 def assert_unharmed(engine: Engine, *rows: int) -> None:
@@ -26,6 +26,24 @@ def assert_reported(engine: Engine, is_reported: bool) -> None:
     """Checks that the last step met a page that it may not have, or that no step did."""
     with pytest.raises(DeviceFault, match="a page in the table") if is_reported else nullcontext():
         engine.attention.check_device()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("make", [SGLang, VLLM])
+@pytest.mark.parametrize("page_size", [16, 1])
+def test_a_window_that_was_given_back_too_early_is_reported(
+    make: MakeEngine, page_size: int, device: torch.device, provider: str
+) -> None:
+    """The layer with the longest window counts."""
+    spaces = (Space.FULL, Space.SWA, Space.SWA)
+    engine = make(page_size, (-1, 20, 6), spaces=spaces, device=device, provider=provider, empty=3.0)
+    first, second = engine.begun(40, 40)
+    engine.evict(first, 32)
+    engine.run_unseen([first], [1])
+    with pytest.raises(DeviceFault, match="the first key that a new token sees was in a page"):
+        engine.attention.check_device()
+    engine.run([second], [1])
+    engine.attention.check_device()
 
 
 def test_a_policy_may_log_and_count(device: torch.device, provider: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Features that an engine may ask for, and refusals: causality, masks, spans, chunks, latents."""
+"""Features that an engine may ask for, and refusals: causality, masks, short KV, strides, tails, inference mode."""
 
 from __future__ import annotations
 
@@ -412,6 +412,27 @@ def test_a_step_of_more_tokens_than_the_bounds_is_refused(device: torch.device, 
     ):
         engine.run([first, second], [90, 30], pads=9)
     engine.run([first, second], [90, 30], pads=8)
+
+
+@pytest.mark.fast(interpreted=0)
+def test_bounds_without_tokens_are_those_of_any_step_and_seal_makes_room_for_decode(
+    device: torch.device, provider: str
+) -> None:
+    engine = VLLM(PAGE, device=device, provider=provider)
+    engine.attention = ExternalAttention(
+        [LayerSource(problem())],
+        engine.sources(),
+        device=device,
+        bounds=Bounds(num_seqs=16, kv_len=96, num_pages=engine.num_pages),
+        options=ExternalOptions(provider=provider, page_strides=True),
+    )
+    engine.attention.pages.bind(0, *engine.pages[0])
+    engine.attention.seal()
+    requests = [engine.admit(), engine.admit()]
+    engine.run(requests, [90, 80])
+    engine.capture(16).run(requests)
+    with pytest.raises(CapacityExceeded, match="larger than the bounds given to seal"):
+        engine.capture(16, width=2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The code that an engine's author must write: a line for its KV cache, and one for its table."""
+"""The code that an engine's author must write: a line for its KV cache, one for its table, one per kind of step."""
 
 from __future__ import annotations
 
@@ -146,6 +146,28 @@ def test_tables_that_are_not_rows_of_pages_are_written_by_their_engine(device: t
             attention.tables.write([[1]])
     with pytest.raises(BadTensor, match="give a CsrSource"):
         lists.tables.use(torch.zeros((4, 6), dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("binds_calls", [False, True])
+def test_pages_of_a_call_may_come_after_seal_where_the_engine_says_so(binds_calls: bool, device: torch.device) -> None:
+    pages = [torch.zeros((BLOCKS, BLOCK_SIZE, KV_HEADS, DIM), device=device) for _ in range(4)]
+    attention = ExternalAttention(
+        [LayerSource(PROBLEM)],
+        TableSource(torch.zeros((4, 6), dtype=torch.int32, device=device), null_page=False),
+        device=device,
+        bounds=Bounds(num_seqs=4, num_tokens=40, kv_len=24, num_pages=BLOCKS),
+        options=ExternalOptions(provider="torch", binds_calls=binds_calls),
+    )
+    if not binds_calls:
+        attention.pages.bind(0, pages[0], pages[1])
+    attention.seal()
+    attention.pages.bind(0, pages[0], pages[1])
+    if binds_calls:
+        attention.pages.bind(0, pages[2], pages[3])
+        assert attention.pages.layer(0).k is pages[2]
+    else:
+        with pytest.raises(WrongState, match="the pages of layer 0 have moved"):
+            attention.pages.bind(0, pages[2], pages[3])
 
 
 def test_tables_that_were_used_before_are_let_go(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_attn.errors import WrongState
+from rocm_attn.errors import DeviceFault, WrongState
 from rocm_attn.paging.adopted import CsrSource, TableSource
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.external_step import ExternalStep
@@ -111,6 +111,23 @@ def test_tables_that_are_read_in_place_or_in_fill_have_no_such_event(device: tor
         engine = SGLang(page_size, device=device, provider=provider)
         with pytest.raises(WrongState, match=r"no table is copied.*; build with TableSource\(copied=True\)"):
             _ = engine.attention.tables.copied
+
+
+@pytest.mark.parametrize(("kind", "page_size"), [(SGLang, 1), (SGLang, 16), (VLLM, 16), (FlashInfer, 16)])
+def test_a_table_that_is_not_copied_is_read_until_its_step_is_over(
+    kind: type[Engine], page_size: int, device: torch.device, provider: str
+) -> None:
+    """The engine must not write it earlier: rows would be another request's, or are reported."""
+    engine = kind(page_size, device=device, provider=provider, empty=3.0)
+    requests = engine.begun(20, 9)
+    write_ahead(engine)
+
+    def step() -> None:
+        engine.run(requests, [1, 1])
+        engine.attention.check_device()
+
+    with pytest.raises((AssertionError, DeviceFault)):
+        step()
 
 
 def test_lists_and_maps_keep_their_length_under_graphs(device: torch.device, provider: str) -> None:

@@ -184,6 +184,23 @@ def test_after_reopening_graphs_are_paid_anew(device: torch.device) -> None:
         assert runner.counters.captures == captures
 
 
+def test_an_attempt_without_room_is_not_repeated_at_every_step(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = Tiny.build(device, "torch", [4])
+    attempts: list[int] = []
+
+    def refuse(runner: StepRunner[torch.Tensor], *_: object) -> str:
+        attempts.append(runner.counters.steps)
+        return "too few free pages to check it"
+
+    monkeypatch.setattr(StepRunner, "_capture", refuse)
+    runner, requests = runner_of(tiny, 2), requests_of(tiny)
+    for _ in range(7):
+        requests.run(runner, [1] * 4)
+    assert attempts == [2, 5]
+
+
 def test_a_capture_on_a_cpu_costs_what_is_said_in_runs_of_forward() -> None:
     tiny, runs = Tiny.build(CPU, "torch", [4]), []
 

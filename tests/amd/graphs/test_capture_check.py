@@ -156,6 +156,27 @@ def test_graphs_of_ragged_steps_are_checked_too(planted: str, provider: str, dev
     assert "the graph of extend of 2 sequences with 8 tokens differs" in fails.counters.graphs_off
 
 
+def test_an_exception_in_a_check_keeps_no_graph(provider: str, device: torch.device) -> None:
+    tiny = Tiny.build(device, provider, [4])
+    runs = 0
+
+    def forward(step: Part) -> Tensor:
+        nonlocal runs
+        runs += 1
+        if runs == 5:  # after warm-up and recording, on every recorder
+            raise ZeroDivisionError
+        return tiny.forward(step)
+
+    runner = StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device))
+    with pytest.raises(ZeroDivisionError):
+        runner.capture_all()
+    assert runner.capture_report().buckets == ()
+    assert tiny.runtime.table.num_free_rows == 8
+    serve(runner, tiny.runtime)
+    assert runner.counters.graphs_off == ""
+    assert runner.counters.replays == len(SERVED) - 1
+
+
 def test_a_model_that_gives_no_numbers_is_not_taken_for_checked(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, [4])
     runner = StepRunner(tiny.runtime, lambda step: tiny.forward(step) * float("nan"), recorder_for(tiny.runtime.device))

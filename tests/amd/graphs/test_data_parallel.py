@@ -18,7 +18,7 @@ from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, CapacityExceeded
+from rocm_attn.errors import BadBatch, CapacityExceeded, NeverFits
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.step.outputs import PerToken
@@ -199,6 +199,20 @@ def test_halves_of_one_size_are_asked_for() -> None:
             POLICY.split_shape(batch_of([1, 1]), pad_to)
     with pytest.raises(CapacityExceeded, match="12 tokens cannot be padded to 16; pad to at least 18"):
         POLICY.split_shape(batch_of([9, 3]), PadTo(2, 16))
+
+
+def test_no_step_is_staged_at_a_shape_that_it_does_not_fit() -> None:
+    tiny = Tiny.build(CPU, "torch", [4], [16], split_steps=True)
+    requests = tiny.admitted(3)
+    for q_len, shape in (
+        ([1, 1, 1], PaddedShape(StepKind.DECODE, 2, 2)),
+        ([1, 2], PaddedShape(StepKind.DECODE, 4, 4)),
+        ([9, 3], PaddedShape(StepKind.EXTEND, 4, 8)),
+        ([9, 3], PaddedShape(StepKind.EXTEND, 4, 16, 2)),
+    ):
+        batch = requests.batch(q_len)
+        with pytest.raises(NeverFits, match=f"{len(q_len)} sequences with {sum(q_len)} new tokens do not fit"):
+            tiny.runtime.plan(batch, shape)
 
 
 def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:

@@ -19,7 +19,7 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.hip_graphs.recorder import Recording
 from rocm_attn.machine.agreement import found_by_any
 from rocm_attn.step.step import Part
-from tests.amd.graphs.small_models import SERVED, Tiny, WrappedRecorder, same, serve
+from tests.amd.graphs.small_models import SERVED, Requests, Tiny, WrappedRecorder, same, serve
 from tests.amd.ranks import among_all, on_every_rank
 from tests.amd.worlds.hybrid import Hybrid
 
@@ -246,6 +246,27 @@ def test_graphs_that_were_switched_off_come_back_by_reopen(caplog: pytest.LogCap
     assert runner.counters.graphs_off == ""
     assert runner.capture_all().graphs_off == ""
     runner.check_addresses()
+
+
+@pytest.mark.parametrize("rows", [1, 8], ids=["no free row", "free rows"])
+def test_a_fault_of_an_earlier_step_is_reported_before_a_capture_touches_anything(rows: int) -> None:
+    tiny = Tiny.build(CPU, "torch", [1, 2], max_num_seqs=rows)
+    requests, runner = Requests(tiny.runtime), tiny.runner()
+    requests.admit(1)
+    requests.run(runner, [5])
+    requests.run(tiny.runner(graphs=False), [1])
+    number, counts = tiny.runtime.faults.step_number, tiny.runtime.gate._publisher._lines[0].counts
+    assert counts is not None
+    counts[3] = 1
+    stored = requests.stored()
+    # The last token again: its K and V are already stored.
+    again = StepBatch(*(np.array([value], np.int32) for value in (requests.rows[0], requests.kv_len[0], 1, 9)))
+    with pytest.raises(DeviceFault, match=f"step {number}: "):
+        runner.run(again)
+    assert same(requests.stored(), stored)
+    right = tiny.runner(graphs=False).run(again).clone()
+    assert same([runner.run(again)], [right])
+    assert runner.counters.replays == 1
 
 
 def test_faults_of_steps_that_a_graph_was_tried_on_are_reported_as_its_refusal_alone() -> None:

@@ -42,6 +42,7 @@ HOPPER = {
 }
 PLAIN_PAGES: dict[str, Any] = {}
 CODED_PAGES: dict[str, Any] = {"kv": Encoding.E4M3FN, "scales": Scales.HEAD}
+CODED: dict[str, Any] = {"kv_encoding": KVEncoding.E4M3FN, "kv_scales": Scales.HEAD}
 
 
 def on(triton: Release) -> Target:
@@ -137,6 +138,21 @@ def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decod
         assert (kernel.tiles.value_block if is_hopper else kernel.tiles.extend.key_block) == decode.tiles.key_block
     elsewhere = chosen(problem, on(Release.of("3.9.0")), deterministic=True)
     assert elsewhere.kernel(StepKind.EXTEND).entry.name == "triton.segment_extend"
+
+
+@pytest.mark.parametrize("dim", [192, 256])
+def test_what_lies_left_of_a_segment_has_room_in_the_workspace_where_shared_memory_has_none(dim: int) -> None:
+    layer = replace(LAYER, head_dim=dim, v_head_dim=dim)
+    kernel = hopper_of(chosen(layer, on(TRITONS[0]), deterministic=True).kernel(StepKind.EXTEND).bound)
+    assert kernel.cut.sharing.programs == 132
+    words = kernel.workspace_words(PaddedShape(StepKind.EXTEND, 1, 4096))
+    shared = replace(kernel.tiles, left_in_workspace=False).segment_words(programs=132, v_head_dim=dim)
+    assert words == shared + 132 * 128 * dim
+    case = Case([9], [5], heads=(32, 8), dims=(dim, dim), dtype=torch.bfloat16)
+    tensors = build(case, torch.device("cpu"))
+    args = tensors.args(garbage(kernel.cut.words(5, 1), torch.device("cpu")), torch.empty(words - 1))
+    with pytest.raises(AssertionError):
+        launch_hopper_extend(args, scores=tensors.scores, cut=kernel.cut, tiles=kernel.tiles)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

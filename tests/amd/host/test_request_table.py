@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, OutOfPages, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.request_table import RequestTable
 
@@ -34,6 +34,38 @@ def holding(table: RequestTable, num_tokens: int) -> int:
 
 def batch_of(rows: list[int], kv_len: list[int], q_len: list[int] | None = None) -> StepBatch:
     return StepBatch(np.array(rows), np.array(kv_len), np.array(q_len if q_len is not None else [1] * len(rows)))
+
+
+def test_no_row_has_room_for_more_tokens_than_the_longest_although_its_last_page_has() -> None:
+    table = make_table(page_size=8, max_kv_len=20)
+    rows = np.array([table.admit(), table.admit()], np.int32)
+    table.reserve_all(rows, np.array([20, 1], np.int32))
+    with pytest.raises(CapacityExceeded, match="21 tokens exceed the 20 that a row can hold; raise max_kv_len"):
+        table.reserve_all(rows, np.array([21, 9], np.int32))
+    with pytest.raises(CapacityExceeded, match="21 tokens exceed the 20"):
+        table.reserve(int(rows[0]), 21)
+    assert [len(table.pages_of(int(row))) for row in rows] == [3, 1]
+    with pytest.raises(BadBatch, match="has room for 20 tokens"):
+        table.checks.check(batch_of(rows[:1].tolist(), [21]))
+
+
+def test_a_step_is_refused_for_room_that_was_given_back_since_it_was_reserved() -> None:
+    table = make_table()
+    rows = [table.admit(), table.admit()]
+    step = batch_of(rows, [9, 6])
+    table.reserve_all(step.rows, step.kv_len)
+    table.checks.check(step)
+    table.truncate(rows[0], 5)
+    with pytest.raises(BadBatch, match="sequence 0 has kv_len 9, but row 1 has room for 5 tokens"):
+        table.checks.check(step)
+    table.reserve_all(step.rows, step.kv_len)
+    table.checks.check(step)
+    assert len(table.pages_of(rows[0])) == 3
+    table.free(rows[1])
+    with pytest.raises(BadBatch, match="row 2 of sequence 1 is not admitted"):
+        table.checks.check(step)
+    with pytest.raises(WrongState, match="row 2 is not admitted"):
+        table.reserve_all(step.rows, step.kv_len)
 
 
 def test_there_is_room_where_reserving_would_change_nothing() -> None:

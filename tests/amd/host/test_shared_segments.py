@@ -1,15 +1,23 @@
-"""Deterministic extend of the plain kernel: sharing of rows by whole segments."""
+"""Deterministic extend of the plain kernel: sharing of rows by whole segments, and its cost."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.attention.cuts import SHARE_WORDS
+from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_SIZE
+from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.triton_segments import SegmentExtend, bind_extend, bind_masked
+from tests.amd.kernels.attention_cases import Case, build, garbage
+from tests.amd.schedule_twins import extend_schedule
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 POOL = PoolSize(1000, 1 << 17, 64)
@@ -22,11 +30,32 @@ def bound(arch: str, problem: Problem) -> SegmentExtend:
     return extend
 
 
+def longest(extend: SegmentExtend, kv_len: int, q_len: int) -> tuple[int, int]:
+    """Returns, for one sequence, the number of shared query blocks, and segments of the longest row or share."""
+    words = extend_schedule([kv_len], [q_len], extend.cut, q_len)
+    share, cut = (words[at.value - SHARE_WORDS] for at in (SHARE_SIZE, SHARE_CUT))
+    segment_len = extend.tiles.segment_len
+    whole = -(-kv_len // segment_len)
+    blocks = -(-q_len // extend.cut.query_tokens)
+    return cut, max(whole if cut < blocks else 0, -(-share // segment_len) if cut else 0)
+
+
 def test_blocks_of_query_heads_that_are_not_equal_are_one_programs_each() -> None:
     """The merge finds the heads of a block by its place. A block has 128 rows, so 129 heads leave one over."""
     of_equal, of_unequal = (bound("gfx942", replace(LAYER, num_q_heads=heads, num_kv_heads=1)) for heads in (128, 129))
     assert of_equal.cut.sharing.programs == 304
     assert of_unequal.cut.sharing.programs == 0
+
+
+def test_the_workspace_has_a_slot_for_each_segment_of_a_share_and_no_word_less() -> None:
+    extend = bound("gfx942", LAYER)
+    words = extend.workspace_words(PaddedShape(StepKind.EXTEND, 1, 5))
+    rows, slots = extend.tiles.extend.query_rows, extend.tiles.shared_segments + 2
+    assert words == 304 * rows * slots * (128 + 2)
+    tensors = build(Case([9], [5], heads=(32, 8), dims=(128, 128), dtype=torch.bfloat16), torch.device("cpu"))
+    args = tensors.args(garbage(extend.cut.words(5, 1), torch.device("cpu")), torch.empty(words - 1))
+    with pytest.raises(AssertionError):
+        launch_segment_extend(args, scores=tensors.scores, cut=extend.cut, tiles=extend.tiles)
 
 
 def test_masked_steps_and_gpus_on_which_nothing_was_looked_at_share_nothing() -> None:

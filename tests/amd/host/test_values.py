@@ -22,7 +22,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
-from rocm_attn.kernels.metadata.step_tensors import Unit
+from rocm_attn.kernels.metadata.step_tensors import Need, Unit
 from rocm_attn.paging.index_spaces import Space, num_pages
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
@@ -196,6 +196,17 @@ def test_a_view_past_a_buffer_raises_where_a_slice_would_truncate() -> None:
     buffers.ensure(decode(4))
     with pytest.raises(CapacityExceeded, match="500 elements of kv_len"):
         buffers.view("kv_len", 500)
+
+
+def test_sealed_buffers_refuse_to_move_and_name_the_knob() -> None:
+    buffers = StepBuffers(SIZES.buffers({Space.FULL: [Need.PAGE_LIST]}, {Space.FULL: [Need.PAGE_LIST]}), CPU)
+    buffers.ensure(decode(8))
+    buffers.seal()
+    buffers.ensure(decode(5))
+    before = {name: tensor.data_ptr() for name, tensor in buffers.tensors().items()}
+    with pytest.raises(CapacityExceeded, match="capture_sizes"):
+        buffers.ensure(decode(64))
+    assert {name: tensor.data_ptr() for name, tensor in buffers.tensors().items()} == before
 
 
 def test_a_buffer_has_room_to_spare_unless_it_is_exact() -> None:

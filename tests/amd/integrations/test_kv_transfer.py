@@ -406,6 +406,24 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
 
 
 @pytest.mark.fast(interpreted=0)
+def test_scales_that_change_later_are_refused_on_both_sides(provider: str, device: torch.device) -> None:
+    problems = coded(FN, Scales.LAYER)
+    story, source = Story(problems, device), runtime_of(problems, device, provider)
+    target = runtime_of(problems, device, provider)
+    importer = KVImporter(target, KVPassport.of(source))
+    target.set_kv_scales(1, KVScales(0.5, 0.25))
+    row = story.prefill(source, 11)
+    exporter, extent, buffer = of_row(source, row, 11)
+    pages = exporter.pages_of(row, 11)
+    with pytest.raises(WrongState, match="scales of layer 1 have changed"):
+        importer.import_pages(dict(pages), extent, buffer)
+    source.table.free(row)
+    source.set_kv_scales(0, KVScales(0.5, 0.25))
+    with pytest.raises(WrongState, match="scales of layer 0 have changed"):
+        exporter.export(dict(pages), extent, buffer)
+
+
+@pytest.mark.fast(interpreted=0)
 def test_other_scales_at_the_address_of_those_that_are_gone_are_refused(
     provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -587,6 +605,21 @@ def test_nothing_is_imported_while_a_step_may_store(device: torch.device) -> Non
     assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
 
 
+def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused(
+    provider: str, device: torch.device
+) -> None:
+    one = VLLM(4, device=device, provider=provider)
+    request = one.admit()
+    one.run([request], [5])
+    exporter, extent, buffer = exported(one.attention, request.pages, 5)
+    k, v = one.pages[0]
+    strides = list(k.stride())
+    strides[1], strides[2] = k.shape[3], k.shape[1] * k.shape[3]
+    one.attention.pages.bind(0, k.as_strided(k.shape, strides), v)
+    with pytest.raises(WrongState, match="pages of layer 0 have moved"):
+        exporter.export(request.pages, extent, buffer)
+
+
 def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes() -> None:
     runtime = runtime_of([*MODELS["different layers"], *coded(FN, Scales.TOKEN)], torch.device("cpu"), "torch")
     parts = stretches(KVPassport.of(runtime), KVExtent(7, {"full": 0}), range(4))
@@ -608,3 +641,22 @@ def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused(
     for number in (1, -1):
         with pytest.raises(BadTensor, match=f"layer {number} does not exist; layers are 0 to 0"):
             KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), number)
+
+
+def test_pages_may_be_arrays_of_whole_numbers_as_the_table_gives_them(device: torch.device) -> None:
+    problems = [small_problem()]
+    source, target = runtime_of(problems, device, "torch"), runtime_of(problems, device, "torch")
+    row = Story(problems, device).prefill(source, 11)
+    exporter, importer = KVExporter(source), KVImporter(target, KVPassport.of(source))
+    pages = source.table.pages_of(row)
+    extent = exporter.extent({Space.FULL: pages}, 11)
+    buffer = torch.empty(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export({Space.FULL: pages}, extent, buffer)
+    new_row = importer.admit(extent)
+    importer.import_pages({Space.FULL: target.table.pages_of(new_row)}, extent, buffer)
+    again = torch.empty_like(buffer)
+    target.table.mark_stored([new_row], [11])
+    KVExporter(target).export_row(new_row, 11, again)
+    assert torch.equal(buffer, again)
+    with pytest.raises(BadBatch, match="the space 'full' holds float64; it must hold integers"):
+        exporter.export({Space.FULL: pages + 0.5}, extent, buffer)  # type: ignore[dict-item]

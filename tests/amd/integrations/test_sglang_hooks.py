@@ -463,6 +463,22 @@ def test_trees_of_drafts_in_layers_with_chunks_are_refused(provider: str, device
         Engine(provider, device, chunked=(0,), with_trees=True)
 
 
+def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:
+    """DFlash: SGLang runs a draft model's block as a step that verifies drafts, in layers of the encoder's kind."""
+    engine = Engine(provider, device, is_encoder=True, windows=(-1, 2))
+    requests = [engine.admit() for _ in range(3)]
+    engine.run(Mode.EXTEND, requests, [9, 2, 5])
+    engine.run(Mode.TARGET_VERIFY, requests[:2], [4, 4])
+    engine.hooks.init_cuda_graph_state(3, 12)
+    graph = Graph(engine, 3, width=4, mode=Mode.TARGET_VERIFY)
+    for batch in (requests, requests[:1], requests[1:]):
+        graph.replay(batch)
+    engine.causal = True
+    with pytest.raises(AssertionError, match="layer 0"):
+        graph.replay(requests)
+    engine.hooks.attention.check_device()
+
+
 def four_bits(engine: Engine) -> None:
     engine.pool.is_quantized_kv_cache = True
 

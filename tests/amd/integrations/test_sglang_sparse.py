@@ -279,6 +279,21 @@ def test_new_weights_of_the_norm_change_what_index_keys_are_worth(provider: str,
     engine.run_sparse(Mode.EXTEND, [engine.admit()], [9])
 
 
+def test_index_pages_that_move_are_followed_until_graphs_read_them(provider: str, device: torch.device) -> None:
+    engine = SparseEngine(provider, device)
+    one = engine.admit()
+    engine.run_sparse(Mode.EXTEND, [one], [6])
+    engine.pool.index[0] = engine.pool.index[0].clone()
+    engine.run_sparse(Mode.DECODE, [one], [1])
+    engine.hooks.init_cuda_graph_state(4, 4)
+    graph_of(engine, *engine.inputs(4))
+    engine.pool.index[0] = engine.pool.index[0].clone()
+    step = engine.step_of(engine.batch(Mode.DECODE, [one], [1]), [1])
+    engine.hooks.init_forward_metadata(step.batch)
+    with pytest.raises(WrongState, match="graphs"):
+        engine.hooks.choose(0, project(engine.indexer, *engine.inputs(1), torch.arange(1, device=device)))
+
+
 def test_what_was_chosen_in_another_step_or_not_at_all_is_refused(provider: str, device: torch.device) -> None:
     engine = SparseEngine(provider, device)
     one = engine.admit()

@@ -217,6 +217,20 @@ def test_steps_are_checked_and_a_wrong_slot_is_reported(
     assert hybrid.is_reported()
 
 
+@pytest.mark.parametrize("kind", [GDNAttnBackend, Mamba2AttnBackend])
+def test_a_slot_that_was_not_cleared_is_reported_if_layers_read_it(
+    kind: type, sglang: Any, provider: str, device: torch.device
+) -> None:
+    hybrid = Hybrid(sglang, provider, device, kind)
+    one, two = hybrid.engine.admit(), hybrid.engine.admit()
+    hybrid.step([one], [5], [3])  # the memory of a slot is zeroes at first
+    hybrid.states.clear_slots(3)
+    hybrid.step([two], [5], [3])
+    hybrid.check()
+    hybrid.step([hybrid.engine.admit()], [5], [3])
+    assert hybrid.is_reported() == (kind is GDNAttnBackend)
+
+
 def test_a_state_goes_with_copies_and_over_the_host(sglang: Any, provider: str, device: torch.device) -> None:
     """A prefix that two requests share: each has a copy of the state, in a slot of its own."""
     hybrid = Hybrid(sglang, provider, device)
@@ -313,6 +327,20 @@ def test_states_that_a_radix_cache_tracks_are_those_after_whole_chunks_and_after
     hybrid.check()
     one.kv_len = 4
     hybrid.step([one], [1], [6], mamba_track_mask=None)  # six tokens and more are in it by now
+    assert hybrid.is_reported()
+
+
+def test_a_slot_for_a_state_that_is_not_tracked_keeps_what_it_has(
+    sglang: Any, provider: str, device: torch.device
+) -> None:
+    hybrid = Hybrid(sglang, provider, device)
+    one = hybrid.engine.admit()
+    hybrid.recurrent.tracked = [6]
+    off, chunk = torch.tensor([False], device=device), torch.tensor([4], device=device)
+    hybrid.step([one], [6], [3], mamba_track_mask=off, mamba_track_aligned_lens=lambda: chunk)
+    hybrid.check()
+    one.kv_len = 4
+    hybrid.step([one], [2], [6])
     assert hybrid.is_reported()
 
 

@@ -290,6 +290,24 @@ def test_any_word_of_a_buffer_of_any_length_counts(num_words: int, device: torch
     assert read_head(states, buffer).checksum == 0
 
 
+def test_a_buffer_without_a_state_is_refused(device: torch.device) -> None:
+    """States of other tokens: tests/amd/guards/test_sent_states.py."""
+    source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
+    one = whole(source)
+    source.step([one], [source.ids(1)])
+    sent = Sent(source, one, 8)
+    exporter = KVExporter(source.runtime)
+    pages = exporter.pages_of(one.row, 8)
+    sent.buffer.fill_(POISON)
+    exporter.export(pages, sent.extent, sent.buffer)  # K and V alone
+    with pytest.raises(BadTensor, match="checksum differs"):
+        sent.to(target)
+    with pytest.raises(BadTensor, match=r"the buffer has \d+ bytes"):
+        KVImporter(target.runtime, exporter.passport).import_row(
+            KVImporter(target.runtime, exporter.passport).admit(sent.extent), sent.extent, sent.buffer[:-16]
+        )
+
+
 def test_a_row_of_pages_alone_is_refused_by_the_step_that_needs_its_state(device: torch.device) -> None:
     source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
     one = whole(source)

@@ -294,6 +294,22 @@ def test_a_graph_of_any_steps_of_its_size_is_none_of_verify_steps(
     assert kinds[-2:] == [StepKind.MIXED] * 2
 
 
+def test_steps_that_vllm_runs_to_warm_up_are_pads_and_no_fault(runner: Runner) -> None:
+    for num_tokens, max_query_len in ((4, 1), (12, 3)):
+        for table in runner.tables:
+            table.zero_()
+        runner.slots[0].fill_(-1)
+        runner.seq_lens[:4] = max_query_len
+        runner.query_start_loc[:5] = torch.arange(5) * max_query_len
+        step = runner.groups[0].begin(runner.common(0, 4, num_tokens, max_query_len))
+        given, out = runner.projected(num_tokens, num_tokens), torch.full((num_tokens, HEADS, 16), 7.0)
+        out = out.to(runner.device)
+        runner.forward([step], [given], [out])
+        assert not out.any()
+    runner.step([1, 1, 1])
+    runner.groups[0].attention.check_device()
+
+
 @pytest.mark.parametrize("new", [[1, 0, 1], [0, 1, 0], [2, 0, 1], [0, 0, 1]])
 def test_a_request_without_a_new_token_changes_nothing_for_the_others(new: list[int], runner: Runner) -> None:
     for each in (new, [1, 1, 1], new):
@@ -329,6 +345,20 @@ def test_a_stale_pad_is_reported(runner: Runner) -> None:
 
     graph.run_unseen([1, 1, 1], lie)
     assert_reported_two_steps_later(graph.run_unseen, "a new token had no page of its own")
+
+
+def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> None:
+    def lie(runner: Runner) -> None:
+        runner.slots[0][0] = runner.slots[0][1] - 1  # request 1 has a token there
+
+    runner.step_unseen([1, 1, 1], lie)
+    assert_reported_two_steps_later(runner.step_unseen, "a slot given for a new token differs")
+    # The step's write to a slot of request 1 was dropped. Request 0 has a hole in the place of its token.
+    given, outs = runner.step_unseen([1, 1, 1])
+    runner.compare_request(1, [1, 1, 1], given, outs)
+    runner.compare_request(2, [1, 1, 1], given, outs)
+    with pytest.raises(AssertionError, match="request 0"):
+        runner.compare_request(0, [1, 1, 1], given, outs)
 
 
 def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:

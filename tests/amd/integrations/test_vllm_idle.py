@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.errors import DeviceFault
 from rocm_attn.external import ExternalAttention
 from rocm_attn.integrations.vllm import idle_blocks
 from rocm_attn.integrations.vllm.group import give_chosen
@@ -104,6 +105,22 @@ def test_what_one_layer_reads_wrongly_is_found_while_it_serves(layer: int, monke
     served.runner.step_unseen([1])
     (verdict,) = served.verdicts
     assert (verdict.word, list(verdict.wrong)) == ("wrong", [layer])
+
+
+def test_a_fault_of_a_requests_step_goes_to_the_engine_and_not_to_the_needles() -> None:
+    served = Served([TERMS])
+    for _ in range(2):
+        served.runner.admit()
+    served.runner.step([9, 40])
+
+    def wrong_slot(runner: Runner) -> None:
+        runner.slots[0][0] += 1
+
+    served.runner.step_unseen([1, 1], wrong_slot)
+    served.lend()
+    with pytest.raises(DeviceFault, match="step 2: "):
+        served.runner.step_unseen([1, 1])
+    assert served.verdicts == []
 
 
 @pytest.mark.parametrize("top", [0, 12], ids=["all keys", "selected keys"])
@@ -211,6 +228,20 @@ def test_vllm_is_hooked_only_where_needles_are_asked_for(every: str, monkeypatch
     monkeypatch.setenv(NEEDLES_EVERY, every)
     importlib.import_module("rocm_attn.integrations.vllm")._register_names()
     assert hooked == ([5] if every == "5" else [])
+
+
+def test_blocks_come_back_also_from_two_steps_at_once_and_from_one_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(200)
+    scheduler, _ = engine_of(1, pool, monkeypatch)
+    one, other = scheduler.schedule(4), scheduler.schedule(4)
+
+    def fails() -> str:
+        raise RuntimeError("it failed")
+
+    with pytest.raises(RuntimeError, match="it failed"):
+        scheduler.update_from_output(one, fails)
+    scheduler.update_from_output(other, lambda: "")
+    assert sorted(pool.free) == list(range(1, 200))
 
 
 def test_blocks_that_requests_may_need_soon_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:

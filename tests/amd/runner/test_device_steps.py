@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from functools import cache
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUND
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -203,6 +204,27 @@ def with_an_error_word(engine: Engine) -> None:
     last = engine.runtime.gate.last
     assert last is not None
     last.inputs.counts[ERROR_WORD] = LENGTH_BEYOND_BOUND
+
+
+def with_a_low_limit(engine: Engine) -> None:
+    """Overwrites the limit of lengths, like a stray write."""
+    rounds_of(engine)._limit.fill_(1)
+
+
+@pytest.mark.parametrize("spoil", [with_an_error_word, with_a_low_limit])
+def test_a_fault_in_a_round_ends_its_requests_before_the_host_plans_another_step(
+    spoil: Callable[[Engine], None],
+) -> None:
+    engine = engine_of()
+    number = engine.submit(a_request(1, 200))
+    until_unread(engine)
+    spoil(engine)
+    with pytest.raises(DeviceFault, match="was outside of 0 <= q_len <= kv_len <= its bound"):
+        until_done(engine)
+    (done,) = served_to_the_end(engine, [number])
+    assert (done.finish_reason, bool(done.error)) == ("error", True)
+    again = a_request(3)
+    assert engine.generate([again]) == plainly([again])
 
 
 def test_a_row_that_nothing_can_be_picked_from_fails_its_request_alone() -> None:

@@ -6,6 +6,7 @@ import pickle
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, Unsupported
 from rocm_attn.hip_graphs.fake_recorder import FakeRecording
+from rocm_attn.step.layers import StepLayers
+from rocm_attn.watch.flight_recorder import read_dump
 from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.model import Model
@@ -140,6 +143,25 @@ def test_graphs_made_ahead_serve_every_step_that_can_be_replayed(loaded: LoadedM
     assert report.metrics.replays > 0
     assert report.metrics.seconds > report.metrics.capture_seconds > 0
     assert results == engine(loaded).generate(some_requests(5))
+
+
+def test_a_step_that_fails_leaves_a_flight_record(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*tensors: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    path = tmp_path / "flight.json"
+    served = engine(loaded, flight_record=path)
+    served.generate(some_requests(1))
+    assert not path.exists()
+    served.submit(some_requests(1)[0])
+    monkeypatch.setattr(StepLayers, "attend", fault)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        served.step()
+    dump = read_dump(path)
+    assert dump.steps[-1].kv_len == (len(some_requests(1)[0].prompt_token_ids),)
+    assert dump.reason == "RuntimeError: an illegal memory access was encountered"
 
 
 BAD_REQUESTS: tuple[tuple[Callable[[], Request], str], ...] = (

@@ -263,6 +263,20 @@ def test_an_abort_of_what_has_ended_changes_nothing_and_one_of_no_request_is_ref
             engine.abort(unknown)
 
 
+def test_the_fault_of_a_step_is_reported_although_an_abort_leaves_no_work(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = wiped(monkeypatch, Engine(loaded, BASE), 1)
+    ended, aborted = engine.submit(Request((3, 4), 1)), engine.submit(Request((5, 6), 9))
+    engine.step()
+    engine.abort(aborted)
+    with pytest.raises(DeviceFault, match="step 1"):
+        engine.step()
+    until_done(engine)
+    assert engine.completion(ended).finish_reason == engine.completion(aborted).finish_reason == "error"
+    assert all_pages_are_free(engine)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
 def test_a_cancelled_request_leaves_its_pages_and_no_trace(steps: int, loaded: LoadedModel) -> None:
     """One that waits, one that runs, and one that is done."""

@@ -108,6 +108,26 @@ def flip(served: Engine, seed: int) -> int:
     return len(memory)
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_flipped_bits_in_host_memory_are_misses_that_are_counted_and_texts_stay_right(
+    steps_ahead: int, loaded: LoadedModel
+) -> None:
+    served = small_engine(loaded, **FEW, steps_ahead=steps_ahead)
+    num_flipped = 0
+    for number, request in enumerate(requests()):
+        (done,) = served.generate([request])
+        assert_greedy(loaded, done)
+        check_cache(served._scheduler._cache, served.runtime.table)
+        num_flipped += flip(served, number)
+    metrics = served.report().metrics
+    assert num_flipped
+    assert metrics.host_kv_hits == 0
+    assert metrics.host_kv_refusals[CHANGED] > 10
+    text = metrics.as_prometheus()
+    assert f'rocm_attn_host_kv_refusals_total{{reason="changed"}} {metrics.host_kv_refusals[CHANGED]}' in text
+    assert 'rocm_attn_host_kv_refusals_total{reason="other"} 0' in text
+
+
 def test_records_of_other_tokens_are_misses_that_are_counted_and_texts_stay_right(loaded: LoadedModel) -> None:
     served = small_engine(loaded, **FEW)
     for request in requests():

@@ -20,7 +20,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.prefix_cache import CachedRow
-from rocm_serve.request import Completion, Request
+from rocm_serve.request import Completion, Request, RequestsFailed
 from rocm_serve.request import Sequence as Served
 from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters
 from rocm_serve.sampling.sampling import Sampler, TokenPicker
@@ -214,6 +214,23 @@ async def test_logprobs_come_with_the_tokens_to_events_pieces_and_completions(lo
     async with AsyncEngine(Engine(loaded, BASE)) as front:
         read = [emitted async for piece in front.stream(request) for emitted in piece.logprobs]
     assert tuple(read) == done[0].logprobs
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop_token_ids": tuple(range(VOCAB))}, {"allowed_token_ids": (END,)}],
+    ids=["every token ends it", "the end alone is allowed"],
+)
+def test_a_request_that_allows_no_token_fails_alone(
+    fields: dict[str, Any], loaded: LoadedModel, alone: list[Completion]
+) -> None:
+    engine = Engine(loaded, BASE)
+    with pytest.raises(RequestsFailed) as failed:
+        engine.generate([Request(PROMPT, 5, min_tokens=2, **fields), PLAIN])
+    none, plain = failed.value.completions
+    assert none.error.startswith("no token is left that the request allows: its constraint, its biases, allowed_token_")
+    assert none.is_own_fault
+    assert plain == alone[0]
 
 
 def test_a_constraint_and_the_allowed_tokens_hold_together(alone: list[Completion]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, LayerSource
@@ -20,6 +21,7 @@ from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.kv_pool import page_bytes, state_bytes
 from rocm_attn.problem import EarlierSelection, Indexer, KVEncoding, LastUnit, PoolKind, Problem, Row, Scales
 from rocm_attn.providers.select import select
+from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.values_json import as_json, from_json
 from tests.amd.worlds.compressed import (
@@ -34,6 +36,7 @@ from tests.amd.worlds.compressed import (
     CompressedWorld,
     Drawn,
     batch_of,
+    folded,
     layers,
 )
 from tests.amd.worlds.problems import providers
@@ -250,6 +253,28 @@ def test_a_dump_of_a_flight_recorder_says_what_rows_stand_for() -> None:
     halved = replace(layers()[ALL], row=replace(HEAVY, state_dtype=torch.bfloat16))
     for problem in (*layers(), halved):
         assert from_json(Problem, json.loads(json.dumps(as_json(problem))), "problem") == problem
+
+
+def test_a_state_in_bfloat16_takes_half_the_bytes_and_takes_values_of_its_dtype(device: torch.device) -> None:
+    halved = [replace(each, row=replace(each.row, state_dtype=torch.bfloat16)) for each in layers()[1:]]
+    assert 2 * state_bytes(halved) == state_bytes(layers())
+    options = RuntimeOptions(num_pages=20, max_num_seqs=2, max_kv_len=64, provider="torch")
+    runtime = build_runtime([halved[1]], options, device=device)
+    request = runtime.table.admit()
+    generator = torch.Generator().manual_seed(0)
+    values, gates = (torch.randn(16, DIM, generator=generator).to(device) for _ in range(2))
+    for first, end in ((0, 11), (11, 16)):  # the second row begins in one step and ends in another
+        runtime.table.reserve(request, end)
+        step = runtime.step(StepBatch([request], [end], [end - first], NO_TOKEN_IDS)).parts[0]
+        at = torch.arange(first, first + len(step.token_ids), device=device).clamp(max=15)
+        rows, k = torch.empty(len(at), DIM, device=device), torch.zeros(len(at), 1, DIM, device=device)
+        with pytest.raises(BadTensor, match=r"values is torch\.float32; the layer works in torch\.bfloat16"):
+            step.layers.fold(0, values[at], gates[at], rows)
+        step.layers.fold(0, values[at].bfloat16(), gates[at].bfloat16(), rows)
+        step.layers.store(0, k, k)
+        runtime.end_step()
+    want = folded(values.cpu().bfloat16(), gates.cpu().bfloat16(), HEAVY)[1]
+    torch.testing.assert_close(rows[4].cpu().double(), want, atol=1e-6, rtol=1e-6)
 
 
 def test_a_state_has_a_dtype_that_is_kept() -> None:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
 from rocm_attn.machine.target import known_target
@@ -137,6 +139,28 @@ def test_a_sequence_gives_the_same_bits_in_every_way(
         if graphs:
             assert teller.runner.counters.replays > 0
     assert not different
+
+
+@pytest.mark.fast(interpreted=0)
+@deterministic
+def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, device: torch.device) -> None:
+    problem = small_problem(has_sinks=True)
+    teller = Teller(device, provider, problem)
+    story = Story.random(problem, 80, 3)
+    with_lse = teller.tell(teller.begin(story), (79, 1))
+    reported = teller.tell(teller.begin(story), (79,))
+    runtime, token = teller.runtime, slice(79, 80)
+    runtime.table.reserve(reported.row, 80)
+    step = runtime.step(_decode_of(reported)).parts[0]
+    q, k, v = (part[token].to(runtime.device) for part in (story.q, story.k, story.v))
+    out = torch.empty_like(with_lse.out[token])
+    step.layers.store_and_attend(0, q, k, v, out)
+    runtime.end_step()
+    assert torch.equal(out, with_lse.out[token])
+
+
+def _decode_of(reported: Told) -> StepBatch:
+    return StepBatch(*(np.array([number], np.int32) for number in (reported.row, reported.num_reported + 1, 1)))
 
 
 def test_only_kernels_that_do_not_depend_on_the_batch_are_chosen() -> None:

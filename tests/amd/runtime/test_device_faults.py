@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from rocm_attn.step.echo import fault_of
 from rocm_attn.step.host_ring import HostRing
 from tests.amd.guards.late_device import LateDevice
 from tests.amd.runtime.interrupts import OutOfMemory, interrupted_at
+from tests.amd.worlds.problems import providers
 from tests.amd.worlds.two_rows import decode_of_both, run_split, run_whole, runtime_of_two_rows
 from tests.amd.worlds.world import Request, World
 
@@ -105,6 +107,38 @@ def test_a_fault_is_reported_although_its_memory_was_given_up(provider: str, dev
     assert [message.partition(":")[0] for _, message in steps_until_reported(serving, requests)] == [f"step {number}"]
 
 
+def test_a_fault_is_reported_by_a_slot_that_grows(provider: str, device: torch.device) -> None:
+    serving, requests = decoding(provider, device, graphs=False)
+    number = set_error_word(serving, TOKEN_WITHOUT_PAGE)
+    serving.step(requests, [1, 1])
+    serving.step(requests, [1, 1])
+    rows = np.array([request.row for request in requests])
+    kv_len = np.array([request.kv_len + 20 for request in requests], np.int32)
+    serving.runtime.table.reserve_all(rows, kv_len)
+    large = StepBatch(rows, kv_len, np.array([20, 20]), np.zeros(40, np.int32))
+    with pytest.raises(DeviceFault, match=f"step {number}: "):
+        serving.runtime.step(large)
+    serving.step(requests, [1, 1])
+
+
+def test_a_graph_that_never_ran_is_reported_when_the_device_is_asked(device: torch.device) -> None:
+    """It would have taken its inputs; the next one takes them in its place."""
+    serving, requests = decoding(providers()[-1], device, graphs=True)
+    serving.step(requests, [1, 1])
+    (entry,) = (graph for graph in serving.runner._graph_of_plan.values() if graph.takes_inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(entry.recording, "replay", partial(serving.runtime.graph_runs.run, lambda: None))
+        serving.run(requests, [1, 1])
+    serving.run(requests, [1, 1])
+    with pytest.raises(
+        DeviceFault, match=f"the inputs of step {serving.runtime.faults.step_number} never reached the device"
+    ):
+        serving.runtime.check_device()
+    serving.free(*requests)
+    assert steps_until_reported(serving, serving.admit_all(2)) == []
+    serving.runtime.check_device()
+
+
 def test_a_step_whose_inputs_were_lost_is_reported_once(provider: str, device: torch.device) -> None:
     serving, requests = decoding(provider, device, graphs=False)
     publisher = serving.runtime.gate._publisher
@@ -133,6 +167,25 @@ def test_counts_that_somebody_overwrote_are_reported(provider: str, device: torc
     )
 
 
+def test_a_launch_that_fails_is_not_taken_for_a_lost_step(provider: str, device: torch.device) -> None:
+    serving, requests = decoding(provider, device, graphs=False)
+    publisher = serving.runtime.gate._publisher
+    publish = publisher._ops.publish
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no launch")
+
+    for _ in range(2):
+        publisher._ops = replace(publisher._ops, publish=fails)
+        number = serving.runtime.faults.step_number
+        with pytest.raises(RuntimeError, match="no launch"):
+            serving.run(requests, [1, 1])
+        publisher._ops = replace(publisher._ops, publish=publish)
+        assert serving.runtime.faults.step_number == number
+        serving.step(requests, [1, 1])
+    assert steps_until_reported(serving, requests) == []
+
+
 def test_a_step_that_is_missing_at_the_end_is_reported(provider: str, device: torch.device) -> None:
     serving, _ = decoding(provider, device, graphs=False)
     counts, number = serving.runtime.gate._publisher._lines[0].counts, serving.runtime.faults.step_number
@@ -141,6 +194,23 @@ def test_a_step_that_is_missing_at_the_end_is_reported(provider: str, device: to
     with pytest.raises(DeviceFault, match=f"counts of step {number - 1} and step {number} was published last"):
         serving.runtime.check_device()
     serving.runtime.check_device()
+
+
+def test_two_runtimes_hear_of_their_own_steps_only(provider: str, device: torch.device) -> None:
+    served = [decoding(provider, device, graphs=graphs) for graphs in (False, True)]
+    served[0][0].step(served[0][1], [1, 1])
+    numbers = [set_error_word(served[1][0], TOKEN_WITHOUT_PAGE)]
+    reported: list[list[str]] = [[], []]
+    for round_ in range(8):
+        for at, (serving, requests) in enumerate(served):
+            try:
+                serving.step(requests, [1, 1])
+            except DeviceFault as fault:
+                reported[at].append(str(fault).partition(":")[0])
+                serving.step(requests, [1, 1])
+        if round_ == 3:
+            numbers.append(set_error_word(served[0][0], LENGTH_BEYOND_BOUND))
+    assert reported == [[f"step {numbers[1]}"], [f"step {numbers[0]}"]]
 
 
 def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: torch.device) -> None:

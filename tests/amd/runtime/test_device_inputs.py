@@ -119,6 +119,25 @@ def test_a_graph_for_lengths_on_the_device_is_checked_on_other_requests(
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
 
 
+@pytest.mark.parametrize("given", [7, 10, 6])
+def test_a_length_that_leaves_a_gap_is_cut_to_what_is_stored(provider: str, given: int, device: torch.device) -> None:
+    """Five tokens are stored, and a step of one may have ten: later places in their pages belong to others."""
+    serving, (request, other) = serving_with_prompts(provider, device, [5, 3], graphs=False)
+    rows = np.array([request.row, other.row], np.int32)
+    serving.runtime.table.reserve_all(rows, np.array([10, 4], np.int32))
+    inputs = DeviceInputs(kv_len=ints([given, 4], serving))
+    step = serving.runtime.step(
+        StepBatch(rows, np.array([10, 4]), np.array([1, 1]), NO_TOKEN_IDS, inputs=inputs)
+    ).parts[0]
+    assert step.positions.tolist()[:2] == [5, 3]
+    serving.runtime.end_step()
+    if given == 6:
+        serving.runtime.check_device()
+    else:
+        with pytest.raises(DeviceFault, match="let a step begin after the tokens that its row has stored"):
+            serving.runtime.check_device()
+
+
 def test_new_tokens_that_the_device_leaves_out_leave_no_gap(provider: str, device: torch.device) -> None:
     """The host has the length, and a bound on the new tokens: fewer would begin after the stored ones."""
     serving, (request,) = serving_with_prompts(provider, device, [5], graphs=False)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import BadBatch, WrongState
+from rocm_attn.errors import BadBatch, DeviceFault, WrongState
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -67,6 +68,25 @@ def test_both_spaces_keep_what_is_shared(provider: str, device: torch.device) ->
 
 
 @pytest.mark.fast(interpreted=0)
+def test_a_split_step_that_would_write_to_a_shared_page_is_refused_in_both_halves(
+    provider: str, device: torch.device
+) -> None:
+    world = World.build([small_problem()], device, provider)
+    parent, _ = family(world, 6, 6)
+    (other,) = world.begun(2)
+    take_back(parent, 1)
+    batch = world.batch([other, parent], [1, 1])
+    split = world.runtime.step(batch, world.runtime.plan(batch, halves=2))
+    for half in split.parts:
+        k = torch.zeros(half.token_ids.shape[0], 2, 16, device=world.runtime.device)
+        with pytest.raises(BadBatch, match="sequence 1 would store token 5"):
+            half.layers.store(0, k, k)
+    world.runtime.end_step()
+    world.runtime.table.truncate(parent.row, 5)
+    world.step([other, parent], [1, 1])
+
+
+@pytest.mark.fast(interpreted=0)
 def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool, device: torch.device) -> None:
     """Decoders do so over an encoder's KV, each beam in a fork of its row; the longest chunk first."""
     problem = replace(small_problem(), window_right=UNLIMITED_WINDOW)
@@ -92,6 +112,29 @@ def test_steps_that_only_attend_read_what_rows_share(provider: str, graphs: bool
     runtime.table.reserve(beam.row, 11)
     with pytest.raises(BadBatch, match="attends to the first 11 tokens of row 2, of which 10 are stored"):
         runner.run(StepBatch(np.array([beam.row]), np.array([11]), np.array([1]), NO_TOKEN_IDS))
+
+
+@pytest.mark.fast(interpreted=0)
+def test_a_length_on_the_device_does_not_lead_into_what_is_shared(
+    provider: str, graphs: bool, device: torch.device
+) -> None:
+    serving = World.one_layer(device, graphs=graphs, provider=provider, capture_tokens=(8,))
+    parent, other = serving.begun(9, 3)
+    child = serving.fork(parent, 8)
+    batch = serving.batch([child, other], [2, 2])
+    kv_len = torch.tensor([8, 5], dtype=torch.int32, device=serving.runtime.device)
+    lengths = DeviceInputs(kv_len=kv_len, q_len=torch.full_like(kv_len, 2))
+    serving.run_batch([child, other], [2, 2], replace(batch, inputs=lengths))
+    serving.check_step([child, other], [2, 2])
+    faults = []
+    for _ in range(3):  # if a graph was made first, the batch was published twice
+        try:
+            serving.runtime.check_device()
+        except DeviceFault as fault:
+            faults.append(str(fault))
+    assert faults
+    assert all("let a step begin within the tokens that its row shares with another" in fault for fault in faults)
+    serving.step([parent], [1])
 
 
 class Fails(Exception):
@@ -159,6 +202,42 @@ def test_a_step_that_raised_half_way_is_run_again_before_the_next(
         runner.run(tokens(row, 9, 1))
 
 
+def test_attending_before_storing_is_refused(device: torch.device) -> None:
+    runtime, _, _ = model(2, device)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 4)
+    step = runtime.step(tokens(row, 4, 4)).parts[0]
+    q = torch.zeros(step.token_ids.shape[0], 2, 8, device=runtime.device)
+    k = q[:, :1]
+    step.layers.store(0, k, k)
+    step.layers.attend(0, q, torch.empty_like(q))
+    with pytest.raises(BadBatch, match="the first 4 tokens of row 1, of which 0 are stored"):
+        step.layers.attend(1, q, torch.empty_like(q))
+    step.layers.store(1, k, k)
+    step.layers.attend(1, q, torch.empty_like(q))
+    runtime.end_step()
+
+
+def test_a_row_that_is_freed_in_a_running_step_is_empty_for_the_next_request(device: torch.device) -> None:
+    runtime, forward, _ = model(1, device)
+    rows = [runtime.table.admit() for _ in range(2)]
+    for row in rows:
+        runtime.table.reserve(row, 4)
+    step = runtime.step(
+        StepBatch(np.array(rows), np.array([4, 4]), np.array([4, 4]), np.arange(8, dtype=np.int32))
+    ).parts[0]
+    forward(step)
+    runtime.table.free(rows[0])
+    assert runtime.table.admit() == rows[0]
+    runtime.table.reserve(rows[0], 8)
+    runtime.end_step()
+    with pytest.raises(BadBatch, match=r"the first 4 tokens of row \d, of which 0 are stored"):
+        runtime.step(tokens(rows[0], 5, 1))
+    runtime.table.reserve(rows[1], 5)
+    runtime.step(tokens(rows[1], 5, 1))
+    runtime.end_step()
+
+
 def test_kv_that_came_by_other_means_is_marked(device: torch.device) -> None:
     runtime, forward, _ = model(1, device)
     table = runtime.table
@@ -177,3 +256,36 @@ def test_kv_that_came_by_other_means_is_marked(device: torch.device) -> None:
         runtime.step(tokens(child, 8, 1))
     forward(runtime.step(tokens(child, 8, 2)).parts[0])
     runtime.end_step()
+
+
+def test_tokens_that_a_row_went_back_from_are_not_stored(device: torch.device) -> None:
+    runtime, forward, _ = model(1, device)
+    table = runtime.table
+    row = table.admit()
+    table.reserve(row, 9)
+    forward(runtime.step(tokens(row, 8, 8)).parts[0])
+    runtime.end_step()
+    table.truncate(row, 5)
+    table.reserve(row, 9)
+    with pytest.raises(BadBatch, match="the first 8 tokens of row 1, of which 5 are stored"):
+        runtime.step(tokens(row, 9, 1))
+    forward(runtime.step(tokens(row, 9, 4)).parts[0])
+    runtime.end_step()
+
+
+def test_a_row_goes_back_no_further_than_its_room(device: torch.device) -> None:
+    runtime, _, _ = model(1, device)
+    table = runtime.table
+    row = table.admit()
+    table.reserve(row, 9)
+    with pytest.raises(BadBatch, match="row 1 has room for 9 tokens; it cannot go back to 10"):
+        table.truncate(row, 10)
+    table.truncate(row, 5)
+    assert len(table.pages_of(row)) == 2
+    assert table.full.num_free_pages == table.full.num_usable_pages - 2
+    table.truncate(row, 0)
+    assert table.full.num_free_pages == table.full.num_usable_pages
+    table.reserve(row, 3)
+    table.free(row)
+    with pytest.raises(WrongState, match="row 1 is not admitted"):
+        table.truncate(row, 0)

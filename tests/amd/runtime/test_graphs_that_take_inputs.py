@@ -12,12 +12,13 @@ import torch
 
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.check import NO_CHECK
-from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.capture.graphs import capture_shapes, recorder_for, takes_inputs
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import BadBatch, DeviceFault, GraphStale, WrongState
 from rocm_attn.hip_graphs.recorder import CountedRecording
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE
+from rocm_attn.kernels.metadata.slot_layout import MOST_TAKEN
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.gate import AGAIN, StepGate
@@ -253,6 +254,24 @@ class Told(Flight):
         self.failures.append(error)
 
 
+@pytest.mark.parametrize("begin", ["step", "stage", "run"])
+def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
+    reported = Told()
+    served = Going(reported)
+    inner = served.batch()
+    call: Callable[[StepBatch], object] = getattr(served.runner if begin == "run" else served.runtime, begin)
+
+    def then() -> None:
+        with pytest.raises(WrongState, match="a step cannot begin, because a step was staged"):
+            call(inner)
+
+    reported.then = then
+    for _ in range(3):
+        served.step()
+    assert ran[-3:] == [True] * 3
+    served.runtime.check_device()
+
+
 @pytest.mark.parametrize("ask", ["check", "report", "report_own", "forget"])
 def test_the_device_is_not_asked_while_inputs_wait_for_their_graph(ask: str, ran: list[bool]) -> None:
     """The graph would run on the inputs of the step before it."""
@@ -277,6 +296,58 @@ def test_steps_of_other_sizes_have_rows_of_their_own(ran: list[bool]) -> None:
         served.step(num_seqs)
     assert ran == [True] * 8
     served.runtime.check_device()
+
+
+def test_a_flight_recorder_is_reported_of_a_step_and_of_what_broke_it_off(
+    ran: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported = Told()
+    served = Going(reported)
+    batch = served.batch()
+    served.runner.run(batch)
+    assert ran[-1]
+    assert reported.noted[-1][0] is batch
+    served.kv_len = batch.kv_len
+    (entry,) = served.runner._graph_of_plan.values()
+
+    def broken() -> None:
+        raise RuntimeError("lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(entry.recording, "replay", broken)
+        with pytest.raises(RuntimeError, match="lost"):
+            served.runner.run(served.batch())
+    assert ran[-1]
+    assert [str(error) for error in reported.failures] == ["lost"]
+    for _ in range(2):
+        served.step()
+    served.runner._pinned.bump()
+    with pytest.raises(GraphStale):
+        served.runner.run(served.batch())
+    assert ran[-1]
+    assert isinstance(reported.failures[-1], GraphStale)
+    assert reported.noted[-1][1] == served.runner._pinned.epoch
+
+
+def test_a_fault_is_counted_and_reported_once(ran: list[bool]) -> None:
+    reported = Told()
+    served = Going(reported)
+    served.step()
+    (line, *_) = served.runtime.gate._publisher._lines
+    assert line.counts is not None
+    line.counts[ERROR_WORD] = TOKEN_WITHOUT_PAGE
+    ran.clear()
+
+    def steps() -> None:
+        for _ in range(6):
+            served.step()
+
+    with pytest.raises(DeviceFault):
+        steps()
+    assert ran
+    assert all(ran)
+    assert served.runner.counters.faults == 1
+    assert [type(error) for error in reported.failures] == [DeviceFault]
 
 
 def test_a_seal_that_was_renewed_has_a_graph_made_anew(ran: list[bool]) -> None:
@@ -350,6 +421,31 @@ def test_a_run_that_raises_is_followed_by_a_number_that_host_and_device_share(la
     assert number not in range(4), "a slot that was written for the run that failed is not due"
     runs.run(replay)
     assert runs.next() == number + 1 == runs.on_device.item()
+
+
+def test_a_step_of_more_sequences_than_one_program_takes_is_published() -> None:
+    """Padded sequences may be more than its tokens: prompts are padded to all of the sequences."""
+    most = MOST_TAKEN + 1
+    options = RuntimeOptions(
+        num_pages=most + 8,
+        max_num_seqs=most,
+        max_kv_len=16,
+        provider="torch",
+        capture_sizes=(1, most),
+        capture_tokens=(64,),
+    )
+    runtime = build_runtime([small_problem()], options, device=CPU)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 2)
+    one = np.array([2], np.int32)
+    batch = StepBatch(np.array([row], np.int32), one, one, np.zeros(2, np.int32))
+    found = dict[bool, set[bool]]()
+    for shape in capture_shapes(runtime.padding):
+        if shape.num_halves == 1 and 2 <= shape.num_tokens <= MOST_TAKEN:
+            step = runtime.stage(batch, runtime.plan(batch, shape))
+            found.setdefault(shape.num_seqs > MOST_TAKEN, set()).add(takes_inputs(runtime, step))
+            runtime.gate.abandon()
+    assert found == {True: {False}, False: {True}}
 
 
 def _one_too_many() -> Counted:

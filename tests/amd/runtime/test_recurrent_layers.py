@@ -15,7 +15,7 @@ from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, Device
 from rocm_attn.paging.state_pool import RecurrentLayers, StateCopy
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.step import Step
-from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, Hybrid
+from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
 from tests.amd.worlds.problems import deterministic_providers
 
 
@@ -115,6 +115,23 @@ def test_a_row_without_new_tokens_keeps_its_track_in_a_step_of_lengths_on_the_de
     assert kept.have_states(kept.keep(idle.row, 0, 1)).tolist() == [False]
     world.step([idle], [world.ids(1)])
     world.runtime.check_device()
+
+
+def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider)
+    kept, one = world.runtime.table.kept, world.admit()
+    world.step([one], [world.ids(PAGE_SIZE)])
+    world.step([one], [world.ids(1)])
+    ids = kept.keep(one.row, 0, 1)
+    assert kept.have_states(ids).all()
+    world.step([one], [world.ids(1)])
+    assert not kept.have_states(kept.keep(one.row, 0, 1)).any()  # two steps later it is gone
+    child = type(one)(world.runtime.table.fork(one.row, PAGE_SIZE), one.ids[:PAGE_SIZE])
+    with pytest.raises(BadBatch, match="goes on after 4 tokens of row 2, whose state is there for no token"):
+        world.run([child], [world.ids(1)])
+    late = type(one)(kept.admit_over(ids, PAGE_SIZE), one.ids[:PAGE_SIZE])
+    world.step([late, one], [world.ids(1), world.ids(1)])
+    assert not kept.have_states(kept.keep(one.row, 0, 1)).any()
 
 
 def test_a_step_that_may_not_store_leaves_the_state_of_its_row(device: torch.device) -> None:
@@ -254,6 +271,23 @@ def test_a_state_with_rejected_tokens_serves_none_that_were_stored_anew(
     world.step([one], [world.ids(2)])
 
 
+def test_the_device_refuses_lengths_that_lead_to_another_state(provider: str, device: torch.device) -> None:
+    world = Hybrid(device, provider)
+    one, other = world.begun(8, 8)
+    before = world.runtime.states.memory.clone()
+    batch = world.batch([one, other], [world.ids(1), world.ids(1)])
+    lengths = torch.tensor([9, 6], dtype=torch.int32, device=device)
+    batch = type(batch)(
+        batch.rows, batch.kv_len, batch.q_len, batch.token_ids, inputs=DeviceInputs(kv_len=lengths, ahead=0)
+    )
+    out = world.runner.run(batch).tensor
+    assert not out[1].any()
+    row = slice(2 * other.row, 2 * other.row + 2)
+    assert torch.equal(world.runtime.states.memory[row], before[row])
+    with pytest.raises(DeviceFault, match="the state of a row is not the one before the new tokens"):
+        world.runtime.check_device()
+
+
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_deterministic_bits_depend_on_no_chunk_and_no_batch(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider, deterministic=True)
@@ -274,6 +308,21 @@ def test_pads_write_no_state(device: torch.device) -> None:
     world.step(requests, [world.ids(1) for _ in requests])
     assert not world.runtime.states.memory[:2].any()
     assert not world.runtime.states.headers[:2].any()
+
+
+def test_a_step_that_leaves_out_a_layer_has_not_stored(device: torch.device) -> None:
+    world = Hybrid(device, "torch", layers=(GATED_DELTA, SUMS))
+    one = world.admit()
+    with world.runtime.step(world.batch([one], [world.ids(4)])) as step:
+        part = step.parts[0]
+        rows = torch.zeros(len(part.token_ids), 2, 16, device=device)
+        part.layers.store(0, rows, rows)
+        world.recur(part, 0)
+    one.ids += world.ids(4)
+    with pytest.raises(
+        BadBatch, match="its last step did not store in the convolution of recurrent layer 1, the state"
+    ):
+        world.run([one], [world.ids(1)])
 
 
 def test_wrong_arguments_are_named(device: torch.device) -> None:

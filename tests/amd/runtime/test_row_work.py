@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.errors import BadTensor
+from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable, RowNorm
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import PoolKind, Problem
@@ -42,6 +42,26 @@ def test_both_halves_of_a_split_step_turn_at_their_own_positions(provider: str, 
     requests = serving.begun(5, 2, 7)
     for _ in range(2):
         serving.step(requests, [1, 1, 1], halves=True)
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, under the interpreter
+def test_a_token_beyond_the_table_is_reported_and_harms_no_other_request(provider: str, device: torch.device) -> None:
+    serving = Rotating.one_layer(device, problem=ROTATED, graphs=False, provider=provider)
+    table = serving.work.rope
+    assert table is not None
+    short = QkvWork(RopeTable(table.cos_sin[:6].contiguous(), table.pairs, table.at_end), *norms_of(serving.work))
+    long, other = serving.begun(6, 3)
+    serving.work = short
+    serving.runner.run(serving.batch([long], [1]))
+    serving.work = QkvWork(table, *norms_of(short))
+    with pytest.raises(DeviceFault, match="infinite or NaN"):
+        serving.runtime.check_device()
+    serving.step([other], [2])
+
+
+def norms_of(work: QkvWork) -> tuple[RowNorm | None, RowNorm | None, RowNorm | None]:
+    return work.q_norm, work.k_norm, work.v_norm
 
 
 def test_tails_of_pages_are_zeroed_for_kernels_that_multiply_them(device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.capture.probe_requests import ProbeRequests
-from rocm_attn.errors import BadProblem, BadTensor, DeviceFault, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadProblem, BadTensor, DeviceFault, Unsupported, WrongState
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine.target import known_target
@@ -248,6 +248,21 @@ def test_requests_that_share_pages_share_their_index_keys(device: torch.device) 
     second = world.fork(first, 10)
     world.step([first, second], [1, 1])
     world.step([second], [3])
+
+
+def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -> None:
+    world = World.selecting([layer(indexer(TOKENS))], device)
+    request, requested = world.admit(), world.rows[0]
+    world.draw(6)
+    step = world.runtime.step(world.batch([request], [6])).parts[0]
+    at = step.tokens
+    step.layers.store(0, requested.k[at], requested.v[at])
+    with pytest.raises(BadBatch, match="stored"):
+        step.layers.select(0, requested.index_q[at])
+    world.runtime.end_step()
+    world.keep([request], [6])
+    with pytest.raises(BadBatch, match="stored"):
+        world.runner.run(world.batch([request], [1]))
 
 
 def test_bad_calls_say_what_is_wrong(device: torch.device) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded, WrongState
+from rocm_attn.errors import BadSetting, BadTensor, CapacityExceeded, DeviceFault, WrongState
 from tests.amd.worlds.hybrid import GATED_DELTA, KEPT, Hybrid
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World
@@ -60,3 +61,27 @@ def test_halves_go_on_from_the_states_of_their_own_sequences(graphs: bool, provi
         world.step(requests[::-1], [world.ids(1) for _ in requests])
     world.runtime.check_device()
     assert not graphs or world.runner.metrics.replays > 10
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_a_wrong_state_in_one_half_leaves_the_other_half_right(wrong: int, provider: str, device: torch.device) -> None:
+    """Only the device knows the lengths. One of them goes back to a token whose state is gone."""
+    world = Hybrid(device, provider)
+    requests = world.begun(8, 8, 8, 8)
+    new = [world.ids(1) for _ in requests]
+    batch = world.batch(requests, new)
+    lengths = torch.tensor(batch.kv_len)
+    lengths[wrong] -= 3
+    inputs = DeviceInputs(kv_len=lengths.to(device), ahead=0)
+    split = type(batch)(batch.rows, batch.kv_len, batch.q_len, batch.token_ids, inputs=inputs)
+    row = slice(2 * requests[wrong].row, 2 * requests[wrong].row + 2)
+    before = world.runtime.states.memory[row].clone()
+    out = world.runner.run(split, halves=2).tensor
+    assert not out[wrong].any()
+    assert torch.equal(world.runtime.states.memory[row], before)
+    for each, ids in zip(requests, new, strict=True):
+        each.ids += ids
+    right = [seq for seq in range(4) if seq != wrong]
+    world.check(out[right], [requests[seq] for seq in right], [new[seq] for seq in right])
+    with pytest.raises(DeviceFault, match="the state of a row is not the one before the new tokens"):
+        world.runtime.check_device()

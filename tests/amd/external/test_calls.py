@@ -332,25 +332,6 @@ def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> 
     made.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
-def test_it_is_built_and_called_within_inference_mode_and_outside(device: torch.device, provider: str) -> None:
-    with torch.inference_mode():
-        engine = VLLM(PAGE, device=device, provider=provider)
-        request = engine.admit()
-        engine.run([request], [5])
-    engine.run([request], [1])
-    engine.attention.seal()
-    graph = engine.capture(4)
-    with torch.inference_mode():
-        engine.capture(4).run([request])
-        graph.run([request])
-        engine.run([request], [30], pads=7)
-        engine.attention.check_device()
-    graph.run([request])
-    engine.run([request], [1])
-    engine.attention.check_device()
-
-
 def test_kernels_that_need_more_are_refused_with_reasons() -> None:
     """AITER's kernels require contiguous pages, and most of them tails that are zero."""
     half = problem(dtype=torch.bfloat16, head_dim=128, v_head_dim=128)

@@ -16,7 +16,6 @@ from rocm_attn.paging.adopted_pages import layer_pages
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import ExternalStep
-from tests.amd.external.engines import SGLang
 
 LAYERS, BLOCKS, BLOCK_SIZE, KV_HEADS, DIM = 3, 7, 4, 2, 16
 PROBLEM = Problem(
@@ -147,35 +146,6 @@ def test_tables_that_are_not_rows_of_pages_are_written_by_their_engine(device: t
             attention.tables.write([[1]])
     with pytest.raises(BadTensor, match="give a CsrSource"):
         lists.tables.use(torch.zeros((4, 6), dtype=torch.int32, device=device))
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_steps_of_rows_that_an_engine_names_are_said_in_a_line(captured: bool, device: torch.device) -> None:
-    """Engines with a table of requests have such steps, pads included, eager and in graphs."""
-    engine = SGLang(16, device=device, provider="torch")
-    first, second = engine.begun(5, 3)
-    engine.attention.seal()
-    for new in (4, 1):
-        requests, tokens = [second, first], 2 * new
-        for request in requests:
-            engine.reserve(request, request.kv_len + new)
-        kv_len = engine.ints([second.kv_len + new, first.kv_len + new, 1, 1])
-        rows, q_indptr = engine.ints([2, 1, 0, 0]), engine.ints([0, new, tokens, tokens, tokens])
-        lengths = {"num_seqs": 2, "max_kv_len": 16}
-        if new == 1:
-            step = ExternalStep.decode(kv_len, **lengths, rows=rows, captured=captured)
-        else:
-            padded = tokens + 3
-            step = ExternalStep.extend(
-                q_indptr, kv_len, num_tokens=padded, max_q_len=new, **lengths, rows=rows, captured=captured
-            )
-        given = engine.tensors(tokens, step.padded_tokens)
-        engine.attention.begin(step)
-        engine.attention.fill()
-        outs = engine.forward(given)
-        engine.keep(requests, [new, new], given)
-        engine.compare(requests, [new, new], given, outs)
-    engine.attention.check_device()
 
 
 @pytest.mark.parametrize("binds_calls", [False, True])

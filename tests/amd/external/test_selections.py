@@ -10,12 +10,9 @@ from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.sparse.arguments import Indexing
-from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import EarlierSelection
 from rocm_attn.step.external_step import ExternalStep, NewLengths
-from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.chosen import chosen_cells
 from tests.amd.worlds.problems import indexer, layer
 
 TOKENS = Indexing(0.25, top=4)
@@ -56,23 +53,6 @@ class Engine:
         step = ExternalStep(1, 1, KV_LEN, kv_len, NewLengths(kv_len), None, KV_LEN, KV_LEN, KV_LEN)
         self.attention.begin(step)
         self.attention.fill()
-
-
-def test_an_engines_layers_attend_to_what_is_chosen(device: torch.device) -> None:
-    engine = Engine(device)
-    attention = engine.attention
-    attention.pages.bind_index(0, engine.nan(PAGES, 4, 16))
-    engine.begin()
-    attention.layers.store(0, engine.k, engine.v)
-    attention.layers.store_index(0, engine.index_k)
-    attention.layers.select(0, engine.index_q)
-    cells = chosen_cells(engine.index_q, torch.ones(KV_LEN, 4, device=device), engine.index_k, TOKENS)[:, 0]
-    for number, (k, v) in enumerate([(engine.k, engine.v), (engine.other_k, engine.other_v)]):
-        attention.layers.store(number, k, v)
-        out = torch.empty_like(engine.q)
-        attention.layers.attend_selected(number, engine.q, out)
-        want, _ = attend_sequence(engine.q, k, v, layer(), visible=cells)
-        assert_attention_close(out, want, torch.float32)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -222,24 +222,6 @@ def test_a_step_that_shares_prefixes_runs_beside_decode_steps_alone() -> None:
         POLICY.shape(batch, PadTo(4, 8))
 
 
-def test_a_rank_without_sequences_runs_masked_steps_beside_others() -> None:
-    tiny = Tiny.build(CPU, "torch", [2], [8], custom_mask=True)
-    runner = tiny.runner()
-    runner.capture_all()
-    requests = tiny.admitted(1)
-    plans, padding = [], tiny.runtime.padding
-    for q_len in ([3], []):
-        batch = requests.batch(q_len)
-        visible = torch.ones(-(-int((batch.kv_len * batch.q_len).sum()) // 8), dtype=torch.uint8) * 255
-        batch = replace(batch, mask=StepMask(visible, kv_positions(batch.kv_len, batch.q_len, CPU)))
-        pad_to = PadTo.all_of([PadTo.of(batch, padding), PadTo(2, 8, 3)], padding)
-        plans.append(tiny.runtime.step(batch, tiny.runtime.plan(batch, pad_to)).plan)
-        tiny.runtime.end_step()
-        assert len(runner.run(batch, pad_to)) == len(q_len)
-    assert plans[0] is plans[1]
-    assert runner.counters.replays == 2
-
-
 def test_ranks_share_the_bucket_of_the_longest_sequence_of_any() -> None:
     """Torch kernels freeze it."""
     tiny = Tiny.build(CPU, "torch")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.step_kinds import StepKind
@@ -20,7 +18,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
-from tests.amd.graphs.small_models import Forgetful, Requests, Tiny
+from tests.amd.graphs.small_models import Requests, Tiny
 from tests.amd.worlds.problems import providers, small_problem
 
 CHAIN, TREE = Drafts(1, 3), Drafts(2, 2)
@@ -85,62 +83,6 @@ def test_rounds_in_two_halves_are_captured_and_keep_the_order_of_the_batch(
     branches = "1 branch" if drafts is CHAIN else "2 branches"
     assert f"{drafts.steps} draft steps of 4 sequences with {branches} in two halves" in names
     assert runner.counters.graphs_off == ""
-
-
-@host_only
-@tree_mostly
-def test_a_round_recomputes_whatever_was_left_in_its_buffers(
-    drafts: Drafts, provider: str, device: torch.device
-) -> None:
-    outs: list[list[Tensor]] = []
-    for poison in (False, True):
-        tiny = build(device, provider, drafts)
-        requests = prompted(tiny)
-        runner = tiny.runner(draft=tiny.draft)
-        of_rounds = []
-        for count in (3, 1, 3, 2):
-            if poison:
-                tiny.poison()
-            of_rounds.append(runner.run(requests.draft_batch(drafts, count)).clone())
-        outs.append(of_rounds)
-        assert runner.counters.replays == 4
-    assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
-
-
-@pytest.mark.fast(1)
-@host_only
-@pytest.mark.parametrize("launch", ["draft_steps", "place_trees", "fill"])
-def test_a_graph_that_lacks_a_launch_of_the_round_never_serves(
-    launch: str, provider: str, device: torch.device
-) -> None:
-    tiny = build(device, provider, TREE)
-    requests = prompted(tiny)
-    runner = StepRunner(
-        tiny.runtime, tiny.forward, Forgetful(recorder_for(device), tiny.runtime, launch), draft=tiny.draft
-    )
-    batch = requests.draft_batch(TREE, 3)
-    picked = runner.run(batch).clone()
-    assert runner.counters.replays == 0
-    # Without lengths the drafts may lie outside of their rows, which the device reports by itself.
-    assert re.search("differs from the eager run|a new token had no page", runner.counters.graphs_off)
-    assert torch.equal(picked, runner.run_eagerly(batch))
-
-
-@host_only
-def test_rounds_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
-    tiny = Tiny.build(device, provider, (4,), split_steps=True, custom_mask=True, drafts=[TREE], max_num_seqs=12)
-    runner = tiny.runner(draft=tiny.draft)
-    report = runner.capture_all()
-    assert (report.skipped, report.graphs_off) == ({}, "")
-    plan = tiny.planned()
-    shapes = [bucket.key.shape for bucket in report.buckets]
-    assert shapes == [bucket.shape for bucket in plan.buckets]
-    drafts = [shape for shape in shapes if shape.drafts == TREE]
-    assert drafts == list(draft_shapes(tiny.runtime.padding))
-    assert {part.name: part.num_bytes for part in plan.parts} == tiny.held()
-    without = tiny.planned(drafts=())
-    assert plan.draft_bytes == plan.num_bytes - without.num_bytes > 0
-    assert without.draft_bytes == 0
 
 
 @host_only

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,6 @@ from rocm_attn.errors import DeviceFault
 from rocm_attn.paging.index_spaces import RESERVED_ROW, Space
 from rocm_attn.problem import Problem
 from rocm_attn.watch.flight_recorder import FlightRecorder, read_dump
-from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
 from tests.amd.graphs.small_models import Tiny
 
 WINDOW = 5
@@ -55,21 +53,6 @@ def test_a_step_whose_pages_have_left_the_window_can_be_run_again(
         kinds = json.loads(capsys.readouterr().out)["layer_kinds"]
         assert [kind["eager"] for kind in kinds] == ["agrees", "agrees"]
         assert {kind["bitwise"] for kind in kinds} <= {True, None}
-
-
-def test_sampled_steps_are_compared_by_the_pages_of_their_layers_space(provider: str, device: torch.device) -> None:
-    tiny, problems = hybrid(device, provider)
-    tap = LayerTap()
-    tiny.around = tap.around
-    runner = tiny.runner()
-    check = SampledCheck(runner, tiny.runtime, problems, tap, every=1)
-    requests = tiny.admitted(3)
-    for q_len in STEPS:
-        requests.run(check, q_len)
-    counters = check.counters
-    assert (counters.samples, counters.rows_differ, counters.attention_differs) == (len(STEPS), 0, 0)
-    assert counters.reserved_written == 0
-    assert np.count_nonzero(tiny.runtime.table.space(Space.SWA).entries_host) < 12
 
 
 def test_a_written_row_0_is_reported_with_its_space(device: torch.device) -> None:

@@ -23,26 +23,6 @@ def masked(batch: StepBatch, seed: int, device: torch.device) -> StepBatch:
     return replace(batch, mask=random_mask(batch.kv_len, batch.q_len, torch.Generator(device).manual_seed(seed)))
 
 
-def test_one_graph_serves_every_mask_and_every_tree_of_its_size(provider: str, device: torch.device) -> None:
-    """Lengths, masks and positions change from step to step; each replay is bitwise the eager run."""
-    tiny = Tiny.build(device, provider, (4,), (16,), custom_mask=True)
-    runner = tiny.runner()
-    requests = tiny.admitted(3)
-    runner.run(requests.batch([30, 7, 12]))
-    for step, q_len in enumerate([[4, 5, 6], [1, 1, 9], [0, 3, 2], [5, 5, 5]]):
-        batch = masked(requests.batch(q_len), step, tiny.runtime.device)
-        rows = runner.run(batch).clone()
-        assert torch.equal(rows, runner.run_eagerly(batch))
-    tree = requests.batch([5, 1, 4])
-    parents = [[NO_PARENT, 0, 0, 1, 2], [NO_PARENT] * 5, [NO_PARENT, 0, 0, NO_PARENT, 7]]
-    tree = replace(tree, mask=TreeMask(torch.tensor(parents, dtype=torch.int32, device=device)))
-    rows = runner.run(tree).clone()
-    assert torch.equal(rows, runner.run_eagerly(tree))
-    assert runner.counters.replays == 5, runner.counters
-    graphs = [b for b in runner.capture_report().buckets if b.key.shape.kind is StepKind.MASKED]
-    assert len(graphs) == {"torch": 3, "triton": 1}[provider], "torch has one for each length bucket that was met"
-
-
 @pytest.mark.parametrize("split_steps", [False, True])
 def test_layers_with_chunks_are_captured_and_checked_with_spans(
     split_steps: bool, provider: str, device: torch.device

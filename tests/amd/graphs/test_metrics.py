@@ -10,10 +10,8 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch
 
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import DeviceFault
-from rocm_attn.step.metrics import NO_REASON, Durations, Metrics, Reason
+from rocm_attn.step.metrics import Durations, Metrics, Reason
 from tests.amd.graphs.small_models import Tiny
 
 CPU = torch.device("cpu")
@@ -67,21 +65,6 @@ def test_prometheus_reads_every_metric_with_its_help_and_type() -> None:
         else:
             assert samples == [f"{name} {number}"]
             assert name.endswith("_total") == (of_type.split()[3] == "counter")
-
-
-def test_the_series_of_a_state_are_the_same_whatever_its_sentence_says() -> None:
-    def series(reason: Reason) -> list[str]:
-        lines = Metrics(graphs_off=reason).snapshot().as_prometheus().splitlines()
-        return [line for line in lines if line.startswith("rocm_attn_graphs_off{")]
-
-    off, other, on = (
-        series(each) for each in (Reason("rows 1, 2 differ", "differs"), Reason("row 7", "differs"), NO_REASON)
-    )
-    assert off == other
-    assert [line.rpartition(" ")[0] for line in off] == [line.rpartition(" ")[0] for line in on]
-    assert 'rocm_attn_graphs_off{reason="differs"} 1' in off
-    assert sum(line.endswith(" 1") for line in off) == 1
-    assert not any(line.endswith(" 1") for line in on)
 
 
 def test_a_reason_keeps_its_word_on_the_way_from_another_process() -> None:
@@ -150,20 +133,6 @@ def test_pages_are_in_use_while_rows_hold_them() -> None:
     assert min(used) > 0
     requests.free()
     assert (runner.counters.pages_in_use, runner.counters.swa_pages_in_use) == (0, 0)
-
-
-def test_a_step_that_goes_without_its_graph_is_a_fallback(graphs: bool) -> None:
-    tiny = Tiny.build(CPU, "torch", [2])
-    runner = StepRunner(tiny.runtime, tiny.forward, recorder_for(CPU) if graphs else None, capture_after=2)
-    requests = tiny.admitted(2)
-    requests.run(runner, [3, 4])
-    assert runner.counters.fallbacks == {}, "steps of this kind get no graph"
-    for _ in range(4):
-        requests.run(runner, [1, 1])
-    counters = runner.counters
-    fallbacks = {"eager steps come first": 2} if graphs else {}
-    assert (counters.fallbacks, counters.replays, counters.captures) == ((fallbacks, 2, 1) if graphs else ({}, 0, 0))
-    assert (counters.steps, counters.real_seqs, counters.padded_seqs) == (5, 10, 0)
 
 
 def test_a_fault_is_counted_once_wherever_it_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,22 +42,6 @@ def path(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> str:
     return dumped("torch", device, tmp_path_factory.mktemp("dumped"))
 
 
-def test_every_kind_of_step_agrees_with_itself(
-    provider: str, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = dumped(provider, device, tmp_path)
-    for noted in {step.q_len: step for step in read_dump(Path(path)).steps}.values():
-        assert main(["replay-step", path, "--step", str(noted.number), "--json", "--device", str(device)]) == DONE
-        result = json.loads(capsys.readouterr().out)
-        assert result["same_kernels"]
-        assert result["step"]["q_len"] == list(noted.q_len)
-        (kind,) = result["layer_kinds"]
-        assert kind["eager"] == "agrees"
-        above = noted.padded_tokens > 16
-        assert kind["graph"] == ("none: steps of this kind and size are not captured" if above else "agrees")
-        assert kind["bitwise"] is (None if above else True)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("provider", deterministic_providers())
 def test_a_step_of_deterministic_mode_is_run_again_in_that_mode(
@@ -137,20 +121,6 @@ def test_a_graph_that_is_wrong_fails(
     printed = capsys.readouterr().out
     assert "layer kind 0: eager agrees with the reference" in printed
     assert "layer kind 0: graph: differs, not bitwise equal to eager" in printed
-
-
-def test_a_forward_that_cannot_be_captured_is_no_disagreement(
-    path: str, device: torch.device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = TorchDecode.attend
-
-    def reads(self: TorchDecode, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        right(self, args, step, bounds)
-        args.out.sum().item()
-
-    monkeypatch.setattr(TorchDecode, "attend", reads)
-    assert main(["replay-step", path, "--device", str(device)]) == DONE
-    assert "layer kind 0: graph: none: " in capsys.readouterr().out
 
 
 def test_a_step_that_does_not_fit_says_so(

@@ -70,28 +70,6 @@ def test_one_graph_serves_all_groups_of_its_size(provider: str, device: torch.de
     tiny.runtime.check_device()
 
 
-def test_steps_that_share_are_captured_ahead_where_that_is_asked_for(provider: str, device: torch.device) -> None:
-    for wanted in (True, False):
-        tiny = Tiny.build(device, provider, (2, 4), shared_prefixes=wanted)
-        runner = tiny.runner()
-        names = [shape_name(bucket.key.shape) for bucket in runner.capture_all().buckets]
-        assert [name for name in names if "shared" in name] == (
-            ["shared of 4 sequences", "shared of 2 sequences"] if wanted else []
-        )
-        held = tiny.runtime.seals.tensors()
-        assert [held[name].numel() for name in ("prefix_len", "group_end", "group_indptr")] == (
-            [4, 4, 8] if wanted else [0, 0, 0]
-        )
-        requests = tiny.admitted(1)
-        runner.run(requests.batch([9]))
-        requests.fork(2, 8)
-        batch = shared(requests, [(3, 8)])
-        before = runner.counters
-        rows = runner.run(batch).clone()
-        assert (runner.counters.replays, runner.counters.captures) == (before.replays + wanted, before.captures)
-        assert torch.equal(rows, runner.run_eagerly(batch))
-
-
 def test_without_room_for_probe_requests_the_steps_own_groups_are_tried(provider: str, device: torch.device) -> None:
     tiny = Tiny.build(device, provider, (8,), shared_prefixes=True, max_num_seqs=6)
     runner, requests = served(tiny, recorder_for(device))

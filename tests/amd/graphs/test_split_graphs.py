@@ -111,22 +111,6 @@ def test_trees_of_drafts_are_verified_in_halves(provider: str, device: torch.dev
     assert not same(eager, outs("eager")), "a tree that is left out shows"
 
 
-def test_a_split_graph_recomputes_whatever_was_left_in_its_buffers(provider: str, device: torch.device) -> None:
-    outs = []
-    for poison in (False, True):
-        tiny = build(device, provider)
-        runner = runner_of(tiny)
-
-        def run(batch: StepBatch, tiny: Tiny = tiny, runner: StepRunner = runner, poison: bool = poison) -> Tensor:
-            if poison:
-                tiny.poison()
-            return runner.run(batch, halves=2)
-
-        outs.append(served(runner, tiny, run))
-        assert runner.counters.replays >= len(SPLIT) - 1
-    assert same(*outs)
-
-
 def test_split_shapes_are_captured_ahead_and_predicted(provider: str, device: torch.device) -> None:
     sizes, rows = (3, 6), 6
     tiny = build(device, provider, sizes, rows)
@@ -199,22 +183,6 @@ def test_a_split_forward_that_is_not_bitwise_is_replaced_with_a_reason(provider:
         (bucket,) = runner.capture_report().buckets
         assert "; one half after the other, because " in bucket.check
         assert reason in bucket.check
-
-
-def test_a_split_forward_that_is_bitwise_is_captured(provider: str, device: torch.device) -> None:
-    tiny = build(device, provider, (8,))
-    forward, seen = tiny.forward, []
-
-    def second_first(step: Step) -> tuple[Tensor, Tensor]:
-        seen.append(step)
-        second = forward(step.parts[1])
-        return forward(step.parts[0]), second
-
-    runner = runner_of(tiny, split_forward=second_first)
-    served(runner, tiny, partial(runner.run, halves=2), [[1] * 5, [1] * 3])
-    assert runner.counters.replays == 2
-    assert seen
-    assert "one half after the other" not in runner.capture_report().buckets[0].check
 
 
 def test_a_noted_split_step_is_replayed_as_one(

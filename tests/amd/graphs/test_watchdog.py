@@ -126,20 +126,6 @@ def test_a_capture_that_hangs_is_named(on: bool, provider: str, device: torch.de
     assert ("in record" in reports.text()) == on
 
 
-def test_a_forward_that_hangs_in_a_capture_is_named(provider: str, device: torch.device, reports: Reports) -> None:
-    tiny = Tiny.build(device, provider, [4])
-    sentence = "forward, run for the capture of decode of 4 sequences, has not finished"
-
-    def forward(step: Any) -> torch.Tensor:
-        reports.wait_for(sentence)
-        return tiny.forward(step)
-
-    runner = StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device))
-    runner.watchdog = reports.watchdog()
-    runner.capture_all()
-    assert sentence in reports.text()
-
-
 def test_a_step_that_hangs_is_named_and_comes_out_the_same(
     provider: str, device: torch.device, reports: Reports
 ) -> None:

@@ -16,7 +16,7 @@ from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolSize, PoolTerms
+from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.triton import TRITON
@@ -91,19 +91,6 @@ def test_heads_of_256_have_tiles_where_they_gain() -> None:
     selection = select(wide, on("gfx950"), "triton")
     assert names(selection) == PLAIN
     assert reasons(selection, CDNA[0]) == {"it has no faster tiles for heads of 256 in 16 bits on gfx950"}
-
-
-def test_an_engines_strides_are_served_and_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:
-    pool = PoolSize(64, 1024, 4, PoolTerms(page_strides=True))
-    assert names(select(LAYER, on("gfx942"), "triton", pool=pool)) == CDNA
-    assert names(select(LAYER, on("gfx942"), "triton", pool=replace(pool, terms=OWN_POOL))) == CDNA
-    unaligned = select(
-        LAYER, on("gfx942"), "triton", pool=replace(pool, terms=PoolTerms(page_strides=True, unaligned_rows=True))
-    )
-    assert names(unaligned) == PLAIN
-    assert reasons(unaligned, CDNA[0]) == {"it needs rows at multiples of 16 elements, and these may begin anywhere"}
-    deterministic = select(LAYER, on("gfx942"), "triton", deterministic=True)
-    assert deterministic.kernel(StepKind.DECODE).entry.name == "triton.segment_decode"
 
 
 # Strides of pages, tokens and heads, and the offset of K.
@@ -250,21 +237,6 @@ def test_other_selections_have_the_kernel_of_every_layer(layer: Problem, arch: s
     chosen = select(layer, on(arch), "triton").sparse
     assert chosen is not None
     assert chosen.entries[0] == "triton.selected"
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    ("terms", "served"),
-    [
-        (PoolTerms(page_strides=True, even_slots=True), SELECTED),
-        (PoolTerms(page_strides=True), "triton.selected"),
-        (PoolTerms(unaligned_rows=True), "triton.selected"),
-    ],
-)
-def test_a_selection_is_read_by_slots(terms: PoolTerms, served: str, arch: str) -> None:
-    chosen = select(SELECTING, on(arch), "triton", pool=replace(SMALLEST_POOL, terms=terms)).sparse
-    assert chosen is not None
-    assert chosen.entries[0] == served
 
 
 def test_a_selection_has_the_plain_kernel_with_other_releases() -> None:

@@ -16,7 +16,7 @@ from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
-from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel, PoolSize, PoolTerms
+from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.triton import TritonExtend
@@ -97,17 +97,6 @@ def test_heads_of_64_in_16_bits_gain_less_and_need_twice_the_programs() -> None:
     kernel = by_tokens(selection, StepKind.EXTEND)
     assert isinstance(kernel.of_shape(PaddedShape(StepKind.EXTEND, 1, 2 * LEAST_TOKENS - 1)), TritonExtend)
     assert isinstance(kernel.of_shape(PaddedShape(StepKind.EXTEND, 1, 2 * LEAST_TOKENS)), CdnaExtend)
-
-
-def test_unaligned_rows_and_deterministic_steps_are_left_to_other_kernels() -> None:
-    pool = PoolSize(64, 1024, 4, PoolTerms(page_strides=True))
-    assert names(select(LAYER, on("gfx950"), "triton", pool=pool)) == CDNA
-    terms = PoolTerms(page_strides=True, unaligned_rows=True)
-    selection = select(LAYER, on("gfx950"), "triton", pool=replace(pool, terms=terms))
-    assert names(selection) == ("triton.extend", "triton.extend+decode")
-    assert reasons(selection, CDNA[0]) == {"it needs rows at multiples of 16 elements, and these may begin anywhere"}
-    deterministic = select(LAYER, on("gfx950"), "triton", deterministic=True)
-    assert names(deterministic) == ("triton.segment_extend", "triton.segment_extend+decode")
 
 
 @pytest.mark.parametrize("kind", [StepKind.EXTEND, StepKind.MIXED, StepKind.PREFILL])

@@ -14,8 +14,8 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor
-from rocm_attn.kernels.attention.cuts import SHARE_WORDS, RowSharing
-from rocm_attn.kernels.attention.extend_schedule import COUNTER, SHARE_CUT, SHARE_SIZE
+from rocm_attn.kernels.attention.cuts import RowSharing
+from rocm_attn.kernels.attention.extend_schedule import COUNTER
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.hopper import extend
 from rocm_attn.kernels.hopper.extend import launch_hopper_extend
@@ -34,7 +34,6 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.prepared import works_by_launches
 from tests.amd.host.choices import LAYER, adopting, with_triton
 from tests.amd.kernels.attention_cases import Case, Tensors, build, extend_cut, garbage
-from tests.amd.schedule_twins import extend_schedule
 
 HOPPER = {
     StepKind.EXTEND: "triton.hopper_extend",
@@ -139,24 +138,6 @@ def test_deterministic_extend_has_segments_and_key_blocks_of_deterministic_decod
         assert (kernel.tiles.value_block if is_hopper else kernel.tiles.extend.key_block) == decode.tiles.key_block
     elsewhere = chosen(problem, on(Release.of("3.9.0")), deterministic=True)
     assert elsewhere.kernel(StepKind.EXTEND).entry.name == "triton.segment_extend"
-
-
-@pytest.mark.parametrize(
-    ("kv_len", "q_len", "is_shared"),
-    [(100_000, 20, True), (1 << 20, 20, False), (5778, 260, True), (9000, 4096, False)],
-)
-def test_deterministic_extend_shares_few_rows_by_segments_as_far_as_there_is_room(
-    kv_len: int, q_len: int, is_shared: bool
-) -> None:
-    """With a million keys each program would have more segments than it has room for."""
-    selection = chosen(LAYER, on(TRITONS[0]), deterministic=True)
-    kernel = hopper_of(selection.kernel(StepKind.EXTEND).bound)
-    words = extend_schedule([kv_len], [q_len], kernel.cut, q_len)
-    share, cut = (words[at.value - SHARE_WORDS] for at in (SHARE_SIZE, SHARE_CUT))
-    segment_len, most = kernel.tiles.segment_len, kernel.tiles.most_keys
-    assert segment_len <= share <= most
-    assert most // segment_len + 2 == kernel.tiles.segment_slots
-    assert (cut > 0) == is_shared
 
 
 @pytest.mark.parametrize("dim", [192, 256])
@@ -358,17 +339,6 @@ def test_short_prefills_are_served_by_whole_rows_and_long_ones_as_extend_steps_a
         assert kernel.of_shape(longer) == extend.of_shape(replace(longer, kind=StepKind.EXTEND))
     bounds = [sized.steps.max_q_len for sized in kernel.short]
     assert bounds == sorted(bounds)
-
-
-@pytest.mark.parametrize("dim", [96, 128, 192])
-@pytest.mark.parametrize("num_seqs", [1, 4, 16])
-def test_a_prefill_has_room_for_all_that_its_kernel_takes(num_seqs: int, dim: int) -> None:
-    kernel = prefill_of(of_dim(dim))
-    for q_len in (2, 16, 17, 200, 256, 257, 512, 513, 8192):
-        shape = prompts(num_seqs, q_len)
-        served = kernel.of_shape(shape)
-        assert served.workspace_words(shape) <= kernel.workspace_words(shape)
-        assert served.schedule.words(shape) <= kernel.schedule.words(shape)
 
 
 def test_other_prefills_are_extend_steps() -> None:

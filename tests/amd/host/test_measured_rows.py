@@ -127,15 +127,6 @@ def test_a_row_of_extend_serves_its_class_of_steps_and_never_masked_ones() -> No
     assert [row.tiles for row in extend_choices_of(LAYER, few)] == [tiles, *(row.tiles for row in rows[1:])]
 
 
-def test_deterministic_steps_keep_their_tiles_and_so_their_bits() -> None:
-    rows = row_of(), row_of(table=TileTable.EXTEND, tiles=ExtendTiles(64, 32, 4, 1))
-    tuned, plain = (
-        {kind: each.bound for kind, each in select(LAYER, target, "triton", deterministic=True).kernels.items()}
-        for target in (with_rows(*rows), GFX942)
-    )
-    assert tuned == plain
-
-
 def test_rows_of_another_triton_or_gpu_are_passed_over_with_a_sentence() -> None:
     other = replace(GFX942, releases=Releases(triton=Release.of("3.6.0")))
     found = sorted_for(other, [row_of()])

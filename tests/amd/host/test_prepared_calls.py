@@ -19,7 +19,6 @@ from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, Rope
 from rocm_attn.kernels.launch import (
     FixedLaunch,
     Launch,
-    RepeatedLaunch,
     does_only_launch,
     launch,
     note_launches,
@@ -287,19 +286,6 @@ def attend(forms: LayerForms, layer: int, q: Tensor, out: Tensor, lse: Tensor | 
     return call
 
 
-def test_layers_of_a_kind_share_forms_and_have_addresses_of_their_own() -> None:
-    forms, pool, _ = forms_of(PLAIN, PLAIN)
-    q, out = q_and_out()
-    first, second = attend(forms, 0, q, out, None), attend(forms, 1, q, out, None)
-    assert first.form == second.form
-    for layer, call in enumerate((first, second)):
-        pages = pool.layer(layer)
-        assert call.addresses == (q.data_ptr(), out.data_ptr(), pages.k.data_ptr(), pages.v.data_ptr(), 0, 0, 0, 0)
-    k, v = kv()
-    assert store(forms, 0, k, v).form == store(forms, 1, k, v).form
-    assert store(forms, 0, k, v).form != attend(forms, 0, k, v, None).form
-
-
 def test_tensors_of_other_sizes_strides_or_dtypes_make_another_form() -> None:
     forms, *_ = forms_of(PLAIN)
     q, out = q_and_out()
@@ -320,17 +306,6 @@ def test_tensors_of_other_sizes_strides_or_dtypes_make_another_form() -> None:
     k, v = kv()
     stores = [(k, v), (k, k), (torch.zeros(4, 4, 16)[:, :2], v), (k, torch.zeros(4, 4, 16)[:, :2]), (k.half(), v)]
     assert len({store(forms, 0, *each).form for each in stores}) == len(stores)
-
-
-def test_pages_whose_k_and_v_are_one_make_another_form() -> None:
-    forms, pool, _ = forms_of(PLAIN)
-    q, out = q_and_out()
-    k, v = kv()
-    apart = attend(forms, 0, q, out, None).form, store(forms, 0, k, v).form
-    pages = pool.layer(0)
-    pool.take(0, LayerPages.plain(pages.k, pages.k))
-    assert attend(forms, 0, q, out, None).form != apart[0]
-    assert store(forms, 0, k, v).form != apart[1]
 
 
 def test_another_norm_or_rope_makes_another_form_and_its_weights_are_used() -> None:
@@ -398,23 +373,6 @@ def test_a_variant_that_is_launched_again_stays_loaded() -> None:
     del calls, call
     gc.collect(1)
     assert variants[0]() is None
-
-
-def test_what_derives_a_steps_metadata_is_launched_again_on_the_stream_of_then() -> None:
-    fill, build, table = Kernel(("table", "width", "G")), Kernel(("table",)), rows()
-    again = PreparedCalls().fill
-    for by_triton in (1, 2):  # only the first time of many
-        assert not again.again(STREAM)
-        with again.noting({"table": table}):
-            RepeatedLaunch(fill)(table.device, (5, 1, 1), table, 8, ("bundle",))
-            launch(build, (2,), table)
-        assert (fill.by_triton, build.by_triton) == (by_triton, by_triton)
-    handles = "function", "metadata", None, None, None
-    for handle in (STREAM, STREAM, STREAM + 1, STREAM):
-        assert again.again(handle)
-        assert fill.ran[-1] == (5, 1, 1, handle, *handles, table.data_ptr(), 8, ("bundle",))
-        assert build.ran[-1] == (2, 1, 1, handle, *handles, table.data_ptr())
-    assert (fill.by_triton, build.by_triton, len(fill.ran)) == (2, 2, 4)
 
 
 def test_a_fixed_launch_hands_over_what_it_is_given_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

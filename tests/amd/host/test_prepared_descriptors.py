@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from torch import Tensor
 from rocm_attn.kernels import driver_call
 from rocm_attn.kernels.driver_call import DescribedPlace
 from rocm_attn.kernels.launch import launch
-from tests.amd.host.test_prepared_calls import STREAM, Kernel, calls_after, made_again, rows
+from tests.amd.host.test_prepared_calls import Kernel, calls_after, made_again, rows
 
 
 class Descriptor(SimpleNamespace):
@@ -53,29 +52,6 @@ class _Launcher:
 
     def __call__(self, *args: object) -> None:
         self.launch(*args)
-
-
-def test_a_map_of_a_descriptor_is_made_once_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, str]] = []
-
-    def map_of(place: DescribedPlace, metadata: dict[str, str]) -> Callable[[int], object]:
-        @functools.cache
-        def of(address: int) -> object:
-            made.append((address, metadata["of"]))
-            return f"map of {metadata['of']} {address}"
-
-        return of
-
-    monkeypatch.setattr(driver_call, "_map_of", map_of)
-    kernel, q, k, v = DescribedKernel(("q", "k", "v", "n", "G")), rows(), rows(4), rows(6)
-    calls, call = calls_after(lambda: launch(kernel, (3,), q, Descriptor.of(k), Descriptor.of(v), 7, G=1), q, k, v)
-    other_k = rows(4)
-    for its_k in (other_k, k, other_k):
-        assert made_again(calls, call._replace(addresses=(q.data_ptr(), its_k.data_ptr(), v.data_ptr())))
-        maps = [f"map of k {its_k.data_ptr()}", 4, 8, 8, 1], [f"map of v {v.data_ptr()}", 6, 8, 8, 1]
-        handles = "function", "metadata", None, None, None
-        assert kernel.ran[-1] == (3, 1, 1, STREAM, *handles, q.data_ptr(), *maps[0], *maps[1], 7, 1)
-    assert sorted(made) == sorted([(other_k.data_ptr(), "k"), (k.data_ptr(), "k"), (v.data_ptr(), "v")])
 
 
 def test_each_launch_of_a_call_has_its_own_maps(monkeypatch: pytest.MonkeyPatch) -> None:

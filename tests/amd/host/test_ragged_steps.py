@@ -46,18 +46,6 @@ class Served:
         return views
 
 
-def test_chunks_of_one_size_have_one_plan_and_one_set_of_views() -> None:
-    """This holds wherever they are in their prompts."""
-    served = Served()
-    plan = served.plan(7)
-    views = served.views(plan)
-    assert served.plan(7, cached=20) is plan
-    assert served.views(plan) is views
-    assert served.plan(8) is not plan
-    assert served.views(served.plan(8)) is not views
-    assert served.plan(7) is plan
-
-
 def test_the_latest_plans_are_kept_and_no_more() -> None:
     served = Served()
     # The largest first: growing buffers release all views.
@@ -75,17 +63,6 @@ def test_the_latest_plans_are_kept_and_no_more() -> None:
     assert served.views(plans[2]) is not views[2]
     memory = served.runtime.core.memory
     assert len(memory._open.views) == len(served.runtime.gate.planner._ragged) == MOST_RAGGED
-
-
-def test_no_views_hold_memory_that_was_given_up() -> None:
-    served = Served()
-    memory = served.runtime.core.memory
-    plan = served.plan(4)
-    before = served.views(plan)
-    served.views(served.plan(ROOM))  # needs larger buffers
-    assert plan not in memory._open.views
-    after = served.views(plan)
-    assert after.tensors.token_ids.data_ptr() != before.tensors.token_ids.data_ptr()
 
 
 def test_a_step_that_is_over_is_refused_while_another_one_of_its_size_runs() -> None:

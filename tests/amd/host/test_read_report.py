@@ -131,17 +131,6 @@ def test_tiles_that_were_not_searched_to_their_end_leave_no_row(read: Read) -> N
     assert rows(read(content)).left_out == ("tiles is skipped",)
 
 
-def test_a_report_of_another_triton_leaves_no_row(read: Read) -> None:
-    report = read(Report().content)
-    for wanted in ("3.9.0", ""):
-        found = rows_of(report, wanted)
-        assert found.rows == ()
-        assert "give --triton-release 3.6.0 if that one will serve" in found.left_out[0]
-    content = Report().content
-    content["environment"]["versions"]["triton"] = None
-    assert rows_of(read(content), "").rows == ()
-
-
 def test_a_row_that_serves_no_more_is_not_compared_with(read: Read) -> None:
     content = Report().content
     trial(content)["in_use"]["tiles"]["num_stages"] = 4

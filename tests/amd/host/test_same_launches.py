@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rocm_attn.kernels.launch import does_only_launch, launch, observe_launches, only_launches, repeated_launches
+from rocm_attn.kernels.launch import does_only_launch, launch, only_launches, repeated_launches
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.speculative.next_step import launch_next_step
 from rocm_attn.step.prepared import RepeatedLauncher, stream_of
@@ -57,30 +57,6 @@ def test_where_there_is_no_stream_the_launcher_is_called_each_time() -> None:
     for _ in range(4):
         again()
     assert (kernel.by_triton, kernel.ran) == (4, [])
-
-
-def test_memory_that_was_not_given_is_not_counted_on() -> None:
-    """A launcher that makes a tensor of its own has another one each time."""
-    kernel = Kernel(("q", "out"))
-
-    @only_launches
-    def launch_kernel(q: torch.Tensor) -> None:
-        launch(kernel, (1,), q, rows())
-
-    again = RepeatedLauncher(lambda: STREAM, launch_kernel, rows())
-    for _ in range(4):
-        again()
-    assert (kernel.by_triton, kernel.ran) == (4, [])
-
-
-def test_an_observer_gets_each_launch() -> None:
-    kernel, seen = Kernel(("q", "out", "scale")), list[object]()
-    again = RepeatedLauncher(lambda: STREAM, launcher_of(kernel), rows(), rows(), scale=0.5)
-    for _ in range(3):
-        again()
-    with observe_launches(seen.append):
-        again()
-    assert (len(seen), len(kernel.ran)) == (1, 1)
 
 
 @pytest.mark.parametrize("launcher", [launch_pick_rows, launch_next_step])

@@ -40,26 +40,6 @@ def longest(extend: SegmentExtend, kv_len: int, q_len: int) -> tuple[int, int]:
     return cut, max(whole if cut < blocks else 0, -(-share // segment_len) if cut else 0)
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-@pytest.mark.parametrize(
-    ("heads", "kv_len", "q_len", "most"),
-    [
-        ((16, 1), 5778, 777, 3),  # 98 rows of 6 segments
-        ((12, 4), 5778, 777, 2),
-        ((8, 1), 32_000, 16, 4),  # a row of 32 segments: no share is longer than its room
-    ],
-)
-def test_a_step_of_few_rows_leaves_no_program_all_segments_of_one(
-    arch: str, heads: tuple[int, int], kv_len: int, q_len: int, most: int
-) -> None:
-    extend = bound(arch, replace(LAYER, num_q_heads=heads[0], num_kv_heads=heads[1]))
-    assert extend.cut.sharing.programs == known_target(arch).compute_units
-    cut, segments = longest(extend, kv_len, q_len)
-    assert cut > 0
-    assert segments <= most
-    assert extend.cut.sharing.most_keys == extend.tiles.shared_segments * extend.tiles.segment_len
-
-
 def test_blocks_of_query_heads_that_are_not_equal_are_one_programs_each() -> None:
     """The merge finds the heads of a block by its place. A block has 128 rows, so 129 heads leave one over."""
     of_equal, of_unequal = (bound("gfx942", replace(LAYER, num_q_heads=heads, num_kv_heads=1)) for heads in (128, 129))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from math import prod
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from rocm_attn.kernels.launch import launch
 from rocm_attn.step import prepared
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.prepared import PreparedCalls, forms_alike
-from tests.amd.host.test_prepared_calls import PLAIN, STREAM, WITH_SINKS, Kernel, forms_of, kv, q_and_out
+from tests.amd.host.test_prepared_calls import STREAM, WITH_SINKS, Kernel, forms_of, kv, q_and_out
 
 
 def test_one_launch_for_both_is_made_again_with_what_it_is_given_now() -> None:
@@ -52,41 +50,6 @@ def test_one_launch_for_both_is_made_again_with_what_it_is_given_now() -> None:
     weights.set(0, HeadWeights(sinks=torch.ones(8)))
     assert [make(*given) for _ in range(2)] == ["prepared", "the same"]
     assert ran_with(*given, None)
-
-
-def test_both_are_not_made_again_for_tensors_of_other_forms_at_the_same_addresses() -> None:
-    """This also holds once the single call for all forms knows the arguments."""
-    forms, *_ = forms_of(PLAIN)
-    kernel, calls, memory = Kernel(("k", "v", "q", "out")), PreparedCalls(), torch.zeros(4, 4096)
-
-    def given(at: int = -1, change: Callable[[Tensor], Tensor] = torch.clone) -> list[Tensor]:
-        """Returns q, k, v and out at four places, one of them as another view."""
-        sizes = [(4, 8, 16), (4, 2, 16), (4, 2, 16), (4, 8, 16)]
-        tensors = [place[: prod(size)].view(size) for place, size in zip(memory, sizes, strict=True)]
-        return [change(each) if place == at else each for place, each in enumerate(tensors)]
-
-    def again(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> bool:
-        if forms.both_again(calls, 0, q, k, v, out):
-            return True
-        call = forms.store_and_attend(calls, 0, q, k, v, out, None)
-        if call is not None:
-            with calls.noting(call, ()):
-                launch(kernel, (1,), k, v, q, out)
-        return False
-
-    assert [again(*given()) for _ in range(5)] == [False, False, False, True, True]
-    assert calls.both[0].same is not None
-    others: list[Callable[[Tensor], Tensor]] = [
-        lambda each: each[:3],
-        lambda each: each.view(torch.int32),
-        lambda each: each.as_strided(each.shape, (2 * each.stride(0), 16, 1)),
-    ]
-    for at in range(4):
-        for change in others:
-            assert not forms.both_again(calls, 0, *given(at, change))
-            assert forms.both_again(calls, 0, *given())
-    with torch.inference_mode():
-        assert [forms.both_again(calls, 0, *given()) for _ in range(3)] == [True] * 3
 
 
 def test_what_asks_for_all_forms_holds_no_tensor_and_takes_none_twice() -> None:

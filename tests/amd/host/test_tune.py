@@ -129,19 +129,6 @@ def test_the_best_is_found_and_written_with_where_it_comes_from(tmp_path: Path) 
     assert of.date.endswith("+00:00")
 
 
-def test_what_is_wrong_or_does_not_compile_is_never_timed_and_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench = FakeBench(cost, lambda tiles: "wrong: off" if plain(tiles).key_block == 64 else "")
-    (row,) = search(tmp_path / "t.json", bench).rows
-    assert plain(row.tiles).key_block != 64
-    assert not any(plain(tiles).key_block == 64 for tiles in bench.timed)
-    said = capsys.readouterr()
-    assert "key_block 64: wrong: off\n" in said.err
-    assert "3 registers spilled" in said.err
-    assert " of them without a time" in said.out
-
-
 def test_nothing_is_searched_where_the_row_in_use_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = FakeBench(cost, lambda tiles: "wrong: off")
     assert not search(tmp_path / "t.json", bench).rows
@@ -152,24 +139,6 @@ def test_nothing_is_searched_where_the_row_in_use_is_wrong(tmp_path: Path, capsy
 def test_what_is_wrong_in_other_kinds_of_steps_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not search(tmp_path / "t.json", FakeBench(cost, wrong_in_others="wrong: off")).rows
     assert "key_block 64: wrong: off\n" in capsys.readouterr().err
-
-
-def test_every_search_has_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A candidate takes a second: of 40 seconds each of two searches has about half."""
-    now = [0.0]
-    monkeypatch.setattr("rocm_lab.tune.command.time.monotonic", lambda: now[0])
-
-    class Slow(FakeBench):
-        """A bench that takes a second for each candidate."""
-
-        def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
-            now[0] += 1.0
-            return super().judge(job, tiles)
-
-    search(tmp_path / "t.json", bench := Slow(lambda *_: 100.0), "--shapes", "4d1k,1x512+1k", "--seconds", "40")
-    of_decode = [isinstance(tiles, DecodeTiles) for tiles in bench.judged]
-    assert 18 <= of_decode.count(True) <= 21
-    assert 18 <= of_decode.count(False) <= 21
 
 
 def test_noise_makes_no_row(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from rocm_attn.providers.tiles import hopper_tiles_of, layer_of
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.tune import hopper
 from rocm_lab.tune.bench import JobSteps, edges_of, kernel_of
-from rocm_lab.tune.candidates import candidates, together
+from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import TuneJob, jobs_of, kind_of
 from tests.amd.host.test_measured_rows import LATENT, LAYER, row_of
 
@@ -80,16 +80,6 @@ def test_every_candidate_serves_the_steps_that_are_timed_and_their_edges(
             early = kind_of(step.batch) is not StepKind.MIXED
             bound = replace(each.tiles, extend=replace(each.tiles.extend, early=early))
             assert str(bound) in kernel.describe()
-
-
-def test_gains_are_tried_together_each_field_once() -> None:
-    job = job_of(LAYER)
-    gains = [("registers", 240), ("drawn_blocks", 8), ("registers", 224), ("alike_keys", 0), ("scales_seldom", False)]
-    found = together(job, H200, gains)
-    assert [len(each.changes) for each in found] == [3, 4]
-    tiles = found[-1].tiles
-    assert isinstance(tiles, HopperTiles)
-    assert (tiles.registers, tiles.drawn_blocks, tiles.extend.alike_keys, tiles.scales_seldom) == (240, 8, 0, False)
 
 
 def test_a_users_row_beats_the_built_in_one_in_every_kind_of_step() -> None:

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from rocm_attn.batch.drafts import Drafts
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
-from rocm_attn.capture.check import NO_CHECK
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadTensor, WrongState
@@ -25,16 +23,14 @@ from rocm_attn.hip_graphs.record_guard import RecordGuard
 from rocm_attn.integrations import compiled
 from rocm_attn.integrations.compiled import SPLITTING_OPS, CompiledLayers, compile_forward, compiled_layers
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
-from rocm_attn.kernels.sparse.arguments import Indexing
-from rocm_attn.problem import AllKeys, EarlierSelection, Indexer, PoolKind
+from rocm_attn.problem import PoolKind
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
 from tests.amd.external.engines import SGLang
 from tests.amd.graphs.small_models import Requests, Tiny, same, serve
-from tests.amd.worlds.problems import indexer, layer, small_problem
-from tests.amd.worlds.world import World, poison_free_pages
+from tests.amd.worlds.problems import small_problem
 
 OPS = torch.ops.rocm_attn
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.nightly)  # compiles C++ on a CPU
@@ -231,25 +227,6 @@ def test_what_lies_between_the_cuts_asks_no_runtime_for_anything(provider: str, 
     assert kinds.count(False) >= 3
 
 
-def test_several_runtimes_share_compiled_code_and_keep_their_own_pages(provider: str, device: torch.device) -> None:
-    models, work = [Tiny.build(device, provider, layers=2) for _ in range(2)], work_of(device)
-    models[1].projections[0] *= 2
-    want = [
-        serve(StepRunner(model.runtime, eager_forward(model, work), None), model.runtime, SHORT) for model in models
-    ]
-    forwards = [compile_forward(compilable(model, work), backend="eager") for model in models]
-    runners = [StepRunner(m.runtime, f, None) for m, f in zip(models, forwards, strict=True)]
-    got: list[list[Tensor]] = [[], []]
-    requests = [Requests(model.runtime) for model in models]
-    for each in requests:
-        each.admit(2)
-    for q_len in SHORT:
-        for its, each, runner in zip(got, requests, runners, strict=True):
-            its.append(each.run(runner, q_len))
-    assert all(map(same, want, got))
-    assert not same(got[0], got[1])
-
-
 def test_a_runtime_that_has_ended_is_refused_and_its_memory_is_free(provider: str, device: torch.device) -> None:
     model = Tiny.build(device, provider, layers=2)
     step, calls = running(model)
@@ -309,33 +286,6 @@ def test_a_latent_layers_v_stays_part_of_k(device: torch.device) -> None:
     assert torch.equal(compile_forward(partial(attend, calls), backend="aot_eager")(q, k), want)
 
 
-@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["eager", "graphed"])
-def test_layers_that_select_keys_are_operations_too(graphs: bool, device: torch.device) -> None:
-    indexing = Indexing(0.25, top=5)
-    problems = [layer(indexer(indexing)), layer(EarlierSelection(indexing)), layer()]
-    world = World.selecting(problems, device)
-    calls = compiled_layers(world.runtime)
-
-    def forward(step: Part) -> Tensor:
-        layers, at = calls.of(step), step.tokens
-        for number, (problem, rows) in enumerate(zip(problems, world.rows, strict=True)):
-            layers.store(number, rows.k[at], rows.v[at])
-            if isinstance(problem.indexer, Indexer):
-                layers.store_index(number, rows.index_k[at])
-                layers.select(number, rows.index_q[at], rows.weights[at])
-            is_dense = isinstance(problem.indexer, AllKeys)
-            attend = layers.attend if is_dense else layers.attend_selected
-            attend(number, rows.q[at], rows.out[at], rows.lse[at] if is_dense else None)
-        return world.rows[-1].out[at][step.last_token_of_seq.long()]
-
-    body = forward if graphs else compile_forward(forward, backend="aot_eager")
-    world.runner = StepRunner(world.runtime, body, recorder_for(device) if graphs else None, check=NO_CHECK)
-    requests = [world.admit(), world.admit()]
-    for q_len in ([9, 14], [1, 1], [1, 1]):
-        poison_free_pages(world.runtime)
-        world.step(requests, q_len)
-
-
 class CompiledEngine(SGLang):
     """An engine with layer calls, and fill, as operations."""
 
@@ -384,18 +334,3 @@ def test_on_a_device_the_guard_of_a_capture_steps_aside_for_compiled_code() -> N
     with RecordGuard(torch.device("cpu")):
         double(x)
     assert ran == []
-
-
-def test_each_draft_step_of_a_round_has_its_own_layers(provider: str, device: torch.device) -> None:
-    drafts = Drafts(1, 3)
-    options = RuntimeOptions(num_pages=16, max_num_seqs=2, max_kv_len=32, provider=provider, drafts=(drafts,))
-    runtime = build_runtime([small_problem()], options, device=device)
-    row = runtime.table.admit()
-    runtime.table.reserve(row, drafts.tokens)
-    calls = compiled_layers(runtime)
-    with runtime.step(draft_batch([row], [0], drafts, NO_TOKEN_IDS)) as round_:
-        for number, part in enumerate(round_.parts):
-            q = torch.ones(len(part.token_ids), 6, 16, device=device)
-            k, out = torch.zeros(len(part.token_ids), 2, 16, device=device), torch.zeros_like(q)
-            calls.of(part).store_and_attend(0, q, k, k + number, out)
-            assert torch.allclose(out[0], torch.tensor(number / 2, device=device))

@@ -18,13 +18,12 @@ from rocm_attn.external import Bounds, ExternalAttention
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
 from rocm_attn.integrations.sglang.steps import as_sglang_makes_it
 from rocm_attn.integrations.vllm.latent_probe import LatentProbe
-from rocm_attn.integrations.vllm.layer_terms import MaskTerms
 from rocm_attn.machine.target import known_target
 from tests.amd.integrations import vllm_runner
 from tests.amd.integrations.sglang_stand_in import Engine, Mode
 from tests.amd.integrations.test_sglang_truth import sparse_engine
 from tests.amd.integrations.test_vllm_latent import Rank
-from tests.amd.integrations.vllm_runner import HEADS, TERMS, Runner
+from tests.amd.integrations.vllm_runner import Runner
 
 # Pages without a request are NaN here, and the interpreter's NumPy says so of the sums over them.
 pytestmark = [
@@ -57,31 +56,6 @@ class Ahead:
         before = bits(self.pages)
         self.done += run_ahead(attention, ahead)
         assert all(map(torch.equal, before, bits(self.pages)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "mask"),
-    [
-        ({}, MaskTerms()),
-        ({"sliding_window": 20}, MaskTerms()),
-        ({"kv_cache_dtype": "fp8"}, MaskTerms()),
-        ({"sinks": torch.linspace(-1, 1, HEADS)}, MaskTerms()),
-        ({}, MaskTerms(spans=True, spans_pass_window=True)),
-    ],
-    ids=["plain", "window", "FP8", "sinks", "spans"],
-)
-def test_vllms_blocks_stay_and_its_steps_are_right_afterwards(
-    changes: dict[str, Any], mask: MaskTerms, provider: str, device: torch.device
-) -> None:
-    ahead = Ahead()
-    terms = [TERMS, replace(TERMS, **changes)]
-    runner = Runner(terms, [0, 0], device=device, provider=provider, mask=mask, ran_ahead=ahead)
-    ahead.pages = [layer.kv_cache for layer in runner.layers]
-    for _ in range(2):
-        runner.admit()
-    for new in ([9, 40], [1, 1], [1, 12]):
-        runner.step(new)
-    assert ahead.done > 8
 
 
 def test_steps_run_ahead_over_blocks_that_vllm_makes_in_inference_mode() -> None:

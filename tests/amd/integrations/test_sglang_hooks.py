@@ -253,20 +253,6 @@ def test_the_two_halves_of_an_overlapped_batch_have_backends_of_their_own(provid
         engine.finish([request], step, hooks=hooks)
 
 
-def test_pads_of_a_rank_in_row_0_are_not_computed(provider: str, device: torch.device) -> None:
-    engine, one = prompted(provider, device)
-    batch = engine.batch(Mode.DECODE, [one], [1])
-    step = engine.step_of(batch, [1], padded=3)
-    batch.batch_size, batch._original_batch_size = 3, 1
-    batch.req_pool_indices = engine.ints([one.row, 0, 0])
-    batch.seq_lens = engine.ints([4, 1, 1])
-    batch.seq_lens_cpu = batch.seq_lens.cpu()
-    batch.out_cache_loc = engine.ints([*batch.out_cache_loc.tolist(), 0, 0])
-    engine.hooks.init_forward_metadata(batch)
-    engine.finish([one], step)
-    engine.hooks.attention.check_device()
-
-
 Corrupt = Callable[[Engine, Any], None]
 
 
@@ -475,24 +461,6 @@ def test_trees_of_drafts_in_layers_with_chunks_are_refused(provider: str, device
     """In a tree positions are depths, and chunks count places."""
     with pytest.raises(Unsupported, match=r"layer 0: a tree of drafts in a layer with chunks.* is not served"):
         Engine(provider, device, chunked=(0,), with_trees=True)
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("kind", "windows"),
-    [("encoder_only", (-1, -1)), ("encoder_only", (3, 1)), ("decoder_bidirectional", (5, -1))],
-)
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_tokens_of_an_encoder_see_their_sequence_or_a_window_to_both_sides(
-    page_size: int, kind: str, windows: tuple[int, int], provider: str, device: torch.device
-) -> None:
-    """SGLang's FlashAttention backend gives its kernel (sliding_window_size, sliding_window_size)."""
-    of_kind = SimpleNamespace(value=kind)
-    engine = Engine(provider, device, page_size=page_size, is_encoder=True, windows=windows, attn_type=of_kind)
-    one, two, three = (engine.admit() for _ in range(3))
-    engine.run(Mode.EXTEND, [one, two], [7, 13])
-    engine.run(Mode.EXTEND, [three], [1])
-    engine.hooks.attention.check_device()
 
 
 def test_drafts_of_a_block_see_each_other_eagerly_and_in_a_graph(provider: str, device: torch.device) -> None:

@@ -227,21 +227,6 @@ def graph_of(engine: SparseEngine, x: Tensor, q_lora: Tensor) -> Graph:
     return Graph(engine, 4)
 
 
-def test_a_graph_chooses_anew_in_each_replay(provider: str, device: torch.device) -> None:
-    engine = SparseEngine(provider, device)
-    requests = [engine.admit() for _ in range(3)]
-    engine.run_sparse(Mode.EXTEND, requests, [9, 7, 12])
-    engine.hooks.init_cuda_graph_state(4, 4)
-    x, q_lora = engine.inputs(4)
-    graph = graph_of(engine, x, q_lora)
-    for batch in (requests, requests[1:], requests[:1]):
-        for to in (x, q_lora):
-            to.copy_(engine.random_rows(*to.shape))
-        done = graph.replay(batch, compares=False)
-        engine.compare(batch, done, engine.seen(batch, done, x, q_lora))
-    engine.hooks.attention.check_device()
-
-
 def test_latent_rows_of_656_bytes_are_stored_and_read_as_records_in_graphs_too(
     provider: str, device: torch.device
 ) -> None:
@@ -285,21 +270,6 @@ def test_records_of_a_model_in_float16_are_refused(provider: str, device: torch.
     engine.runner.dtype = torch.float16
     with pytest.raises(Unsupported, match="rotated parts in bfloat16, and the model is in float16; use --dtype bfloat"):
         AttentionHooks(engine.runner, engine.serving)
-
-
-def test_index_keys_lie_in_the_engines_pages_each_with_its_scale(provider: str, device: torch.device) -> None:
-    """A move or copy of SGLang's pages takes keys with their scales."""
-    engine = SparseEngine(provider, device)
-    one = engine.admit()
-    engine.run_sparse(Mode.EXTEND, [one], [6])
-    rows, size = engine.pool.index[0].cpu(), engine.page_size
-    scale_values = rows.view(torch.float32)[:, size * INDEX_DIM // 4 :]
-    assert (scale_values == engine.scale_value()).all()
-    codes = rows[:, : size * INDEX_DIM].reshape(-1, size, INDEX_DIM).view(torch.float8_e4m3fn)
-    slots = engine.table[one.row, :6].long().cpu()
-    stored = codes[slots // size, slots % size].double().numpy() * engine.scale_value()
-    assert np.allclose(stored, engine.index_keys[one.row], atol=1e-2, rtol=0.07)  # a code may be rounded differently
-    assert (engine.pool.index[1] == 0x7F).all()
 
 
 def test_new_weights_of_the_norm_change_what_index_keys_are_worth(provider: str, device: torch.device) -> None:

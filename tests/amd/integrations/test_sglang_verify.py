@@ -174,24 +174,6 @@ def test_chains_of_drafts_are_verified_by_kernels_for_verify_steps(
     engine.hooks.attention.check_device()
 
 
-def test_a_tree_of_drafts_is_verified_by_its_mask_alone(
-    kinds: list[StepKind], provider: str, device: torch.device
-) -> None:
-    """Eagerly, and in a graph."""
-    engine = Engine(provider, device, with_trees=True, draft_tokens=DRAFTS)
-    requests, new = [engine.admit() for _ in range(2)], [DRAFTS] * 2
-    engine.run(Mode.EXTEND, requests, [9, 5])
-    batch, shown = engine.batch(Mode.TARGET_VERIFY, requests, new), chains_and_branches(requests)
-    batch.spec_info.topk = 2
-    batch.spec_info.custom_mask = torch.cat([torch.from_numpy(shown(n) != 0).flatten() for n in range(2)]).to(device)
-    engine.hooks.init_forward_metadata(batch)
-    engine.finish(requests, engine.step_of(batch, new), shown)
-    engine.hooks.init_cuda_graph_state(4, 4 * DRAFTS)
-    graph = Graph(engine, 4, width=DRAFTS, mode=Mode.TARGET_VERIFY, topk=2)
-    graph.replay(requests, mask=chains_and_branches(requests), into=engine.hooks.mask_cells)
-    assert kinds == [StepKind.EXTEND, *[StepKind.MASKED] * 3]
-
-
 @pytest.mark.parametrize("padded", [7, 9])
 def test_sequences_may_verify_different_numbers_of_drafts(padded: int, device: torch.device, provider: str) -> None:
     """DSpark's compact mode verifies as many drafts of a sequence as are likely to be accepted, eagerly."""

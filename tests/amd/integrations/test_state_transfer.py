@@ -172,36 +172,6 @@ def test_rows_and_kept_pages_go_on_with_their_states_after_a_reopen(
     world.runtime.check_device()
 
 
-def test_a_row_that_went_back_to_its_beginning_goes_on_from_the_state_that_was_sent(device: torch.device) -> None:
-    """Its own steps have left a state in each slot."""
-    source, target = Hybrid(device, "torch"), Hybrid(device, "torch")
-    one = target.admit()
-    for count in (5, 1):
-        target.step([one], [target.ids(count)])
-    target.back(one, 0)
-    target.runtime.table.reserve(one.row, 7)
-    sent = Sent(source, whole(source), 7)
-    KVImporter(target.runtime, KVPassport.from_json(sent.text)).import_row(one.row, sent.extent, sent.buffer)
-    one.ids += sent.ids
-    target.step([one], [target.ids(2)])
-    target.runtime.check_device()
-
-
-def test_a_fork_goes_on_when_tokens_come_into_the_row_of_its_parent(device: torch.device) -> None:
-    """The state of the fork is copied with the next step, and the parent's slots go to another request before that."""
-    world = Hybrid(device, "torch")
-    parent, other = world.begun(6, 4)
-    sent = Sent(world, other, 4)
-    child = Told(world.runtime.table.fork(parent.row, 6), list(parent.ids))
-    world.runtime.table.free(parent.row)
-    importer = KVImporter(world.runtime, KVPassport.from_json(sent.text))
-    moved = Told(importer.admit(sent.extent), list(other.ids))
-    assert moved.row == parent.row
-    importer.import_row(moved.row, sent.extent, sent.buffer)
-    world.step([child, moved], [world.ids(1), world.ids(1)])
-    world.runtime.check_device()
-
-
 @pytest.mark.parametrize("on_host", [True, False], ids=["the host", "only the device"])
 def test_a_row_that_pages_come_into_has_no_state(on_host: bool, device: torch.device) -> None:
     """Its slots have that of as many tokens, which were taken back, and the host may not know of how many."""

@@ -60,30 +60,6 @@ def test_decodes_prompts_chunks_and_mixed_steps_equal_the_oracle(
     runner.groups[0].attention.check_device()
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("heads_first", [False, True], ids=["NHD", "HND"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_packed_rows_of_two_byte_numbers_equal_the_oracle(
-    dim: int, heads_first: bool, device: torch.device, provider: str
-) -> None:
-    """Kernels that take strides serve it; Hopper's own, which the device has for such pages, do not."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    runner = Runner(
-        [replace(TERMS, head_size=dim)],
-        device=device,
-        provider=provider,
-        heads_first=heads_first,
-        dtype=dtype,
-        wide=True,
-    )
-    started(runner)
-    runner.step([1, 1, 1])
-    runner.step([1, 1, 30])
-    graph = runner.capture(4, 4, 1)
-    graph.run([1, 1, 1])
-    runner.groups[0].attention.check_device()
-
-
 def test_sinks_that_are_loaded_anew_are_read_from_the_next_step_on_in_graphs_too(
     device: torch.device, provider: str
 ) -> None:
@@ -107,22 +83,6 @@ def test_groups_of_a_model_with_windows_have_tables_of_their_own(device: torch.d
         runner.step([1, 1, 1])
     for group in runner.groups:
         group.attention.check_device()
-
-
-@pytest.mark.parametrize("chunk", [16, 32])
-def test_local_chunks_are_seen_and_blocks_before_them_may_be_given_back(
-    chunk: int, device: torch.device, provider: str
-) -> None:
-    """vLLM gives blocks back up to the chunk of the next token, which a window of a chunk's length still reaches."""
-    mask = MaskTerms(chunk=chunk)
-    runner = started(Runner(device=device, provider=provider, mask=mask, wide=True))
-    runner.evict(1, 0, 2)  # of 41 tokens
-    for new in ([1, 1, 1], [1, 1, 30], [7, 9, 1]):
-        runner.step(new)
-    of_one, of_any = runner.capture(4, 4, 1), runner.capture(4, 32, 32)
-    of_one.run([1, 1, 1])
-    of_any.run([2, 20, 4])
-    runner.groups[0].attention.check_device()
 
 
 IMAGES = MaskTerms(spans=True, spans_pass_window=True)
@@ -322,22 +282,6 @@ def test_only_fills_of_captured_steps_are_recorded_and_replayed_for_their_shape(
 
 def _fails(*_: object) -> None:
     raise AssertionError("fill() is not called")
-
-
-@pytest.mark.parametrize("name", ["window", "plain"])
-def test_drafts_of_n_grams_and_chains_are_verified_by_kernels_for_verify_steps(
-    name: str, kinds: list[StepKind], device: torch.device, provider: str
-) -> None:
-    runner = started(Runner([LAYERS[name]], device=device, provider=provider))
-    for new in ([4, 1, 2], [4, 4, 4], [1, 3, 1]):
-        runner.step(new)
-    verify = runner.capture(4, 16, 4)
-    for new in ([4, 4, 4], [1, 2, 4], [3]):  # vLLM pads n-grams to the length that it has captured
-        verify.run(new)
-    assert kinds == [StepKind.MIXED, *[StepKind.VERIFY] * 8]
-    runner.step([5, 1, 1])
-    assert kinds[9:] == [StepKind.MIXED]
-    runner.groups[0].attention.check_device()
 
 
 def test_a_graph_of_any_steps_of_its_size_is_none_of_verify_steps(

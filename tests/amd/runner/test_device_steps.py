@@ -17,7 +17,6 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUN
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Completion, Event, Request, TokenEvent
-from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation import device_steps as rounds_module
 from rocm_serve.speculation.device_steps import (
     AHEAD_SECONDS,
@@ -31,7 +30,6 @@ from rocm_serve.speculation.device_steps import (
 from tests.amd.runner.round_texts import CIRCLE, OPTIONS, launched, round_model
 from tests.amd.runner.serving import faults_until_done, served_to_the_end, until_done
 from tests.amd.runner.tiny_model import CONFIG
-from tests.amd.runner.with_parameters import character_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAIN = replace(OPTIONS, speculative="off", draft_tokens=4, steps_ahead=0)
@@ -155,24 +153,6 @@ def test_a_round_publishes_nothing_and_is_launched_before_the_last_one_is_read(
     assert max(seen) == pace
 
 
-@pytest.mark.parametrize("place", [27, *(pytest.param(place, marks=pytest.mark.nightly) for place in (20, 33))])
-def test_a_text_that_ends_by_its_words_in_the_first_of_two_rounds_ends_alone(place: int) -> None:
-    """It ends when the first is published; a request that comes then has both read at once."""
-    with_words = replace(_model(), tokenizer=character_model().tokenizer)
-    long, other, late = a_request(5, 60), a_request(1, 60), a_request(3, 10)
-    said = plainly([long], with_words)[0].text
-    ends = said[place : place + 3] if said.index(said[place : place + 3]) == place else said[: place + 3]
-    long = replace(long, stop=(ends,))
-    engine = at_pace(2, engine_of(with_words))
-    numbers = [engine.submit(long), engine.submit(other)]
-    output = engine._outputs[numbers[0]]
-    while output.num_tokens + 4 * len(engine._pending) < place + 3 or len(engine._pending) < 2:
-        engine.step()
-    assert numbers[0] in engine._outputs
-    numbers.append(engine.submit(late))
-    assert served_to_the_end(engine, numbers) == plainly([long, other, late], with_words)
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("at", ["round", "picks", "next_step"])
 def test_memory_that_runs_out_while_a_round_is_launched_changes_no_text(
@@ -217,28 +197,6 @@ def test_the_host_plans_a_step_now_and_then(monkeypatch: pytest.MonkeyPatch) -> 
         most = max(most, rounds._series.num_launched - 1 if rounds._series is not None else 0)
     assert most == 3
     assert [engine.completion(number)] == plainly([a_request(1, 100)])
-
-
-def test_pages_of_a_series_are_reserved_at_once_where_plenty_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, for the longest possible text, and for the rounds that run on past its end."""
-    monkeypatch.setattr(rounds_module, "_TOKENS_AHEAD", 8)
-    engine = engine_of()
-    engine.submit(a_request(1, 150))
-    rounds, limits, begun = rounds_of(engine), list[int](), dict[int, Any]()
-    reserved = rounds._reserved
-
-    def and_note(*arguments: Any) -> Any:
-        limit = reserved(*arguments)
-        if limit is not None:  # the plan of a step has this limit of tokens
-            limits.append(int(limit[0]))
-        return limit
-
-    rounds._reserved = and_note  # type: ignore[method-assign, assignment]
-    for _ in steps(engine):
-        if rounds._series is not None:
-            begun[id(rounds._series)] = rounds._series
-    assert len(limits) == len(begun) >= 1
-    assert max(limits) < 250
 
 
 def with_an_error_word(engine: Engine) -> None:
@@ -340,29 +298,6 @@ def test_a_prompt_of_as_many_tokens_as_a_round_is_not_taken_for_draft_tokens(dra
     begins, longer = Request(tokens[:8], 9), Request(tokens[: 8 + width], 20)
     assert [engine.generate([each])[0] for each in (begins, longer)] == plainly([begins, longer])
     assert engine.metrics.prefix_hits
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sampling": Sampling(0.7, 0.95, seed=3)},
-        {"sampling": Sampling(logit_bias=((3, -4.0), (9, 2.0)))},
-    ],
-    ids=["draws", "is biased"],
-)
-def test_rounds_with_a_request_that_asks_for_more_than_the_likeliest_token_are_planned_by_the_host(
-    options: dict[str, Any],
-) -> None:
-    """They have the texts of plain decoding; rounds go on without the host when that request has ended."""
-    requests = [a_request(0, 70), a_request(1, 24, **options)]
-    engine = engine_of()
-    rounds, numbers = launched(engine), [engine.submit(request) for request in requests]
-    while numbers[1] in engine._outputs:
-        engine.step()
-    assert not rounds
-    assert engine.metrics.accepted_drafts
-    assert served_to_the_end(engine, numbers) == plainly(requests)
-    assert rounds
 
 
 @pytest.mark.parametrize(

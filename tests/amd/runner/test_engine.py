@@ -237,21 +237,6 @@ def test_the_pool_is_as_large_as_needed_and_no_larger_than_allowed(
     assert (report.num_pages, report.max_kv_len) == (num_pages, max_kv_len)
 
 
-@pytest.mark.parametrize("changes", [{"max_batch_size": 3}, {"num_pages": 17}, {"steps_ahead": 1}], ids=str)
-def test_every_step_and_token_is_timed_once(changes: dict[str, Any], loaded: LoadedModel) -> None:
-    """A request that is preempted has waited and begun once."""
-    served = engine(loaded, **changes)
-    served.generate(some_requests(5, 30))
-    metrics = served.report().metrics
-    assert (metrics.step_seconds.count, metrics.host_seconds.count) == (metrics.steps, metrics.steps)
-    assert metrics.step_seconds.total == pytest.approx(metrics.seconds)
-    assert 0 < metrics.host_seconds.total < metrics.step_seconds.total
-    assert (metrics.queue_seconds.count, metrics.first_token_seconds.count) == (5, 5)
-    assert metrics.token_gap_seconds.count == metrics.new_tokens - 5
-    assert metrics.queue_seconds.total < metrics.first_token_seconds.total
-    assert (metrics.preemptions > 0) == ("num_pages" in changes)
-
-
 def test_the_report_says_what_runs_and_what_waits(loaded: LoadedModel) -> None:
     served = engine(loaded, max_batch_size=2)
     for request in some_requests(5):

@@ -31,7 +31,6 @@ from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.async_engines import is_empty
 from tests.amd.runner.serving import BASE as EIGHT
 from tests.amd.runner.serving import all_pages_are_free, alone, faults_until_done, short_requests, until_done
-from tests.amd.runner.small_tokenizers import half_characters, sentencepiece
 from tests.amd.runner.test_ngrams import sequence
 from tests.amd.runner.tiny_model import NAN_TOKEN
 
@@ -71,23 +70,6 @@ def test_a_request_of_numbers_that_are_none_fails_alone(
     assert [event.request for event in events if isinstance(event, FailureEvent)] == [1]
     assert not isinstance(why.value, DeviceFault)
     assert all_pages_are_free(engine)
-
-
-def test_a_request_that_fails_on_the_way_keeps_the_tokens_that_it_had(poisoned: LoadedModel) -> None:
-    tokenizer = sentencepiece()
-    model = replace(poisoned, tokenizer=tokenizer)
-    engine, request = Engine(model, BASE), Request((3, 4), 6)
-    number = engine.submit(request)
-    engine.step()
-    engine.step()
-    engine.runtime.pool.layer(1).k[1:] = float("nan")
-    (event,) = engine.step()
-    assert isinstance(event, FailureEvent)
-    completion = engine.completion(number)
-    assert completion.token_ids == alone(model, request).token_ids[:2]
-    assert completion.text == tokenizer.decode(completion.token_ids)
-    assert completion.error == event.error != ""
-    assert not engine.has_work
 
 
 class _Wiped:
@@ -250,42 +232,6 @@ def test_an_aborted_request_comes_to_what_it_has_so_far(steps: int, loaded: Load
     assert all_pages_are_free(engine)
 
 
-def test_an_abort_gives_out_the_text_that_was_held_back(loaded: LoadedModel) -> None:
-    tokenizer = half_characters()
-    engine = Engine(replace(loaded, tokenizer=tokenizer), BASE)
-    number = engine.submit(Request((3, 4), 6))
-    engine.step()
-    engine.abort(number)
-    (event,) = engine.step()
-    assert isinstance(event, AbortEvent)
-    done = engine.completion(number)
-    assert done.text == tokenizer.decode(done.token_ids)
-    assert done.text.endswith(event.text)
-    assert event.text != ""
-
-
-def test_a_callback_may_abort_any_request(loaded: LoadedModel) -> None:
-    """At its third token the first request aborts itself, and the one that comes after it."""
-    engine, seen = Engine(loaded, BASE), list[Event]()
-
-    def on_event(event: Event) -> None:
-        seen.append(event)
-        if sum(each.request == 0 for each in seen) == 3:
-            engine.abort(0)
-            engine.abort(1)
-
-    completions = engine.generate(short_requests(), on_event)
-    expected = [alone(loaded, request) for request in short_requests()]
-    assert completions[2] == expected[2]
-    assert [done.finish_reason for done in completions] == ["abort", "abort", "length"]
-    assert completions[0].token_ids == expected[0].token_ids[:3]
-    assert completions[1].token_ids == expected[1].token_ids[: len(completions[1].token_ids)]
-    tokens = [event.token_id for event in seen if isinstance(event, TokenEvent) and event.request == 1]
-    assert tuple(tokens) == completions[1].token_ids
-    assert [event.request for event in seen if isinstance(event, AbortEvent)] == [0, 1]
-    assert all_pages_are_free(engine)
-
-
 def test_a_callback_may_cancel_any_request(loaded: LoadedModel) -> None:
     """The completions of the others are not lost with it."""
     engine, seen = Engine(loaded, BASE), list[Event]()
@@ -328,19 +274,6 @@ def test_the_fault_of_a_step_is_reported_although_an_abort_leaves_no_work(
         engine.step()
     until_done(engine)
     assert engine.completion(ended).finish_reason == engine.completion(aborted).finish_reason == "error"
-    assert all_pages_are_free(engine)
-
-
-@pytest.mark.parametrize("num_pages", [None, 17])
-def test_a_suspect_may_be_aborted(num_pages: int | None, poisoned: LoadedModel) -> None:
-    engine = Engine(poisoned, replace(BASE, num_pages=num_pages))
-    good, bad = engine.submit(short_requests()[0]), engine.submit(Request((3, NAN_TOKEN, 4), 6))
-    while not engine._scheduler._suspects:
-        engine.step()
-    engine.abort(bad)
-    until_done(engine)
-    assert engine.completion(bad).finish_reason == "abort"
-    assert engine.completion(good) == alone(poisoned, short_requests()[0])
     assert all_pages_are_free(engine)
 
 

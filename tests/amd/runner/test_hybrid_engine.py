@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadSetting, CapacityExceeded
-from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import Problem
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.pool_size import PoolPages, pool_pages, swa_pages_for
-from rocm_serve.request import Request
 from tests.amd.runner.serving import BASE
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, with_windows
 
@@ -66,15 +64,3 @@ def test_windows_take_what_they_need_and_leave_the_rest_to_the_full_space() -> N
     assert pool_pages(problems(15), max_kv_len=400, kv_bytes=30 * per_page, **sizes) == PoolPages(401, needed)
     with pytest.raises(CapacityExceeded, match="at least 2 are needed; raise kv_bytes"):
         pool_pages(layers, max_kv_len=400, kv_bytes=5 * per_page, **sizes)
-
-
-def test_a_long_prompt_needs_only_a_window_and_a_chunk(loaded: LoadedModel) -> None:
-    engine = Engine(loaded, replace(BASE, swa_pages=10, max_batch_size=2, prefix_caching=False))
-    engine.submit(Request(tuple(range(60)), 4))
-    most = 0
-    while engine.has_work:
-        engine.step()
-        swa = engine.runtime.table.space(Space.SWA)
-        most = max(most, swa.num_usable_pages - swa.num_free_pages)
-    assert 4 <= most <= 8
-    assert engine.report().metrics.preemptions == 0

@@ -79,34 +79,6 @@ def test_they_are_sent_to_another_process_in_a_few_words_for_each_token(model: t
     assert (logprobs[-1], logprobs[1:-1]) == (alone[-1], alone[1:-1])
 
 
-@pytest.mark.parametrize("steps", [2, 6])
-def test_a_prompt_that_is_computed_again_has_them_once(steps: int, model: tuple[Any, LoadedModel]) -> None:
-    reference, loaded = model
-    served = engine(loaded, chunk=6, max_batch_size=1)
-    number = served.submit(Request(PROMPTS[-1], 4, prompt_logprobs=1, priority=1))
-    for _ in range(steps):
-        served.step()
-    other = served.submit(Request(PROMPTS[2], 2, prompt_logprobs=1))
-    for done in served_to_the_end(served, [number, other]):
-        assert_those_of(reference, done, 1)
-    assert served.metrics.preemptions == 1
-
-
-def test_tokens_of_cached_pages_have_them_too(model: tuple[Any, LoadedModel]) -> None:
-    reference, loaded = model
-    served = engine(loaded)
-    prompt = PROMPTS[-1]
-    served.generate([Request(prompt, 1)])
-    (again,) = served.generate([Request(prompt, 1)])
-    hits = served.metrics.prefix_hits
-    assert hits > 0
-    for _ in range(2):
-        (done,) = served.generate([Request(prompt, 1, prompt_logprobs=0)])
-        assert_those_of(reference, done, 0)
-        assert done.token_ids == again.token_ids
-    assert served.metrics.prefix_hits == hits
-
-
 def test_a_long_prompt_has_few_rows_of_logits_at_a_time(
     model: tuple[Any, LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

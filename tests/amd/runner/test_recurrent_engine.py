@@ -21,7 +21,7 @@ from rocm_serve.speculation import engines
 from rocm_serve.speculation.device_steps import FOLLOWING
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.dense_attention import assert_greedy
-from tests.amd.runner.serving import BASE, served_to_the_end, until_done
+from tests.amd.runner.serving import BASE
 from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model
 
 # With chunks of 16 and pages of 4 tokens, states stay after multiples of 16 tokens.
@@ -86,18 +86,6 @@ def test_a_second_turn_begins_after_a_state_of_the_text(loaded: LoadedModel) -> 
     assert cached(served, (*text, 1, 2, 3)) == [48]
 
 
-def test_copies_of_a_prompt_share_its_state(loaded: LoadedModel) -> None:
-    """They come while the first one runs, as the requests of n answers do."""
-    served = engine(loaded)
-    numbers = [served.submit(Request(prompt(3, 40), 12))]
-    for _ in range(5):
-        served.step()
-    numbers += [served.submit(Request(prompt(3, 40), 12)) for _ in range(3)]
-    done = served_to_the_end(served, numbers)
-    assert len({each.token_ids for each in done}) == 1
-    assert [each.cached_tokens for each in done] == [0, 32, 32, 32]
-
-
 def test_a_chunk_ends_at_the_last_state_and_other_prompts_get_the_rest(loaded: LoadedModel) -> None:
     served = engine(loaded, chunk=40, page_size=16)
     assert served.runtime.states.recurrent.spacing == 32
@@ -148,19 +136,6 @@ def test_a_prefix_without_a_state_is_refused_by_the_table(loaded: LoadedModel, m
     monkeypatch.setattr(PrefixCache, "_longest", lambda cache, found: len(found))
     with pytest.raises(BadBatch, match=r"no state after 44 kept tokens; begin after 16, 32 tokens"):
         served.generate([Request(prompt(0, 45), 1)])
-
-
-def test_one_that_gave_way_begins_at_its_last_state(loaded: LoadedModel) -> None:
-    served = engine(loaded, max_batch_size=1)
-    low = served.submit(Request(prompt(0, 20), 20, priority=1))
-    for _ in range(15):
-        served.step()
-    high = served.submit(Request((1, 2, 3), 4))
-    until_done(served)
-    metrics = served.report().metrics
-    assert (metrics.preemptions, metrics.prefix_hits) == (1, 32)
-    for number in (low, high):
-        assert_greedy(loaded, served.completion(number))
 
 
 def test_states_go_with_forgotten_pages(loaded: LoadedModel) -> None:

@@ -115,28 +115,6 @@ def drafting(large: LoadedModel, small: LoadedModel, options: EngineOptions) -> 
     return engine
 
 
-@pytest.mark.fast(1)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, marks=pytest.mark.nightly),
-        {"topk": 2, "page_size": 1},
-        {"graphs": True, "draft_tokens": 3},
-        pytest.param({"chunk": 9}, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_model_that_drafts_for_itself_is_always_right(changes: dict[str, Any], loaded: LoadedModel) -> None:
-    options = replace(BASE, speculative="ngram", **changes)
-    requests = some_requests(5)
-    expected = Engine(loaded, without_speculation(options)).generate(requests)
-    engine = drafting(loaded, loaded, options)
-    assert engine.generate(requests) == expected
-    metrics = engine.report().metrics
-    if options.topk == 1:
-        assert metrics.accepted_drafts == metrics.drafts
-    assert metrics.accepted_drafts > 20  # prompts leave few tokens of a small chunk to drafts
-
-
 @pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_drafts_of_all_levels_are_one_publication_and_one_graph(topk: int, loaded: LoadedModel) -> None:
     options = replace(BASE, speculative="ngram", topk=topk, graphs=True, draft_tokens=4, max_batch_size=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ from rocm_attn.machine.gpus import GPUS, Rates, published_rates
 from rocm_attn.problem import Problem
 from rocm_attn.recurrence import Recurrence
 from rocm_serve import step_sizes
-from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.options import EngineOptions
-from rocm_serve.scheduled_step import PromptRoom, ScheduledStep
+from rocm_serve.scheduled_step import PromptRoom
 from rocm_serve.step_sizes import StepSizes, rates_of
 from tests.amd.runner.metered_memory import MeteredMemory
-from tests.amd.runner.serving import engine, short_requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 # A key takes 2 x 2 x 64 x 2 = 512 bytes and 2 x 4 x (64 + 64) = 1024 operations.
@@ -221,32 +218,6 @@ def test_as_many_sequences_run_as_k_and_v_have_room_for(monkeypatch: pytest.Monk
 
     assert [most(seqs * 1024 * token_bytes) for seqs in (1, 100, 1000)] == [8, 100, 256]
     assert most(0, kv_bytes=40 * 1024 * token_bytes) == 40
-
-
-def test_an_engine_prints_the_sizes_that_it_keeps_to(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_sizes, "rates_of", lambda device, dtype: Rates(1e6, 3e6))
-    served = engine(loaded, latency=40.0, chunk=0, max_batch_size=2, max_kv_len=96)
-    report, budget = served.report(), served._scheduler._budget
-    assert (report.max_batch_size, report.chunk) == (budget.max_batch_size, budget.chunk) == (2, 2048)
-    assert list(report.steps[:3]) == budget.lines()
-    assert "while    1 decode, prompts get up to 64 of them" in report.steps[1]
-    assert budget.beside == (64, 64)
-    scheduled: list[list[int]] = []
-    next_step = served._scheduler.next_step
-
-    def noted(*drafts: Any) -> ScheduledStep | None:
-        step = next_step(*drafts)
-        scheduled.append(step.batch.q_len.tolist() if step is not None else [])
-        return step
-
-    monkeypatch.setattr(served._scheduler, "next_step", noted)
-    first, late = short_requests(2, new_tokens=20)
-    served.submit(first)
-    served.step()
-    served.submit(replace(late, prompt_token_ids=(9,) * 70))
-    served.step()
-    doubles_after = budget.doubles_after
-    assert scheduled == [[len(first.prompt_token_ids)], [1, -(-64 * doubles_after // (doubles_after + 64))]]
 
 
 def test_the_matrices_of_a_config_are_counted_by_what_reads_them() -> None:

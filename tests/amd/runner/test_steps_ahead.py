@@ -18,7 +18,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.prompt_logprobs import ComingPromptLogprobs
-from rocm_serve.request import Completion, Event, Request
+from rocm_serve.request import Completion, Request
 from rocm_serve.sampling.sampling import PickedTokens
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.speculation import StepPicks
@@ -63,25 +63,6 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(
     engine.generate([Request((9, 10), 4), Request((11,), 3)])
     assert order.seen == ["run", "run", "read", "run", "read", "run", "read", "read"]
     assert order.ids == [[9, 10, 11], [-1, -2], [-1, -2], [-1]]
-
-
-def test_the_token_after_a_stop_token_is_dropped(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in which it was picked stored the stop token in a place that others get: they do not see it."""
-    prompt = tuple(range(20, 27))
-    whole = alone(loaded, Request(prompt, 12))
-    stop = next(token for at, token in enumerate(whole.token_ids) if at > 2 and token not in whole.token_ids[:at])
-    engine = Engine(loaded, BASE)
-    order = Order(engine, monkeypatch)
-    events: list[Event] = []
-    (done,) = engine.generate([Request(prompt, 12, stop_token_ids=(stop,))], events.append)
-    assert done.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
-    assert done.finish_reason == "stop"
-    assert len(events) == len(done.token_ids)
-    assert order.seen.count("run") == len(events) + 1
-    later = Request((*prompt, *done.token_ids, 3, 4), 5)
-    assert engine.generate([later])[0] == alone(loaded, later)
-    assert engine.metrics.prefix_hits == len(prompt + done.token_ids) // 4 * 4
-    assert all_pages_are_free(engine)
 
 
 def test_one_that_has_ended_is_not_failed_by_the_step_that_it_was_in_too_many(

@@ -164,19 +164,6 @@ async def test_a_reader_gets_no_more_than_the_text(loaded: LoadedModel, text: st
     assert inbox.take().token_ids == sum((piece.token_ids for piece in pieces), ())
 
 
-def test_what_was_held_back_comes_with_an_abort(loaded: LoadedModel, text: str) -> None:
-    engine = Engine(loaded, BASE)
-    number = engine.submit(replace(LONG, stop=(text[:9] + "never",)))
-    while not (events := engine.step()) or sum(len(event.text) for event in events) > 0:
-        pass
-    for _ in range(3):
-        assert all(not event.text for event in engine.step())
-    engine.abort(number)
-    said = "".join(event.text for event in engine.step())
-    assert said
-    assert said == engine.completion(number).text == text[: len(said)]
-
-
 def test_stops_need_a_tokenizer() -> None:
     with pytest.raises(BadRequest, match="stop texts and the model has no tokenizer"):
         Engine(tiny_model(), BASE).submit(Request((1,), stop=("a",)))

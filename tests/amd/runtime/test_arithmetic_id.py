@@ -22,9 +22,6 @@ from rocm_attn.providers.contract import PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection import arithmetic
 from rocm_attn.selection.arithmetic import arithmetic_id
-from tests.amd.kernels.matrix_unit import use_matrix_unit
-from tests.amd.runtime.token_stories import Story, Teller, same_bits
-from tests.amd.worlds.problems import deterministic_providers, small_problem
 
 PROBLEM = Problem(8, 2, 128, torch.bfloat16, 16)
 LARGE = PoolSize(num_pages=4096, max_kv_len=65536, max_num_seqs=64)
@@ -89,21 +86,6 @@ def test_a_digest_of_sources_covers_the_kernels() -> None:
     for module in (segments, triton_segments, refs):
         assert Path(str(module.__file__)).resolve() in found
     assert any(file.name == "segment.json" for file in found)
-
-
-@pytest.mark.parametrize("provider", deterministic_providers())
-def test_runtimes_with_equal_ids_give_equal_bits(
-    provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They differ in pages, and in the longest sequence that they have room for."""
-    use_matrix_unit(monkeypatch)
-    tellers = [
-        Teller(device, provider, small_problem(page_size), max_kv_len=room) for page_size, room in ((4, 512), (16, 256))
-    ]
-    one, other = (arithmetic_id(teller.runtime.selections, teller.runtime.guards) for teller in tellers)
-    assert one == other
-    told = [teller.tell(teller.begin(Story.random(teller.problem, 90, 3)), (41, 48, 1)) for teller in tellers]
-    assert same_bits(*told)
 
 
 def test_what_may_depend_on_the_batch_has_no_id() -> None:

@@ -149,21 +149,6 @@ def test_a_request_that_gave_way_is_computed_again_on_other_pages(device: torch.
     world.step([again, other], [11, 1])
 
 
-def test_kept_pages_bring_the_state_with_them(device: torch.device) -> None:
-    """A prefix cache keeps whole pages in every space; a new request begins after them."""
-    world = CompressedWorld.build(device, "torch", swa_pages=20)
-    request = world.admit()
-    world.step([request], [18])
-    table = world.runtime.table
-    kept = table.kept.keep(request.row, 0, 2)
-    table.free(request.row)
-    row = table.kept.admit_over(kept, 16)
-    later = replace(request, row=row, drawn=request.drawn.first(16))
-    world.step([later], [3])
-    world.step([later], [1])
-    table.kept.drop(kept)
-
-
 @pytest.mark.parametrize("swa_pages", [0, 4], ids=["one space", "two spaces"])
 def test_the_state_of_a_long_request_takes_no_more_pages_than_a_window(swa_pages: int, device: torch.device) -> None:
     world = CompressedWorld.build(device, "torch", swa_pages=swa_pages)

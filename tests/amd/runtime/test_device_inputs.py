@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
-from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadTensor, DeviceFault, Unsupported
 from rocm_attn.providers.contract import LayerKernel
@@ -38,28 +37,6 @@ def serving_with_prompts(
     requests = serving.admit_all(len(prompts))
     serving.step(requests, prompts)
     return serving, requests
-
-
-def test_accepted_drafts_are_counted_on_the_device(provider: str, graphs: bool, device: torch.device) -> None:
-    """Up to four tokens per sequence are verified; tokens are packed by the number that the device takes, or none."""
-    serving, requests = serving_with_prompts(provider, device, [5, 2, 9, 4], graphs=graphs)
-    for q_len in ([4, 1, 2, 3], [0, 4, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [4, 4, 4, 4]):
-        room = [4 - new for new in q_len]
-        taken = ints(q_len, serving)
-        run_within_bounds(
-            serving,
-            requests,
-            q_len,
-            kv_room=room,
-            q_room=room,
-            inputs=lambda kv_len, taken=taken: DeviceInputs(kv_len=ints(kv_len, serving), q_len=taken),  # type: ignore[misc]
-        )
-        serving.check_step(requests, q_len)
-        assert taken.tolist() == q_len
-    serving.step(requests, [1, 1, 1, 1])
-    serving.runtime.check_device()
-    counters = serving.runner.counters
-    assert counters.replays == (counters.steps if graphs else 0)
 
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -172,30 +149,6 @@ def test_new_tokens_that_the_device_leaves_out_leave_no_gap(provider: str, devic
     serving.runtime.end_step()
     with pytest.raises(DeviceFault, match="let a step begin after the tokens that its row has stored"):
         serving.runtime.check_device()
-
-
-def test_token_ids_after_what_the_device_takes_are_zero(provider: str, device: torch.device) -> None:
-    """Ids of drafts that were not taken would be looked up in the embedding."""
-    serving = World.one_layer(device, graphs=False, provider=provider)
-    rows = np.array([request.row for request in serving.admit_all(2)], np.int32)
-    most = np.array([3, 3], np.int32)
-    serving.runtime.table.reserve_all(rows, most)
-    # The tokens that the device does not take lie before the new tokens.
-    serving.runtime.table.mark_stored(rows, most)
-    ids = np.array([11, 12, 13, *[2**31 - 1] * 3], np.int32)
-    taken = ints([2, 1], serving)
-    for batch in (
-        StepBatch(
-            rows, most, most, NO_TOKEN_IDS, inputs=DeviceInputs(q_len=taken, token_ids=ints(ids.tolist(), serving))
-        ),
-        StepBatch(rows, most, most, ids, inputs=DeviceInputs(q_len=taken)),
-    ):
-        step = serving.runtime.step(batch).parts[0]
-        assert step.token_ids.tolist() == [11, 12, 13, 0, 0, 0]
-        assert step.plan.shape.kind is StepKind.MIXED
-        # kv_len stays at the host's bound of 3.
-        assert step.positions.tolist() == [1, 2, 2, 0, 0, 0]
-        serving.runtime.end_step()
 
 
 def test_a_step_without_sequences_may_have_inputs_on_the_device(provider: str, device: torch.device) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -300,26 +298,6 @@ def test_steps_of_other_sizes_have_rows_of_their_own(ran: list[bool]) -> None:
     served.runtime.check_device()
 
 
-def test_graphs_that_were_given_up_take_no_inputs_and_hold_no_outputs(ran: list[bool]) -> None:
-    sizes = (2, PADDED)
-    served = Going(sizes=sizes)
-    for _ in range(2):
-        served.step(2)
-    assert ran[-1]
-    outputs = [weakref.ref(entry.outputs) for entry in served.runner._graph_of_plan.values()]
-    served.runner.reopen(sizes)
-    gc.collect()
-    assert [each() for each in outputs] == [None, None]
-    for _ in range(2):
-        served.step()  # the first makes its graph
-    ran.clear()
-    served.step(2)
-    served.step(2)
-    assert not ran[0]
-    assert ran[-1]
-    served.runtime.check_device()
-
-
 def test_a_flight_recorder_is_reported_of_a_step_and_of_what_broke_it_off(
     ran: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,27 +348,6 @@ def test_a_fault_is_counted_and_reported_once(ran: list[bool]) -> None:
     assert all(ran)
     assert served.runner.counters.faults == 1
     assert [type(error) for error in reported.failures] == [DeviceFault]
-
-
-@pytest.mark.parametrize("change", ["free", "fork", "cut"])
-def test_a_row_that_changed_between_steps_is_looked_at_anew(change: str, ran: list[bool]) -> None:
-    served = Going()
-    table, row = served.runtime.table, int(served.rows[1])
-    ran.clear()
-    if change == "free":
-        table.free(row)
-        served.rows[1] = table.admit()
-        assert served.rows[1] == row
-        served.kv_len = served.kv_len * np.array([1, 0, 1], np.int32)
-    elif change == "fork":
-        table.fork(row, int(served.kv_len[1]))
-    else:
-        served.kv_len = served.kv_len - np.array([0, 3, 0], np.int32)
-        table.truncate(row, int(served.kv_len[1]))
-    served.step()
-    served.step()
-    assert ran == [True, True]
-    served.runtime.check_device()
 
 
 def test_a_seal_that_was_renewed_has_a_graph_made_anew(ran: list[bool]) -> None:

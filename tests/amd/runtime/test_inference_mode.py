@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import DeviceFault
-from tests.amd.worlds.world import Rows, World
+from tests.amd.worlds.world import World
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "inference": torch.inference_mode,
@@ -44,20 +44,6 @@ def test_what_grows_in_one_mode_serves_in_the_other(
         serving.step(requests[:4], [1] * 4)
     with second():
         serving.runtime.check_device()
-
-
-@pytest.mark.fast(interpreted=0)
-def test_a_runtime_that_was_built_in_inference_mode_serves_outside_of_it(
-    provider: str, graphs: bool, device: torch.device
-) -> None:
-    with torch.inference_mode():
-        serving = World.one_layer(device, graphs=graphs, provider=provider)
-    # The tensors of the test's own model are not checked.
-    serving.rows = [Rows(*(rows.clone() for rows in vars(serving.rows[0]).values()))]
-    requests = serving.begun(3, 1)
-    serving.step(requests, [1, 1])
-    assert not any(tensor.is_inference() for tensor in serving.runtime.seals.tensors().values())
-    serving.runtime.check_device()
 
 
 def test_a_fault_is_reported_outside_of_the_mode_that_the_step_ran_in(device: torch.device) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import StepMask, TreeMask, kv_positions
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor, Unsupported
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.select import select
 from tests.amd.worlds.problems import small_problem
-from tests.amd.worlds.world import Request, World, packed
+from tests.amd.worlds.world import Request, World
 
 MASKED = small_problem(custom_mask=True)
 
@@ -28,17 +26,6 @@ def world_of(device: torch.device, provider: str) -> tuple[World, list[Request]]
     world = World.build([MASKED, sinks, windowed, small_problem()], device, provider)
     requests = world.begun(9, 20, 1)
     return world, requests
-
-
-def random_masks(world: World, requests: Sequence[Request], q_len: Sequence[int]) -> list[torch.Tensor]:
-    """Masks for the next step of the requests: half of all cells, and tokens that see nothing or everything."""
-    masks = []
-    for request, new in zip(requests, q_len, strict=True):
-        mask = torch.rand(new, request.kv_len + new, generator=world.generator) < 0.5
-        mask[2::4] = False
-        mask[3::4] = True
-        masks.append(mask)
-    return masks
 
 
 def test_a_window_counts_the_depth_of_a_tree_and_not_its_tokens(provider: str, device: torch.device) -> None:
@@ -61,32 +48,6 @@ def test_keys_that_no_bit_shows_may_be_nan(provider: str, device: torch.device) 
     mask = torch.ones(4, 14, dtype=torch.bool)
     mask[:, 3:5] = False
     world.step([request], [4], visible=[mask])
-
-
-@pytest.mark.fast(interpreted=0)
-def test_lengths_that_only_the_device_knows_pack_the_mask(provider: str, device: torch.device) -> None:
-    world, requests = world_of(device, provider)
-    bounds = world.batch(requests, [4, 6, 3])
-    kv_len, q_len = [11, 23, 4], [2, 3, 3]
-    inputs = DeviceInputs(
-        kv_len=torch.tensor(kv_len, dtype=torch.int32, device=device),
-        q_len=torch.tensor(q_len, dtype=torch.int32, device=device),
-    )
-    masks = random_masks(world, requests, q_len)
-    bits = torch.zeros(100, dtype=torch.uint8, device=device)
-    live = packed(masks, device)
-    bits[: len(live)] = live
-    positions = torch.arange(100, 113, dtype=torch.int32, device=device)
-    batch = replace(bounds, inputs=inputs, mask=StepMask(bits, positions))
-    step = world.runtime.step(batch).parts[0]
-    assert step.positions.tolist() == [*range(100, 108)] + [0] * (len(step.positions) - 8)
-    q, k, v = world.qkv(MASKED, replace(step, num_tokens=8))
-    out = torch.full_like(q, float("nan"))
-    step.layers.store_and_attend(0, q, k, v, out)
-    world.remember(0, requests, q_len, k, v)
-    world.check(0, requests, q_len, q, out, None, masks)
-    world.runtime.end_step()
-    world.runtime.check_device()
 
 
 @pytest.mark.fast(interpreted=0)

@@ -19,25 +19,6 @@ from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUM
 from tests.amd.worlds.problems import deterministic_providers
 
 
-def test_a_step_can_run_twice_and_a_forward_that_failed_half_way_can_be_repeated(
-    provider: str, device: torch.device
-) -> None:
-    world = Hybrid(device, provider)
-    (request,) = world.begun(6)
-    for count in (1, KEPT, KEPT + 4):
-        new = world.ids(count)
-        batch = world.batch([request], [new])
-        with world.runtime.step(batch) as step:
-            first = world.forward(step.parts[0]).tensor[:count].clone()
-            again = world.forward(step.parts[0]).tensor[:count]
-            assert torch.equal(first, again)
-        world.runtime.table.truncate(request.row, len(request.ids))
-        with world.runtime.step(world.batch([request], [new])) as step:  # it ends before the other layers
-            world.recur(step.parts[0], 0)
-        world.step([request], [new])
-    world.runtime.check_device()
-
-
 def test_a_row_that_went_back_for_a_step_that_stored_nothing_goes_on_from_there(
     provider: str, device: torch.device
 ) -> None:

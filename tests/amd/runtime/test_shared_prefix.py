@@ -65,24 +65,6 @@ def test_a_step_without_sequences_may_share_nothing(provider: str, device: torch
         decode(world, [], [], pad_to)
 
 
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("swa_pages", [0, 40])
-def test_layers_that_cannot_share_decode_the_step_as_any_other(
-    swa_pages: int, provider: str, device: torch.device
-) -> None:
-    """They run next to a layer that can share: windows, whose pages may be in another pool and given back; slopes."""
-    problems = [small_problem(), small_problem(window_left=5, has_sinks=True), small_problem(has_alibi_slopes=True)]
-    world = World.build(problems, device, provider, swa_pages=swa_pages)
-    requests = family(world, 12, [1, 3, 5])
-    batch = replace(world.batch(requests, [1, 1, 1]), prefixes=SharedPrefixes([PrefixGroup(3, 12)]))
-    step = world.runtime.step(batch).parts[0]
-    assert [kernel.entry.kind for kernel in step.plan.kernels] == [StepKind.SHARED, StepKind.DECODE, StepKind.DECODE]
-    world.runtime.end_step()
-    for _ in range(8):
-        decode(world, requests, [PrefixGroup(3, 12)], pad_to=4)
-    world.runtime.check_device()
-
-
 def test_pads_are_inert_beside_kernels_whose_pads_have_a_key(provider: str, device: torch.device) -> None:
     """Kernels of AITER need a length of 1 in padded sequences, which all layers then have."""
     world = World.build([small_problem()], device, provider)

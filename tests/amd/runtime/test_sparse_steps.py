@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
-from rocm_attn.capture.forecast import plan_capture
 from rocm_attn.capture.probe_requests import ProbeRequests
 from rocm_attn.errors import BadBatch, BadProblem, BadTensor, DeviceFault, Unsupported, WrongState
 from rocm_attn.kernels.cache.row_work import QkvWork, RopeTable
@@ -17,11 +16,9 @@ from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine.target import known_target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import ALL_KEYS, EarlierSelection, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.step.head_weights import HeadWeights
-from rocm_attn.step.options import RuntimeOptions
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.problems import indexer, latent_layer, layer, record_layer
@@ -253,30 +250,6 @@ def test_requests_that_share_pages_share_their_index_keys(device: torch.device) 
     world.step([second], [3])
 
 
-def test_halves_of_a_step_select_for_themselves(device: torch.device) -> None:
-    world = World.selecting([layer(indexer(TOKENS)), layer(EarlierSelection(TOKENS))], device)
-    requests = [world.admit() for _ in range(4)]
-    for request, length in zip(requests, (7, 12, 9, 5), strict=True):
-        world.run([request], [length])
-    world.draw(4)
-    batch = world.batch(requests, [1, 1, 1, 1])
-    split = world.runtime.step(batch, world.runtime.plan(batch, halves=2))
-    try:
-        for half in split.parts:
-            for number, requested in enumerate(world.rows):
-                half.layers.store(number, requested.k[half.tokens], requested.v[half.tokens])
-            half.layers.store_index(0, world.rows[0].index_k[half.tokens])
-        for half in split.parts:  # both halves select before either attends
-            half.layers.select(0, world.rows[0].index_q[half.tokens], world.rows[0].weights[half.tokens])
-        for half in split.parts:
-            for number, requested in enumerate(world.rows):
-                half.layers.attend_selected(number, requested.q[half.tokens], requested.out[half.tokens])
-    finally:
-        world.runtime.end_step()
-    world.keep(requests, [1, 1, 1, 1])
-    world.check_step(requests, [1, 1, 1, 1])
-
-
 def test_a_step_that_stored_no_index_keys_has_not_stored(device: torch.device) -> None:
     world = World.selecting([layer(indexer(TOKENS))], device)
     request, requested = world.admit(), world.rows[0]
@@ -370,21 +343,6 @@ def test_a_layer_that_no_kernel_selects_for_is_refused_with_reasons() -> None:
     assert "triton: triton.indexer: units of 3 keys are no power of two" in refusal.value.reasons
     lines = select(layer(indexer(TOKENS)), known_target("gfx942"), "triton").lines()
     assert "over a selection: triton.selected, triton.indexer" in lines
-
-
-def test_index_keys_count_in_what_pages_take() -> None:
-    dense, sparse, pooled = layer(), layer(indexer(TOKENS)), layer(indexer(POOLS))
-    coded = layer(Indexer(4, 16, TOKENS, KVEncoding.E4M3FN, Scales.TOKEN))
-    assert page_bytes([sparse]) - page_bytes([dense]) == 4 * 16 * 4
-    assert page_bytes([pooled]) - page_bytes([dense]) == 16 * 4
-    assert page_bytes([coded]) - page_bytes([dense]) == 4 * (16 + 4)
-    options = RuntimeOptions(num_pages=10, max_num_seqs=2, max_kv_len=16, provider="torch")
-    plan = plan_capture([sparse, pooled], known_target("cpu"), options)
-    parts = {part.name: part for part in plan.parts}
-    assert parts["KV pool"].num_bytes == 10 * page_bytes([sparse, pooled])
-    assert parts["selection_units"].num_bytes > 0
-    assert "keys chosen by an indexer" in parts["selection_units"].knob
-    assert "slot_of_pool_4" in parts
 
 
 def test_what_pads_read_of_index_pages_is_watched(device: torch.device) -> None:

@@ -20,7 +20,6 @@ from rocm_attn.errors import BadBatch, BadTensor, WrongState
 from rocm_attn.kernels.cache.page_format import RECORDS
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities
-from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.state_slots import require_state_slots
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.step.accepting import accept_drawn, accept_sampled, select_last_accepted, verified
@@ -149,37 +148,6 @@ def test_state_with_too_few_slots_is_refused_before_anything_is_captured(device:
     require_state_slots(runtime.table, conv=conv, scan=scan)
     with pytest.raises(BadTensor, match=rf"conv has {rows} entries; it must have {rows + 1}"):
         require_state_slots(runtime.table, conv=conv[1:], scan=scan)
-
-
-def check_alone(
-    world: World, layer: int, requests: Sequence[Request], lengths: Sequence[int], q: Tensor, out: Tensor
-) -> None:
-    """Row i of out is attention of row i of q over the first lengths[i] tokens of request i."""
-    weights = world.runtime.head_weights.of(layer)
-    for seq, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-        row, k, v = slice(seq, seq + 1), request.k[layer][:length], request.v[layer][:length]
-        want, _ = attend_sequence(q[row], k, v, world.problems[layer], weights)
-        assert_attention_close(out[row], want, q.dtype)
-
-
-def test_branches_that_only_attend_all_see_the_same_tokens(provider: str, device: torch.device) -> None:
-    """Frozen-KV MTP with branches: the queries of a sequence share its row, under a mask that hides nothing."""
-    world = world_of(provider, device, 4, custom_mask=True)
-    requests = world.begun(5, 9)
-    rows = np.array([request.row for request in requests], np.int32)
-    lengths = np.array([request.kv_len for request in requests], np.int32)
-    branches = 3
-    bits = torch.full((3,), 255, dtype=torch.uint8, device=device)
-    positions = torch.tensor([4] * branches + [8] * branches, dtype=torch.int32, device=device)
-    batch = StepBatch(rows, lengths, [branches] * 2, NO_TOKEN_IDS, mask=StepMask(bits, positions, keys_before=0))
-    step = world.runtime.step(batch).parts[0]
-    q = world.random(step.token_ids.shape[0], 6, 16)
-    out = torch.zeros_like(q)
-    step.layers.attend(0, q, out)
-    world.runtime.end_step()
-    for branch in range(branches):
-        of_branch = slice(branch, 2 * branches, branches)
-        check_alone(world, 0, requests, lengths.tolist(), q[of_branch], out[of_branch])
 
 
 def test_a_fully_masked_split_gives_zeros_and_no_nan(provider: str, device: torch.device) -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch
-from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import Tiny, come_and_go, same
 
 pytestmark = pytest.mark.fast(interpreted=0)
@@ -29,22 +25,6 @@ def test_replay_equals_eager_bitwise_while_requests_come_and_go(provider: str, d
         assert runner.counters.replays == (len(COUNTS) if graphs else 0)
         runner.check_addresses()
     assert same(*outs)
-
-
-def test_a_forward_that_cannot_be_captured_is_served_eagerly_with_the_reason(
-    provider: str, device: torch.device
-) -> None:
-    tiny, other = (Tiny.build(device, provider, [4, 8]) for _ in range(2))
-
-    def forward(step: Part) -> Tensor:
-        rows = tiny.forward(step)
-        return rows + float(rows.sum().item()) * 0
-
-    runner = StepRunner(tiny.runtime, forward, recorder_for(tiny.runtime.device))
-    outs = come_and_go(runner, tiny.runtime, [3, 2])
-    assert "test_step_runner.py" in runner.counters.graphs_off
-    assert runner.counters.replays == 0
-    assert same(outs, come_and_go(other.runner(graphs=False), other.runtime, [3, 2]))
 
 
 @pytest.mark.parametrize("eagerly", [False, True])

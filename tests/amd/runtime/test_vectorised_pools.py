@@ -1,4 +1,4 @@
-"""Layers whose pages are cut into vectors: stored, attended, copied and checked as those of linear pools."""
+"""Layers whose pages are cut into vectors: stored and attended as those of linear pools."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from rocm_attn.guards.registry import Guards
 from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import PoolKind
-from rocm_attn.watch.sampled_check import LayerTap, SampledCheck
-from tests.amd.graphs.small_models import SERVED, Tiny, same, serve
 from tests.amd.vectorised import linear_keys, linear_values
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
@@ -69,22 +67,3 @@ def test_what_lies_after_a_sequence_in_its_page_is_not_read(guards: Guards) -> N
     assert bool(serving.out[:5].isnan().all()) == (guards != Guards())
     # The second sequence fills its page: nothing lies after it.
     assert torch.isfinite(serving.out[5:13]).all()
-
-
-def test_graphs_and_the_sampled_check_work_over_vectorised_pages() -> None:
-    results = []
-    for pool in (PoolKind.VECTORIZED, PoolKind.SPLIT):
-        tiny = Tiny.build(CPU, "torch", [4], tokens=(8,), pool=pool)
-        tap = LayerTap()
-        tiny.around = tap.around
-        runner = tiny.runner()
-        check = SampledCheck(runner, tiny.runtime, tiny.problems, tap, every=1)
-        results.append(serve(check, tiny.runtime, SERVED))
-        counters = check.counters
-        assert (counters.rows_differ, counters.attention_differs, counters.reserved_written) == (0, 0, 0), (
-            counters.finding
-        )
-        assert counters.samples == len(SERVED)
-        assert runner.counters.graphs_off == ""
-        assert runner.counters.replays > 0
-    assert same(*results)

@@ -22,8 +22,10 @@ def fault_policy(environment: Mapping[str, str], log: logging.Logger) -> FaultPo
 
     A fault that harms only the sequence that it comes from is logged in any case: an engine would end all requests.
     """
-    logs, raises = LogAndCount(log), _one_of(environment, ON_FAULT) == "raise"
-    return lambda fault: (raise_fault if raises and not fault.is_contained else logs)(fault)
+    logs = LogAndCount(log)
+    if _one_of(environment, ON_FAULT) == "log":
+        return logs
+    return lambda fault: logs(fault) if fault.is_contained else raise_fault(fault)
 
 
 def _one_of(environment: Mapping[str, str], variable: str) -> str:

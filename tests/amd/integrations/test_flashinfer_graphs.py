@@ -61,6 +61,21 @@ class Decode:
         return batches
 
 
+def test_one_recording_serves_every_plan_that_fits(device: torch.device) -> None:
+    decode = Decode(3, device)
+    decode.plan(decode.batches((1, 1, 1), seed=0)[0])
+    recording, outs = recorder_for(device).record(decode.run)
+    for seed, kv_lens in enumerate([(5, 17, 2), (40, 1, 4), (9, 13, 0), (1, 1, 1)]):
+        batches = decode.batches(kv_lens, seed)
+        decode.plan(batches[0])
+        decode.q.copy_(queries(3, device=device, seed=seed))
+        recording.replay()
+        for batch, out in zip(batches, outs, strict=True):
+            check(out, wanted(batch, decode.q, [1] * 3, [Scores(0.3, window_left=9)] * 3))
+        for kept, given in zip(decode.buffers, batches[0].lists, strict=True):
+            assert kept[: len(given)].equal(given)
+
+
 def test_what_a_recording_does_not_serve_is_refused(device: torch.device) -> None:
     decode = Decode(3, device)
     with pytest.raises(WrongState, match=r"call plan.. before run"):

@@ -94,6 +94,26 @@ def test_a_mask_says_what_is_seen(window: int, packed: bool, device: torch.devic
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, Q_LENS, scores))
 
 
+def test_each_window_has_the_cells_of_its_own(device: torch.device) -> None:
+    """A masked step has its window in its cells: another one after the plan, or in the next plan, needs others."""
+    cells, of_seqs = random_mask(Q_LENS, KV_LENS)
+    batch, q = new_batch(KV_LENS, 4, device=device), queries(sum(Q_LENS), device=device)
+    ones = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (5, 5, 24, 4)]
+    for wrapper in (
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device)),
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *ones),
+    ):
+        for planned, of_call in ((-1, 3), (2, 6)):
+            said: dict[str, Any] = {"custom_mask": cells.to(device), "q_data_type": "float32", "window_left": planned}
+            wrapper.plan(indptr(Q_LENS, device), *batch.lists, *SIZES, 4, sm_scale=0.3, **said)
+            found = {planned: wrapper.run(q, batch.cache, return_lse=True)}
+            found[of_call] = wrapper.forward_return_lse(q, batch.cache, sm_scale=0.3, window_left=of_call)
+            for window, its in found.items():
+                check(
+                    its, wanted(batch, q, Q_LENS, [Scores(0.3, window_left=window, shown=shown) for shown in of_seqs])
+                )
+
+
 def test_a_captured_prefill_with_a_mask_may_have_no_new_tokens(device: torch.device) -> None:
     buffers = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (3, 3, 24, 2)]
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *buffers)
@@ -153,6 +173,48 @@ def test_a_log_sum_exp_is_written_to_memory_of_either_layout(base: str, device: 
         assert found[1] is given
         check(found, (out, lse if layout == "NH" else lse.T))
     assert (room[..., 1] == 7).all()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_one_sequence_needs_no_plan(layout: str, device: torch.device) -> None:
+    batch = new_batch((9,), 4, device=device)
+    k, v = (torch.from_numpy(side[0]).float().to(device) for side in (batch.k, batch.v))
+    if layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    for tokens, scores in ((3, Scores(0.3)), (3, Scores(0.3, causal=False)), (12, Scores(0.3, causal=False, cap=5.0))):
+        q = queries(tokens, device=device)
+        found = flashinfer.single_prefill_with_kv_cache(
+            q, k, v, causal=scores.causal, kv_layout=layout, sm_scale=0.3, logits_soft_cap=scores.cap, return_lse=True
+        )
+        check(found, wanted(batch, q, [tokens], [scores]))
+    q = queries(1, device=device)
+    found = flashinfer.single_decode_with_kv_cache(q[0], k, v, layout, sm_scale=0.3, window_left=4, return_lse=True)
+    out, lse = wanted(batch, q, [1], [Scores(0.3, window_left=4)])
+    check(found, (out[0], lse[0]))
+
+
+def test_scales_and_sinks_are_those_of_the_call(device: torch.device) -> None:
+    batch = new_batch(KV_LENS, 4, device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(
+        indptr(Q_LENS, device), *batch.lists, *SIZES, 4, causal=True, q_data_type="float32", o_data_type="float64"
+    )
+    q, sinks = queries(sum(Q_LENS), device=device), np.array([0.5, -1.0, 2.0, 0.0])
+    for _ in range(2):
+        found = wrapper.run(
+            q,
+            batch.cache,
+            q_scale=0.5,
+            k_scale=torch.tensor(3.0),
+            v_scale=2.0,
+            sinks=torch.from_numpy(sinks).float().to(device),
+            return_lse=True,
+        )
+        out, lse = wanted(batch, q, Q_LENS, [Scores(1.5 * DIM**-0.5, sinks=sinks)] * len(Q_LENS))
+        check(found, (out * 2, lse))
+        assert isinstance(found, tuple)
+        assert found[0].dtype == torch.float64
+        check(wrapper.run_return_lse(q, batch.cache), wanted(batch, q, Q_LENS, [Scores(DIM**-0.5)] * len(Q_LENS)))
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,42 @@ def test_a_request_that_moved_decodes_with_the_bits_of_one_that_stayed(
     target.check_device()
 
 
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("sizes", [(4, 8), (16, 4), (1, 4)], ids=str)
+def test_pages_may_be_of_other_sizes_on_the_other_side(
+    sizes: tuple[int, int], provider: str, device: torch.device
+) -> None:
+    """The comparison is with a request prefilled there: kernels of the two page sizes may round in other orders."""
+    there, here = ([small_problem(size, window_left=window) for window in (-1, 5)] for size in sizes)
+    source = runtime_of(there, device, provider, num_pages=80)
+    target = runtime_of(here, device, provider, num_pages=80)
+    row = Story(there, device).prefill(source, 21)
+    story = Story(here, device)
+    stayed, new_row = story.prefill(target, 21), moved(source, row, 21, target)
+    assert all(map(torch.equal, story.decode(target, stayed, 21), story.decode(target, new_row, 21)))
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize("source_has_swa", [True, False], ids=["windows to windows", "all to windows"])
+def test_a_windows_space_takes_the_tokens_that_are_still_seen(
+    source_has_swa: bool, sizes: tuple[int, int], provider: str, device: torch.device
+) -> None:
+    there, here = ([small_problem(size, window_left=window) for window in (6, -1, 3)] for size in sizes)
+    swa = {"swa_pages": 40} if source_has_swa else {}
+    source = runtime_of(there, device, provider, **swa)
+    target = runtime_of(here, device, provider, swa_pages=40)
+    row = Story(there, device).prefill(source, 29)
+    exporter = KVExporter(source)
+    extent = exporter.extent(exporter.pages_of(row, 29), 29)
+    # The last step began at 24, and its first token saw the six before it.
+    assert extent.first == ({"full": 0, "swa": 16} if source_has_swa else {"full": 0})
+    story = Story(here, device)
+    stayed, new_row = story.prefill(target, 29), moved(source, row, 29, target)
+    assert target.table.num_held(new_row, Space.SWA) < target.table.num_held(new_row)
+    assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
+
+
 def test_tokens_of_a_page_that_were_not_sent_are_not_gone_back_to(device: torch.device) -> None:
     """The sender's pages are smaller: of the receiver's first page some tokens are 0, as if their K and V were."""
     there, here = ([small_problem(size, window_left=window) for window in (6, -1)] for size in (4, 8))

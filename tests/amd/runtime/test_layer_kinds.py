@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.guards.registry import Guards
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.worlds.problems import record_layer, small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
@@ -124,3 +128,25 @@ def test_weights_are_copied_from_wherever_they_are(given: Callable[[], torch.Ten
     assert now.tolist() == [0, 1, 2, 3, 4, 5]
     assert (now.dtype, now.device, now.requires_grad) == (torch.float32, world.runtime.device, False)
     world.step([world.admit()], [3])
+
+
+@pytest.mark.fast(interpreted=0)
+def test_the_space_of_a_layer_is_said_and_does_not_follow_from_its_window(provider: str, device: torch.device) -> None:
+    """Two equal layers with a window, one of which keeps all of its pages in the full space."""
+    problem = small_problem(window_left=3)
+    options = RuntimeOptions(
+        num_pages=24, swa_pages=36, first_swa_page=24, max_num_seqs=2, max_kv_len=32, provider=provider
+    )
+    (selection,) = build_runtime([problem], options, device=device).selections
+    spaces = [Space.FULL, Space.SWA]
+    kinds = LayerKinds.of([problem, problem], spaces, [selection])
+    assert (len(kinds.selections), kinds.of_layer) == (2, (0, 1))
+    of_three = LayerKinds.of([problem] * 3, [*spaces, Space.FULL], [selection])
+    assert (len(of_three.selections), of_three.of_layer) == (2, (0, 1, 0)), "layers that are alike share a kind"
+    runtime = AttentionRuntime(kinds, options, device=device, guards=Guards())
+    assert [runtime.pool.space_of_layer(layer) for layer in range(2)] == spaces
+    world = World(runtime, [problem, problem], torch.Generator().manual_seed(0))
+    requests = world.served([5, 9], [1, 1], [7, 2], *[[1, 1]] * 8)
+    held = {space: runtime.table.num_held(requests[0].row, space) for space in spaces}
+    assert held[Space.FULL] == -(-requests[0].kv_len // problem.page_size) > held[Space.SWA]
+    runtime.check_device()

@@ -21,6 +21,22 @@ def test_a_fork_of_a_fork_without_a_step_between_copies_the_right_page(provider:
     world.step([grandchild, child, parent], [2, 1, 1])
 
 
+def test_strided_rows_are_served(provider: str, device: torch.device) -> None:
+    """q, k and v cut out of one fused projection, as models make them."""
+    world = World.build([small_problem()], device, provider)
+    requests = [world.admit(), world.admit()]
+    for q_len in ([4, 6], [1, 1]):
+        step = world.runtime.step(world.batch(requests, q_len)).parts[0]
+        rows = world.random(step.token_ids.shape[0], 10 * 16)
+        q, k, v = torch.split(rows.view(-1, 10, 16), [6, 2, 2], dim=1)
+        world.remember(0, requests, q_len, k[: step.num_tokens], v[: step.num_tokens])
+        out = world.random(rows.shape[0], 6, 32)[..., :16]
+        lse = torch.empty(rows.shape[0], 6, device=device)
+        step.layers.store_and_attend(0, q, k, v, out, lse)
+        world.check(0, requests, q_len, q, out, lse)
+        world.runtime.end_step()
+
+
 def test_rows_of_one_element_may_have_any_stride(provider: str, device: torch.device) -> None:
     world = World.build([small_problem(head_dim=1, v_head_dim=1)], device, provider)
     requests = [world.admit(), world.admit()]

@@ -155,6 +155,54 @@ def test_graphs_replay_spans_and_chunks(provider: str, device: torch.device) -> 
     assert metrics.replays >= len(STORY), metrics
 
 
+@pytest.mark.fast(interpreted=0)
+def test_trees_and_spans_take_turns(provider: str, device: torch.device) -> None:
+    """Spans of an earlier step, at the same addresses, are nothing to a step of trees."""
+    layers = [layer for layer in LAYERS.values() if layer.causal and not layer.chunk]
+    world = World.build(layers, device, provider, graphs=True, capture_sizes=(2,), capture_tokens=(8,))
+    requests = world.admit_all(2)
+    run(world, requests, [5, 3], [(0, 0, 4), (1, 0, 3)])
+    parents = [[-1, 0, 0, 2], [-1, -1, 1, 2]]
+    for _ in range(2):
+        run(world, requests, [4, 4], [(0, 0, 4), (1, 0, 4)])
+        batch = replace(
+            world.batch(requests, [4, 4]), mask=TreeMask(torch.tensor(parents, dtype=torch.int32).to(device))
+        )
+        world.run_batch(requests, [4, 4], batch)
+        ancestors = [[{0}, {0, 1}, {0, 2}, {0, 2, 3}], [{0}, {1}, {1, 2}, {1, 2, 3}]]
+        for layer in (0, len(layers) - 2):
+            for seq, request in enumerate(requests):
+                start = request.kv_len - 4
+                seen = torch.ones(4, request.kv_len, dtype=torch.bool)
+                for node, known in enumerate(ancestors[seq]):
+                    seen[node, start:] = torch.tensor([other in known for other in range(4)])
+                places = torch.tensor([start + len(known) - 1 for known in ancestors[seq]])
+                at = slice(4 * seq, 4 * seq + 4)
+                used = torch.from_numpy(world.places[at]).to(device)
+                want, _ = attend_sequence(
+                    world.rows[layer].q[used],
+                    request.k[layer],
+                    request.v[layer],
+                    replace(layers[layer], window_left=UNLIMITED_WINDOW, spans_pass_window=False),
+                    world.runtime.head_weights.of(layer),
+                    _in_window(seen, start, places, layers[layer], ancestors[seq]).to(device),
+                )
+                assert_attention_close(world.rows[layer].out[used], want, layers[layer].dtype)
+
+
+def _in_window(seen: Tensor, start: int, places: Tensor, problem: Problem, ancestors: Sequence[set[int]]) -> Tensor:
+    """Hides keys whose depth in the branch is too far from a node's."""
+    if problem.window_left == UNLIMITED_WINDOW:
+        return seen
+    kept = seen.clone()
+    for node in range(len(ancestors)):
+        depth_of_key = [*range(start), *(start + len(ancestors[other]) - 1 for other in range(len(ancestors)))]
+        for key, depth in enumerate(depth_of_key):
+            if int(places[node]) - depth > problem.window_left:
+                kept[node, key] = False
+    return kept
+
+
 def test_halves_have_their_own_spans(provider: str, device: torch.device) -> None:
     world, requests = built(device, provider, ["spans", "chunks"], split_steps=True)
     run(world, requests, [6, 7, 8], [(0, 1, 6), (1, 0, 3), (2, 2, 8)], halves=True)

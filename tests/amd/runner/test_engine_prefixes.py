@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from rocm_attn.step.echo import STEPS_UNTIL_ECHO
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Request
+from rocm_serve.scheduled_step import ScheduledStep
+from rocm_serve.speculation.drafts import DraftTree
 from tests.amd.runner.dense_attention import assert_greedy
 from tests.amd.runner.engine_worlds import NanTokens
 from tests.amd.runner.serving import engine as small_engine
@@ -91,6 +94,19 @@ def test_in_deterministic_mode_a_hit_changes_no_bit(graphs: bool, loaded: Loaded
     assert found[0] == found[1]
 
 
+def test_one_that_gave_way_finds_its_own_pages_again(loaded: LoadedModel) -> None:
+    served = engine(loaded, max_batch_size=1)
+    low = served.submit(Request(SHARED, 20, priority=1))
+    for _ in range(10):
+        served.step()
+    high = served.submit(Request((1, 2, 3), 12))
+    until_done(served)
+    assert served.report().metrics.preemptions == 1
+    assert hits(served) == 20, "the pages of 13 + 9 tokens"
+    for number in (low, high):
+        assert_greedy(loaded, served.completion(number))
+
+
 def poison(engine: Engine, number: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the model find NaN in place of a request's first tokens, in the first `times` steps that store them."""
     left = [1] * times
@@ -129,6 +145,27 @@ def test_pages_of_a_step_with_a_fault_are_never_found(
     (again,) = served.generate([Request((*SHARED, 60), 9)])
     assert_greedy(loaded, again)
     assert hits(served) >= 12, "the others' pages are found"
+
+
+def test_what_is_computed_again_alone_uses_no_page_of_the_cache(
+    poisoned: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, starts = engine(poisoned), set[int]()
+    served.generate([Request(SHARED, 4)])
+    for last in (1, 7):
+        served.submit(Request((*SHARED, last, 1, 2), 20))
+    next_step = served._scheduler.next_step
+
+    def watched(drafts: Mapping[int, DraftTree]) -> ScheduledStep | None:
+        step = next_step(drafts)
+        if step is not None and step.is_of_a_suspect:
+            starts.add(int(step.batch.kv_len[0] - step.batch.q_len[0]))
+        return step
+
+    monkeypatch.setattr(served._scheduler, "next_step", watched)
+    until_done(served)
+    assert hits(served) == 2 * 12, "when they were admitted, and not again"
+    assert starts == {0, 16}, "whole prompts in chunks of 16"
 
 
 def test_what_a_failed_request_held_leaves_the_cache(loaded: LoadedModel) -> None:

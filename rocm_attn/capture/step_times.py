@@ -30,8 +30,8 @@ _CHUNK_SECONDS, _LEAST_CHUNK, MOST_CHUNK = 0.25, 2048, 8192
 # a server's tokens come later than expected, the time between them stays below three times the usual one.
 _TIMES_AS_LONG = 2.5
 # Sequences that decode, for each request that waits behind another, until prompts get more tokens. H200, a Llama of
-# 1.1B, requests of 512 + 128 tokens: with 4 in place of 1, 256 at once take 0.93 of the time and half of them have their
-# first token in 0.86 of it; 32 at once take 0.97, and half of their first tokens come 6 % later.
+# 1.1B, requests of 512 + 128 tokens: with 4 in place of 1, 256 at once take 0.93 of the time, and half of them have
+# their first token in 0.86 of it; 32 at once take 0.97, and half of their first tokens come 6 % later.
 DECODING_OF_WAITING = 4
 # Prompts go on however many sequences decode.
 _FEWEST_TOKENS = 64

@@ -89,6 +89,19 @@ def test_texts_are_those_of_dense_attention_and_pages_come_back(
     served.runtime.check_device()
 
 
+def test_a_suspect_takes_no_page_from_host_memory(loaded: LoadedModel) -> None:
+    served, asked = small_engine(loaded, **FEW), requests()
+    one_by_one(served, asked)
+    hits = served.metrics.host_kv_hits
+    for request in asked[:6]:
+        number = served.submit(request)
+        served._scheduler.suspect(served._outputs[number].sequence)
+        while served.has_work:
+            served.step()
+        assert_greedy(loaded, served.completion(number))
+    assert served.metrics.host_kv_hits == hits > 0
+
+
 def test_in_deterministic_mode_a_page_from_host_memory_changes_no_bit(loaded: LoadedModel) -> None:
     asked = [replace(request, logprobs=3) for request in requests(12)]
     found = []

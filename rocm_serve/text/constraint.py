@@ -69,7 +69,7 @@ class Constraint:
         """One of these texts."""
         if not texts or not all(texts):
             raise BadRequest("a choice needs at least one text, each with at least one character")
-        # A name in capitals is one lexeme. Of rules, the library takes no more than 2,000 at a place.
+        # A name in capitals is one lexeme. The library takes at most 2,000 rules at a place.
         return cls("lark", f"start: ONE\nONE: {' | '.join(map(_as_json, texts))}")
 
     @classmethod

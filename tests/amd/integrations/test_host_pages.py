@@ -22,7 +22,7 @@ from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.metrics import Metrics
-from tests.amd.integrations.test_kv_transfer import MODELS, Story, assert_others_untouched, coded, runtime_of, storages
+from tests.amd.integrations.kv_stories import MODELS, Story, assert_others_untouched, coded, runtime_of, storages
 from tests.amd.worlds.hybrid import GATED_DELTA, Hybrid
 from tests.amd.worlds.problems import record_layer, small_problem
 

@@ -11,7 +11,7 @@ from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.paging.index_spaces import Space
-from tests.amd.integrations.test_kv_transfer import Story, of_row, runtime_of, unchanged
+from tests.amd.integrations.kv_stories import Story, of_row, runtime_of, unchanged
 from tests.amd.worlds.problems import small_problem
 
 

@@ -2,172 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, BadTensor, NeverFits, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadTensor, NeverFits, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
-from rocm_attn.integrations.kv_passport import KVExtent, KVPassport, stretches
-from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter, Pages
-from rocm_attn.integrations.owners import Owner
-from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
+from rocm_attn.integrations.kv_passport import KVExtent, KVPassport
+from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.runtime import AttentionRuntime
-from rocm_attn.selection.build import build_runtime
+from rocm_attn.problem import Scales
 from rocm_attn.step.kv_scales import KVScales
-from rocm_attn.step.options import RuntimeOptions
 from tests.amd.external.engines import VLLM, Engine, SGLang
-from tests.amd.worlds.problems import indexer, layer, record_layer, small_problem
-
-FN, FNUZ = KVEncoding.E4M3FN, KVEncoding.E4M3FNUZ
-POISON = 173
-
-
-def runtime_of(problems: Sequence[Problem], device: torch.device, provider: str, **options: Any) -> AttentionRuntime:
-    """Returns a runtime whose pages are all NaN, so that missing transfers show."""
-    sizes: dict[str, Any] = {"num_pages": 48, "max_num_seqs": 4, "max_kv_len": 64, **options}
-    runtime = build_runtime(problems, RuntimeOptions(provider=provider, **sizes), device=device)
-    for number, problem in enumerate(problems):
-        runtime.pool.layer(number).fill_nan(slice(1, None))
-        if problem.index_format is not None:
-            runtime.pool.index(number).fill_nan(slice(1, None))
-    return runtime
-
-
-class Story:
-    """The tokens of one request, layer by layer, which several runtimes are given."""
-
-    def __init__(self, problems: Sequence[Problem], device: torch.device) -> None:
-        self.problems, self.device = problems, device
-
-    def rows(self, layer: int, first: int, count: int, heads: int, dim: int, what: int) -> Tensor:
-        """Returns rows of tokens [first, first + count): each token has its own seed."""
-        each = [
-            torch.randn(heads, dim, generator=torch.Generator().manual_seed(hash((layer, first + token, what)) % 2**31))
-            for token in range(count)
-        ]
-        return torch.stack(each).to(self.device, self.problems[layer].dtype)
-
-    def step(self, runtime: AttentionRuntime, row: int, kv_len: int, q_len: int) -> list[Tensor]:
-        runtime.table.reserve(row, kv_len)
-        step = runtime.step(StepBatch([row], [kv_len], [q_len])).parts[0]
-        outs, first = [], kv_len - q_len
-        for number, problem in enumerate(self.problems):
-            q = self.rows(number, first, q_len, problem.num_q_heads, problem.head_dim, 0)
-            k = self.rows(number, first, q_len, problem.num_kv_heads, problem.head_dim, 1)
-            v = self.rows(number, first, q_len, problem.num_kv_heads, problem.v_head_dim, 2)
-            v = k[..., : problem.v_head_dim] if problem.pool is PoolKind.LATENT else v
-            out = torch.empty_like(q[..., : problem.v_head_dim])
-            step.layers.store(number, k, v)
-            if isinstance(problem.indexer, Indexer):
-                chooses = problem.indexer
-                step.layers.store_index(number, self.rows(number, first, q_len, 1, chooses.head_dim, 3)[:, 0])
-                step.layers.select(number, self.rows(number, first, q_len, chooses.num_heads, chooses.head_dim, 4))
-                step.layers.attend_selected(number, q, out)
-            else:
-                step.layers.attend(number, q, out)
-            outs.append(out.clone())
-        runtime.end_step()
-        return outs
-
-    def prefill(self, runtime: AttentionRuntime, kv_len: int) -> int:
-        row = runtime.table.admit()
-        for done in range(0, kv_len, 8):
-            count = min(8, kv_len - done)
-            self.step(runtime, row, done + count, count)
-        return row
-
-    def decode(self, runtime: AttentionRuntime, row: int, kv_len: int) -> list[Tensor]:
-        return [out for new in range(1, 6) for out in self.step(runtime, row, kv_len + new, 1)]
-
-
-def room(num_bytes: int, device: torch.device) -> Tensor:
-    return torch.full((num_bytes + 64,), POISON, dtype=torch.uint8, device=device)
-
-
-def exported(owner: Owner, pages: Pages, kv_len: int) -> tuple[KVExporter, KVExtent, Tensor]:
-    """Returns an exporter, and the extent and the buffer of the tokens that it has sent."""
-    exporter = KVExporter(owner)
-    extent = exporter.extent(pages, kv_len)
-    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=exporter.device)
-    exporter.export(pages, extent, buffer)
-    return exporter, extent, buffer
-
-
-def of_row(runtime: AttentionRuntime, row: int, kv_len: int) -> tuple[KVExporter, KVExtent, Tensor]:
-    """Returns the same of a runtime's row."""
-    return exported(runtime, KVExporter(runtime).pages_of(row, kv_len), kv_len)
-
-
-@contextmanager
-def unchanged(runtime: AttentionRuntime) -> Iterator[None]:
-    """Checks that no page of a runtime is written."""
-    before = [tensor.clone() for tensor in storages(runtime)]
-    yield
-    for tensor, was in zip(storages(runtime), before, strict=True):
-        assert torch.equal(tensor.view(torch.uint8), was.view(torch.uint8))
-
-
-def moved(source: AttentionRuntime, row: int, kv_len: int, target: AttentionRuntime) -> int:
-    """Moves the request to the target and returns its row. The buffer's surroundings and other pages must stay."""
-    exporter, importer = KVExporter(source), KVImporter(target, KVPassport.from_json(KVPassport.of(source).to_json()))
-    extent = exporter.extent(exporter.pages_of(row, kv_len), kv_len)
-    num_bytes = exporter.num_bytes(extent)
-    memory = room(num_bytes, source.device)
-    assert exporter.export_row(row, kv_len, memory[32 : 32 + num_bytes]) == extent
-    assert (memory[:32] == POISON).all()
-    assert (memory[32 + num_bytes :] == POISON).all()
-    before = {tensor: tensor.clone() for tensor in storages(target)}
-    new_row = importer.admit(extent)
-    importer.import_row(new_row, extent, memory[32:])
-    for pages, tensor_before in before.items():
-        assert_others_untouched(target, pages, tensor_before)
-    return new_row
-
-
-def storages(runtime: AttentionRuntime) -> list[Tensor]:
-    pools = (runtime.pool.in_space(table.space) for table in runtime.table.spaces)
-    return [line for pool in pools for layer in pool.layers for line in layer.lines]
-
-
-def assert_others_untouched(runtime: AttentionRuntime, pages: Tensor, before: Tensor) -> None:
-    """Checks that pages without a row, and the reserved one, are unchanged."""
-    held = torch.zeros(len(pages), dtype=torch.bool, device=pages.device)
-    for space in runtime.table.spaces:
-        entries = torch.from_numpy(np.unique(space.entries_host)).long()
-        held[entries[(entries > 0) & (entries < len(pages))]] = True
-    same = (pages == before) | ((pages != pages) & (before != before))
-    assert same[~held].all()
-
-
-def coded(encoding: KVEncoding, scales: Scales) -> list[Problem]:
-    return [replace(small_problem(), kv_encoding=encoding, kv_scales=scales)] * 2
-
-
-LATENT = replace(small_problem(num_kv_heads=1, head_dim=24, v_head_dim=16), pool=PoolKind.LATENT)
-MODELS = {
-    "codes with scales of tokens": coded(FN, Scales.TOKEN),
-    "plain": [small_problem()] * 3,
-    "different layers": [small_problem(), small_problem(num_kv_heads=3, head_dim=20, v_head_dim=12)],
-    "codes": coded(FNUZ, Scales.HEAD),
-    "latents": [LATENT] * 2,
-    "latent codes": [replace(LATENT, kv_encoding=FN, kv_scales=Scales.TOKEN)],
-    "latent records": [record_layer()],
-    "index keys": [layer(indexer(Indexing(0.25, top=5))), layer()],
-    "index keys of several tokens": [layer(indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED)))],
-    "bfloat16": [small_problem(dtype=torch.bfloat16)] * 2,
-}
+from tests.amd.integrations.kv_stories import (
+    FN,
+    FNUZ,
+    MODELS,
+    POISON,
+    Story,
+    coded,
+    exported,
+    moved,
+    of_row,
+    runtime_of,
+    unchanged,
+)
+from tests.amd.worlds.problems import small_problem
 
 
 @pytest.mark.fast(6, interpreted=0)
@@ -303,69 +166,6 @@ def test_tokens_that_a_window_has_given_back_are_no_ones_elsewhere(provider: str
 
 
 @pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("scales", [Scales.TOKEN, Scales.HEAD, Scales.LAYER], ids=lambda scales: scales.name)
-def test_codes_of_another_gpu_keep_their_worth(scales: Scales, provider: str, device: torch.device) -> None:
-    """Attention reads the same values from E4M3FN as from E4M3FNUZ with scales twice as large."""
-    there, here = coded(FN, scales), coded(FNUZ, scales)
-    source, target = runtime_of(there, device, provider), runtime_of(here, device, provider)
-    if scales is not Scales.TOKEN:
-        count = 1 if scales is Scales.LAYER else 2
-        for number in range(2):
-            for runtime, by in ((source, 1.0), (target, 2.0)):
-                k, v = torch.linspace(0.01, 0.03, count) * by, torch.linspace(0.02, 0.01, count) * by
-                runtime.set_kv_scales(number, KVScales(k, v))
-    story = Story(there, device)
-    row = story.prefill(source, 19)
-    new_row = moved(source, row, 19, target)
-    assert KVImporter(target, KVPassport.of(source)).is_exact
-    for number in range(2):
-        sides = [
-            runtime.pool.layer(number).read(torch.from_numpy(runtime.table.pages_of(each)).long().to(device))
-            for runtime, each in ((source, row), (target, new_row))
-        ]
-        for one, other in zip(*sides, strict=True):
-            assert torch.equal(one.flatten(0, 1)[:19], other.flatten(0, 1)[:19])
-    back = runtime_of(there, device, provider)
-    if scales is Scales.TOKEN:  # and back: only 240 has no equivalent
-        assert not KVImporter(back, KVPassport.of(target)).is_exact
-
-
-@pytest.mark.parametrize("there", [KVEncoding.E5M2, FN, FNUZ], ids=lambda encoding: encoding.name)
-@pytest.mark.parametrize("here", [KVEncoding.E5M2, FN, FNUZ], ids=lambda encoding: encoding.name)
-def test_the_largest_elements_of_tokens_fit_another_encoding(
-    there: KVEncoding, here: KVEncoding, device: torch.device
-) -> None:
-    """Scales of tokens make them the largest codes: 57344 in E5M2, and 448 at most in E4M3."""
-    source, target = (runtime_of(coded(encoding, Scales.TOKEN), device, "torch") for encoding in (there, here))
-    row = Story(coded(there, Scales.TOKEN), device).prefill(source, 19)
-    new_row = moved(source, row, 19, target)
-    sides = [
-        runtime.pool.layer(0).read(torch.from_numpy(runtime.table.pages_of(each)).long().to(device))
-        for runtime, each in ((source, row), (target, new_row))
-    ]
-    for one, other in zip(*sides, strict=True):
-        given, found = one.flatten(0, 1)[:19], other.flatten(0, 1)[:19]
-        # Half a step of three bits of mantissa, or of two, beside the steps of the smallest codes.
-        torch.testing.assert_close(found, given, rtol=2**-4 if here is not KVEncoding.E5M2 else 2**-3, atol=1e-4)
-        if here is not KVEncoding.E5M2:
-            largest = given.abs() == given.abs().amax(-1, keepdim=True)
-            torch.testing.assert_close(found[largest], given[largest], rtol=1e-6, atol=0)
-
-
-@pytest.mark.fast(interpreted=0)
-@pytest.mark.parametrize("kv_len", [19, 1, 3])
-def test_index_keys_in_codes_of_another_gpu_keep_their_worth(kv_len: int, provider: str, device: torch.device) -> None:
-    """A key represents four tokens: fewer tokens send none."""
-    pooled = indexer(Indexing(0.25, top=3, key_tokens=4, last_unit=LastUnit.ADDED))
-    there, here = ([layer(replace(pooled, key_encoding=encoding, key_scales=Scales.TOKEN))] for encoding in (FN, FNUZ))
-    story, source = Story(there, device), runtime_of(there, device, provider)
-    target = runtime_of(here, device, provider)
-    row = story.prefill(source, kv_len)
-    new_row = moved(source, row, kv_len, target)
-    assert all(map(torch.equal, story.decode(source, row, kv_len), story.decode(target, new_row, kv_len)))
-
-
-@pytest.mark.fast(interpreted=0)
 @pytest.mark.parametrize("engine_of", [SGLang, VLLM])
 def test_an_engines_pages_are_sent_as_a_runtimes_are(
     engine_of: type[Engine], provider: str, device: torch.device
@@ -480,15 +280,6 @@ def test_other_scales_at_the_address_of_those_that_are_gone_are_refused(
 
 
 @pytest.mark.fast(interpreted=0)
-def test_codes_are_recoded_a_part_at_a_time(
-    provider: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows are 32 bytes."""
-    monkeypatch.setattr("rocm_attn.integrations.kv_transfer._RECODED_AT_ONCE", 100)
-    test_codes_of_another_gpu_keep_their_worth(Scales.HEAD, provider, device)
-
-
-@pytest.mark.fast(interpreted=0)
 def test_the_rest_of_a_last_page_becomes_zero_but_in_pages_whose_tails_are_kept(
     provider: str, device: torch.device
 ) -> None:
@@ -544,63 +335,6 @@ def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
     importer.import_pages(there, extent, buffer)  # bound again in the same way
 
 
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        ([small_problem()], "the source has 2 layers, and this side has 1"),
-        ([small_problem(), small_problem(num_kv_heads=3)], "layer 1: .*heads and dims must be equal"),
-        ([small_problem(dtype=torch.bfloat16)] * 2, "layer 0: .*\n.*layer 1: .*only eight-bit encodings are converted"),
-        ([small_problem(window_left=4)] * 2, "its window is -1"),
-        (coded(FN, Scales.LAYER), "only eight-bit"),
-        ([layer(indexer(Indexing(0.25, top=5))), small_problem()], "one side has index pages, the other has none"),
-    ],
-)
-def test_pools_that_differ_are_refused_layer_by_layer(other: list[Problem], reason: str) -> None:
-    cpu = torch.device("cpu")
-    source = KVPassport.of(runtime_of([small_problem()] * 2, cpu, "torch"))
-    with pytest.raises(BadTensor, match=f"(?s)cannot be stored here.*{reason}"):
-        KVImporter(runtime_of(other, cpu, "torch"), source)
-
-
-def test_records_of_another_encoding_are_refused() -> None:
-    source, target = ([record_layer(encoding=encoding)] for encoding in (FN, FNUZ))
-    passport = KVPassport.of(runtime_of(source, torch.device("cpu"), "torch"))
-    with pytest.raises(BadTensor, match="records are not converted"):
-        KVImporter(runtime_of(target, torch.device("cpu"), "torch"), passport)
-
-
-def test_records_with_scales_in_the_footer_are_not_sent() -> None:
-    runtime = runtime_of([record_layer(scales=Scales.FOOTER)], torch.device("cpu"), "torch")
-    with pytest.raises(Unsupported, match="records with scales in the page's footer cannot be sent"):
-        KVPassport.of(runtime)
-
-
-def test_a_passport_is_text_with_a_version() -> None:
-    runtime = runtime_of([*MODELS["index keys"], *coded(FN, Scales.LAYER)], torch.device("cpu"), "torch")
-    passport = KVPassport.of(runtime)
-    assert KVPassport.from_json(passport.to_json()) == passport
-    assert passport.layers[2].scale_values == ((1.0,), (1.0,), ())
-    for text in ("{}", "nonsense", "[]", '{"version": 3, "layers": [{}]}', "[" * 100_000):
-        with pytest.raises(BadSetting, match="not the passport of a KV pool"):
-            KVPassport.from_json(text)
-    for field, value in (
-        ('"window_left": -1', '"window_left": -2'),
-        ('"num_kv_heads": 2', '"num_kv_heads": 0'),
-        ('"page_size": 4', '"page_size": true'),
-        ('"space": "full"', '"space": 7'),
-        ('"scale_values": [[1.0], [1.0], []]', '"scale_values": [[1.0], [-1.0], []]'),
-        ('"scale_values": [[1.0], [1.0], []]', '"scale_values": [[1.0, 1.0], [1.0], []]'),
-        ('"scale_values": [[1.0], [1.0], []]', '"scale_values": [[1.0], [NaN], []]'),
-        ('"scale_values": [[1.0], [1.0], []]', f'"scale_values": [[1.0], [{10**400}], []]'),
-        ('"key_tokens": 1', '"key_tokens": 3'),
-    ):
-        assert field in passport.to_json(), field
-        with pytest.raises(BadSetting, match="not the passport of a KV pool"):
-            KVPassport.from_json(passport.to_json().replace(field, value))
-    with pytest.raises(BadSetting, match="version 1, and this release reads 3"):
-        KVPassport.from_json(passport.to_json().replace('"version": 3', '"version": 1'))
-
-
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device(device: torch.device) -> None:
     if device.type != "cuda":
@@ -654,29 +388,6 @@ def test_pages_that_are_bound_anew_at_one_address_with_other_strides_are_refused
     one.attention.pages.bind(0, k.as_strided(k.shape, strides), v)
     with pytest.raises(WrongState, match="pages of layer 0 have moved"):
         exporter.export(request.pages, extent, buffer)
-
-
-def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes() -> None:
-    runtime = runtime_of([*MODELS["different layers"], *coded(FN, Scales.TOKEN)], torch.device("cpu"), "torch")
-    parts = stretches(KVPassport.of(runtime), KVExtent(7, {"full": 0}), range(4))
-    assert [part.layer for part in parts] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
-    assert all(part.place % 16 == 0 for part in parts)
-    assert all(one.end <= other.place < one.end + 16 for one, other in itertools.pairwise(parts))
-    assert parts[0].row_bytes == 2 * 16 * 4
-
-
-def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused() -> None:
-    runtime = runtime_of([small_problem()], torch.device("cpu"), "torch")
-    for kv_len, first in ((7.5, 0), ("7", 0), (7, 1.5)):
-        with pytest.raises(BadSetting, match="it must be a whole number"):
-            KVExtent(kv_len, {"full": first})  # type: ignore[arg-type,dict-item]
-    row, wrong = runtime.table.admit(), cast(list[int], [1.5, "1", None])
-    for part in wrong:
-        with pytest.raises(BadSetting, match="it must be a whole number"):
-            KVExporter(runtime).pages_of(row, part)
-    for number in (1, -1):
-        with pytest.raises(BadTensor, match=f"layer {number} does not exist; layers are 0 to 0"):
-            KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), number)
 
 
 def test_pages_may_be_arrays_of_whole_numbers_as_the_table_gives_them(device: torch.device) -> None:

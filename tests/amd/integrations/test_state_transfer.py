@@ -17,7 +17,7 @@ from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.paging.state_pool import RecurrentLayers, StatePool, StateSource
 from rocm_attn.paging.state_record import RecordHead, num_record_bytes, read_head, write_record
 from rocm_attn.recurrence import Recurrence
-from tests.amd.integrations.test_kv_transfer import of_row
+from tests.amd.integrations.kv_stories import of_row
 from tests.amd.worlds.hybrid import ALL_KINDS, CHANNELS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid, Told
 from tests.amd.worlds.problems import providers
 

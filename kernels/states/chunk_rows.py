@@ -167,15 +167,15 @@ def _chunk_rows_kernel(
     num_rows = tl.minimum(tile.q_len - tile.begin, _CHUNK)
     is_refused = tl.load(source + tile.seq) < _BEGINS
     first_pad = tl.load(q_indptr + num_seqs) + place
-    end_of_heads = G.HEADS
     if ONLY_LEFT:
         heads = tl.program_id(0) + tl.arange(0, _HEADS_LOOKED_AT) * tl.num_programs(0)
         words_of_heads = words_of(chunk_words, place, heads, G).decay
         are_left = tl.load(words_of_heads, mask=heads < G.HEADS, other=0.0) == LEFT
-        if (tl.max(are_left.to(tl.int32), 0) == 0) & (not is_refused) & (first_pad >= num_tokens):
-            end_of_heads = 0
-    for head_of_program in range(tl.program_id(0), end_of_heads, tl.num_programs(0)):
-        head = tl.cast(head_of_program, tl.int64)
+        is_idle = (tl.max(are_left.to(tl.int32), 0) == 0) & (not is_refused) & (first_pad >= num_tokens)
+        turns = tl.where(is_idle, 0, tl.cdiv(G.HEADS - tl.program_id(0), tl.num_programs(0)))
+    # A loop would take registers for values that are the same for all heads.
+    for turn in (tl.range if ONLY_LEFT else tl.static_range)(turns if ONLY_LEFT else 1):
+        head = tl.cast(tl.program_id(0) + turn * tl.num_programs(0), tl.int64)
         k_head_of = head // G.RATIO
         out_rows = out + head * out_head + all_columns
         for pad in range(first_pad, num_tokens, tl.num_programs(1)):

@@ -163,29 +163,29 @@ def _chunk_rows_kernel(
     DV_BLOCK: tl.constexpr = G.DV_BLOCK
     all_columns = tl.arange(0, DV_BLOCK)
     zeros = tl.zeros([DV_BLOCK], out.dtype.element_ty)
-    tile = tile_at(place, q_indptr, num_seqs, _CHUNK, False)
-    num_rows = tl.minimum(tile.q_len - tile.begin, _CHUNK)
-    is_refused = tl.load(source + tile.seq) < _BEGINS
-    first_pad = tl.load(q_indptr + num_seqs) + place
     if ONLY_LEFT:
         heads = tl.program_id(0) + tl.arange(0, _HEADS_LOOKED_AT) * tl.num_programs(0)
-        words_of_heads = words_of(chunk_words, place, heads, G).decay
-        are_left = tl.load(words_of_heads, mask=heads < G.HEADS, other=0.0) == LEFT
-        is_idle = (tl.max(are_left.to(tl.int32), 0) == 0) & (not is_refused) & (first_pad >= num_tokens)
-        turns = tl.where(is_idle, 0, tl.cdiv(G.HEADS - tl.program_id(0), tl.num_programs(0)))
+        first_words = words_of(chunk_words, place, heads, G).decay
+        are_left = tl.load(first_words, mask=heads < G.HEADS, other=0.0) == LEFT
+        is_refused = tl.load(source + tile_at(place, q_indptr, num_seqs, _CHUNK, False).seq) < _BEGINS
+        is_pad = tl.load(q_indptr + num_seqs) + place < num_tokens
+        turns = tl.where(is_refused | is_pad | (tl.max(are_left.to(tl.int32), 0) > 0), _HEADS_LOOKED_AT, 0)
+        turns = tl.minimum(turns, tl.cdiv(G.HEADS - tl.program_id(0), tl.num_programs(0)))
     # A loop would take registers for values that are the same for all heads.
     for turn in (tl.range if ONLY_LEFT else tl.static_range)(turns if ONLY_LEFT else 1):
         head = tl.cast(tl.program_id(0) + turn * tl.num_programs(0), tl.int64)
         k_head_of = head // G.RATIO
         out_rows = out + head * out_head + all_columns
-        for pad in range(first_pad, num_tokens, tl.num_programs(1)):
+        for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(1)):
             tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
+        tile = tile_at(place, q_indptr, num_seqs, _CHUNK, False)
+        num_rows = tl.minimum(tile.q_len - tile.begin, _CHUNK)
         if (tile.q_len > most_q_len) & (num_rows > 0):
             words = words_of(chunk_words, place, head, G)
             is_left = True
             if ONLY_LEFT:
                 is_left = tl.load(words.decay) == LEFT
-            if is_refused:
+            if tl.load(source + tile.seq) < _BEGINS:
                 for pad in range(tile.first_token + tile.begin, tile.first_token + tile.begin + num_rows):
                     tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
             elif is_left:

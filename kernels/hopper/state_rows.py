@@ -1,12 +1,16 @@
 """The workspace of states/chunk_rows.py for chunks of 64 tokens of a delta rule, for Hopper, in Gluon.
 
-If channels decay by themselves, a thread has two channels of a quarter of a chunk: 16 tokens, whose decays it adds up
-by itself. Factors of rows are bfloat16, and so are rows of q and k after they were divided by their norms. Operands of
-products lie in shared memory. Loads, products and stores of a program overlap with those of another one.
+A program has one warp group, so that most products are operands of the next one as they lie in registers. All that it
+loads is on its way before it waits for the first rows. Its loads, products and stores overlap with those of others.
 
-No exponent is a difference of long sums here either. Factors of q and k are powers of the sums since the middle of a
-chunk's half, and the sums of quarters bring them to the other half, or to the chunk's begin or end. A chunk with a
-quarter that decays too much for that is left to chunk_rows.py, which is launched afterwards: its words say so.
+If channels decay by themselves, a thread has two channels of a quarter of a chunk: 16 tokens, whose decays it adds up
+by itself; half of the channels at a time, because registers are few. Factors of rows are bfloat16, and so are rows of q
+and k after they were divided by their norms.
+
+No exponent is a difference of long sums here either. Decays are added up since the middle of a chunk's first half, for
+products with that half's tokens and with the state, and since the middle of the second half for products with those of
+the second one. A chunk with a quarter that decays too much for that is left to chunk_rows.py, which is launched
+afterwards: its words say so.
 
 The inverse is computed by elimination in blocks of 16 tokens, and then from pair to pair of blocks, as in updates.py,
 but in float16: no entry is above 2 as long as no strength is, since decays, keys of norm 1 and such strengths enlarge
@@ -43,19 +47,17 @@ _HALF = gl.constexpr(_DIM.value // 2)
 # do with a lower bound, has no stronger one.
 _MOST_DECAY = gl.constexpr(116.0)
 
-# [64, 64]: two channels of a quarter of the rows; the same as [4, 16, 64].
+# [64, 64]: two channels of a quarter of the rows; and the same as [4, 16, 64].
 _ELEMENTS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
 _QUARTERS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
-_WORDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-# Copies of 16 bytes, of half a row or of a whole one; a row's norm is computed by eight threads.
+# Copies of 16 bytes, of elements or of float32 words; eight threads compute a row's norm.
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 _COPIED_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
-# Products with all tokens of a chunk, with half of them, and with all columns of v.
+_WORDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# Products with all tokens of a chunk, and with half of them.
 _PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _HALF_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
-_SOLVED = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 _OF_PRODUCTS = gl.constexpr(gl.DotOperandLayout(0, _PRODUCTS.value, 2))
-_OF_SOLVED = gl.constexpr(gl.DotOperandLayout(0, _SOLVED.value, 2))
 # [4, 16, 16]: a column of a block's inverse; and [4, 16, 4, 16], with a block's rows before its columns.
 _COLUMNS = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
 _BLOCKS = gl.constexpr(gl.BlockedLayout([1, 1, 4, 4], [1, 8, 1, 4], [4, 1, 1, 1], [3, 2, 1, 0]))
@@ -107,9 +109,9 @@ def _row_and_column(layout: gl.constexpr):
 
 
 @gluon.jit
-def _copy(at, token, num_rows, to):
+def _copy(at, token, num_rows, to, layout: gl.constexpr):
     """Begins a copy of rows [64, 128] to shared memory; zeros of rows that are not there."""
-    row, column = _row_and_column(_COPIED)
+    row, column = _row_and_column(layout)
     for half in gl.static_range(2):
         rows = at + row * token + (column + half * _HALF)
         async_copy.async_copy_global_to_shared(to.index(half), rows, mask=row + column * 0 < num_rows)
@@ -202,7 +204,7 @@ def _product(left, right, room):
 def _inverse(a, row, column):
     """The inverse [64, 64] of 1 + A: of blocks, then of pairs of blocks, and of pairs of those."""
     inverse = _inverse_of_blocks(a)
-    # By turns: all warps have waited for an earlier product when the barrier of a later one is behind them.
+    # By turns: when a warp has passed a product's barrier, all warps have waited for the product before.
     room, other = _new_room(gl.float16), _new_room(gl.float16)
     for doublings in gl.static_range(2):
         between = gl.where(((row ^ column) & -(_QUARTER << doublings)) == (_QUARTER << doublings), a, 0.0)
@@ -242,7 +244,7 @@ def _strengths(of, num_rows):
 def _leave_if(is_left, strengths, words):
     """Leaves the chunk to the other kernel if any of is_left is true, or if a token's strength is not in [0, 2].
 
-    Such a token may enlarge a state by more than its v. Words that are stored already are stored before a barrier.
+    Such a token may enlarge a state by more than its v. A barrier lies between this and other stores of the words.
     """
     grows = gl.abs(strengths.load(_WORDS) - 1.0) > 1.0
     gl.store(words.decay + grows.to(gl.int32) * 0, LEFT, mask=grows)
@@ -268,15 +270,6 @@ def _as_columns(of_row):
 
 
 @gluon.jit
-def _copy_words(at, token, num_rows, to):
-    """Begins a copy of float32 rows [64, 128]."""
-    row, column = _row_and_column(_COPIED_WORDS)
-    for half in gl.static_range(2):
-        rows = at + row * token + (column + half * _HALF)
-        async_copy.async_copy_global_to_shared(to.index(half), rows, mask=row + column * 0 < num_rows)
-
-
-@gluon.jit
 def _halves(first, second):
     """A matrix [64, 64] of products with the two halves of tokens, [64, 32] each."""
     both = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [_CHUNK, _CHUNK])
@@ -285,18 +278,14 @@ def _halves(first, second):
 
 @gluon.jit
 def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
-    """Writes a chunk's values if channels decay by themselves.
-
-    Rows of q and k are multiplied by decays since the middle of the first half, for products with the first half's
-    tokens and with the state, and since the middle of the second half, for products with the second half's.
-    """
+    """Writes a chunk's values if channels decay by themselves."""
     k_rows, q_rows, values = _new_halves(), _new_halves(), _new_halves()
     decays = gl.allocate_shared_memory(gl.float32, [2, _CHUNK, _HALF], _LINEAR)
     of_sums = gl.allocate_shared_memory(gl.float32, [2, 4, _HALF], _LINEAR)
-    _copy_words(of.decay, of.decay_token, num_rows, decays)
-    _copy(of.k, of.k_token, num_rows, k_rows)
-    _copy(of.q, of.q_token, num_rows, q_rows)
-    _copy(of.v, of.v_token, num_rows, values)
+    _copy(of.decay, of.decay_token, num_rows, decays, _COPIED_WORDS)
+    _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
+    _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
+    _copy(of.v, of.v_token, num_rows, values, _COPIED)
     strengths = _strengths(of, num_rows)
     async_copy.wait_group(1)
     gl.thread_barrier()
@@ -337,7 +326,7 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
         factors = powers.to(gl.bfloat16)
         _put(_times(k, factors), k_later)
         _put(_times(q, factors), q_later)
-        # One after the other: each product is at most 1 if the last one was below it, and both factors may underflow.
+        # Now since the middle of the first half. The factors are not multiplied first: their product may underflow.
         powers *= gl.expand_dims(gl.where(in_first, 1.0, gl.exp2(sum_2)), 1)
         powers *= gl.expand_dims(gl.where(in_first, 1.0, gl.exp2(sum_1)), 1)
         factors = powers.to(gl.bfloat16)
@@ -381,9 +370,9 @@ def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
 def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
     """Writes a chunk's values if all channels decay as one."""
     k_rows, q_rows, values = _new_halves(), _new_halves(), _new_halves()
-    _copy(of.k, of.k_token, num_rows, k_rows)
-    _copy(of.q, of.q_token, num_rows, q_rows)
-    _copy(of.v, of.v_token, num_rows, values)
+    _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
+    _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
+    _copy(of.v, of.v_token, num_rows, values, _COPIED)
     row, column = _row_and_column(_PRODUCTS)
     decay = gl.load(of.decay + column * of.decay_token, mask=column < num_rows, other=0.0)
     strengths = _strengths(of, num_rows)

@@ -100,7 +100,7 @@ class DecodeCut:
     fewer_of_few: how many times fewer programs serve steps of at most _FEW_ROWS rows
     merge_group:  of the tiles; if it is not 0, the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of their own
-    alone:        the cut of steps with at least least_alone rows and no more rows than it has programs; or None
+    alone:        the cut of steps with at least least_alone of its rows and no more than it has programs; or None
     """
 
     rows: int
@@ -122,8 +122,9 @@ class DecodeCut:
 
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
-        # Steps of alone use the memory of steps with as many rows or more: if they merge in their launch, those do too.
-        assert self.alone is None or max(self.merge_rows, self.alone.merge_rows) <= self.least_alone
+        # Steps of alone use the memory of steps with as many sequences: if they merge in their launch, those do too.
+        assert self.alone is None or self.alone.merge_rows <= self.least_alone
+        assert self.alone is None or self.merge_rows * self.alone.rows <= self.least_alone * self.rows
         assert self.row_cost >= 0
         assert self.most_rounds >= 1
         assert self.programs >= self.rounds >= 1
@@ -160,12 +161,12 @@ class DecodeCut:
 
     def of_lengths(self, max_kv_len: int) -> DecodeCut:
         """The cut of sequences of up to max_kv_len tokens. If rows have no more blocks than two groups have parts, no
-        step is merged by a launch of its own, and none has the cut `alone`, whose steps are: with short sequences
-        launches take longer than kernels.
+        step is merged by a launch of its own: with short sequences launches take longer than kernels.
         """
         if max_kv_len > 2 * self.merge_group * self.key_block:
             return self
-        return replace(self, merge_rows=0, alone=None, least_alone=0)
+        alone = replace(self.alone, merge_rows=0) if self.alone is not None and self.alone.merge_group else None
+        return replace(self, merge_rows=0, alone=alone, least_alone=self.least_alone if alone else 0)
 
     def of_step(self, num_seqs: int) -> DecodeCut:
         """The cut of steps of num_seqs padded sequences: its programs run in as many rounds as rows would fill.
@@ -175,7 +176,7 @@ class DecodeCut:
         the hardware starts later go to the SMs that are done. Rows that few programs share gain nothing, because they
         get more parts to merge. Steps with few rows get fewer programs, and so fewer parts.
         """
-        if self.alone is not None and self.least_alone <= num_seqs * self.rows <= self.alone.programs:
+        if self.alone is not None and self.least_alone <= num_seqs * self.alone.rows <= self.alone.programs:
             return self.alone
         return self.roomiest_of_step(num_seqs)
 

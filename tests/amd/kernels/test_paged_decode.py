@@ -129,7 +129,7 @@ def test_every_form_of_the_inner_loop_is_right(
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("num_programs", [4, 12])
 def test_tiles_of_as_many_rows_as_programs_are_right(dim: int, num_programs: int, kernel_device: torch.device) -> None:
     shape: dict[str, Any] = {"num_kv_heads": 2, "dtype": torch.float16}

@@ -29,14 +29,13 @@ from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_g
 from rocm_attn.kernels.model.gated_rows import launch_gated_rows
 from rocm_attn.kernels.model.peer_sum import PeerMemory, launch_peer_sum, memory_bytes
 from rocm_attn.kernels.model.row_product import launch_row_product
-from rocm_attn.kernels.tuning.decode_tiles import alone_of
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.extend_tiles import extend_choices
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.tiles import codes_of, decode_tiles_of
+from rocm_attn.providers.tiles import codes_of, decode_cut_of, decode_tiles_of
 from rocm_attn.providers.triton import TRITON
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -232,9 +231,8 @@ def launch_all(row: Row) -> None:
         return
     runtime, rows = _runtime(row, row.problems)
     _launch_step(runtime, _batch(rows, [1] * 16))
-    if _decodes_by_number(row):
-        _launch_step(runtime, _batch(rows[:1], [1]))
-        _launch_step(runtime, _batch(rows, [1] * 16), pad_to=MANY_SEQS)
+    for num_seqs in _numbers_of_decodes(row):
+        _launch_step(runtime, _batch(rows[: min(num_seqs, 16)], [1] * min(num_seqs, 16)), pad_to=num_seqs)
     _launch_step(runtime, _batch(rows, [32] * 16))
     short = _short_q_lens(row)
     for q_len in (*short, LONG_Q_LEN) if max(short, default=0) >= 32 else short:
@@ -265,10 +263,14 @@ def launch_mixed_step(row: Row, problems: list[Problem], *, deterministic: bool)
     _launch_step(runtime, _batch(rows, [1, 32] * 8), with_lse=True)
 
 
-def _decodes_by_number(row: Row) -> bool:
-    """True if decode's tiles, or where parts are added up, depend on the number of sequences: one, 16 or MANY_SEQS."""
-    tiles = decode_tiles_of(row.problems[0], known_target(row.arch))
-    return tiles.merge_group > 0 or alone_of(tiles) is not None
+def _numbers_of_decodes(row: Row) -> list[int]:
+    """Returns other numbers of sequences than 16 for which decode's tiles, or where parts are added up, are others."""
+    problem, target = row.problems[0], known_target(row.arch)
+    cut = decode_cut_of(problem, target, decode_tiles_of(problem, target))
+    numbers = {1, MANY_SEQS} if cut.merge_group or cut.alone else set[int]()
+    if cut.alone is not None:
+        numbers.add(cut.alone.programs // cut.alone.rows)
+    return sorted(numbers - {16})
 
 
 def _segment_tiles(row: Row) -> SegmentTiles:

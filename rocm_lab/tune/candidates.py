@@ -1,8 +1,9 @@
 """The tiles that are tried in place of a table's choice: those that differ from it in one field, then those in two.
 
 The effect of two changes together follows mostly from the effects of each alone. So pairs come later, and are left out
-if one of the two changes was bad. Tiles that no kernel takes, or whose loads in flight do not fit LDS, are not listed.
-Those of Hopper's kernels follow from a description of the kernels (hopper.py), and some change several fields at once.
+if one of the two changes was bad, unless the pair leaves a block of keys its size (keeps_block). Tiles that no kernel
+takes, or whose loads in flight do not fit LDS, are not listed. Those of Hopper's kernels follow from a description of
+the kernels (hopper.py), and some change several fields at once.
 """
 
 from __future__ import annotations
@@ -62,6 +63,18 @@ def together(job: TuneJob, target: Target, gains: Sequence[Change]) -> list[Cand
     """Candidates with the first three gains, the first four, and so on: of each field its first one. Most last."""
     of_fields = list({change[0]: change for change in reversed(gains)}.values())[::-1]
     return list(_taken(job, target, (tuple(of_fields[:many]) for many in range(3, len(of_fields) + 1))))
+
+
+def keeps_block(candidate: CandidateTiles, tiles: Tiles) -> bool:
+    """True if two changes to these tiles leave a key block its size: more keys of fewer heads, or the reverse.
+
+    Each alone changes the bytes in flight, so its ratio does not tell what both do.
+    """
+    new = candidate.tiles
+    if not (isinstance(tiles, DecodeTiles) and isinstance(new, DecodeTiles)):
+        return False
+    is_as_large = new.key_block * new.heads_per_row == tiles.key_block * tiles.heads_per_row
+    return is_as_large and {name for name, _ in candidate.changes} == {"key_block", "heads_per_row"}
 
 
 def _taken(job: TuneJob, target: Target, changes: Iterable[tuple[Change, ...]]) -> Iterator[CandidateTiles]:

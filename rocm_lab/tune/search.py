@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from rocm_attn.errors import RocmAttnError
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes, Tiles
 from rocm_attn.machine.target import Target
-from rocm_lab.tune.candidates import IN_USE, CandidateTiles, Change, candidates, together
+from rocm_lab.tune.candidates import IN_USE, CandidateTiles, Change, candidates, keeps_block, together
 from rocm_lab.tune.jobs import TuneJob
 from rocm_lab.tune.journal import BEGUN, INTERRUPTED, CandidateResult, Journal
 
@@ -189,7 +189,7 @@ class Search:
         self._end = end
         enough = start * (1 - NOISE)
         gains = sorted((change for change, ratio in ratios.items() if ratio < enough), key=lambda each: ratios[each])
-        several = [*reversed(together(job, self.target, gains)), *_likely(every, ratios, start)]
+        several = [*reversed(together(job, self.target, gains)), *_likely(every, ratios, start, job.tiles)]
         for tried in self._all(job, several, best):
             yield replace(tried, number=next(numbers), of=len(singles) + len(several))
 
@@ -242,16 +242,20 @@ class Search:
         return CandidateResult(TIMED, gain.ratio, trial.spilled)
 
 
-def _likely(every: Sequence[CandidateTiles], ratios: Mapping[Change, float], start: float) -> list[CandidateTiles]:
+def _likely(
+    every: Sequence[CandidateTiles], ratios: Mapping[Change, float], start: float, tiles: Tiles
+) -> list[CandidateTiles]:
     """Pairs of changes, by the product of their ratios, likely ones first. Pairs with a bad change are left out.
 
+    Pairs that leave a key block its size come first, whatever each change does alone.
     start: the ratio of the tiles that changes are made to
     """
     infinite = float("inf")
-    found = []
+    found = [(0.0, candidate) for candidate in every if keeps_block(candidate, tiles)]
     for candidate in every:
         alone = [ratios.get(change, infinite) / start for change in candidate.changes]
-        if len(alone) == 2 and max(alone) <= TOO_SLOW and math.prod(alone) <= UNLIKELY:
+        is_likely = len(alone) == 2 and max(alone) <= TOO_SLOW and math.prod(alone) <= UNLIKELY
+        if is_likely and not keeps_block(candidate, tiles):
             found.append((math.prod(alone), candidate))
     return [candidate for _, candidate in sorted(found, key=lambda each: each[0])]
 

@@ -78,8 +78,8 @@ def cost(given: Tiles, layer: Problem) -> float:
     return 100.0 - 20.0 * (tiles.key_block == 64) - 10.0 * (tiles.num_warps == 4)
 
 
-def options(*given: str) -> argparse.Namespace:
-    return build_parser().parse_args(["tune", "8x2x128", "--provider", "triton", "--shapes", "4d1k", *given])
+def options(*given: str, layer: str = "8x2x128") -> argparse.Namespace:
+    return build_parser().parse_args(["tune", layer, "--provider", "triton", "--shapes", "4d1k", *given])
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +87,8 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "triton_version", lambda: TRITON)
 
 
-def search(place: Path, bench: FakeBench, *given: str) -> TuningFile:
-    command.tune(options("--output", str(place), *given), GFX942, "a GPU", bench)
+def search(place: Path, bench: FakeBench, *given: str, layer: str = "8x2x128") -> TuningFile:
+    command.tune(options("--output", str(place), *given, layer=layer), GFX942, "a GPU", bench)
     return TuningFile.read(place) if place.exists() else TuningFile()
 
 
@@ -127,6 +127,16 @@ def test_the_best_is_found_and_written_with_where_it_comes_from(tmp_path: Path) 
     assert [(times.shape, times.in_use_us, times.us) for times in of.shapes] == [("4d1k", 100.0, 70.0)]
     assert of.samples == 15
     assert of.date.endswith("+00:00")
+
+
+def test_two_changes_that_leave_a_block_its_size_are_tried_though_each_alone_is_slow(tmp_path: Path) -> None:
+    def cost_of_block(given: Tiles, layer: Problem) -> float:
+        tiles = plain(given)
+        is_as_large = tiles.key_block * tiles.heads_per_row == 32
+        return 100.0 - 20.0 * (tiles.heads_per_row == 1) + 80.0 * (not is_as_large)
+
+    (row,) = search(tmp_path / "t.json", FakeBench(cost_of_block), layer="8x2x64").rows
+    assert (plain(row.tiles).heads_per_row, plain(row.tiles).key_block) == (1, 32)
 
 
 def test_nothing_is_searched_where_the_row_in_use_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

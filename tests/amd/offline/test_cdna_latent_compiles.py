@@ -43,7 +43,7 @@ AITER_OVER_CODES = {
     ("gfx950", 64): (35.14, 0.78, 0.34, 3726, 9),
     ("gfx950", 16): (19.19, 0.78, 0.17, 2375, 27),
 }
-# Of 32 heads on gfx950, which lie between AITER's files for fewer and more.
+# Bounds of 32 heads on gfx950, which lie between AITER's files for fewer and more.
 OF_32_OVER_CODES = (35.14, 0.78, 0.34, 3726, 9)
 
 

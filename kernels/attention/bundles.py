@@ -24,12 +24,14 @@ class RowOutputs(NamedTuple):
     """The destinations of a row's results: out, lse or None; partial results of programs, and their maxima and sums.
 
     out, lse: HeadRows
+    sinks:    of the same heads, or None
     """
 
     out: Field
     lse: Field
     parts: Field
     sums: Field
+    sinks: Field = None
 
 
 class HeadsOfToken(NamedTuple):

@@ -21,7 +21,7 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.any_alignment import begin_at_16
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import HeadRows, RowOutputs
+from rocm_attn.kernels.attention.bundles import HeadRows, HeadsOfToken, RowOutputs
 from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import (
@@ -31,7 +31,6 @@ from rocm_attn.kernels.attention.decode_schedule import (
 )
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.attention.softmax import LN_2
 from rocm_attn.kernels.cache.codes import is_coded
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.cdna.codes import in_word
@@ -59,6 +58,7 @@ from rocm_attn.kernels.cdna.latent_heads import (
     attend_heads,
     load_queries,
     store_heads,
+    store_sums,
 )
 from rocm_attn.kernels.cdna.latent_layouts import shares_rows
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
@@ -113,14 +113,7 @@ def store_row(state, to, token, part, is_whole, G: gl.constexpr):
     parts = _parts_of(state.acc * gl.convert_layout(scale, gl.SliceLayout(1, value_layout(G)))[:, None, :])
     head = gl.arange(0, ROWS, layout=H)
     is_head = head < R.GQA_RATIO
-    line = part * R.Q_ROWS + head
-    if is_whole:
-        if to.lse is not None:
-            lse = to.lse.at + token * to.lse.token + head.to(gl.int64) * to.lse.head
-            gl.store(lse, (maximum + gl.log2(total)) * LN_2, mask=is_head)
-    else:
-        gl.store(to.sums + line * 2, maximum, mask=is_head)
-        gl.store(to.sums + line * 2 + 1, total, mask=is_head)
+    divisor = store_sums(maximum, total, to, HeadsOfToken(token, head, is_head), part, is_whole, G)
     lds = gl.allocate_shared_memory(gl.float32, [WAVES, ROWS, PART], _part_in_lds())
     column = gl.arange(0, PART, layout=gl.SliceLayout(0, X))[None, :]
     for i in gl.static_range(V_DIM // PART):
@@ -128,10 +121,12 @@ def store_row(state, to, token, part, is_whole, G: gl.constexpr):
         value = gl.sum(lds.load(_part_of_waves()), 0)
         if is_whole:
             out = to.out.at + token * to.out.token + head.to(gl.int64)[:, None] * to.out.head
-            result = (value / total[:, None]).to(to.out.at.dtype.element_ty)
+            result = (value / divisor[:, None]).to(to.out.at.dtype.element_ty)
             gl.store(out + (i * PART + column), result, mask=is_head[:, None])
         else:
-            gl.store(to.parts + line[:, None] * V_DIM + (i * PART + column), value, mask=is_head[:, None])
+            gl.store(
+                to.parts + (part * R.Q_ROWS + head)[:, None] * V_DIM + (i * PART + column), value, mask=is_head[:, None]
+            )
 
 
 @gluon.jit

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 from triton.experimental.gluon.language.amd.hint import sched_barrier
 from triton.language import PropagateNan
 
+from rocm_attn.kernels.attention.bundles import HeadsOfToken
 from rocm_attn.kernels.attention.coded import exponent_to_move
-from rocm_attn.kernels.attention.softmax import LN_2
 from rocm_attn.kernels.cdna.codes import (
     code_of,
     elements_of,
@@ -54,7 +55,7 @@ from rocm_attn.kernels.cdna.latent_code_layouts import (
     values_in_lds,
     weights_in_lds,
 )
-from rocm_attn.kernels.cdna.latent_heads import in_accumulators, pages_of, rows_of, wait_for
+from rocm_attn.kernels.cdna.latent_heads import in_accumulators, pages_of, rows_of, store_sums, store_tile, wait_for
 
 # A block whose weights are this far below others (base 2) is weighed relative to those: its weights do not matter.
 _MOST_BELOW = gl.constexpr(32.0)
@@ -565,23 +566,6 @@ def _columns_of_heads(acc, G: gl.constexpr):
 
 
 @gluon.jit
-def _store_tile(tile, to, token, first_head, num_heads, line, row, is_whole, G: gl.constexpr):
-    """Stores the results or a part of a tile of heads: its accumulators, the factor of results, its first head."""
-    acc, inverse, first = tile
-    part = _columns_of_heads(acc * row, G)
-    L: gl.constexpr = part.type.layout
-    # Computed here: the compiler would keep offsets that do not change from row to row in registers that there are not.
-    head = here(first + gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, L)))[:, None]
-    column = gl.arange(0, V_DIM, layout=gl.SliceLayout(0, L))[None, :]
-    mask = (head < num_heads) & (column >= 0)
-    if is_whole:
-        out = to.out.at + token * to.out.token + (first_head + head).to(gl.int64) * to.out.head
-        gl.store(out + column, _columns_of_heads(acc * inverse, G).to(to.out.at.dtype.element_ty), mask=mask)
-    else:
-        gl.store(to.parts + (line + head) * V_DIM + column, part, mask=mask)
-
-
-@gluon.jit
 def store_coded_heads(lds, state, to, token, first_head, num_heads, part, is_whole, row, G: gl.constexpr):
     """Stores the results of a row, or the program's part of a row that others share, for the heads of a program.
 
@@ -591,17 +575,14 @@ def store_coded_heads(lds, state, to, token, first_head, num_heads, part, is_who
     TILE: gl.constexpr = value_tile(G)
     total = gl.convert_layout(gl.sum(state.total, 0), H)
     head = here(gl.arange(0, G.HEADS, layout=H))
-    is_head = head < num_heads
-    line = part * G.rows.Q_ROWS + first_head
-    lds.heads.store(row / total)
-    if is_whole:
-        if to.lse is not None:
-            lse = to.lse.at + token * to.lse.token + (first_head + head).to(gl.int64) * to.lse.head
-            gl.store(lse, (state.base + gl.log2(total)) * LN_2, mask=is_head)
-    else:
-        gl.store(to.sums + (line + head) * 2, state.base, mask=is_head)
-        gl.store(to.sums + (line + head) * 2 + 1, total, mask=is_head)
+    heads = HeadsOfToken(token, first_head + head, head < num_heads)
+    lds.heads.store(row / store_sums(state.base, total, to, heads, part, is_whole, G))
+    out_head = tl.cast(to.out.head, gl.int64)
+    out = to.out.at + token * to.out.token + first_head * out_head
+    parts = to.parts + (part * G.rows.Q_ROWS + first_head) * V_DIM
     inverse = _of_heads(lds.heads, G)
     for i in gl.static_range(G.HEADS // TILE):
-        each = (state.acc[i], inverse[i], i * TILE)
-        _store_tile(each, to, token, first_head, num_heads, line, row, is_whole, G)
+        if is_whole:
+            store_tile(out, out_head, _columns_of_heads(state.acc[i] * inverse[i], G), i * TILE, num_heads)
+        else:
+            store_tile(parts, V_DIM, _columns_of_heads(state.acc[i] * row, G), i * TILE, num_heads)

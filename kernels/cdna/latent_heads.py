@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd.hint import sched_barrier
 from triton.runtime.jit import constexpr_function
 
-from rocm_attn.kernels.attention.bundles import Softmax
-from rocm_attn.kernels.attention.softmax import LN_2
+from rocm_attn.kernels.attention.bundles import HeadsOfToken, Softmax
+from rocm_attn.kernels.attention.softmax import LN_2, add_sink
 from rocm_attn.kernels.cdna.codes import elements_of, in_word, numbers_of
 from rocm_attn.kernels.cdna.extend_steps import here
 from rocm_attn.kernels.cdna.key_blocks import rounded
@@ -587,38 +588,51 @@ def _columns_of_heads(acc):
 
 
 @gluon.jit
-def _store_tile(acc, inverse, to, token, first_head, num_heads, line, OF_TILE: gl.constexpr, is_whole):
-    """Stores the results or a part of a tile of heads, the first of which is OF_TILE."""
-    part = _columns_of_heads(acc)
-    L: gl.constexpr = part.type.layout
-    # Computed here: the compiler would keep offsets that do not change from row to row in registers that there are not.
-    head = here(OF_TILE + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)))[:, None]
-    column = gl.arange(0, V_DIM, layout=gl.SliceLayout(0, L))[None, :]
-    mask = (head < num_heads) & (column >= 0)
+def store_sums(maximum, total, to, heads, part, is_whole, G: gl.constexpr):
+    """Stores LSE of a row's heads, or maxima and sums of the program's part of a row that others share. Returns the
+    numbers by which a whole row's accumulators are divided. heads: HeadsOfToken"""
+    token, head, is_head = heads
+    divisor = total
     if is_whole:
-        out = to.out.at + token * to.out.token + (first_head + head).to(gl.int64) * to.out.head
-        gl.store(out + column, _columns_of_heads(acc * inverse).to(to.out.at.dtype.element_ty), mask=mask)
+        if to.sinks is not None:
+            sink = gl.load(to.sinks + head, mask=is_head, other=float("-inf"))
+            maximum, total, decay = add_sink(maximum, total, sink)
+            divisor = total / decay
+        if to.lse is not None:
+            lse = to.lse.at + token * to.lse.token + head.to(gl.int64) * to.lse.head
+            gl.store(lse, (maximum + gl.log2(total)) * LN_2, mask=is_head)
     else:
-        gl.store(to.parts + (line + head) * V_DIM + column, part, mask=mask)
+        sums = to.sums + (part * G.rows.Q_ROWS + head) * 2
+        gl.store(sums, maximum, mask=is_head)
+        gl.store(sums + 1, total, mask=is_head)
+    return divisor
+
+
+@gluon.jit
+def store_tile(at, head_stride, values, FIRST: gl.constexpr, num_heads):
+    """Stores lines of a tile of heads, the first of which is FIRST. at: the line of the program's first head"""
+    L: gl.constexpr = values.type.layout
+    # Computed here: the compiler would keep offsets that do not change from row to row in registers that there are not.
+    head = here(FIRST + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, L)))[:, None]
+    column = gl.arange(0, V_DIM, layout=gl.SliceLayout(0, L))[None, :]
+    values = values.to(at.dtype.element_ty)
+    gl.store(at + head * head_stride + column, values, mask=(head < num_heads) & (column >= 0))
 
 
 @gluon.jit
 def store_heads(lds, state, to, token, first_head, num_heads, part, is_whole, G: gl.constexpr):
     """Stores the results of a row, or the program's part of a row that others share, for the heads of a program."""
     H: gl.constexpr = gl.SliceLayout(0, softmax_layout(G))
-    maximum = state.maximum
     total = gl.convert_layout(gl.sum(state.total, 0), H)
     head = here(gl.arange(0, G.HEADS, layout=H))
-    is_head = head < num_heads
-    line = part * G.rows.Q_ROWS + first_head
-    lds.heads.store(1.0 / total)
-    if is_whole:
-        if to.lse is not None:
-            lse = to.lse.at + token * to.lse.token + (first_head + head).to(gl.int64) * to.lse.head
-            gl.store(lse, (maximum + gl.log2(total)) * LN_2, mask=is_head)
-    else:
-        gl.store(to.sums + (line + head) * 2, maximum, mask=is_head)
-        gl.store(to.sums + (line + head) * 2 + 1, total, mask=is_head)
+    heads = HeadsOfToken(token, first_head + head, head < num_heads)
+    lds.heads.store(1.0 / store_sums(state.maximum, total, to, heads, part, is_whole, G))
+    out_head = tl.cast(to.out.head, gl.int64)
+    out = to.out.at + token * to.out.token + first_head * out_head
+    parts = to.parts + (part * G.rows.Q_ROWS + first_head) * V_DIM
     inverse = _of_heads(lds, G)
     for i in gl.static_range(num_tiles(G)):
-        _store_tile(state.acc[i], inverse[i], to, token, first_head, num_heads, line, i * ROWS, is_whole)
+        if is_whole:
+            store_tile(out, out_head, _columns_of_heads(state.acc[i] * inverse[i]), i * ROWS, num_heads)
+        else:
+            store_tile(parts, V_DIM, _columns_of_heads(state.acc[i]), i * ROWS, num_heads)

@@ -88,6 +88,7 @@ def _cdna_selected_kernel(
     counts: tl.const,
     out,
     lse,
+    sinks,
     parts,
     sums,
     qk_scale,
@@ -138,7 +139,8 @@ def _cdna_selected_kernel(
             to_lse = None
             if lse is not None:
                 to_lse = HeadRows(lse + first_head * lse_head, lse_token, lse_head)
-            to = RowOutputs(HeadRows(out + first_head * out_head, out_token, out_head), to_lse, parts, sums)
+            of_heads = sinks + first_head if sinks is not None else None
+            to = RowOutputs(HeadRows(out + first_head * out_head, out_token, out_head), to_lse, parts, sums, of_heads)
             line_of_part = (token * S.ROWS + row) * num_parts + part
             if (not S.IS_CUT) & is_empty:
                 store_nothing(to, token, 0, num_heads, G)
@@ -155,7 +157,7 @@ def _cdna_selected_kernel(
 
 def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: SelectedTiles, programs: int) -> None:
     """Like `launch_selected_attention`, but over rows of 512 + 64 elements in q's dtype, 16 bits, at equal distances,
-    selections of up to CDNA_MOST_KEYS tokens, without sinks. Or over records of Scales.GROUP, in the codes that the
+    selections of up to CDNA_MOST_KEYS tokens. Or over records of Scales.GROUP, in the codes that the
     arch's hardware reads, with q in bfloat16.
 
     arch:  one of cdna_tiles.EXTEND_ARCHS
@@ -175,7 +177,6 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
     assert isinstance(selection, SelectedKeys), "a selection is listed"
     assert selection.unit_tokens == 1, "the entry refuses other units"
     assert selection.width <= CDNA_MOST_KEYS, "the entry refuses more keys"
-    assert args.sinks is None, "the limits refuse sinks"
     assert pages.page_slots, "rows are read by slots"
     row_bytes = pages.raw_k.stride(1) * pages.raw_k.itemsize
     assert pages.raw_k.data_ptr() % 4 == 0 == row_bytes % 4, "words of 4 bytes are read"
@@ -215,6 +216,7 @@ def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: 
         selection.counts,
         args.out,
         args.lse,
+        args.sinks,
         parts,
         sums,
         scale * LOG2_E,

@@ -334,6 +334,7 @@ _HOPPER_RECORD_LIMITS = replace(
 
 _CDNA_LIMITS = replace(
     CDNA_LATENT_LIMITS,
+    sinks=True,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
     non_causal=False,

@@ -50,7 +50,7 @@ PUBLISHED = (
 
 
 # Decodes of one token over pages of 16 tokens, and of 1,024 in the last one, as asm_pa.csv of each arch lists them; and
-# those of latents, as mla_asm.csv does, for 16, 64 and 128 rows of q.
+# those of latents, as mla_asm.csv does, for 16, 32, 64 and 128 rows of q.
 _DECODES = (
     "pa/pa_bf16_noquant_gqa8_1tg_4w",
     "pa/pa_bf16_noquant_gqa16_1tg_4w",
@@ -65,8 +65,15 @@ _DECODES = (
     "mla/mla_a8w8_qh64_qseqlen4_gqaratio16",
     "mla/mla_a8w8_qh128_m32x4_n16x2_msk1",
 )
+# Those that load K and V by words. A block's page number, one load of 37, counts as K there.
+BY_WORDS = ("mla/mla_a8w8_qh16_qseqlen1_gqaratio16", "mla/mla_a8w8_qh16_qseqlen2_gqaratio16")
 DECODES = {
-    "gfx942": (*_DECODES, "mla/mla_a8w8_qh64_qseqlen4_gqaratio16_ps"),
+    "gfx942": (
+        *_DECODES,
+        "mla/mla_a8w8_qh64_qseqlen4_gqaratio16_ps",
+        "mla/mla_a8w8_qh64_qseqlen1_gqaratio64_v3_ps",
+        *BY_WORDS,
+    ),
     "gfx950": (
         *_DECODES,
         "mla/MLA_A16W16_1TG_4W_16mx4_32nx1_Coex0_Msk1_QH16",
@@ -142,7 +149,7 @@ def with_aiter(page: str, hsa: Path) -> str:
     for arch, names in DECODES.items():
         for name in names:
             (kernel,) = kernels_of(next(iter(files_of([hsa / arch / f"{name}.co"]))))
-            traffic = loop_traffic(kernel.assembly)
+            traffic = loop_traffic(kernel.assembly, narrowest=4 if name in BY_WORDS else 8)
             assert traffic is not None
             cells = traffic_cells(traffic, waves_of_registers(kernel.assembly))
             lines.append(f"| `{arch}/{name}.co` | {cells} | {kernel.sha256[:_HASH_CHARACTERS]} |\n")

@@ -48,14 +48,17 @@ class LoopTraffic:
         return number * _KIB / self.kv_bytes
 
 
-def loop_traffic(assembly: Assembly, kv_loads: tuple[str, ...] = _VECTOR_MEMORY) -> LoopTraffic | None:
+def loop_traffic(
+    assembly: Assembly, kv_loads: tuple[str, ...] = _VECTOR_MEMORY, *, narrowest: int = _WIDE
+) -> LoopTraffic | None:
     """The traffic of the hot loop; None if no loop has matrix instructions, or it has no such load.
 
-    kv_loads: what the names of loads of K and V begin with, where others are as wide
+    kv_loads:  what the names of loads of K and V begin with, where others are as wide
+    narrowest: the fewest bytes of a lane that such a load has, if it is not into LDS
     Raises UnknownInstruction.
     """
     loop = hot_loop(assembly)
-    read = [_kv_bytes(each) if each.name.startswith(kv_loads) else 0 for each in loop.body] if loop else []
+    read = [_kv_bytes(each, narrowest) if each.name.startswith(kv_loads) else 0 for each in loop.body] if loop else []
     if loop is None or not any(read):
         return None
     names = [each.name for each in loop.body]
@@ -74,10 +77,10 @@ def _is_into_lds(instruction: Instruction) -> bool:
     return "_load_lds_" in instruction.name or instruction.text.endswith(" lds")
 
 
-def _kv_bytes(instruction: Instruction) -> int:
+def _kv_bytes(instruction: Instruction, narrowest: int) -> int:
     lane = lane_bytes(instruction.name)
     is_load = instruction.name.startswith(_VECTOR_MEMORY) and "_load_" in instruction.name
-    return lane * rates.LANES if is_load and (lane >= _WIDE or _is_into_lds(instruction)) else 0
+    return lane * rates.LANES if is_load and (lane >= narrowest or _is_into_lds(instruction)) else 0
 
 
 def _lds_bytes(instruction: Instruction) -> int:

@@ -125,7 +125,7 @@ def _of_kernels(report: GpuReport) -> Iterator[Discrepancy]:
 
 def _of_driver(kernel: ReportedKernel) -> Iterator[Discrepancy]:
     static, driver, name = kernel.static, kernel.driver, kernel.kernel.rpartition(":")[2]
-    if static.vgprs != driver.registers:
+    if driver.registers and static.vgprs != driver.registers:
         yield Discrepancy("registers", name, f"{static.vgprs}", f"{driver.registers}")
     if static.scratch_bytes != driver.scratch_bytes:
         yield Discrepancy("scratch", name, f"{static.scratch_bytes} bytes of a lane", f"{driver.scratch_bytes}")

@@ -29,7 +29,7 @@ _SOME_CAP = 50.0
 class DriverFigures:
     """The driver's figures of a loaded kernel.
 
-    registers:       vector registers of a lane
+    registers:       vector registers of a lane; 0: the driver does not say
     scratch_bytes:   private memory of a lane
     programs_per_cu: that a CU has room for; 0: the driver does not say
     """

@@ -23,7 +23,7 @@ from typing import Any
 # By which the action finds the comment that it has to replace.
 MARK = "<!-- rocm-attn simulate -->"
 
-# Heading of a column -> the figure of a kernel. Without a GPU there are no cycles: instructions that were executed.
+# Heading of a column -> the figure of a kernel.
 _FIGURES = {
     "vector registers": "vgprs",
     "scalar registers": "sgprs",
@@ -100,7 +100,7 @@ def comment(
     )
     old, new = _variants(before), _variants(after)
     checks = sorted({name for kernel in new.values() for name in kernel["checks"]})
-    heading = ["kernel", "arch", *_FIGURES, "instructions executed", *checks]
+    heading = ["kernel", "arch", *_FIGURES, "clocks of the loop", "instructions executed", *checks]
     rows = [_row(variant, old.get(variant), kernel, checks) for variant, kernel in new.items()]
     lines += [f"| {' | '.join(heading)} |", "|" + "---|" * len(heading), *rows]
     gone = [f"`{each.kernel}` on {each.arch}" for each in old if each not in new]
@@ -136,7 +136,10 @@ def _row(variant: _Variant, old: Mapping[str, Any] | None, new: Mapping[str, Any
 
     def cells(kernel: Mapping[str, Any]) -> list[str]:
         figures = [kernel["figures"][name] for name in _FIGURES.values()]
-        return [*map(str, figures), str(kernel["instructions"]), *(kernel["checks"].get(name, "") for name in checks)]
+        # A base may be of a release that counted no clocks.
+        clocks = kernel.get("loop_clocks")
+        numbers = [*map(str, figures), "none" if clocks is None else f"{clocks:.0f}", str(kernel["instructions"])]
+        return [*numbers, *(kernel["checks"].get(name, "") for name in checks)]
 
     was, now = cells(old) if old else ["new"] * len(cells(new)), cells(new)
     shown = [b if a in (b, "new") else f"{a} → **{b}**" for a, b in zip(was, now, strict=True)]

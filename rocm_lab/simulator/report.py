@@ -1,4 +1,4 @@
-"""KernelReport: a simulated kernel's instructions, registers and LDS, its missing waits, and its races."""
+"""KernelReport: a simulated kernel's instructions, registers and LDS, its loop's clocks, missing waits, and races."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from rocm_lab.cycles.count import count_loop, waves_of
 from rocm_lab.races.watch import Race
 from rocm_lab.simulator.assembly import parse_assembly
 from rocm_lab.simulator.code_figures import CodeFigures
+from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.simulator.launcher import Code, SimulatedLaunch
 from rocm_lab.waits.check import Verdict, check_waits
 
@@ -22,6 +24,7 @@ class KernelReport:
 
     launches:      number of simulated launches
     instructions:  instructions executed by all waves of these launches
+    loop_clocks:   counted clocks of an iteration of the loop with the most matrix instructions; None if none has any
     waits:         static check that the code waits for each result before it uses it
     races:         races in these launches, of all variants of the kernel, a line each
     """
@@ -30,6 +33,7 @@ class KernelReport:
     launches: int
     instructions: int
     figures: CodeFigures
+    loop_clocks: float | None
     waits: Verdict
     races: tuple[str, ...]
 
@@ -53,6 +57,7 @@ class KernelReport:
                     f"{figures.lds_bytes} bytes of LDS",
                     f"{figures.waves_per_simd} waves a SIMD",
                     f"{spills} spills",
+                    *([] if self.loop_clocks is None else [f"{self.loop_clocks:,.0f} clocks an iteration"]),
                     f"waits {self.waits.word.value}",
                     f"{len(self.races)} races",
                 )
@@ -70,6 +75,7 @@ class KernelReport:
             "launches": self.launches,
             "instructions": self.instructions,
             "figures": asdict(self.figures),
+            "loop_clocks": self.loop_clocks,
             "checks": {"waits": self.waits.word.value, "races": str(len(self.races))},
             "faults": self.faults,
         }
@@ -93,6 +99,11 @@ def reports_of(launches: Iterable[SimulatedLaunch], races: Sequence[Race]) -> li
 
 
 @cache
-def _of_code(code: Code) -> tuple[CodeFigures, Verdict]:
+def _of_code(code: Code) -> tuple[CodeFigures, float | None, Verdict]:
     figures = CodeFigures.of(code.text, code.arch, code.lds_bytes, code.num_waves)
-    return figures, check_waits(parse_assembly(code.text), code.arch)
+    assembly = parse_assembly(code.text)
+    try:
+        loop = count_loop(assembly, code.arch, *waves_of(figures.waves_per_simd, code.num_waves))
+    except UnknownInstruction:  # of a path that was not executed; the verdict says which
+        loop = None
+    return figures, None if loop is None else loop.clocks, check_waits(assembly, code.arch)

@@ -47,7 +47,7 @@ class Verdict:
     """The verdict on one kernel.
 
     faults:   at most one for each pair of instructions
-    reasons:  why it was not checked, or not entirely
+    reasons:  why it was not checked, or not entirely; at most one for each load into LDS, which many reads may follow
     """
 
     kernel: str
@@ -70,10 +70,15 @@ def check_waits(assembly: Assembly, arch: str) -> Verdict:
     except UnknownInstruction as unknown:
         return Verdict(assembly.name, (), (str(unknown),))
     faults, reasons = [], []
+    loads = set[Key]()
     for conflict in found:
+        is_unsure = conflict.key.kind in (Flight.TO_LDS, Flight.LATE, Flight.ARRIVED)
+        if is_unsure and conflict.key in loads:
+            continue
         begins, uses = (assembly.instructions[index].text for index in (conflict.key.begins, conflict.user))
         fault = Fault(begins, _path(flow, conflict), uses, _why(conflict))
-        if conflict.key.kind in (Flight.TO_LDS, Flight.LATE, Flight.ARRIVED):
+        if is_unsure:
+            loads.add(conflict.key)
             reasons.append(fault.line())
         else:
             faults.append(fault)

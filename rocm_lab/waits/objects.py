@@ -10,7 +10,7 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,12 @@ OBJDUMPS = (
 # EF_AMDGPU_MACH, the low byte of e_flags.
 _MACHINES = {0x4C: "gfx942", 0x4F: "gfx950"}
 _ELF, _E_FLAGS_AT = b"\x7fELF", 48
-# "<kernel>:" with its address, and an instruction with the address that its comment begins with.
-_SYMBOL = re.compile(r"([0-9a-f]+) <([^>]+)>:")
-_LINE = re.compile(r"\s+(\S.*?)\s*// ([0-9A-F]+):")
-_NAMED_TARGET = re.compile(r"(?m)^\s+s_c?branch\w*\s+([A-Za-z_.$][\w.$]*)")
+# "<kernel>:", and an instruction with its address and its first word.
+_SYMBOL = re.compile(r"[0-9a-f]+ <([^>]+)>:")
+_LINE = re.compile(r"\s+(\S.*?)\s*// ([0-9A-F]+): ([0-9A-F]+)")
+# Symbols of code without a type in the table of symbols, and those of kernels, which have descriptors.
+_UNTYPED = re.compile(r"(?m)^[0-9a-f]+ .{6}  \.text\s[0-9a-f]+ (?:\.\w+ )?(\S+)$")
+_DESCRIBED = re.compile(r"(?m) (\S+)\.kd$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,15 @@ class CodeKernel:
     arch: str
     sha256: str
     assembly: Assembly
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """An instruction of a disassembly, its address, and its first word."""
+
+    text: str
+    address: int
+    word: int
 
 
 def files_of(paths: Iterable[Path]) -> list[Path]:
@@ -106,7 +117,7 @@ def _disassembled(path: Path, arch: str, objdumps: Sequence[str]) -> str:
         tool = shutil.which(name)
         if tool is None:
             continue
-        done = subprocess.run([tool, "-d", f"--mcpu={arch}", str(path)], capture_output=True, text=True, check=False)
+        done = subprocess.run([tool, "-td", f"--mcpu={arch}", str(path)], capture_output=True, text=True, check=False)
         if done.returncode == 0 and "<unknown>" not in done.stdout:
             return done.stdout
         tried.append(tool)
@@ -120,45 +131,35 @@ def _disassembled(path: Path, arch: str, objdumps: Sequence[str]) -> str:
 def parse_disassembly(text: str) -> list[Assembly]:
     """The kernels of llvm-objdump's output, each from its symbol to the next one. Raises UnknownInstruction.
 
-    Branches there have a distance of 4-byte words from the next instruction, or a label that is a symbol; labels are
-    addresses here.
+    Labels are addresses here. A branch has a distance of 4-byte words from the next instruction in its lowest bits.
     """
     found: list[Assembly] = []
     name = ""
-    lines: list[str] = []
-    addresses: list[int] = []
-    # Assembly written by people keeps its labels as symbols, which branches name.
-    named = set(_NAMED_TARGET.findall(text))
-    labels: dict[str, str] = {}
+    lines: list[_Line] = []
+    # Assembly written by people keeps its labels as symbols.
+    labels = {*_UNTYPED.findall(text)} - {*_DESCRIBED.findall(text)}
     for line in [*text.splitlines(), "0 <end>:"]:
         symbol, code = _SYMBOL.match(line), _LINE.match(line)
-        if symbol and symbol[2] in named:
-            labels[symbol[2]] = f"{int(symbol[1], 16):x}"
-        elif symbol:
+        if symbol and symbol[1] not in labels:
             if lines:
-                found.append(_assembly(name, lines, addresses, labels))
-            name, lines, addresses, labels = symbol[2], [], [], {}
+                found.append(_assembly(name, lines))
+            name, lines = symbol[1], []
         elif code:
-            lines.append(code[1])
-            addresses.append(int(code[2], 16))
+            lines.append(_Line(code[1], int(code[2], 16), int(code[3], 16)))
     return found
 
 
-def _assembly(name: str, lines: list[str], addresses: list[int], named: Mapping[str, str]) -> Assembly:
-    labels = {f"{address:x}": index for index, address in enumerate(addresses)}
+def _assembly(name: str, lines: list[_Line]) -> Assembly:
+    labels = {f"{line.address:x}": index for index, line in enumerate(lines)}
     instructions: list[Instruction] = []
     used: dict[str, int] = {}
-    for line, address in zip(lines, addresses, strict=True):
-        instruction = parse_instruction(line)
+    for line in lines:
+        instruction = parse_instruction(line.text)
         if instruction.name.startswith(("s_branch", "s_cbranch_")):
-            operand = instruction.operands[0]
-            if operand in named:
-                target = named[operand]
-            else:
-                words = int(operand, 0)
-                target = f"{address + 4 + 4 * (words - (words >> 15 << 16)):x}"
+            words = line.word & 0xFFFF
+            target = f"{line.address + 4 + 4 * (words - (words >> 15 << 16)):x}"
             if target not in labels:
-                raise UnknownInstruction(f"the target of {line!r} in {name}")
+                raise UnknownInstruction(f"the target of {line.text!r} in {name}")
             used[target] = labels[target]
             instruction = parse_instruction(f"{instruction.name} {target}")
         instructions.append(instruction)

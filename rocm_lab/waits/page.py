@@ -21,10 +21,14 @@ from rocm_lab.waits.objects import files_of, kernels_of
 
 # AITER appends the values of a kernel's constants to its name.
 _CONSTANTS = re.compile(r"_num_query_heads_\d.*")
+_SHIPPED = ".co"
 
 
 def lines_of(source: str, folders: Iterable[Path]) -> list[str]:
-    """A line for each kernel and arch; codes that differ in nothing but their lines of source count once."""
+    """A line for each kernel and arch; codes that differ in nothing but their lines of source count once.
+
+    Code objects that are shipped as such, each of one kernel, have a line for each of their folders.
+    """
     counts: dict[tuple[str, str], Counter[Word]] = defaultdict(Counter)
     seen: set[tuple[str, tuple[str, ...]]] = set()
     for path in files_of(folders):
@@ -37,6 +41,8 @@ def lines_of(source: str, folders: Iterable[Path]) -> list[str]:
             if code not in seen:
                 seen.add(code)
                 name = _CONSTANTS.sub("", kernel.assembly.name)
+                if path.suffix == _SHIPPED:
+                    name = f"{path.parent.name}/*{_SHIPPED}"
                 counts[kernel.arch, name][check_waits(kernel.assembly, kernel.arch).word] += 1
     return [
         f"| {source} | {arch} | `{name}` | {sum(found.values())} | {found[Word.PROVED]} | {found[Word.NOT_CHECKED]} | "

@@ -28,6 +28,13 @@ def to_float16(values: Array) -> Array:
     return values.astype(F16).view(np.uint16).astype(U32)
 
 
+def _to_float16_near_zero(values: Array) -> Array:
+    """The same, rounded towards zero: what is too large becomes the largest finite number."""
+    nearest = values.astype(F16)
+    is_beyond = np.abs(nearest.astype(F32)) > np.abs(values)
+    return np.where(is_beyond, np.nextafter(nearest, F16.type(0)), nearest).view(U16).astype(U32)
+
+
 def _pair(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
     return lambda a, b: convert(a) | convert(b) << np.uint32(16)
 
@@ -66,6 +73,7 @@ OPS: dict[str, VectorOp] = {
     "v_cvt_f32_f16": VectorOp(F32, (F16,), lambda a: a.astype(F32)),
     "v_cvt_pk_bf16_f32": VectorOp(U32, (F32, F32), _pair(to_bfloat16)),
     "v_cvt_pk_f16_f32": VectorOp(U32, (F32, F32), _pair(to_float16)),
+    "v_cvt_pkrtz_f16_f32": VectorOp(U32, (F32, F32), _pair(_to_float16_near_zero)),
     **{f"v_cvt_f32_ubyte{number}": VectorOp(F32, (U32,), _byte(number)) for number in range(4)},
 }
 

@@ -175,6 +175,7 @@ OPS: dict[str, VectorOp] = {
     "v_or_b32": _unsigned(operator.or_),
     "v_xor_b32": _unsigned(operator.xor),
     "v_bfi_b32": _unsigned(lambda a, b, c: a & b | ~a & c, 3),
+    "v_bfm_b32": _unsigned(lambda width, offset: _shift_left(_shift_left(np.uint32(1), width) - np.uint32(1), offset)),
     "v_bfe_u32": _unsigned(_field, 3),
     "v_bfe_i32": _unsigned(_signed_field, 3),
     "v_perm_b32": _unsigned(_permute_bytes, 3),

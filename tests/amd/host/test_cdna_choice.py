@@ -174,9 +174,10 @@ SELECTING = Problem(
 )
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_selection_of_latents_has_a_kernel_of_its_own(arch: str) -> None:
-    chosen = select(SELECTING, on(arch), "triton").sparse
+def test_a_selection_of_latents_has_a_kernel_of_its_own(arch: str, has_sinks: bool) -> None:
+    chosen = select(replace(SELECTING, has_sinks=has_sinks), on(arch), "triton").sparse
     assert chosen is not None
     assert chosen.entries == (SELECTED, "triton.indexer")
     assert chosen.is_probed
@@ -186,7 +187,8 @@ def test_a_selection_of_latents_has_a_kernel_of_its_own(arch: str) -> None:
 
 
 def _in_records(arch: str) -> Problem:
-    return replace(SELECTING, kv_encoding=KVEncoding(EXTEND_CODES[arch].value), kv_scales=Scales.GROUP)
+    coded = replace(SELECTING, kv_encoding=KVEncoding(EXTEND_CODES[arch].value), kv_scales=Scales.GROUP)
+    return replace(coded, has_sinks=True)
 
 
 @pytest.mark.parametrize(("arch", "heads", "rows"), [("gfx942", 16, 32), ("gfx942", 128, 32), ("gfx950", 128, 64)])
@@ -206,12 +208,11 @@ OTHERS = {"gfx942": KVEncoding.E4M3FN, "gfx950": KVEncoding.E4M3FNUZ}
 @pytest.mark.parametrize(
     "changed",
     [
-        lambda layer, arch: replace(layer, has_sinks=True),
         lambda layer, arch: replace(layer, head_dim=544),
         lambda layer, arch: replace(layer, kv_encoding=OTHERS[arch]),
         lambda layer, arch: replace(layer, indexer=Indexer(64, 128, replace(TOKENS, top=4096))),
     ],
-    ids=["sinks", "544", "codes", "4096_keys"],
+    ids=["544", "codes", "4096_keys"],
 )
 def test_other_selections_of_records_have_the_kernel_of_every_layer(
     changed: Callable[[Problem, str], Problem], arch: str
@@ -227,11 +228,10 @@ def test_other_selections_of_records_have_the_kernel_of_every_layer(
     [
         replace(SELECTING, indexer=Indexer(64, 128, replace(TOKENS, top=4096))),
         replace(SELECTING, indexer=Indexer(64, 128, replace(TOKENS, top=512, unit_keys=4))),
-        replace(SELECTING, has_sinks=True),
         replace(SELECTING, head_dim=512),
         replace(SELECTING, kv_encoding=KVEncoding.E4M3FN, kv_scales=Scales.LAYER),
     ],
-    ids=["4096_keys", "units_of_4", "sinks", "512", "codes"],
+    ids=["4096_keys", "units_of_4", "512", "codes"],
 )
 def test_other_selections_have_the_kernel_of_every_layer(layer: Problem, arch: str) -> None:
     chosen = select(layer, on(arch), "triton").sparse

@@ -214,7 +214,7 @@ def test_damaged_times_of_tiles_are_refused(damage: Callable[[list[list[float]]]
 def test_a_gpu_that_is_as_the_compiler_says_has_no_differences(read: Read) -> None:
     content = Report(candidates=CANDIDATES[:3]).content
     content["kernels"] += [kernel("_merge_kernel", num_waves=2, waves=1), kernel("_wide", num_waves=8, waves=3)]
-    content["kernels"].append(kernel("_unknown", programs_per_cu=0))
+    content["kernels"].append(kernel("_unknown", programs_per_cu=0, registers=0))
     assert differences(read(content)) == []
 
 

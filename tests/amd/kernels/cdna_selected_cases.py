@@ -22,15 +22,15 @@ _LONG = Step([600], [2], page_size=64)
 CASES = {
     "4_tiles": PLAIN,
     "2_tiles": replace(PLAIN, step=replace(STEP, page_size=7), heads=(20, 1), dtype=torch.float16),
-    "1_tile": replace(PLAIN, step=replace(STEP, page_size=1), heads=(10, 1), dtype=torch.float16),
-    "blocks_of_heads": replace(PLAIN, heads=(100, 1)),
+    "1_tile": replace(PLAIN, step=replace(STEP, page_size=1), heads=(10, 1), dtype=torch.float16, sinks=True),
+    "blocks_of_heads": replace(PLAIN, heads=(100, 1), sinks=True),
     "long_4_tiles": replace(PLAIN, step=_LONG, heads=(37, 1), width=570, dense=True),
     "long_1_tile": replace(PLAIN, step=_LONG, heads=(16, 1), width=570, dense=True),
 }
 # Over records of the codes that an arch reads.
 RECORDS = {
     "records": replace(PLAIN, step=replace(STEP, page_size=7), heads=(20, 1), scales=Scales.GROUP),
-    "records_4_tiles": replace(PLAIN, heads=(100, 1), scales=Scales.GROUP),
+    "records_4_tiles": replace(PLAIN, heads=(100, 1), scales=Scales.GROUP, sinks=True),
     "long_records": replace(PLAIN, step=_LONG, heads=(16, 1), width=570, dense=True, scales=Scales.GROUP),
 }
 # Programs that a device is to have: rows are whole, or have some parts.

@@ -51,6 +51,17 @@ def launch_copy(source: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @triton.jit
+def _looped_product_kernel(source_ptr, out_ptr, times, SIZE: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    at = lane[:, None] * SIZE + lane[None, :]
+    tile = tl.load(source_ptr + at)
+    found = tl.zeros([SIZE, SIZE], tl.float32)
+    for _ in range(times):
+        found = tl.dot(tile, tile, found)
+    tl.store(out_ptr + at, found)
+
+
+@triton.jit
 def _saying_kernel(source_ptr, out_ptr, ASSERTS: tl.constexpr):
     value = tl.load(source_ptr)
     if ASSERTS:

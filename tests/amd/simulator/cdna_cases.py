@@ -38,7 +38,7 @@ _IN_EVERY_RUN = (
     "extend-plain",
     "latent-plain",
     "latent-heads_of_2_tiles",
-    "selected-1_tile",
+    "selected-1_tile-1",
     "selected-unseen",
     "selected-records",
 )

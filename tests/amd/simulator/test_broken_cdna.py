@@ -430,9 +430,7 @@ MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
         "groups_over_codes_after_the_last_are_read": Mistake(
             "gl.minimum(key, rows.last_key // GROUP * GROUP)", "key", partial(at_the_tables_end, over_codes=True)
         ),
-        "codes_lack_their_scale": Mistake(
-            "lds.heads.store(row / total)", "lds.heads.store(1.0 / total)", latent_over_codes
-        ),
+        "codes_lack_their_scale": Mistake("lds.heads.store(row / ", "lds.heads.store(1.0 / ", latent_over_codes),
     },
 }
 
@@ -447,8 +445,11 @@ UNSEEN, UNSEEN_WHOLE, UNSEEN_OF_ONE_TILE = (
 )
 
 
-def over_records(arch: str) -> Simulation:
-    return run_selected(arch, cdna_selected_cases.cases_of(arch)["records_4_tiles"])
+def over_records(arch: str, *, programs: int = 60) -> Simulation:
+    return run_selected(arch, cdna_selected_cases.cases_of(arch)["records_4_tiles"], programs=programs)
+
+
+WITH_SINKS = partial(over_records, programs=1)
 
 
 def over_long_records(arch: str) -> Simulation:
@@ -477,6 +478,7 @@ LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             "q + token * q_token",
             partial(run_selected, case=SELECTIONS["blocks_of_heads"]),
         ),
+        "programs_of_a_token_have_the_same_sinks": Mistake("sinks + first_head", "sinks", WITH_SINKS),
         "records_are_nearer": Mistake("p_token * BYTES", "p_token * BYTES - 4", over_records),
         "programs_of_a_die_have_the_same_row": Mistake(
             "row = launched // _DIES % S.ROWS", "row = 0", partial(run_selected, case=SELECTIONS["blocks_of_heads"])
@@ -498,6 +500,8 @@ LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
             "if G.LISTED:\n            v_pages = _value_pages(rows, block, G)",
             LONG_LIST,
         ),
+        "results_lack_sinks": Mistake("divisor = total / decay", "divisor = total * 1.0", WITH_SINKS),
+        "lse_lacks_sinks": Mistake("maximum, total, decay = add_sink(", "_, divisor, decay = add_sink(", WITH_SINKS),
         "last_columns_begin_where_scales_do": Mistake("(WAVES if has_records(G) else 0)", "0", over_records),
         "keys_have_the_scale_of_the_other_group": Mistake(
             "scales[j][:, :, None]", "scales[1 - j][:, :, None]", over_records

@@ -18,7 +18,13 @@ from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 from rocm_lab.simulator.launcher import ARCHS
 from rocm_lab.simulator.simulate import simulate
 from rocm_lab.waits.check import Fault, Verdict, Word
-from tests.amd.offline.small_kernels import _copy_kernel, _saying_kernel, _scaled_product_kernel, number_kernel
+from tests.amd.offline.small_kernels import (
+    _copy_kernel,
+    _looped_product_kernel,
+    _saying_kernel,
+    _scaled_product_kernel,
+    number_kernel,
+)
 
 SCRIPT = """\
 import torch
@@ -82,6 +88,19 @@ def test_results_are_in_the_arrays_whatever_they_are(arch: str) -> None:
     assert 0 < wide.figures.vgprs <= 64
     assert wide.waits.word is Word.PROVED
     assert not wide.faults
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_loop_of_products_has_clocks(arch: str) -> None:
+    source, out = np.eye(16, dtype=np.float16), np.zeros((16, 16), np.float32)
+    looped = simulate(_looped_product_kernel, 1, [source, out, 5], arch, SIZE=16, num_warps=1)
+    assert (out == 5 * np.eye(16)).all()
+    assert looped.loop_clocks is not None
+    # A product of 16 x 16 x 16 keeps the matrix unit for 4 passes of 4 clocks, and waves of a SIMD share it.
+    assert looped.loop_clocks >= 16 * looped.figures.waves_per_simd
+    assert f"{looped.loop_clocks:,.0f} clocks an iteration" in looped.lines()[0]
+    copied = simulate(_copy_kernel, 1, [np.zeros(8), np.zeros(8), 8], arch, BLOCK=8)
+    assert copied.as_json()["loop_clocks"] is None
 
 
 def test_an_access_outside_of_the_arrays_is_a_fault() -> None:

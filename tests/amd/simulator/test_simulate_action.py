@@ -109,7 +109,7 @@ def test_two_commits_are_compared(repository: Path) -> None:
     assert lines[0] == compare.MARK
     assert lines[1] == f"### Kernels as AMD machine code, compared with {base}"
     assert lines[3] == "Every script passed: no access outside of an array."
-    assert lines[5].endswith("| instructions executed | races | waits |")
+    assert lines[5].endswith("| clocks of the loop | instructions executed | races | waits |")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[7:]]
     assert [row[:2] for row in rows] == [
         [f"`{k}`", arch] for arch in ("gfx942", "gfx950") for k in ("scaled", "summed")

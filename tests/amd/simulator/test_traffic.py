@@ -9,7 +9,7 @@ import pytest
 
 from rocm_attn.cli import DONE, main
 from rocm_attn.errors import BadSetting
-from rocm_lab.cycles.page import DECODES, waves_of_registers, with_aiter
+from rocm_lab.cycles.page import BY_WORDS, DECODES, waves_of_registers, with_aiter
 from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
 from rocm_lab.simulator.assembly import parse_assembly
 from tests.amd.simulator.test_wait_files import assembly_text
@@ -97,6 +97,12 @@ def test_a_loop_that_loads_page_numbers_alone_has_no_figures() -> None:
     assert loop_traffic(parse_assembly(text_of(LOAD_16))) is None, "no matrix instructions"
 
 
+def test_a_kernel_that_loads_keys_by_words_has_figures_if_that_is_said() -> None:
+    found = loop_traffic(parse_assembly(text_of(LOAD_4, LOAD_16, "s_waitcnt vmcnt(1)", PRODUCT)), narrowest=4)
+    assert found is not None
+    assert (found.kv_bytes, found.in_flight) == (KIB + 256, 2 * KIB + 256)
+
+
 def test_the_command_prints_the_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "loop.s").write_text(text_of(LOAD_16, LOAD_16, "s_waitcnt vmcnt(1)", PRODUCT, "ds_read_b32 v2, v3"))
     assert main(["cycles", str(tmp_path)]) == DONE
@@ -131,13 +137,15 @@ def test_the_table_of_aiter_is_written_whole(tmp_path: Path) -> None:
         for name in names:
             file = tmp_path / arch / f"{name}.co"
             file.parent.mkdir(parents=True, exist_ok=True)
-            text = text_of(LOAD_16, LOAD_16, "s_waitcnt vmcnt(1)", PRODUCT).replace("gfx950", arch)
+            loads = [LOAD_4] * 8 if name in BY_WORDS else [LOAD_16] * 2
+            text = text_of(*loads, f"s_waitcnt vmcnt({len(loads) // 2})", PRODUCT).replace("gfx950", arch)
             file.write_text(text.replace("16x16x32", "16x16x16") if arch == "gfx942" else text)
     page = "before\n<!-- aiter -->\n| file |\n|---|\n| old |\n<!-- end of aiter -->\nafter\n"
     written = with_aiter(page, tmp_path)
     assert with_aiter(written, tmp_path) == written
     assert "old" not in written
-    assert written.count(".co` | 2.50 | 0.50 | 0.50 | 0.00 | 0 | 3 | 5 | 15 |") == len(files)
+    for instructions, of_them in ((5.5, len(BY_WORDS)), (2.5, len(files) - len(BY_WORDS))):
+        assert written.count(f".co` | {instructions:.2f} | 0.50 | 0.50 | 0.00 | 0 | 3 | 5 | 15 |") == of_them
     files[0].unlink()
     with pytest.raises(BadSetting, match="does not exist"):
         with_aiter(page, tmp_path)

@@ -305,6 +305,15 @@ def test_conversions_to_16_bits_round_as_torch_does(name: str, dtype: torch.dtyp
         assert (core.vector[2].view(np.uint16)[half::2] == expected).all()
 
 
+@pytest.mark.parametrize(
+    ("number", "found"), [(1.0009, 1.0), (-1.0009, -1.0), (0.5, 0.5), (1e6, 65504.0), (-math.inf, -math.inf)]
+)
+def test_a_conversion_to_half_precision_towards_zero(number: float, found: float) -> None:
+    core = execute("v_cvt_pkrtz_f16_f32 v2, v0, v1", vector={0: bits(number), 1: bits(-number)})
+    assert set(core.vector[2].view(np.float16)[0::2].tolist()) == {found}
+    assert set(core.vector[2].view(np.float16)[1::2].tolist()) == {-found}
+
+
 def test_half_precision_clears_the_upper_half_of_its_destination() -> None:
     core = execute("v_cvt_f16_f32_e32 v1, v0", "v_cvt_f32_f16_e32 v2, v1", vector={0: bits(0.1), 1: MINUS_1})
     assert set(core.vector[1].tolist()) == {int(np.float16(0.1).view(np.uint16))}

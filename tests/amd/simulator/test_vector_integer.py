@@ -44,6 +44,8 @@ def random_words() -> Array:
         ("v_or3_b32", [1, 2, 4], 7),
         ("v_xad_u32", [6, 3, 10], 15),
         ("v_bfi_b32", [0xF0, 0xAA, 0x55], 0xA5),
+        ("v_bfm_b32", [4, 40], 0xF00),
+        ("v_bfm_b32", [0, 3], 0),
         ("v_bfe_u32", [0xABCD, 8, 4], 0xB),
         ("v_bfe_i32", [0xABCD, 8, 4], MINUS_1 - 4),
         ("v_bfe_i32", [0xABCD, 8, 0], 0),

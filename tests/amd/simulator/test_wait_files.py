@@ -39,6 +39,15 @@ Disassembly of section .text:
 0000000000001b00 <other>:
 	s_endpgm                                                   // 000000001B00: BF810000
 """
+# "kernel" has no type either, but a descriptor.
+SYMBOLS = """
+SYMBOL TABLE:
+0000000000001a08 l       .text	0000000000000000 again
+0000000000001a1c l       .text	0000000000000000 done
+0000000000001a00 g       .text	0000000000000000 .protected kernel
+0000000000001b00 g     F .text	0000000000000000 .protected other
+00000000000004c0 g     O .rodata	0000000000000040 kernel.kd
+"""
 
 
 def assembly_text(*lines: str, arch: str = "gfx942") -> str:
@@ -66,15 +75,16 @@ def test_a_disassembly_is_read_with_its_branches() -> None:
 
 
 def test_labels_of_assembly_that_people_wrote_are_no_kernels() -> None:
-    """AITER's code objects keep them as symbols, and llvm-objdump names them in branches."""
+    """AITER's code objects keep them as symbols, and llvm-objdump names them in branches; no branch names some."""
     symbol = "\n0000000000001a08 <again>:\n\tglobal_load_dword"
     labelled = DISASSEMBLED.replace("\tglobal_load_dword", symbol).replace("65531 ", "again ")
-    assert parse_disassembly(labelled) == parse_disassembly(DISASSEMBLED)
+    labelled = labelled.replace("\ts_endpgm", "\n0000000000001a1c <done>:\n\ts_endpgm", 1)
+    assert parse_disassembly(SYMBOLS + labelled) == parse_disassembly(DISASSEMBLED)
 
 
 def test_a_branch_out_of_its_function_is_refused() -> None:
     with pytest.raises(UnknownInstruction, match="the target"):
-        parse_disassembly(DISASSEMBLED.replace("65531", "65000"))
+        parse_disassembly(DISASSEMBLED.replace("BF85FFFB", "BF85FDE8"))
 
 
 def test_a_code_object_is_read_by_the_disassembler_that_is_named(
@@ -82,7 +92,7 @@ def test_a_code_object_is_read_by_the_disassembler_that_is_named(
 ) -> None:
     text, tool, file = tmp_path / "text", tmp_path / "objdump", tmp_path / "kernel.co"
     text.write_text(DISASSEMBLED)
-    tool.write_text(f'#!/bin/sh\n[ "$1 $2" = "-d --mcpu=gfx950" ] && cat {text}\n')
+    tool.write_text(f'#!/bin/sh\n[ "$1 $2" = "-td --mcpu=gfx950" ] && cat {text}\n')
     tool.chmod(0o755)
     file.write_bytes(code_object(0x4F))
     kernels = kernels_of(file, [str(tool)])
@@ -156,6 +166,11 @@ def test_the_page_has_a_line_for_each_kernel_of_a_source(tmp_path: Path) -> None
         (tmp_path / f"{number}.amdgcn").write_text(assembly_text(*lines))
     (line,) = lines_of("here", [tmp_path])
     assert line == "| here | gfx942 | `kernel` | 2 | 1 | 0 | 1 |\n"
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
+    (shipped / "first.co").write_text(assembly_text(LOADED, WAIT, USED))
+    (shipped / "second.co").write_text(assembly_text(LOADED, USED).replace("kernel", "other"))
+    assert lines_of("here", [shipped]) == ["| here | gfx942 | `shipped/*.co` | 2 | 1 | 0 | 1 |\n"]
     table = "<!-- verdicts -->\n| compiled from |\n|---|\n| here | old |\n| there | 1 |\n<!-- end of verdicts -->\n"
     page = with_lines(f"before\n{table}after", "here", [line])
     assert page == f"before\n{table}after".replace("| here | old |\n", line)

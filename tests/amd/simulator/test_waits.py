@@ -408,3 +408,9 @@ LOADS_INTO_LDS = {
 @pytest.mark.parametrize(("code", "word"), LOADS_INTO_LDS.values(), ids=LOADS_INTO_LDS)
 def test_a_load_into_lds_is_waited_for_before_the_barrier_that_shows_it(code: str, word: Word) -> None:
     assert verdict_of(code, CDNA4).word is word
+
+
+def test_reads_that_may_follow_one_load_into_lds_are_one_reason() -> None:
+    """AITER's assembly has hundreds of reads after dozens of loads, and each reason has a path."""
+    reads = "\n".join(f"ds_read_b32 v{register}, v2" for register in (4, 5, 6))
+    assert len(verdict_of(f"{_INTO_LDS}\ns_barrier\n{reads}", CDNA4).reasons) == 1

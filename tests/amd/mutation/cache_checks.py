@@ -18,8 +18,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_pages,
 )
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
-from tests.amd.mutation.fresh_tensors import PAGE_SIZE, gapped, ints
-from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.memory import PAGE_SIZE, Memory, assert_same, gapped, ints
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 

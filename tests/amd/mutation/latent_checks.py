@@ -17,8 +17,7 @@ from tests.amd.kernels.latent_cases import (
     run_latent_segment_decode,
     run_latent_segment_extend,
 )
-from tests.amd.mutation.fresh_tensors import PAGE_SIZE
-from tests.amd.mutation.memory import Memory
+from tests.amd.mutation.memory import PAGE_SIZE, Memory
 from tests.amd.mutation.placed_attention import attention
 
 # With these dims both halves of V and the columns after V end within their blocks of columns.

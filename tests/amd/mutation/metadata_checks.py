@@ -54,8 +54,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_visible_ranges,
     of_watch_pages,
 )
-from tests.amd.mutation.fresh_tensors import PAGE_SIZE, garbage, ints
-from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.memory import PAGE_SIZE, Memory, assert_same, garbage, ints
 
 
 def fill(memory: Memory) -> None:

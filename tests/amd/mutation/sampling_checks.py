@@ -13,8 +13,7 @@ from rocm_attn.kernels.sampling.likeliest import launch_likeliest
 from rocm_attn.kernels.sampling.parameter_columns import IN_PROMPT
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
-from tests.amd.mutation.fresh_tensors import garbage
-from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.memory import Memory, assert_same, garbage
 
 UNWRITTEN = -0x7F7F7F7F
 

@@ -25,8 +25,7 @@ from rocm_attn.kernels.states.arguments import (
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
-from tests.amd.mutation.fresh_tensors import gapped, ints
-from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.memory import Memory, assert_same, gapped, ints
 
 _MOST_KEPT, _WIDTH, _SLOTS = 3, 4, 9
 

@@ -1,7 +1,5 @@
 """The stand-in's paged_attention_ragged; and pa_decode_gluon, of up to four queries in a sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A share of a schedule is [sequence, row of its partial result or -1, first token
 nothing]. Its partial result has a row for each token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

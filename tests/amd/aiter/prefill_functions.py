@@ -1,7 +1,5 @@
 """The stand-in's mha_batch_prefill_func, flash_attn_varlen_func and unified_attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A stand-in for AITER: its module tree with the recorded signatures of a release, and functions that are strict."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

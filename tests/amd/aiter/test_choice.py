@@ -3,8 +3,6 @@
 Page size and layout are chosen for all layers and kinds of step together, before a pool is allocated.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Verify steps of engines, by ExternalAttention over AITER's kernels: even, uneven and padded, eager and replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -3,8 +3,6 @@
 Host numbers that a function is called with are frozen in a graph, so its row must name them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Latent pools: one row per token that holds K and, in its first part, V. Prefills of latents that are expanded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 Whatever a kernel of another library raises in the probe refuses it, with that error; the next one serves.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Releases that were never read: who says so, in which words, and which ones are not built.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """AITER's own Triton and Gluon kernels, from a checkout, as gfx942 and gfx950 machine code under the provider."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The pages of performance and of benchmarks agree with their result files, and are current."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

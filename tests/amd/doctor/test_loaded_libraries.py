@@ -1,7 +1,5 @@
 """ROCm libraries are read from the process that has loaded them: real ELF files, built and loaded here."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Models that engines load: folders with config.json, safetensors and a tokenizer, written once into a cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

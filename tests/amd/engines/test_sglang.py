@@ -1,7 +1,5 @@
 """SGLang's whole engine with our backend gives the tokens of its own one and gets reports of faults; its kit passes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence

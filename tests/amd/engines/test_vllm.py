@@ -1,7 +1,5 @@
 """vLLM's whole engine with our backend gives the tokens of its own backend, and gets reports of faults in its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models that only vLLM loads here: a Llama with heads that draft for it, a DeepSeek with indexers, and hybrids."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path

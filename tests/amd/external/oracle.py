@@ -1,7 +1,5 @@
 """Reference attention of a sequence's new tokens, with log-sum-exps to base e. It shares no code with the project."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

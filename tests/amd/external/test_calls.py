@@ -1,7 +1,5 @@
 """Features that an engine may ask for, and refusals: causality, masks, short KV, strides, tails, inference mode."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

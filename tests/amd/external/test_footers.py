@@ -1,7 +1,5 @@
 """DeepSeek-V4's window in an engine's pages: records that the engine has stored and ours, with scales in footers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A fresh graph is compared with the eager run before it serves: right graphs pass, planted wrong ones are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Exceptions during a capture: serving continues, other ranks learn of it, and nothing is reported twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

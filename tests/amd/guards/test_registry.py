@@ -1,7 +1,5 @@
 """The list of guards: each has a proof, a line in the documentation and a switch for debugging only."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The tiles of a decode step. Memory made for a step has room for every smaller one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Bundles of compiled kernels are whole, of this machine's kind, and stay within the cache that they fill."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """The package's one comparison with a reference, its table of bounds, and the tests' own tolerances."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

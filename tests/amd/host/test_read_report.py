@@ -1,7 +1,5 @@
 """`rocm-attn read-report` on reports of GPUs that do not exist: what was planted comes back, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

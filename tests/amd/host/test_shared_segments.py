@@ -1,7 +1,5 @@
 """Deterministic extend of the plain kernel: sharing of rows by whole segments, and its cost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

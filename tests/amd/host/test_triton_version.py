@@ -1,7 +1,5 @@
 """The installed Triton's version, under each name of its distribution, and layers that a release compiles wrongly."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

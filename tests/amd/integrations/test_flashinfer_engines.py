@@ -1,7 +1,5 @@
 """Lines of vLLM and SGLang that take FlashInfer's wrappers get the right attention, or a reason."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any

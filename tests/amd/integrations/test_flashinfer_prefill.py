@@ -1,7 +1,5 @@
 """Prefill by FlashInfer's names equals FlashInfer's definition; packbits and segment_packbits give its bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A program that was written for FlashInfer runs with only its import changed."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import numpy as np

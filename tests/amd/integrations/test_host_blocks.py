@@ -3,8 +3,6 @@
 vLLM's connector over it, next to classes that stand for vLLM's; whole engines run it by night.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Pools and batches are stand-ins. Every output is compared with a reference that 
 pool is NaN where nothing was stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Needles through vLLM's layers before its first step, over pages that are lent for it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace

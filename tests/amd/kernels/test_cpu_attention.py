@@ -1,7 +1,5 @@
 """Attention for CPUs against a float64 reference and the plain twins, with NaN in everything that may not be read."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The launches that read an engine's tensors: kernels and torch twins against plain Python."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A model's kernels against float64, or bit by bit: norms, gates, products of rows and of experts, sums over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Decode that stores the new tokens' K and V itself equals the store followed by decode, bit by bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The tuning table: problems with a row, errors for those without, and limits of a row."""
 
-from __future__ import annotations
-
 import itertools
 import pkgutil
 from dataclasses import replace

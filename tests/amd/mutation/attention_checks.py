@@ -1,7 +1,5 @@
 """Checks of the masks of attention over pages, of its schedules and of its merges."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

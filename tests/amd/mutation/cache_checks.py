@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels that store, zero and move tokens of pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

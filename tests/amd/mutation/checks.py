@@ -1,7 +1,5 @@
 """The check of each kernel file: a small problem that needs all of its masks, in memory that exposes a missing one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Checks of the masks of latent attention, and of the merge of rows of several tokens, which only it has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

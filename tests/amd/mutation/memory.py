@@ -1,7 +1,5 @@
 """The places of a check's tensors: amid poison, or right before memory that ends the process when it is touched."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from abc import ABC, abstractmethod

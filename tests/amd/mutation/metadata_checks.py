@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels that make a step's tensors on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

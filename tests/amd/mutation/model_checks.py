@@ -1,7 +1,5 @@
 """Checks of the masks of a model's kernels: rotation, norms, gates, products of rows and experts, sums over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

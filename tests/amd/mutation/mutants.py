@@ -1,7 +1,5 @@
 """Kernels in which one masked load, store or atomic has lost its mask, found by reading their source."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels that shape, cut and pick from logits."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

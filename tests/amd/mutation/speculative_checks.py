@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels that accept drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

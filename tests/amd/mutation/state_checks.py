@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels of recurrent states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Kernels for CDNA, compiled for an arch, and the work of the loops of latent decode for the rows that they read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

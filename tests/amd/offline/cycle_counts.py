@@ -5,8 +5,6 @@
 compiles those of DECODE_LAYERS and SHOWN with the installed Triton, which takes minutes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

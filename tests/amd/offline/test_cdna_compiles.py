@@ -4,8 +4,6 @@ Keys and values of decode pass no LDS, and its numbers of pages are scalar loads
 the count of docs/cycles.md, and waits for all that it uses.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

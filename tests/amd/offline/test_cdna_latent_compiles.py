@@ -1,8 +1,6 @@
 """Latent decode for CDNA compiles: nothing spills, no row passes LDS, waits are proved, and its loop needs no more than
 AITER's assembly does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from triton.compiler import CompiledKernel

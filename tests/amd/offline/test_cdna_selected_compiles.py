@@ -1,8 +1,6 @@
 """Attention over a selection for CDNA compiles: nothing spills to memory, waits are proved, and its loop takes few more
 clocks than that of latent decode, and far fewer than that of the kernel for every layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

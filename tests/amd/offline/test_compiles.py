@@ -1,7 +1,5 @@
 """The compile gate: the kernels that the runtime would launch compile for every arch, spill nothing and fit."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator, Mapping

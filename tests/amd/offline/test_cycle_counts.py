@@ -1,7 +1,5 @@
 """The page of counts is current. Every run counts kernels that other tests compile; the night counts all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

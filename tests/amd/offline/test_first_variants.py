@@ -5,8 +5,6 @@ gfx942 are compiled with the oldest supported Triton; with the installed one the
 compiles all of their variants.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from rocm_attn.problem import KVEncoding, PoolKind

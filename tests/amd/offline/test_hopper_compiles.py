@@ -1,7 +1,5 @@
 """The kernels for Hopper compile: they fit, and ptxas waits for their products where they do."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

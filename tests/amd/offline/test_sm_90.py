@@ -3,8 +3,6 @@
 Conditions of the speed of decode and extend: loads of page numbers, and the merge of parts.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace

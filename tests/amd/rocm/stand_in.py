@@ -3,8 +3,6 @@
 It is written from docs/rocm.md, and shares no code with what reads it.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import asdict, dataclass

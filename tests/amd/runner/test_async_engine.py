@@ -1,7 +1,5 @@
 """AsyncEngine: tasks get the engine's output, regardless of other tasks; and all waiting tasks are woken at the end."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random

@@ -1,7 +1,5 @@
 """Constraints are compiled outside of the engine's thread: other requests do not wait, however long it takes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,7 +1,5 @@
 """The texts of constrained requests match the constraint, for any model and any way of serving."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Each family's model in small, from the files that transformers writes, against transformers itself, in float32."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cached_property

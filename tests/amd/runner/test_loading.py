@@ -1,7 +1,5 @@
 """The places where a model may lie, and the messages if it is missing."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import sys

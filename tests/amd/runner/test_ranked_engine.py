@@ -1,7 +1,5 @@
 """RankedEngine: the results of an Engine, from a process per rank; and no call is left waiting when a rank fails."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Models from safetensors: single and sharded, and every way in which such files are wrong."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Speculation decides how many tokens a step brings, and never which ones."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import replace

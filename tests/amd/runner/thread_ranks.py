@@ -3,8 +3,6 @@
 Ranks of which one dies, raises or hangs in place of a sum, and what tells that all of them have ended.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

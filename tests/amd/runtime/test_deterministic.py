@@ -1,7 +1,5 @@
 """Deterministic mode: the bits of a sequence's attention in every batch, bucket and chunking, eager and replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Lengths and token ids that only the device knows: outputs are the reference's, and never out of bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

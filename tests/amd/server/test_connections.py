@@ -1,7 +1,5 @@
 """Connections: encrypted ones, and limits on their number and on the time that they may be silent."""
 
-from __future__ import annotations
-
 import collections
 import http.client
 import itertools

@@ -1,7 +1,5 @@
 """The limit of open files: it is raised, and it bounds the connections."""
 
-from __future__ import annotations
-
 import resource
 import socket
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Logprobs of prompts over HTTP: the requests of lm-eval's client, and vLLM's form.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

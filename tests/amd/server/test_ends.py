@@ -3,8 +3,6 @@
 Steps wait for the test if it matters what happens during one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

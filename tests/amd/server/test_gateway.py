@@ -1,7 +1,5 @@
 """A gateway in front of two servers: one dies, drains, comes back; requests go where their beginning is cached."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Constraints over HTTP as OpenAI, vLLM and SGLang name them: each holds the answer, and two of them are refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

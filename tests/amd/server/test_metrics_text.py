@@ -1,7 +1,5 @@
 """The text of /metrics is read by Prometheus' own parser, and the dashboard and the alerts use what is in it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

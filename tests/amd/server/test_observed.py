@@ -1,7 +1,5 @@
 """An operator sees of requests their ids, lines of the log, causes of errors, health, and counts of keys."""
 
-from __future__ import annotations
-
 import json
 import logging
 import queue

@@ -3,8 +3,6 @@
 Those that are being read take no places, and their bytes are bounded, in total and by client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

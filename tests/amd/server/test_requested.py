@@ -1,7 +1,5 @@
 """Options of a request other than its prompt: stop texts, logprobs, JSON, biases. Most tokens are characters here."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """/v1/responses: OpenAI's client gets the same answer whole and in typed events, and the one of a conversation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Traces: OpenTelemetry's own exporter in memory gets a span per request and one for each part of its time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

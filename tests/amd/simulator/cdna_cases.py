@@ -1,8 +1,6 @@
 """Runs of decode, extend, latent decode and attention over a selection for CDNA on a simulated arch, compared with
 float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -4,8 +4,6 @@ Attention is compared with float64, like its torch twins; the store with its twi
 pages, tiles, and the shares of programs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

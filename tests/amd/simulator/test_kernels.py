@@ -1,7 +1,5 @@
 """Every kernel of kernels/, executed as gfx942 and gfx950 machine code, gives the right answer and strays nowhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Global memory: widths, masks, and every access that must be refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Our kernels have no races but those that are listed, and every barrier that is removed is found or was not needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

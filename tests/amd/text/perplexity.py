@@ -1,7 +1,5 @@
 """Perplexity of a text as a runtime serves it: in chunks, with what each token is predicted from in pages."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

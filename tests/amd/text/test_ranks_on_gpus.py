@@ -1,7 +1,5 @@
 """Two tensor-parallel ranks, each on its own GPU: NCCL or RCCL in graphs, and the end of a rank that waits."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Real weights, and each family in small, on a GPU from graphs, against transformers in float32 on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

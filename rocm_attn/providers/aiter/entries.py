@@ -49,9 +49,6 @@ _LIMITS = Limits(
     v_head_dim=(1, 256),
     page_size=(1, 1024),
     max_gqa_ratio=16,
-    window=False,
-    soft_cap=False,
-    sinks=False,
 )
 
 _RAGGED = replace(

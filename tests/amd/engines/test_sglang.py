@@ -14,12 +14,7 @@ import torch
 
 from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
 from tests.amd.engines.models import IMAGE_PLACES, model
-from tests.amd.engines.serving import (
-    LONG_LENGTHS,
-    MOST_STEPS_LATER,
-    assert_equal_tokens,
-    prompts,
-)
+from tests.amd.engines.serving import LONG_LENGTHS, MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS
 from tests.amd.engines.sglang_runs import SGLANG, SglangVenv

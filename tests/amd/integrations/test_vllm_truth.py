@@ -21,12 +21,7 @@ from rocm_attn.truth.verdict import TruthVerdict
 from tests.amd.integrations import vllm_runner
 from tests.amd.integrations.test_vllm_latent import MAX_LEN, Rank, rows_of, store_rows
 from tests.amd.integrations.vllm_runner import TERMS, Runner
-from tests.amd.planted import (
-    Plant,
-    attending_to_a_wrong_page,
-    losing_a_selected_key,
-    reading_a_wrong_page,
-)
+from tests.amd.planted import Plant, attending_to_a_wrong_page, losing_a_selected_key, reading_a_wrong_page
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 

@@ -12,9 +12,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, 
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.refs import cache as cache_twins
-from tests.amd.kernels.launches_of_tensors import (
-    of_pages,
-)
+from tests.amd.kernels.launches_of_tensors import of_pages
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
 from tests.amd.mutation.memory import PAGE_SIZE, Memory, assert_same, gapped, ints
 from tests.amd.vectorised import vectorised_keys, vectorised_values

@@ -42,7 +42,7 @@ def test_a_wrapper_around_assembly_takes_what_the_provider_passes(case: SourceCa
 
 
 def assert_noticed(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Call], Call], case: AnyCase) -> None:
-    """Checks that a case is wrong while a function of AITER's gets other arguments. change: of a call -> what differs"""
+    """Checks that a case is wrong while a function of AITER's gets other arguments. change: call -> what differs"""
     load = getattr(library, name)
 
     def load_changed() -> Any:

@@ -1,4 +1,4 @@
-"""The places where a model may lie, and models from safetensors: single and sharded, missing, and wrong in every way."""
+"""The places where a model may lie, and models from safetensors: single, sharded, missing, and wrong in every way."""
 
 import importlib.machinery
 import importlib.util

@@ -1,4 +1,4 @@
-"""Options of a request other than its prompt: stop texts, logprobs, biases, and constraints as OpenAI and vLLM name them.
+"""Options of a request other than its prompt: stop texts, logprobs, biases, and constraints as engines name them.
 
 Most tokens are characters here.
 """

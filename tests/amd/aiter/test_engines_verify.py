@@ -22,7 +22,7 @@ from rocm_attn.step.plan import StepPlan
 from tests.amd.aiter.eight_bit_world import held_exactly
 from tests.amd.aiter.serving import CPU, GFX942, in_eight_bits, latent_problem, partly_torch, vectorised_problem
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.external.oracle import attention
+from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.tolerances import assert_attention_close
 
 ROWS, ROOM = 4, 96
@@ -126,8 +126,7 @@ class Engine:
             queries = q[row].to(problem.page_format.encoding.dtype) if is_coded else q[row]
             want, _ = attention(
                 *(each.double().numpy() for each in (queries, self.k[row], self.v[row])),
-                scale=problem.scale,
-                window_left=problem.window_left,
+                Scores(problem.scale, window_left=problem.window_left),
             )
             assert_attention_close(found, torch.from_numpy(want), problem.dtype, eight_bit_products=is_coded)
             assert len(found) == count

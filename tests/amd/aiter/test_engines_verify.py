@@ -124,10 +124,9 @@ class Engine:
         for row, (count, found) in enumerate(zip(new, torch.split(out, [*new, len(out) - sum(new)]), strict=False)):
             self.k[row], self.v[row] = (torch.cat([a[row], b[row]]) for a, b in ((self.k, k), (self.v, v)))
             queries = q[row].to(problem.page_format.encoding.dtype) if is_coded else q[row]
-            want, _ = attention(
-                *(each.double().numpy() for each in (queries, self.k[row], self.v[row])),
-                Scores(problem.scale, window_left=problem.window_left),
-            )
+            scores = Scores(problem.scale, window_left=problem.window_left)
+            rows, keys, values = (each.double().numpy() for each in (queries, self.k[row], self.v[row]))
+            want, _ = attention(rows, keys, values, scores)
             assert_attention_close(found, torch.from_numpy(want), problem.dtype, eight_bit_products=is_coded)
             assert len(found) == count
         assert bool((out[sum(new) :] == 0).all())

@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -325,16 +326,6 @@ LATENT_64: Mapping[str, Any] = {
 }
 
 
-def write_deepseek(folder: Path) -> None:
-    """Writes a small DeepSeek V3 for SGLang."""
-    write_small_deepseek(folder, **LATENT_64)
-
-
-def write_wide_deepseek(folder: Path) -> None:
-    """Writes a DeepSeek with latent rows of 576 elements: vLLM's CPU kernel supports no others."""
-    write_small_deepseek(folder, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-
-
 def write_small_deepseek(folder: Path, **own: Any) -> None:
     """Writes a DeepSeek V3 of three dense layers with random weights. own: fields of its config"""
     fields = {**SMALL_DEEPSEEK, "num_nextn_predict_layers": 0, **own}
@@ -410,7 +401,10 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "eagle_target": write_llama,
     "eagle_head": write_llama_head,
     "block_drafts": write_block_drafts,
-    "deepseek": write_deepseek,
-    "deepseek_wide": write_wide_deepseek,
+    "deepseek": partial(write_small_deepseek, **LATENT_64),
+    # With latent rows of 576 elements: vLLM's CPU kernel supports no others.
+    "deepseek_wide": partial(
+        write_small_deepseek, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    ),
     "deepseek_sparse": write_sparse_deepseek,
 }

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,34 +198,16 @@ def write_chunks(folder: Path) -> None:
     )
 
 
-def write_images(folder: Path) -> None:
-    """Writes the small Gemma 3 with two images in each longer prompt."""
-    _write_images(folder, {IMAGE_SPANS: [[5, 13], [20, 17]]})
-
-
-def write_wide_images(folder: Path) -> None:
-    """Writes the small Gemma 3 with an image that is longer than its windows, and keeps to them, as in Gemma 4."""
-    _write_images(folder, {IMAGE_SPANS: [[5, 34]], KEEPS_WINDOWS: True})
-
-
-def _write_images(folder: Path, more: Mapping[str, object]) -> None:
+def write_images(folder: Path, fields: Mapping[str, object]) -> None:
+    """Writes the small Gemma 3 with images in each longer prompt. fields: of the config, which say where"""
     write_gemma3(folder)
-    add_to_config(folder, more)
+    add_to_config(folder, fields)
 
 
-def write_sparse(folder: Path) -> None:
+def write_sparse(folder: Path, **latent: Any) -> None:
     """Writes a DeepSeek V3.2 of three dense layers, which attend to 24 tokens that their indexers choose."""
-    _write_sparse(folder, LATENT_64)
-
-
-def write_sparse_plain(folder: Path) -> None:
-    """Writes the same model with positions that are not scaled, as in GLM-5."""
-    _write_sparse(folder, {**LATENT_64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
-
-
-def _write_sparse(folder: Path, latent: Mapping[str, Any]) -> None:
     own = {"num_nextn_predict_layers": 0, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}
-    write_small_sparse(folder, **latent, **own)
+    write_small_sparse(folder, **{**LATENT_64, **latent}, **own)
 
 
 def write_delta_net(folder: Path) -> None:
@@ -315,12 +298,14 @@ _MODELS: Mapping[str, Callable[[Path], None]] = {
     "local_embeddings": write_local_embeddings,
     "speech": write_speech,
     "chunks": write_chunks,
-    "images": write_images,
-    "wide_images": write_wide_images,
+    "images": partial(write_images, fields={IMAGE_SPANS: [[5, 13], [20, 17]]}),
+    # Longer than the windows, to which it keeps, as in Gemma 4.
+    "wide_images": partial(write_images, fields={IMAGE_SPANS: [[5, 34]], KEEPS_WINDOWS: True}),
     "delta_net": write_delta_net,
     "delta_net_repeats": write_repeating_delta_net,
     "mamba": write_mamba,
     "parallel_mamba": write_parallel_mamba,
     "sparse": write_sparse,
-    "sparse_plain": write_sparse_plain,
+    # Positions that are not scaled, as in GLM-5.
+    "sparse_plain": partial(write_sparse, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
 }

@@ -317,7 +317,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     out = torch.full((num_tokens, num_q_heads, v_head_dim), UNTOUCHED, dtype=case.dtype)
     lse = torch.full((num_tokens, num_q_heads), UNTOUCHED)
     q_len = torch.tensor(case.q_len, dtype=torch.int32)
-    spread = _spread if case.spread else _as_is
+    spread = _spread if case.spread else lambda values, order: values
     k_pages = k_side.pages(device, (2, 0, 1, 3))
     v_pages = k_pages[..., :v_head_dim] if case.latent else v_side.pages(device, (1, 0, 2, 3))
     return Tensors(
@@ -502,10 +502,6 @@ def _attend_one(
 
 def _nan(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)
-
-
-def _as_is(values: Tensor, order: tuple[int, ...]) -> Tensor:
-    return values
 
 
 def _spread(values: Tensor, order: tuple[int, ...], nan: float = float("nan")) -> Tensor:

@@ -1,12 +1,16 @@
 """The workspace of states/chunk_rows.py for chunks of 64 tokens of a delta rule, for Hopper, in Gluon.
 
-If channels decay by themselves, a thread has two channels of a quarter of a chunk: 16 tokens, whose decays it adds up
-by itself. Factors of rows are bfloat16, and so are rows of q and k after they were divided by their norms. Operands of
-products lie in shared memory. Loads, products and stores of a program overlap with those of another one.
+A program has one warp group, so that most products are operands of the next one as they lie in registers. All that it
+loads is on its way before it waits for the first rows. Its loads, products and stores overlap with those of others.
 
-No exponent is a difference of long sums here either. Factors of q and k are powers of the sums since the middle of a
-chunk's half, and the sums of quarters bring them to the other half, or to the chunk's begin or end. A chunk with a
-quarter that decays too much for that is left to chunk_rows.py, which is launched afterwards: its words say so.
+If channels decay by themselves, a thread has two channels of a quarter of a chunk: 16 tokens, whose decays it adds up
+by itself; half of the channels at a time, because registers are few. Factors of rows are bfloat16, and so are rows of q
+and k after they were divided by their norms.
+
+No exponent is a difference of long sums here either. Decays are added up since the middle of a chunk's first half, for
+products with that half's tokens and with the state, and since the middle of the second half for products with those of
+the second one. A chunk with a quarter that decays too much for that is left to chunk_rows.py, which is launched
+afterwards: its words say so.
 
 The inverse is computed by elimination in blocks of 16 tokens, and then from pair to pair of blocks, as in updates.py,
 but in float16: no entry is above 2 as long as no strength is, since decays, keys of norm 1 and such strengths enlarge
@@ -37,27 +41,30 @@ _BEGINS = gl.constexpr(arguments.BEGINS)
 _CHUNK = gl.constexpr(arguments.CHUNK)
 _QUARTER = gl.constexpr(arguments.CHUNK // 4)
 _DIM = gl.constexpr(128)
+_HALF = gl.constexpr(_DIM.value // 2)
 # The logarithm to base 2 of the strongest decay of a quarter. Elements of normalised rows that are above 2^-10 keep all
 # digits, and smaller ones lose less than their rows' rounding. A model whose tokens decay by exp(-5) at most, as KDA's
 # do with a lower bound, has no stronger one.
 _MOST_DECAY = gl.constexpr(116.0)
 
-# [64, 128]: two channels of a quarter of the rows; the same as [4, 16, 128].
-_ELEMENTS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 2], [1, 0]))
-_QUARTERS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 2], [2, 1, 0]))
-# Copies of 16 bytes, of two bytes or four each.
-_COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
-_COPIED_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
-# [64, 128]: rows by eight threads each.
-_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
-_SOLVED = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
+# [64, 64]: two channels of a quarter of the rows; and the same as [4, 16, 64].
+_ELEMENTS = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
+_QUARTERS = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+# Copies of 16 bytes, of elements or of float32 words; eight threads compute a row's norm.
+_COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_COPIED_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+_WORDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# Products with all tokens of a chunk, and with half of them.
+_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_HALF_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+_OF_PRODUCTS = gl.constexpr(gl.DotOperandLayout(0, _PRODUCTS.value, 2))
 # [4, 16, 16]: a column of a block's inverse; and [4, 16, 4, 16], with a block's rows before its columns.
-_COLUMNS = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 8, 4], [4, 2, 1], [2, 1, 0]))
-_BLOCKS = gl.constexpr(gl.BlockedLayout([1, 1, 4, 4], [1, 8, 1, 4], [4, 2, 1, 1], [3, 2, 1, 0]))
+_COLUMNS = gl.constexpr(gl.BlockedLayout([1, 1, 16], [1, 32, 1], [4, 1, 1], [2, 1, 0]))
+_BLOCKS = gl.constexpr(gl.BlockedLayout([1, 1, 4, 4], [1, 8, 1, 4], [4, 1, 1, 1], [3, 2, 1, 0]))
 
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_LINEAR_WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _LINEAR_BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
@@ -77,9 +84,15 @@ class ChunkRows(NamedTuple):
 
 
 @gluon.jit
-def _new_room():
+def _new_room(DTYPE: gl.constexpr):
     """Shared memory for an operand."""
-    return gl.allocate_shared_memory(gl.bfloat16, [_CHUNK, _DIM], _SWIZZLED)
+    return gl.allocate_shared_memory(DTYPE, [_CHUNK, _HALF], _SWIZZLED)
+
+
+@gluon.jit
+def _new_halves():
+    """Shared memory for the halves of rows, each of which is an operand."""
+    return gl.allocate_shared_memory(gl.bfloat16, [2, _CHUNK, _HALF], _SWIZZLED)
 
 
 @gluon.jit
@@ -88,17 +101,26 @@ def _add(left, right):
 
 
 @gluon.jit
+def _row_and_column(layout: gl.constexpr):
+    """The numbers of rows [64, 1] and of columns [1, 64]."""
+    row = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, _HALF, layout=gl.SliceLayout(0, layout))
+    return gl.expand_dims(row, 1), gl.expand_dims(column, 0)
+
+
+@gluon.jit
 def _copy(at, token, num_rows, to, layout: gl.constexpr):
     """Begins a copy of rows [64, 128] to shared memory; zeros of rows that are not there."""
-    row = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, layout)), 1)
-    column = gl.expand_dims(gl.arange(0, _DIM, layout=gl.SliceLayout(0, layout)), 0)
-    async_copy.async_copy_global_to_shared(to, at + row * token + column, mask=row + column * 0 < num_rows)
+    row, column = _row_and_column(layout)
+    for half in gl.static_range(2):
+        rows = at + row * token + (column + half * _HALF)
+        async_copy.async_copy_global_to_shared(to.index(half), rows, mask=row + column * 0 < num_rows)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _quarters_of(rows):
-    return gl.convert_layout(gl.reshape(rows, [4, _QUARTER, _DIM]), _QUARTERS)
+    return gl.convert_layout(gl.reshape(rows, [4, _QUARTER, _HALF]), _QUARTERS)
 
 
 @gluon.jit
@@ -111,30 +133,31 @@ def _times(rows, factors):
 
 @gluon.jit
 def _put(rows, to):
-    """Writes rows [4, 16, 128] to shared memory as an operand [64, 128]."""
-    to.store(gl.convert_layout(gl.reshape(rows, [_CHUNK, _DIM]), _ELEMENTS))
+    """Writes rows [4, 16, 64] to shared memory as an operand [64, 64]."""
+    to.store(gl.convert_layout(gl.reshape(rows, [_CHUNK, _HALF]), _ELEMENTS))
 
 
 @gluon.jit
-def _store(first, num_rows, rows, layout: gl.constexpr, COLUMNS: gl.constexpr):
-    """Writes rows [64, COLUMNS] that begin at addresses [64]."""
-    row = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, layout))
-    column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
-    mask = gl.expand_dims(row < num_rows, 1) & (column >= 0)
-    gl.store(gl.expand_dims(first, 1) + column, rows, mask=mask)
+def _store(first, row_of, num_rows, rows, layout: gl.constexpr):
+    """Writes rows [64, 64]. first: the address of the first row; row_of: what brings one to the next row"""
+    row, column = _row_and_column(layout)
+    gl.store(first + row * row_of + column, rows.to(gl.bfloat16), mask=row + column * 0 < num_rows)
 
 
 @gluon.jit
-def _store_quarters(first, num_rows, rows):
-    _store(first, num_rows, gl.convert_layout(gl.reshape(rows, [_CHUNK, _DIM]), _ELEMENTS), _ELEMENTS, _DIM)
+def _store_quarters(first, row_of, num_rows, rows):
+    rows = gl.convert_layout(gl.reshape(rows, [_CHUNK, _HALF]), _ELEMENTS)
+    _store(first, row_of, num_rows, rows, _ELEMENTS)
 
 
 @gluon.jit
-def _scale_rows(rows, scale):
+def _scale_rows(halves, scale):
     """Multiplies rows [64, 128] in shared memory by a scale, and divides them by their norms. Returns both as one."""
-    values = rows.load(_ROWS).to(gl.float32)
-    scales = gl.rsqrt(gl.sum(values * values, 1) + arguments.NORM_EPSILON) * scale
-    rows.store((values * gl.expand_dims(scales, 1)).to(gl.bfloat16))
+    first, second = halves.index(0).load(_COPIED).to(gl.float32), halves.index(1).load(_COPIED).to(gl.float32)
+    scales = gl.rsqrt(gl.sum(first * first + second * second, 1) + arguments.NORM_EPSILON) * scale
+    by_row = gl.expand_dims(scales, 1)
+    halves.index(0).store((first * by_row).to(gl.bfloat16))
+    halves.index(1).store((second * by_row).to(gl.bfloat16))
     return scales
 
 
@@ -164,71 +187,80 @@ def _inverse_of_blocks(a):
 
 
 @gluon.jit
-def _product(left, right):
-    """The product of matrices [64, 64] in float16."""
-    left_room = gl.allocate_shared_memory(gl.float16, [_CHUNK, _CHUNK], _SWIZZLED)
-    right_room = gl.allocate_shared_memory(gl.float16, [_CHUNK, _CHUNK], _SWIZZLED)
-    left_room.store(left.to(gl.float16))
-    right_room.store(right.to(gl.float16))
+def _product(left, right, room):
+    """The product of matrices [64, 64] in float16. room: for the right one; no warp reads it now"""
+    room.store(right.to(gl.float16))
     fence_async_shared()
     gl.thread_barrier()
+    operand = gl.convert_layout(left.to(gl.float16), _OF_PRODUCTS)
     product = gl.zeros([_CHUNK, _CHUNK], gl.float32, layout=_PRODUCTS)
-    product = warpgroup_mma(left_room, right_room, product, use_acc=False, is_async=True)
+    product = warpgroup_mma(operand, room, product, use_acc=False, is_async=True)
     product = warpgroup_mma_wait(0, (product,))
-    left_room._keep_alive()
-    right_room._keep_alive()
-    gl.thread_barrier()
+    room._keep_alive()
     return product
 
 
 @gluon.jit
-def _with_pairs(inverse, a, row, column, SIZE: gl.constexpr):
-    """The inverse within blocks of twice the size. SIZE: of blocks within which it is given"""
-    pairs = gl.where(((row ^ column) & -SIZE) == SIZE, a, 0.0)
-    pairs = _product(pairs, inverse)
-    return inverse - _product(inverse, pairs)
-
-
-@gluon.jit
 def _inverse(a, row, column):
-    """The inverse [64, 64] of 1 + A."""
-    inverse = _with_pairs(_inverse_of_blocks(a), a, row, column, _QUARTER)
-    return _with_pairs(inverse, a, row, column, 2 * _QUARTER)
+    """The inverse [64, 64] of 1 + A: of blocks, then of pairs of blocks, and of pairs of those."""
+    inverse = _inverse_of_blocks(a)
+    # By turns: when a warp has passed a product's barrier, all warps have waited for the product before.
+    room, other = _new_room(gl.float16), _new_room(gl.float16)
+    for doublings in gl.static_range(2):
+        between = gl.where(((row ^ column) & -(_QUARTER << doublings)) == (_QUARTER << doublings), a, 0.0)
+        inverse -= _product(inverse, _product(between, inverse, room), other)
+    return inverse
 
 
 @gluon.jit
-def _solver(inverse):
-    """The inverse as an operand."""
-    room = gl.allocate_shared_memory(gl.bfloat16, [_CHUNK, _CHUNK], _SWIZZLED)
-    room.store(inverse.to(gl.bfloat16))
-    return room
+def _store_solved(solver, rows, of_columns, first, row_of, num_rows):
+    """Writes rows [64, 128]: the product of a matrix [64, 64] and of rows in shared memory.
+
+    of_columns: factors of each half's columns, [1, 64] in the layout of products
+    """
+    operand = gl.convert_layout(solver.to(gl.bfloat16), _OF_PRODUCTS)
+    none = gl.zeros([_CHUNK, _HALF], gl.float32, layout=_PRODUCTS)
+    halves = (
+        warpgroup_mma(operand, rows.index(0), none, use_acc=False, is_async=True),
+        warpgroup_mma(operand, rows.index(1), none, use_acc=False, is_async=True),
+    )
+    halves = warpgroup_mma_wait(0, halves)
+    rows._keep_alive()
+    for half in gl.static_range(2):
+        of_half = gl.convert_layout((halves[half] * of_columns[half]).to(gl.bfloat16), _COPIED)
+        _store(first + half * _HALF, row_of, num_rows, of_half, _COPIED)
 
 
 @gluon.jit
-def _store_solved(of_u, values, of_w, keys, to, num_rows):
-    """Writes u and w: products of operands [64, 64] and of rows [64, 128] in shared memory."""
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
-    none = gl.zeros([_CHUNK, _DIM], gl.float32, layout=_SOLVED)
-    u = warpgroup_mma(of_u, values, none, use_acc=False, is_async=True)
-    w = warpgroup_mma(of_w, keys, none, use_acc=False, is_async=True)
-    u, w = warpgroup_mma_wait(0, (u, w))
-    of_u._keep_alive()
-    of_w._keep_alive()
-    values._keep_alive()
-    keys._keep_alive()
-    row = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _COPIED))
-    _store(to.u + row * to.row, num_rows, gl.convert_layout(u.to(gl.bfloat16), _COPIED), _COPIED, _DIM)
-    _store(to.w + row * to.row, num_rows, gl.convert_layout(w.to(gl.bfloat16), _COPIED), _COPIED, _DIM)
+def _strengths(of, num_rows):
+    """Shared memory with the tokens' strengths. They are there after the next barrier."""
+    token = gl.arange(0, _CHUNK, layout=_WORDS)
+    strengths = gl.allocate_shared_memory(gl.float32, [_CHUNK], _LINEAR_WORDS)
+    strengths.store(gl.load(of.beta + token * of.beta_token, mask=token < num_rows, other=0.0))
+    return strengths
 
 
 @gluon.jit
-def _grows(of, num_rows):
-    """True if a token's strength is not in [0, 2]: it may then enlarge a state by more than its v."""
-    token = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _ROWS))
-    beta = gl.load(of.beta + token * of.beta_token, mask=token < num_rows, other=0.0)
-    return gl.max(gl.abs(beta - 1.0), 0) > 1.0
+def _leave_if(is_left, strengths, words):
+    """Leaves the chunk to the other kernel if any of is_left is true, or if a token's strength is not in [0, 2].
+
+    Such a token may enlarge a state by more than its v. A barrier lies between this and other stores of the words.
+    """
+    grows = gl.abs(strengths.load(_WORDS) - 1.0) > 1.0
+    gl.store(words.decay + grows.to(gl.int32) * 0, LEFT, mask=grows)
+    gl.store(words.decay + is_left.to(gl.int32) * 0, LEFT, mask=is_left)
+
+
+@gluon.jit
+def _of_rows(words):
+    """Words in shared memory for rows of products, [64, 1]."""
+    return gl.expand_dims(words.load(gl.SliceLayout(1, _PRODUCTS)), 1)
+
+
+@gluon.jit
+def _of_columns(words):
+    """Words in shared memory for columns of products, [1, 64]."""
+    return gl.expand_dims(words.load(gl.SliceLayout(0, _PRODUCTS)), 0)
 
 
 @gluon.jit
@@ -238,145 +270,152 @@ def _as_columns(of_row):
 
 
 @gluon.jit
+def _halves(first, second):
+    """A matrix [64, 64] of products with the two halves of tokens, [64, 32] each."""
+    both = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [_CHUNK, _CHUNK])
+    return gl.convert_layout(both, _PRODUCTS)
+
+
+@gluon.jit
 def _rows_by_channel(of, to, words, num_rows, G: gl.constexpr):
     """Writes a chunk's values if channels decay by themselves."""
-    raw_k, raw_q, of_w = _new_room(), _new_room(), _new_room()
-    decays = gl.allocate_shared_memory(gl.float32, [_CHUNK, _DIM], _LINEAR)
-    of_sums = gl.allocate_shared_memory(gl.float32, [4, _DIM], _LINEAR)
+    k_rows, q_rows, values = _new_halves(), _new_halves(), _new_halves()
+    decays = gl.allocate_shared_memory(gl.float32, [2, _CHUNK, _HALF], _LINEAR)
+    of_sums = gl.allocate_shared_memory(gl.float32, [2, 4, _HALF], _LINEAR)
     _copy(of.decay, of.decay_token, num_rows, decays, _COPIED_WORDS)
-    _copy(of.k, of.k_token, num_rows, raw_k, _COPIED)
-    _copy(of.q, of.q_token, num_rows, raw_q, _COPIED)
-    async_copy.wait_group(2)
+    _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
+    _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
+    _copy(of.v, of.v_token, num_rows, values, _COPIED)
+    strengths = _strengths(of, num_rows)
+    async_copy.wait_group(1)
     gl.thread_barrier()
-    decay = decays.load(_ELEMENTS)
-    decay = _quarters_of(gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E)
-    sums = gl.sum(decay, 1)
-    async_copy.wait_group(0)
-    of_sums.store(sums)
-    gl.thread_barrier()
-    _scale_rows(raw_k, 1.0)
-    _scale_rows(raw_q, G.RULE.scale)
-    gl.thread_barrier()
-    if (gl.min(gl.reshape(sums, [4 * _DIM]), 0) < -_MOST_DECAY) | _grows(of, num_rows):
-        gl.store(words.decay, LEFT)
-    else:
-        in_quarter: gl.constexpr = gl.SliceLayout(1, _QUARTERS)
-        quarter = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, in_quarter)), 1)
-        of_channel: gl.constexpr = gl.SliceLayout(0, in_quarter)
-        channel = gl.arange(0, _DIM, layout=of_channel)
-        sum_0 = of_sums.slice(0, 1).load(in_quarter)
-        sum_1 = of_sums.slice(1, 1).load(in_quarter)
-        sum_2 = of_sums.slice(2, 1).load(in_quarter)
-        sum_3 = of_sums.slice(3, 1).load(in_quarter)
-        gl.store(gl.expand_dims(words.decay + channel, 0), gl.exp2(sum_0 + sum_1 + sum_2 + sum_3))
-        before = gl.exp2(gl.where(quarter < 2, sum_0, sum_0 + sum_1 + sum_2))
-        after = gl.exp2(gl.where(quarter < 2, sum_1 + sum_2 + sum_3, sum_3))
-        between = gl.where(quarter < 2, sum_1, sum_2)
+    _scale_rows(k_rows, 1.0)
+    _scale_rows(q_rows, G.RULE.scale)
+    in_quarter: gl.constexpr = gl.SliceLayout(1, _QUARTERS)
+    quarter = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, in_quarter)), 1)
+    channel = gl.expand_dims(gl.arange(0, _HALF, layout=gl.SliceLayout(0, in_quarter)), 0)
+    in_first = quarter < 2
+    k_later, q_later, earlier = _new_room(gl.bfloat16), _new_room(gl.bfloat16), _new_room(gl.bfloat16)
+    a = gl.zeros([_CHUNK, _CHUNK // 2], gl.float32, layout=_HALF_PRODUCTS)
+    p, a_later, p_later = a, a, a
+    least = gl.zeros([4, _HALF], gl.float32, layout=in_quarter)
+    for half in range(2):
+        decay = decays.index(half).load(_ELEMENTS)
+        decay = _quarters_of(gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E)
+        sums = gl.sum(decay, 1)
+        least = gl.minimum(least, sums)
+        of_sums.index(half).store(sums)
+        gl.thread_barrier()
+        sum_0 = of_sums.index(half).slice(0, 1).load(in_quarter)
+        sum_1 = of_sums.index(half).slice(1, 1).load(in_quarter)
+        sum_2 = of_sums.index(half).slice(2, 1).load(in_quarter)
+        sum_3 = of_sums.index(half).slice(3, 1).load(in_quarter)
+        gl.store(words.decay + (channel + half * _HALF), gl.exp2(sum_0 + sum_1 + sum_2 + sum_3))
         since_middle = gl.associative_scan(decay, 1, _add)
         since_middle -= gl.expand_dims(gl.where(quarter % 2 == 0, sums, 0.0), 1)
-        row = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _ELEMENTS))
-        of_k, of_q, earlier = _new_room(), _new_room(), _new_room()
-        k = _quarters_of(raw_k.load(_ELEMENTS))
+        k = _quarters_of(k_rows.index(half).load(_ELEMENTS))
+        q = _quarters_of(q_rows.index(half).load(_ELEMENTS))
+        # All warps have read these rows before others are written in their place.
+        gl.thread_barrier()
+        powers = gl.exp2(-since_middle)
+        after = gl.exp2(gl.where(in_first, sum_1 + sum_2 + sum_3, sum_3))
+        until = (powers * gl.expand_dims(after, 1)).to(gl.bfloat16)
+        _store_quarters(to.write + half * _HALF, to.row, num_rows, _times(k, until))
+        _put(_times(k, powers.to(gl.bfloat16)), earlier)
         powers = gl.exp2(since_middle)
         factors = powers.to(gl.bfloat16)
-        since = (powers * gl.expand_dims(before, 1)).to(gl.bfloat16)
-        _put(_times(k, factors), of_k)
-        _put(_times(k, since), of_w)
-        powers = gl.exp2(-since_middle)
-        _put(_times(k, powers.to(gl.bfloat16)), earlier)
-        until = (powers * gl.expand_dims(after, 1)).to(gl.bfloat16)
-        _store_quarters(to.write + row * to.row, num_rows, _times(k, until))
-        in_pair = gl.where(gl.expand_dims(quarter < 2, 1), -since_middle, since_middle) + gl.expand_dims(between, 1)
-        in_pair = gl.exp2(in_pair).to(gl.bfloat16)
-        _put(_times(k, in_pair), raw_k)
-        q = _quarters_of(raw_q.load(_ELEMENTS))
-        _put(_times(q, factors), of_q)
-        _put(_times(q, in_pair), raw_q)
+        _put(_times(k, factors), k_later)
+        _put(_times(q, factors), q_later)
+        # Now since the middle of the first half. The factors are not multiplied first: their product may underflow.
+        powers *= gl.expand_dims(gl.where(in_first, 1.0, gl.exp2(sum_2)), 1)
+        powers *= gl.expand_dims(gl.where(in_first, 1.0, gl.exp2(sum_1)), 1)
+        factors = powers.to(gl.bfloat16)
+        _put(_times(k, factors), k_rows.index(half))
+        _put(_times(q, factors), q_rows.index(half))
+        since = (powers * gl.expand_dims(gl.exp2(sum_0), 1)).to(gl.bfloat16)
         fence_async_shared()
         gl.thread_barrier()
-        zeros = gl.zeros([_CHUNK, _CHUNK], gl.float32, layout=_PRODUCTS)
-        near, far = earlier.permute((1, 0)), raw_k.permute((1, 0))
-        a_near = warpgroup_mma(of_k, near, zeros, use_acc=False, is_async=True)
-        p_near = warpgroup_mma(of_q, near, zeros, use_acc=False, is_async=True)
-        a_far = warpgroup_mma(raw_k, far, zeros, use_acc=False, is_async=True)
-        p_far = warpgroup_mma(raw_q, far, zeros, use_acc=False, is_async=True)
-        _store_quarters(to.read + row * to.row, num_rows, _times(q, since))
-        a_near, p_near, a_far, p_far = warpgroup_mma_wait(0, (a_near, p_near, a_far, p_far))
-        # Products read these rooms until here: no new room may lie there.
-        of_k._keep_alive()
-        of_q._keep_alive()
-        earlier._keep_alive()
-        raw_k._keep_alive()
-        raw_q._keep_alive()
-        gl.thread_barrier()
-        values = _new_room()
-        _copy(of.v, of.v_token, num_rows, values, _COPIED)
-
-        row = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _PRODUCTS)), 1)
-        column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, _PRODUCTS)), 0)
-        is_near = (row ^ column) < _CHUNK // 2
-        p = gl.where(row >= column, gl.where(is_near, p_near, p_far), 0.0)
-        of_rows = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _PRODUCTS))
-        _store(to.products + of_rows * to.row, num_rows, p.to(gl.bfloat16), _PRODUCTS, _CHUNK)
-        beta_of_row = gl.load(of.beta + row * of.beta_token, mask=row < num_rows, other=0.0)
-        a = gl.where(row > column, gl.where(is_near, a_near, a_far) * beta_of_row, 0.0)
-        inverse = _inverse(a, row, column)
-        beta = gl.load(of.beta + column * of.beta_token, mask=column < num_rows, other=0.0)
-        solver = _solver(inverse * beta)
-        _store_solved(solver, values, solver, of_w, to, num_rows)
+        first = earlier.slice(0, _CHUNK // 2).permute((1, 0))
+        second = earlier.slice(_CHUNK // 2, _CHUNK // 2).permute((1, 0))
+        a = warpgroup_mma(k_rows.index(half), first, a, is_async=True)
+        p = warpgroup_mma(q_rows.index(half), first, p, is_async=True)
+        a_later = warpgroup_mma(k_later, second, a_later, is_async=True)
+        p_later = warpgroup_mma(q_later, second, p_later, is_async=True)
+        _store_quarters(to.read + half * _HALF, to.row, num_rows, _times(q, since))
+        a, p, a_later, p_later = warpgroup_mma_wait(0, (a, p, a_later, p_later))
+    # Products read these rooms until here: no new room may lie there.
+    q_rows._keep_alive()
+    k_later._keep_alive()
+    q_later._keep_alive()
+    earlier._keep_alive()
+    gl.thread_barrier()
+    row, column = _row_and_column(_PRODUCTS)
+    products = gl.where(row >= column, _halves(p, p_later), 0.0)
+    _store(to.products, to.row, num_rows, products, _PRODUCTS)
+    a = gl.where(row > column, _halves(a, a_later) * _of_rows(strengths), 0.0)
+    solver = _inverse(a, row, column) * _of_columns(strengths)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gl.thread_barrier()
+    _store_solved(solver, values, (1.0, 1.0), to.u, to.row, num_rows)
+    of_columns = (
+        gl.exp2(of_sums.index(0).slice(0, 1).load(_PRODUCTS)),
+        gl.exp2(of_sums.index(1).slice(0, 1).load(_PRODUCTS)),
+    )
+    _store_solved(solver, k_rows, of_columns, to.w, to.row, num_rows)
+    _leave_if(least < -_MOST_DECAY, strengths, words)
 
 
 @gluon.jit
 def _rows_by_head(of, to, words, num_rows, G: gl.constexpr):
     """Writes a chunk's values if all channels decay as one."""
-    raw_k, raw_q, values = _new_room(), _new_room(), _new_room()
-    _copy(of.k, of.k_token, num_rows, raw_k, _COPIED)
-    _copy(of.q, of.q_token, num_rows, raw_q, _COPIED)
+    k_rows, q_rows, values = _new_halves(), _new_halves(), _new_halves()
+    _copy(of.k, of.k_token, num_rows, k_rows, _COPIED)
+    _copy(of.q, of.q_token, num_rows, q_rows, _COPIED)
     _copy(of.v, of.v_token, num_rows, values, _COPIED)
-    row = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _PRODUCTS)), 1)
-    column = gl.expand_dims(gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, _PRODUCTS)), 0)
+    row, column = _row_and_column(_PRODUCTS)
     decay = gl.load(of.decay + column * of.decay_token, mask=column < num_rows, other=0.0)
+    strengths = _strengths(of, num_rows)
     decay = gl.where(decay < STRONGEST, STRONGEST, decay) * LOG2_E
     middle = (row & -(_CHUNK // 2)) + (_QUARTER - 1)
     is_until_middle = (column <= middle) & (column > row)
     since_middle = gl.where((column > middle) & (column <= row), decay, gl.where(is_until_middle, -decay, 0.0))
     since_middle = gl.sum(since_middle, 1)
-    if (gl.max(gl.abs(since_middle), 0) > _MOST_DECAY) | _grows(of, num_rows):
-        gl.store(words.decay, LEFT)
-        async_copy.wait_group(0)
-    else:
-        is_second = row >= _CHUNK // 2
-        is_in_pair = (is_second == (column <= row)) & (is_second == (column >= _CHUNK // 2))
-        in_pair = gl.exp2(gl.sum(gl.where(is_in_pair, decay, 0.0), 1))
-        since = gl.exp2(gl.sum(gl.where(column <= row, decay, 0.0), 1))
-        until = gl.exp2(gl.sum(gl.where(column > row, decay, 0.0), 1))
-        near = gl.expand_dims(gl.exp2(since_middle), 1) * _as_columns(gl.exp2(-since_middle))
-        between = gl.where((row ^ column) < _CHUNK // 2, near, gl.expand_dims(in_pair, 1) * _as_columns(in_pair))
-        async_copy.wait_group(1)
-        gl.thread_barrier()
-        of_k = gl.convert_layout(_scale_rows(raw_k, 1.0), gl.SliceLayout(1, _PRODUCTS))
-        of_q = gl.convert_layout(_scale_rows(raw_q, G.RULE.scale), gl.SliceLayout(1, _PRODUCTS))
-        fence_async_shared()
-        gl.thread_barrier()
-        zeros = gl.zeros([_CHUNK, _CHUNK], gl.float32, layout=_PRODUCTS)
-        earlier = raw_k.permute((1, 0))
-        a = warpgroup_mma(raw_k, earlier, zeros, use_acc=False, is_async=True)
-        p = warpgroup_mma(raw_q, earlier, zeros, use_acc=False, is_async=True)
-        a, p = warpgroup_mma_wait(0, (a, p))
-        raw_q._keep_alive()
-        of_rows = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _PRODUCTS))
-        gl.store(words.read + of_rows, since * of_q)
-        gl.store(words.write + of_rows, until * of_k)
-        channel = gl.arange(0, _DIM, layout=gl.SliceLayout(0, _PRODUCTS))
-        total = gl.exp2(gl.sum(decay, 1))
-        gl.store(words.decay + gl.expand_dims(channel, 0), gl.expand_dims(total, 1) + gl.expand_dims(channel * 0.0, 0))
-        p = gl.where(row >= column, p * between, 0.0)
-        _store(to.products + of_rows * to.row, num_rows, p.to(gl.bfloat16), _PRODUCTS, _CHUNK)
-        beta_of_row = gl.load(of.beta + row * of.beta_token, mask=row < num_rows, other=0.0)
-        inverse = _inverse(gl.where(row > column, a * between * beta_of_row, 0.0), row, column)
-        inverse *= gl.load(of.beta + column * of.beta_token, mask=column < num_rows, other=0.0)
-        of_w = _solver(inverse * _as_columns(since))
-        _store_solved(_solver(inverse), values, of_w, raw_k, to, num_rows)
+    is_second = row >= _CHUNK // 2
+    is_in_pair = (is_second == (column <= row)) & (is_second == (column >= _CHUNK // 2))
+    in_pair = gl.exp2(gl.sum(gl.where(is_in_pair, decay, 0.0), 1))
+    since = gl.exp2(gl.sum(gl.where(column <= row, decay, 0.0), 1))
+    until = gl.exp2(gl.sum(gl.where(column > row, decay, 0.0), 1))
+    async_copy.wait_group(1)
+    gl.thread_barrier()
+    of_k = gl.convert_layout(_scale_rows(k_rows, 1.0), gl.SliceLayout(1, _PRODUCTS))
+    of_q = gl.convert_layout(_scale_rows(q_rows, G.RULE.scale), gl.SliceLayout(1, _PRODUCTS))
+    fence_async_shared()
+    gl.thread_barrier()
+    a = gl.zeros([_CHUNK, _CHUNK], gl.float32, layout=_PRODUCTS)
+    p = a
+    for half in gl.static_range(2):
+        earlier = k_rows.index(half).permute((1, 0))
+        a = warpgroup_mma(k_rows.index(half), earlier, a, use_acc=half == 1, is_async=True)
+        p = warpgroup_mma(q_rows.index(half), earlier, p, use_acc=half == 1, is_async=True)
+    a, p = warpgroup_mma_wait(0, (a, p))
+    q_rows._keep_alive()
+    of_rows = gl.arange(0, _CHUNK, layout=gl.SliceLayout(1, _PRODUCTS))
+    gl.store(words.read + of_rows, since * of_q)
+    gl.store(words.write + of_rows, until * of_k)
+    total = gl.exp2(gl.sum(gl.sum(decay, 1), 0))
+    gl.store(words.decay + gl.arange(0, _DIM, layout=_WORDS), total)
+    near = gl.expand_dims(gl.exp2(since_middle), 1) * _as_columns(gl.exp2(-since_middle))
+    between = gl.where((row ^ column) < _CHUNK // 2, near, gl.expand_dims(in_pair, 1) * _as_columns(in_pair))
+    _store(to.products, to.row, num_rows, gl.where(row >= column, p * between, 0.0), _PRODUCTS)
+    a = gl.where(row > column, a * between * _of_rows(strengths), 0.0)
+    solver = _inverse(a, row, column) * _of_columns(strengths)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gl.thread_barrier()
+    _store_solved(solver, values, (1.0, 1.0), to.u, to.row, num_rows)
+    _store_solved(solver * _as_columns(since), k_rows, (1.0, 1.0), to.w, to.row, num_rows)
+    _leave_if(gl.abs(since_middle) > _MOST_DECAY, strengths, words)
 
 
 class WrittenRows(NamedTuple):
@@ -482,8 +521,8 @@ def launch_hopper_chunk_rows(
         most_q_len,
         *tokens.strides[:9],
         G=geometry,
-        num_warps=8,
-        # Two programs run on a multiprocessor.
-        maxnreg=128,
+        num_warps=4,
+        # Two programs run on a multiprocessor if channels decay by themselves, and else three.
+        maxnreg=255 if slots.has_channels else 168,
     )
     launch_chunk_rows(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len, only_left=True)

@@ -40,6 +40,8 @@ from rocm_attn.kernels.states.updates import NORM_EPSILON, inverse_of, solved
 _BEGINS = tl.constexpr(arguments.BEGINS)
 _CHUNK = tl.constexpr(arguments.CHUNK)
 _LOG2_E = tl.constexpr(math.log2(math.e))
+# Heads of a program that looks for chunks that are left: there are few, and programs to start take longer than a look.
+_HEADS_LOOKED_AT = tl.constexpr(8)
 
 
 @constexpr_function
@@ -157,103 +159,113 @@ def _chunk_rows_kernel(
 ):
     # Programs of one place, whose rows are next to each other, run at the same time.
     place = tl.program_id(1)
-    head = tl.program_id(0).to(tl.int64)
-    k_head_of = head // G.RATIO
     row = tl.arange(0, _CHUNK)
     DV_BLOCK: tl.constexpr = G.DV_BLOCK
     all_columns = tl.arange(0, DV_BLOCK)
     zeros = tl.zeros([DV_BLOCK], out.dtype.element_ty)
-    out_rows = out + head * out_head + all_columns
-    for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(1)):
-        tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
-    tile = tile_at(place, q_indptr, num_seqs, _CHUNK, False)
-    num_rows = tl.minimum(tile.q_len - tile.begin, _CHUNK)
-    if (tile.q_len > most_q_len) & (num_rows > 0):
-        words = words_of(chunk_words, place, head, G)
-        is_left = True
-        if ONLY_LEFT:
-            is_left = tl.load(words.decay) == LEFT
-        if tl.load(source + tile.seq) < _BEGINS:
-            for pad in range(tile.first_token + tile.begin, tile.first_token + tile.begin + num_rows):
-                tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
-        elif is_left:
-            is_row = row < num_rows
-            first_row = (tile.first_token + tile.begin).to(tl.int64)
-            is_before = row[:, None] > row[None, :]
-            q_at = q + (first_row * q_token + k_head_of * q_head) + row * q_token
-            k_at = k + (first_row * k_token + k_head_of * k_head) + row * k_token
-            v_at = v + (first_row * v_token + head * v_head) + row * v_token
-            decay_at = decay + (first_row * decay_token + head * decay_head) + row * decay_token
-            to = rows_of(rows + row * (G.HEADS * G.ROW), first_row, head, G)
-            strength = tl.load(beta + (first_row * beta_token + head) + row * beta_token, mask=is_row, other=0.0)
-            # Products of rows that are not divided by their norms, and the squares of these.
-            a = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-            p = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-            of_q = tl.zeros([_CHUNK], tl.float32)
-            of_k = tl.zeros([_CHUNK], tl.float32)
-            for first in range(0, G.DK, G.DK_PART):
-                channel = first + tl.arange(0, G.DK_PART)
-                q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART)
-                k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART)
-                if G.RULE.normalises:
-                    of_q += tl.sum(q_rows * q_rows, 1)
-                    of_k += tl.sum(k_rows * k_rows, 1)
-                if G.CHANNELS:
-                    decays = _decays(decay_at, is_row, channel, G.DK, G.DK_PART)
-                    a, p = _add_decayed_products(a, p, q_rows, k_rows, decays, num_rows, k.dtype.element_ty)
-                else:
-                    earlier = tl.trans(k_rows.to(k.dtype.element_ty))
-                    a = tl.dot(k_rows.to(k.dtype.element_ty), earlier, a, input_precision=exact())
-                    p = tl.dot(q_rows.to(k.dtype.element_ty), earlier, p, input_precision=exact())
-            if G.RULE.normalises:
-                of_q = tl.rsqrt(of_q + NORM_EPSILON)
-                of_k = tl.rsqrt(of_k + NORM_EPSILON)
-                a *= of_k[:, None] * of_k[None, :]
-                p *= of_q[:, None] * of_k[None, :]
-            else:
-                of_q += 1.0
-                of_k += 1.0
-            # By a head's decays until a token, that one included.
-            since_first = tl.zeros([_CHUNK], tl.float32)
-            if not G.CHANNELS:
-                decays = tl.load(decay_at, mask=is_row, other=0.0)
-                between = tl.exp(tl.cumsum(tl.where(is_before, decays[:, None], 0.0), 0))
-                a *= between
-                p *= between
-                nexts = tl.load(decay_at + decay_token, mask=row < num_rows - 1, other=0.0)
-                since_first = tl.exp(tl.cumsum(decays, 0))
-                until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
-                channels = tl.arange(0, G.DK_BLOCK)
-                tl.store(words.decay + channels, tl.exp(tl.sum(decays, 0)), mask=channels < G.DK)
-                # Every chunk has words for all of its rows: those of rows that are not there are finite.
-                tl.store(words.read + row, since_first * of_q * G.RULE.scale)
-                tl.store(words.write + row, until_last * of_k)
-            p = tl.where(row[:, None] >= row[None, :], p * G.RULE.scale, 0.0)
-            _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
-            a = tl.where(is_before, a * strength[:, None], 0.0)
-            inverse = inverse_of(a, num_rows, G, k.dtype.element_ty)
-            if G.CHANNELS or G.RULE.corrects:
+    if ONLY_LEFT:
+        heads = tl.program_id(0) + tl.arange(0, _HEADS_LOOKED_AT) * tl.num_programs(0)
+        first_words = words_of(chunk_words, place, heads, G).decay
+        are_left = tl.load(first_words, mask=heads < G.HEADS, other=0.0) == LEFT
+        is_refused = tl.load(source + tile_at(place, q_indptr, num_seqs, _CHUNK, False).seq) < _BEGINS
+        is_pad = tl.load(q_indptr + num_seqs) + place < num_tokens
+        turns = tl.where(is_refused | is_pad | (tl.max(are_left.to(tl.int32), 0) > 0), _HEADS_LOOKED_AT, 0)
+        turns = tl.minimum(turns, tl.cdiv(G.HEADS - tl.program_id(0), tl.num_programs(0)))
+    # A loop would take registers for values that are the same for all heads.
+    for turn in (tl.range if ONLY_LEFT else tl.static_range)(turns if ONLY_LEFT else 1):
+        head = tl.cast(tl.program_id(0) + turn * tl.num_programs(0), tl.int64)
+        k_head_of = head // G.RATIO
+        out_rows = out + head * out_head + all_columns
+        for pad in range(tl.load(q_indptr + num_seqs) + place, num_tokens, tl.num_programs(1)):
+            tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
+        tile = tile_at(place, q_indptr, num_seqs, _CHUNK, False)
+        num_rows = tl.minimum(tile.q_len - tile.begin, _CHUNK)
+        if (tile.q_len > most_q_len) & (num_rows > 0):
+            words = words_of(chunk_words, place, head, G)
+            is_left = True
+            if ONLY_LEFT:
+                is_left = tl.load(words.decay) == LEFT
+            if tl.load(source + tile.seq) < _BEGINS:
+                for pad in range(tile.first_token + tile.begin, tile.first_token + tile.begin + num_rows):
+                    tl.store(out_rows + tl.cast(pad, tl.int64) * out_token, zeros, mask=all_columns < G.DV)
+            elif is_left:
+                is_row = row < num_rows
+                first_row = (tile.first_token + tile.begin).to(tl.int64)
+                is_before = row[:, None] > row[None, :]
+                q_at = q + (first_row * q_token + k_head_of * q_head) + row * q_token
+                k_at = k + (first_row * k_token + k_head_of * k_head) + row * k_token
+                v_at = v + (first_row * v_token + head * v_head) + row * v_token
+                decay_at = decay + (first_row * decay_token + head * decay_head) + row * decay_token
+                to = rows_of(rows + row * (G.HEADS * G.ROW), first_row, head, G)
+                strength = tl.load(beta + (first_row * beta_token + head) + row * beta_token, mask=is_row, other=0.0)
+                # Products of rows that are not divided by their norms, and the squares of these.
+                a = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+                p = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+                of_q = tl.zeros([_CHUNK], tl.float32)
+                of_k = tl.zeros([_CHUNK], tl.float32)
                 for first in range(0, G.DK, G.DK_PART):
                     channel = first + tl.arange(0, G.DK_PART)
-                    k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
-                    w = k_rows * strength[:, None]
+                    q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART)
+                    k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART)
+                    if G.RULE.normalises:
+                        of_q += tl.sum(q_rows * q_rows, 1)
+                        of_k += tl.sum(k_rows * k_rows, 1)
                     if G.CHANNELS:
                         decays = _decays(decay_at, is_row, channel, G.DK, G.DK_PART)
-                        tl.store(words.decay + channel, tl.exp2(tl.sum(decays, 0)), mask=channel < G.DK)
-                        until_last = tl.exp2(_sums(decays, row[:, None] < row[None, :], k.dtype.element_ty))
-                        _store_rows(to.write, is_row, channel, k_rows * until_last, G.DK, G.DK_PART)
-                        since = tl.exp2(_sums(decays, row[:, None] >= row[None, :], k.dtype.element_ty))
-                        q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.RULE.scale)[:, None]
-                        _store_rows(to.read, is_row, channel, q_rows * since, G.DK, G.DK_PART)
-                        w *= since
+                        a, p = _add_decayed_products(a, p, q_rows, k_rows, decays, num_rows, k.dtype.element_ty)
                     else:
-                        w *= since_first[:, None]
-                    if G.RULE.corrects:
-                        _store_rows(to.w, is_row, channel, solved(inverse, w, G), G.DK, G.DK_PART)
-            for first in range(0, G.DV, G.DV_PART):
-                column = first + tl.arange(0, G.DV_PART)
-                u = solved(inverse, _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None], G)
-                _store_rows(to.u, is_row, column, u, G.DV, G.DV_PART)
+                        earlier = tl.trans(k_rows.to(k.dtype.element_ty))
+                        a = tl.dot(k_rows.to(k.dtype.element_ty), earlier, a, input_precision=exact())
+                        p = tl.dot(q_rows.to(k.dtype.element_ty), earlier, p, input_precision=exact())
+                if G.RULE.normalises:
+                    of_q = tl.rsqrt(of_q + NORM_EPSILON)
+                    of_k = tl.rsqrt(of_k + NORM_EPSILON)
+                    a *= of_k[:, None] * of_k[None, :]
+                    p *= of_q[:, None] * of_k[None, :]
+                else:
+                    of_q += 1.0
+                    of_k += 1.0
+                # By a head's decays until a token, that one included.
+                since_first = tl.zeros([_CHUNK], tl.float32)
+                if not G.CHANNELS:
+                    decays = tl.load(decay_at, mask=is_row, other=0.0)
+                    between = tl.exp(tl.cumsum(tl.where(is_before, decays[:, None], 0.0), 0))
+                    a *= between
+                    p *= between
+                    nexts = tl.load(decay_at + decay_token, mask=row < num_rows - 1, other=0.0)
+                    since_first = tl.exp(tl.cumsum(decays, 0))
+                    until_last = tl.exp(tl.cumsum(nexts, 0, reverse=True))
+                    channels = tl.arange(0, G.DK_BLOCK)
+                    tl.store(words.decay + channels, tl.exp(tl.sum(decays, 0)), mask=channels < G.DK)
+                    # Every chunk has words for all of its rows: those of rows that are not there are finite.
+                    tl.store(words.read + row, since_first * of_q * G.RULE.scale)
+                    tl.store(words.write + row, until_last * of_k)
+                p = tl.where(row[:, None] >= row[None, :], p * G.RULE.scale, 0.0)
+                _store_rows(to.products, is_row, row, p, _CHUNK, _CHUNK)
+                a = tl.where(is_before, a * strength[:, None], 0.0)
+                inverse = inverse_of(a, num_rows, G, k.dtype.element_ty)
+                if G.CHANNELS or G.RULE.corrects:
+                    for first in range(0, G.DK, G.DK_PART):
+                        channel = first + tl.arange(0, G.DK_PART)
+                        k_rows = _rows(k_at, is_row, channel, G.DK, G.DK_PART) * of_k[:, None]
+                        w = k_rows * strength[:, None]
+                        if G.CHANNELS:
+                            decays = _decays(decay_at, is_row, channel, G.DK, G.DK_PART)
+                            tl.store(words.decay + channel, tl.exp2(tl.sum(decays, 0)), mask=channel < G.DK)
+                            until_last = tl.exp2(_sums(decays, row[:, None] < row[None, :], k.dtype.element_ty))
+                            _store_rows(to.write, is_row, channel, k_rows * until_last, G.DK, G.DK_PART)
+                            since = tl.exp2(_sums(decays, row[:, None] >= row[None, :], k.dtype.element_ty))
+                            q_rows = _rows(q_at, is_row, channel, G.DK, G.DK_PART) * (of_q * G.RULE.scale)[:, None]
+                            _store_rows(to.read, is_row, channel, q_rows * since, G.DK, G.DK_PART)
+                            w *= since
+                        else:
+                            w *= since_first[:, None]
+                        if G.RULE.corrects:
+                            _store_rows(to.w, is_row, channel, solved(inverse, w, G), G.DK, G.DK_PART)
+                for first in range(0, G.DV, G.DV_PART):
+                    column = first + tl.arange(0, G.DV_PART)
+                    u = solved(inverse, _rows(v_at, is_row, column, G.DV, G.DV_PART) * strength[:, None], G)
+                    _store_rows(to.u, is_row, column, u, G.DV, G.DV_PART)
 
 
 def launch_chunk_rows(
@@ -273,10 +285,11 @@ def launch_chunk_rows(
     only_left: whether the workspace is written already, but for chunks whose words begin with chunk_space.LEFT
     """
     num_heads = slots.state.shape[1]
+    programs = triton.cdiv(num_heads, _HEADS_LOOKED_AT.value) if only_left else num_heads
     geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
     launch(
         _chunk_rows_kernel,
-        (num_heads, num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK)),
+        (programs, num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK)),
         *tokens,
         rows,
         chunk_words,

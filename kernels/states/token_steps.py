@@ -21,7 +21,7 @@ from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
-from rocm_attn.kernels.states.updates import change_of, changed, decayed, load_token, scale_of_row
+from rocm_attn.kernels.states.updates import change_and_out, changed, decayed, load_token
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _BEGINS = tl.constexpr(arguments.BEGINS)
@@ -192,11 +192,7 @@ def _token_steps_kernel(
                     column,
                     G,
                 )
-                states = decayed(states, decay_of, G)
-                made = change_of(states, k_row, v_row, beta_of, G)
-                states = changed(states, k_row, made)
-                q_of = q_row.to(tl.float32)
-                row = tl.sum(states * q_of[:, None], 0) * (scale_of_row(q_of, G) * G.RULE.scale)
+                made, row = change_and_out(states, q_row, k_row, v_row, decay_of, beta_of, G)
                 out_at = out_rows + (first_token + new).to(tl.int64) * out_token
                 tl.store(out_at, row.to(out.dtype.element_ty), mask=is_column)
                 if is_kept:
@@ -209,6 +205,9 @@ def _token_steps_kernel(
                             tl.store(decay_to + room * kept_decay_row, decay_of)
                     if is_first_head:
                         tl.store(k_to + room * kept_k_row, k_row, mask=is_channel)
+                # A last token that is kept changes the state in a later step.
+                if (new + 1 < q_len) | (not is_kept):
+                    states = changed(decayed(states, decay_of, G), k_row, made)
                 q_row, k_row, v_row, decay_of, beta_of = next_q, next_k, next_v, next_decay, next_beta
             if not is_kept:
                 tl.store(to, states.to(state.dtype.element_ty), mask=in_state)

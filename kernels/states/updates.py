@@ -41,14 +41,19 @@ def decayed(state, decay, G: tl.constexpr):
 
 
 @triton.jit
-def change_of(state, k_row, v_row, beta, G: tl.constexpr):
-    """The change [columns], float32, that a token makes to the decayed state: RecurrentSlots.change."""
-    k = k_row.to(tl.float32)
+def change_and_out(state, q_row, k_row, v_row, decay, beta, G: tl.constexpr):
+    """The change [columns], float32, that a token makes to the decayed state (RecurrentSlots.change), and its output.
+
+    state: before the decay. Sums over channels do not wait for each other, nor for the state after the token.
+    """
+    q, k, factor = q_row.to(tl.float32), k_row.to(tl.float32), tl.exp(decay)
     k_scale = scale_of_row(k, G)
+    out = tl.sum(state * (q * factor)[:, None], 0)
     change = v_row.to(tl.float32)
     if G.RULE.corrects:
-        change -= tl.sum(state * k[:, None], 0) * k_scale
-    return beta * k_scale * change
+        change -= tl.sum(state * (k * factor)[:, None], 0) * k_scale
+    change *= beta * k_scale
+    return change, (out + tl.sum(q * k, 0) * change) * (scale_of_row(q, G) * G.RULE.scale)
 
 
 @triton.jit

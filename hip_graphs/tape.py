@@ -13,12 +13,7 @@ from torch._ops import OpOverload
 
 from rocm_attn.hip_graphs.collectives import gives_promises, is_wait, run_and_wait
 from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
-from rocm_attn.hip_graphs.frozen_ops import (
-    Replayed,
-    frozen_op,
-    leaves_values,
-    writes_into_arguments,
-)
+from rocm_attn.hip_graphs.frozen_ops import Replayed, frozen_op, leaves_values, writes_into_arguments
 from rocm_attn.hip_graphs.host_pool import HostPool
 from rocm_attn.hip_graphs.record_guard import call_site
 from rocm_attn.hip_graphs.tensor_trees import map_tensors, tensors_in

@@ -17,16 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from rocm_attn.errors import BadSetting, FitsLater, RocmAttnError, WrongState
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.truth.verdict import TruthVerdict
-from rocm_serve.engine_thread import (
-    Answer,
-    EngineThread,
-    Left,
-    Message,
-    Owner,
-    OwnerGone,
-    ServingEngine,
-    StepOutput,
-)
+from rocm_serve.engine_thread import Answer, EngineThread, Left, Message, Owner, OwnerGone, ServingEngine, StepOutput
 from rocm_serve.limits import RequestLimits
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Request

@@ -45,14 +45,7 @@ from rocm_serve.prompt_logprobs import (
 )
 from rocm_serve.recent_steps import NO_ROUND, RecentSteps
 from rocm_serve.report import Report, report_of
-from rocm_serve.request import (
-    Completion,
-    Event,
-    FailureEvent,
-    FinishReason,
-    Request,
-    Sequence,
-)
+from rocm_serve.request import Completion, Event, FailureEvent, FinishReason, Request, Sequence
 from rocm_serve.request_times import StepTimes
 from rocm_serve.sampling.compared import RankComparison
 from rocm_serve.sampling.logprobs import NO_LOGPROBS
@@ -62,20 +55,8 @@ from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
 from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
 from rocm_serve.scheduler import Scheduler
 from rocm_serve.serving import serve_all
-from rocm_serve.speculation.device_steps import (
-    FOLLOWING,
-    MOST_AHEAD,
-    DeviceSpeculation,
-    Pace,
-    why_no_speculative_steps,
-)
-from rocm_serve.speculation.engines import (
-    beside,
-    drafter_of,
-    read_drafting,
-    rejection_of,
-    served,
-)
+from rocm_serve.speculation.device_steps import FOLLOWING, MOST_AHEAD, DeviceSpeculation, Pace, why_no_speculative_steps
+from rocm_serve.speculation.engines import beside, drafter_of, read_drafting, rejection_of, served
 from rocm_serve.speculation.last_rows import forward_of
 from rocm_serve.speculation.speculation import Speculation, StepPicks
 from rocm_serve.speculation.speculative_steps import SpeculativeSteps

@@ -45,12 +45,7 @@ from rocm_attn.models.hf_falcon_h1 import (
 from rocm_attn.models.hf_gemma4 import GEMMA4_DEFAULTS, gemma4_heads, gemma4_layers, gemma4_mlps, own_inputs
 from rocm_attn.models.hf_indexer import indexed_latent_layers, indexed_layers
 from rocm_attn.models.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
-from rocm_attn.models.hf_minimax_m3 import (
-    MINIMAX_M3_DEFAULTS,
-    block_indexed_layers,
-    minimax_m3_heads,
-    minimax_m3_mlps,
-)
+from rocm_attn.models.hf_minimax_m3 import MINIMAX_M3_DEFAULTS, block_indexed_layers, minimax_m3_heads, minimax_m3_mlps
 from rocm_attn.models.hf_mlp import (
     deepseek_v2_experts,
     deepseek_v3_experts,

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import AttentionConfig, LayerConfig, MixerConfig, ModelConfig, RecurrentConfig
-from rocm_attn.models.families import (
-    DECODERS,
-    Decoder,
-    architecture_of,
-    attention_geometry,
-    text_fields,
-)
+from rocm_attn.models.families import DECODERS, Decoder, architecture_of, attention_geometry, text_fields
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 

@@ -225,9 +225,9 @@ class Limits:
     v_head_dim: tuple[int, int]
     page_size: tuple[int, int]
     max_gqa_ratio: int
-    window: bool
-    soft_cap: bool
-    sinks: bool
+    window: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
     exact_dims: tuple[tuple[int, int], ...] = ()
     page_sizes: tuple[int, ...] = ()
     pools: tuple[PoolKind, ...] = (PoolKind.SPLIT,)

@@ -30,7 +30,6 @@ _LIMITS = Limits(
     page_size=(1, limits.MAX_PAGE_SIZE),
     max_gqa_ratio=4096,
     window=True,
-    soft_cap=False,
     sinks=True,
     dims_alike=True,
     non_causal=True,

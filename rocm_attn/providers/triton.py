@@ -28,15 +28,7 @@ from rocm_attn.providers import (
     triton_sparse,
 )
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
-from rocm_attn.providers.contract import (
-    SMALLEST_POOL,
-    Bind,
-    BoundKernel,
-    Limits,
-    PoolSize,
-    Provider,
-    StepBounds,
-)
+from rocm_attn.providers.contract import SMALLEST_POOL, Bind, BoundKernel, Limits, PoolSize, Provider, StepBounds
 from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.scores import scores_of

@@ -14,11 +14,7 @@ from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.hopper import releases
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.tuning.hopper_tiles import (
-    HEAD_DIMS,
-    HopperTiles,
-    hopper_segment_tiles,
-)
+from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, HopperTiles, hopper_segment_tiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales

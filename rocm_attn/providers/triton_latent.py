@@ -16,11 +16,7 @@ from rocm_attn.kernels.latent import limits
 from rocm_attn.kernels.latent.cuts import latent_extend_cut
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.tuning.latent_tiles import (
-    LatentSegmentTiles,
-    LatentTiles,
-    latent_segment_tiles,
-)
+from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTiles, latent_segment_tiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers import triton_cdna_latent, triton_hopper_latent

@@ -28,14 +28,7 @@ from rocm_attn.paging.state_pool import StatePool
 from rocm_attn.paging.storage import RowTable, SpaceTable
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer
 from rocm_attn.providers.select import Selection
-from rocm_attn.step.buffers import (
-    BufferSpec,
-    MemoryGuards,
-    StepBuffers,
-    TableSizes,
-    name_in,
-    of_tokens,
-)
+from rocm_attn.step.buffers import BufferSpec, MemoryGuards, StepBuffers, TableSizes, name_in, of_tokens
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan, keep_latest
 from rocm_attn.step.prepared import PreparedCalls

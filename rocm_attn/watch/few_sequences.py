@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.oracle.numerics import (
-    BOUNDS,
-    EIGHT_BIT_PRODUCTS,
-    Bound,
-    eight_bit_queries,
-    error_parts,
-    sum_error,
-)
+from rocm_attn.oracle.numerics import BOUNDS, EIGHT_BIT_PRODUCTS, Bound, eight_bit_queries, error_parts, sum_error
 from rocm_attn.oracle.reference import attend_paged
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 from rocm_attn.step.head_weights import HeadWeights

@@ -14,16 +14,7 @@ from enum import Enum
 
 from rocm_lab.simulator.assembly import Instruction
 from rocm_lab.simulator.faults import UnknownInstruction
-from rocm_lab.simulator.isa import (
-    atomic,
-    control,
-    cross_lane,
-    global_memory,
-    local_memory,
-    matrix,
-    scalar,
-    scratch,
-)
+from rocm_lab.simulator.isa import atomic, control, cross_lane, global_memory, local_memory, matrix, scalar, scratch
 from rocm_lab.simulator.isa.instructions import BUILDERS, VECTOR_OPS
 from rocm_lab.simulator.isa.vector import MASK
 from rocm_lab.waits.registers import EXEC_BITS, M0_BITS, MODE, VCC_BITS, registers_of

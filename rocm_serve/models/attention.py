@@ -16,12 +16,7 @@ from rocm_attn.problem import AllKeys, Indexer
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
 from rocm_serve.models.arithmetic import Arithmetic, CosSin
-from rocm_serve.models.attention_weights import (
-    BlockIndexWeights,
-    IndexWeights,
-    KVHeadWeights,
-    LatentWeights,
-)
+from rocm_serve.models.attention_weights import BlockIndexWeights, IndexWeights, KVHeadWeights, LatentWeights
 from rocm_serve.models.weights import MixerWeights
 
 # The epsilon of norms on rows that q is made of, on latent rows and on index keys. transformers' DeepSeek, GLM-5 and

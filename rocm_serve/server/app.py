@@ -29,22 +29,10 @@ from rocm_serve.server.long_json import long_json
 from rocm_serve.server.observed import Observed, Observers
 from rocm_serve.server.parsing import BodyRoutes
 from rocm_serve.server.record import note_error, request_id
-from rocm_serve.server.replies import (
-    ChatReplies,
-    CompletionReplies,
-    PromptReport,
-    Replies,
-    without_new_tokens,
-)
+from rocm_serve.server.replies import ChatReplies, CompletionReplies, PromptReport, Replies, without_new_tokens
 from rocm_serve.server.response_replies import ResponseReplies
 from rocm_serve.server.responses_body import ResponsesBody
-from rocm_serve.server.schema import (
-    LEAST_DEADLINE_SECONDS,
-    SHAPES,
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-)
+from rocm_serve.server.schema import LEAST_DEADLINE_SECONDS, SHAPES, ChatBody, CompletionBody, GenerationBody
 from rocm_serve.server.scrape import Scrape
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.text_routes import add_text_routes

@@ -33,14 +33,7 @@ from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
 from rocm_serve.text.tokenizer import Tokenizer
-from rocm_serve.text.written_forms import (
-    CALL_FORMS,
-    NONE,
-    REASONING_FORMS,
-    CallForm,
-    ReasoningForm,
-    form_named,
-)
+from rocm_serve.text.written_forms import CALL_FORMS, NONE, REASONING_FORMS, CallForm, ReasoningForm, form_named
 
 # OpenAI's default number of new tokens for a plain prompt. It is less if there is no room.
 _COMPLETION_TOKENS = 16

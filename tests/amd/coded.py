@@ -1,7 +1,5 @@
 """The values that pages keep of K and V, computed again for tests: by torch's casts, with scales by definition."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

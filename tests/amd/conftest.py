@@ -1,7 +1,5 @@
 """Fixtures and settings of all tests: a device, no deadline, and memory that is NaN until it is written."""
 
-from __future__ import annotations
-
 import gc
 import os
 

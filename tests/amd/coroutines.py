@@ -1,7 +1,5 @@
 """A conftest that takes the hook of this module runs tests that are coroutines, each in an event loop of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

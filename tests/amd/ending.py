@@ -4,8 +4,6 @@ Python takes one to three seconds for that after each stage. Import this module 
 its exit in the opposite order, and those that torch and others have registered are to be called before this one's.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -1,7 +1,5 @@
 """The choice of cases that every run has, if a test's parameters make many of them, and of those of a shard."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections import Counter

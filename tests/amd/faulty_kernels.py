@@ -1,7 +1,5 @@
 """Kernels that misread their arguments, put in the place of a runtime's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

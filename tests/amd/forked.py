@@ -1,7 +1,5 @@
 """Separate processes that begin with torch imported: forked from one that has done nothing else."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One thread: the models are tiny, and threads that wait for each other are slow on a busy machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -3,8 +3,6 @@
 Layers are known by the address of their pages, in the order of their first call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

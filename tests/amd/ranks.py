@@ -1,7 +1,5 @@
 """Two ranks of one model, as separate processes that meet over Gloo."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait

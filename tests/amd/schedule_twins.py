@@ -1,7 +1,5 @@
 """Host twins of the schedule kernels in plain Python: the same words, from lists of lengths and without shortcuts."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate

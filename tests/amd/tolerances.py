@@ -4,8 +4,6 @@ The bounds are the tests' own table, which no change of the package's table move
 such numbers; a test checks that the package's bounds are no looser than these.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Linear pages as vectorised ones, computed again for tests: element by element as page_rows.py defines them."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

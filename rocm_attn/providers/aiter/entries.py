@@ -24,15 +24,7 @@ from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decod
 from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_eight_bit_batch_prefill, bind_varlen_prefill
 from rocm_attn.providers.aiter.ragged import bind_ragged
 from rocm_attn.providers.aiter.unified import bind_unified
-from rocm_attn.providers.contract import (
-    Baked,
-    Bind,
-    BoundKernel,
-    KernelEntry,
-    Limits,
-    PoolSize,
-    ReadAhead,
-)
+from rocm_attn.providers.contract import Baked, Bind, BoundKernel, KernelEntry, Limits, PoolSize, ReadAhead
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -49,9 +41,6 @@ _LIMITS = Limits(
     v_head_dim=(1, 256),
     page_size=(1, 1024),
     max_gqa_ratio=16,
-    window=False,
-    soft_cap=False,
-    sinks=False,
 )
 
 _RAGGED = replace(

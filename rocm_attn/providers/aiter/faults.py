@@ -11,12 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.machine.aiter_marks import (
-    FLOAT16_IN_SPLITS,
-    LARGE_KEYS_BY_OTHERS,
-    OPUS_BY_TORCH,
-    SMALL_TILES_AT_512,
-)
+from rocm_attn.machine.aiter_marks import FLOAT16_IN_SPLITS, LARGE_KEYS_BY_OTHERS, OPUS_BY_TORCH, SMALL_TILES_AT_512
 from rocm_attn.machine.aiter_switches import EXPERIMENTAL, NO_OPUS
 from rocm_attn.machine.releases import Release, ReleaseRange
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem

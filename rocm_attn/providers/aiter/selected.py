@@ -122,9 +122,6 @@ SELECTED_ENTRIES = (
             # Tiles of 128 keys take 128 KiB of LDS, twice gfx942's.
             page_sizes=(1, 16, 32, 64),
             max_gqa_ratio=128,
-            window=False,
-            soft_cap=False,
-            sinks=False,
             pools=(PoolKind.LATENT,),
             lse=False,
             page_strides=True,

@@ -4,8 +4,6 @@ misread, compute in float64, and leave memory as the real functions leave it.
 A call is checked twice: shapes, dtypes and strides when it is made, values when it runs, which may be in a replay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

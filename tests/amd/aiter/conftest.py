@@ -3,8 +3,6 @@
 An AITER that is installed, as in the image for CI, is hidden: tests take the stand-in, or none.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence

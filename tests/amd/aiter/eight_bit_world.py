@@ -1,7 +1,5 @@
 """A world over 8-bit pages. Its rows are exactly representable in them, so that only attention is compared."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 On a machine with AITER these are the claims of the capability table; on the stand-in they show that the checks work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ records.
 `python -m tests.amd.aiter.explained` writes it again, and the table of docs/models.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Steps of unified_attention_sparse_mla over poisoned memory, for the stand-in and for AITER's own kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Worlds of AITER's kernels: a runtime on CPU tensors over the stand-in, with a target given by the tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace

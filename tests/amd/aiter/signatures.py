@@ -1,7 +1,5 @@
 """The signatures of AITER's functions in two releases: the ledger's parameters, with the values of their defaults."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A stand-in for AITER: its module tree with the recorded signatures of a release, and functions that are strict."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,14 +12,15 @@ from torch import Tensor
 
 from rocm_attn.machine import releases
 from tests.amd.aiter.checks import EIGHT_BITS, require
-from tests.amd.aiter.decode_functions import paged_attention_ragged
-from tests.amd.aiter.latent_functions import mla_decode_fwd, mla_prefill_fwd
-from tests.amd.aiter.latent_schedule import get_mla_metadata_v1
-from tests.amd.aiter.prefill_functions import flash_attn_varlen_func, mha_batch_prefill_func
-from tests.amd.aiter.selected_function import unified_attention_sparse_mla
+from tests.amd.aiter.decode_functions import pa_decode_gluon, paged_attention_ragged
+from tests.amd.aiter.latent_functions import (
+    get_mla_metadata_v1,
+    mla_decode_fwd,
+    mla_prefill_fwd,
+    unified_attention_sparse_mla,
+)
+from tests.amd.aiter.prefill_functions import flash_attn_varlen_func, mha_batch_prefill_func, unified_attention
 from tests.amd.aiter.signatures import Release
-from tests.amd.aiter.unified_function import unified_attention
-from tests.amd.aiter.vectorised_functions import pa_decode_gluon
 
 Body = Callable[[Mapping[str, Any]], Any]
 

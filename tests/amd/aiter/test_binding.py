@@ -1,7 +1,5 @@
 """Requirements on the installed AITER, and the messages if it does not meet them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Mapping

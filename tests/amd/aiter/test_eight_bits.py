@@ -1,7 +1,5 @@
 """8-bit pages: the encodings and scales that AITER's kernels read on each arch, and the handling of queries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

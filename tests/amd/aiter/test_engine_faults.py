@@ -1,7 +1,5 @@
 """`rocm-attn explain --engine`: the faults that are known of an engine's release, for a model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

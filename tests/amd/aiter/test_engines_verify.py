@@ -1,7 +1,5 @@
 """Verify steps of engines, by ExternalAttention over AITER's kernels: even, uneven and padded, eager and replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -24,7 +22,7 @@ from rocm_attn.step.plan import StepPlan
 from tests.amd.aiter.eight_bit_world import held_exactly
 from tests.amd.aiter.serving import CPU, GFX942, in_eight_bits, latent_problem, partly_torch, vectorised_problem
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.external.oracle import attention
+from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.tolerances import assert_attention_close
 
 ROWS, ROOM = 4, 96
@@ -126,11 +124,9 @@ class Engine:
         for row, (count, found) in enumerate(zip(new, torch.split(out, [*new, len(out) - sum(new)]), strict=False)):
             self.k[row], self.v[row] = (torch.cat([a[row], b[row]]) for a, b in ((self.k, k), (self.v, v)))
             queries = q[row].to(problem.page_format.encoding.dtype) if is_coded else q[row]
-            want, _ = attention(
-                *(each.double().numpy() for each in (queries, self.k[row], self.v[row])),
-                scale=problem.scale,
-                window_left=problem.window_left,
-            )
+            scores = Scores(problem.scale, window_left=problem.window_left)
+            rows, keys, values = (each.double().numpy() for each in (queries, self.k[row], self.v[row]))
+            want, _ = attention(rows, keys, values, scores)
             assert_attention_close(found, torch.from_numpy(want), problem.dtype, eight_bit_products=is_coded)
             assert len(found) == count
         assert bool((out[sum(new) :] == 0).all())

@@ -1,7 +1,5 @@
 """The cases that run on a real MI300 (tests/amd/rocm/test_aiter.py), on the stand-in."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

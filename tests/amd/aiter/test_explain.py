@@ -1,7 +1,5 @@
 """The kernels that real models get on MI300X and MI355X, checked against golden files."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

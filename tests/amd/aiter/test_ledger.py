@@ -1,7 +1,5 @@
 """The ledger of AITER's releases: its page, its data, and how its script reads sources. No clone of AITER is needed."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logits below -87, which a running maximum of 0 removes. The binding keeps that maximum out of unified_attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ Every row is run over such pages on the stand-in. A row that claims to read them
 refuses every other one, because the real function refuses such pages or is silently wrong.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The startup probe: a kernel that is wrong on the model's own shape is switched off before it serves."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace

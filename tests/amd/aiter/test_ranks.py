@@ -1,7 +1,5 @@
 """Ranks of one model take the same kernels and the same graphs, whatever each rank finds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The stand-in takes its scores from each function's own arguments, so a conversion that is off by one key shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """unified_attention_sparse_mla attends to selections of latent layers, in every kind of step; Triton's come first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole steps through AITER's kernels against the reference, eager: NaN where nothing was stored, and in every pad."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

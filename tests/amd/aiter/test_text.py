@@ -1,7 +1,5 @@
 """The runner over AITER's kernels: the greedy text of dense attention within float16's rounding, eager and graphed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Verify steps: up to four new tokens in each sequence, evenly or not, by kernels that take four of each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast

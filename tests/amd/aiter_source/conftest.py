@@ -1,7 +1,5 @@
 """Collects only tests without a checkout if AITER_SOURCE is unset, else those that this process can run."""
 
-from __future__ import annotations
-
 import os
 
 from tests.amd.aiter_source.checkout import VARIABLE

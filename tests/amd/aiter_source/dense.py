@@ -7,8 +7,6 @@ Token t of q_len new ones is at place i = kv_len - q_len + t and sees places max
 sink, a cap, a slope or a window their terms are left out.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 Triton decides at import which of them a process has: the interpreter with TRITON_INTERPRET=1, the simulator without.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace

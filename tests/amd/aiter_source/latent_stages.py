@@ -4,8 +4,6 @@ They follow from the data that AITER's stage 2 reads, and from the shapes next t
 aiter/ops/attention.py. They are called by position, as AITER does; releases have added arguments at the end.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -7,8 +7,6 @@ The lines that were run are written anew, whatever they say, once they are compl
 provider is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Runs of AITER's own unified_attention_sparse_mla under the provider, each at one step over poisoned memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A runtime whose attention is a kernel of AITER's own, checked against the formula."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 

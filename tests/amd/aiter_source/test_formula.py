@@ -1,7 +1,5 @@
 """The formula that judges AITER's kernels agrees with the project's reference, and with results written by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """AITER's own Triton kernels, from a checkout, under Triton's interpreter and the provider."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.amd.aiter_source.cases import Verdict

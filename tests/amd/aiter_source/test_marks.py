@@ -1,7 +1,5 @@
 """Marks of fixes are in the checkout's files from the release on in which the fault ended, and in none before."""
 
-from __future__ import annotations
-
 import pytest
 
 from rocm_attn.machine.aiter_marks import MARKS, NO_MARK, marks_in

@@ -3,8 +3,6 @@
 The parameters are those of the checked-out commit, read by the ledger's script, without importing anything.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The cases, and the document's table: one line per kernel and place, and nothing around it changes."""
 
-from __future__ import annotations
-
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_lab.page_parts import rows_of
 from tests.amd.aiter_source.cases import CASES, GLUON, MLA_DECODE, WINDOWS, Outcome, SourceCase, Verdict

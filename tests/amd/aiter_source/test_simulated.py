@@ -1,7 +1,6 @@
 """AITER's own Triton and Gluon kernels, from a checkout, as gfx942 and gfx950 machine code under the provider."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from tests.amd.aiter_source.checkout import Checkout, imported
 from tests.amd.aiter_source.engines import simulate
 from tests.amd.aiter_source.selected import ALL_CASES, SELECTED_CASES, AnyCase
 
+Call = dict[str, Any]
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 
 
@@ -41,38 +41,37 @@ def test_a_wrapper_around_assembly_takes_what_the_provider_passes(case: SourceCa
     assert outcome.verdict is Verdict.RIGHT, outcome.what
 
 
+def assert_noticed(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Call], Call], case: AnyCase) -> None:
+    """Checks that a case is wrong while a function of AITER's gets other arguments. change: call -> what differs"""
+    load = getattr(library, name)
+
+    def load_changed() -> Any:
+        function = load()
+        return lambda **call: function(**{**call, **change(call)})
+
+    monkeypatch.setattr(library, name, load_changed)
+    outcome = simulate(case, "gfx950").outcome
+    assert outcome.verdict is Verdict.WRONG
+    assert "not close" in outcome.what
+
+
 @pytest.mark.parametrize("window", [0, 15, 256])
 @pytest.mark.parametrize("keys", [-1, 1])
 def test_a_window_of_pa_decode_gluon_that_is_off_by_one_key_is_noticed(
     window: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = library.pa_decode_gluon
+    def shifted(call: Call) -> Call:
+        return {"sliding_window": call["sliding_window"] + keys}
 
-    def load_shifted() -> Any:
-        function = load()
-        return lambda **call: function(**{**call, "sliding_window": call["sliding_window"] + keys})
-
-    monkeypatch.setattr(library, "pa_decode_gluon", load_shifted)
-    outcome = simulate(windows_of(GLUON)[window], "gfx950").outcome
-    assert outcome.verdict is Verdict.WRONG
-    assert "not close" in outcome.what
+    assert_noticed(monkeypatch, "pa_decode_gluon", shifted, windows_of(GLUON)[window])
 
 
 def test_a_verify_step_of_pa_decode_gluon_without_a_window_loses_keys_at_ends_of_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That is why the provider always gives it one."""
-    load = library.pa_decode_gluon
-
-    def load_unlimited() -> Any:
-        function = load()
-        return lambda **call: function(**{**call, "sliding_window": 0})
-
-    monkeypatch.setattr(library, "pa_decode_gluon", load_unlimited)
     (case,) = (case for case in CASES if case.kernel == GLUON_VERIFY and case.name == "ends")
-    outcome = simulate(case, "gfx950").outcome
-    assert outcome.verdict is Verdict.WRONG
-    assert "not close" in outcome.what
+    assert_noticed(monkeypatch, "pa_decode_gluon", lambda call: {"sliding_window": 0}, case)
 
 
 @pytest.mark.parametrize("window", [1, 15, 256])
@@ -80,36 +79,19 @@ def test_a_verify_step_of_pa_decode_gluon_without_a_window_loses_keys_at_ends_of
 def test_a_window_of_unified_attention_that_is_off_by_one_key_is_noticed(
     window: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = library.unified_attention
+    def shifted(call: Call) -> Call:
+        return {"window_size": (call["window_size"][0] + keys, 0)}
 
-    def load_shifted() -> Any:
-        function = load()
-        return lambda **call: function(**{**call, "window_size": (call["window_size"][0] + keys, 0)})
-
-    monkeypatch.setattr(library, "unified_attention", load_shifted)
-    outcome = simulate(windows_of(UNIFIED)[window], "gfx950").outcome
-    assert outcome.verdict is Verdict.WRONG
-    assert "not close" in outcome.what
+    assert_noticed(monkeypatch, "unified_attention", shifted, windows_of(UNIFIED)[window])
 
 
-@pytest.mark.parametrize("name", ["page1", "page16"])
-def test_selected_places_that_are_off_by_one_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = library.unified_attention_sparse_mla
+@pytest.mark.parametrize(("name", "places"), [("page1", 16), ("page16", 1)])  # a page of one token is 16 places
+def test_selected_places_that_are_off_by_one_are_noticed(
+    name: str, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(call: Call) -> Call:
+        chosen = call["topk_indices"]
+        return {"topk_indices": torch.where(chosen < 0, chosen, chosen - places)}
 
-    def load_shifted() -> Any:
-        function = load()
-
-        def shifted(**call: Any) -> None:
-            places = call["topk_indices"]
-            # A page of one token is 16 places.
-            function(
-                **{**call, "topk_indices": torch.where(places < 0, places, places - (16 if name == "page1" else 1))}
-            )
-
-        return shifted
-
-    monkeypatch.setattr(library, "unified_attention_sparse_mla", load_shifted)
     (case,) = (case for case in SELECTED_CASES if case.name == name)
-    outcome = simulate(case, "gfx950").outcome
-    assert outcome.verdict is Verdict.WRONG
-    assert "not close" in outcome.what
+    assert_noticed(monkeypatch, "unified_attention_sparse_mla", shifted, case)

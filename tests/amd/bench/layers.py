@@ -1,7 +1,5 @@
 """Small layers and data for tests of benchmarks."""
 
-from __future__ import annotations
-
 import torch
 
 from rocm_attn.problem import PoolKind, Problem

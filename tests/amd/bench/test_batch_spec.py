@@ -1,7 +1,5 @@
 """Batches as text and as traces: a written batch reads back equal, and errors point at mistakes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

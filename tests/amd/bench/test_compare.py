@@ -1,7 +1,5 @@
 """A comparison reports slower or faster only if the samples show it."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

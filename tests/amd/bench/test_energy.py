@@ -1,7 +1,5 @@
 """Energy counters: the values that they have, and the reasons for a missing counter."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import cast

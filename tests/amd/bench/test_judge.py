@@ -1,7 +1,5 @@
 """The judge passes right results, and no error that a kernel could make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A race: wrong results are not timed, and a run records everything needed to repeat it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Traces sent to a server: every request is accounted for, the failed ones too."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,6 +1,4 @@
-"""The page of performance agrees with its result file, and is current."""
-
-from __future__ import annotations
+"""The pages of performance and of benchmarks agree with their result files, and are current."""
 
 import re
 from dataclasses import replace
@@ -10,6 +8,7 @@ import pytest
 
 from rocm_lab.bench.choices import SUITES
 from rocm_lab.bench.result_file import read_result
+from rocm_lab.benchmarks import make_tables
 from rocm_lab.benchmarks.performance_page import PAGE, PREFIX, RESULT, TITLES, page, whole_page
 from tests.amd.bench.test_compare import result_file, row, samples
 
@@ -42,3 +41,29 @@ def test_every_suite_was_measured_with_our_kernels(suite: str) -> None:
     rows = [each for each in read_result(RESULT).rows if each["suite"] == suite and each["provider"] == "triton"]
     assert rows
     assert all(each["status"] == "ok" for each in rows)
+
+
+def test_the_page_is_what_the_result_files_say() -> None:
+    assert (make_tables.HERE / "README.md").read_text() == make_tables.page()
+
+
+def test_every_result_file_is_on_a_page() -> None:
+    on_other_pages = {"kernels_h200", "energy_h200"}
+    assert {path.stem for path in make_tables.RESULTS.iterdir()} == make_tables.templates().keys() | on_other_pages
+
+
+def test_a_step_without_drafts_is_drafted_by_nothing() -> None:
+    times = dict.fromkeys(
+        ("launch_us_median", "launch_us_p90", "whole_us_median", "whole_us_p10", "step_us", "idle_us"), 1
+    )
+    row = {"model": "m", "num_seqs": 8, "idle_share": 0.5, "acceptance_length": 1.0, **times}
+    rows = [
+        {**row, "draft_tokens": 0, "drafter": "ngram", "topk": 1},
+        {**row, "draft_tokens": 4, "drafter": "eagle:seeded", "topk": 2},
+    ]
+    result = {"machine": {"python_loop_us": 1}, "rows": rows}
+    said = make_tables.section("round_time_h200", result).splitlines()
+    assert [line.partition("| 1 |")[0] for line in said if line.startswith("| m |")] == [
+        "| m |  |  | 8 | 0 ",
+        "| m | eagle:seeded | 2 | 8 | 4 ",
+    ]

@@ -1,7 +1,5 @@
 """Random layers and steps: the same for a seed, of every kind, served on each arch and no larger than they may be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

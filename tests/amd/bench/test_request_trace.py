@@ -1,7 +1,5 @@
 """Traces of requests: three public schemas, our own one, and made-up ones."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The measurement of a server as it starts by itself: the gap that a long prompt makes, and the result file."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

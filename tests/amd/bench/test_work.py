@@ -1,7 +1,5 @@
 """Bytes that a layer must move and products it must compute, counted key by key."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 No cell is written by hand. Kernels are those that `select` takes, as build_runtime does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

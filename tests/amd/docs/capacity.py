@@ -1,7 +1,5 @@
 """The tables of docs/capacity.md, made by `rocm-attn capture-plan`: python -m tests.amd.docs.capacity writes them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

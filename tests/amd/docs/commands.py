@@ -1,7 +1,5 @@
 """The shell blocks of the pages: their commands as argparse and the file system see them, and how to run them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

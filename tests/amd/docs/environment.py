@@ -1,7 +1,5 @@
 """The tables of environment variables, generated from the code: python -m tests.amd.docs.environment writes it."""
 
-from __future__ import annotations
-
 from rocm_attn.machine.aiter_switches import SWITCHES
 from rocm_attn.machine.settings import VARIABLES
 from rocm_lab.page_parts import with_rows

@@ -1,7 +1,5 @@
 """The list of safeguards on their page, generated from the registry: python -m tests.amd.docs.guards writes it."""
 
-from __future__ import annotations
-
 from rocm_attn.guards.registry import GUARDS
 from rocm_lab.page_parts import with_rows
 from tests.amd.docs.pages import DOCS

@@ -1,7 +1,5 @@
 """The tables of known-bad releases, generated from the table: python -m tests.amd.docs.known_bad writes it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rocm_attn.machine.known_bad import COMPONENTS, FEATURES, KnownBad, known_bad

@@ -1,7 +1,5 @@
 """The table of models by their names, generated from the table of families: python -m tests.amd.docs.model_list."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rocm_attn.models.families import FAMILIES

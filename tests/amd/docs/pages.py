@@ -1,7 +1,5 @@
 """The pages of this repository: their code blocks, links, and the order in which docs/README.md lists them."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Its virtual environment has links to those packages of this one's that the page'
 what these depend on. A page without such a command is for readers who have run `pip install .` alone.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -3,8 +3,6 @@
 It runs as a script and imports torch, which all readers have, and nothing that one may lack.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -4,8 +4,6 @@ Docstrings are written to be read in an editor: sentences, and lines of `name: d
 paragraphs, and the lines a table.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

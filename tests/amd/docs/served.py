@@ -1,7 +1,5 @@
 """A server for the pages' clients. The pages' 127.0.0.1:8000 and smollm2 become its address and a tiny model."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

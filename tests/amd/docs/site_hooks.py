@@ -4,8 +4,6 @@ docs/ stays readable in the repository: links lead to files there. On the site, 
 page, and any other such file a copy; both keep their paths, under repository/.
 """
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Iterable
 from typing import Any

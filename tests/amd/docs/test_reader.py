@@ -1,7 +1,5 @@
 """A page's code meets what its reader has installed, and nothing else of this environment."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The site builds without a warning, has every page and every stable name, and fetches nothing from elsewhere."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of the installation has the versions that the code, the scripts and the packages have."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """A walk types every line that a page has for this machine into one shell, and its log names each that failed."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Iterator

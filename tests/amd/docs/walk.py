@@ -9,8 +9,6 @@ are run all the same, since they have to say what they lack. The walker has a co
 pages ask for, and chooses a torch where they say so. Exit code 1 if a line failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

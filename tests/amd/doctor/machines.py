@@ -1,7 +1,5 @@
 """Machines as data: healthy ones of every make, and ones with one broken thing each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The doctor's findings for machines given as data: healthy ones, and ones with one thing wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

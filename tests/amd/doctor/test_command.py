@@ -1,7 +1,5 @@
 """`rocm-attn doctor`: its output and its exit code, for machines given as data and for this one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

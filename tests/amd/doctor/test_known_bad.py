@@ -1,7 +1,5 @@
 """The table of known-bad releases: every row applies where it should, and nowhere else; the doctor prints it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """ROCm libraries are read from the process that has loaded them: real ELF files, built and loaded here."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -11,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rocm_attn.cli.doctor.loaded_libraries import (
-    identity_of,
-    installation_of,
-    loaded_libraries,
-    release_in_name,
-)
+from rocm_attn.cli.doctor.loaded_libraries import identity_of, installation_of, loaded_libraries, release_in_name
 from rocm_attn.cli.doctor.machine import ImportFailure, LoadedLibrary, TorchBuild
 from rocm_attn.cli.doctor.probe import probe
 from rocm_attn.cli.doctor.reading import read_machine

@@ -1,7 +1,5 @@
 """The real machine as the doctor reads it: from a folder that looks like one, and from this machine."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Greedy text of transformers' Gemma 3 under masks that are written out, key by key: a reference for images in vLLM."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

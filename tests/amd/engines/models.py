@@ -1,12 +1,12 @@
 """Models that engines load: folders with config.json, safetensors and a tokenizer, written once into a cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ SMALL: Mapping[str, Any] = {
     "dtype": "float32",
 }
 SPECIAL: Mapping[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA: Mapping[str, Any] = {**SMALL, **SPECIAL, "head_dim": 32, "tie_word_embeddings": False}
 _GEMMA3: Mapping[str, Any] = {
     **SMALL,
     "head_dim": 32,
@@ -95,10 +96,7 @@ def write_smollm2(folder: Path) -> None:
 
 def write_gemma3(folder: Path) -> None:
     """Writes a small Gemma 3 with random weights: two layers with a window of 24 keys for each layer without one."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    config = Gemma3TextConfig(**_GEMMA3, **SPECIAL, architectures=["Gemma3ForCausalLM"])
-    write_random(folder, lambda: Gemma3ForCausalLM(config))
+    write_random(folder, "Gemma3TextConfig", "Gemma3ForCausalLM", **_GEMMA3, **SPECIAL)
 
 
 def write_embedding_gemma(folder: Path) -> None:
@@ -115,9 +113,10 @@ def write_llama4(folder: Path) -> None:
     SGLang rounds rows that it normalises to bfloat16 on a CPU, and compiles the temperature of long texts; both are
     left out. Only with images does SGLang reorder the elements that turn, as files of Llama 4 need it.
     """
-    from transformers import Llama4Config, Llama4ForConditionalGeneration
-
-    config = Llama4Config(
+    write_random(
+        folder,
+        "Llama4Config",
+        "Llama4ForConditionalGeneration",
         text_config={
             **SMALL,
             **SPECIAL,
@@ -145,16 +144,16 @@ def write_llama4(folder: Path) -> None:
         boi_token_index=3,
         eoi_token_index=4,
         image_token_index=5,
-        architectures=["Llama4ForConditionalGeneration"],
         dtype="float32",
     )
-    write_random(folder, lambda: Llama4ForConditionalGeneration(config))
 
 
 def write_bert(folder: Path) -> None:
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
+    write_random(
+        folder,
+        "BertConfig",
+        "BertModel",
+        made_with={"add_pooling_layer": False},
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=3,
@@ -163,10 +162,8 @@ def write_bert(folder: Path) -> None:
         max_position_embeddings=512,
         position_embedding_type="absolute",
         pad_token_id=0,
-        architectures=["BertModel"],
         dtype="float32",
     )
-    write_random(folder, lambda: BertModel(config, add_pooling_layer=False))
 
 
 # A config's key: first and last token of the images of each prompt that is long enough (sglang_images.py). The first is
@@ -176,9 +173,10 @@ IMAGE_PLACES = "image_places"
 
 def write_gemma3_images(folder: Path) -> None:
     """Writes a small Gemma 3 that takes images, with random weights, and says where prompts have some."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    config = Gemma3Config(
+    write_random(
+        folder,
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
         **SPECIAL,
         text_config=_GEMMA3,
         vision_config={
@@ -194,10 +192,8 @@ def write_gemma3_images(folder: Path) -> None:
         image_token_index=5,
         boi_token_index=3,
         eoi_token_index=4,
-        architectures=["Gemma3ForConditionalGeneration"],
         dtype="float32",
     )
-    write_random(folder, lambda: Gemma3ForConditionalGeneration(config))
     # Published files have the same.
     weights = weights_of(folder).items()
     write_weights(folder, {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights})
@@ -216,14 +212,7 @@ def write_gemma3_draft(folder: Path) -> None:
 
 def write_llama(folder: Path) -> None:
     """Writes a small Llama whose next token depends on the last one more than on earlier ones."""
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    built = LlamaForCausalLM(_small_llama(num_hidden_layers=2))
-    for name, parameter in built.named_parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 1.0 if "embed_tokens" in name else 0.05)
-    built.save_pretrained(folder)
+    write_random(folder, "LlamaConfig", "LlamaForCausalLM", deviations=(1.0, 0.05), **_LLAMA, num_hidden_layers=2)
 
 
 def write_llama_head(folder: Path) -> None:
@@ -283,21 +272,15 @@ def write_block_drafts(folder: Path) -> None:
 def _small_llama(num_hidden_layers: int) -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        **SMALL,
-        **SPECIAL,
-        num_hidden_layers=num_hidden_layers,
-        head_dim=32,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    )
+    return LlamaConfig(**_LLAMA, num_hidden_layers=num_hidden_layers, architectures=["LlamaForCausalLM"])
 
 
 def write_qwen3_experts(folder: Path) -> None:
     """Writes a small Qwen 3 with experts in each of its three layers, two of four per token, and random weights."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
+    write_random(
+        folder,
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
         **SMALL,
         **SPECIAL,
         moe_intermediate_size=64,
@@ -306,9 +289,7 @@ def write_qwen3_experts(folder: Path) -> None:
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        architectures=["Qwen3MoeForCausalLM"],
     )
-    write_random(folder, lambda: Qwen3MoeForCausalLM(config))
 
 
 # Shared by every small DeepSeek here: three dense layers.
@@ -345,23 +326,10 @@ LATENT_64: Mapping[str, Any] = {
 }
 
 
-def write_deepseek(folder: Path) -> None:
-    """Writes a small DeepSeek V3 for SGLang."""
-    write_small_deepseek(folder, **LATENT_64)
-
-
-def write_wide_deepseek(folder: Path) -> None:
-    """Writes a DeepSeek with latent rows of 576 elements: vLLM's CPU kernel supports no others."""
-    write_small_deepseek(folder, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-
-
 def write_small_deepseek(folder: Path, **own: Any) -> None:
     """Writes a DeepSeek V3 of three dense layers with random weights. own: fields of its config"""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    more: dict[str, Any] = {"num_nextn_predict_layers": 0, "architectures": ["DeepseekV3ForCausalLM"]}
-    config = DeepseekV3Config(**SMALL_DEEPSEEK, **more, **own)
-    write_random(folder, lambda: DeepseekV3ForCausalLM(config))
+    fields = {**SMALL_DEEPSEEK, "num_nextn_predict_layers": 0, **own}
+    write_random(folder, "DeepseekV3Config", "DeepseekV3ForCausalLM", **fields)
 
 
 def write_sparse_deepseek(folder: Path) -> None:
@@ -374,21 +342,32 @@ def write_sparse_deepseek(folder: Path) -> None:
 
 def write_small_sparse(folder: Path, **own: Any) -> None:
     """Writes a DeepSeek V3.2 of three dense layers with random weights. own: fields of its config"""
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-
-    make: Any = DeepseekV32Config  # only vLLM knows all of the names
-    config = make(**SMALL_DEEPSEEK, mlp_layer_types=["dense"] * 3, architectures=["DeepseekV32ForCausalLM"], **own)
-    write_random(folder, lambda: DeepseekV32ForCausalLM(config))
+    fields = {**SMALL_DEEPSEEK, "mlp_layer_types": ["dense"] * 3, **own}
+    write_random(folder, "DeepseekV32Config", "DeepseekV32ForCausalLM", **fields)
 
 
-def write_random(folder: Path, build: Callable[[], torch.nn.Module]) -> None:
-    """Writes a model of transformers with random weights whose logits are far from even."""
+def write_random(
+    folder: Path,
+    config: str,
+    model: str,
+    *,
+    deviations: tuple[float, float] = (0.03, 0.12),
+    made_with: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,
+) -> None:
+    """Writes a model of transformers with random weights: by default its logits are far from even.
+
+    config, model: names of classes; deviations: of embeddings and of other matrices; made_with: arguments of the model
+    """
+    import transformers
+
+    made, (of_embeddings, of_others) = getattr(transformers, config)(architectures=[model], **fields), deviations
     torch.manual_seed(0)
-    built = build().float()
+    built = getattr(transformers, model)(made, **made_with).float()
     for name, parameter in built.named_parameters():
         if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.03 if "embed_tokens" in name else 0.12)
-    built.save_pretrained(folder)  # type: ignore[operator]  # of transformers
+            parameter.data.normal_(0, of_embeddings if "embed_tokens" in name else of_others)
+    built.save_pretrained(folder)
 
 
 def write(folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
@@ -422,7 +401,10 @@ MODELS: Mapping[str, Callable[[Path], None]] = {
     "eagle_target": write_llama,
     "eagle_head": write_llama_head,
     "block_drafts": write_block_drafts,
-    "deepseek": write_deepseek,
-    "deepseek_wide": write_wide_deepseek,
+    "deepseek": partial(write_small_deepseek, **LATENT_64),
+    # With latent rows of 576 elements: vLLM's CPU kernel supports no others.
+    "deepseek_wide": partial(
+        write_small_deepseek, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    ),
     "deepseek_sparse": write_sparse_deepseek,
 }

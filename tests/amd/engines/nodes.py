@@ -4,8 +4,6 @@ Shared memory is each node's own, as on two machines: engines try it to find out
 namespaces are not permitted, the nodes are two addresses of the loopback interface.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

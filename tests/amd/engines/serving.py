@@ -1,7 +1,5 @@
 """Helpers for the tests of both engines: prompts, checks of answers, and the places of environments."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ SGLang refuses to start with the flag without a GPU. Here torch multiplies each 
 depends on no other token of its step. Names are those of SGLang 0.5.23 (sglang/srt/batch_invariant_ops).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

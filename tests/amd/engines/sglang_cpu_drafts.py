@@ -3,8 +3,6 @@
 Each is named and called as in SGLang 0.5.23 (sglang/kernels/ops/speculative), and written from its purpose.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -4,8 +4,6 @@ A graph is the call that SGLang captures, which each replay makes again. Names a
 (sglang/srt/model_executor/runner).
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ SGLang splits each batch, makes the halves' metadata and runs their layers in tu
 of SGLang 0.5.23 (sglang/srt/batch_overlap). Its code for AMD needs the properties only, and so does this one.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -8,8 +8,6 @@ Tokens come one after the other. SGLang's own attention and ours run over the sa
 attention alone. Steps that verify drafts are there for chains in gated delta nets.
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 from types import ModuleType

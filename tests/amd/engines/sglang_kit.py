@@ -5,8 +5,6 @@
 REQUEST: JSON, names of GROUPS; OUT: receives JSON, group -> Tally
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

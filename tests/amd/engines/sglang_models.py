@@ -1,7 +1,5 @@
 """Hybrid models for SGLang: those of vllm_models, as SGLang reads them."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

@@ -21,8 +21,6 @@ ENGINE_FAULTS_LOG=FILE once the file exists, one of FAULTS is planted in every f
 ENGINE_STATE_FAULTS_LOG=FILE lets FILE.next request faults of states (sglang_state_faults.py), which FILE gets lines of
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 are kept next to it for the next time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 REQUESTED has the name of the fault to plant. The first step that can have it gets it, and the file is emptied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@
 REQUEST: JSON, a list of the fields of Run; OUT: receives JSON, a list of the fields of Answer
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

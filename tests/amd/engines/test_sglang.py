@@ -1,7 +1,5 @@
 """SGLang's whole engine with our backend gives the tokens of its own one and gets reports of faults; its kit passes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +14,7 @@ import torch
 
 from rocm_attn.integrations.plugins import SGLANG as SGLANG_PLUGIN
 from tests.amd.engines.models import IMAGE_PLACES, model
-from tests.amd.engines.serving import (
-    LONG_LENGTHS,
-    MOST_STEPS_LATER,
-    assert_equal_tokens,
-    prompts,
-)
+from tests.amd.engines.serving import LONG_LENGTHS, MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.sglang_kit import GROUPS
 from tests.amd.engines.sglang_plugin import FAULTS
 from tests.amd.engines.sglang_runs import SGLANG, SglangVenv

@@ -1,7 +1,5 @@
 """SGLang over two nodes, started by its own launcher as docs/scale.md says, with our backend on each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SGLang's whole engine with recurrent layers: our attention gives its own tokens, and faults of states are found."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

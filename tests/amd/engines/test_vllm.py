@@ -1,7 +1,5 @@
 """vLLM's whole engine with our backend gives the tokens of its own backend, and gets reports of faults in its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +14,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from tests.amd.engines.masked_text import texts_with_images
 from tests.amd.engines.models import model
-from tests.amd.engines.serving import (
-    MOST_STEPS_LATER,
-    assert_equal_tokens,
-    prompts,
-)
+from tests.amd.engines.serving import MOST_STEPS_LATER, assert_equal_tokens, prompts
 from tests.amd.engines.vllm_models import vllm_model
 from tests.amd.engines.vllm_runs import VLLM, VllmVenv
 from tests.amd.engines.vllm_text import CHANGED_HOST_MEMORY, EMBEDDINGS, Answer, Run

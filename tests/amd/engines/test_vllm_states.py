@@ -1,7 +1,5 @@
 """vLLM's whole engine with recurrent layers: our attention gives its own tokens, and faults of its states are found."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ vLLM makes no slots of tokens for ranks that share contexts. And a stage of a pi
 hidden states in only when the model is compiled, so eager steps fail, whichever backend serves.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

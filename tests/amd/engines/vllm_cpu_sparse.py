@@ -4,8 +4,6 @@ Each part is named and called as vLLM does (model_executor/layers/sparse_attn_in
 Index keys are kept unrounded, at the slots of vLLM's own cache of them, which would keep them in 8 bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

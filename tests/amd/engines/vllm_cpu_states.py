@@ -6,8 +6,6 @@ are kept from within a chunk of a prompt. They are written from vLLM's kernels f
 layers/mamba/ops), over vLLM's metadata and its own states.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache

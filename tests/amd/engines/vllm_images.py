@@ -4,8 +4,6 @@ A model whose config has IMAGE_SPANS counts as one with images (is_mm_prefix_lm)
 an image in each of these places, as vLLM's scheduler knows images: its runner derives their ranges itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from types import SimpleNamespace

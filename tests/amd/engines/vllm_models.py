@@ -1,9 +1,8 @@
 """Models that only vLLM loads here: a Llama with heads that draft for it, a DeepSeek with indexers, and hybrids."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,10 @@ def write_llama(folder: Path) -> None:
 
     It has one KV head, so that two ranks share it.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**_LLAMA, num_hidden_layers=2, architectures=["LlamaForCausalLM"])
-    write_random(folder, lambda: LlamaForCausalLM(config))
+    write_random(folder, "LlamaConfig", "LlamaForCausalLM", **_LLAMA, num_hidden_layers=2)
     weights = weights_of(folder)
     random = torch.Generator().manual_seed(2)
-    embeddings = torch.randn(VOCABULARY, config.hidden_size, generator=random)
+    embeddings = torch.randn(VOCABULARY, int(_LLAMA["hidden_size"]), generator=random)
     weights["model.embed_tokens.weight"] = embeddings
     weights["lm_head.weight"] = embeddings[torch.randperm(VOCABULARY, generator=random)].contiguous()
     write_weights(folder, weights)
@@ -108,9 +104,10 @@ def write_encoder(folder: Path) -> None:
 
 def write_local_encoder(folder: Path) -> None:
     """Writes a small ModernBERT: two layers whose tokens see 12 on each side for each layer whose tokens see all."""
-    from transformers import ModernBertConfig, ModernBertModel
-
-    config = ModernBertConfig(
+    write_random(
+        folder,
+        "ModernBertConfig",
+        "ModernBertModel",
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=6,
@@ -123,10 +120,8 @@ def write_local_encoder(folder: Path) -> None:
         eos_token_id=2,
         cls_token_id=1,
         sep_token_id=2,
-        architectures=["ModernBertModel"],
         dtype="float32",
     )
-    write_random(folder, lambda: ModernBertModel(config))
     _write_words(folder)
 
 
@@ -138,15 +133,12 @@ def write_local_embeddings(folder: Path) -> None:
 
 def write_speech(folder: Path) -> None:
     """Writes a small Whisper for two seconds of sound, which its encoder makes 100 rows of."""
-    from transformers import (
-        WhisperConfig,
-        WhisperFeatureExtractor,
-        WhisperForConditionalGeneration,
-        WhisperProcessor,
-        WhisperTokenizer,
-    )
+    from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
 
-    config = WhisperConfig(
+    write_random(
+        folder,
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
         vocab_size=VOCABULARY,
         num_mel_bins=16,
         d_model=128,
@@ -164,9 +156,7 @@ def write_speech(folder: Path) -> None:
         decoder_start_token_id=1,
         suppress_tokens=None,
         begin_suppress_tokens=None,
-        architectures=["WhisperForConditionalGeneration"],
     )
-    write_random(folder, lambda: WhisperForConditionalGeneration(config))
     features = WhisperFeatureExtractor(feature_size=16, chunk_length=2)
     WhisperProcessor(features, WhisperTokenizer(tokenizer_object=_words())).save_pretrained(folder)
 
@@ -190,10 +180,11 @@ def _words() -> Any:
 
 def write_chunks(folder: Path) -> None:
     """Writes a small Llama 4 without experts: three layers with chunks of 32 keys for each layer that sees all."""
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
     layers = ["chunked_attention"] * 3 + ["full_attention"]
-    config = Llama4TextConfig(
+    write_random(
+        folder,
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
         **{name: value for name, value in _LLAMA.items() if name != "pad_token_id"},
         intermediate_size_mlp=256,
         num_hidden_layers=8,
@@ -204,39 +195,19 @@ def write_chunks(folder: Path) -> None:
         layer_types=layers * 2,
         no_rope_layers=[1, 1, 1, 0] * 2,
         pad_token_id=0,
-        architectures=["Llama4ForCausalLM"],
     )
-    write_random(folder, lambda: Llama4ForCausalLM(config))
 
 
-def write_images(folder: Path) -> None:
-    """Writes the small Gemma 3 with two images in each longer prompt."""
-    _write_images(folder, {IMAGE_SPANS: [[5, 13], [20, 17]]})
-
-
-def write_wide_images(folder: Path) -> None:
-    """Writes the small Gemma 3 with an image that is longer than its windows, and keeps to them, as in Gemma 4."""
-    _write_images(folder, {IMAGE_SPANS: [[5, 34]], KEEPS_WINDOWS: True})
-
-
-def _write_images(folder: Path, more: Mapping[str, object]) -> None:
+def write_images(folder: Path, fields: Mapping[str, object]) -> None:
+    """Writes the small Gemma 3 with images in each longer prompt. fields: of the config, which say where"""
     write_gemma3(folder)
-    add_to_config(folder, more)
+    add_to_config(folder, fields)
 
 
-def write_sparse(folder: Path) -> None:
+def write_sparse(folder: Path, **latent: Any) -> None:
     """Writes a DeepSeek V3.2 of three dense layers, which attend to 24 tokens that their indexers choose."""
-    _write_sparse(folder, LATENT_64)
-
-
-def write_sparse_plain(folder: Path) -> None:
-    """Writes the same model with positions that are not scaled, as in GLM-5."""
-    _write_sparse(folder, {**LATENT_64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
-
-
-def _write_sparse(folder: Path, latent: Mapping[str, Any]) -> None:
     own = {"num_nextn_predict_layers": 0, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 24}
-    write_small_sparse(folder, **latent, **own)
+    write_small_sparse(folder, **{**LATENT_64, **latent}, **own)
 
 
 def write_delta_net(folder: Path) -> None:
@@ -244,9 +215,10 @@ def write_delta_net(folder: Path) -> None:
 
     A state takes as many bytes as K and V of 542 tokens, so vLLM makes blocks of 544.
     """
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    config = Qwen3NextConfig(
+    write_random(
+        folder,
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
         **_LLAMA,
         num_hidden_layers=8,
         linear_num_key_heads=1,
@@ -257,9 +229,7 @@ def write_delta_net(folder: Path) -> None:
         shared_expert_intermediate_size=64,
         num_experts=2,
         num_experts_per_tok=2,  # a choice that rounding cannot change
-        architectures=["Qwen3NextForCausalLM"],
     )
-    write_random(folder, lambda: Qwen3NextForCausalLM(config))
 
 
 def write_repeating_delta_net(folder: Path) -> None:
@@ -279,9 +249,10 @@ def write_repeating_delta_net(folder: Path) -> None:
 
 def write_mamba(folder: Path) -> None:
     """Writes a small Granite 4: two layers of Mamba2 and one of attention, twice, with dense MLPs."""
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
-
-    config = GraniteMoeHybridConfig(
+    write_random(
+        folder,
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
         **{name: value for name, value in _LLAMA.items() if name != "head_dim"},
         num_hidden_layers=6,
         layers_block_type=["mamba", "mamba", "attention"] * 2,
@@ -294,16 +265,15 @@ def write_mamba(folder: Path) -> None:
         mamba_d_state=8,
         mamba_expand=2,
         mamba_chunk_size=16,
-        architectures=["GraniteMoeHybridForCausalLM"],
     )
-    write_random(folder, lambda: GraniteMoeHybridForCausalLM(config))
 
 
 def write_parallel_mamba(folder: Path) -> None:
     """Writes a small Falcon-H1: three layers with Mamba2 and attention next to each other, scaled by multipliers."""
-    from transformers import FalconH1Config, FalconH1ForCausalLM
-
-    config = FalconH1Config(
+    write_random(
+        folder,
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
         **_LLAMA,
         num_hidden_layers=3,
         mamba_d_ssm=256,
@@ -316,9 +286,7 @@ def write_parallel_mamba(folder: Path) -> None:
         ssm_in_multiplier=0.5,
         ssm_multipliers=[0.7, 1.1, 0.9, 1.3, 0.8],
         attention_out_multiplier=0.6,
-        architectures=["FalconH1ForCausalLM"],
     )
-    write_random(folder, lambda: FalconH1ForCausalLM(config))
 
 
 _MODELS: Mapping[str, Callable[[Path], None]] = {
@@ -330,12 +298,14 @@ _MODELS: Mapping[str, Callable[[Path], None]] = {
     "local_embeddings": write_local_embeddings,
     "speech": write_speech,
     "chunks": write_chunks,
-    "images": write_images,
-    "wide_images": write_wide_images,
+    "images": partial(write_images, fields={IMAGE_SPANS: [[5, 13], [20, 17]]}),
+    # Longer than the windows, to which it keeps, as in Gemma 4.
+    "wide_images": partial(write_images, fields={IMAGE_SPANS: [[5, 34]], KEEPS_WINDOWS: True}),
     "delta_net": write_delta_net,
     "delta_net_repeats": write_repeating_delta_net,
     "mamba": write_mamba,
     "parallel_mamba": write_parallel_mamba,
     "sparse": write_sparse,
-    "sparse_plain": write_sparse_plain,
+    # Positions that are not scaled, as in GLM-5.
+    "sparse_plain": partial(write_sparse, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
 }

@@ -4,8 +4,6 @@
 kept next to it for the next time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ REQUEST: JSON, a list of the fields of Run; OUT: receives JSON, a list of the fi
 determines which backend serves: vLLM finds our plug-in if the package's metadata is on the path.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -24,8 +24,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, ExternalStep, NewLengths, OneEach
 from rocm_attn.step.protocols import LayerCalls
-from tests.amd.external.oracle import attention
-from tests.amd.integrations.oracle import Array
+from tests.amd.integrations.oracle import Array, Scores, attention
 
 Q_HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 16, 24
 NUM_REQUESTS, ROOM = 6, 96
@@ -313,7 +312,7 @@ class Engine(ABC):
             first = 0
             for request, count in zip(requests, new, strict=True):
                 q = given.q[layer][first : first + count].double().cpu().numpy()
-                want, _ = attention(q, *self.stored[layer, request.row], scale=SCALE, window_left=window)
+                want, _ = attention(q, *self.stored[layer, request.row], Scores(SCALE, window_left=window))
                 found = outs[layer][first : first + count].double().cpu().numpy()
                 assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"layer {layer}, row {request.row}"
                 first += count

@@ -1,7 +1,5 @@
 """Errors of an engine: each is dropped, cut or refused, reported, and harms no other request."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """Features that an engine may ask for, and refusals: causality, masks, short KV, strides, tails, inference mode."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -41,7 +39,7 @@ from rocm_attn.step.external_step import (
     OneEach,
 )
 from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM
-from tests.amd.external.oracle import attention
+from tests.amd.integrations.oracle import Scores, attention
 
 PAGE = 16
 Cells = npt.NDArray[Any]
@@ -125,10 +123,10 @@ class Filled:
         for (k, v), new, length, seen in zip(self.stored, q_len, kv_len, shown, strict=False):
             rows = q[first : first + new].double().cpu().numpy()
             cells = None if seen is None else seen.astype(np.float64)
-            out, lse = attention(rows, k[:length], v[:length], scale=SCALE, causal=causal, shown=cells)
+            out, lse = attention(rows, k[:length], v[:length], Scores(SCALE, causal, shown=cells))
             here = slice(first, first + new)
             assert np.allclose(found[0][here].cpu(), out, atol=2e-5)
-            assert np.allclose(found[1][here].cpu(), lse, atol=2e-5)
+            assert np.allclose(found[1][here].cpu(), lse * np.log(2), atol=2e-5)
             first += new
 
     def cells(self, q_len: Sequence[int], see: Callable[[Cells, Cells], Cells]) -> list[Cells]:
@@ -327,7 +325,7 @@ def test_latent_pages_of_an_engine_are_stored_and_read(device: torch.device) -> 
         made.layers.store(0, k, k[..., :16])
         made.layers.attend(0, q, out)
         stored = rows[:done].double().cpu().numpy()
-        want, _ = attention(q.double().cpu().numpy(), stored, stored[..., :16], scale=SCALE)
+        want, _ = attention(q.double().cpu().numpy(), stored, stored[..., :16], Scores(SCALE))
         assert np.allclose(out.cpu(), want, atol=2e-5)
     made.check_device()
 

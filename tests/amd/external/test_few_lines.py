@@ -1,7 +1,5 @@
 """The code that an engine's author must write: a line for its KV cache, one for its table, one per kind of step."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref

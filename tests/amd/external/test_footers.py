@@ -1,7 +1,5 @@
 """DeepSeek-V4's window in an engine's pages: records that the engine has stored and ours, with scales in footers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,8 @@ from rocm_attn.paging.adopted import TableSource
 from rocm_attn.paging.adopted_pages import EnginePages
 from rocm_attn.problem import Scales
 from rocm_attn.step.external_step import ExternalStep
-from tests.amd.external.oracle import attention as oracle
+from tests.amd.integrations.oracle import Scores
+from tests.amd.integrations.oracle import attention as oracle
 from tests.amd.kernels.record_cases import POISON, RecordPages
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.problems import providers, record_layer
@@ -59,5 +58,5 @@ def test_footers_of_an_engine_are_read_and_written(provider: str, device: torch.
     assert torch.equal(memory.cpu(), wanted)
     values = [records.value(wanted[page], token % PAGE_SIZE) for token, page in enumerate(page_of_token)]
     held = torch.stack(values)[:, None].numpy()
-    want, _ = oracle(q.double().numpy(), held, held, scale=problem.scale, window_left=WINDOW_LEFT)
+    want, _ = oracle(q.double().numpy(), held, held, Scores(problem.scale, window_left=WINDOW_LEFT))
     assert_attention_close(out.cpu(), torch.from_numpy(want), torch.float32)

@@ -1,7 +1,5 @@
 """The guards of steps over an engine's storage: one switched off alone is noticed; with all on, nothing is reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Layers that select keys over an engine's pages: index pages are bound like others, and selections are fresh."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The shadow check: it reports nothing for a right step, and names the sequences of a wrong one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

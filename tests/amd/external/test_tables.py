@@ -1,7 +1,5 @@
 """Tables that their engine writes while a step runs, and what may not move under graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

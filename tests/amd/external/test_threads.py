@@ -1,7 +1,5 @@
 """A step over an engine's storage belongs to one thread: calls of others are refused, and none gives wrong rows."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

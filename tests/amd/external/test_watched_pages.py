@@ -1,7 +1,5 @@
 """A page that is written while another row still names it is reported. Pages that rows only read are not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

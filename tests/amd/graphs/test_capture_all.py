@@ -1,7 +1,5 @@
 """Capturing ahead of the first request, or after enough steps of a plan: the graphs, their order, their costs."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """`rocm-attn capture-plan`: a runtime then allocates and captures what it predicts."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data-parallel attention: ranks serve their own requests in lockstep, with collectives over all tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Graphs of rounds of drafts: all draft steps and the picks between them, bitwise equal to eager runs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,6 @@
 """Exceptions during a capture: serving continues, other ranks learn of it, and nothing is reported twice."""
 
-from __future__ import annotations
-
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,20 +126,23 @@ class OfTwo:
         return found_by_any([findings, {}])
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError("of the check")])
-def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(error: BaseException) -> None:
-    tiny, runs = Tiny.build(CPU, "torch", [4]), 0
+def raising_in_run(number: int, tiny: Tiny, error: BaseException) -> Callable[[Part], Tensor]:
+    """Returns the model's forward, which raises in this run."""
+    runs = itertools.count(1)
 
     def forward(step: Part) -> Tensor:
-        nonlocal runs
-        runs += 1
-        if runs == 5:
+        if next(runs) == number:
             raise error
         return tiny.forward(step)
 
-    agree = OfTwo()
+    return forward
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError("of the check")])
+def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(error: BaseException) -> None:
+    tiny, agree = Tiny.build(CPU, "torch", [4]), OfTwo()
     tiny.runtime.agree = agree
-    runner = StepRunner(tiny.runtime, forward, recorder_for(CPU))
+    runner = StepRunner(tiny.runtime, raising_in_run(5, tiny, error), recorder_for(CPU))
     with pytest.raises(type(error)):
         runner.capture_all()
     before, *_, sent = agree.sent
@@ -152,16 +154,10 @@ def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(err
 
 def broken_off_on(rank: int, broken: int, how: str) -> list[str]:
     """Serves with a capture failing on one rank. Returns why graphs are off, replays, and whether rows are right."""
-    tiny, runs = Tiny.build(CPU, "torch", [4]), 0
+    tiny = Tiny.build(CPU, "torch", [4])
     tiny.runtime.agree = among_all()
-
-    def forward(step: Part) -> Tensor:
-        nonlocal runs
-        runs += 1
-        if rank == broken and how == "check" and runs == 5:
-            raise ZeroDivisionError
-        return tiny.forward(step)
-
+    raises = rank == broken and how == "check"
+    forward = raising_in_run(5, tiny, ZeroDivisionError()) if raises else tiny.forward
     records = rank == broken and how == "recording"
     recorder = Fails(RuntimeError("not while capturing")) if records else recorder_for(CPU)
     runner = StepRunner(tiny.runtime, forward, recorder)
@@ -287,22 +283,14 @@ def test_faults_of_steps_that_a_graph_was_tried_on_are_reported_as_its_refusal_a
 
 
 def test_a_check_on_the_live_step_that_is_broken_off_leaves_its_kv_as_it_was() -> None:
-    tiny, runs = Tiny.build(CPU, "torch", [1], max_num_seqs=1), 0
+    tiny = Tiny.build(CPU, "torch", [1], max_num_seqs=1)
     requests = tiny.admitted(1)
     for q_len in ([5], [1]):
         requests.run(tiny.runner(graphs=False), q_len)
-
-    def forward(step: Part) -> Tensor:
-        nonlocal runs
-        runs += 1
-        if runs == 3:
-            raise ZeroDivisionError
-        return tiny.forward(step)
-
     stored = requests.stored()
     again = StepBatch(*(np.array([value], np.int32) for value in (requests.rows[0], requests.kv_len[0], 1, 9)))
     with pytest.raises(ZeroDivisionError):
-        StepRunner(tiny.runtime, forward, recorder_for(CPU)).run(again)
+        StepRunner(tiny.runtime, raising_in_run(3, tiny, ZeroDivisionError()), recorder_for(CPU)).run(again)
     assert same(requests.stored(), stored)
 
 

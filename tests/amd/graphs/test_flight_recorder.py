@@ -1,7 +1,5 @@
 """The flight recorder: the steps that it keeps, the times when it writes, and a dump that reads back unchanged."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

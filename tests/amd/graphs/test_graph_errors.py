@@ -1,7 +1,5 @@
 """Exceptions of hip_graphs reach callers of the runtime as errors of the runtime."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Tools that inspect steps work with two spaces of pages: the capture plan, the flight recorder, the sampled check."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Graphs of steps with a mask."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Reopening for smaller sizes frees the memory that graphs of the larger ones held."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Metrics: each is one field, and is counted where it occurs."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Forwards that return more than one tensor, or none: a step's outputs, eager, replayed, and in two halves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`rocm-attn replay-step`: runs a dumped step again; its exit code reports whether all ways agree."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sampled verification: right steps pass, wrong graphs and wrong layers are counted, and results do not change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Graphs of decode steps that share prefixes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Graphs of split steps: both halves in one graph, bitwise equal to the eager halves, whatever ran before them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """A watchdog names a step that hangs, and reports nothing about steps that end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path

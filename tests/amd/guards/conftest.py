@@ -1,7 +1,5 @@
 """Registers the stand-ins of csr_kernels.py as providers, and keeps the environment from switching off guards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 It takes its batch size from the padded shape, as such kernels do, and reads pages ahead of a sequence's last one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

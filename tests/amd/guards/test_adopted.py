@@ -1,7 +1,5 @@
 """Storage that an engine owns: its slots, its page 0, and the tables that its graphs read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

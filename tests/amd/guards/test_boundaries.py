@@ -1,7 +1,5 @@
 """The boundary matrix: numbers of sequences, lengths and page sizes, eagerly and as graphs, against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product

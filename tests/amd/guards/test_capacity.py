@@ -1,7 +1,5 @@
 """Buffers hold the padded batch, which may exceed the request pool, and do not move under a graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

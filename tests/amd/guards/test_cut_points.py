@@ -1,7 +1,5 @@
 """Cut points: a deterministic runtime cuts a sequence's KV in places that do not depend on the batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Rounds of drafts without the guards: the reports of engines whose draft workers keep lists of their own."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import product

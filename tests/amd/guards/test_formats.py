@@ -1,7 +1,5 @@
 """Page formats: a writer and a reader that disagree are not built, and scales keep the addresses that graphs read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The two halves of a split step: room for both beyond the request pool, and memory of their own."""
 
-from __future__ import annotations
-
 import re
 
 import torch

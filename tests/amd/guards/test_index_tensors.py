@@ -1,7 +1,5 @@
 """Index tensors of a step: only the needed ones, built once for all kinds of layer, with an error word that reports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

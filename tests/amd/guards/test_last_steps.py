@@ -1,7 +1,5 @@
 """Faults that no ordinary next step reports: of last steps, of second halves, and of steps before a failed launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

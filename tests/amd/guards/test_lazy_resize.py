@@ -1,7 +1,5 @@
 """Every buffer grows by itself, to the padded batch, and keeps its dtype, its pad and its name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Padded sequences, padded tokens and the memory after a sequence are inert, and are not without their guards."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

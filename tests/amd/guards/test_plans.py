@@ -1,7 +1,5 @@
 """The inputs of a plan, the choice of a graph, and the values that every step derives again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

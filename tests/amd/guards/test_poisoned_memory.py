@@ -1,7 +1,5 @@
 """The contents of memory before a step change no bit of it: poison wherever a step may not read, step after step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

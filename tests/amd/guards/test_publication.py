@@ -1,7 +1,5 @@
 """The host's decisions reach the device before the step that needs them, complete, even if something fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The list of guards: each has a proof, a line in the documentation and a switch for debugging only."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json
@@ -17,14 +15,7 @@ import torch
 from rocm_attn.cli import BAD_INPUT, DONE, main
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.guards.registry import GUARDS, Guard, Guards, guards_from_settings
-from rocm_attn.machine.settings import (
-    DEBUG,
-    DISABLE_GUARDS,
-    WATCH_STATES,
-    Settings,
-    read_settings,
-    settings,
-)
+from rocm_attn.machine.settings import DEBUG, DISABLE_GUARDS, WATCH_STATES, Settings, read_settings, settings
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.echo import NoEcho
 from rocm_attn.step.options import RuntimeOptions

@@ -1,7 +1,5 @@
 """reopen() that fails, is interrupted, or is called by another runner: no graph of an earlier seal serves again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of the request table: the contents of one row stay out of the others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A repeated step finds its rows unchanged, and draft steps store one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Selections of indexers on the device: they are fresh, and share no memory with anything else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

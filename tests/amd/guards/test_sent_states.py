@@ -3,8 +3,6 @@
 With it the import is refused, and the row can be filled by a second try; without it the text goes on, and is wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups of sequences that share prefixes: a step has its own, whatever an earlier step has left in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

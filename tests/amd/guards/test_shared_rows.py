@@ -1,7 +1,5 @@
 """Data that rows share stays unchanged, and data that no step has stored is not read."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 No id is allocated in both spaces, so that every mix-up shows.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

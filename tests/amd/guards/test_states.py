@@ -4,8 +4,6 @@ Each case is a public thread, and does with this runtime what went wrong there. 
 it on the host, or the device reports it and leaves every state as it is; without it the text goes on, and is wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The ways in which a guard's test runs: by each provider, eagerly and in graphs, or in a process of its own."""
 
-from __future__ import annotations
-
 from subprocess import CompletedProcess
 
 import pytest

@@ -1,7 +1,5 @@
 """One fixture for every recorder of this machine, so that the same test covers both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The recorders of tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

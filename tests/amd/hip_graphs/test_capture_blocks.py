@@ -1,7 +1,5 @@
 """Recordings of blocks of code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

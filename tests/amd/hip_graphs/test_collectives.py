@@ -1,7 +1,5 @@
 """Collectives among recorded operations: a replay repeats them with the other ranks, and waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two functions at the same time, in order with work before and after them, and as branches of one graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

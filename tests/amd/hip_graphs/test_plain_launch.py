@@ -1,7 +1,5 @@
 """Graphs that the driver itself launches, and those that torch must still replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

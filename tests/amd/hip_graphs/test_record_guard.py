@@ -1,7 +1,5 @@
 """Calls that a recording cannot repeat are refused while it is recorded, at the line that makes them."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable

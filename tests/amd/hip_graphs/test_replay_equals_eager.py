@@ -1,7 +1,5 @@
 """Replays with new inputs equal, bit for bit, the function itself with those inputs."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

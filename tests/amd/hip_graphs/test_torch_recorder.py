@@ -1,7 +1,5 @@
 """Behaviour of a GPU's recorder that only a GPU can show."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

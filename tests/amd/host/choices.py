@@ -1,7 +1,5 @@
 """Kernels of one layer, as they are chosen for a GPU that is not here."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

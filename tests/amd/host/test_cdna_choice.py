@@ -1,7 +1,5 @@
 """The choice of decode for CDNA, the reasons against it elsewhere, and its probe before it serves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

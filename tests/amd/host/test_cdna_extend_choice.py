@@ -1,7 +1,5 @@
 """The choice of extend for CDNA: the layers and the steps that it serves, and its probe before it serves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

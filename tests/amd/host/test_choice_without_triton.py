@@ -1,7 +1,5 @@
 """A Triton kernel is chosen, described and sized without Triton, which only launches need."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """Codes of one eight-bit encoding as those of another: each code is looked up, and a change of any is reported."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A driver call gets the arguments that Triton's launchers pass, in every release."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

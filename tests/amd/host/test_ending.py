@@ -1,7 +1,5 @@
 """A process of tests ends at once if they have passed, and otherwise as Python and pytest end it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """An error about too little room says whether it may fit later."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

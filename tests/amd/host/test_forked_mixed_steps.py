@@ -1,7 +1,5 @@
 """A mixed step that forks a stream in a capture is not made by launches alone there, and is never a joined call."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock

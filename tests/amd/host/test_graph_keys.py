@@ -1,7 +1,5 @@
 """Graphs are keyed by their kernels as values: equal launches give equal keys, possibly different ones do not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace

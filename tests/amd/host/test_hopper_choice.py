@@ -1,7 +1,5 @@
 """The choice of the extend kernel for Hopper, and TMA's view of its pages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock

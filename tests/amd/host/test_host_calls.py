@@ -1,7 +1,5 @@
 """The host's work in a step, counted in calls and bytecodes: times would show less, and differ between machines."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A request table interrupted at any line: a page may be lost, but no two owners hold it unaware of each other."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pages that outlive their row: kept under ids, reused by other rows, and dropped once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The choice of latent decode for CDNA and for Hopper, and the part of a step that it serves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every limit of a row, by a layer that breaks it alone: the clause of each, and that no field has none."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Measured rows: the file format, the GPUs that its rows serve, and their precedence over the table's rows."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ A kernel that cuts few tokens into more parts may need more memory for them than
 units. So each kernel is asked here for each GPU, none of which has to be there.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""The package's one comparison with a reference, and its table of bounds."""
-
-from __future__ import annotations
+"""The package's one comparison with a reference, its table of bounds, and the tests' own tolerances."""
 
 import math
 
@@ -9,6 +7,7 @@ import torch
 
 from rocm_attn.oracle.numerics import BOUNDS, Bound, error_parts
 from tests.amd import tolerances
+from tests.amd.tolerances import assert_layers_close, assert_same_but_for_rounding
 
 NAN, INF = math.nan, math.inf
 
@@ -49,3 +48,13 @@ def test_an_error_is_a_part_of_what_is_allowed(result: float, reference: float, 
 def test_values_of_no_size_may_not_differ_at_all() -> None:
     parts = error_parts(torch.tensor([0.0, 1e-30]), torch.zeros(2), Bound(0.5, 0.25), size=0.0)
     assert parts.tolist() == [0.0, INF]
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf")])
+def test_an_infinity_widens_no_bound(odd: float) -> None:
+    one, other = torch.tensor([odd, 1.0, 2.0]), torch.tensor([odd, 1.0, 2.001])
+    assert_same_but_for_rounding(one, one)
+    with pytest.raises(AssertionError):
+        assert_same_but_for_rounding(one, other)
+    with pytest.raises(AssertionError):
+        assert_layers_close(one, other)

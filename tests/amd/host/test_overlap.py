@@ -1,7 +1,5 @@
 """may_overlap() of tensors in one memory, and in memory of their own."""
 
-from __future__ import annotations
-
 import torch
 
 from rocm_attn.step.layers import may_overlap

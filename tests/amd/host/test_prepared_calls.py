@@ -1,7 +1,5 @@
 """A prepared call launches the same as the call itself. Calls that cannot be prepared are not."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Hashable

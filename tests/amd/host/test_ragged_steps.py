@@ -1,7 +1,5 @@
 """Steps that no graph replays: those of one size share one plan and one set of views, of which the latest are kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """RequestTable: pages are held, shared, copied before a write, and freed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

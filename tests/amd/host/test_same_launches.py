@@ -1,7 +1,5 @@
 """A launcher called repeatedly with the same tensors is examined twice, and then the driver launches it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The cut of a step in two, the padded sizes of the halves, and their parts of every buffer."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

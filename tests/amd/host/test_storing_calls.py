@@ -1,7 +1,5 @@
 """A layer that stores and attends in one launch is prepared like other calls."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

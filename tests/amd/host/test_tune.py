@@ -1,7 +1,5 @@
 """`rocm-attn tune` without a GPU: candidates, the search with made-up times, its file, its journal."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Candidates of `rocm-attn tune` are compiled in separate processes, which may end."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

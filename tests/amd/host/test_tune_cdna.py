@@ -1,7 +1,5 @@
 """`rocm-attn tune` where decode for CDNA serves: its tiles and paged decode's are compared with it; one row is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The search for tiles of Hopper's kernels, without a GPU: candidates from the description, the file, the selection."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

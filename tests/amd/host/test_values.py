@@ -1,7 +1,5 @@
 """The values of a step: they check themselves and report an error in one sentence."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

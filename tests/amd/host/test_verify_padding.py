@@ -1,7 +1,5 @@
 """Steps that verify drafts are padded to a fixed number of tokens per padded sequence, whatever they bring."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A file that cannot be written to its end leaves the older one, and nothing of itself."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Random steps over such pages are those of tests/amd/random_calls and of the soak.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

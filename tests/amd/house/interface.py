@@ -3,8 +3,6 @@
 python -m tests.amd.house.interface writes it.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """The command line: usage errors, exit codes, and the contents of stdout and stderr."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

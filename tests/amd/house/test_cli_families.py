@@ -1,7 +1,5 @@
 """`rocm-attn generate --model DIR` for each family, from a directory that transformers has written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

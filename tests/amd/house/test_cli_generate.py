@@ -1,7 +1,5 @@
 """`rocm-attn generate` on a tiny random model: prompts in, a JSON object or ordered text out, errors in a sentence."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

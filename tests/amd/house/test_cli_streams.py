@@ -1,7 +1,5 @@
 """The command line with a shell's unusual streams, and interrupted at bad moments: a sentence, an exit code."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`rocm-attn truth`: its output and its exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Words of the command line: refused in one sentence, with the word that was meant, before any work is done."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

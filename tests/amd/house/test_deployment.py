@@ -1,7 +1,5 @@
 """Compose profiles, the Kubernetes manifest, CI on a user's GPU, and the gateway, against the server's own options."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Claims of the pages: links, files, names, the levels, the ids that safeguards cite. The pages' code runs."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Cases that the mark `fast` leaves to the night, and cases that it never leaves."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """The report of a run on a user's GPU: one file with all information, whatever happened."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Ids of Hugging Face's hub in place of paths: the cache is asked first, then HF_ENDPOINT, a server here."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

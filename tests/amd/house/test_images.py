@@ -3,8 +3,6 @@
 Building them takes a Docker daemon: docker/check_images.sh.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Imports go only down the levels: checked by the imports of every file."""
 
-from __future__ import annotations
-
 import re
 import sys
 from functools import cache

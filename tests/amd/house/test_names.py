@@ -1,7 +1,5 @@
 """The names that `import rocm_attn` gives: each exists, is explained, and costs nothing until it is used."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import subprocess

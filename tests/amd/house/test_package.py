@@ -1,7 +1,5 @@
 """The installation: every package once, importable anywhere, fast and without side effects to import."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

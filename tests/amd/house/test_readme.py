@@ -1,7 +1,5 @@
 """The README's statements are true."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

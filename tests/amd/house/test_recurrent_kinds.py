@@ -1,7 +1,5 @@
 """A kind of recurrent layer is written in few modules, so that a further one costs few."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

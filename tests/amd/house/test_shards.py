@@ -1,7 +1,5 @@
 """A night in shards: each test is in one of them, and a shard that has passed does not run again."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Batches by FlashInfer's conventions: lists of pages, page 0 among them, in NHD and HND."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

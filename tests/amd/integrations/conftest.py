@@ -1,7 +1,5 @@
 """The kernels that these tests run: Triton's on a GPU and in its interpreter, torch's elsewhere."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import replace

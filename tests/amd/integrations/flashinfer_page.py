@@ -5,8 +5,6 @@
 writes them.
 """
 
-from __future__ import annotations
-
 from rocm_attn.integrations.flashinfer.names import REFUSED, REFUSED_ATTRIBUTES
 from rocm_lab.page_parts import with_rows
 from tests.amd.house.source_tree import ROOT

@@ -7,8 +7,6 @@ for the machine, and their results are written to the file that FLASHINFER_OUTCO
 It is loaded by its name alone, because FlashInfer's folder of tests has the same name as ours.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import json

@@ -6,8 +6,6 @@ CHECKOUT: a folder with FlashInfer's folder `tests`, which no commit here holds.
 FLASHINFER_CASES and FLASHINFER_MOST_WORK: see flashinfer_stand_in.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

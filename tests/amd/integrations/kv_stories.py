@@ -1,7 +1,5 @@
 """Requests whose K and V move between runtimes: their tokens, transfers, and what must stay as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Modules that stand for those of an engine."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from types import ModuleType

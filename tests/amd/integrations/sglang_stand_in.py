@@ -4,8 +4,6 @@ The engine here allocates pages, writes its table, and compares every layer's ou
 code with the project.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@ writes the names to flashinfer_names.json, and the signatures to the file that o
 its package, as in its wheel. None of its code runs.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """Layer calls as operations of torch.library: their declarations, and equality of compiled and eager steps."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """BatchAttention by FlashInfer's name: decodes and prompts of one batch equal FlashInfer's definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Decode by FlashInfer's names equals FlashInfer's definition."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """Wrappers whose run() is captured: one recording serves every later plan that fits, and others are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention over latent pages by FlashInfer's names equals FlashInfer's definition."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Each of FlashInfer's names is served, or refused by the module itself with a reason."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Appending to pages, and merging states, by FlashInfer's names."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Prefill and decode in one call equal FlashInfer's definition; over one cache they are one mixed step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

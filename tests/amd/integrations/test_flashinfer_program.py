@@ -1,13 +1,57 @@
 """A program that was written for FlashInfer runs with only its import changed."""
 
-from __future__ import annotations
+from types import ModuleType
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.oracle import Scores, attention
-from tests.amd.integrations.program import DIM, KV_HEADS, Q_HEADS, generate
+
+Q_HEADS, KV_HEADS, DIM, PAGE_SIZE = 4, 2, 16, 4
+
+
+def generate(flashinfer: ModuleType, prompts: list[Tensor], num_steps: int, device: torch.device) -> list[Tensor]:
+    """Returns attention's output for every token of every prompt, and for num_steps tokens after it.
+
+    prompts: of each request [tokens, q_heads + 2 kv_heads, dim]
+    """
+    workspace = torch.empty(1024, dtype=torch.uint8, device=device)
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    room = 8
+    cache = torch.zeros(room * len(prompts), 2, PAGE_SIZE, KV_HEADS, DIM, device=device)
+    kv_len = torch.zeros(len(prompts), dtype=torch.int32)
+    outs: list[list[Tensor]] = [[] for _ in prompts]
+    rows, q_lens = torch.cat(prompts), torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
+    for _ in range(1 + num_steps):
+        q, k, v = torch.split(rows, [Q_HEADS, KV_HEADS, KV_HEADS], 1)
+        kv_len += q_lens
+        pages = (kv_len + PAGE_SIZE - 1) // PAGE_SIZE
+        kv_indptr = torch.cat((torch.zeros(1), pages.cumsum(0))).int().to(device)
+        kv_indices = torch.cat([torch.arange(count) * len(prompts) + i for i, count in enumerate(pages.tolist())]).int()
+        kv_indices, last = kv_indices.to(device), ((kv_len - 1) % PAGE_SIZE + 1).int().to(device)
+        q_indptr = torch.cat((torch.zeros(1), q_lens.cumsum(0))).int().to(device)
+        seq_lens = flashinfer.get_seq_lens(kv_indptr, last, PAGE_SIZE)
+        seqs, positions = flashinfer.get_batch_indices_positions(q_indptr, seq_lens, len(rows))
+        flashinfer.append_paged_kv_cache(k, v, seqs, positions, cache, kv_indices, kv_indptr, last)
+        sizes = Q_HEADS, KV_HEADS, DIM, PAGE_SIZE
+        if q_lens.max() == 1:
+            decode.plan(kv_indptr, kv_indices, last, *sizes, q_data_type=torch.float32, window_left=9)
+            out = decode.run(q, cache)
+        else:
+            prefill.plan(
+                q_indptr, kv_indptr, kv_indices, last, *sizes, causal=True, q_data_type=torch.float32, window_left=9
+            )
+            out = prefill.run(q, cache)
+        for request, its in enumerate(torch.split(out, q_lens.tolist())):
+            outs[request].append(its)
+        last_out = torch.stack([each[-1][-1] for each in outs])
+        rows = torch.cat((last_out, last_out[:, :KV_HEADS] + 1, last_out[:, KV_HEADS:] - 1), 1)
+        q_lens = torch.ones_like(q_lens)
+    return [torch.cat(each) for each in outs]
+
 
 NUM_STEPS = 1
 

@@ -1,7 +1,5 @@
 """Spans of keys for each new token, by FlashInfer's name, against its definition of their mask, cell by cell."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

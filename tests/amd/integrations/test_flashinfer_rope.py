@@ -1,7 +1,5 @@
 """Rotary embeddings by FlashInfer's names equal its formulas in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

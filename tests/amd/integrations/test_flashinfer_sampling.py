@@ -1,7 +1,5 @@
 """Sampling by FlashInfer's names: the tokens that may be drawn, how often they are, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our functions have FlashInfer's names, its parameters in its order, and its defaults."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Attention to chosen blocks equals FlashInfer's definition, and reads no key of another block."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The runner of FlashInfer's own tests distinguishes tests that pass from those that are refused, skipped or fail."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Two public threads are replayed here, each as a copy that goes wrong in the way that its reporters found.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Releases of engines that were not tested: their interfaces are compared, and a plug-in serves, warns or refuses."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """KV transfer between encodings: codes keep their worth where another encoding is stored."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

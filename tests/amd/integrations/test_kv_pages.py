@@ -1,7 +1,5 @@
 """Exports and imports by pages refuse the same calls as those by rows."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Passports of KV pools: which pools fit each other, the order of a buffer, and passports as text."""
 
-from __future__ import annotations
-
 import itertools
 from typing import cast
 

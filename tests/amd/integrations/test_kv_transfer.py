@@ -1,7 +1,5 @@
 """KV transfer: a request that moves to another runtime decodes with the bits of one that stays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

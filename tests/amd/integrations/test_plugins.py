@@ -1,7 +1,5 @@
 """The common part of the engines' plug-ins: entry points, switches, versions, and the line that names the kernels."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Kernels are run before an engine's first step, over its own pages, and write to none of them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The server's arguments and their requirements on our backend in SGLang, over stand-ins for SGLang's modules."""
 
-from __future__ import annotations
-
 import enum
 import importlib
 import sys

@@ -4,8 +4,6 @@ Pools and batches are stand-ins. Every output is compared with a reference that 
 pool is NaN where nothing was stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -20,8 +18,8 @@ from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.errors import BadBatch, DeviceFault, Unsupported
 from rocm_attn.integrations.sglang.encoded import EncodedHooks
 from rocm_attn.integrations.sglang.hooks import AttentionHooks
-from tests.amd.external.oracle import attention
 from tests.amd.integrations import sglang_stand_in
+from tests.amd.integrations.oracle import Scores, attention
 from tests.amd.integrations.sglang_stand_in import (
     DIM,
     KV_HEADS,
@@ -134,7 +132,7 @@ class Engine:
                 nothing = np.zeros((0, KV_HEADS, DIM))
                 kv = self.stored.get((number, request.row), (nothing, nothing))
                 queries = q[here].double().cpu().numpy()
-                want, _ = attention(queries, *kv, scale=self.layers[number].scaling, causal=number == TEXT)
+                want, _ = attention(queries, *kv, Scores(self.layers[number].scaling, causal=number == TEXT))
                 found = out.view(-1, Q_HEADS, DIM)[here].double().cpu().numpy()
                 assert np.allclose(found, want, atol=TOLERANCE, rtol=TOLERANCE), f"layer {number}, row {request.row}"
                 first += count

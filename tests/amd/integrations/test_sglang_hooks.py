@@ -1,7 +1,5 @@
 """The hooks of SGLang's attention backend, over its pools and batches: eagerly, in graphs, of drafts, and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tokens of images that see each other, in prompts over a stand-in of SGLang's pools and batches."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from types import SimpleNamespace

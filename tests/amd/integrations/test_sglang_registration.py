@@ -1,7 +1,5 @@
 """Our names in SGLang's lists, over stand-ins for SGLang's modules."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

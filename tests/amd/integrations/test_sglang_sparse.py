@@ -1,7 +1,5 @@
 """DSA in SGLang: indexers, index pages and layers that share a selection, over stand-ins from its source."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

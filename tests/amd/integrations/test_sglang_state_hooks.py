@@ -4,8 +4,6 @@ The stand-ins follow SGLang 0.5.23: HybridLinearAttnBackend (srt/layers/attentio
 the methods of MambaPool that carry state along with a slot (srt/mem_cache/memory_pool.py).
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence

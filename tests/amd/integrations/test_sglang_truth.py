@@ -1,7 +1,5 @@
 """Needles through SGLang's layers before its first step, over pages that are lent for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The mask of drafts that are verified, in memory of our backend for SGLang; replays allocate none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace

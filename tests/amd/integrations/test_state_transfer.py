@@ -1,7 +1,5 @@
 """Transfer of recurrent states: a request that moves to another runtime goes on as the recurrence over its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

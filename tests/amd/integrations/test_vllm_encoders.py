@@ -1,7 +1,5 @@
 """Encoders, which keep no KV, and cross attention over what was stored of them: steps of vLLM's against the oracle."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

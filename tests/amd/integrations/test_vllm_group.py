@@ -1,7 +1,5 @@
 """Steps as vLLM's runners make them, eager and in full graphs, against the reference, and their possible errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

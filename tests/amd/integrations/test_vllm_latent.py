@@ -1,7 +1,5 @@
 """Decodes of MLA layers as vLLM runs them: it stores latent rows itself, and ranks may share a sequence's rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace

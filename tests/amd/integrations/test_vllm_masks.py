@@ -1,7 +1,5 @@
 """The masks of layers and steps, as our backend classes read them from vLLM's, with stand-ins for these."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Our backend classes' refusals of vLLM, and their demands on kernels, with stand-ins for vLLM's classes and config."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace

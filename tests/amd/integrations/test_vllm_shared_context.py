@@ -1,7 +1,5 @@
 """Ranks that share the context of GQA layers: their merged result equals the reference of whole sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The hooks of the check of states, in classes that stand for vLLM's; steps are begun by a real group."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

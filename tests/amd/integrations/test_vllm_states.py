@@ -1,7 +1,5 @@
 """StateWatch against a record of every slot's tokens, and the slots that vLLM's metadata names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """vLLM's terms of layers become problems or a refusal in one sentence; and the backend names that are ours."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from enum import Enum

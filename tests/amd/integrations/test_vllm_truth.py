@@ -1,7 +1,5 @@
 """Needles through vLLM's layers before its first step, over pages that are lent for it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,12 +21,7 @@ from rocm_attn.truth.verdict import TruthVerdict
 from tests.amd.integrations import vllm_runner
 from tests.amd.integrations.test_vllm_latent import MAX_LEN, Rank, rows_of, store_rows
 from tests.amd.integrations.vllm_runner import TERMS, Runner
-from tests.amd.planted import (
-    Plant,
-    attending_to_a_wrong_page,
-    losing_a_selected_key,
-    reading_a_wrong_page,
-)
+from tests.amd.planted import Plant, attending_to_a_wrong_page, losing_a_selected_key, reading_a_wrong_page
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 

@@ -3,8 +3,6 @@
 Base classes keep their arguments, and do nothing else. GQA layers and latent ones are made as vLLM makes them.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

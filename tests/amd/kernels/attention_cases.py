@@ -317,7 +317,7 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
     out = torch.full((num_tokens, num_q_heads, v_head_dim), UNTOUCHED, dtype=case.dtype)
     lse = torch.full((num_tokens, num_q_heads), UNTOUCHED)
     q_len = torch.tensor(case.q_len, dtype=torch.int32)
-    spread = _spread if case.spread else _as_is
+    spread = _spread if case.spread else lambda values, order: values
     k_pages = k_side.pages(device, (2, 0, 1, 3))
     v_pages = k_pages[..., :v_head_dim] if case.latent else v_side.pages(device, (1, 0, 2, 3))
     return Tensors(
@@ -504,10 +504,6 @@ def _nan(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)
 
 
-def _as_is(values: Tensor, order: tuple[int, ...]) -> Tensor:
-    return values
-
-
 def _spread(values: Tensor, order: tuple[int, ...], nan: float = float("nan")) -> Tensor:
     """Returns values in memory of another order of dimensions, with NaN after each row of the last."""
     ordered = values.permute(order)
@@ -516,11 +512,10 @@ def _spread(values: Tensor, order: tuple[int, ...], nan: float = float("nan")) -
     return memory.copy_(ordered).permute([order.index(i) for i in range(len(order))])
 
 
-def tiles_for(tensors: Tensors) -> tuple[DecodeTiles, ExtendTiles]:
-    """Returns this device's tiles from the tuning table."""
-    arch, case = tensors.arch, tensors.case
+def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
+    """Returns the tiles of the tuning table for a case on an arch."""
     shape: dict[str, Any] = {
-        "gqa_ratio": tensors.gqa_ratio,
+        "gqa_ratio": case.heads[0] // case.heads[1],
         "num_kv_heads": case.heads[1],
         "head_dim": case.dims[0],
         "v_head_dim": case.dims[1],
@@ -538,7 +533,8 @@ def run_decode(
     put: Put = as_it_is,
 ) -> None:
     """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before."""
-    case, tiles = tensors.case, tiles or tiles_for(tensors)[0]
+    case = tensors.case
+    tiles = tiles or tiles_of(tensors.arch, case)[0]
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
     cut = replace(cut, rounds=rounds)
     schedule = put(garbage(cut.words(tensors.num_seqs), tensors.q.device))
@@ -573,7 +569,7 @@ def run_extend(
     """
     case = tensors.case
     if tiles is None:
-        tiles = tiles_for(tensors)[1]
+        tiles = tiles_of(tensors.arch, case)[1]
         if tensors.mask is not None:
             tiles = tiles.of_masked_steps(tensors.gqa_ratio, case.codes)
     cut = extend_cut(tensors, tiles, sharing, min_q_len=min_q_len)

@@ -1,7 +1,5 @@
 """Decodes for CDNA, for the simulator and for a GPU. Memory that no sequence sees is NaN."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

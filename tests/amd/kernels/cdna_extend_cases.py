@@ -1,7 +1,5 @@
 """Extends for CDNA, for the simulator and for a GPU. Memory that no sequence sees is NaN."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Attention over a selection by CDNA's own kernel, for the simulator and a GPU. Memory that no token sees is NaN."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Products of rows with the matrices of their experts: problems, and their results in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

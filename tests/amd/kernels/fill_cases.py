@@ -1,7 +1,5 @@
 """Steps for the fill tests: random lengths with their tables, and the tensors that plain Python derives from them."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

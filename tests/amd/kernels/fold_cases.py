@@ -1,7 +1,5 @@
 """Folds of sequences with known values and gates: rows by a launch, and by the formula in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """The GPU of the tests, for tests that need one architecture."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

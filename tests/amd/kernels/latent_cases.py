@@ -1,7 +1,5 @@
 """Latent attention on the cases of attention_cases.py."""
 
-from __future__ import annotations
-
 import torch
 
 from rocm_attn.kernels.attention.arguments import AttendArgs

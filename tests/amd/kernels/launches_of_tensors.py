@@ -1,7 +1,5 @@
 """The launches over a step as functions of plain tensors, for suites that copy and compare their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 The interpreter uses numpy's BLAS, whose order of summation depends on the row's place in the tile.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums with norms, gates of an MLP, and products of one row, in float64."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Moves of tokens as functions of tensors: parts in one memory, in a launch's form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

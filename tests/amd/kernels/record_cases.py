@@ -11,8 +11,6 @@ power of two for every 64 codes, as its exponent plus 127. Pages begin at multip
 Bytes that nothing may read are 0xff, which makes scales, rests and codes of E4M3FN NaN.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from functools import cache

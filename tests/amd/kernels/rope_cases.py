@@ -1,7 +1,5 @@
 """A layer's work on its rows, in float64 and by complex numbers: a reference that shares no code with the kernels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The deterministic kernels on the problems of attention_cases.py, and a step's last tokens as separate decodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Acceptance of drafts, against walks and rejection sampling in plain Python, and against the target's distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Kernels for CDNA on an AMD GPU, against float64 attention. Without a GPU the simulator runs the same cases."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

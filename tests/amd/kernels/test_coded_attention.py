@@ -1,7 +1,5 @@
 """Attention over 8-bit pages, with every encoding and every kind of scale, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

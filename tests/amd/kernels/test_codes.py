@@ -1,7 +1,5 @@
 """All 8-bit codes are read and written bit for bit like torch's own casts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

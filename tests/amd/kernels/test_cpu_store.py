@@ -1,7 +1,5 @@
 """The store for CPUs writes what the plain twins write, and leaves to them what is not as usual."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

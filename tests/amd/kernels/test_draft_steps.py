@@ -1,7 +1,5 @@
 """The initial tensors of a round's draft steps, against plain loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

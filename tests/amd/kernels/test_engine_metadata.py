@@ -1,7 +1,5 @@
 """The launches that read an engine's tensors: kernels and torch twins against plain Python."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,6 +55,10 @@ def engines(values: Sequence[int], dtype: torch.dtype, stride: int, device: torc
     memory = torch.full((max(1, len(values)), stride), GARBAGE, dtype=dtype)
     memory[: len(values), 0] = torch.tensor(values, dtype=dtype)
     return memory.to(device)[: len(values), 0]
+
+
+def ints(values: Sequence[int] | Sequence[list[int]], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def garbage(*shape: int, device: torch.device) -> Tensor:
@@ -187,7 +189,7 @@ def published(publish: Launch, step: Step, device: torch.device, boundary: int =
     )
     words = [len(step.seqs), GARBAGE, 41, GARBAGE, 40, NO_ECHO, GARBAGE, GARBAGE]
     slot = torch.tensor(words, dtype=torch.int32, pin_memory=device.type == "cuda")
-    counts = torch.tensor([GARBAGE, GARBAGE, 40, TOKEN_WITHOUT_PAGE], dtype=torch.int32, device=device)
+    counts = ints([GARBAGE, GARBAGE, 40, TOKEN_WITHOUT_PAGE], device)
     outputs = [garbage(step.num_seqs_padded + 9, device=device) for _ in range(4)]
     engine_row, row_of_seq, kept, taken = (output[: step.num_seqs_padded] for output in outputs)
     least, most = (1, 1) if step.q_form == Q_EACH_ONE else (step.min_q_len, step.max_q_len)
@@ -321,7 +323,7 @@ def test_tables_of_any_kind_become_one_of_pages(
         engines(csr, dtype, stride, kernel_device) if case.is_csr else None,
         engines(case.slot_map, dtype, stride, kernel_device) if case.slot_map else None,
     )
-    of_seq = [torch.tensor([seq[at] for seq in case.seqs], dtype=torch.int32, device=kernel_device) for at in (0, 1)]
+    of_seq = [ints([seq[at] for seq in case.seqs], kernel_device) for at in (0, 1)]
     table = out.to(kernel_device) if kernel_device.type == "cuda" else out
     for _ in range(2):
         gather(source, *of_seq, table, page_size=size)
@@ -333,7 +335,7 @@ def test_long_rows_are_gathered_whole(gather: Launch, kernel_device: torch.devic
     """Several programs share more pages than one takes at once."""
     entries = torch.randperm(3 * 5000).view(3, 5000).to(kernel_device)
     table = torch.zeros(3, 4500, dtype=torch.int32, device=kernel_device)
-    of_seq = [torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in ([2, 0], [4400, 17])]
+    of_seq = [ints(values, kernel_device) for values in ([2, 0], [4400, 17])]
     gather(GatherSource(entries), *of_seq, table, page_size=1)
     assert torch.equal(table[1, :4400].long(), entries[2, :4400])
     assert torch.equal(table[2, :17].long(), entries[0, :17])
@@ -348,7 +350,7 @@ def test_an_entry_past_int32_is_no_page(gather: Launch, has_slots: bool, kernel_
     """Truncated to 32 bits it would be another sequence's page."""
     entries = torch.tensor([[2**32 + 5, 2**31, 2**31 - 1, -(2**31)]], device=kernel_device)
     table = torch.zeros(2, 4, dtype=torch.int32, device=kernel_device)
-    of_seq = [torch.tensor([value], dtype=torch.int32, device=kernel_device) for value in (0, 4)]
+    of_seq = [ints([value], kernel_device) for value in (0, 4)]
     gather(GatherSource(entries, has_slots), *of_seq, table, page_size=1)
     assert table.tolist() == [[0] * 4, [-1, -1, 2**31 - 1, -1]]
 
@@ -357,7 +359,7 @@ def test_an_entry_past_int32_is_no_page(gather: Launch, has_slots: bool, kernel_
 def test_a_list_that_begins_before_all_lists_has_no_page_there(gather: Launch, kernel_device: torch.device) -> None:
     lists = torch.tensor([[-2, 3], [8, 9]], device=kernel_device)
     table = torch.zeros(3, 5, dtype=torch.int32, device=kernel_device)
-    of_seq = [torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in ([0, 2], [9, 2])]
+    of_seq = [ints(values, kernel_device) for values in ([0, 2], [9, 2])]
     source = GatherSource(lists.flatten(), csr_indptr=torch.tensor([-2, 3, 3, 5], device=kernel_device))
     gather(source, *of_seq, table, page_size=2)
     assert table[1:].tolist() == [[-1, -1, -1, 3, 8], [9, 0, 0, 0, 0]]
@@ -374,7 +376,7 @@ def step_over(
         "q_len": [*(new for _, new in lengths), pads.q_len],
         "table": [[GARBAGE] * len(table[0]), *table],
     }
-    tensors = {name: torch.tensor(value, dtype=torch.int32, device=device) for name, value in values.items()}
+    tensors = {name: ints(value, device) for name, value in values.items()}
     return StepTensors.of(garbage(0, device=device), pads, **tensors)
 
 
@@ -390,13 +392,7 @@ def test_a_sequence_whose_page_does_not_exist_becomes_a_pad(
         table[1][page_no] = wrong
     step = step_over(table, [(8, 2), (9, 1)], kernel_device, Pads(1, 0))
     for _ in range(2):
-        check(
-            step,
-            torch.tensor([num_pages], dtype=torch.int32, device=kernel_device),
-            page_size=3,
-            window_left=3,
-            spans_pass=False,
-        )
+        check(step, ints([num_pages], kernel_device), page_size=3, window_left=3, spans_pass=False)
     is_right = num_pages > 6
     assert step.row_of_seq.tolist() == [int(is_right), 0, 0]
     assert step.kv_len.tolist() == [8 if is_right else 1, 1, 1]
@@ -413,13 +409,7 @@ def test_pages_that_exist_and_those_that_no_token_sees_are_left_alone(
     before = -1 if window_left == 3 else 5
     step = step_over([[before, 0, 6, -1], [39, -1, -1, -1], [-1] * 4], [(8, 2), (1, 4), (0, 3)], kernel_device)
     published = [step.row_of_seq.tolist(), step.kv_len.tolist(), step.counts.tolist()]
-    check(
-        step,
-        torch.tensor([40], dtype=torch.int32, device=kernel_device),
-        page_size=3,
-        window_left=window_left,
-        spans_pass=False,
-    )
+    check(step, ints([40], kernel_device), page_size=3, window_left=window_left, spans_pass=False)
     assert [step.row_of_seq.tolist(), step.kv_len.tolist(), step.counts.tolist()] == published
 
 
@@ -429,7 +419,7 @@ def test_one_wrong_page_of_a_long_row_is_found(check: Launch, kernel_device: tor
     table = torch.arange(3 * 5000).view(3, 5000)
     table[1, 4321] = 2**30
     step = step_over(table.tolist(), [(5000, 1), (5000, 1), (4321, 1)], kernel_device)
-    num_pages = torch.tensor([15_000], dtype=torch.int32, device=kernel_device)
+    num_pages = ints([15_000], kernel_device)
     check(step, num_pages, page_size=1, window_left=2**31 - 1, spans_pass=False)
     assert step.kv_len.tolist() == [5000, 0, 4321, 0]
     assert step.row_of_seq.tolist() == [1, 0, 3, 0]
@@ -460,8 +450,8 @@ def test_a_span_that_passes_the_window_needs_its_pages(
     table = [[-1, page, 6, 0, 8], [-1, -1, 7, 9, 39]]
     step = step_over(table, [(14, 2), (14, 2)], kernel_device, Pads(1, 0))
     ends = [13 if begin < 12 else 0, 0, 0, 14]
-    spans = [torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in ([begin, 0, 0, 13], ends)]
-    num_pages = torch.tensor([40], dtype=torch.int32, device=kernel_device)
+    spans = [ints(values, kernel_device) for values in ([begin, 0, 0, 13], ends)]
+    num_pages = ints([40], kernel_device)
     step = replace(step, span_begin=spans[0], span_end=spans[1], terms=TableTerms(null_page=null_page))
     for _ in range(2):
         check(step, num_pages, page_size=3, window_left=3, spans_pass=True)
@@ -484,7 +474,7 @@ def test_the_span_of_one_token_of_a_long_step_is_found(
         begin = torch.zeros(20 + 35, dtype=torch.int32, device=kernel_device)
         end = torch.zeros_like(begin)
         begin[at], end[at] = 21 if is_right else 20, 60
-        num_pages = torch.tensor([2], dtype=torch.int32, device=kernel_device)
+        num_pages = ints([2], kernel_device)
         spans = replace(step, span_begin=begin, span_end=end)
         check(spans, num_pages, page_size=1, window_left=3, spans_pass=True)
         assert step.kv_len.tolist() == [1] * 20 + [60 if is_right else 0, 0]
@@ -537,7 +527,7 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
         kept.append(slot if is_same else 0 if null_page else -1)
         if not is_same and slot >= (page_size if null_page else 0):
             error |= SLOT_NOT_IN_TABLE
-    counts = torch.tensor([1, num_tokens, 41, 16], dtype=torch.int32, device=kernel_device)
+    counts = ints([1, num_tokens, 41, 16], kernel_device)
     memory = garbage(num_padded + 300, device=kernel_device)
     memory[:num_padded] = torch.tensor(wanted, device=kernel_device)
     take(
@@ -568,11 +558,9 @@ def test_cells_of_a_byte_become_bits_in_order(
     before = words.clone().view(torch.uint8).tolist()
     positions = engines([5, 6, 9, 7], dtype, 3, kernel_device)
     position_of_token = garbage(6, device=kernel_device)
-    counts = torch.tensor([2, 3, 41, 0], dtype=torch.int32, device=kernel_device)
+    counts = ints([2, 3, 41, 0], kernel_device)
     indptr = torch.tensor([0, num_cells // 2, num_cells], device=kernel_device)
-    kv_len, q_len, seq_of_token = (
-        torch.tensor(values, dtype=torch.int32, device=kernel_device) for values in ([7, 8], [1, 2], [0, 1, 1, 1, 1, 1])
-    )
+    kv_len, q_len, seq_of_token = (ints(values, kernel_device) for values in ([7, 8], [1, 2], [0, 1, 1, 1, 1, 1]))
     window_start = garbage(6, device=kernel_device)
     lengths = counts, kv_len, q_len, seq_of_token, indptr
     written = words, position_of_token, window_start

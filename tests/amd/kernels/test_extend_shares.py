@@ -3,8 +3,6 @@
 test_paged_extend.py compares the device with the twin.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace

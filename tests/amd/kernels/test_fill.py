@@ -1,7 +1,5 @@
 """Fill: every index tensor of a step, by the kernel and by its torch twin, against plain Python."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The kernel after attention, and its twin: output gates, and the reversed rotation, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Corrections after other libraries' kernels: padded tokens are cleared, and dead rows of last pages are zero."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows that several tokens' values and gates are folded into: the kernel and its twin equal the formula in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

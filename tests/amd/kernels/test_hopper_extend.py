@@ -3,8 +3,6 @@
 It needs that GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
@@ -22,13 +20,7 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, SHARE_WORDS, ExtendCut, RowSharing
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, launch_extend_schedule
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
-from rocm_attn.kernels.tuning.hopper_tiles import (
-    DIMS,
-    HEAD_DIMS,
-    HopperTiles,
-    hopper_segment_tiles,
-    hopper_tiles,
-)
+from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HEAD_DIMS, HopperTiles, hopper_segment_tiles, hopper_tiles
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
 from rocm_attn.machine.target import detect_target
 from rocm_attn.problem import UNLIMITED_WINDOW

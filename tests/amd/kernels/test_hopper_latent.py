@@ -2,8 +2,6 @@
 needs that GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 It needs that GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 It needs that GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

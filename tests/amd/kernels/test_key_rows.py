@@ -1,7 +1,5 @@
 """Blocks of keys are read from one page only if the lanes' offsets from its first key fit 32 bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Attention over latent pages against a float64 reference, with NaN in everything that may not be read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

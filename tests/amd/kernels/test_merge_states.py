@@ -1,7 +1,5 @@
 """Merging attention over parts of the keys: the kernel and its twin, against attention over all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

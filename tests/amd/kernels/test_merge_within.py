@@ -1,7 +1,5 @@
 """Decode that adds up parts of rows within its launch, in any order of programs."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Moves of accepted paths inside pages, against copies made one by one; sentinels surround every row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

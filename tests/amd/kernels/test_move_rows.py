@@ -1,7 +1,5 @@
 """Tokens between pages and rows: the kernels and their torch twins, over every layout, surrounded by poison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps of new prompts only have a kernel of their own on Hopper. A runtime is compared with float64 attention."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """The next round of draft tokens, against a few lines of Python over lists."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Page 0 as a normal page, and as a page of no sequence that is not zero: fill, the store and tails of both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

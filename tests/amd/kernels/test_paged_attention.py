@@ -1,7 +1,5 @@
 """Promises that paged decode and paged extend make alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Paged decode and its torch twin against a float64 reference, with NaN in everything that may not be read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

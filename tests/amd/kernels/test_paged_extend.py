@@ -3,8 +3,6 @@
 The reference goes token by token, and through a packed mask bit by bit.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens picked from rows of logits: kernel and twin against the definition in NumPy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

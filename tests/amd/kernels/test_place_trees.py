@@ -1,7 +1,5 @@
 """Masks and positions of draft trees that the device computes, against walks from each node to its root."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

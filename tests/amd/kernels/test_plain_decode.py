@@ -1,7 +1,5 @@
 """The kernel to read first computes what the fast one does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -4,8 +4,6 @@ Hopper's extend over gathered keys once had an unused barrier, whose memory Trit
 right. With three at a time each failed within seconds.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing.connection import wait
 from multiprocessing.queues import SimpleQueue

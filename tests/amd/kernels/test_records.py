@@ -1,7 +1,5 @@
 """Records are stored as their format defines them, byte by byte, and attended to in steps without a selection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The fused store and its twin: norms, rotary embedding and store of a layer's rows, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

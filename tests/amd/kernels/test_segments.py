@@ -1,7 +1,5 @@
 """The deterministic kernels: they equal the reference, and decode's bits are extend's with any sharing of the work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

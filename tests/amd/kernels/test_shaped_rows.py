@@ -1,7 +1,5 @@
 """Rows of logits with more requests than a plain pick: kernels and twins against the definition in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

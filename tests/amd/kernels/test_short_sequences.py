@@ -1,7 +1,5 @@
 """Extend takes tiles of few rows if a step's shape shows that its sequences have few new tokens."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

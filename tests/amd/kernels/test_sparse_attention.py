@@ -1,7 +1,5 @@
 """Attention over a selection: each token sees the listed tokens up to its own, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

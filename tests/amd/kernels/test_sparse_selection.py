@@ -1,7 +1,5 @@
 """Index scores and top-k: every token gets the units of a plain reading of Indexing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

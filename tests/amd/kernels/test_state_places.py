@@ -1,7 +1,5 @@
 """Places of states: each sequence reads the slot that its tokens follow from, and one that has none is refused."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

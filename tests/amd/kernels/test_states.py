@@ -1,7 +1,5 @@
 """Recurrent states and convolutions: kernels and twins equal float64, however tokens are cut into steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

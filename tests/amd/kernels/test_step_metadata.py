@@ -1,7 +1,5 @@
 """Publish, table updates and the store: kernels and torch twins against plain Python."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Decode that stores the new tokens' K and V itself equals the store followed by decode, bit by bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, garbage, tiles_for
+from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, garbage, tiles_of
 
 KV_LEN = [33, 0, 1, 16, 40, 15]
 RAGGED = Case(kv_len=KV_LEN, q_len=[1] * len(KV_LEN))
@@ -74,7 +72,8 @@ def _new_rows(tensors: Tensors) -> NewRows:
 
 def _run(tensors: Tensors, new: NewRows, tiles: DecodeTiles | None, *, stores: bool, programs: int) -> _Stored:
     """Runs decode on copies of everything that it writes."""
-    case, tiles = tensors.case, tiles or tiles_for(tensors)[0]
+    case = tensors.case
+    tiles = tiles or tiles_of(tensors.arch, case)[0]
     k_pages, v_pages, counts = tensors.k_pages.clone(), tensors.v_pages.clone(), new.counts.clone()
     mine = replace(tensors, k_pages=k_pages, v_pages=v_pages, out=tensors.out.clone(), lse=tensors.lse.clone())
     given = new._replace(counts=counts)

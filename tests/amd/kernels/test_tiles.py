@@ -1,7 +1,5 @@
 """The tuning table: problems with a row, errors for those without, and limits of a row."""
 
-from __future__ import annotations
-
 import itertools
 import pkgutil
 from dataclasses import replace
@@ -17,13 +15,7 @@ from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES, extend_choices
 from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, hopper_segment_tiles, hopper_tiles
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS, segment_tiles
 from rocm_attn.kernels.tuning.tile_choices import TableFile
-from rocm_attn.kernels.tuning.tiles import (
-    CodeKind,
-    DecodeTileChoice,
-    DecodeTiles,
-    ExtendTiles,
-    NoTiles,
-)
+from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTileChoice, DecodeTiles, ExtendTiles, NoTiles
 
 ARCHS = ("sm_90", "sm_80", "sm_120", "gfx942", "gfx950", "interpreter", "cpu")
 BF16 = torch.bfloat16

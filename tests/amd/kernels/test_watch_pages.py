@@ -1,7 +1,5 @@
 """The state of rows and pages between steps, and the reports: kernel and torch twin against plain Python."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

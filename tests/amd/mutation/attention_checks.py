@@ -1,7 +1,5 @@
 """Checks of the masks of attention over pages, of its schedules and of its merges."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,9 +23,8 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd import schedule_twins
 from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import ALL_SHARED, Case, assert_served, queries_of, run_decode, run_extend
-from tests.amd.mutation.fresh_tensors import GARBAGE, PAGE_SIZE, gapped, garbage, ints
 from tests.amd.mutation.latent_checks import rows_of_several_tokens
-from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.memory import GARBAGE, PAGE_SIZE, Memory, assert_same, gapped, garbage, ints
 from tests.amd.mutation.placed_attention import CPU, attention
 
 # Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.

@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels that store, zero and move tokens of pages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -14,12 +12,9 @@ from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, 
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.refs import cache as cache_twins
-from tests.amd.kernels.launches_of_tensors import (
-    of_pages,
-)
+from tests.amd.kernels.launches_of_tensors import of_pages
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
-from tests.amd.mutation.fresh_tensors import PAGE_SIZE, gapped, ints
-from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.memory import PAGE_SIZE, Memory, assert_same, gapped, ints
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 

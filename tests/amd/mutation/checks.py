@@ -1,7 +1,5 @@
 """The check of each kernel file: a small problem that needs all of its masks, in memory that exposes a missing one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,11 +7,9 @@ from functools import partial
 from tests.amd.mutation import (
     attention_checks,
     cache_checks,
-    experts_check,
     latent_checks,
     metadata_checks,
     model_checks,
-    rope_checks,
     sampling_checks,
     segment_parts_check,
     sparse_checks,
@@ -33,7 +29,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "attention/plain_decode.py": attention_checks.plain_decode,
     "attention/extend.py": attention_checks.extend,
     "attention/extend_schedule.py": attention_checks.extend_schedule,
-    "attention/finish.py": rope_checks.finish,
+    "attention/finish.py": model_checks.finish,
     "attention/key_loop.py": attention_checks.extend,
     "attention/mask_bits.py": attention_checks.extend,
     "attention/merge.py": attention_checks.merges,
@@ -50,8 +46,8 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "cache/codes.py": cache_checks.store,
     "cache/fold_rows.py": cache_checks.folds,
     "cache/move_rows.py": cache_checks.moves,
-    "cache/rope.py": rope_checks.rope_store,
-    "cache/rope_store.py": rope_checks.rope_store,
+    "cache/rope.py": model_checks.rope_store,
+    "cache/rope_store.py": model_checks.rope_store,
     "cache/store.py": cache_checks.store,
     "attention/segment_parts.py": segment_parts_check.segment_parts,
     "attention/softmax.py": sparse_checks.selected_attention,
@@ -60,7 +56,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "latent/key_loop.py": latent_checks.latents,
     "latent/segment_decode.py": latent_checks.latent_segments,
     "cache/tails.py": cache_checks.tails,
-    "experts/product.py": experts_check.experts,
+    "experts/product.py": model_checks.experts,
     "metadata/check_pages.py": metadata_checks.check_pages,
     "metadata/device_inputs.py": metadata_checks.device_inputs,
     "metadata/draft_steps.py": metadata_checks.draft_steps,

@@ -3,8 +3,6 @@
 A server imports Torch and Triton once and forks for each check.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os

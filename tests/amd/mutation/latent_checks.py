@@ -1,7 +1,5 @@
 """Checks of the masks of latent attention, and of the merge of rows of several tokens, which only it has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +15,7 @@ from tests.amd.kernels.latent_cases import (
     run_latent_segment_decode,
     run_latent_segment_extend,
 )
-from tests.amd.mutation.fresh_tensors import PAGE_SIZE
-from tests.amd.mutation.memory import Memory
+from tests.amd.mutation.memory import PAGE_SIZE, Memory
 from tests.amd.mutation.placed_attention import attention
 
 # With these dims both halves of V and the columns after V end within their blocks of columns.

@@ -1,7 +1,5 @@
 """The places of a check's tensors: amid poison, or right before memory that ends the process when it is touched."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from abc import ABC, abstractmethod
@@ -94,3 +92,23 @@ def assert_same(
     for got, want in zip(placed, wanted, strict=True):
         assert torch.equal(got, want), f"{got.tolist()} instead of {want.tolist()}"
     memory.assert_surroundings_untouched()
+
+
+GARBAGE = -0x7F7F7F7F
+PAGE_SIZE = 3
+
+
+def ints(values: Sequence[int]) -> Tensor:
+    """int32."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def garbage(count: int) -> Tensor:
+    """int32 words that were never written."""
+    return torch.full((count,), GARBAGE, dtype=torch.int32)
+
+
+def gapped(*shape: int) -> Tensor:
+    """Random rows with NaN between them."""
+    memory = torch.full((*shape[:-1], shape[-1] + 8), float("nan"))
+    return memory[..., : shape[-1]].copy_(torch.randn(*shape))

@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels that make a step's tensors on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -54,8 +52,7 @@ from tests.amd.kernels.launches_of_tensors import (
     of_visible_ranges,
     of_watch_pages,
 )
-from tests.amd.mutation.fresh_tensors import PAGE_SIZE, garbage, ints
-from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.memory import PAGE_SIZE, Memory, assert_same, garbage, ints
 
 
 def fill(memory: Memory) -> None:

@@ -1,9 +1,21 @@
-"""Checks of the masks of sums with norms, of gates, of products of one row, and of sums over ranks."""
+"""Checks of the masks of a model's kernels: rotation, norms, gates, products of rows and experts, sums over ranks."""
 
-from __future__ import annotations
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from rocm_attn.kernels.attention.finish import launch_finish
+from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.cache.rope_store import launch_rope_store
+from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.experts.product import launch_expert_product
+from rocm_attn.kernels.refs import rope as rope_twins
+from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
+from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.model_cases import (
     FORMS,
     OneOfRanks,
@@ -12,7 +24,118 @@ from tests.amd.kernels.model_cases import (
     assert_row_multiplied,
     sum_of_rows,
 )
-from tests.amd.mutation.memory import Memory
+from tests.amd.mutation.memory import PAGE_SIZE, Memory, gapped, ints
+
+
+def rope_store(memory: Memory) -> None:
+    """Checks five query heads over three, of odd dims. Rotary dims are first or last; norms cover a part or all.
+
+    The last token is live, and at the table's last position. One token before it is not live; one is beyond the table.
+    """
+    plain = Encoding.FP32, Scales.NONE
+    for turned, normed, at_end, (encoding, scales) in (
+        (10, 24, False, plain),
+        (6, 18, True, plain),
+        (0, 24, False, (Encoding.E4M3FN, Scales.HEAD)),
+        (24, 0, False, (Encoding.E5M2, Scales.TOKEN)),
+    ):
+        q, k, v, q_out = gapped(4, 5, 24), gapped(4, 3, 24), gapped(4, 3, 40), gapped(4, 5, 24)
+        pages = paged_rows(PageFormat(encoding, PoolKind.SPLIT, PAGE_SIZE, 3, 24, 40, scales))
+        tokens = [ints([3, 8, 0, 7]), ints([4, 6, 1, 9]), ints([2, 4, 1, 0])]
+        rope = RopeTable(torch.rand(8, turned), RopePairs.NEIGHBOURS, at_end) if turned else None
+        norms = [RowNorm(torch.rand(dim), 1e-5, 1.0) for dim in (normed, normed, 40)] if normed else [None] * 3
+        wanted = Projected(q, k, v, q_out.clone()), copied(pages, torch.clone), [one.clone() for one in tokens]
+        placed = Projected(*map(memory.put, (q, k, v, q_out))), copied(pages, memory.put), [*map(memory.put, tokens)]
+        rope_twins.rope_store(wanted[0], TokenPlaces(*wanted[2]), QkvWork(rope, *norms), wanted[1])
+        work = QkvWork(placed_rope(memory, rope), *(placed_norm(memory, norm) for norm in norms))
+        launch_rope_store(placed[0], TokenPlaces(*placed[2]), work, placed[1])
+        (got, got_pages, _), (want, want_pages, _) = placed, wanted
+        assert_alike([got.q_out, *got_pages.read(ints(range(5)))], [want.q_out, *want_pages.read(ints(range(5)))])
+        memory.assert_surroundings_untouched()
+    for dims, scales in (((396, 384), Scales.GROUP), ((256, 256), Scales.FOOTER)):
+        rope_store_of_records(memory, PageFormat(Encoding.E4M3FN, PoolKind.LATENT, PAGE_SIZE, 1, *dims, scales))
+
+
+def rope_store_of_records(memory: Memory, form: PageFormat) -> None:
+    """Checks a head of three groups, and pairs after them. Records that no token has keep their values."""
+    rows = [gapped(4, heads, form.head_dim) for heads in (5, 1, 5)]
+    tokens = [ints([3, 7, 0, 7]), ints([4, 6, 1, 9]), ints([2, 4, 1, 0])]
+    rope = RopeTable(torch.rand(8, form.head_dim - form.coded), RopePairs.NEIGHBOURS, at_end=True)
+    norm = RowNorm(torch.rand(form.coded), 1e-5, 1.0)
+    records = torch.full((5, form.line), 0x3F, dtype=torch.uint8)
+    of_work = (rope, norm), (placed_rope(memory, rope), placed_norm(memory, norm))
+    read = []
+    for store, put, work in (
+        (rope_twins.rope_store, torch.clone, of_work[0]),
+        (launch_rope_store, memory.put, of_work[1]),
+    ):
+        pages = LayerPages.latent(put(records).view(form.encoding.dtype), form)
+        q, k, q_out = map(put, rows)
+        store(
+            Projected(q, k, k[..., : form.v_head_dim], q_out),
+            TokenPlaces(*map(put, tokens)),
+            QkvWork(work[0], k_norm=work[1]),
+            pages,
+        )
+        read.append(pages.read(ints(range(5))))
+    for want, got in zip(*read, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.13, atol=1e-5)
+    memory.assert_surroundings_untouched()
+
+
+def finish(memory: Memory) -> None:
+    """Checks five heads of an odd dim, with two pads and without; one token is at the table's end, one beyond it."""
+    of_elements, of_heads = gapped(5, 5, 24), torch.rand(5, 5).t()
+    for turned, gate, num_tokens in (
+        (10, of_elements, 5),
+        (10, of_heads, 5),
+        (24, None, 3),
+        (0, of_elements, 5),
+    ):
+        rope = RopeTable(torch.rand(8, turned), RopePairs.NEIGHBOURS, at_end=True) if turned else None
+        positions, counts, want = ints([7, 0, 8, 3, 7]), ints([4, num_tokens, 1, 0]), gapped(5, 5, 24)
+        got = memory.put(want)
+        rope_twins.finish(want, gate, rope, positions, counts)
+        gates = None if gate is None else memory.put(gate)
+        launch_finish(got, gates, placed_rope(memory, rope), memory.put(positions), memory.put(counts))
+        assert_alike([got], [want])
+        memory.assert_surroundings_untouched()
+
+
+def placed_rope(memory: Memory, rope: RopeTable | None) -> RopeTable | None:
+    """Puts a table into memory."""
+    return None if rope is None else replace(rope, cos_sin=memory.put(rope.cos_sin))
+
+
+def placed_norm(memory: Memory, norm: RowNorm | None) -> RowNorm | None:
+    """Puts a norm's weights into memory."""
+    return None if norm is None else replace(norm, weight=memory.put(norm.weight))
+
+
+def paged_rows(form: PageFormat) -> LayerPages:
+    """Five pages of small numbers, of which the first is zero."""
+    sides = []
+    for dim in (form.head_dim, form.v_head_dim):
+        side = torch.rand(5, form.page_size, form.num_kv_heads, dim).to(form.encoding.dtype)
+        side.view(torch.uint8)[0] = 0
+        sides.append(side)
+    scales: list[Tensor | None] = [None, None]
+    if form.scales is not Scales.NONE:
+        by_page = (5,) if form.scales is Scales.TOKEN else ()
+        scales = [torch.rand(*by_page, *form.scale_shape) + 0.5 for _ in sides]
+    return LayerPages(sides[0], sides[1], form, *scales)
+
+
+def copied(pages: LayerPages, copy: Callable[[Tensor], Tensor]) -> LayerPages:
+    """Copies the memory of pages by a function that need not support eight-bit dtypes."""
+    k, v = (copy(raw).view(pages.format.encoding.dtype) for raw in (pages.raw_k, pages.raw_v))
+    return LayerPages(k, v, pages.format, *(s if s is None else copy(s) for s in (pages.k_scale, pages.v_scale)))
+
+
+def assert_alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Checks equality up to the order of a norm's sum, which can change an eight-bit code to the next one."""
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.26 if got is not found[0] else 1e-5, atol=1e-5, equal_nan=True)
 
 
 def add_norm(memory: Memory) -> None:
@@ -44,3 +167,24 @@ def peer_sum(memory: Memory) -> None:
     """Checks sums that do not fill the last program's block."""
     OneOfRanks(3, 1).assert_sums(torch.float32, 520, memory.put)
     memory.assert_surroundings_untouched()
+
+
+def experts(memory: Memory) -> None:
+    """Checks experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
+    tiles = ExpertTiles(rows=16, columns=16, step=16, num_warps=1, num_stages=1)
+    problem = random_problem(25, 5, 2, (19, 21), has_bias=True)
+    # the first expert has no token, and the last one, whose matrix ends the memory, has some
+    problem = replace(
+        problem, x=rows_with_gaps(problem.x), weight=rows_with_gaps(problem.weight), expert=4 - problem.expert
+    )
+    assert problem.bias is not None
+    placed = [memory.put(each) for each in (problem.x, problem.weight, problem.bias)]
+    out, groups = memory.put(rows_with_gaps(problem.empty_out())), ExpertGroups(*map(memory.put, problem.groups))
+    launch_expert_product(placed[0], placed[1], placed[2], groups, out, tiles=tiles)
+    problem.assert_served(out)
+    memory.assert_surroundings_untouched()
+
+
+def rows_with_gaps(rows: Tensor) -> Tensor:
+    """The same values, with room after each row."""
+    return torch.cat((rows, torch.zeros_like(rows)), -1)[..., : rows.shape[-1]]

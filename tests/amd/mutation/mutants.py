@@ -1,7 +1,5 @@
 """Kernels in which one masked load, store or atomic has lost its mask, found by reading their source."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator
@@ -64,14 +62,10 @@ def mutants() -> list[Mutant]:
 
 def _masked_accesses(tree: ast.Module) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _touches_memory(ast.unparse(node.func)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("tl.load", "tl.store", "tl.atomic_")):
             assert len(node.args) <= 2, f"line {node.lineno}: a mask is passed by name"
             if any(keyword.arg == "mask" for keyword in node.keywords):
                 yield node
-
-
-def _touches_memory(function: str) -> bool:
-    return function in ("tl.load", "tl.store") or function.startswith("tl.atomic_")
 
 
 def _loads_of_v(tree: ast.Module) -> list[ast.expr]:

@@ -1,7 +1,5 @@
 """A step of attention whose tensors lie in a check's memory."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

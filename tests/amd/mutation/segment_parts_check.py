@@ -1,7 +1,5 @@
 """Checks of the masks of the merge of rows that programs of deterministic extend have shared."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Checks of the kernels of sparse attention, as those of checks.py."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,28 +1,137 @@
 """Checks of the masks of the kernels that accept drafts."""
 
-from __future__ import annotations
+from collections.abc import Callable
 
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.cache.moved_rows import AlikePages
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND
 from rocm_attn.kernels.refs import speculative as twins
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
+from rocm_attn.kernels.speculative.arguments import EMITTED_WORDS, Accepted, Probabilities, SpeculativeStep, Verified
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_step import launch_next_step
-from tests.amd.kernels.speculative_cases import (
-    drawn,
-    layers_of_pages,
-    of_accept_drawn,
-    of_accept_sampled,
-    of_move_paths,
-    of_next_round,
-    of_rounds,
-    paths,
-    probabilities,
-    room,
-    rounds,
-    trees,
-)
+from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from tests.amd.mutation.memory import Memory, assert_same
+
+Launch = Callable[..., None]
+
+# Trees of up to five nodes; the third sequence has none, and later ones have no line of parents.
+PARENTS = [[-1, 0, 0, 1, 2], [-1, 0, 7, 2, 3], [5, 5, 5, 5, 5]]
+Q_LEN, KV_LEN = [5, 3, 0, 2, 0], [17, 9, 4, 6, 3]
+# An id outside every vocabulary.
+_NO_TOKEN = 1 << 28
+VOCAB = 11
+
+
+def ints(values: list[int]) -> Tensor:
+    """Returns an int32 tensor."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def of_accept_drawn(accept: Launch) -> Launch:
+    """Returns accept(drawn, token_ids, q_indptr, kv_len, parents, and Accepted's fields)."""
+    return lambda drawn, *tensors: accept(drawn, Verified(*tensors[:4]), Accepted(*tensors[4:]))
+
+
+def of_accept_sampled(accept: Launch) -> Launch:
+    """Returns accept(Probabilities' fields, token_ids, q_indptr, kv_len, parents, and Accepted's fields)."""
+    return lambda *tensors: accept(Probabilities(*tensors[:4]), Verified(*tensors[4:8]), Accepted(*tensors[8:]))
+
+
+def of_move_paths(move: Launch, no_page: int) -> Launch:
+    """Returns move(path, num_accepted, kv_len, row_of_seq, table, pages in AlikePages' form)."""
+
+    def of_tensors(path: Tensor, num: Tensor, kv_len: Tensor, rows: Tensor, table: Tensor, pages: Tensor) -> None:
+        move(AlikePages.of(pages.unbind()), AcceptedPaths(path, num, kv_len, rows, table, no_page))
+
+    return of_tensors
+
+
+def of_next_round(next_step: Launch, width: int) -> Launch:
+    """Returns next_step(picked, row_of_seq, limit, and its outputs, named as in SpeculativeStep)."""
+
+    def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, *written: Tensor) -> None:
+        counts, kv_len, token_ids, texts, emitted = written
+        next_step(picked, SpeculativeStep(counts, rows, kv_len, token_ids, texts, limit, emitted), width)
+
+    return of_tensors
+
+
+def rounds(last_limit: int) -> list[Tensor]:
+    """Returns three picked tokens of each of four sequences; rows; limits, of which the last one must be 9."""
+    return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit])]
+
+
+def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
+    """Returns counts, with an error word, kv_len, token_ids and one more, texts, and emitted.
+
+    The first text is one token long, the second wraps around, the third repeats itself once, the last one never.
+    """
+    texts = torch.full((5, 1060), garbage, dtype=torch.int32)
+    texts[2, :1] = ints([4])
+    texts[4, :1032] = ints([1, 2]).repeat(516)
+    texts[0, :6] = ints([7, 8, 9, 5, 8, 6])
+    texts[3, :4] = ints([9, 8, 7, 6])
+    ids = ints([4, 4, 5, 2, 1, 2, 6, 7, 8, 6, 3, 3, garbage])
+    emitted = torch.full((4, EMITTED_WORDS), garbage, dtype=torch.int32)
+    return [
+        ints([4, 12, 7, error]),
+        ints([3, 1034, 8, 6]),
+        ids,
+        texts,
+        emitted,
+    ]
+
+
+def trees() -> list[Tensor]:
+    """Returns token_ids, q_indptr, kv_len and parents, whose rows have a stride."""
+    parents = torch.full((3, 7), 1 << 20, dtype=torch.int32)
+    parents[:, :5] = torch.tensor(PARENTS)
+    q_indptr = ints([sum(Q_LEN[:seq]) for seq in range(6)])
+    return [ints([9, _NO_TOKEN, 2, 3, 4, 9, 5, 6, 9, 7]), q_indptr, ints(KV_LEN), parents[:, :5]]
+
+
+def drawn() -> Tensor:
+    """Returns drawn tokens: the path 0, 2, 4 of the first tree, and the whole second one except its strays."""
+    return ints([2, 0, 4, 0, 8, 5, 3, 0, 7, 10])
+
+
+def probabilities() -> list[Tensor]:
+    """Returns random probabilities in rows with gaps, and uniform numbers that accept some drafts and refuse others."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.rand(2, sum(Q_LEN), VOCAB + 2, generator=generator)[..., :VOCAB]
+    rows = rows / rows.sum(2, keepdim=True)
+    target = torch.zeros(sum(Q_LEN), VOCAB + 2)[:, :VOCAB].copy_(rows[0])
+    draft = torch.zeros(sum(Q_LEN), VOCAB + 2)[:, :VOCAB].copy_(rows[1])
+    uniform = torch.rand(2, sum(Q_LEN), generator=generator)
+    return [target, draft, uniform[0].clone(), uniform[1].clone()]
+
+
+def room(garbage: int) -> list[Tensor]:
+    """Returns Accepted's fields, filled with garbage."""
+    accepted = Accepted.empty(5, 5, torch.device("cpu"))
+    return [each.fill_(garbage) for each in accepted]
+
+
+def paths() -> list[Tensor]:
+    """Returns path, num_accepted, kv_len, row_of_seq and a table of pages of two tokens, one entry of which is no page.
+
+    The third sequence reaches past its line, and the last one to the last token of the last page.
+    """
+    path = torch.tensor([[0, 2, 3, 5, -1, -1], [0, 3, 4, -1, -1, -1], [0, 4, -1, -1, -1, -1], [0, 1, 2, 3, 5, 7]])
+    table = torch.zeros(5, 6, dtype=torch.int32)
+    table[1:, :4] = torch.tensor([[3, 1, 4, 2], [5, 9, 0, 6], [7, 8, 10, 11], [12, 13, 14, 15]])
+    return [path.int(), ints([3, 2, 1, 5]), ints([5, 4, 6, 6]), ints([2, 1, 3, 4]), table[:, :4]]
+
+
+def layers_of_pages() -> Tensor:
+    """Returns K of two layers: pages of two tokens of two heads, in one memory with gaps."""
+    memory = torch.arange(2 * 16 * 2 * 2 * 7, dtype=torch.int32).view(2, 16, 2, 1, 2, 7)
+    return memory[..., :5]
+
 
 _GARBAGE = 0x5A5A5A5A
 

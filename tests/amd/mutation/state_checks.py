@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels of recurrent states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,8 +23,7 @@ from rocm_attn.kernels.states.arguments import (
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
-from tests.amd.mutation.fresh_tensors import gapped, ints
-from tests.amd.mutation.memory import Memory, assert_same
+from tests.amd.mutation.memory import Memory, assert_same, gapped, ints
 
 _MOST_KEPT, _WIDTH, _SLOTS = 3, 4, 9
 

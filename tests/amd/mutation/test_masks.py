@@ -1,7 +1,5 @@
 """Without any one of its masks a kernel is caught: by a wrong value, or by an access to memory that is not its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The truth test over pages beyond 2 GiB notices kernels whose offsets into pages have 32 bits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

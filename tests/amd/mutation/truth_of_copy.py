@@ -3,8 +3,6 @@
 Prints "passed" or "missed". A kernel whose offsets wrap may end the process instead.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -5,8 +5,6 @@ until mbarrier.inval. Triton reuses the memory of a barrier that is no longer us
 the first value of such a barrier then arrived after the data that were stored in its place.
 """
 
-from __future__ import annotations
-
 import re
 
 _BASE = "global_smem"

@@ -1,7 +1,5 @@
 """Compiles a decode or extend kernel as the runtime would launch it, in any tiles."""
 
-from __future__ import annotations
-
 import torch
 from triton.compiler import CompiledKernel
 

@@ -4,8 +4,6 @@ AMD: the assembly that Triton's own assembler turns into the hsaco. NVIDIA: cuob
 prints the resources of a cubin, and nvdisasm which registers its instructions read and write.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

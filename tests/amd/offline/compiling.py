@@ -1,7 +1,5 @@
 """Compiles rows of the matrix, or records what they launch, and chooses the rows that a test runs with."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Compiling touches no memory, so tensors of several GiB cost nothing here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

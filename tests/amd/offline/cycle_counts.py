@@ -5,8 +5,6 @@
 compiles those of DECODE_LAYERS and SHOWN with the installed Triton, which takes minutes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,9 +31,14 @@ from tests.amd.kernels.cdna_cases import tiles_of_case
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import PLAIN
 from tests.amd.offline.candidate_kernels import DECODE_LAYERS, chosen_tiles, plain_decode
-from tests.amd.offline.cdna_decode import KINDS, compiled_decode
-from tests.amd.offline.cdna_extend import compiled_extend
-from tests.amd.offline.cdna_latent import Latents, compiled_latents, latent_traffic
+from tests.amd.offline.cdna_kernels import (
+    KINDS,
+    Latents,
+    compiled_decode,
+    compiled_extend,
+    compiled_latents,
+    latent_traffic,
+)
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.compiling import AMD_ARCHS, first_kernels
 from tests.amd.offline.matrix import ROWS, Row

@@ -1,7 +1,5 @@
 """Conditions in PTX for an early launch to be right: it waits for the end of the launch before it."""
 
-from __future__ import annotations
-
 import re
 
 from triton.compiler import CompiledKernel

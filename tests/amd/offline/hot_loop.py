@@ -1,7 +1,5 @@
 """The hot loop of a compiled AMD kernel, and the bytes that a lane moves in an iteration of it."""
 
-from __future__ import annotations
-
 import re
 
 from triton.compiler import CompiledKernel

@@ -4,8 +4,6 @@ A row is driven through the runtime, so the compiled kernels are those that it w
 store, and the attention of a decode, an extend and a mixed step, specialised on the arguments that they would get.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 

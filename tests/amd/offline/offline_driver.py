@@ -1,7 +1,5 @@
 """Compiles for a GPU that is not present, and returns the compiled kernels."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Launches of kernels that no layer of a row needs: those of metadata, of engines, of picks and of drafts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 Index keys and rows lie in pools below 2 GiB, or above.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The compiles of recurrent states: the layers of published models, on an arch, below 2 GiB of slots or above."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """The check of barriers' memory detects its faults, in PTX made by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.amd.offline.barriers import misused_barriers

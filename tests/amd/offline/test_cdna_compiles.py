@@ -4,8 +4,6 @@ Keys and values of decode pass no LDS, and its numbers of pages are scalar loads
 the count of docs/cycles.md, and waits for all that it uses.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -25,8 +23,7 @@ from tests.amd.kernels.attention_cases import Case
 from tests.amd.kernels.cdna_cases import tiles_of_case
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import PLAIN
-from tests.amd.offline.cdna_decode import compiled_decode
-from tests.amd.offline.cdna_extend import compiled_extend
+from tests.amd.offline.cdna_kernels import compiled_decode, compiled_extend
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.cycle_counts import DECODES, DecodedLayer, count_of, decode_traffic
 from tests.amd.offline.hot_loop import hot_loop_of, lds_bytes

@@ -1,8 +1,6 @@
 """Latent decode for CDNA compiles: nothing spills, no row passes LDS, waits are proved, and its loop needs no more than
 AITER's assembly does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from triton.compiler import CompiledKernel
@@ -13,7 +11,7 @@ from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_lab.simulator.assembly import parse_assembly
 from rocm_lab.simulator.launcher import ARCHS
 from rocm_lab.waits.check import Word, check_waits
-from tests.amd.offline.cdna_latent import Latents, compiled_latents, latent_traffic
+from tests.amd.offline.cdna_kernels import Latents, compiled_latents, latent_traffic
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.hot_loop import bytes_in_flight, hot_loop_of, lds_bytes, loaded_bytes
 

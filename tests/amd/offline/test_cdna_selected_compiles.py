@@ -1,8 +1,6 @@
 """Attention over a selection for CDNA compiles: nothing spills to memory, waits are proved, and its loop takes few more
 clocks than that of latent decode, and far fewer than that of the kernel for every layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -19,7 +17,7 @@ from rocm_lab.simulator.launcher import ARCHS
 from rocm_lab.waits.check import Word, check_waits
 from tests.amd.kernels.cdna_selected_cases import CASES, cases_of, run_cdna_selected
 from tests.amd.kernels.sparse_cases import SelectedCase, build_selected
-from tests.amd.offline.cdna_latent import Latents, compiled_latents
+from tests.amd.offline.cdna_kernels import Latents, compiled_latents
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.cycle_counts import count_of
 from tests.amd.offline.offline_driver import last_compiled_by

@@ -1,7 +1,5 @@
 """The gate reads the cost of a kernel, and detects spills, scratch and missing matrix products."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A compile of Triton that hangs is named; those that end or raise are not, and other hooks keep working."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

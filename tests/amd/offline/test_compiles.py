@@ -1,7 +1,5 @@
 """The compile gate: the kernels that the runtime would launch compile for every arch, spill nothing and fit."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -405,12 +403,8 @@ def test_the_oldest_triton_compiles_a_row_for_each_amd_arch() -> None:
     assert {row.arch for row in ROWS if row.on_oldest} >= set(AMD_ARCHS)
 
 
-def rows_of_every_run() -> list[Row]:
-    return [row for row in ROWS if str(row) in IN_EVERY_RUN]
-
-
 def test_every_run_compiles_each_kind_of_layer() -> None:
-    rows = rows_of_every_run()
+    rows = [row for row in ROWS if str(row) in IN_EVERY_RUN]
     assert len(rows) == len(IN_EVERY_RUN), "a row has another name now"
     assert {row.arch for row in rows} == {*AMD_ARCHS, "sm_90"}
     assert {row.pool for row in rows} == {row.pool for row in ROWS}

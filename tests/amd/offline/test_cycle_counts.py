@@ -1,7 +1,5 @@
 """The page of counts is current. Every run counts kernels that other tests compile; the night counts all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import triton
 
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.offline.candidate_kernels import DECODE_LAYERS
-from tests.amd.offline.cdna_latent import Latents
+from tests.amd.offline.cdna_kernels import Latents
 from tests.amd.offline.compiling import AMD_ARCHS
 from tests.amd.offline.cycle_counts import (
     DECODES,

@@ -3,8 +3,6 @@
 Compiles for an absent GPU are recorded instead of done, by the key under which Triton keeps a variant. Nothing runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

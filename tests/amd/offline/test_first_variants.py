@@ -5,20 +5,13 @@ gfx942 are compiled with the oldest supported Triton; with the installed one the
 compiles all of their variants.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from rocm_attn.problem import KVEncoding, PoolKind
 from tests.amd.offline.compiling import IN_EVERY_RUN, ONLY_OLDEST, first_kernels
 from tests.amd.offline.matrix import ROWS, Row, launch_all
 from tests.amd.offline.offline_driver import last_compiled_by
-from tests.amd.offline.test_compiles import (
-    LATENT,
-    complaints_of,
-    names_of_all_kernels,
-    names_of_separate_kernels,
-)
+from tests.amd.offline.test_compiles import LATENT, complaints_of, names_of_all_kernels, names_of_separate_kernels
 
 ROWS_OF_EVERY_RUN = [row for row in ROWS if str(row) in IN_EVERY_RUN]
 # Those of one arch, without codes or latents: the night has a row of each.

@@ -1,7 +1,5 @@
 """The kernels for Hopper compile: they fit, and ptxas waits for their products where they do."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any
@@ -15,13 +13,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs
-from rocm_attn.kernels.tuning.hopper_tiles import (
-    DIMS,
-    HEAD_DIMS,
-    HopperTiles,
-    hopper_segment_tiles,
-    hopper_tiles,
-)
+from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HEAD_DIMS, HopperTiles, hopper_segment_tiles, hopper_tiles
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.kernels.tuning.sparse_tiles import HOPPER_RECORD_TILES, HOPPER_SELECTED_TILES
 from rocm_attn.machine.releases import Release, triton_version

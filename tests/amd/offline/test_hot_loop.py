@@ -1,7 +1,5 @@
 """All bytes of a loop are seen, and decode's hot loop loads a tile."""
 
-from __future__ import annotations
-
 import pytest
 
 from rocm_lab.cycles.loops import Loop

@@ -1,7 +1,5 @@
 """The stand-in driver compiles for the given GPU, executes nothing and leaves Triton unchanged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from triton.compiler import CompiledKernel

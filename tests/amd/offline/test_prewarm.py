@@ -1,7 +1,5 @@
 """Prewarming compiles the kernels that serving will need, once, and reports it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -3,8 +3,6 @@
 Compiles are recorded instead of done, by the key under which Triton keeps a variant.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

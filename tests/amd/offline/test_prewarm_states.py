@@ -3,8 +3,6 @@
 Compiles are recorded instead of done, by the key under which Triton keeps a variant.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

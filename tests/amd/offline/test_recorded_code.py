@@ -1,7 +1,5 @@
 """A recorded step is run by a process that has compiled nothing, as `read-report` and `replay-step` are."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

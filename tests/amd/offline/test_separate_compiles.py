@@ -1,7 +1,5 @@
 """The compile gate of sparse attention and of recurrent states, whose rows are in matrices of their own."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

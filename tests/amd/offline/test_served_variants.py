@@ -4,8 +4,6 @@ Compiles for an absent GPU are recorded instead of done, by the key under which 
 new memory is zeros: each pick finds token 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

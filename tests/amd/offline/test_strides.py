@@ -1,7 +1,5 @@
 """Rows whose strides are multiples of 8 elements, and not of 16, are loaded as fast as others."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Machine code for sm_90 reads no register that nothing has written; the check of it finds what a compiler broke."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ each kernel that the simulator executes (tests/amd/simulator/test_kernels.py); t
 The latent decode would not, if it took its maxima after a branch (docs/waits.md, "A fault of the compiler").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

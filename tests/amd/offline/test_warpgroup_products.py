@@ -1,7 +1,5 @@
 """The check of running products finds its faults: in listings made by hand, and where the waits of a kernel go."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

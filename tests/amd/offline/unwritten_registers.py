@@ -15,8 +15,6 @@ what was written before it on every path. Four rules keep right code free of fin
 Memory is not followed: neither shared memory nor the stack, to which ptxas spills.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -7,8 +7,6 @@ CUDA 13.3 fixes (github.com/triton-lang/triton/pull/11781). Triton 3.6 brings 12
 compiled code is checked.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Runs random calls. Prints a line for each finding and a closing count; ends with 1 if there was a finding.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -5,8 +5,6 @@ properties lead to, as far as an object of the class holds on to a tensor that s
 to). Which of them a tester calls is noted by a tracer, that looks at every call into the package from outside of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 """EngineScene: an engine with pages, tables and graphs of its own over ExternalAttention, and the oracle beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

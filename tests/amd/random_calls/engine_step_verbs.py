@@ -1,7 +1,5 @@
 """Verbs of an engine's steps and graphs, right and wrong ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

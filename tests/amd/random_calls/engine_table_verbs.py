@@ -1,7 +1,5 @@
 """Verbs of an engine's tables, pages and requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Verbs of an engine: every public call of ExternalAttention that reaches pages, tables or graphs, sometimes wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ a fault. A row goes to FILE as soon as it is known, and a later call with this f
 repeated, only these are run, and only their rows are written.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -1,7 +1,5 @@
 """Verbs of steps that go wrong by no call's fault: infinities, no memory, a stray write."""
 
-from __future__ import annotations
-
 import torch
 
 from rocm_attn.errors import DeviceFault, RocmAttnError

@@ -1,7 +1,5 @@
 """Pairs: every ordered pair of verbs, and triples at random, each between rows that have tokens and a closing look."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

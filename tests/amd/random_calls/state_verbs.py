@@ -1,8 +1,6 @@
 """Verbs of recurrent states: drafts that are taken back, wrong places on the device, forwards that break off, and pages
 that are filled from elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

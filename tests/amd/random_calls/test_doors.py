@@ -1,7 +1,5 @@
 """No side door: every public callable that reaches pages, rows, states or graphs is called by a random tester."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import CodeType
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Every ordered pair of calls, some triples, and that the tester sees what it is there for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

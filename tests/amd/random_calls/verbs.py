@@ -1,7 +1,5 @@
 """Verbs: every public call of a runtime that reaches rows, pages or graphs, with values that are sometimes wrong."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

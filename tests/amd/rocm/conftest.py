@@ -1,7 +1,5 @@
 """A fixture that these tests share: numbers that go into the report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

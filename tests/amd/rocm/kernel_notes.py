@@ -1,7 +1,5 @@
 """KernelNotes: the kernels that Triton launches in this process, with what the compiler and the driver say of each."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from dataclasses import asdict

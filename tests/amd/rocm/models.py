@@ -1,7 +1,5 @@
 """The attention layers of popular models, described by the properties that a kernel depends on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

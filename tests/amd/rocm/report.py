@@ -5,8 +5,6 @@ kernel that was launched, and every test with its outcome, its time, its measure
 message and the kernels that it launched. docs/rocm.md has the fields that `rocm-attn read-report` reads.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

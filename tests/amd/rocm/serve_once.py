@@ -1,7 +1,5 @@
 """`python -m tests.amd.rocm.serve_once`: captures and serves; prints the kernels that had to be compiled as JSON."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -3,8 +3,6 @@
 Tests that need a GPU run, with tensors of the CPU; kernels run as machine code of gfx942. Its driver states no figures.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any

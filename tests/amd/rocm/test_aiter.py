@@ -4,8 +4,6 @@ Each kernel is called as in serving, against a float64 reference, eagerly and ca
 probe would have to reject a case that fails here.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Errors of the kernels against a float64 reference, at the sizes of real models, for the report."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

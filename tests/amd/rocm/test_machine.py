@@ -1,7 +1,5 @@
 """The machine is the one that the report is about, and nothing is known to be wrong with it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The server as it starts by itself, measured next to what it expects of its steps; for the report."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

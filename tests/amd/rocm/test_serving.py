@@ -1,7 +1,5 @@
 """Graphs of a real model's layers, a soak, and the kernels that prewarming leaves to be compiled."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Small steps whose code, inputs and results go into the report, so that a laptop can run them in the simulator."""
 
-from __future__ import annotations
-
 import base64
 import zlib
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `rocm-attn read-report` makes rows of what is faster. A candidate that is wrong is reported, and fails no test.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Times of one layer of attention, replayed as a graph; for the report, on a correct result."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 

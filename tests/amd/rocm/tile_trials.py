@@ -1,7 +1,5 @@
 """RecordedBench: a bench of `rocm-attn tune` that keeps all it has seen, for the report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Shared parts of the tests of AsyncEngine: a small engine, requests, steps that wait for the test."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

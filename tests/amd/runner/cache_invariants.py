@@ -1,7 +1,5 @@
 """Invariants of a prefix cache at any moment, after any calls."""
 
-from __future__ import annotations
-
 from rocm_attn.paging.request_table import RequestTable
 from rocm_serve.cached_pages import NO_PAGE, NOT_KEPT
 from rocm_serve.prefix_cache import PrefixCache

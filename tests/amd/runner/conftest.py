@@ -1,7 +1,5 @@
 """The fixtures that all tests here share."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 

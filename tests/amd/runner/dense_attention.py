@@ -1,7 +1,5 @@
 """Attention over one whole sequence without a cache, so that the model's arithmetic can be tested by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """One small model of each family that the runner serves, with every part of the family in it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.amd.runner.hf_models import small_hf_model

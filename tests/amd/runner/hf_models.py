@@ -1,7 +1,5 @@
 """Configs of published models, and small random models of transformers with the files that they are read from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

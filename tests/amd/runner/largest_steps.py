@@ -1,7 +1,5 @@
 """The largest possible steps of an engine, run with every page taken."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """MeteredMemory: the memory of CPU tensors, as a DeviceMemory of a made-up size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

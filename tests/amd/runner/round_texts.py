@@ -1,7 +1,5 @@
 """A tiny model whose texts repeat in circles, with an occasional slip: most drafts are right, but not all."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

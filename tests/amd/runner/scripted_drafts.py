@@ -1,7 +1,5 @@
 """Drafts that a test writes: mostly the tokens of the final text, with mistakes and branches of every kind."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many

@@ -1,7 +1,5 @@
 """Logits of given tokens served by a runtime: in chunks, over pages, eager or replayed, many sequences per step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The small engine of the tests here: its options, requests to it, and what must be left of it afterwards."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

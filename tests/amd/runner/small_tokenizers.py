@@ -1,7 +1,5 @@
 """Tokenizers of a few tokens, with the pitfalls of large ones."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Chat templates, programs that come with a model: they write what Hugging Face's do, in a sandbox."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The attention of a small DeepSeek-V4, seeded: a runtime's layers give what transformers' modules give."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

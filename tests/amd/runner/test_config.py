@@ -1,7 +1,5 @@
 """ModelConfig from config.json: both layouts, and one clear sentence for everything that is not read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

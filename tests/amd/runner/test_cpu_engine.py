@@ -1,7 +1,5 @@
 """The engine with the kernels for CPUs: the tokens of the plain kernels, by fewer calls."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The runner's deterministic mode: the bits of a request's logits, regardless of the other requests."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

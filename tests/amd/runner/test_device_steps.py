@@ -1,7 +1,5 @@
 """Rounds of drafts that follow each other on the device: the same texts, regardless of what happens in between."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many

@@ -1,7 +1,5 @@
 """Drawn drafts: rejection sampling accepts them, and the tokens are distributed as by plain sampling."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

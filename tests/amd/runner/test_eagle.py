@@ -1,7 +1,5 @@
 """An EAGLE head drafts from the rows that the model passes to it, and changes no token."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """K and V in eight bits: the runner serves exactly a model whose K and V were rounded to codes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Failures of one request or of the device: they are reported, and no other request loses its work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 from pathlib import Path

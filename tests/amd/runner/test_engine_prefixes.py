@@ -1,7 +1,5 @@
 """The prefix cache of an engine: which tokens are not computed again, and that no wrong page is ever found."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from dataclasses import replace

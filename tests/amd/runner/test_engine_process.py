@@ -1,7 +1,5 @@
 """EngineProcess: an engine in a process of its own gives what it gives alone, and the end of either is noticed."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Each family's model in small, from the files that transformers writes, against transformers itself, in float32."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cached_property
@@ -89,15 +87,11 @@ of_some_families = pytest.mark.parametrize(
 WAYS = list(product((1, 7, 64), (1, 16), (False, True)))
 
 
-def is_of_every_run(family: str, way: tuple[int, int, bool]) -> bool:
-    """True for the way that differs most from BASE, which greedy tokens use; with graphs for one family per kind."""
-    return way == (7, 1, family in ONE_OF_EACH_KIND)
-
-
 @pytest.mark.parametrize(
     ("served", "chunk", "page_size", "graphs"),
     [
-        pytest.param(family, *way, marks=[pytest.mark.nightly] * (not is_of_every_run(family, way)))
+        # Every run has the way that differs most from BASE, which greedy tokens use; graphs for one family per kind.
+        pytest.param(family, *way, marks=[pytest.mark.nightly] * (way != (7, 1, family in ONE_OF_EACH_KIND)))
         for family in FAMILIES
         for way in WAYS
     ],

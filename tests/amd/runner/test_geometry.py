@@ -1,7 +1,5 @@
 """The attention geometry read from config.json, compared with transformers' reading of the same file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

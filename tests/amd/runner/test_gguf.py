@@ -1,7 +1,5 @@
 """Models from GGUF files: written here from transformers' weights, so that a wrong row order shows in the logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ctrl-C while an engine serves: it waits for the end of a step, and a second one does not."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

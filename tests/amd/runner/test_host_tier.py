@@ -1,7 +1,5 @@
 """An engine whose prefix cache has host memory: texts are those without it, and no wrong page is ever used."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Engines of models with windows: the pool of the windows changes its size, and never a token."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent layers, pools of index keys and compressed rows, compared with caches of small models of transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

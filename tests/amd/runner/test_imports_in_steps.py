@@ -1,7 +1,5 @@
 """A request waits for no module: all that steps need is imported when an engine is made."""
 
-from __future__ import annotations
-
 from tests.amd.forked import run_forked
 
 SERVE = """

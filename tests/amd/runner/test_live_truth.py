@@ -1,7 +1,5 @@
 """The truth probe of an engine: it finds what is wrong while requests are served, and changes nothing of theirs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,19 +1,23 @@
-"""The places where a model may lie, and the messages if it is missing."""
-
-from __future__ import annotations
+"""The places where a model may lie, and models from safetensors: single, sharded, missing, and wrong in every way."""
 
 import importlib.machinery
 import importlib.util
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_serve.models.loading import default_dtype, load_model
 from rocm_serve.models.places import find_model
-from tests.amd.runner.hf_models import save, small_hf_model
+from tests.amd.runner.dense_attention import dense_logits
+from tests.amd.runner.hf_models import changed_tensors, hf_logits, load, random_tokens, save, small_hf_model
+from tests.amd.tolerances import assert_layers_close
 
 CPU = torch.device("cpu")
 
@@ -84,3 +88,180 @@ def test_a_quantised_model_runs_in_float16_on_a_gpu(
     assert default_dtype(tmp_path / name, device_type) is dtype
     with pytest.raises(BadModel, match="there is no model at"):
         default_dtype(tmp_path / "nowhere", device_type)
+
+
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return save(small_hf_model("Llama"), tmp_path)
+
+
+def test_shards_give_what_a_single_file_gives(tmp_path: Path) -> None:
+    reference, token_ids = small_hf_model("Qwen3"), random_tokens(9)
+    save(reference, tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(reference, token_ids))
+
+
+def test_bfloat16_files_are_read_in_the_dtype_asked_for(model_dir: Path) -> None:
+    with changed_tensors(model_dir) as tensors:
+        tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        weights = load(model_dir, dtype).weights
+        assert {weights.head.dtype, weights.attending[0].out.dtype, weights.final_norm.dtype} == {dtype}
+
+
+def test_a_tied_head_that_is_stored_again_is_passed_over(tmp_path: Path) -> None:
+    directory = save(small_hf_model("Llama", tie_word_embeddings=True), tmp_path)
+    with changed_tensors(directory) as tensors:
+        tensors["lm_head.weight"] = torch.zeros(101, 48)
+    weights = load(directory).weights
+    assert weights.head.data_ptr() == weights.embedding.data_ptr()
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t.pop(K_PROJ), f"lacks {K_PROJ}; the file is incomplete"),
+        (lambda t: [t.pop(name) for name in list(t)[:5]], "and 2 more tensors"),
+        (lambda t: t.update({"model.layers.1.self_attn.k_proj.bias": torch.zeros(32)}), "k_proj.bias, which Llama"),
+        (lambda t: t.update({K_PROJ: torch.zeros(48, 32)}), r"k_proj.weight has shape \[48, 32\]; .* for \[32, 48\]"),
+        (lambda t: t.update({K_PROJ: torch.full((32, 48), float("nan"))}), "k_proj.weight.* holds NaN or infinity"),
+        (lambda t: t.update({K_PROJ: torch.zeros(32, 48, dtype=torch.int8)}), "holds torch.int8; the runner reads"),
+        (lambda t: t.update({K_PROJ: torch.zeros(32, 48).to(torch.float8_e4m3fn)}), "float8_e4m3fn; the runner reads"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_named(
+    change: Callable[[Tensors], object], sentence: str, model_dir: Path
+) -> None:
+    with changed_tensors(model_dir) as tensors:
+        change(tensors)
+    with pytest.raises(BadModel, match=sentence):
+        load(model_dir)
+
+
+def test_a_weight_too_large_for_the_dtype_is_refused(model_dir: Path) -> None:
+    with changed_tensors(model_dir) as tensors:
+        tensors[K_PROJ].fill_(1e5)
+    load(model_dir)
+    with pytest.raises(BadModel, match="too small a range"):
+        load(model_dir, torch.float16)
+
+
+@pytest.mark.parametrize("keep", [0, 3, 8, 200, -1])
+def test_a_file_cut_short_is_refused(keep: int, model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(BadModel, match="is not a whole safetensors file"):
+        load(model_dir)
+
+
+def test_a_damaged_header_is_refused(model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[30] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(BadModel, match="is not a whole safetensors file"):
+        load(model_dir)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save(small_hf_model("Llama"), tmp_path, max_shard_size="40KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(BadModel, match=shard.name):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        ("{", "index.json is not JSON"),
+        ("[" * 100_000, "index.json is not JSON .*nested too deeply"),
+        ("[]", "index.json holds JSON that is no object"),
+        ('{"weight_map": 3}', "is not a safetensors index .weight_map is 3"),
+        ('{"weight_map": {"a": 3}}', "is not a safetensors index .weight_map holds 3"),
+        ('{"weight_map": {}}', "is not a safetensors index .weight_map is {}"),
+        ("{}", "is not a safetensors index .weight_map is None"),
+        (json.dumps({"weight_map": {"a": "x" * 5000}}), r"index.json names 'x+\.\.\.x+', which is not in "),
+        ('{"weight_map": {"a": "\\ud800"}}', "which is not in "),
+        ('{"weight_map": {"a": "a\\u0000b"}}', "which is not in "),
+        ('{"weight_map": {"a": ""}}', "which is not in "),
+        ('{"weight_map": {"a": "../m/model.safetensors"}}', "names '../m/model.safetensors', which is outside of"),
+        ('{"weight_map": {"a": "b/../../model.safetensors"}}', "which is outside of its folder; only files in"),
+        ('{"weight_map": {"a": "/model.safetensors"}}', "names '/model.safetensors', which is outside of"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_damaged_index_is_refused(index: str, sentence: str, tmp_path: Path) -> None:
+    save(small_hf_model("Llama"), tmp_path, max_shard_size="40KB")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(BadModel, match=sentence) as refusal:
+        load(tmp_path)
+    assert len(str(refusal.value)) < 600
+
+
+def sharded(directory: Path) -> tuple[dict[str, str], str]:
+    """A model in two files, its weight_map, and the name of a tensor that lies in both: ones in b, its values in a."""
+    tensors = load_file(save(small_hf_model("Llama"), directory) / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(tensors)
+    twice = names[0]
+    save_file({name: tensors[name] for name in names[:5]}, directory / "a.safetensors")
+    rest = {name: tensors[name] for name in names[5:]}
+    save_file({**rest, twice: torch.ones_like(tensors[twice])}, directory / "b.safetensors")
+    weight_map = {name: "a.safetensors" if name in names[:5] else "b.safetensors" for name in names}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map, twice
+
+
+@pytest.mark.parametrize("file", ["a.safetensors", "b.safetensors"])
+def test_a_tensor_in_two_shards_is_read_from_the_one_that_the_index_names(file: str, tmp_path: Path) -> None:
+    weight_map, twice = sharded(tmp_path)
+    index = {"weight_map": {**weight_map, twice: file}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert twice == "lm_head.weight"
+    assert bool((load(tmp_path).weights.head == 1).all()) == (file == "b.safetensors")
+
+
+def test_a_shard_that_lacks_a_tensor_of_the_index_is_named(tmp_path: Path) -> None:
+    weight_map, _ = sharded(tmp_path)
+    index = {"weight_map": {**weight_map, "model.norm.weight": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadModel, match=r"a\.safetensors lacks 'model\.norm\.weight', which .*index\.json lists"):
+        load(tmp_path)
+
+
+def test_files_of_a_cache_may_be_links_to_another_folder(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    blobs = tmp_path / "blobs"
+    snapshot = tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for number, path in enumerate(sorted(tmp_path.glob("*.*"))):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("..") / "blobs" / str(number))
+    assert load(snapshot).config.num_layers == load(snapshot).config.attention.num_storing
+
+
+def test_a_directory_without_weights_is_refused(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(BadModel, match="has neither"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"architectures": ['])
+def test_a_damaged_config_is_refused(text: str, model_dir: Path) -> None:
+    (model_dir / "config.json").write_text(text)
+    with pytest.raises(BadModel, match=r"config\.json"):
+        load(model_dir)
+
+
+def test_end_tokens_of_the_generation_config_count_too(model_dir: Path) -> None:
+    (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    assert load(model_dir).config.eos_token_ids == (2, 7)

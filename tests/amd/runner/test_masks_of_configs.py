@@ -4,8 +4,6 @@ transformers builds the model and its masks, which a recorded attention function
 that we read of the file, and its outputs are compared with float64 attention over transformers' masks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

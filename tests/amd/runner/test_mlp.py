@@ -1,7 +1,5 @@
 """Experts: bits, numbers that are none, and refusals. test_families.py compares logits with each kind of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

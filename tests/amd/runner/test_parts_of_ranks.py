@@ -1,7 +1,5 @@
 """Each tensor-parallel rank's part of a model, and that all parts together give the results of the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small sums over ranks are tried before they are used; test_ranks_on_gpus.py runs them."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

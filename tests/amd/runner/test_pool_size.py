@@ -3,8 +3,6 @@
 The memory is that of tensors on the CPU, metered, of a made-up size; tests/amd/system/test_pool_on_gpu.py has a GPU's.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The prefix cache against a brute force over strings of tokens, with a real request table and no model."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 from contextlib import suppress

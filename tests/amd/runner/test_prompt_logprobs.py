@@ -1,7 +1,5 @@
 """The logprobs of a prompt's tokens are those of transformers, however the prompt is taken in."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The fields of published models' config.json, written down from memory of their repositories, are read completely."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RankedEngine: the results of an Engine, from a process per rank; and no call is left waiting when a rank fails."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import subprocess
@@ -26,11 +24,11 @@ from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
 from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
 from tests.amd.house.source_tree import ROOT
-from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.serving import BASE as OF_EIGHT
 from tests.amd.runner.serving import tokens_of
 from tests.amd.runner.test_prompt_logprobs import TOLERANCE
 from tests.amd.runner.test_ranks_in_step import REQUESTS
+from tests.amd.runner.thread_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.tiny_model import tiny_model, with_nan_token
 
 pytestmark = pytest.mark.usefixtures("torch_is_imported")
@@ -144,7 +142,7 @@ def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None
     script = (
         "import os, signal\n"
         "from rocm_serve.parallel.ranked_engine import RankedEngine\n"
-        "from tests.amd.runner.sabotaged_ranks import LoadSabotaged, pids\n"
+        "from tests.amd.runner.thread_ranks import LoadSabotaged, pids\n"
         "from tests.amd.runner.test_ranked_engine import BASE, REQUESTS\n"
         "if __name__ == '__main__':\n"
         "    engine = RankedEngine(LoadSabotaged('hangs', 6), BASE, num_ranks=2)\n"

@@ -3,8 +3,6 @@
 All cases run in one pair of processes; each test reads the results of one of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """An engine of a model with recurrent layers: where prompts begin, where their chunks end, and which states stay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Options, requests and samplings without sense are refused in one sentence, before anything has them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

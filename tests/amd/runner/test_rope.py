@@ -1,7 +1,5 @@
 """Frequencies of YaRN and LongRoPE against transformers. test_families.py compares logits with each kind of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampling: the right distribution, and the same draws in every batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

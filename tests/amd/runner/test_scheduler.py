@@ -1,7 +1,5 @@
 """The scheduler over random worlds, and over small ones that show one rule each."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence as Many

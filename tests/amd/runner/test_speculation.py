@@ -1,7 +1,5 @@
 """Speculation decides how many tokens a step brings, and never which ones."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -28,10 +26,6 @@ BASE = replace(CHUNKS_OF_16, chunk=64)
 DRAWN = Sampling(temperature=0.8, top_p=0.9, seed=4)
 
 
-def texts_of(completions: Many[Completion]) -> list[tuple[int, ...]]:
-    return [(*done.prompt_token_ids, *done.token_ids) for done in completions]
-
-
 def without_speculation(options: EngineOptions) -> EngineOptions:
     """Options of plain decoding; without graphs, which change no token (test_engine.py)."""
     return replace(options, speculative="off", draft_tokens=4, topk=1, sampled_drafts=False, graphs=False)
@@ -45,7 +39,7 @@ def speculating(loaded: LoadedModel, options: EngineOptions, requests: list[Requ
 
 def scripted(loaded: LoadedModel, options: EngineOptions, right: Many[Completion], **script: Any) -> Engine:
     """An engine with drafts that are mostly those of the right completions."""
-    texts = texts_of(right)
+    texts = [(*done.prompt_token_ids, *done.token_ids) for done in right]
     return with_drafter(
         Engine(loaded, options), ScriptedDrafter(texts, CONFIG.vocab_size, branches=options.topk > 1, **script)
     )

@@ -1,7 +1,5 @@
 """The sizes of steps follow from the model and the device: the arithmetic by hand, and an engine that keeps to it."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """An engine that launches a step before it reads the tokens of the last one: the same tokens, and nothing is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Stop texts: found across the borders of tokens, and no text after them is ever printed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """TokenCount: no text has fewer tokens than its pieces say."""
 
-from __future__ import annotations
-
 import pytest
 import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers

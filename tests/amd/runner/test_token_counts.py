@@ -1,7 +1,5 @@
 """Tokens that are counted on the device: with one that the host does not know, and anew if a step was lost."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Text to tokens and back, against tokenizers trained here and against the library of transformers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Checks that run while an engine serves: each option enables its check, and none changes a token."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Tensor parallelism as in docs/your_own_runner.md: its engine on two ranks, each with its part of the model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A Llama of random weights, small enough to be served hundreds of times in a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 

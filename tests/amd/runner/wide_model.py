@@ -1,7 +1,5 @@
 """The tiny model with heads of 64 elements, which tell a few hundred keys apart: needles can check its layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

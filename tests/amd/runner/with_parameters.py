@@ -1,7 +1,5 @@
 """A small model whose tokens are characters, and requests that use every sampling option."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rocm_serve.models.loading import LoadedModel

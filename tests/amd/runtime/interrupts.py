@@ -1,7 +1,5 @@
 """KeyboardInterrupt at any line of this project, or no memory at any operation of torch, one at a time."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping

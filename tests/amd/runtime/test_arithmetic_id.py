@@ -1,7 +1,5 @@
 """The id of deterministic attention's arithmetic: equal ids mean equal bits, and what changes bits changes the id."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors of callers: one sentence, nothing corrupted, and the next step runs."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

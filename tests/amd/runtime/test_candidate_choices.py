@@ -1,7 +1,5 @@
 """Choices among the blocks that an earlier choice left (DeepSeek-V4.1), eager and in graphs, against float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers with rows of several tokens (DeepSeek-V4): every kind of step equals the paper's formulas, also replayed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers that attend to K and V which they did not store: an encoder's, in a second runtime, or another layer's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

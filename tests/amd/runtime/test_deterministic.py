@@ -1,7 +1,5 @@
 """Deterministic mode: the bits of a sequence's attention in every batch, bucket and chunking, eager and replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -151,16 +149,13 @@ def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, 
     reported = teller.tell(teller.begin(story), (79,))
     runtime, token = teller.runtime, slice(79, 80)
     runtime.table.reserve(reported.row, 80)
-    step = runtime.step(_decode_of(reported)).parts[0]
+    decode = (np.array([number], np.int32) for number in (reported.row, reported.num_reported + 1, 1))
+    step = runtime.step(StepBatch(*decode)).parts[0]
     q, k, v = (part[token].to(runtime.device) for part in (story.q, story.k, story.v))
     out = torch.empty_like(with_lse.out[token])
     step.layers.store_and_attend(0, q, k, v, out)
     runtime.end_step()
     assert torch.equal(out, with_lse.out[token])
-
-
-def _decode_of(reported: Told) -> StepBatch:
-    return StepBatch(*(np.array([number], np.int32) for number in (reported.row, reported.num_reported + 1, 1)))
 
 
 def test_only_kernels_that_do_not_depend_on_the_batch_are_chosen() -> None:

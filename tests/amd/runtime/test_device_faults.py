@@ -1,7 +1,5 @@
 """Faults on the device reach the host some steps later: once, by name, and whatever breaks in meanwhile."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

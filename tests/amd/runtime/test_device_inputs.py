@@ -1,8 +1,7 @@
 """Lengths and token ids that only the device knows: outputs are the reference's, and never out of bounds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -119,35 +118,37 @@ def test_a_graph_for_lengths_on_the_device_is_checked_on_other_requests(
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
 
 
+GAP = "let a step begin after the tokens that its row has stored"
+
+
+def first_positions(
+    serving: World, requests: Sequence[Request], kv_len: list[int], q_len: list[int], inputs: DeviceInputs
+) -> list[int]:
+    """Returns the positions of the first two tokens of a step that has stored nothing."""
+    rows = np.array([request.row for request in requests], np.int32)
+    serving.runtime.table.reserve_all(rows, np.array(kv_len, np.int32))
+    batch = StepBatch(rows, np.array(kv_len), np.array(q_len), NO_TOKEN_IDS, inputs=inputs)
+    positions: list[int] = serving.runtime.step(batch).parts[0].positions.tolist()[:2]
+    serving.runtime.end_step()
+    return positions
+
+
 @pytest.mark.parametrize("given", [7, 10, 6])
 def test_a_length_that_leaves_a_gap_is_cut_to_what_is_stored(provider: str, given: int, device: torch.device) -> None:
     """Five tokens are stored, and a step of one may have ten: later places in their pages belong to others."""
-    serving, (request, other) = serving_with_prompts(provider, device, [5, 3], graphs=False)
-    rows = np.array([request.row, other.row], np.int32)
-    serving.runtime.table.reserve_all(rows, np.array([10, 4], np.int32))
+    serving, requests = serving_with_prompts(provider, device, [5, 3], graphs=False)
     inputs = DeviceInputs(kv_len=ints([given, 4], serving))
-    step = serving.runtime.step(
-        StepBatch(rows, np.array([10, 4]), np.array([1, 1]), NO_TOKEN_IDS, inputs=inputs)
-    ).parts[0]
-    assert step.positions.tolist()[:2] == [5, 3]
-    serving.runtime.end_step()
-    if given == 6:
+    assert first_positions(serving, requests, [10, 4], [1, 1], inputs) == [5, 3]
+    with nullcontext() if given == 6 else pytest.raises(DeviceFault, match=GAP):
         serving.runtime.check_device()
-    else:
-        with pytest.raises(DeviceFault, match="let a step begin after the tokens that its row has stored"):
-            serving.runtime.check_device()
 
 
 def test_new_tokens_that_the_device_leaves_out_leave_no_gap(provider: str, device: torch.device) -> None:
     """The host has the length, and a bound on the new tokens: fewer would begin after the stored ones."""
     serving, (request,) = serving_with_prompts(provider, device, [5], graphs=False)
-    rows = np.array([request.row], np.int32)
-    serving.runtime.table.reserve_all(rows, np.array([8], np.int32))
     inputs = DeviceInputs(q_len=ints([2], serving))
-    step = serving.runtime.step(StepBatch(rows, np.array([8]), np.array([3]), NO_TOKEN_IDS, inputs=inputs)).parts[0]
-    assert step.positions.tolist()[:2] == [5, 6]
-    serving.runtime.end_step()
-    with pytest.raises(DeviceFault, match="let a step begin after the tokens that its row has stored"):
+    assert first_positions(serving, [request], [8], [3], inputs) == [5, 6]
+    with pytest.raises(DeviceFault, match=GAP):
         serving.runtime.check_device()
 
 

@@ -1,7 +1,5 @@
 """A runtime on a GPU that is not the current one, and steps that come on changing streams."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

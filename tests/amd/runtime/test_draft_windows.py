@@ -1,7 +1,5 @@
 """Windows of drafts in a round: kernels read ranges of keys, which follow from the parents of each draft step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

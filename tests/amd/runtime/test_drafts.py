@@ -1,7 +1,5 @@
 """Rounds of drafts: wrong parents are reported, and what is no round is refused. guards/test_drafts.py has others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps over eight-bit K and V, eager and graphed, of every encoding and kind of scale, against the reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

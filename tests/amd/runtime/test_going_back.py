@@ -1,7 +1,5 @@
 """Rows that go back or share pages, and steps that stop half way: tokens that may be stored, and that are read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

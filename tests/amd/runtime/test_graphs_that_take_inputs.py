@@ -1,7 +1,5 @@
 """Steps whose graph takes their inputs: they leave what other steps leave, also after a launch that failed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

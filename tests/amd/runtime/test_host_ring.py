@@ -1,7 +1,5 @@
 """HostRing: slots come back after their readers, and so does the memory of a ring that is dropped."""
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Layers with a window in a separate pool, whose lengths only the device knows, and pools that cannot be."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Servers run under torch.inference_mode, or not, or in turn: memory that is made in one mode serves in the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,7 +1,5 @@
 """An interrupt or another thread in the middle of a step leaves a runtime that serves the next step correctly."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Absorbed latent attention through the runtime: every kind of step, checked against the reference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

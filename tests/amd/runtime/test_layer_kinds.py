@@ -1,7 +1,5 @@
 """Layers with windows, soft caps, sinks and slopes next to plain ones, through whole steps, against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

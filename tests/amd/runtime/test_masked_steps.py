@@ -1,7 +1,5 @@
 """Steps with a mask: the keys that their tokens see, their positions, and the refused masks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """merge_states: attention over parts of the keys, merged for the caller."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Mixed steps whose decode and extend run at the same time in a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Recurrent layers: outputs are those of a recurrence over the request's tokens, however steps cut and mix them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

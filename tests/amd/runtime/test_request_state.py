@@ -1,7 +1,5 @@
 """Tensors by which a forward keeps its own state: each sequence's row, its tokens, and the values that pads get."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

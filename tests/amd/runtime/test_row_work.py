@@ -1,7 +1,5 @@
 """The work on a layer's rows around attention, as calls of a step: eager and replayed, against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

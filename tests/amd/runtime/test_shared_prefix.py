@@ -1,7 +1,5 @@
 """Decode over shared prefixes: every output is the reference's, for any groups, and wrong groups are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Layers that select keys: every kind of step equals attention over the keys that Indexing defines, also replayed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

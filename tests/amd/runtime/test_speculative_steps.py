@@ -1,7 +1,5 @@
 """Steps around drafts: draft models over the target's KV, draft-extend, and trees whose accepted paths are moved."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Split steps on the runtime: each half sees its own sequences, for any sizes; tests/amd/random_calls has more."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

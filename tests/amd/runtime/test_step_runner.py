@@ -1,7 +1,5 @@
 """Replayed steps: bitwise equal to the eager ones, after any earlier steps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

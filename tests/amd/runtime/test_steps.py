@@ -1,7 +1,5 @@
 """Whole eager steps against the reference: forks of forks, rows at any stride, and what no plan serves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

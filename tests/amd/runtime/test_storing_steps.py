@@ -1,7 +1,5 @@
 """A layer of a decode step stores and attends in one launch if its kernel can, with the results of both calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Layers whose pages are cut into vectors: stored and attended as those of linear pools."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

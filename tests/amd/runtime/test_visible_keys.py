@@ -3,8 +3,6 @@
 The reference goes key by key through the definition of each, in plain Python, and attends in float64.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The fixtures that all tests here share."""
 
-from __future__ import annotations
-
 import pytest
 
 from rocm_serve.models.loading import LoadedModel

@@ -3,8 +3,6 @@
 python -m tests.amd.server.metrics_page writes them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

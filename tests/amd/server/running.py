@@ -1,7 +1,5 @@
 """A server over a tiny model, in a thread of the test's process."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import socket

@@ -1,7 +1,5 @@
 """The contents of a scrape of /metrics, by Prometheus' own parser."""
 
-from __future__ import annotations
-
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -1,7 +1,5 @@
 """Clients get the engine's output, streamed or whole; the client is OpenAI's own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Requests do not wait for others' constraints that take for ever, or are many."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """Requests that do not say how they are sampled are sampled as the model's generation_config.json says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bodies of many messages, prompts or token ids: refused by their number, before any item is looked at."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

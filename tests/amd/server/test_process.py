@@ -1,7 +1,5 @@
 """`rocm-attn serve` as a process: signals, ports, ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Requests that cannot be served are refused with a sentence in OpenAI's form, and never with a status of 5xx."""
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """/v1/responses: OpenAI's client gets the same answer whole and in typed events, and the one of a conversation."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -61,7 +59,8 @@ def ask(server: Running, **fields: Any) -> Any:
     assert from_deltas(events) == reported(whole)[1]
     texts = [event for event in events if event.type.startswith("response.output_text.")]
     assert all(event.logprobs == [] for event in texts), "a list is required there"
-    assert [each.to_dict() for each in items_done(events)] == [each.to_dict() for each in events[-1].response.output]
+    items = [event.item.to_dict() for event in events if event.type == "response.output_item.done"]
+    assert items == [each.to_dict() for each in events[-1].response.output]
     return whole
 
 
@@ -75,10 +74,6 @@ def reported(answer: Any) -> Any:
         else:
             items.append([item.type, "".join(part.text for part in item.content)])
     return answer.status, items
-
-
-def items_done(events: list[Any]) -> list[Any]:
-    return [event.item for event in events if event.type == "response.output_item.done"]
 
 
 def from_deltas(events: list[Any]) -> list[Any]:

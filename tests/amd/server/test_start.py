@@ -1,7 +1,5 @@
 """`rocm-attn serve` begins with the engine's process, and its own process never imports torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Fields that change how a conversation is written, and reasoning that comes apart from the text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

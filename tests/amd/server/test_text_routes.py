@@ -1,7 +1,5 @@
 """/tokenize, /detokenize and small facts about the server, with vLLM's fields."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tool calls of a model: the answers that OpenAI's client gets, streamed or whole, in each form that models write."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """/health/truth: the verdict on each layer, one run at a time and not too often, and its part in /health."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from dataclasses import replace

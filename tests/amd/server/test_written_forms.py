@@ -3,8 +3,6 @@
 Whatever the pieces are in which a text comes, the same is found. The sources are those of the table's rows.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from itertools import pairwise

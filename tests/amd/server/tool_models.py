@@ -1,7 +1,5 @@
 """A small model whose tokens are characters and whose template writes calls of functions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -6,8 +6,6 @@ was not needed if in no interval of the run a wave stores to a byte that another
 it. The addresses of our kernels do not depend on the order of the waves, so that one order is enough.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A run of some kernels that can be checked, and the processes that run many of them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable

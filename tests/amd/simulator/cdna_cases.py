@@ -1,8 +1,6 @@
 """Runs of decode, extend, latent decode and attention over a selection for CDNA on a simulated arch, compared with
 float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,14 +9,7 @@ import torch
 
 from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, Tensors, build
-from tests.amd.kernels.cdna_cases import (
-    CHOSEN_CODES,
-    LARGE,
-    assert_decoded,
-    cdna_cut,
-    launch_cdna,
-    served_cases,
-)
+from tests.amd.kernels.cdna_cases import CHOSEN_CODES, LARGE, assert_decoded, cdna_cut, launch_cdna, served_cases
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
 from tests.amd.kernels.cdna_extend_cases import NAMES, assert_extended, case_of, run_cdna_extend

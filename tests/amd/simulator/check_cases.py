@@ -1,7 +1,5 @@
 """The checks that need each mask of a kernel (tests/amd/mutation) as machine code: kernels that multiply nothing."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

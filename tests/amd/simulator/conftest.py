@@ -1,7 +1,5 @@
 """Collects the kernels of other projects only where OTHER_KERNELS says which folders have them."""
 
-from __future__ import annotations
-
 import os
 
 from tests.amd.simulator.other_kernels import VARIABLE

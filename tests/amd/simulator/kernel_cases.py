@@ -4,13 +4,10 @@ Attention is compared with float64, like its torch twins; the store with its twi
 pages, tiles, and the shares of programs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +25,9 @@ from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.merge_states import merge_states
-from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES, decode_tiles
+from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
-from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
-from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, zeros
 from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
 from tests.amd.kernels.attention_cases import (
@@ -42,6 +38,7 @@ from tests.amd.kernels.attention_cases import (
     run_decode,
     run_extend,
     run_shared_extend,
+    tiles_of,
 )
 from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.model_cases import (
@@ -76,18 +73,6 @@ STEP = Case(
 )
 # Gemma 4's layers without a window, shorter: the simulator takes most of its time for rows of 512.
 WIDE = replace(STEP, kv_len=[20, 6], q_len=[1, 2], dims=(512, 512), heads=(8, 1), dtype=BF16)
-
-
-def tiles_of(arch: str, case: Case) -> tuple[DecodeTiles, ExtendTiles]:
-    """Returns the tiles of the tuning table for the case on arch."""
-    shape: dict[str, Any] = {
-        "gqa_ratio": case.heads[0] // case.heads[1],
-        "num_kv_heads": case.heads[1],
-        "head_dim": case.dims[0],
-        "v_head_dim": case.dims[1],
-    }
-    shape |= {"dtype": case.dtype, "codes": case.codes}
-    return decode_tiles(arch, **shape), extend_tiles(arch, **shape)
 
 
 def run_step(arch: str, case: Case, *, is_large: bool) -> Simulation:

@@ -1,7 +1,5 @@
 """Steps whose pages lie above 4 GiB."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with

@@ -10,8 +10,6 @@ The numbers are those of the tables in the CDNA3 and CDNA4 documents. Not judged
 is overwritten early, data of wide stores, and what a mask of lanes decides.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field

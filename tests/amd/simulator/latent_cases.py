@@ -1,7 +1,5 @@
 """Runs of the kernels over latent pages on a simulated arch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ The document has a table between two marks, which is written anew. Exits with 1,
 there is a race that is not in TOLERATED, or a barrier whose removal is a race that is not found.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 from collections import Counter

@@ -6,8 +6,6 @@ The document has a table between two marks, with a line for each Triton version;
 with 1, and leaves the document as it is, when a case fails.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs of the deterministic kernels on a simulated arch: decode and extend give a token the same bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

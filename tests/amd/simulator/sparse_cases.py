@@ -1,7 +1,5 @@
 """Runs of sparse attention on a simulated arch: index scores and top-k, attention over a selection, and its check."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Runs of recurrent states and convolutions on a simulated arch: tokens one by one, prompts in chunks, and both."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """The simulator notices mistakes in copies of the kernels for CDNA: each mask, clamp, order and scale is needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

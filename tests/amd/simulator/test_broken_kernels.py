@@ -1,7 +1,5 @@
 """The simulator detects mistakes: copies of the real kernels, each with one mistake in it."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """Whole steps of a runtime by the kernels for CDNA, as the probe runs them, on a simulated arch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

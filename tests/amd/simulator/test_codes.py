@@ -1,7 +1,5 @@
 """Every eight-bit code is read and written exactly by machine code: by instructions of the arch and by arithmetic."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The count of clocks: each issue rule alone, in loops whose clocks follow from the rule's own source by hand."""
 
-from __future__ import annotations
-
 import json
 from itertools import repeat
 from pathlib import Path

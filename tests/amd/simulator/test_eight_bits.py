@@ -1,7 +1,5 @@
 """Conversions between float32 and eight bits, every code, against torch's dtypes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -5,8 +5,6 @@ result of one run. The sampled check or the truth probe finds it and leaves evid
 the cause.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

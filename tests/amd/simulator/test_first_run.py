@@ -1,7 +1,5 @@
 """The first hour on an MI300, rehearsed with the simulator as the GPU: small steps in the report, and what is read."""
 
-from __future__ import annotations
-
 import base64
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Every kernel of kernels/, executed as gfx942 and gfx950 machine code, gives the right answer and strays nowhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,10 +11,10 @@ from rocm_lab.simulator.assembly import parse_assembly
 from rocm_lab.simulator.core import POISON
 from rocm_lab.simulator.launcher import ARCHS, Code, simulated
 from rocm_lab.waits.check import Word, check_waits
-from tests.amd.kernels.attention_cases import build, run_decode, run_extend
+from tests.amd.kernels.attention_cases import build, run_decode, run_extend, tiles_of
 from tests.amd.offline.test_compiles import TO_READ, names_of_all_kernels
 from tests.amd.simulator.case import KernelCase, Runs
-from tests.amd.simulator.kernel_cases import BF16, CPU, GRID, QUICK, STEP, tiles_of
+from tests.amd.simulator.kernel_cases import BF16, CPU, GRID, QUICK, STEP
 
 OF_CDNA = ("_cdna_decode_kernel", "_cdna_extend_kernel", "_cdna_latent_decode_kernel", "_cdna_selected_kernel")
 

@@ -1,7 +1,5 @@
 """Programs, waves and barriers; the values that a launch passes to a kernel; the text that it is read from."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """LDS: widths and strides, bytes that were never written, races between waves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Matrix products against float64, element by element of the documented register layout."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,6 +1,6 @@
 """Global memory: widths, masks, and every access that must be refused."""
 
-from __future__ import annotations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -281,14 +281,25 @@ def test_an_inactive_lane_may_point_anywhere() -> None:
     assert int(core.vector[1][7]) == POISON
 
 
-def test_lanes_below_an_allocation_are_a_fault() -> None:
-    with pytest.raises(SimulationFault, match="-4 bytes from the start"):
-        execute(
-            "global_load_dword v1, v0, s[0:1] offset:-4",
-            vector={0: 0},
-            scalar=pointer(BYTES),
-            allocations=[allocation(BYTES)],
-        )
+LOADS = "buffer_load_dword v1, v0, s[0:3], 0 offen"
+WRAPPED = np.where(LANE == 3, 0xFFFFFFF0, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "v0", "scalar", "error", "sentence"),
+    [
+        ("global_load_dword v1, v0, s[0:1] offset:-4", 0, pointer(BYTES), SimulationFault, "-4 bytes from the start"),
+        # Hardware would load 0.
+        (LOADS, WRAPPED, descriptor(BYTES), SimulationFault, r"lane 3 has the buffer offset 0xfffffff0"),
+        (LOADS, 0, {**descriptor(BYTES), 1: 1 << 20}, UnknownInstruction, "stride or swizzle"),
+    ],
+    ids=["before an allocation", "a buffer offset that wrapped around", "a swizzled buffer"],
+)
+def test_a_load_that_leads_out_of_memory_or_is_not_known_is_refused(
+    code: str, v0: Any, scalar: dict[int, int], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        execute(code, vector={0: v0}, scalar=scalar, allocations=[allocation(BYTES)])
 
 
 def test_what_is_only_read_cannot_be_written() -> None:
@@ -298,26 +309,6 @@ def test_what_is_only_read_cannot_be_written() -> None:
             vector={0: 0},
             scalar=pointer(BYTES),
             allocations=[allocation(BYTES, is_writable=False)],
-        )
-
-
-def test_a_buffer_offset_that_wrapped_around_is_a_fault_though_hardware_would_load_0() -> None:
-    with pytest.raises(SimulationFault, match=r"lane 3 has the buffer offset 0xfffffff0"):
-        execute(
-            "buffer_load_dword v1, v0, s[0:3], 0 offen",
-            vector={0: np.where(LANE == 3, 0xFFFFFFF0, 0)},
-            scalar=descriptor(BYTES),
-            allocations=[allocation(BYTES)],
-        )
-
-
-def test_a_swizzled_buffer_is_not_known() -> None:
-    with pytest.raises(UnknownInstruction, match="stride or swizzle"):
-        execute(
-            "buffer_load_dword v1, v0, s[0:3], 0 offen",
-            vector={0: 0},
-            scalar={**descriptor(BYTES), 1: 1 << 20},
-            allocations=[allocation(BYTES)],
         )
 
 

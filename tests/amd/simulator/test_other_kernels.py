@@ -1,7 +1,5 @@
 """Kernels of other projects, from the folders that OTHER_KERNELS names, as gfx942 and gfx950 machine code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Our kernels have no races but those that are listed, and every barrier that is removed is found or was not needed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +15,7 @@ from tests.amd.kernels.attention_cases import Case, assert_served, build, run_de
 from tests.amd.simulator.barrier_mutants import Barrier, Judge
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.kernel_cases import GRID
-from tests.amd.simulator.race_record import (
-    CASES_OF_BARRIERS,
-    TOLERATED,
-    watch_case,
-    without_barriers,
-)
+from tests.amd.simulator.race_record import CASES_OF_BARRIERS, TOLERATED, watch_case, without_barriers
 from tests.amd.simulator.test_launches import simulated_kernel
 from tests.amd.simulator.test_races import CODES, Code
 

@@ -1,7 +1,5 @@
 """Races are found in machine code by hand, each made by the removal of one line, and in our kernels none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

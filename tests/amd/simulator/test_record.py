@@ -1,7 +1,5 @@
 """The document's table has one line for each Triton version, and nothing around it changes."""
 
-from __future__ import annotations
-
 import pytest
 
 from rocm_lab.page_parts import rows_of

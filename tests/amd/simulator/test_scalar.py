@@ -1,7 +1,5 @@
 """Scalar arithmetic, SCC, branches on it, and EXEC; examples from the ISA document, worked out by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from rocm_lab.simulator.assembly import Assembly, parse_instruction

@@ -1,7 +1,5 @@
 """The work of a loop for the bytes that it loads, in loops whose figures follow by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

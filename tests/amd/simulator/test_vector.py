@@ -1,7 +1,5 @@
 """Common properties of vector instructions: EXEC, constants, modifiers, SDWA, DPP, masks; and moves between lanes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

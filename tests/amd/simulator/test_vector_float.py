@@ -1,7 +1,5 @@
 """Vector arithmetic on floats, conversions and comparisons."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

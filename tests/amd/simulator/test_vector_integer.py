@@ -1,7 +1,5 @@
 """Vector arithmetic on integers and bits; examples from the ISA document, worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

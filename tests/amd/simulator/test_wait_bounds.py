@@ -1,7 +1,5 @@
 """Bounds of registers, by which loads into LDS are told from reads, hold what the simulator computes."""
 
-from __future__ import annotations
-
 import random
 import re
 from functools import reduce

@@ -1,7 +1,5 @@
 """Files of compiled kernels, and the command that checks their waits."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -5,8 +5,6 @@ address strays. Mutants that it does not show wrong are redundant waits, or wait
 take.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The static check of waits: every rule in assembly by hand, right and wrong, and the mechanisms of public bugs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -3,8 +3,6 @@
 The text of ROCm/aiter#5561 was not to be had; ROCm/aiter#3633 is a fault of the same kind in the same library.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

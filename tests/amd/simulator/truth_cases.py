@@ -3,8 +3,6 @@
 It covers the whole chain: metadata, quantise, store, index, top-k, attend; captured and replayed, over codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

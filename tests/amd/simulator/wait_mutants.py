@@ -1,7 +1,5 @@
 """Mutants of machine code: each wait and each no-op removed, and each made weaker by one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

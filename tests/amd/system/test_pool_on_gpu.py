@@ -1,7 +1,5 @@
 """A GPU's pool, sized by measurements: it fills the GPU to the requested share, and no step fails."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The soak finds nothing in a correct runtime, and finds every planted fault."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

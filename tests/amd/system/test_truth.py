@@ -1,7 +1,5 @@
 """The truth test finds every needle in a correct runtime, and misses some with each fault that it must detect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 Sequences of 2k, 6k, 10k, 40k and 84k tokens, in chunks of more than 8,192, over K pages on both sides of 2 and 4 GiB.
 """
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Process settings of the text tests."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """transformers' Llama on the same weights that the runner loaded: the independent implementation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

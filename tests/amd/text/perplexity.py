@@ -1,7 +1,5 @@
 """Perplexity of a text as a runtime serves it: in chunks, with what each token is predicted from in pages."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -22,11 +20,6 @@ from rocm_serve.models.model import Model
 CHUNK = 256
 
 
-def for_every_token(step: Part) -> Part:
-    """The step with logits for all of its tokens."""
-    return replace(step, last_token_of_seq=torch.arange(len(step.token_ids), device=step.token_ids.device))
-
-
 def perplexity(loaded: LoadedModel, tokens: Tensor, kv: KVFormat, *, provider: str) -> float:
     """exp of the mean loss of every token but the first, in one sequence. tokens: integer [tokens]"""
     device = loaded.weights.device
@@ -36,7 +29,12 @@ def perplexity(loaded: LoadedModel, tokens: Tensor, kv: KVFormat, *, provider: s
         device=device,
     )
     model = Model(loaded.config, loaded.weights, runtime.head_weights, max_kv_len=len(tokens))
-    runner = StepRunner(runtime, lambda step: PerToken(model.forward(for_every_token(step))), None)
+
+    def forward(step: Part) -> PerToken:
+        every_token = torch.arange(len(step.token_ids), device=device)
+        return PerToken(model.forward(replace(step, last_token_of_seq=every_token)))
+
+    runner = StepRunner(runtime, forward, None)
     row, losses = np.array([runtime.table.admit()], np.int32), []
     for first in range(0, len(tokens) - 1, CHUNK):
         new = tokens[first : min(first + CHUNK, len(tokens) - 1)]

@@ -1,7 +1,5 @@
 """Eight-bit K and V on real weights: the perplexity of a text (Lewis Carroll, 1865) stays within one percent."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

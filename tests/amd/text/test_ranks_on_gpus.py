@@ -1,7 +1,5 @@
 """Two tensor-parallel ranks, each on its own GPU: NCCL or RCCL in graphs, and the end of a rank that waits."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from dataclasses import replace
@@ -22,7 +20,7 @@ from rocm_serve.peer_sums import PeerSums
 from rocm_serve.ranks import Ranks, RanksOfGroup
 from rocm_serve.request import Request
 from tests.amd.runner.round_texts import OPTIONS, repeating_requests, round_model
-from tests.amd.runner.sabotaged_ranks import LoadSabotaged, assert_all_end, pids
+from tests.amd.runner.thread_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 from tests.amd.text.test_text_equality import PLAIN_FACTS
 

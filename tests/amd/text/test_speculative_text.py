@@ -1,7 +1,5 @@
 """Real weights, edited code: speculation gives the text of plain decoding, token by token, with every drafter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -4,8 +4,6 @@ If transformers' two best logits lie closer together than NARROW, float32 roundi
 without such a place, and the test reports if that changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -3,8 +3,6 @@
 SmolLM2 has 9 query heads over 3 KV heads, which neither 2 nor 4 ranks divide.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """Steps of a world of which the host knows bounds alone; the device knows the lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The keys that a layer with an indexer attends to, computed again from the definition."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

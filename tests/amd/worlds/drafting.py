@@ -1,7 +1,5 @@
 """A world that also runs rounds of drafts, each of which is compared with the reference."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

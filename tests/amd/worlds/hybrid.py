@@ -4,8 +4,6 @@ The reference is that of rocm_lab.soak.recurrences: it knows no slots, no chunks
 from the request's tokens alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

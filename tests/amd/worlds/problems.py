@@ -1,7 +1,5 @@
 """The layers of small worlds, and the providers that can run them here."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A world whose calls normalise and rotate rows before attention, and gate and rotate back its output."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A runtime of one layer with two rows whose tokens are all zeros, for steps whose lengths the device has wrong."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

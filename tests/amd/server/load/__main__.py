@@ -4,8 +4,6 @@ It prints the counts of the requests' results as JSON (rocm_lab/benchmarks/resul
 exits with 1 if an answer was wrong or lost, if pages leaked, or if memory grew.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Requests of the load tests, and OpenAI's own client, which sends them."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ An accepted request is never lost: when the server is told to end, every request
 A client sends a request that was not accepted again, to the next server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import signal

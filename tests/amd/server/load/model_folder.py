@@ -1,7 +1,5 @@
 """A small random Llama as files: what `rocm-attn serve --model` is given by the tests of load."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

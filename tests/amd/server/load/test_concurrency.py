@@ -1,7 +1,5 @@
 """Many requests at once get what each would get alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.amd.server.load.clients import conversations, request_all

@@ -1,7 +1,5 @@
 """Bytes that no client would send are answered with 4xx or not at all, and do not affect other clients."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import random

@@ -1,7 +1,5 @@
 """Clients that ask, leave and make errors at once, while the server is drained and replaced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that schemathesis makes of the served OpenAPI description: none is answered with a server's error."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

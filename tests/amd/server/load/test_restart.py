@@ -1,7 +1,5 @@
 """A server that was killed can be started again on its port at once, and answers as the first did."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path

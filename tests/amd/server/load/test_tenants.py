@@ -1,7 +1,5 @@
 """Requests under one API key change nothing for another: neither its answers, nor its hits in the prefix cache."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Iterator

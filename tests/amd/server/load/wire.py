@@ -1,7 +1,5 @@
 """HTTP byte by byte, for requests that no client would send."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

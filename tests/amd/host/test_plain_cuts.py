@@ -1,6 +1,4 @@
-"""Deterministic extend of the plain kernel: sharing of rows by whole segments, and its cost."""
-
-from __future__ import annotations
+"""Cuts of the plain kernels: memory made for a step has room for smaller ones; rows are shared by whole segments."""
 
 from dataclasses import replace
 
@@ -9,12 +7,15 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.cuts import SHARE_WORDS
+from rocm_attn.kernels.attention.cuts import SHARE_WORDS, DecodeCut
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_SIZE
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton import TritonDecode
 from rocm_attn.providers.triton_segments import SegmentExtend, bind_extend, bind_masked
 from tests.amd.kernels.attention_cases import Case, build, garbage
 from tests.amd.schedule_twins import extend_schedule
@@ -64,3 +65,48 @@ def test_masked_steps_and_gpus_on_which_nothing_was_looked_at_share_nothing() ->
     assert "programs=304" in bound("gfx942", LAYER).describe()
     assert "programs=304" not in masked.describe()
     assert bound("sm_80", LAYER).cut.sharing.programs == 0
+
+
+LLAMA = Problem(64, 8, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
+GEMMA = Problem(16, 8, 256, torch.bfloat16, 16, v_head_dim=256, scale=256**-0.5)
+NARROW = replace(LLAMA, v_head_dim=1)
+# Two KV heads are read as one, but not in steps with as many KV heads as programs.
+PAIRED = Problem(32, 8, 64, torch.bfloat16, 16, v_head_dim=64, scale=64**-0.5)
+
+
+# Pools of long sequences and of short ones. Only with long ones does a separate launch merge steps of few rows.
+LONG, SHORT = PoolSize(1000, 1 << 17, 64), PoolSize(1000, 512, 64)
+
+
+def decode_of(problem: Problem, arch: str = "sm_90", pool: PoolSize = LONG) -> TritonDecode:
+    kernel = select(problem, known_target(arch), "triton", pool=pool).kernels[StepKind.DECODE].bound
+    assert isinstance(kernel, TritonDecode)
+    return kernel
+
+
+def steps_alone(kernel: TritonDecode, most: int = 40) -> set[int]:
+    """Returns the numbers of sequences whose steps have other tiles."""
+    return {n for n in range(1, most) if kernel.tiles_of(kernel.cut.of_step(n)) != kernel.tiles}
+
+
+@pytest.mark.parametrize("pool", [LONG, SHORT], ids=["long", "short"])
+@pytest.mark.parametrize("problem", [LLAMA, GEMMA, NARROW, PAIRED], ids=["llama", "gemma", "narrow", "paired"])
+def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem, pool: PoolSize) -> None:
+    kernel = decode_of(problem, pool=pool)
+    assert bool(steps_alone(kernel)) == (pool == LONG or problem in (GEMMA, PAIRED))
+
+    def partials(cut: DecodeCut, tiles: DecodeTiles) -> int:
+        return cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=tiles)
+
+    for most in range(1, 40):
+        room = kernel.cut.roomiest_of_step(most)
+        for n in range(1, most + 1):
+            cut = kernel.cut.of_step(n)
+            assert cut.words(n) <= room.words(most)
+            assert partials(cut, kernel.tiles_of(cut)) <= partials(room, kernel.tiles)
+
+
+def test_heads_that_are_read_as_one_are_counted_one_by_one_where_each_has_a_program() -> None:
+    """31 to 33 sequences of 8 KV heads have 93 % or more of 264 programs, and no more rows than those."""
+    assert steps_alone(decode_of(PAIRED), 300) == {31, 32, 33}
+    assert steps_alone(decode_of(replace(PAIRED, num_q_heads=8, num_kv_heads=1)), 300) == set(range(246, 265))

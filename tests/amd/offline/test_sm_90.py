@@ -1,0 +1,194 @@
+"""Early launches on sm_90 as Triton compiles them: they wait before they read what an earlier launch writes.
+
+Conditions of the speed of decode and extend: loads of page numbers, and the merge of parts.
+"""
+
+import functools
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel
+
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.model.add_norm import launch_add_norm
+from rocm_attn.kernels.model.gate import SILU, GateForm, launch_gate
+from rocm_attn.kernels.model.gated_rows import launch_gated_rows
+from rocm_attn.kernels.model.row_product import launch_row_product
+from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
+from rocm_attn.machine.releases import Releases
+from rocm_attn.machine.target import known_target
+from rocm_attn.problem import Problem
+from rocm_attn.providers.by_tokens import KernelByTokens
+from rocm_attn.providers.select import select
+from rocm_attn.providers.triton import TritonExtend
+from rocm_attn.providers.triton_hopper import TRITONS
+from tests.amd.offline.candidate_kernels import decode_kernels, extend_kernels, storing_decode
+from tests.amd.offline.code_object import read_nvidia_code
+from tests.amd.offline.early_launches import assert_waits
+from tests.amd.offline.matrix import Row, launch_all
+from tests.amd.offline.offline_driver import compiled_by, last_compiled_by
+
+
+@functools.cache
+def extending(arch: str, *, early: bool, by_number: bool = False) -> dict[str, CompiledKernel]:
+    """Extend that shares rows and its merge, of heads of 64 in pages of 16."""
+    tiles = ExtendTiles(64, 64, 4, 3, 2, programs_per_cu=2, one_launch=True, early=early, by_number=by_number)
+    return extend_kernels(Row(arch, (32, 8), (64, 64), torch.bfloat16, 16), tiles)
+
+
+@functools.cache
+def decoding(arch: str, *, early: bool, merge_group: int = 0) -> dict[str, CompiledKernel]:
+    """Decode and its merge, of heads of 128."""
+    row = Row(arch, (32, 8), (128, 128), torch.bfloat16, 16)
+    return decode_kernels(row, DecodeTiles(64, 4, 2, 2, early=early, merge_group=merge_group))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [
+        (partial(extending, early=True), "_extend_kernel"),
+        (partial(extending, early=True), "_extend_merge_kernel"),
+        (partial(decoding, early=True), "_decode_kernel"),
+        (partial(decoding, early=True), "_merge_kernel"),
+        (partial(decoding, early=True, merge_group=16), "_decode_kernel"),
+    ],
+)
+def test_an_early_launch_waits_for_the_end_of_the_one_before(
+    kernels: partial[dict[str, CompiledKernel]], name: str
+) -> None:
+    assert_waits(kernels("sm_90")[name], reads_before="merge" in name)
+
+
+def test_no_other_launch_is_early() -> None:
+    extends = extending("sm_90", early=False)
+    assert list(extends) == ["_extend_kernel", "_extend_merge_kernel"]
+    for kernel in (*extends.values(), *decoding("sm_90", early=False).values()):
+        assert not getattr(kernel.metadata, "launch_pdl", False)
+        assert "griddepcontrol" not in kernel.asm.get("ptx", "")
+
+
+def test_page_numbers_are_loaded_once_for_each_page() -> None:
+    """Four numbers for 64 keys, extended without a sign (key_loop.py)."""
+    numbers = re.compile(r"arith\.extui .*: tensor<4xi32> to tensor<4xi64>")
+    assert numbers.search(extending("sm_90", early=False, by_number=True)["_extend_kernel"].asm["ttir"])
+    assert not numbers.search(extending("sm_90", early=False)["_extend_kernel"].asm["ttir"])
+
+
+@pytest.mark.nightly
+def test_by_number_changes_nothing_on_amd() -> None:
+    on_amd = extending("gfx942", early=False, by_number=True)["_extend_kernel"].asm["ttir"]
+    assert on_amd == extending("gfx942", early=False)["_extend_kernel"].asm["ttir"]
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size"),
+    [
+        ((12, 3), 24, 1),
+        ((60, 6), 32, 16),
+        ((8, 8), 64, 1),
+        ((32, 8), 64, 16),
+        ((8, 8), 80, 1),
+        ((12, 12), 96, 16),
+        ((32, 32), 128, 16),
+        ((8, 1), 192, 1),
+    ],
+)
+def test_tiles_of_short_prefills_are_launched_once_and_early_and_spill_hardly_anything(
+    heads: tuple[int, int], dim: int, page_size: int
+) -> None:
+    """They were tuned for rows that are shared out."""
+    target = replace(known_target("sm_90"), releases=Releases(triton=TRITONS[0]))
+    layer = Problem(*heads, dim, torch.bfloat16, page_size)
+    kernel = select(layer, target, "triton").kernel(StepKind.PREFILL).bound
+    assert isinstance(kernel, KernelByTokens)
+    whole = [sized.kernel for sized in kernel.short if isinstance(sized.kernel, TritonExtend)]
+    assert whole
+    for each in whole:
+        found = extend_kernels(Row("sm_90", heads, (dim, dim), torch.bfloat16, page_size), each.tiles)
+        (name,) = found
+        assert each.tiles.early == (each.tiles.query_rows <= 64)
+        if each.tiles.early:
+            assert_waits(found[name], reads_before=False)
+        code = read_nvidia_code(found[name])
+        # Large blocks of 128 columns with Triton 3.9; none with 3.6, which Hopper's table is made for.
+        assert code.stack_bytes <= (24 if (dim, each.tiles.query_rows) == (128, 128) else 0)
+        assert code.local_bytes == 0
+        assert code.shared_bytes <= target.lds_bytes
+
+
+def _launch_all() -> None:
+    rows, matrix = torch.empty(2, 2048, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16)
+    launch_add_norm(rows, rows, rows[0], rows, rows, factor=1.0, eps=1e-5)
+    launch_gate(rows, torch.empty(2, 1024, dtype=rows.dtype), GateForm(SILU))
+    launch_gated_rows(matrix[:2], matrix, rows, GateForm(SILU))
+    launch_row_product(matrix[:1], matrix, None, matrix[1:2])
+
+
+@pytest.mark.fast
+def test_kernels_of_a_model_wait() -> None:
+    """Norms and products of one row load weights before they wait, which no launch of a step writes."""
+    kernels = {kernel.metadata.name: kernel for kernel in compiled_by(_launch_all, "sm_90")}
+    assert kernels.keys() == {"_add_norm_kernel", "_gate_kernel", "_gated_rows_kernel", "_row_product_kernel"}
+    for name, kernel in kernels.items():
+        assert_waits(kernel, reads_before=name in ("_add_norm_kernel", "_row_product_kernel"))
+        ptx = kernel.asm["ptx"]
+        assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+
+
+def test_the_store_of_keys_reads_nothing_before_it_waits() -> None:
+    row, name = Row("sm_90", (8, 2), (64, 64), torch.bfloat16, 16), "_rope_store_kernel"
+    assert_waits(last_compiled_by(partial(launch_all, row), row.arch, {name})[name], reads_before=False)
+
+
+def test_no_launch_starts_early_elsewhere() -> None:
+    for arch in ("sm_80", "gfx942"):
+        for kernel in compiled_by(_launch_all, arch):
+            assert not getattr(kernel.metadata, "launch_pdl", False)
+
+
+def test_a_part_is_there_before_it_counts_and_counts_before_parts_are_read() -> None:
+    """One thread of a program counts for all, and orders what it sees itself with the accesses of other programs."""
+    found = decoding("sm_90", early=True, merge_group=16)
+    assert list(found) == ["_decode_kernel"], "there is no other launch"
+    code = found["_decode_kernel"].asm["ptx"]
+    (count,) = re.finditer(r"atom\.global\.gpu\.acq_rel\.add", code)
+    before, after = code[: count.start()], code[count.end() :]
+    assert before.rindex("bar.sync") > before.rindex("st.global")
+    assert after.index("bar.sync") < after.index("ld.global")
+    # This is the source's barrier, not one that the compiler adds: shared memory may need none there.
+    source = found["_decode_kernel"].asm["ttir"]
+    assert re.search(r"\b(gpu|ttg)\.barrier\b(?:(?!tt\.store)[\s\S])*tt\.atomic_rmw add, acq_rel, gpu", source)
+
+
+def test_all_threads_have_read_the_parts_of_a_group_before_their_sum_takes_the_place_of_the_first() -> None:
+    """Another thread may store an element than the one that read it: layouts are the compiler's choice."""
+    kernel = decoding("sm_90", early=True, merge_group=16)["_decode_kernel"]
+    source, code = kernel.asm["ttir"], kernel.asm["ptx"]
+    merge = source[source.index("tt.atomic_rmw") :]
+    # The parts are float32; the row's output is not.
+    loads, stores = (
+        [found.start() for found in re.finditer(rf"tt\.{name} .*tensor<\S+x!tt\.ptr<f32>>", merge)]
+        for name in ("load", "store")
+    )
+    assert len(stores) == 2
+    assert re.search(r"\b(gpu|ttg)\.barrier\b", merge[max(loads) : min(stores)])
+    merge = code[code.index("atom.global.gpu.acq_rel.add") :]
+    last_load = merge.rindex("ld.global")
+    assert "bar.sync" in merge[last_load : merge.index("st.global", last_load)]
+
+
+def test_page_numbers_are_extended_without_a_sign() -> None:
+    """ptxas moves the extension of a sign far ahead, and waits for the load of the number at once."""
+    code = decoding("sm_90", early=False)["_decode_kernel"].asm["ttir"]
+    assert re.search(r"arith\.extui .*: tensor<64xi32> to tensor<64xi64>", code)
+
+
+def test_what_a_program_stores_is_there_before_it_reads_keys() -> None:
+    code = storing_decode(Row("sm_90", (32, 8), (128, 128), torch.bfloat16, 16), DecodeTiles(64, 4, 2, 2)).asm["ttir"]
+    (barrier,) = re.finditer(r"\b(gpu|ttg)\.barrier\b", code)
+    assert max(at.start() for at in re.finditer("tt.atomic_rmw", code)) < barrier.start() < code.index("scf.for")
+    assert not re.search(r"\.barrier\b", decoding("sm_90", early=False)["_decode_kernel"].asm["ttir"])

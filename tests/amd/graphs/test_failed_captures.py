@@ -152,6 +152,23 @@ def test_an_exception_that_leaves_a_capture_is_sent_to_the_other_ranks_first(err
     assert same(serve(runner, tiny.runtime), eager())
 
 
+def test_a_graph_that_another_rank_could_not_record_is_not_checked() -> None:
+    """The check runs the model, whose sums over ranks would wait for that rank."""
+
+    def runs_with(findings_of_other: dict[str, str]) -> int:
+        tiny, runs = Tiny.build(CPU, "torch", [4]), list[Part]()
+        tiny.runtime.agree = lambda findings: found_by_any([findings, findings_of_other])
+
+        def forward(step: Part) -> Tensor:
+            runs.append(step)
+            return tiny.forward(step)
+
+        StepRunner(tiny.runtime, forward, recorder_for(CPU)).capture_all()
+        return len(runs)
+
+    assert runs_with({"failure": "not while capturing"}) < runs_with({})
+
+
 def broken_off_on(rank: int, broken: int, how: str) -> list[str]:
     """Serves with a capture failing on one rank. Returns why graphs are off, replays, and whether rows are right."""
     tiny = Tiny.build(CPU, "torch", [4])

@@ -1,8 +1,9 @@
-"""Constraints are compiled outside of the engine's thread: other requests do not wait, however long it takes."""
+"""Constraints are compiled, and their masks computed, in other threads: other requests do not wait for them."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -14,18 +15,31 @@ import pytest
 import torch
 
 from rocm_attn.errors import BadRequest, FitsLater
+from rocm_attn.models.config import ModelConfig
 from rocm_serve import engine_thread
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
+from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
-from rocm_serve.request import Request
-from rocm_serve.text import matching
+from rocm_serve.request import Completion, Request, RequestsFailed
+from rocm_serve.text import constraint, matching
 from rocm_serve.text.constraint import Constraint
-from rocm_serve.text.matching import Matching
+from rocm_serve.text.matching import Matching, TextMatcher
 from tests.amd.runner.async_engines import is_empty
-from tests.amd.runner.with_parameters import BASE, CONSTRAINED, PLAIN, PROMPT, character_model
+from tests.amd.runner.thread_ranks import ThreadRank, on_threads
+from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model
+from tests.amd.runner.with_parameters import (
+    BASE,
+    CONSTRAINED,
+    END,
+    PLAIN,
+    PROMPT,
+    character_model,
+    character_tokenizer,
+    drawn,
+)
 
 
 class HeldUp:
@@ -204,3 +218,143 @@ def test_what_is_compiled_is_kept_and_what_fails_is_not(monkeypatch: pytest.Monk
     served.generate([CONSTRAINED[2]])
     with pytest.raises(BadRequest, match=r"the library fails \(BaseException: a panic\)"):
         served.submit(replace(CONSTRAINED[2], constraint=Constraint.regex("new")))
+
+
+class HeldMasks:
+    """The mask of HELD's third token, which waits for the test from hold() on.
+
+    of: the engine's; None: of all engines
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_end = threading.Event()
+        self.of: Matching | None = None
+        self.may_end.set()
+        compute = TextMatcher._compute
+
+        def held(matcher: TextMatcher, new: list[int]) -> None:
+            again: Any = matcher._compiled.again
+            if again.args[0] == HELD.constraint and matcher.num_asked == 2 and self.of in (None, again.func.__self__):
+                self.may_end.wait()
+            compute(matcher, new)
+
+        monkeypatch.setattr(TextMatcher, "_compute", held)
+
+    def hold(self, of: Matching | None = None) -> None:
+        self.of = of
+        self.may_end.clear()
+
+
+@pytest.fixture
+def held_masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldMasks]:
+    held = HeldMasks(monkeypatch)
+    yield held
+    held.may_end.set()
+
+
+HELD, OTHERS = CONSTRAINED[1], (PLAIN, CONSTRAINED[0])
+
+
+def alone(loaded: LoadedModel, options: EngineOptions) -> list[Completion]:
+    return [Engine(loaded, options).generate([each])[0] for each in (HELD, *OTHERS)]
+
+
+def served_while_held(served: Engine, held_masks: HeldMasks) -> list[Completion]:
+    """The completions of HELD and OTHERS. HELD goes on when the others have ended."""
+    numbers = [served.submit(each) for each in (HELD, *OTHERS)]
+    while not {*numbers[1:]} <= served._done.keys():
+        served.step()
+    assert numbers[0] in served._outputs
+    held_masks.may_end.set()
+    while served.has_work:
+        served.step()
+    completions = [served.completion(number) for number in numbers]
+    assert is_empty(served)
+    return completions
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("base", [CONFIG, RECURRENT], ids=["attention", "recurrent"])
+def test_a_mask_that_takes_long_holds_up_its_own_text_alone(
+    held_masks: HeldMasks, base: ModelConfig, steps_ahead: int
+) -> None:
+    loaded = tiny_model(base=base, tokenizer=character_tokenizer(), eos_token_ids=(END,))
+    options = replace(BASE, steps_ahead=steps_ahead)
+    expected = alone(loaded, options)
+    held_masks.hold()
+    assert served_while_held(Engine(loaded, options), held_masks) == expected
+
+
+def test_a_text_whose_mask_is_computed_may_be_preempted(held_masks: HeldMasks) -> None:
+    """The others need all pages."""
+    loaded, requests = character_model(), [replace(PLAIN, max_new_tokens=70), HELD, CONSTRAINED[0]]
+    expected = [Engine(loaded, BASE).generate([each])[0] for each in requests]
+    held_masks.hold()
+    served = Engine(loaded, replace(BASE, num_pages=22))
+    numbers = [served.submit(each) for each in requests]
+    while not {numbers[0], numbers[2]} <= served._done.keys():
+        served.step()
+    assert served.metrics.preemptions
+    held_masks.may_end.set()
+    while served.has_work:
+        served.step()
+    assert [served.completion(number) for number in numbers] == expected
+
+
+def test_ranks_leave_out_the_same_texts(held_masks: HeldMasks) -> None:
+    """A mask is late on one rank."""
+
+    def serve(rank: ThreadRank) -> list[Completion]:
+        served = Engine(character_model(rank), BASE)
+        if rank.shard.rank == 1:
+            held_masks.hold(served._matching)
+        return served_while_held(served, held_masks)
+
+    expected = alone(character_model(), BASE)
+    for completions in on_threads(2, serve):
+        assert [each.token_ids for each in completions] == [each.token_ids for each in expected]
+
+
+async def test_a_request_may_end_while_its_mask_is_computed(held_masks: HeldMasks) -> None:
+    held_masks.hold()
+    served = Engine(character_model(), BASE)
+    async with AsyncEngine(served) as front:
+        left, aborted = front.stream(HELD), front.stream(HELD)
+        await anext(left)
+        await anext(aborted)
+        left.close()
+        await front.abort(aborted.number)
+        assert (await aborted.completion()).finish_reason == "abort"
+        assert len((await front.complete(PLAIN)).token_ids) == PLAIN.max_new_tokens
+    assert is_empty(served)
+
+
+def test_threads_for_masks_end_with_their_engine() -> None:
+    before = set(threading.enumerate())
+    served = Engine(character_model(), BASE)
+    served.generate([CONSTRAINED[2]])
+    threads = set(threading.enumerate()) - before
+    assert {each.name for each in threads} == {"rocm_attn masks"}
+    del served
+    gc.collect()
+    for each in threads:
+        each.join()
+
+
+def test_texts_that_bring_their_common_lexer_to_its_limit_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts with the same constraint share a lexer. A text fails if it alone needs more states than a lexer has."""
+    pattern = Constraint.regex("[a-z]*a[a-z]{20}0")
+    requests = [Request(PROMPT, 40, drawn(temperature=9.0, seed=seed), constraint=pattern) for seed in range(12)]
+    loaded = character_model()
+    expected = Engine(loaded, BASE).generate(requests)
+    monkeypatch.setattr(constraint, "MOST_LEXER_STATES", 100)
+    served = Engine(loaded, BASE)
+    for _ in range(2):
+        assert served.generate(requests) == expected
+    monkeypatch.setattr(constraint, "MOST_LEXER_STATES", 30)
+    served, short = Engine(loaded, BASE), replace(requests[0], max_new_tokens=5)
+    with pytest.raises(RequestsFailed) as failed:
+        served.generate([requests[0], PLAIN, short])
+    long, *others = failed.value.completions
+    assert long.error.startswith("the constraint cannot be applied any further: lexer error: too many states")
+    assert others == [Engine(loaded, BASE).generate([each])[0] for each in (PLAIN, short)]

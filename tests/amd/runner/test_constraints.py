@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadRequest
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -113,12 +112,12 @@ def test_constraints_without_sense_are_refused_with_the_reason(
 def test_a_constraint_that_the_library_gives_up_on_fails_its_request_alone(
     loaded: LoadedModel, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mask = TextMatcher.mask
+    compute = TextMatcher._compute
 
-    def given_up(matcher: TextMatcher, token_ids: Sequence[int], banned: Any) -> Int32Array:
-        return mask(matcher, (*token_ids, 20) if len(token_ids) == 3 else token_ids, banned)
+    def given_up(matcher: TextMatcher, new: list[int]) -> None:
+        compute(matcher, [*new, 20] if matcher.num_asked == 3 else new)
 
-    monkeypatch.setattr(TextMatcher, "mask", given_up)
+    monkeypatch.setattr(TextMatcher, "_compute", given_up)
     with pytest.raises(RequestsFailed) as failed:
         Engine(loaded, BASE).generate([PLAIN, CONSTRAINED[0]])
     plain, schema = failed.value.completions
@@ -153,11 +152,16 @@ def test_banned_tokens_are_ruled_out_as_long_as_others_are_left(loaded: LoadedMo
     assert engine._matching is not None
     ones = engine._matching.matcher(Constraint.regex("1*"), ())
 
-    def allowed(mask: Int32Array) -> list[int]:
-        found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    def allowed(new: Sequence[int], banned: Sequence[int]) -> list[int]:
+        assert engine._matching is not None
+        if new:
+            ones.ask(new)
+        with engine._matching.computed:
+            engine._matching.computed.wait_for(lambda: ones.is_ready)
+        found: list[int] = np.flatnonzero(np.unpackbits(ones.mask(banned).view(np.uint8), bitorder="little")).tolist()
         return found
 
     one = PROMPT[1]
-    assert allowed(ones.mask((), ())) == [one, END]
-    assert allowed(ones.mask((one,), (END, 2))) == [one]
-    assert allowed(ones.mask((one, one), (END, one))) == [one, END]
+    assert allowed((), ()) == [one, END]
+    assert allowed((one,), (END, 2)) == [one]
+    assert allowed((one,), (END, one)) == [one, END]

@@ -1,0 +1,75 @@
+"""Threads that compute the masks of constrained texts, and the computation itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rocm_serve.text.constraint import library, reason_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from rocm_attn.batch.step_batch import Int32Array
+
+# Threads for masks that take a fraction of a millisecond, and for others: a few of these would occupy all of the first.
+NUM_QUICK, NUM_SLOW = min(8, max(2, (os.cpu_count() or 2) // 2)), 2
+
+_Calls = SimpleQueue[Callable[[], None] | None]
+
+
+class Threads:
+    """Threads that call functions in order, while others are called. They end with this object.
+
+    most: threads; each is started when it is first needed
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num = most, 0
+        self._calls: _Calls = SimpleQueue()
+        weakref.finalize(self, _end, self._calls, most).atexit = False
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Calls a function that raises nothing, and does not wait for it. One thread may use this method."""
+        if self._num < self._most:
+            self._num += 1
+            # A daemon thread: the end of a process does not wait for it.
+            threading.Thread(target=_call_all, args=(self._calls,), name="rocm_attn masks", daemon=True).start()
+        self._calls.put(function)
+
+
+def _call_all(calls: _Calls) -> None:
+    while (function := calls.get()) is not None:
+        function()
+        del function  # it may hold the Threads
+
+
+def _end(calls: _Calls, num: int) -> None:
+    for _ in range(num):
+        calls.put(None)
+
+
+def mask_after(matcher: LLMatcher, new: Sequence[int], failed: LLMatcher, words: int) -> Int32Array | str:
+    """int32 [words], a bit for each token that may follow these tokens of a text; or the reason why there is none.
+
+    Other threads run meanwhile, however long it takes.
+    failed: of the same tokenizer, in its state of error
+    """
+    for token in new:
+        # For a lone matcher the library would hold Python's lock: a second makes it give the lock back.
+        _executor().consume_token_par([(matcher, token), (failed.deep_copy(), token)])
+    mask: Int32Array = np.zeros(words, np.int32)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    return reason_of(matcher.get_error()) if matcher.is_error() else mask
+
+
+@lru_cache(1)
+def _executor() -> Any:
+    return library().LLExecutor(NUM_QUICK + NUM_SLOW)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,17 +34,38 @@ class Threads:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._num = most, 0
+        self._most, self._threads = most, list[threading.Thread]()
         self._calls: _Calls = SimpleQueue()
         weakref.finalize(self, _end, self._calls, most).atexit = False
+        _alive.add(self)
 
     def call(self, function: Callable[[], None]) -> None:
         """Calls a function that raises nothing, and does not wait for it. One thread may use this method."""
-        if self._num < self._most:
-            self._num += 1
-            # A daemon thread: the end of a process does not wait for it.
-            threading.Thread(target=_call_all, args=(self._calls,), name="rocm_attn masks", daemon=True).start()
+        if len(self._threads) < self._most:
+            # A daemon thread: Python waits for others before it calls end().
+            thread = threading.Thread(target=_call_all, args=(self._calls,), name="rocm_attn masks", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         self._calls.put(function)
+
+    def end(self) -> None:
+        """Calls none of the functions that wait, and returns when the others have returned."""
+        with suppress(Empty):
+            while True:
+                self._calls.get_nowait()
+        _end(self._calls, self._most)
+        for thread in self._threads:
+            thread.join()
+
+
+_alive = weakref.WeakSet[Threads]()
+
+
+@atexit.register
+def _end_all() -> None:
+    """The library crashes the process if it comes back to Python after its end."""
+    for threads in tuple(_alive):
+        threads.end()
 
 
 def _call_all(calls: _Calls) -> None:

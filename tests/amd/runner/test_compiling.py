@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -339,6 +341,21 @@ def test_threads_for_masks_end_with_their_engine() -> None:
     gc.collect()
     for each in threads:
         each.join()
+
+
+def test_a_process_may_end_while_a_mask_is_computed() -> None:
+    """Without waiting for it, the library crashes the process."""
+    script = """
+from rocm_serve.request import Request
+from rocm_serve.text.constraint import Constraint
+from tests.amd.server.tool_models import tool_engine
+served = tool_engine("hermes")
+for constraint in (None, Constraint.regex("a{60000}")):
+    served.submit(Request((3, 4, 5), 9, constraint=constraint))
+for _ in range(4):
+    served.step()
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_texts_that_bring_their_common_lexer_to_its_limit_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,16 +36,18 @@ class Threads:
     def __init__(self, most: int) -> None:
         self._most, self._threads = most, list[threading.Thread]()
         self._calls: _Calls = SimpleQueue()
+        self._lock = threading.Lock()  # guards _threads
         weakref.finalize(self, _end, self._calls, most).atexit = False
         _alive.add(self)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Calls a function that raises nothing, and does not wait for it. One thread may use this method."""
-        if len(self._threads) < self._most:
-            # A daemon thread: Python waits for others before it calls end().
-            thread = threading.Thread(target=_call_all, args=(self._calls,), name="rocm_attn masks", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        """Calls a function that raises nothing, and does not wait for it."""
+        with self._lock:
+            if len(self._threads) < self._most:
+                # A daemon thread: Python waits for others before it calls end().
+                thread = threading.Thread(target=_call_all, args=(self._calls,), name="rocm_attn masks", daemon=True)
+                thread.start()
+                self._threads.append(thread)
         self._calls.put(function)
 
     def end(self) -> None:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -116,30 +115,28 @@ class TextMatcher:
                 return others
         return self._mask
 
-    def _compute(self, new: list[int]) -> None:
-        """Computes the mask after some more tokens, in the current thread."""
+    def _compute(self, new: list[int], *, anew: bool = False) -> None:
+        """Computes the mask after some more tokens, in the current thread.
+
+        anew: from the beginning of the text on, with a lexer that no other text has
+        """
         started = time.perf_counter()
-        self._text += new
         try:
-            self._mask = self._mask_after(new)
-        except BadRequest as error:
-            self.why = str(error)
+            if anew:
+                self._matcher, new = self._compiled.again(), self._text
+            else:
+                self._text += new
+            self._mask = self._compiled.mask_after(self._matcher, new)
         except BaseException as error:  # a panic of the library is not an Exception
-            self.why = why_failed(error)
+            if self._is_shared:  # another text may have brought the lexer to its limit
+                self._compiled.has_failed, self._is_shared = True, False
+                self._slow.call(partial(self._compute, new, anew=True))
+                return
+            self.why = str(error) if isinstance(error, BadRequest) else why_failed(error)
         with self._computed:
             self.is_quick = time.perf_counter() - started <= MOST_MASK_SECONDS
             self.is_ready = True
             self._computed.notify_all()
-
-    def _mask_after(self, new: list[int]) -> Int32Array:
-        """The mask after some more tokens. Raises BadRequest."""
-        if self._is_shared:
-            with suppress(BaseException):  # a panic of the library is not an Exception
-                return self._compiled.mask_after(self._matcher, new)
-            # Another text may have brought the lexer to its limit.
-            self._compiled.has_failed, self._is_shared = True, False
-            self._matcher, new = self._compiled.again(), self._text
-        return self._compiled.mask_after(self._matcher, new)
 
 
 class Matching:

@@ -234,11 +234,11 @@ class HeldMasks:
         self.may_end.set()
         compute = TextMatcher._compute
 
-        def held(matcher: TextMatcher, new: list[int]) -> None:
+        def held(matcher: TextMatcher, new: list[int], **how: bool) -> None:
             again: Any = matcher._compiled.again
             if again.args[0] == HELD.constraint and matcher.num_asked == 2 and self.of in (None, again.func.__self__):
                 self.may_end.wait()
-            compute(matcher, new)
+            compute(matcher, new, **how)
 
         monkeypatch.setattr(TextMatcher, "_compute", held)
 

@@ -114,8 +114,8 @@ def test_a_constraint_that_the_library_gives_up_on_fails_its_request_alone(
 ) -> None:
     compute = TextMatcher._compute
 
-    def given_up(matcher: TextMatcher, new: list[int]) -> None:
-        compute(matcher, [*new, 20] if matcher.num_asked == 3 else new)
+    def given_up(matcher: TextMatcher, new: list[int], **how: bool) -> None:
+        compute(matcher, [*new, 20] if matcher.num_asked == 3 else new, **how)
 
     monkeypatch.setattr(TextMatcher, "_compute", given_up)
     with pytest.raises(RequestsFailed) as failed:

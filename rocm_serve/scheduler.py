@@ -4,6 +4,7 @@ Every step has all decoding sequences, with one token each, and fills up to `chu
 prefill), in order of priority and then of age. While sequences decode, prefill gets fewer tokens, so that the step is
 short (StepBudget). The rest of the chunk goes to draft tokens of decoding sequences, which the step verifies. They are
 stored after their sequence's last token; rejected ones are overwritten. Drafts take free pages, and never preempt.
+Sequences that are held keep their places and pages, and get no token (sampling/coming_masks.py).
 
 Admission: a sequence is admitted when there are pages for all of its tokens, and in the SWA space for its window and a
 chunk. It starts with the pages that the prefix cache has for it, and allocates the others chunk by chunk. While other

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from rocm_attn.batch.step_batch import Int32Array
 
-# Threads for masks that take a fraction of a millisecond, and for others: a few of these would occupy all of the first.
-NUM_QUICK, NUM_SLOW = min(8, max(2, (os.cpu_count() or 2) // 2)), 2
+# Threads of an engine for masks that take a fraction of a millisecond, and as many for others.
+NUM_OF_EACH = min(8, max(2, (os.cpu_count() or 2) // 4))
 
 _Calls = SimpleQueue[Callable[[], None] | None]
 
@@ -97,4 +97,4 @@ def mask_after(matcher: LLMatcher, new: Sequence[int], failed: LLMatcher, words:
 
 @lru_cache(1)
 def _executor() -> Any:
-    return library().LLExecutor(NUM_QUICK + NUM_SLOW)
+    return library().LLExecutor(2 * NUM_OF_EACH)

@@ -15,7 +15,7 @@ import numpy as np
 
 from rocm_attn.errors import BadRequest
 from rocm_serve.text.constraint import MOST_COMPILING, Constraint, compiled_of, failed_of, tokens_of, why_failed
-from rocm_serve.text.mask_threads import NUM_QUICK, NUM_SLOW, Threads, mask_after
+from rocm_serve.text.mask_threads import NUM_OF_EACH, Threads, mask_after
 from rocm_serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # a server's front imports no torch
@@ -154,7 +154,7 @@ class Matching:
         self._waiting: deque[tuple[_Key, Future[CompiledConstraint]]] = deque()
         self._num_threads = 0
         self._lock = threading.Lock()  # guards _waiting and _num_threads
-        self._mask_threads = Threads(NUM_QUICK), Threads(NUM_SLOW)
+        self._mask_threads = Threads(NUM_OF_EACH), Threads(NUM_OF_EACH)
         self.computed = threading.Condition()  # notified of each mask
 
     def prepare(self) -> None:

@@ -204,7 +204,7 @@ class Scheduler:
         self._add_waiting(chosen, room)
         if not chosen.sequences:  # all that run have their last token
             self._require_all_read()
-            if any(each.is_held for each in self._running):
+            if any(each.is_held for each in (*self._running, *self._waiting[:1])):
                 return None
         assert chosen.sequences, "a running sequence always gets a token, and a lone waiting one is always admitted"
         if self._cache.has_states:
@@ -482,7 +482,12 @@ class Scheduler:
         return can_find
 
     def _may_admit(self, room: PromptRoom) -> bool:
-        return bool(self._waiting) and room.is_open and len(self._running) < self._max_batch_size
+        has_place = room.is_open and len(self._running) < self._max_batch_size
+        return bool(self._waiting) and has_place and self._may_begin(self._waiting[0])
+
+    def _may_begin(self, newcomer: Sequence) -> bool:
+        """False for a held sequence with recurrent layers, which cannot take a token again: its step would wait."""
+        return not (newcomer.is_held and self._cache.has_states)
 
     def _give_back_room(self) -> bool:
         """Gives back pages that were taken ahead or hold nothing but rejected drafts; True if there were any."""
@@ -517,6 +522,8 @@ class Scheduler:
         while self._waiting and self._running:
             newcomer = self._waiting[0]
             if newcomer.level >= self._running[-1].level or not self._gets_tokens(newcomer):
+                return
+            if not self._may_begin(newcomer):
                 return
             if not self._can_find(newcomer):
                 return

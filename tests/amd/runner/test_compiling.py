@@ -287,15 +287,18 @@ def test_a_mask_that_takes_long_holds_up_its_own_text_alone(
     assert served_while_held(Engine(loaded, options), held_masks) == expected
 
 
-def test_a_text_whose_mask_is_computed_may_be_preempted(held_masks: HeldMasks) -> None:
+@pytest.mark.parametrize("base", [CONFIG, RECURRENT], ids=["attention", "recurrent"])
+def test_a_text_whose_mask_is_computed_may_be_preempted(held_masks: HeldMasks, base: ModelConfig) -> None:
     """The others need all pages."""
-    loaded, requests = character_model(), [replace(PLAIN, max_new_tokens=70), HELD, CONSTRAINED[0]]
+    loaded = tiny_model(base=base, tokenizer=character_tokenizer(), eos_token_ids=(END,))
+    requests = [replace(PLAIN, max_new_tokens=70), replace(HELD, priority=1), CONSTRAINED[0]]
     expected = [Engine(loaded, BASE).generate([each])[0] for each in requests]
     held_masks.hold()
     served = Engine(loaded, replace(BASE, num_pages=22))
     numbers = [served.submit(each) for each in requests]
     while not {numbers[0], numbers[2]} <= served._done.keys():
         served.step()
+    assert served._outputs[numbers[1]].sequence.num_read == 2
     assert served.metrics.preemptions
     held_masks.may_end.set()
     while served.has_work:

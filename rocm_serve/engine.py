@@ -6,6 +6,7 @@ returned. One thread uses it; AsyncEngine and the server are built on it.
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable
@@ -47,6 +48,7 @@ from rocm_serve.recent_steps import NO_ROUND, RecentSteps
 from rocm_serve.report import Report, report_of
 from rocm_serve.request import Completion, Event, FailureEvent, FinishReason, Request, Sequence
 from rocm_serve.request_times import StepTimes
+from rocm_serve.sampling.coming_masks import ComingMasks
 from rocm_serve.sampling.compared import RankComparison
 from rocm_serve.sampling.logprobs import NO_LOGPROBS
 from rocm_serve.sampling.parameter_picker import ParameterPicker
@@ -104,6 +106,8 @@ class Engine:
         plain = TokenPicker(self.runtime.device, most * options.rows_of_each, ops.pick_rows)
         self._picker = ParameterPicker(plain, ops, loaded.config.vocab_size, most)
         self._matching = matching_of(loaded)
+        computed = threading.Condition() if self._matching is None else self._matching.computed
+        self._masks = ComingMasks(computed, loaded.ranks.least_of_each, may_leave_out=self.runtime.states.is_empty)
         forward = forward_of(model, options)
         of_prompts: Forward[LogitsAndHidden] = with_hidden(model, options)
         if self._steps_ahead and not options.speculates:
@@ -234,6 +238,8 @@ class Engine:
             cached_row=CachedRow(request.cache_salt, is_cached=self._may_cache(request)),
             parameters=sampling_parameters_of(request, stops, matcher, self._loaded.config.vocab_size),
         )
+        if matcher is not None:
+            self._masks.add(sequence, matcher)
         self._outputs[number] = Output(sequence, self._loaded.tokenizer if request.detokenise else None)
         self._prompts.add(sequence)
         self._scheduler.add(sequence)
@@ -291,6 +297,7 @@ class Engine:
         output = self._outputs.pop(number, None)
         if output is not None:
             self._scheduler.drop(output.sequence)
+            self._masks.drop(number)
             self.metrics.note_end("cancelled", output.seconds, output.num_tokens)
         if not self._scheduler.has_work:
             self.settle()  # no step() may come after it
@@ -435,16 +442,20 @@ class Engine:
             if not self._scheduler.has_work:
                 return
             started = time.perf_counter()
-            drafts = NO_SEQUENCE
+            drafts, has_held = NO_SEQUENCE, self._masks.hold()
             if self.options.speculates:
                 drafts = self._speculation.drafts(self._scheduler.decoding, self._outputs.keys())
             step = self._scheduler.next_step(drafts)
             if step is None:
-                self.settle()
+                if self._pending:
+                    self.settle()
+                else:
+                    self._masks.wait()
                 return
             self._is_launching = True
             picks, prompts = self._run(step)
-            picks = self._speculative_steps.begin(step, picks, self._scheduler)
+            if not has_held:  # its turn comes with the next step
+                picks = self._speculative_steps.begin(step, picks, self._scheduler)
             launched = time.perf_counter()
         finally:
             self._publish_read()
@@ -454,7 +465,7 @@ class Engine:
         number = self.runtime.faults.step_number
         self._pending.append(PendingStep(step, number, picks, started, launched, prompts))
         self._is_launching = False
-        self._scheduler.launched(step)
+        self._scheduler.launched(step, picks.left_out)
         # Accepted tokens of a tree are moved before the sequence's pages may be given back.
         while len(self._pending) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
             self._read_oldest()
@@ -482,6 +493,7 @@ class Engine:
         now = time.perf_counter()
         del self._pending[0]
         appended = self._scheduler.finish_step(step, picks)
+        self._masks.ask()
         if self._pending:
             self._scheduler.launched_again(self._pending[0].step)
         self._speculation.follow(step, appended)
@@ -561,13 +573,14 @@ class Engine:
                 logits = self._steps.run(self._speculation.batch(step))
         finally:
             self._recent.note(before, self.runtime.faults.step_number, step.sequences)
-        return self._speculation.pick(step, logits, self.settle), prompts
+        return self._speculation.pick(step, logits, self.settle, self._masks), prompts
 
     def _end(self, output: Output) -> None:
         """Notes the completion of a request that has ended and is not served any more."""
         number = output.sequence.number
         self._done[number] = output.completion()
         self._outputs.pop(number, None)
+        self._masks.drop(number)
         assert output.reason is not None
         self.metrics.note_end(output.reason, output.seconds, output.num_tokens)
 

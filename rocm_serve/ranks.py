@@ -42,7 +42,11 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """The smallest of every rank's number, on the host."""
-        return number
+        return self.least_of_each([number])[0]
+
+    def least_of_each(self, numbers: list[int]) -> list[int]:
+        """In each place the smallest of every rank's number, on the host."""
+        return numbers
 
 
 ONE_RANK = Ranks()
@@ -89,10 +93,11 @@ class RanksOfGroup(Ranks):
     def gathered(self, x: Tensor) -> Tensor:
         return torch.cat(self._all(x), -1)
 
-    def least(self, number: int) -> int:
-        least = torch.tensor(number, dtype=torch.int64)
+    def least_of_each(self, numbers: list[int]) -> list[int]:
+        least = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._host)
-        return int(least)
+        found: list[int] = least.tolist()
+        return found
 
     def _all(self, x: Tensor) -> list[Tensor]:
         """Every rank's x."""

@@ -244,6 +244,7 @@ class Sequence:
     most_tokens: most tokens of prompt and text together; set by Scheduler.add
     parameters: what sampling needs in addition to random numbers, such as penalties; None: nothing
     is_plain:   whether each of its tokens is simply the likeliest one
+    is_held:    whether steps go on without it, because the mask of its next token is not there
     level:      its priority, adjusted for age; see Scheduler.add
     """
 
@@ -261,6 +262,7 @@ class Sequence:
     pending_at: int = ALL_READ
     most_tokens: int = 0
     parameters: SequenceParameters | None = None
+    is_held: bool = False
     is_plain: bool = field(init=False)
     level: int = field(init=False)
 

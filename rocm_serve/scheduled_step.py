@@ -18,6 +18,8 @@ from rocm_serve.speculation.drafts import DraftTree
 
 # The drafts of a step without any.
 NO_SEQUENCE: Mapping[int, DraftTree] = MappingProxyType({})
+# The places that a step without late masks leaves out.
+NONE_LEFT_OUT = frozenset[int]()
 
 
 # Not frozen: setting the fields of a frozen class takes three times as long.

@@ -4,6 +4,7 @@ Every step has all decoding sequences, with one token each, and fills up to `chu
 prefill), in order of priority and then of age. While sequences decode, prefill gets fewer tokens, so that the step is
 short (StepBudget). The rest of the chunk goes to draft tokens of decoding sequences, which the step verifies. They are
 stored after their sequence's last token; rejected ones are overwritten. Drafts take free pages, and never preempt.
+Sequences that are held keep their places and pages, and get no token (sampling/coming_masks.py).
 
 Admission: a sequence is admitted when there are pages for all of its tokens, and in the SWA space for its window and a
 chunk. It starts with the pages that the prefix cache has for it, and allocates the others chunk by chunk. While other
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
 from itertools import chain
 from operator import attrgetter
@@ -53,6 +54,7 @@ from rocm_serve.prefix_cache import PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
 from rocm_serve.scheduled_step import (
     NO_SEQUENCE,
+    NONE_LEFT_OUT,
     Chosen,
     Lengths,
     PromptRoom,
@@ -178,7 +180,8 @@ class Scheduler:
     def next_step(self, drafts: Mapping[int, DraftTree] = NO_SEQUENCE) -> ScheduledStep | None:
         """The next step; None if it depends on tokens of a launched step, which is to be finished first.
 
-        There must be work. At most one step is not finished.
+        None also if there is no such step, and all sequences that run are held. There must be work. At most one step is
+        not finished.
         drafts: for some sequences of decoding(), by their requests' numbers, no more than it allows. The step takes the
                 first ones of each, as many as there is room for
         """
@@ -188,7 +191,7 @@ class Scheduler:
         except _PendingTokens:
             return None
 
-    def _next_step(self, drafts: Mapping[int, DraftTree]) -> ScheduledStep:
+    def _next_step(self, drafts: Mapping[int, DraftTree]) -> ScheduledStep | None:
         """Does the work of next_step(). Raises _PendingTokens."""
         if self._suspects:
             self._require_all_read()
@@ -201,6 +204,8 @@ class Scheduler:
         self._add_waiting(chosen, room)
         if not chosen.sequences:  # all that run have their last token
             self._require_all_read()
+            if any(each.is_held for each in (*self._running, *self._waiting[:1])):
+                return None
         assert chosen.sequences, "a running sequence always gets a token, and a lone waiting one is always admitted"
         if self._cache.has_states:
             chosen = picking_first(chosen)
@@ -209,8 +214,11 @@ class Scheduler:
             lengths = Lengths.of(chosen)
         return step_of(chosen, verified, lengths)
 
-    def launched(self, step: ScheduledStep) -> None:
-        """Notes that a step will run, so that next_step() can go on. All steps before it are finished."""
+    def launched(self, step: ScheduledStep, left_out: Set[int] = NONE_LEFT_OUT) -> None:
+        """Notes that a step will run, so that next_step() can go on. All steps before it are finished.
+
+        left_out: places among step.picking of sequences that get no token; a later step takes their last token again
+        """
         assert self._num_pending == 0
         self._num_pending = 1
         self._num_steps += 1
@@ -223,6 +231,8 @@ class Scheduler:
                 sequence.num_stored, sequence.pending_at = num_stored, place
         for sequence in step.sequences[step.num_picks :]:
             sequence.pending_at = ALL_READ
+        for sequence in (step.picking[place] for place in left_out):
+            sequence.num_stored, sequence.pending_at = len(sequence.token_ids) - 1, ALL_READ
         self._cache.end_step()
         self._enter_pages(step)
 
@@ -416,6 +426,8 @@ class Scheduler:
         verified: dict[int, DraftTree] = {}
         prompts: list[Sequence] = []
         for sequence in running:
+            if sequence.is_held and not sequence.is_suspect:  # a suspect runs alone, and nothing goes on before
+                continue
             num_tokens = len(sequence.token_ids) + (sequence.pending_at != ALL_READ)
             if num_tokens - sequence.num_stored > 1:
                 prompts.append(sequence)
@@ -470,7 +482,12 @@ class Scheduler:
         return can_find
 
     def _may_admit(self, room: PromptRoom) -> bool:
-        return bool(self._waiting) and room.is_open and len(self._running) < self._max_batch_size
+        has_place = room.is_open and len(self._running) < self._max_batch_size
+        return bool(self._waiting) and has_place and self._may_begin(self._waiting[0])
+
+    def _may_begin(self, newcomer: Sequence) -> bool:
+        """False for a held sequence with recurrent layers, which cannot take a token again: its step would wait."""
+        return not (newcomer.is_held and self._cache.has_states)
 
     def _give_back_room(self) -> bool:
         """Gives back pages that were taken ahead or hold nothing but rejected drafts; True if there were any."""
@@ -505,6 +522,8 @@ class Scheduler:
         while self._waiting and self._running:
             newcomer = self._waiting[0]
             if newcomer.level >= self._running[-1].level or not self._gets_tokens(newcomer):
+                return
+            if not self._may_begin(newcomer):
                 return
             if not self._can_find(newcomer):
                 return

@@ -51,8 +51,9 @@ class SamplingParameters:
                 sequence.number, sequence.token_ids, len(sequence.request.prompt_token_ids), sequence.pending_at
             )
         if self._matcher is not None:
+            assert self._matcher.num_asked == sequence.num_read
             try:
-                mask = self._matcher.mask(sequence.new_token_ids, self._stops if is_early else ())
+                mask = self._matcher.mask(self._stops if is_early else ())
             except BadRequest as error:
                 mask, why = self._matcher.nothing, str(error)
         if self._allowed is not None:

@@ -32,10 +32,11 @@ from rocm_attn.step.metrics import Metrics
 from rocm_serve.appended import Appended, Picks
 from rocm_serve.recent_steps import NO_ROUND
 from rocm_serve.request import Sequence, SequenceParameters
+from rocm_serve.sampling.coming_masks import ComingMasks
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters, TokensWithLogprobs
 from rocm_serve.sampling.sampling import Draw, PickedTokens
-from rocm_serve.scheduled_step import NO_SEQUENCE, ScheduledStep
+from rocm_serve.scheduled_step import NO_SEQUENCE, NONE_LEFT_OUT, ScheduledStep
 from rocm_serve.speculation.drafts import LAST_TOKEN, NO_DRAFTS, DraftTree
 from rocm_serve.speculation.drawn import AcceptedOnHost as AcceptedDrawn
 from rocm_serve.speculation.drawn import NothingDrawn, Rejection
@@ -69,9 +70,11 @@ class StepPicks(ABC):
     """The picks of a step's sequences, on their way to the host.
 
     speculative_step_number: its number among rounds that follow from each other; NO_ROUND: it is none of these
+    left_out: places of sequences that nothing was picked for: their masks are not there
     """
 
     speculative_step_number = NO_ROUND
+    left_out: Set[int] = NONE_LEFT_OUT
 
     @abstractmethod
     def read(self) -> Picks:
@@ -141,7 +144,7 @@ class Speculation:
             return step.batch
         return replace(step.batch, mask=TreeMask(torch.from_numpy(_parents(step)).to(self._runtime.device)))
 
-    def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None]) -> StepPicks:
+    def pick(self, step: ScheduledStep, logits: Tensor, settle: Callable[[], None], masks: ComingMasks) -> StepPicks:
         """Picks the tokens of each of step.picking: the drafts that were right, in order, and one more.
 
         logits: [num_seqs, rows, vocab], of the last tokens of each sequence, or [num_seqs, vocab]; in a decode step
@@ -149,6 +152,9 @@ class Speculation:
         settle: reads the tokens of all steps before this one; called if a token depends on them on the host
         """
         num_rows, with_parameters = logits.shape[1] if logits.dim() == 3 else 1, _with_parameters(step, settle)
+        left_out = masks.left_out(step.picking) if with_parameters else NONE_LEFT_OUT
+        for seq in left_out:
+            del with_parameters[seq]
         draws: dict[int, Draw] = {}
         parameters: dict[int, RowParameters] = {}
         for seq in step.with_parameters:
@@ -162,7 +168,7 @@ class Speculation:
                     parameters[row] = of_sequence.of(sequence, num_new + depth)
         rows = (logits if step.num_picks == logits.shape[0] else logits[: step.num_picks]).flatten(0, -2)
         picked = self._picker.pick(rows, draws, parameters) if parameters else self._picker.plain.pick(rows, draws)
-        return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits))
+        return _Verified(picked, step, num_rows, self._runtime, self._rejection.pick(step, logits), left_out)
 
     def follow(self, step: ScheduledStep, appended: Appended) -> None:
         """Counts a step's drafts and accepted ones, and passes the step to the drafter."""
@@ -184,6 +190,7 @@ class _Verified(StepPicks):
     num_rows: of each sequence's last tokens
     runtime:  moves their K and V to the places of their tokens, if they lie in others
     drawn:    acceptance of drawn drafts
+    left_out: see StepPicks
     """
 
     def __init__(
@@ -193,8 +200,9 @@ class _Verified(StepPicks):
         num_rows: int,
         runtime: AttentionRuntime,
         drawn: AcceptedDrawn | NothingDrawn,
+        left_out: Set[int],
     ) -> None:
-        self._drawn = drawn
+        self._drawn, self.left_out = drawn, left_out
         self._picked, self._step, self._num_rows, self._runtime = picked, step, num_rows, runtime
         self._found: list[int | BadLogits] = []
         self._paths: list[Many[int]] = []  # place among step.picking -> the drafts that were accepted

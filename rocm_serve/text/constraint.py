@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 1 << 16
 # Constraints that may be compiled or wait for it, including those whose request has left. It bounds an engine's work.
 MOST_COMPILING = 64
+# States of a constraint's lexer, of 1 or 2 kB each. The library allows 250,000.
+MOST_LEXER_STATES = 100_000
 _LONGEST_REASON = 400
 # A character that no text has.
 _NO_TEXT = "\U0010ffff"
@@ -163,7 +165,8 @@ def _unspelled(tokenizer: str) -> str:
 
 def compiled_of(constraint: Constraint, tokens: Any) -> LLMatcher:
     """Compiles the constraint over tokens_of(), and tries it on the first token of a text. Raises BadRequest."""
-    compiled: LLMatcher = library().LLMatcher(tokens, grammar_of(constraint), log_level=0)
+    limits = library().LLParserLimits(max_lexer_states=MOST_LEXER_STATES)
+    compiled: LLMatcher = library().LLMatcher(tokens, grammar_of(constraint), log_level=0, limits=limits)
     if compiled.is_error():
         raise BadRequest(f"the constraint cannot be used: {reason_of(compiled.get_error())}")
     first = compiled.deep_copy()
@@ -171,6 +174,12 @@ def compiled_of(constraint: Constraint, tokens: Any) -> LLMatcher:
     if first.is_error():
         raise BadRequest(f"the constraint cannot be used: no text can begin with it ({reason_of(first.get_error())})")
     return compiled
+
+
+def failed_of(tokens: Any) -> LLMatcher:
+    """A matcher over tokens_of() in its state of error."""
+    failed: LLMatcher = library().LLMatcher(tokens, "", log_level=0)
+    return failed
 
 
 def reason_of(error: str) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import Unsupported
+from rocm_attn.paging.index_spaces import num_pages
 from rocm_attn.step.external_step import ONE_EACH, Boundaries, DeviceSpans, ExternalStep, NoCells
 
 # Our builders' support of full graphs, by vLLM's names. A schedule on the device assigns the work to the programs of a
@@ -129,14 +130,23 @@ def slots_of_whole(common: CommonMetadata, slots: Tensor, page_size: int, longes
 
     Block drafts of vLLM's runner V2 (DFlash) have a fixed number of tokens, also past the longest sequence. It cuts the
     length there, so by it each token lies before its slot. Drafts after the end are of no use, and stored they would
-    hide what the sequence has. The first token tells: its slot is not the table's.
+    hide what the sequence has. The first two tokens tell: their slots are the table's for later places. Other slots are
+    wrong ones: they stay, and are reported.
     """
     ends, seq_lens = common.query_start_loc[1 : common.num_reqs + 1], common.seq_lens[: common.num_reqs]
-    starts = common.query_start_loc[: common.num_reqs]
+    starts, table = common.query_start_loc[: common.num_reqs], common.block_table_tensor[: common.num_reqs]
+
+    def slot_of(place: Tensor) -> Tensor:  # vLLM looks for places beyond the table in its last block
+        page = table.gather(1, (place // page_size).clamp(max=table.shape[1] - 1)[:, None])[:, 0]
+        return page * page_size + place % page_size
+
     first = (seq_lens - (ends - starts)).clamp(min=0).long()
-    page = common.block_table_tensor[: common.num_reqs].gather(1, (first // page_size)[:, None])[:, 0]
-    given = slots[starts.clamp(max=len(slots) - 1)]
-    is_cut = (seq_lens >= longest) & (given >= 0) & (given != page * page_size + first % page_size)
+    given, second = (slots[(starts + place).clamp(max=len(slots) - 1)] for place in range(2))
+    is_page = table[:, : num_pages(longest, page_size)] == (given // page_size)[:, None]
+    place = is_page.int().argmax(1) * page_size + given % page_size
+    is_later = (is_page.any(1) & (place > first)) | (given == slot_of(torch.full_like(first, longest)))
+    is_alone = (second == slot_of(first + 1)) & (ends - starts > 1)
+    is_cut = (seq_lens >= longest) & (given >= 0) & (given != slot_of(first)) & is_later & ~is_alone
     owner = torch.searchsorted(ends, torch.arange(len(slots), dtype=ends.dtype, device=ends.device), right=True)
     return slots.masked_fill(is_cut[owner.clamp(max=common.num_reqs - 1)], -1)
 

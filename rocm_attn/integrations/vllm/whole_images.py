@@ -8,6 +8,7 @@ let the request wait for one that has room for the rest. A step could only refus
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from rocm_attn.errors import Unsupported
@@ -30,15 +31,23 @@ def require_room_for_images(scheduler_config: Any) -> None:
             "--disable-chunked-mm-input"
         )
     if threshold := scheduler_config.long_prefill_token_threshold:
+        others = " and max_num_partial_prefills, which sets it," if _sets_threshold(scheduler_config) else ""
         raise Unsupported(
             f"the tokens of this model's images see each other, and long_prefill_token_threshold lets a prompt have "
-            f"{threshold} tokens in a step, which may cut an image; leave it out"
+            f"{threshold} tokens in a step, which an image may exceed; leave it{others} out"
         )
 
 
+def _sets_threshold(scheduler_config: Any) -> bool:
+    """True if vLLM may have chosen the threshold itself: 0.26 takes 4% of the context."""
+    return getattr(scheduler_config, "max_num_partial_prefills", 1) > 1
+
+
 def _whole(schedule: Callable[..., Any]) -> Any:
+    takes_others = lru_cache(1)(lambda: bool(VLLM.taken()))
+
     def scheduled(scheduler: Any, request: Any, first: int, count: int, *given: Any, **named: Any) -> Any:
-        if _is_ours(scheduler):
+        if _is_ours(scheduler, takes_others):
             for place in (each.mm_position for each in request.mm_features):
                 if place.offset < first + count < place.offset + place.length:
                     count = max(0, place.offset - first)
@@ -47,8 +56,11 @@ def _whole(schedule: Callable[..., Any]) -> Any:
     return scheduled
 
 
-def _is_ours(scheduler: Any) -> bool:
-    """True if tokens of images see each other in a model that our backend may serve."""
+def _is_ours(scheduler: Any, takes_others: Callable[[], bool]) -> bool:
+    """True if tokens of images see each other in a model that our backend may serve.
+
+    takes_others: whether ours replaces one of vLLM's own
+    """
     config = scheduler.vllm_config
     is_named = getattr(config.attention_config.backend, "name", None) == "CUSTOM"
-    return bool(config.model_config.is_mm_prefix_lm) and (is_named or bool(VLLM.taken()))
+    return bool(config.model_config.is_mm_prefix_lm) and (is_named or takes_others())

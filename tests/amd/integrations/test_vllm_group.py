@@ -357,7 +357,10 @@ def test_a_wrong_slot_is_reported_and_harms_no_other_request(runner: Runner) -> 
         runner.compare_request(0, [1, 1, 1], given, outs)
 
 
-def test_drafts_past_the_longest_sequence_are_not_stored_and_no_fault(device: torch.device, provider: str) -> None:
+@pytest.mark.parametrize("past", [4, 8])
+def test_drafts_past_the_longest_sequence_are_not_stored_and_no_fault(
+    device: torch.device, provider: str, past: int
+) -> None:
     """DFlash in vLLM's runner V2: it cuts the length, not the number of drafts, whose slots go on in the last block."""
     runner = Runner(device=device, provider=provider, mask=MaskTerms(spans=True))
     runner.admit()
@@ -367,15 +370,37 @@ def test_drafts_past_the_longest_sequence_are_not_stored_and_no_fault(device: to
     runner.is_open = True
     stored = runner.layers[0].kv_cache[runner.requests[0].blocks[0][-1]].clone()
 
-    def as_if_four_were_past_the_end(runner: Runner) -> None:
-        block, places = runner.requests[0].blocks[0][-1], torch.arange(MAX_LEN - 4, MAX_LEN + 4)
+    def as_if_some_were_past_the_end(runner: Runner) -> None:
+        block, places = runner.requests[0].blocks[0][-1], torch.arange(8) + MAX_LEN - 8 + past
         runner.slots[0][:8] = block * runner.block_size + places % runner.block_size
 
-    given, outs = runner.step_unseen([8, 2], as_if_four_were_past_the_end)
+    given, outs = runner.step_unseen([8, 2], as_if_some_were_past_the_end)
     runner.groups[0].attention.check_device()
     runner.compare_request(1, [8, 2], given, outs)
     now = runner.layers[0].kv_cache[runner.requests[0].blocks[0][-1]]
     assert torch.equal(now.nan_to_num(), stored.nan_to_num())
+
+
+@pytest.mark.parametrize(("place", "wrong"), [(0, -1), (0, 4), (1, 4)], ids=["another's", "later", "second"])
+def test_a_wrong_slot_of_a_sequence_of_the_longest_length_is_reported(
+    device: torch.device, provider: str, place: int, wrong: int
+) -> None:
+    """wrong: the slot of this one of the new tokens; -1: of a token of another request"""
+    runner = Runner(device=device, provider=provider, mask=MaskTerms(spans=True))
+    runner.admit()
+    runner.admit()
+    for new in ([MAX_TOKENS - 8, 1], [MAX_TOKENS - 8, 1]):
+        runner.step(new)
+    while (kv_len := runner.requests[0].kv_len) < MAX_LEN - 8:
+        runner.step([min(MAX_TOKENS - 8, MAX_LEN - 8 - kv_len), 1])
+
+    def lie(runner: Runner) -> None:
+        other = runner.requests[1].blocks[0][0] * runner.block_size
+        runner.slots[0][place] = other if wrong < 0 else runner.slots[0][wrong]
+
+    runner.step_unseen([8, 1], lie)
+    with pytest.raises(DeviceFault, match="a slot given for a new token differs"):
+        runner.groups[0].attention.check_device()
 
 
 def test_metadata_of_an_earlier_step_is_refused(runner: Runner) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rocm_attn.errors import Unsupported, WrongState
+from rocm_attn.integrations.vllm import whole_images
 from rocm_attn.integrations.vllm.whole_images import keep_images_whole
 from rocm_attn.problem import Scales
 from tests.amd.integrations.modules import install
@@ -128,14 +129,18 @@ def test_images_in_micro_batches_are_refused_because_vllm_leaves_them_out(ours: 
     ("setting", "sentence"),
     [
         ({"disable_chunked_mm_input": False}, "set --disable-chunked-mm-input"),
-        ({"long_prefill_token_threshold": 40}, "long_prefill_token_threshold lets a prompt have 40 tokens in a step"),
+        ({"long_prefill_token_threshold": 40}, "lets a prompt have 40 tokens in a step, .* exceed; leave it out"),
+        (
+            {"long_prefill_token_threshold": 40, "max_num_partial_prefills": 2},
+            "leave it and max_num_partial_prefills, which sets it, out",
+        ),
     ],
 )
 def test_settings_that_may_cut_images_are_refused_at_the_start(
     setting: dict[str, Any], sentence: str, ours: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"is_multimodal_model": True, **setting}.items():
-        monkeypatch.setattr(Config.scheduler_config, name, value)
+        monkeypatch.setattr(Config.scheduler_config, name, value, raising=False)
     assert problem_of(ours, gqa_layer(ours.RocmAttnImpl))
     with pytest.raises(Unsupported, match=sentence):
         problem_of(ours, gqa_layer(ours.RocmAttnImpl, use_mm_prefix=True))
@@ -165,6 +170,30 @@ def test_vllms_scheduler_ends_no_step_within_an_image(
         )
         found = engine._try_schedule_encoder_inputs(SimpleNamespace(mm_features=places), first, count, 3, shift=1)
         assert found == (scheduled if backend == "CUSTOM" and is_seen else count, 3, 1)
+
+
+def test_settings_are_read_once_however_many_prompts_have_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+
+    def taken() -> list[str]:
+        read.append("settings")
+        return ["CPU_ATTN"]
+
+    class Scheduler:
+        vllm_config = SimpleNamespace(
+            attention_config=SimpleNamespace(backend=None), model_config=SimpleNamespace(is_mm_prefix_lm=True)
+        )
+
+        def _try_schedule_encoder_inputs(self, request: Any, first: int, count: int) -> int:
+            return count
+
+    monkeypatch.setattr(whole_images, "VLLM", SimpleNamespace(taken=taken))
+    install(monkeypatch, {"vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler}})
+    keep_images_whole()
+    image = SimpleNamespace(mm_position=SimpleNamespace(offset=4, length=10))
+    for _ in range(3):
+        assert Scheduler()._try_schedule_encoder_inputs(SimpleNamespace(mm_features=[image]), 0, 9) == 4
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize("declared", ["by the model", "by the cache"])

@@ -55,10 +55,10 @@ def chunks(served: Engine, requests: Sequence[Request]) -> list[list[tuple[int, 
     """The request, first token and number of new tokens of each sequence of each step with prompts."""
     launched, steps = served._scheduler.launched, list[list[tuple[int, int, int]]]()
 
-    def watched(step: ScheduledStep) -> None:
+    def watched(step: ScheduledStep, *left_out: Any) -> None:
         starts, new = step.batch.start.tolist(), step.batch.q_len.tolist()
         steps.append([(each.number, *of) for each, *of in zip(step.sequences, starts, new, strict=True) if of[1] > 1])
-        launched(step)
+        launched(step, *left_out)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served._scheduler, "launched", watched)

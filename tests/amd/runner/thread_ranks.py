@@ -60,8 +60,9 @@ class ThreadRank(Ranks):
     def gathered(self, x: Tensor) -> Tensor:
         return torch.cat(self.all_of(x), -1)
 
-    def least(self, number: int) -> int:
-        return int(torch.stack(self.all_of(torch.tensor(number))).min())
+    def least_of_each(self, numbers: list[int]) -> list[int]:
+        found: list[int] = torch.stack(self.all_of(torch.tensor(numbers))).amin(0).tolist()
+        return found
 
     def all_of(self, x: Tensor) -> list[Tensor]:
         """Returns what each rank brings."""

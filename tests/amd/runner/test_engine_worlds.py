@@ -50,9 +50,10 @@ def test_every_text_with_draft_tokens_is_that_of_plain_decoding() -> None:
 
 
 @nightly
-@pytest.mark.parametrize("first", range(0, 210, 21))
+@pytest.mark.parametrize("first", range(0, 210, 35))
 def test_every_text_of_more_worlds_is(first: int, device: torch.device) -> None:
-    counts = run_worlds([World.speculating(seed) for seed in range(first, first + 21)], device)
+    """35 worlds in a row have each way with each number of branches: rounds on the device need one branch."""
+    counts = run_worlds([World.speculating(seed) for seed in range(first, first + 35)], device)
     assert min(counts.values()) > 10
 
 

@@ -161,7 +161,8 @@ class DecodeCut:
 
     def of_lengths(self, max_kv_len: int) -> DecodeCut:
         """The cut of sequences of up to max_kv_len tokens. If rows have no more blocks than two groups have parts, no
-        step is merged by a launch of its own: with short sequences launches take longer than kernels.
+        step is merged by a launch of its own, nor has a cut `alone` that is: with short sequences launches take longer
+        than kernels.
         """
         if max_kv_len > 2 * self.merge_group * self.key_block:
             return self

@@ -251,11 +251,13 @@ def _likely(
     start: the ratio of the tiles that changes are made to
     """
     infinite = float("inf")
-    found = [(0.0, candidate) for candidate in every if keeps_block(candidate, tiles)]
+    found = []
     for candidate in every:
+        if keeps_block(candidate, tiles):
+            found.append((0.0, candidate))
+            continue
         alone = [ratios.get(change, infinite) / start for change in candidate.changes]
-        is_likely = len(alone) == 2 and max(alone) <= TOO_SLOW and math.prod(alone) <= UNLIKELY
-        if is_likely and not keeps_block(candidate, tiles):
+        if len(alone) == 2 and max(alone) <= TOO_SLOW and math.prod(alone) <= UNLIKELY:
             found.append((math.prod(alone), candidate))
     return [candidate for _, candidate in sorted(found, key=lambda each: each[0])]
 

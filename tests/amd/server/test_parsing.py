@@ -230,7 +230,7 @@ def test_one_client_has_only_its_share_of_what_waits(loaded: LoadedModel) -> Non
 
 
 def test_a_body_waits_no_longer_when_the_engine_has_its_requests(loaded: LoadedModel) -> None:
-    """A long answer to a long prompt keeps nobody else's body out."""
+    """Otherwise a long answer to a long prompt would keep the bodies of others out."""
     with gated_server(loaded) as (server, gated), Client(server, {**padded(9000), "stream": True}) as client:
         gated.wait_until_begun()
         server.wait_until(lambda: not server.generations.counts.waiting_bytes)

@@ -1,4 +1,4 @@
-"""Threads that compute the masks of constrained texts, and the computation itself."""
+"""Threads that compile constraints and compute the masks of their texts, and the computation of a mask."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
@@ -140,7 +139,7 @@ class TextMatcher:
 
 
 class Matching:
-    """The constraints of one engine's requests. New ones are compiled in other threads, which end when none is left.
+    """The constraints of one engine's requests. New ones are compiled in other threads.
 
     tokenizer:     of the model
     vocab_size:    of the logits
@@ -151,9 +150,7 @@ class Matching:
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self._tokens_ending_in = lru_cache(_MOST_TOKENIZERS)(self._read_tokens)
         self._compiled: dict[_Key, Future[CompiledConstraint]] = {}  # least recently used first
-        self._waiting: deque[tuple[_Key, Future[CompiledConstraint]]] = deque()
-        self._num_threads = 0
-        self._lock = threading.Lock()  # guards _waiting and _num_threads
+        self._compile_threads = Threads(_AT_A_TIME)
         self._mask_threads = Threads(NUM_OF_EACH), Threads(NUM_OF_EACH)
         self.computed = threading.Condition()  # notified of each mask
 
@@ -198,36 +195,21 @@ class Matching:
         compiling = self._compiled.pop(key, None)
         if compiling is None or _has_failed(compiling):
             compiling = Future()
-            self._begin(key, compiling)
+            self._compile_threads.call(partial(self._finish, key, compiling))
         self._compiled[key] = compiling
         done = [each for each, future in self._compiled.items() if future.done()]
         for oldest in done[: max(0, len(done) - _MOST_KEPT)]:
             del self._compiled[oldest]
         return compiling
 
-    def _begin(self, key: _Key, compiling: Future[CompiledConstraint]) -> None:
-        """Compiles a constraint once fewer than _AT_A_TIME others are being compiled, in at most as many threads."""
-        with self._lock:
-            self._waiting.append((key, compiling))
-            if self._num_threads == _AT_A_TIME:
-                return
-            self._num_threads += 1
-        # A daemon thread: the end of a process does not wait for it, as it would for a pool's.
-        threading.Thread(target=self._run, name="rocm_attn constraint", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._num_threads -= 1
-                    return
-                key, compiling = self._waiting.popleft()
-            try:
-                compiling.set_result(self._compiled_of(key))
-            except BadRequest as error:
-                compiling.set_exception(error)
-            except BaseException as error:  # a panic of the library is not an Exception
-                compiling.set_exception(BadRequest(why_failed(error)))
+    def _finish(self, key: _Key, compiling: Future[CompiledConstraint]) -> None:
+        """Compiles a constraint, in the current thread."""
+        try:
+            compiling.set_result(self._compiled_of(key))
+        except BadRequest as error:
+            compiling.set_exception(error)
+        except BaseException as error:  # a panic of the library is not an Exception
+            compiling.set_exception(BadRequest(why_failed(error)))
 
     def _compiled_of(self, key: _Key) -> CompiledConstraint:
         """Compiles a constraint that texts are to share. Raises BadRequest."""

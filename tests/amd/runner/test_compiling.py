@@ -359,6 +359,21 @@ for _ in range(4):
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
+def test_a_process_may_end_while_constraints_are_compiled() -> None:
+    """Without waiting for those that have begun, six of ten such processes crash."""
+    script = """
+import time
+from rocm_serve.engine import Engine
+from rocm_serve.text.constraint import Constraint
+from tests.amd.runner.with_parameters import BASE, character_model
+of_engine = Engine(character_model(), BASE)._matching
+for num in range(3000, 3008):
+    of_engine.is_ready(Constraint.regex("(a|b|ab|ba){%d}(c|d|cd){3000}" % num), ())
+time.sleep(0.004)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
 def test_texts_that_bring_their_common_lexer_to_its_limit_do_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts with the same constraint share a lexer. A text fails if it alone needs more states than a lexer has."""
     pattern = Constraint.regex("[a-z]*a[a-z]{20}0")

@@ -5,6 +5,7 @@ store, and the attention of a decode, an extend and a mixed step, specialised on
 """
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -265,9 +266,8 @@ def _numbers_of_decodes(row: Row) -> list[int]:
     """Returns other numbers of sequences than 16 for which decode's tiles, or where parts are added up, are others."""
     problem, target = row.problems[0], known_target(row.arch)
     cut = decode_cut_of(problem, target, decode_tiles_of(problem, target))
-    numbers = {1, MANY_SEQS} if cut.merge_group or cut.alone else set[int]()
-    if cut.alone is not None:
-        numbers.add(cut.alone.programs // cut.alone.rows)
+    numbers = {1, MANY_SEQS} if cut.merge_group or cut.others else set[int]()
+    numbers |= {math.ceil(other.least / other.cut.rows) for other in cut.others}
     return sorted(numbers - {16})
 
 

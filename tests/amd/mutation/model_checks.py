@@ -19,8 +19,8 @@ from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.model_cases import (
     FORMS,
     OneOfRanks,
+    assert_few_rows_multiplied,
     assert_gated,
-    assert_multiplied_and_gated,
     assert_row_multiplied,
     sum_of_rows,
 )
@@ -140,7 +140,7 @@ def assert_alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
 
 def add_norm(memory: Memory) -> None:
     """Checks rows that do not fill a block."""
-    sum_of_rows(3, 40, torch.float32).assert_served(memory.put)
+    sum_of_rows(3, 40, torch.float32, terms=2).assert_served(memory.put)
     memory.assert_surroundings_untouched()
 
 
@@ -157,9 +157,10 @@ def row_product(memory: Memory) -> None:
     memory.assert_surroundings_untouched()
 
 
-def gated_rows(memory: Memory) -> None:
-    """Checks rows that do not fill a block."""
-    assert_multiplied_and_gated((3, 64, 128), FORMS[0], torch.float32, put=memory.put)
+def few_rows(memory: Memory) -> None:
+    """Checks rows that do not fill a block, combined and in parts."""
+    assert_few_rows_multiplied((3, 64, 128), FORMS[0], torch.float32, put=memory.put)
+    assert_few_rows_multiplied((3, 64, 128), None, torch.float32, put=memory.put, parts=2, has_bias=True)
     memory.assert_surroundings_untouched()
 
 

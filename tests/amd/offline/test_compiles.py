@@ -140,7 +140,7 @@ LEAST_WAVES = {
     "_likeliest_kernel": 3,
     "_pick_rows_kernel": 3,
     # Blocks of both products are in LDS.
-    "_gated_rows_kernel": 4,
+    "_few_rows_kernel": 4,
     "_merge_kernel": 4,
     "_rope_store_kernel": 4,
     "_share_kernel": 4,

@@ -152,8 +152,9 @@ def gate(memory: Memory) -> None:
 
 
 def row_product(memory: Memory) -> None:
-    """Checks a row and a matrix that fill no tile."""
-    assert_row_multiplied((7, 52), torch.float32, put=memory.put, has_bias=True)
+    """Checks rows and matrices that fill no tile, or the second one."""
+    for sizes in ((7, 52), (7, 2100)):
+        assert_row_multiplied(sizes, torch.float32, put=memory.put, has_bias=True)
     memory.assert_surroundings_untouched()
 
 

@@ -5,6 +5,7 @@ This module does not import Triton, so that a provider can choose and describe a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -280,6 +281,12 @@ class CutByRows:
     tiles: DecodeTiles
     least: float
     most: float
+
+    @property
+    def rows_in_words(self) -> str:
+        """The numbers of rows, for descriptions of a kernel."""
+        least = math.ceil(self.least)
+        return f"{least} rows or more" if self.most == math.inf else f"{least} to {self.most:g} rows"
 
 
 # Fewer programs of the merge leave a GPU idle; many more run one after the other. If rows have few parts, most

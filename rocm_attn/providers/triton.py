@@ -84,7 +84,7 @@ class TritonDecode(CutDecode[DecodeTiles]):
     """Split-KV decode of sequences with one new token; other sequences are skipped. scores: the problem's"""
 
     def describe(self) -> str:
-        by_rows = "".join(f" ({each.least:g} to {each.most:g} rows: {each.tiles})" for each in self.cut.others)
+        by_rows = "".join(f" ({each.rows_in_words}: {each.tiles})" for each in self.cut.others)
         return f"triton.decode({self.problem}, {self.tiles}{by_rows}, programs={self.cut.programs_in_words})"
 
     def workspace_words(self, shape: PaddedShape) -> int:

@@ -40,12 +40,17 @@ class Launch:
         asked = {each.text.split()[1] for each in operations if each.name == "tt.get_program_id"}
         self.axes = [axis for axis in AXES if axis in asked]
         self.grid = {axis: z3.Int(f"programs along {axis}") for axis in AXES}
-        self.numbers = {each.name: z3.Int(each.name) for each in kernel.arguments if each.kind.element[0] == "i"}
+        numbers = [each.name for each in kernel.arguments if each.kind.is_number]
+        self.numbers = {name: z3.Int(name) for name in numbers}
         self.facts = [size >= 1 if axis in asked else size == 1 for axis, size in self.grid.items()]
         self.facts += [number >= 0 for number in self.numbers.values()]
         self.facts += [
             self.numbers[name] % divisor == 0 for name, divisor in kernel.divisors.items() if name in self.numbers
         ]
+        texts = [each.text for each in operations if each.name in ("arith.constant", "tt.make_range")]
+        written = {int(found) for text in texts for found in re.findall(r"(?<![\w.-])\d+(?![\w.])", text)}
+        # Numbers of the kernel itself, among which are widths and counts.
+        self.constants = sorted({1} | {each for each in written if 1 < each <= 1 << 20})
         self.stored = {base_of(each.operands[0]) for each in operations if each.name in STORES}
 
 
@@ -78,7 +83,7 @@ def axes_of(value: Value, stored: set[str]) -> set[str] | None:
         if each in seen or (op := each.op) is None:
             continue
         seen.add(each)
-        if op.name in STORES or op.name == "tt.load" and base_of(op.operands[0]) in stored:
+        if op.name in STORES or (op.name == "tt.load" and base_of(op.operands[0]) in stored):
             return None
         if op.name == "tt.get_program_id":
             axes.add(op.text.split()[1])
@@ -130,6 +135,7 @@ _OF_BITS: dict[str, Callable[[Term, int], Term]] = {
     "arith.shrsi": lambda a, b: a / (1 << b),
     "arith.andi": lambda a, b: a % (b + 1),  # of ones in the lowest bits alone
 }
+_REORDERS = re.compile("allow_reorder").search
 _AS_IT_IS = ("arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast", "tt.bitcast")
 _OF_ELEMENTS = {"arith.cmpi", *_AS_IT_IS, *_COMPUTED, *_OF_TRUTHS, *_OF_BITS}
 
@@ -144,10 +150,11 @@ class Program:
     def __init__(self, launch: Launch, number: int) -> None:
         self._launch, self._number = launch, number
         self.place = {axis: self._own(axis) for axis in AXES}
-        self.facts = [z3.And(0 <= self.place[axis], self.place[axis] < launch.grid[axis]) for axis in AXES]
+        self.facts = [z3.And(self.place[axis] >= 0, self.place[axis] < launch.grid[axis]) for axis in AXES]
         self.causes: dict[str, None] = {}
         self.lane: Index = ()
         self.rounds: dict[Operation, Term] = {}
+        self._named: dict[Value, int] = {}
         self._seen: dict[tuple[Value, Index], Term] = {}
 
     def _own(self, name: str) -> Term:
@@ -156,7 +163,7 @@ class Program:
     def enter(self, shape: Sequence[int]) -> Index:
         """Chooses any element of a tensor."""
         self.lane = tuple(self._own(f"lane {axis}") for axis in range(len(shape)))
-        self.facts += [z3.And(0 <= at, at < size) for at, size in zip(self.lane, shape, strict=True)]
+        self.facts += [z3.And(at >= 0, at < size) for at, size in zip(self.lane, shape, strict=True)]
         return self.lane
 
     def same_as(self, other: Program, axes: set[str]) -> Term:
@@ -208,7 +215,7 @@ class Program:
             start = re.search(r"start = (\d+)", op.text)
             assert start is not None
             return index[0] + int(start[1])
-        if name in ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"):
+        if name in ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans") and not _REORDERS(op.text):
             return self.at(operands[0], _source_index(op, index))
         if name == "tt.addptr":
             pointer, offset = (self.at(each, index) for each in operands)
@@ -218,8 +225,7 @@ class Program:
             return self._choice(condition, *(self.at(each, index) for each in operands[1:]))
         if name == "tt.load":
             return self._loaded(value, op, index)
-        is_number = all(re.fullmatch(r"i\d+|index", each.kind.element) for each in operands)
-        if name not in _OF_ELEMENTS or not (is_number or value.kind.is_pointer):
+        if name not in _OF_ELEMENTS or not (value.kind.is_pointer or all(each.kind.is_number for each in operands)):
             return self._any(value, index, name)
         return self._of_numbers(value, op, [self.at(each, index) for each in operands], index)
 
@@ -232,6 +238,8 @@ class Program:
         if name in _AS_IT_IS:
             if kind.element == "i1" and not kind.is_pointer:
                 return z3.If(terms[0], -1 if name == "arith.extsi" else 1, 0)
+            if name == "arith.extui":
+                return z3.If(terms[0] >= 0, terms[0], terms[0] + (1 << 8 * kind.num_bytes))
             if value.kind.element == "i1" and not kind.is_pointer:
                 return terms[0] % 2 == 1
             return terms[0]
@@ -254,14 +262,18 @@ class Program:
     def _loaded(self, value: Value, op: Operation, index: Index) -> Term:
         """The same at the same address, if the kernel does not store there."""
         base = base_of(op.operands[0])
-        if base in self._launch.stored or value.kind.element[0] != "i":
+        if base in self._launch.stored or not value.kind.is_number:
             return self._any(value, index, f"`{base}`, which is loaded")
         self.causes[f"`{base}`, which is loaded"] = None
         sort = z3.BoolSort() if value.kind.element == "i1" else z3.IntSort()
         loaded = z3.Function(f"{base}, {value.kind.element}", z3.IntSort(), sort)(self.at(op.operands[0], index).offset)
-        if len(op.operands) < 3:
+        if len(op.operands) == 1:
             return loaded
-        return z3.If(self.at(op.operands[1], index), loaded, self.at(op.operands[2], index))
+        if len(op.operands) == 2:
+            other = self._any(value, index, f"`{base}`, which is loaded")
+        else:
+            other = self.at(op.operands[2], index)
+        return z3.If(self.at(op.operands[1], index), loaded, other)
 
     def _of_loop(self, value: Value, loop: Operation, index: Index) -> Term:
         """A counter, or what grows by the same in each round."""
@@ -289,7 +301,7 @@ class Program:
             of_chain, added = op.operands
             if added.op is not None and (added.op is loop or added.op.inside(loop)):
                 of_chain, added = added, of_chain
-            if added.op is not None and (added.op is loop or added.op.inside(loop)) or added.kind.is_pointer:
+            if (added.op is not None and (added.op is loop or added.op.inside(loop))) or added.kind.is_pointer:
                 return None
             grown += self.at(added, index) * (last.kind.num_bytes if op.name == "tt.addptr" else 1)
             last = of_chain
@@ -298,7 +310,7 @@ class Program:
     def _any(self, value: Value, index: Index, cause: str) -> Term:
         """Any value; the same for the same element."""
         self.causes[cause] = None
-        name = f"{value.name}, {id(value)} of {self._number}"
+        name = f"{value.name}, {self._named.setdefault(value, len(self._named))} of {self._number}"
         sort = z3.BoolSort() if value.kind.element == "i1" and not value.kind.is_pointer else z3.IntSort()
         term = z3.Function(name, *[z3.IntSort()] * len(index), sort)(*index) if index else z3.Const(name, sort)
         return Pointer(base_of(value), term) if value.kind.is_pointer else term
@@ -326,3 +338,23 @@ def _source_index(op: Operation, index: Index) -> Index:
         at = at * size + place
     steps = [math.prod(source.shape[axis + 1 :]) for axis in range(len(source.shape))]
     return tuple(at / step % size for step, size in zip(steps, source.shape, strict=True))
+
+
+def by_number(term: Term, numbers: dict[str, Term]) -> dict[str, Term]:
+    """The factor of each number in a term, and under "" the rest."""
+    if str(term) in numbers and z3.is_const(term):
+        return {str(term): z3.IntVal(1)}
+    parts = [by_number(each, numbers) for each in term.children()]
+    if z3.is_add(term) or z3.is_sub(term):
+        total = dict(parts[0])
+        for part in parts[1:]:
+            for name, factor in part.items():
+                signed = factor if z3.is_add(term) else -factor
+                total[name] = total[name] + signed if name in total else signed
+        return total
+    if z3.is_mul(term):
+        (one, *others) = sorted(parts, key=lambda part: part.keys() == {""})
+        if all(part.keys() == {""} for part in others):
+            scale = math.prod((part[""] for part in others), start=z3.IntVal(1))
+            return {name: factor * scale for name, factor in one.items()}
+    return {"": term}

@@ -7,12 +7,14 @@ which is a proof; or it finds an example. An example that needs a certain conten
 is then not proved. Two stores of the same number are no race, nor are two atomics.
 
 A proof assumes that tensors do not overlap; that numbers among the arguments are not negative, and fit their types when
-computed with; that loops step forward; and one program along an axis that the kernel does not ask for. If more is
-needed, such as a least stride, it is looked for among simple conditions, and stated.
+computed with; that loops step forward; that inline assembly stores nothing; and one program along an axis that the
+kernel does not ask for. If more is needed, such as a least stride, it is looked for among simple conditions, and
+stated.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +22,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from rocm_lab.races.addresses import AXES, STORES, Launch, Pointer, Program, Term, axes_of, base_of, z3
+from rocm_lab.races.addresses import AXES, STORES, Launch, Pointer, Program, Term, axes_of, base_of, by_number, z3
 from rocm_lab.races.ttir import Kernel, Operation, parse_ttir
 from rocm_lab.simulator.faults import UnknownInstruction
 
 # Operations whose effects on memory are known: none, but for those of loads, stores and atomics.
 _READ = re.compile(
-    r"(?:arith|math|scf)\.\w+|(?:gpu|ttg)\.barrier|llvm\.intr\.assume|tt\.(?!call|descriptor|print)[\w.]+"
+    r"(?:arith|math|scf)\.\w+|(?:gpu|ttg)\.barrier|llvm\.intr\.assume|tt\.(?!call|descriptor|experimental|print)[\w.]+"
 )
-# Steps of the solver for a query, which are the same on every machine, and queries for a kernel.
-_MOST_STEPS, _MOST_QUERIES = 2_000_000, 400
-_MOST, _MOST_TIMES = 1 << 20, 1 << 10
+# Steps of the solver for a query, which are the same on every machine.
+_MOST_STEPS = 1_000_000
+# The largest least stride, or number of programs, that is looked for.
+_MOST = 1 << 20
 
 
 class Word(Enum):
@@ -100,7 +103,7 @@ class _Side:
         program.reach(operation)
         of_conditions = tuple(program.causes)
         stored = None
-        if operation.name == "tt.store" and re.fullmatch(r"i\d+", operation.operands[1].kind.element):
+        if operation.name == "tt.store" and operation.operands[1].kind.is_number:
             stored = program.at(operation.operands[1], lane)
         return cls(operation, program, pointer, target.kind.num_bytes, stored, of_address, of_conditions)
 
@@ -113,28 +116,23 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """A condition on a launch with a number in it: the stricter, the nearer to good; it says nothing at bad."""
+    """A condition on a launch. choices: numbers for it, each stricter than the one before; the last is taken"""
 
     text: str
-    term: Callable[[int], Term]
-    good: int = 0
-    bad: int = 0
-
-    def weakest(self, holds: Callable[[Term], bool]) -> _Condition:
-        """The weakest condition of this kind that holds."""
-        good, bad = self.good, self.bad
-        while abs(good - bad) > 1:
-            middle = (good + bad) // 2
-            good, bad = (middle, bad) if holds(self.term(middle)) else (good, middle)
-        return _Condition(self.text, self.term, good, bad)
+    of: Callable[[int], Term]
+    choices: Sequence[int] = (0,)
 
     @property
-    def strict(self) -> Term:
-        """The condition with the number good."""
-        return self.term(self.good)
+    def term(self) -> Term:
+        return self.of(self.choices[-1])
+
+    def weakest(self, holds: Callable[[Term], bool]) -> _Condition:
+        """The weakest condition of this kind that holds; the strictest does."""
+        at = bisect.bisect_left(self.choices, True, hi=len(self.choices) - 1, key=lambda each: holds(self.of(each)))
+        return _Condition(self.text, self.of, self.choices[at : at + 1])
 
     def __str__(self) -> str:
-        return self.text.format(self.good).replace(" 1 * ", " ")
+        return self.text.format(self.choices[-1]).replace(" 1 * ", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,29 +140,56 @@ class _Pair:
     first: _Side
     second: _Side
 
-    @property
-    def of_conditions(self) -> tuple[str, ...]:
-        """Where conditions are not exact. Atomics may order programs, too."""
-        atomics = [side.operation.name for side in (self.first, self.second) if side.is_atomic]
-        return (*self.first.of_conditions, *self.second.of_conditions, *atomics)
-
     def reached(self) -> list[Term]:
         """What holds where two programs execute the accesses."""
         one, two = self.first.program, self.second.program
         return [z3.Or(*(one.place[axis] != two.place[axis] for axis in AXES)), *one.facts, *two.facts]
 
     def facts(self, stored: set[str]) -> list[Term]:
-        """What holds where they race. stored: arguments that the kernel stores to"""
-        a, b = self.first.pointer, self.second.pointer
-        meet = [a.offset < b.offset + self.second.num_bytes, b.offset < a.offset + self.first.num_bytes]
+        """What holds where they race, but for the addresses. stored: arguments that the kernel stores to"""
+        found = self.reached()
         if self.first.stored is not None and self.second.stored is not None:
-            meet.append(self.first.stored != self.second.stored)
+            found.append(self.first.stored != self.second.stored)
         operation = self.first.operation
         if operation is self.second.operation and operation.name == "tt.store":
             axes = axes_of(operation.operands[1], stored)
             if axes is not None:
-                meet.append(z3.Not(self.first.program.same_as(self.second.program, axes)))
-        return [*self.reached(), *meet]
+                found.append(z3.Not(self.first.program.same_as(self.second.program, axes)))
+        return found
+
+    def meet(self) -> list[Term]:
+        """The addresses overlap."""
+        return self._overlap(self.first.pointer.offset - self.second.pointer.offset)
+
+    def may_meet(self, launch: Launch) -> list[Term]:
+        """The same, weaker and without products of two unknowns, for which the solver has no reliable method.
+
+        Instead of a factor times a number it has a third unknown, and what is known of it at each constant of the
+        kernel: a factor of at least 5, for example, makes it at least 5 times the number.
+        """
+        numbers = launch.numbers | {str(size): size for size in launch.grid.values()}
+        distance = by_number(self.first.pointer.offset - self.second.pointer.offset, numbers)
+        total, facts = distance.pop("", z3.IntVal(0)), []
+        for name, factor in distance.items():
+            product = z3.Int(f"{name} times its factor")
+            total += product
+            steps = [(each - less) * self.first.num_bytes for each in launch.constants for less in (0, 1)]
+            around = {*steps, *(-each for each in steps)}
+            for each in sorted(around):
+                facts += [
+                    z3.Implies(factor >= each, product >= each * numbers[name]),
+                    z3.Implies(factor <= each, product <= each * numbers[name]),
+                ]
+        return [*facts, *self._overlap(total)]
+
+    def _overlap(self, distance: Term) -> list[Term]:
+        return [distance < self.second.num_bytes, -distance < self.first.num_bytes]
+
+
+def _numbers(launch: Launch, term: Term) -> dict[str, Term]:
+    """The numbers among the kernel's arguments that a term has."""
+    used = {str(each) for each in z3.z3util.get_vars(term)}
+    return {name: number for name, number in launch.numbers.items() if name in used}
 
 
 def _first(causes: Sequence[str]) -> str:
@@ -179,21 +204,20 @@ class _Prover:
                 raise UnknownInstruction(f"{each.name} is not read")
         self._kernel, self._launch = kernel, Launch(kernel)
         self._assumed: dict[str, Term] = {}
-        self._queries = 0
+        # They may order programs.
+        self._atomics = tuple({each.name: None for each in kernel.operations() if "atomic" in each.name})
 
     def proof(self) -> Proof:
         """Raises UnknownInstruction."""
         example, unknown = "", ""
         for pair in self._pairs():
             model = self._model(pair)
-            if isinstance(model, str):
-                unknown = unknown or model
-                continue
             if model is None:
                 continue
-            addresses, conditions = pair.first.of_address + pair.second.of_address, pair.of_conditions
-            if addresses:
-                unknown = unknown or f"the address depends on {_first(addresses)}"
+            addresses = pair.first.of_address + pair.second.of_address
+            conditions = pair.first.of_conditions + pair.second.of_conditions + self._atomics
+            if addresses or isinstance(model, str):
+                unknown = unknown or (f"the address depends on {_first(addresses)}" if addresses else model)
                 continue
             found = "" if conditions else self._line(pair, model)
             example = example or found
@@ -216,16 +240,18 @@ class _Prover:
             if has_store and one.pointer.base == two.pointer.base and not (one.is_atomic and two.is_atomic):
                 yield _Pair(one, two)
 
-    def _model(self, pair: _Pair, *more: Term) -> Any:
+    def _model(self, pair: _Pair) -> Any:
         """An example of a race, or None if there is none, or why the solver does not know."""
-        self._queries += 1
-        found = z3.unknown
-        if self._queries <= _MOST_QUERIES:
-            solver = self._solver(*pair.facts(self._launch.stored), *more)
-            found = solver.check()
-        if found == z3.unknown:
-            return "the solver found no answer"
-        return None if found == z3.unsat else solver.model()
+        solver = self._solver(*pair.facts(self._launch.stored), *pair.meet())
+        found = solver.check()
+        if found == z3.sat:
+            return solver.model()
+        return None if found == z3.unsat or self._is_apart(pair) else "the solver found no answer"
+
+    def _is_apart(self, pair: _Pair, *conditions: Term) -> bool:
+        """True if there is certainly no race under these conditions."""
+        facts = [*pair.facts(self._launch.stored), *pair.may_meet(self._launch), *conditions]
+        return self._solver(*facts).check() == z3.unsat
 
     def _solver(self, *facts: Term) -> Any:
         solver = z3.Solver()
@@ -239,8 +265,8 @@ class _Prover:
         return self._solver(*pair.reached(), *conditions, *positive).check() == z3.sat
 
     def _line(self, pair: _Pair, model: Any) -> str:
-        names = {str(each): each for each in z3.z3util.get_vars(z3.And(*pair.facts(self._launch.stored)))}
-        numbers = [f"{name} = {model.eval(names[name], True)}" for name in self._launch.numbers if name in names]
+        used = _numbers(self._launch, z3.And(*pair.facts(self._launch.stored), *pair.meet()))
+        numbers = [f"{name} = {model.eval(number, True)}" for name, number in used.items()]
         byte = f"byte {model.eval(pair.first.pointer.offset, True)} of {pair.first.pointer.base}"
         given = f" with {', '.join(numbers)}" if numbers else ""
         return f"{pair.first.line(model)} and {pair.second.line(model)} {byte}{given}"
@@ -250,25 +276,36 @@ class _Prover:
         for count in (1, 2):
             for found in itertools.combinations(self._conditions(pair), count):
                 chosen = list(found)
-                strict = [each.strict for each in chosen]
-                if self._model(pair, *strict) is not None or not self._is_possible(pair, strict):
+                strict = [each.term for each in chosen]
+                if not self._is_apart(pair, *strict) or not self._is_possible(pair, strict):
                     continue
                 for at, each in enumerate(chosen):
-                    others = [other.strict for other in chosen if other is not each]
-                    chosen[at] = each.weakest(lambda term, more=others: self._model(pair, term, *more) is None)
-                self._assumed |= {str(each): each.strict for each in chosen}
+                    others = [other.term for other in chosen if other is not each]
+                    chosen[at] = each.weakest(lambda term, more=others: self._is_apart(pair, term, *more))
+                self._assumed |= {str(each): each.term for each in chosen}
                 return True
         return False
 
     def _conditions(self, pair: _Pair) -> list[_Condition]:
-        used = {str(each) for each in z3.z3util.get_vars(z3.And(*pair.facts(self._launch.stored)))}
-        numbers = [(name, term) for name, term in self._launch.numbers.items() if name in used]
+        """Those of strides first, by which addresses grow: they are larger than others, than a number, than limits."""
+        of_all = _numbers(self._launch, z3.And(*pair.facts(self._launch.stored), *pair.meet()))
+        strides = _numbers(self._launch, pair.first.pointer.offset + pair.second.pointer.offset)
         sizes = [self._launch.grid[axis] for axis in self._launch.axes]
-        found = []
-        for (name, number), (other, least) in itertools.permutations(numbers, 2):
-            found.append(_Condition(f"{name} >= {{}} * {other}", lambda n, a=number, b=least: a >= n * b, _MOST_TIMES))
-        for name, number in numbers:
-            found.append(_Condition(f"{name} >= {{}}", lambda n, a=number: a >= n, _MOST))
-        for size, (name, number) in itertools.product(sizes, numbers):
-            found.append(_Condition(f"{size} <= {name}", lambda _, a=size, b=number: a <= b))
-        return found + [_Condition(f"{size} <= {{}}", lambda n, a=size: a <= n, 2, _MOST) for size in sizes]
+        times = [
+            _Condition(
+                f"{name} >= {{}} * {other}",
+                lambda n, a=strides[name], b=of_all[other]: a >= n * b,
+                self._launch.constants,
+            )
+            for name, other in itertools.product(strides, {**strides, **of_all})
+            if name != other
+        ]
+        least = [
+            _Condition(f"{name} >= {{}}", lambda n, a=number: a >= n, range(_MOST)) for name, number in strides.items()
+        ]
+        within = [
+            _Condition(f"{size} <= {name}", lambda _, a=size, b=of_all[name]: a <= b)
+            for size, name in itertools.product(sizes, of_all)
+        ]
+        most = [_Condition(f"{size} <= {{}}", lambda n, a=size: a <= n, range(_MOST, 1, -1)) for size in sizes]
+        return [*times, *least, *within, *most]

@@ -38,6 +38,11 @@ class Kind:
         return cls(shape, pointer[1] if pointer else element, pointer is not None)
 
     @property
+    def is_number(self) -> bool:
+        """True for integers and truths."""
+        return not self.is_pointer and re.fullmatch(r"i\d+|index", self.element) is not None
+
+    @property
     def num_bytes(self) -> int:
         """Of an element in memory. Raises UnknownInstruction."""
         bits = re.match(r"[a-z]+(\d+)", self.element)
@@ -51,7 +56,7 @@ _UNKNOWN, _INDEX, _BIT = Kind((), "?"), Kind((), "i32"), Kind((), "i1")
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A value. op: which has it as a result or, if of_block, as an argument of its blocks; None: the kernel's argument"""
+    """A value. op: which has it as a result or, if of_block, as an argument of its blocks; None: the kernel has it"""
 
     name: str
     kind: Kind
@@ -127,8 +132,8 @@ class _Reader:
         elif line.startswith("}"):
             self._close(line)
         elif line.startswith("^bb"):
-            for name in re.findall(rf"({_NAME}):", line):
-                self._name_inner(self._open[-1], name, _UNKNOWN)
+            for name, kind in re.findall(rf"({_NAME}): ({_TYPE.pattern})", line):
+                self._name_inner(self._open[-1], name, Kind.of(kind))
         else:
             self._operation(line, self.kernel.body)
 
@@ -206,7 +211,7 @@ def _result_kinds(operation: Operation, text: str) -> list[Kind]:
     """The types of the results, from the end of the line that has them."""
     plain = _ATTRIBUTES.sub("", text)
     for arrow in (" -> ", " to "):
-        if arrow in plain and operation.name != "scf.for" or arrow == " -> " and arrow in plain:
+        if (arrow in plain and operation.name != "scf.for") or (arrow == " -> " and arrow in plain):
             return [Kind.of(each) for each in _TYPE.findall(plain.partition(arrow)[2])][: len(operation.results)]
     kinds = [Kind.of(each) for each in _TYPE.findall(plain.rpartition(" : ")[2])]
     if operation.name in ("arith.cmpi", "arith.cmpf"):

@@ -1,0 +1,150 @@
+"""Programs of kernels are proved apart in global memory, or the planted race between them is shown."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from rocm_lab.races.programs import Proof, Word, prove_apart
+from tests.amd.offline.offline_driver import offline
+
+
+@triton.jit
+def _rows_kernel(source, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FAULT: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    row_of_out = 0 if FAULT == "program forgotten" else row
+    limit = WIDTH + 1 if FAULT == "mask off by one" else WIDTH
+    step = WIDTH - 4 if FAULT == "stride too small" else WIDTH
+    if FAULT == "stride unknown":
+        step = stride
+    values = tl.load(source + row * WIDTH + column, mask=column < WIDTH, other=0)
+    tl.store(out + row_of_out * step + column, values, mask=column < limit)
+
+
+@triton.jit
+def _heads_kernel(out, out_token, out_head, HEADS: tl.constexpr, DIM: tl.constexpr):
+    token, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    tl.store(out + token * out_token + head * out_head + tl.arange(0, DIM), tl.program_id(0))
+
+
+@triton.jit
+def _shift_kernel(values, DISTANCE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(values + at, tl.load(values + at + DISTANCE) + 1)
+
+
+@triton.jit
+def _looping_kernel(out, rounds, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    at = out + tl.program_id(0) * 16 * BLOCK + tl.arange(0, BLOCK)
+    for each in range(min(rounds, 16)):
+        tl.store(at, each)
+        at += STEP
+
+
+@triton.jit
+def _indirect_kernel(table, out, BLOCK: tl.constexpr, THROUGH: tl.constexpr):
+    page = tl.program_id(0)
+    if THROUGH == "address":
+        page = tl.load(table + page)
+    if THROUGH != "condition" or tl.load(table + page) > 0:
+        tl.store(out + page * BLOCK + tl.arange(0, BLOCK), tl.program_id(0))
+
+
+@triton.jit
+def _sum_kernel(source, out, BLOCK: tl.constexpr, SAME: tl.constexpr, ATOMIC: tl.constexpr):
+    row = tl.program_id(0)
+    column = 0 if SAME else tl.program_id(1)
+    values = tl.load(source + (row * 8 + column) * BLOCK + tl.arange(0, BLOCK))
+    if ATOMIC:
+        tl.atomic_add(out + row, tl.sum(values))
+    elif tl.program_id(1) < 3:
+        tl.store(out + row, tl.sum(values))
+
+
+def proof_of(kernel: Any, *args: Any, **constants: Any) -> Proof:
+    tensors = [torch.empty(64, dtype=torch.int32) if arg == "tensor" else arg for arg in args]
+    with offline("gfx942"):
+        compiled = kernel.warmup(*tensors, **constants, grid=(1,))
+    return prove_apart(compiled.asm["ttir"])
+
+
+def rows(fault: str, stride: int = 100) -> Proof:
+    return proof_of(_rows_kernel, "tensor", "tensor", stride, WIDTH=60, BLOCK=64, FAULT=fault)
+
+
+def test_a_right_kernel_is_proved_for_every_grid() -> None:
+    assert rows("") == Proof("_rows_kernel", Word.PROVED)
+
+
+@pytest.mark.parametrize("fault", ["program forgotten", "mask off by one", "stride too small"])
+def test_a_planted_race_is_found_with_an_example(fault: str) -> None:
+    proof = rows(fault)
+    assert proof.word is Word.RACE
+    found = re.fullmatch(
+        r"program \((\d+), 0, 0\) stores and program \((\d+), 0, 0\) stores byte (\d+) of out", proof.why
+    )
+    assert found
+    first, second, byte = (int(number) for number in found.groups())
+    step, width = (56, 60) if fault == "stride too small" else (60, 60 + (fault == "mask off by one"))
+    of_program = (
+        (range(width),) * 2 if "forgotten" in fault else [range(at * step, at * step + width) for at in (first, second)]
+    )
+    assert first != second
+    assert all(byte // 4 in elements for elements in of_program)
+
+
+def test_the_least_stride_is_found_and_an_example_with_a_smaller_one() -> None:
+    proof = rows("stride unknown")
+    assert (proof.word, proof.assumes) == (Word.PROVED, ("stride >= 60",))
+    (stride,) = re.findall(r" with stride = (\d+)", proof.why)
+    assert int(stride) < 60
+
+
+def test_strides_of_two_axes_are_compared() -> None:
+    proof = proof_of(_heads_kernel, "tensor", 700, 100, HEADS=6, DIM=64)
+    assert proof.word is Word.PROVED
+    assert len(proof.assumes) == 2
+    assert proof.assumes[0] == "out_token >= 6 * out_head"
+
+
+@pytest.mark.parametrize(("distance", "word"), [(0, Word.PROVED), (1, Word.RACE)])
+def test_a_load_of_what_another_program_stores_is_a_race(distance: int, word: Word) -> None:
+    proof = proof_of(_shift_kernel, "tensor", DISTANCE=distance, BLOCK=64)
+    assert proof.word is word
+    assert ("loads" in proof.why) == (word is Word.RACE)
+
+
+@pytest.mark.parametrize(("step", "word"), [(64, Word.PROVED), (65, Word.RACE)])
+def test_a_pointer_that_grows_in_a_loop_is_followed(step: int, word: Word) -> None:
+    assert proof_of(_looping_kernel, "tensor", 12, STEP=step, BLOCK=64).word is word
+
+
+@pytest.mark.parametrize(
+    ("through", "expected"),
+    [
+        ("", Proof("_indirect_kernel", Word.PROVED)),
+        ("condition", Proof("_indirect_kernel", Word.PROVED)),
+        (
+            "address",
+            Proof("_indirect_kernel", Word.NOT_PROVED, why="the address depends on `table`, which is loaded"),
+        ),
+    ],
+)
+def test_an_address_that_is_loaded_is_neither_a_proof_nor_a_race(through: str, expected: Proof) -> None:
+    assert proof_of(_indirect_kernel, "tensor", "tensor", BLOCK=64, THROUGH=through) == expected
+
+
+@pytest.mark.parametrize(
+    ("same", "atomic", "word"),
+    [(True, False, Word.PROVED), (False, False, Word.RACE), (False, True, Word.PROVED)],
+)
+def test_the_same_number_and_atomics_are_no_race(same: bool, atomic: bool, word: Word) -> None:
+    assert proof_of(_sum_kernel, "tensor", "tensor", BLOCK=64, SAME=same, ATOMIC=atomic).word is word
+
+
+def test_what_is_no_ttir_is_not_proved() -> None:
+    assert prove_apart("s_endpgm").word is Word.NOT_PROVED

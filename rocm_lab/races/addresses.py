@@ -35,14 +35,16 @@ class Pointer(NamedTuple):
 class Launch:
     """Numbers that all programs of a launch share, of its grid and among its arguments. facts: what is known of them"""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, single: Sequence[str] = ()) -> None:
         operations = list(kernel.operations())
         asked = {each.text.split()[1] for each in operations if each.name == "tt.get_program_id"}
-        self.axes = [axis for axis in AXES if axis in asked]
+        self.axes = [axis for axis in AXES if axis in asked and axis not in single]
+        self.assumed = [f"one program along {axis}" for axis in AXES if axis in asked and axis in single]
+        self.assumed += [] if asked else ["one program"]
         self.grid = {axis: z3.Int(f"programs along {axis}") for axis in AXES}
         numbers = [each.name for each in kernel.arguments if each.kind.is_number]
         self.numbers = {name: z3.Int(name) for name in numbers}
-        self.facts = [size >= 1 if axis in asked else size == 1 for axis, size in self.grid.items()]
+        self.facts = [size >= 1 if axis in self.axes else size == 1 for axis, size in self.grid.items()]
         self.facts += [number >= 0 for number in self.numbers.values()]
         self.facts += [
             self.numbers[name] % divisor == 0 for name, divisor in kernel.divisors.items() if name in self.numbers

@@ -63,13 +63,16 @@ class Proof:
         return f"{self.kernel}: {self.word.value}{condition}{f'; {self.why}' if self.why else ''}"
 
 
-def prove_apart(ttir: str) -> Proof:
-    """Says if programs of a kernel, given as TTIR, keep out of each other's bytes."""
+def prove_apart(ttir: str, single: Sequence[str] = ()) -> Proof:
+    """Says if programs of a kernel, given as TTIR, keep out of each other's bytes.
+
+    single: axes, "x", "y" or "z", along which a launch has one program, though the kernel asks which one it is
+    """
     name = "kernel"
     try:
         kernel = parse_ttir(ttir)
         name = kernel.name
-        return _Prover(kernel).proof()
+        return _Prover(kernel, single).proof()
     except UnknownInstruction as unknown:
         return Proof(name, Word.NOT_PROVED, why=str(unknown))
 
@@ -198,11 +201,11 @@ def _first(causes: Sequence[str]) -> str:
 
 
 class _Prover:
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, single: Sequence[str]) -> None:
         for each in kernel.operations():
             if not _READ.fullmatch(each.name):
                 raise UnknownInstruction(f"{each.name} is not read")
-        self._kernel, self._launch = kernel, Launch(kernel)
+        self._kernel, self._launch = kernel, Launch(kernel, single)
         self._assumed: dict[str, Term] = {}
         # They may order programs.
         self._atomics = tuple({each.name: None for each in kernel.operations() if "atomic" in each.name})
@@ -211,13 +214,15 @@ class _Prover:
         """Raises UnknownInstruction."""
         example, unknown = "", ""
         for pair in self._pairs():
+            addresses = pair.first.of_address + pair.second.of_address
+            conditions = pair.first.of_conditions + pair.second.of_conditions + self._atomics
+            if addresses and unknown:
+                continue  # it could only be unknown once more
             model = self._model(pair)
             if model is None:
                 continue
-            addresses = pair.first.of_address + pair.second.of_address
-            conditions = pair.first.of_conditions + pair.second.of_conditions + self._atomics
             if addresses or isinstance(model, str):
-                unknown = unknown or (f"the address depends on {_first(addresses)}" if addresses else model)
+                unknown = f"the address depends on {_first(addresses)}" if addresses else unknown or model
                 continue
             found = "" if conditions else self._line(pair, model)
             example = example or found
@@ -227,8 +232,7 @@ class _Prover:
                 unknown = unknown or f"a condition depends on {_first(conditions)}"
         if unknown:
             return Proof(self._kernel.name, Word.NOT_PROVED, why=unknown)
-        one = () if self._launch.axes else ("the grid has one program",)
-        return Proof(self._kernel.name, Word.PROVED, (*one, *self._assumed), example)
+        return Proof(self._kernel.name, Word.PROVED, (*self._launch.assumed, *self._assumed), example)
 
     def _pairs(self) -> Iterator[_Pair]:
         """Two accesses to an argument that the kernel stores to, by two programs."""

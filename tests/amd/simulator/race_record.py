@@ -8,6 +8,7 @@ two programs that race.
 """
 
 import multiprocessing
+import re
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +21,7 @@ from rocm_lab.races.programs import Proof, prove_apart
 from rocm_lab.races.programs import Word as ProofWord
 from rocm_lab.races.watch import Race, RaceWatch
 from rocm_lab.simulator import launcher
-from rocm_lab.simulator.launcher import Code, watched
+from rocm_lab.simulator.launcher import SimulatedLaunch, watched
 from tests.amd.simulator.barrier_mutants import Barrier, Removed, reached_barriers, removed_barriers
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.kernel_cases import GRID, QUICK
@@ -139,19 +140,23 @@ def watch_case(case: KernelCase, seed: int = 0) -> Watched:
     with watched(RaceWatch(seed=seed)) as watch:
         simulation = case.run()
     reached = {kernel.assembly.name for _, kernel in launcher._simulated.values() if reached_barriers(kernel)}
-    codes = {launch.code for launch in simulation.launches}
-    return Watched(
-        frozenset(simulation.kernels), frozenset(reached), tuple(watch.races), frozenset(map(_proof_of, codes))
+    proofs = frozenset(map(_proof_of, simulation.launches))
+    return Watched(frozenset(simulation.kernels), frozenset(reached), tuple(watch.races), proofs)
+
+
+def _proof_of(launch: SimulatedLaunch) -> Proof:
+    """For every grid; if an example needs several programs along an axis that has one here, for one along it."""
+    if not launch.code.ttir:
+        return Proof(launch.code.kernel, ProofWord.NOT_PROVED, why="Gluon has no TTIR")
+    proof = _prove_apart(launch.code.ttir)
+    if proof.word is not ProofWord.RACE:
+        return proof
+    return _prove_apart(
+        launch.code.ttir, tuple(axis for axis, size in zip("xyz", launch.grid, strict=True) if size == 1)
     )
 
 
-def _proof_of(code: Code) -> Proof:
-    if not code.ttir:
-        return Proof(code.kernel, ProofWord.NOT_PROVED, why="Gluon has no TTIR")
-    return _proof_of_ttir(code.ttir)
-
-
-_proof_of_ttir = cache(prove_apart)
+_prove_apart = cache(prove_apart)
 
 
 def without_barriers(kernel: str) -> list[Removed]:
@@ -161,13 +166,14 @@ def without_barriers(kernel: str) -> list[Removed]:
 
 
 def _proof_row(kernel: str, proofs: set[Proof]) -> str:
-    """Different answers about one kernel, whose variants have different widths, are joined."""
-    parts: dict[str, None] = {}
+    """The answers about a kernel's variants, one for those that differ in nothing but numbers."""
+    answers: dict[str, str] = {}
     for proof in sorted(proofs, key=str):
         condition = f" if {', '.join(f'`{each}`' for each in proof.assumes)}" if proof.assumes else ""
         reason = f": {proof.why}" if proof.word is ProofWord.NOT_PROVED else ""
-        parts[f"{proof.word.value}{condition}{reason}"] = None
-    return f"| `{kernel}` | {'; '.join(parts)} |\n"
+        answer = f"{proof.word.value}{condition}{reason}"
+        answers.setdefault(re.sub(r"\d+ \* |\d+", "", answer), answer)
+    return f"| `{kernel}` | {'; '.join(answers.values())} |\n"
 
 
 def main(document: Path, num_processes: int) -> int:

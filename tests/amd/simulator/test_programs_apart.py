@@ -148,3 +148,11 @@ def test_the_same_number_and_atomics_are_no_race(same: bool, atomic: bool, word:
 
 def test_what_is_no_ttir_is_not_proved() -> None:
     assert prove_apart("s_endpgm").word is Word.NOT_PROVED
+
+
+def test_a_launch_with_one_program_along_an_axis_is_stated() -> None:
+    with offline("gfx942"):
+        compiled = _rows_kernel.warmup(
+            *[torch.empty(64, dtype=torch.int32)] * 2, 100, WIDTH=60, BLOCK=64, FAULT="mask off by one", grid=(1,)
+        )
+    assert prove_apart(compiled.asm["ttir"], "x") == Proof("_rows_kernel", Word.PROVED, ("one program along x",))

@@ -292,6 +292,7 @@ RIGHT = {
     "code that nothing leads to": "s_branch end\nv_unknown v1\nend:",
 }
 WRONG = {
+    "a swap reads both of its registers": "global_load_dword v1, v0, s[0:1]\nv_swap_b32 v2, v1",
     "62 later operations prove nothing": "global_load_dword v1, v0, s[0:1]\n"
     + "global_store_dword v0, v2, s[0:1]\n" * 62
     + "v_mov_b32_e32 v3, v1",

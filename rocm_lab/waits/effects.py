@@ -59,7 +59,8 @@ class Effects:
 
 
 # Instructions that the simulator does not execute: vector instructions with one destination, or with two that are their
-# sources, and scalar ones that write a bit of theirs. No document says whether cache controls count in vmcnt. Not to count them proves less.
+# sources, and scalar ones that write a bit of theirs. No document says whether cache controls count in vmcnt. Not to
+# count them proves less.
 _VECTOR_TOO = re.compile(r"v_cmpx_\w+_[fiu](?:16|32|64)|v_fract_f64|v_(?:add|sub)_i32|v_nop|v_swap_b32|v_cvt_pk_u8_f32")
 _SET_A_BIT = ("s_bitset0_b32", "s_bitset1_b32")
 _SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32", "v_swap_b32")

@@ -65,6 +65,12 @@ def _sum_kernel(source, out, BLOCK: tl.constexpr, SAME: tl.constexpr, ATOMIC: tl
         tl.store(out + row, tl.sum(values))
 
 
+@triton.jit
+def _counted_kernel(counter, out):
+    tl.atomic_add(counter, 1)
+    tl.store(out, tl.program_id(0))
+
+
 def proof_of(kernel: Any, *args: Any, **constants: Any) -> Proof:
     tensors = [torch.empty(64, dtype=torch.int32) if arg == "tensor" else arg for arg in args]
     with offline("gfx942"):
@@ -144,6 +150,11 @@ def test_an_address_that_is_loaded_is_neither_a_proof_nor_a_race(through: str, e
 )
 def test_the_same_number_and_atomics_are_no_race(same: bool, atomic: bool, word: Word) -> None:
     assert proof_of(_sum_kernel, "tensor", "tensor", BLOCK=64, SAME=same, ATOMIC=atomic).word is word
+
+
+def test_atomics_may_order_programs() -> None:
+    expected = Proof("_counted_kernel", Word.NOT_PROVED, why="a condition depends on tt.atomic_rmw")
+    assert proof_of(_counted_kernel, "tensor", "tensor") == expected
 
 
 def test_what_is_no_ttir_is_not_proved() -> None:

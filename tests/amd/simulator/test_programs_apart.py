@@ -71,6 +71,20 @@ def _counted_kernel(counter, out):
     tl.store(out, tl.program_id(0))
 
 
+@triton.jit
+def _striding_kernel(out, n, BLOCK: tl.constexpr):
+    for block in range(tl.program_id(0), n, tl.num_programs(0)):
+        tl.store(out + block * BLOCK + tl.arange(0, BLOCK), tl.program_id(0))
+
+
+@triton.jit
+def _flag_kernel(out, n, SECOND: tl.constexpr):
+    if tl.program_id(0) < n:
+        tl.store(out, 1)
+    else:
+        tl.store(out, SECOND)
+
+
 def proof_of(kernel: Any, *args: Any, **constants: Any) -> Proof:
     tensors = [torch.empty(64, dtype=torch.int32) if arg == "tensor" else arg for arg in args]
     with offline("gfx942"):
@@ -150,6 +164,15 @@ def test_an_address_that_is_loaded_is_neither_a_proof_nor_a_race(through: str, e
 )
 def test_the_same_number_and_atomics_are_no_race(same: bool, atomic: bool, word: Word) -> None:
     assert proof_of(_sum_kernel, "tensor", "tensor", BLOCK=64, SAME=same, ATOMIC=atomic).word is word
+
+
+def test_blocks_are_dealt_to_any_number_of_programs() -> None:
+    assert proof_of(_striding_kernel, "tensor", 1000, BLOCK=64) == Proof("_striding_kernel", Word.PROVED)
+
+
+@pytest.mark.parametrize(("second", "word"), [(1, Word.PROVED), (2, Word.RACE)])
+def test_two_stores_of_the_same_number_are_no_race(second: int, word: Word) -> None:
+    assert proof_of(_flag_kernel, "tensor", 12, SECOND=second).word is word
 
 
 def test_atomics_may_order_programs() -> None:

@@ -216,8 +216,8 @@ class _Prover:
         for pair in self._pairs():
             addresses = pair.first.of_address + pair.second.of_address
             conditions = pair.first.of_conditions + pair.second.of_conditions + self._atomics
-            if addresses and unknown:
-                continue  # it could only be unknown once more
+            if unknown and (addresses or conditions):
+                continue  # nothing that is found about it would change the answer
             model = self._model(pair)
             if model is None:
                 continue

@@ -14,7 +14,7 @@ from rocm_lab.races.ttir import Kernel, Kind, Operation, Value
 from rocm_lab.simulator.faults import UnknownInstruction
 
 try:
-    import z3
+    import z3 as z3
 except ImportError:
     raise ImportError("z3 proves the absence of races and is not installed; run pip install z3-solver") from None
 

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from rocm_lab.races.addresses import AXES, STORES, Launch, Pointer, Program, Term, axes_of, base_of, by_number, z3
@@ -123,10 +124,11 @@ class _Condition:
 
     text: str
     of: Callable[[int], Term]
-    choices: Sequence[int] = (0,)
+    choices: Sequence[int]
 
     @property
     def term(self) -> Term:
+        """The strictest condition of this kind."""
         return self.of(self.choices[-1])
 
     def weakest(self, holds: Callable[[Term], bool]) -> _Condition:
@@ -187,6 +189,14 @@ class _Pair:
 
     def _overlap(self, distance: Term) -> list[Term]:
         return [distance < self.second.num_bytes, -distance < self.first.num_bytes]
+
+
+def _at_least(number: Term, unit: Term = 1) -> Callable[[int], Term]:
+    return lambda count: number >= count * unit
+
+
+def _at_most(number: Term) -> Callable[[int], Term]:
+    return lambda count: number <= count
 
 
 def _numbers(launch: Launch, term: Term) -> dict[str, Term]:
@@ -255,7 +265,7 @@ class _Prover:
     def _is_apart(self, pair: _Pair, *conditions: Term) -> bool:
         """True if there is certainly no race under these conditions."""
         facts = [*pair.facts(self._launch.stored), *pair.may_meet(self._launch), *conditions]
-        return self._solver(*facts).check() == z3.unsat
+        return bool(self._solver(*facts).check() == z3.unsat)
 
     def _solver(self, *facts: Term) -> Any:
         solver = z3.Solver()
@@ -266,7 +276,7 @@ class _Prover:
     def _is_possible(self, pair: _Pair, conditions: list[Term]) -> bool:
         """True if a launch meets the conditions in which two programs execute the accesses."""
         positive = (number >= 1 for number in self._launch.numbers.values())
-        return self._solver(*pair.reached(), *conditions, *positive).check() == z3.sat
+        return bool(self._solver(*pair.reached(), *conditions, *positive).check() == z3.sat)
 
     def _line(self, pair: _Pair, model: Any) -> str:
         used = _numbers(self._launch, z3.And(*pair.facts(self._launch.stored), *pair.meet()))
@@ -285,7 +295,7 @@ class _Prover:
                     continue
                 for at, each in enumerate(chosen):
                     others = [other.term for other in chosen if other is not each]
-                    chosen[at] = each.weakest(lambda term, more=others: self._is_apart(pair, term, *more))
+                    chosen[at] = each.weakest(partial(self._is_apart, pair, *others))
                 self._assumed |= {str(each): each.term for each in chosen}
                 return True
         return False
@@ -296,20 +306,14 @@ class _Prover:
         strides = _numbers(self._launch, pair.first.pointer.offset + pair.second.pointer.offset)
         sizes = [self._launch.grid[axis] for axis in self._launch.axes]
         times = [
-            _Condition(
-                f"{name} >= {{}} * {other}",
-                lambda n, a=strides[name], b=of_all[other]: a >= n * b,
-                self._launch.constants,
-            )
+            _Condition(f"{name} >= {{}} * {other}", _at_least(strides[name], of_all[other]), self._launch.constants)
             for name, other in itertools.product(strides, {**strides, **of_all})
             if name != other
         ]
-        least = [
-            _Condition(f"{name} >= {{}}", lambda n, a=number: a >= n, range(_MOST)) for name, number in strides.items()
-        ]
+        least = [_Condition(f"{name} >= {{}}", _at_least(number), range(_MOST)) for name, number in strides.items()]
         within = [
-            _Condition(f"{size} <= {name}", lambda _, a=size, b=of_all[name]: a <= b)
+            _Condition(f"{size} <= {name}", _at_least(of_all[name], size), (1,))
             for size, name in itertools.product(sizes, of_all)
         ]
-        most = [_Condition(f"{size} <= {{}}", lambda n, a=size: a <= n, range(_MOST, 1, -1)) for size in sizes]
+        most = [_Condition(f"{size} <= {{}}", _at_most(size), range(_MOST, 1, -1)) for size in sizes]
         return [*times, *least, *within, *most]

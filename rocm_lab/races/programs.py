@@ -216,7 +216,7 @@ class _Prover:
             if not _READ.fullmatch(each.name):
                 raise UnknownInstruction(f"{each.name} is not read")
         self._kernel, self._launch = kernel, Launch(kernel, single)
-        self._assumed: dict[str, Term] = {}
+        self._assumed: dict[str, _Condition] = {}  # by their texts: a later one is stricter
         # They may order programs.
         self._atomics = tuple({each.name: None for each in kernel.operations() if "atomic" in each.name})
 
@@ -242,7 +242,9 @@ class _Prover:
                 unknown = unknown or f"a condition depends on {_first(conditions)}"
         if unknown:
             return Proof(self._kernel.name, Word.NOT_PROVED, why=unknown)
-        return Proof(self._kernel.name, Word.PROVED, (*self._launch.assumed, *self._assumed), example)
+        return Proof(
+            self._kernel.name, Word.PROVED, (*self._launch.assumed, *map(str, self._assumed.values())), example
+        )
 
     def _pairs(self) -> Iterator[_Pair]:
         """Two accesses to an argument that the kernel stores to, by two programs."""
@@ -270,7 +272,7 @@ class _Prover:
     def _solver(self, *facts: Term) -> Any:
         solver = z3.Solver()
         solver.set("rlimit", _MOST_STEPS)
-        solver.add(*self._launch.facts, *self._assumed.values(), *facts)
+        solver.add(*self._launch.facts, *(each.term for each in self._assumed.values()), *facts)
         return solver
 
     def _is_possible(self, pair: _Pair, conditions: list[Term]) -> bool:
@@ -296,7 +298,7 @@ class _Prover:
                 for at, each in enumerate(chosen):
                     others = [other.term for other in chosen if other is not each]
                     chosen[at] = each.weakest(partial(self._is_apart, pair, *others))
-                self._assumed |= {str(each): each.term for each in chosen}
+                self._assumed |= {each.text: each for each in chosen}
                 return True
         return False
 

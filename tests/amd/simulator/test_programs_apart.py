@@ -1,5 +1,7 @@
 """Programs of kernels are proved apart in global memory, or the planted race between them is shown."""
 
+import itertools
+import random
 import re
 from typing import Any
 
@@ -126,3 +128,62 @@ def test_a_launch_with_one_program_along_an_axis_is_stated() -> None:
             *[torch.empty(64, dtype=torch.int32)] * 2, 100, WIDTH=60, BLOCK=64, FAULT="mask off by one", grid=(1,)
         )
     assert prove_apart(compiled.asm["ttir"], "x") == Proof("_rows_kernel", Word.PROVED, ("one program along x",))
+
+
+TTIR = """\
+module {{
+  tt.func public @random(%out: !tt.ptr<i32>) attributes {{noinline = false}} {{
+    %by_first = arith.constant {by_first} : i32
+    %by_second = arith.constant {by_second} : i32
+    %by_lane = arith.constant dense<{by_lane}> : tensor<4xi32>
+    %divisor = arith.constant {divisor} : i32
+    %limit = arith.constant dense<{limit}> : tensor<4xi32>
+    %many = arith.constant 1000 : i32
+    %x = tt.get_program_id x : i32
+    %y = tt.get_program_id y : i32
+    %quotient = arith.divsi %x, %divisor : i32
+    %rest = arith.remsi %x, %divisor : i32
+    %0 = arith.muli %{first}, %by_first : i32
+    %1 = arith.muli %{second}, %by_second : i32
+    %2 = arith.addi %0, %1 : i32
+    %lane = tt.make_range {{end = 4 : i32, start = 0 : i32}} : tensor<4xi32>
+    %3 = arith.muli %lane, %by_lane : tensor<4xi32>
+    %4 = tt.splat %2 : i32 -> tensor<4xi32>
+    %at = arith.addi %4, %3 : tensor<4xi32>
+    %mask = arith.cmpi slt, %{masked}, %limit : tensor<4xi32>
+    %5 = tt.splat %out : !tt.ptr<i32> -> tensor<4x!tt.ptr<i32>>
+    %6 = tt.addptr %5, %at : tensor<4x!tt.ptr<i32>>, tensor<4xi32>
+    %7 = arith.muli %y, %many : i32
+    %8 = arith.addi %7, %x : i32
+    %9 = tt.splat %8 : i32 -> tensor<4xi32>
+    tt.store %6, %9, %mask : tensor<4x!tt.ptr<i32>>
+    tt.return
+  }}
+}}
+"""
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_random_kernel_is_proved_or_not_as_the_elements_of_its_programs_say(seed: int) -> None:
+    rng = random.Random(seed)
+    small = {name: rng.choice((1, 3, 4, 8, 12, 40)) for name in ("by_first", "by_second", "by_lane", "limit")}
+    names = {name: rng.choice(("x", "y", "quotient", "rest")) for name in ("first", "second")}
+    divisor, masked = rng.randint(1, 4), rng.choice(("at", "lane"))
+    proof = prove_apart(TTIR.format(**small, **names, divisor=divisor, masked=masked))
+
+    def stored(x: int, y: int) -> set[int]:
+        values = {"x": x, "y": y, "quotient": x // divisor, "rest": x % divisor}
+        first, second = values[names["first"]] * small["by_first"], values[names["second"]] * small["by_second"]
+        places = [(lane, first + second + lane * small["by_lane"]) for lane in range(4)]
+        return {at for lane, at in places if (at if masked == "at" else lane) < small["limit"]}
+
+    if proof.word is Word.RACE:
+        one, two, byte = re.findall(r"\((\d+), (\d+), 0\)|byte (\d+)", proof.why)
+        assert one != two
+        assert all(int(byte[2]) // 4 in stored(int(x), int(y)) for x, y, _ in (one, two))
+        return
+    assert proof.word is Word.PROVED
+    most = {axis: int(size) for each in proof.assumes for axis, size in re.findall(r"along (.) <= (\d+)", each)}
+    grid = itertools.product(range(min(12, most.get("x", 12))), range(min(12, most.get("y", 12))))
+    elements = [at for x, y in grid for at in stored(x, y)]
+    assert len(elements) == len(set(elements))

@@ -251,7 +251,7 @@ run_stage() {
     esac
 }
 
-make_venv $VENV '.[dev]' './rocm_serve[server,otel]' './rocm_lab[bench]'
+make_venv $VENV '.[dev]' './rocm_serve[server,otel]' './rocm_lab[bench,races]'
 verdicts=$VENV/verdicts
 : >"$verdicts"
 # A verdict of an earlier run must never be read as one of this run.

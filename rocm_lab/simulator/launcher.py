@@ -53,6 +53,7 @@ class Code:
     text:       its assembly, as Triton keeps it
     lds_bytes:  LDS of a program
     num_waves:  of a program
+    ttir:       what Triton makes of the source first; of Gluon's kernels there is none
     """
 
     kernel: str
@@ -62,6 +63,7 @@ class Code:
     lds_bytes: int
     num_waves: int
     mnemonics: frozenset[str]
+    ttir: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,15 @@ class Simulation:
     def instructions(self) -> int:
         """Instructions executed by all waves."""
         return sum(launch.instructions for launch in self.launches)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What Triton keeps of a kernel: its assembly, its TTIR, and the code object's sha256."""
+
+    text: str
+    ttir: str
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +165,8 @@ def watched(watch: _Watch) -> Iterator[_Watch]:
 
 _watches: list[Watch] = [Watch()]
 _active: list[_Active] = []
-# By Triton's hash of a kernel, which holds the target: the assembly, and the code object's sha256.
-_assembly: dict[str, tuple[str, str]] = {}
+# By Triton's hash of a kernel, which holds the target.
+_files: dict[str, _Files] = {}
 _simulated: dict[str, tuple[Code, SimulatedKernel]] = {}
 
 
@@ -164,9 +175,10 @@ def _kept_assembly() -> Iterator[None]:
     """While active, the assembly of every kernel that Triton compiles or finds in its cache is kept by its hash."""
 
     def listen(*, metadata: dict[str, Any], metadata_group: Mapping[str, str], **rest: object) -> None:
-        (path,) = (Path(path) for name, path in metadata_group.items() if name.endswith(".amdgcn"))
-        code_object = path.with_suffix(".hsaco").read_bytes()
-        _assembly[metadata["hash"]] = path.read_text(), hashlib.sha256(code_object).hexdigest()
+        paths = {Path(path).suffix: Path(path) for path in metadata_group.values()}
+        ttir = paths[".ttir"].read_text() if ".ttir" in paths else ""
+        sha256 = hashlib.sha256(paths[".hsaco"].read_bytes()).hexdigest()
+        _files[metadata["hash"]] = _Files(paths[".amdgcn"].read_text(), ttir, sha256)
 
     with listening(listen):
         yield
@@ -186,9 +198,18 @@ def _run(metadata: Any, grid: tuple[int, int, int], arguments: Mapping[tuple[str
     """Executes a launch. arguments: (name, Triton's type) -> value, in order, constants included."""
     active = _active[-1]
     if metadata.hash not in _simulated:
-        text, sha256 = _assembly[metadata.hash]
-        assembly = parse_assembly(text)
-        code = Code(metadata.name, active.arch, sha256, text, metadata.shared, metadata.num_warps, assembly.mnemonics)
+        files = _files[metadata.hash]
+        assembly = parse_assembly(files.text)
+        code = Code(
+            metadata.name,
+            active.arch,
+            files.sha256,
+            files.text,
+            metadata.shared,
+            metadata.num_warps,
+            assembly.mnemonics,
+            files.ttir,
+        )
         _simulated[metadata.hash] = code, SimulatedKernel(assembly, active.arch)
     code, kernel = _simulated[metadata.hash]
     executed = execute(kernel, code, grid, arguments, active.poison)

@@ -41,6 +41,7 @@ class Effects:
                     the mode, and a destination of which a part stays
     sources:        of a matrix instruction, sources A and B; of v_readlane and v_writelane, the lane's number
     third:          of a matrix instruction, source C
+    masks:          scalar registers that a vector instruction reads as a carry or a choice, a bit for each lane
     data:           of a store: what is stored
     to_lds:         true if a load writes LDS in place of registers
     stores:         true if memory or LDS is written from registers
@@ -51,14 +52,16 @@ class Effects:
     writes: int = 0
     sources: int = 0
     third: int = 0
+    masks: int = 0
     data: int = 0
     to_lds: bool = False
     stores: bool = False
 
 
-# Instructions that the simulator does not execute: vector instructions with one destination, and scalar ones that write
-# a bit of theirs. No document says whether cache controls count in vmcnt. Not to count them proves less.
-_VECTOR_TOO = re.compile(r"v_cmpx_\w+_[fiu](?:16|32|64)|v_fract_f64|v_(?:add|sub)_i32|v_nop")
+# Instructions that the simulator does not execute: vector instructions with one destination, or with two that are their
+# sources, and scalar ones that write a bit of theirs. No document says whether cache controls count in vmcnt. Not to
+# count them proves less.
+_VECTOR_TOO = re.compile(r"v_cmpx_\w+_[fiu](?:16|32|64)|v_fract_f64|v_(?:add|sub)_i32|v_nop|v_swap_b32|v_cvt_pk_u8_f32")
 _SET_A_BIT = ("s_bitset0_b32", "s_bitset1_b32")
 _SWAPS = ("v_permlane16_swap_b32", "v_permlane32_swap_b32", "v_swap_b32")
 _READ_EXEC = ("v_readlane_b32", "v_readfirstlane_b32", "v_writelane_b32")
@@ -175,7 +178,8 @@ def _vector(instruction: Instruction) -> Effects:
     if name in _READ_EXEC or instruction.encoding == "dpp":
         reads |= EXEC_BITS
     lane = tokens[2] if name in ("v_readlane_b32", "v_writelane_b32") else 0
-    return Effects(Unit.VECTOR, reads, writes, sources=lane)
+    masks = tokens[-1] if op is not None and op.sources[-1:] == (MASK,) else 0
+    return Effects(Unit.VECTOR, reads, writes, sources=lane, masks=masks)
 
 
 def writes_a_part(instruction: Instruction) -> bool:

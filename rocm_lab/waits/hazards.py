@@ -17,6 +17,11 @@ s_sendmsg. Two different matrix instructions on one accumulator are taken as LLV
 M0, written by a scalar instruction, needs a wait state before "scratch or global with LDS = 1" (ISA, table 11). The
 table does not name buffer loads with LDS = 1, and AITER's assembly for gfx942 has none before them, so the row is not
 about them. LLVM's checkReadM0Hazards inserts one there too.
+
+A scalar register, written by a vector instruction, needs 2 wait states before another "reads SGPR as constant" and 0
+before one "reads SGPR as carry-in" (ISA, table 11). LLVM's checkVALUHazards inserts 2 before both. The row is the
+table's. v_cndmask, which the table does not name, reads its mask as v_addc reads its carry, a bit for each lane;
+AITER's assembly for gfx942 has none between v_cmp and v_cndmask.
 """
 
 from __future__ import annotations
@@ -301,9 +306,9 @@ ROWS = (
         "checkVMEMHazards, VmemSgprWaitStates",
     ),
     Hazard(
-        "a scalar register, written by a vector instruction, is read by a vector instruction too early",
+        "a scalar register, written by a vector instruction, is read as a number by one too early",
         _scalar_writes,
-        _by(_ON_LANES, lambda facts: facts.effects.reads & SCALARS & ~EXEC_BITS),
+        _by(_ON_LANES, lambda facts: facts.effects.reads & SCALARS & ~EXEC_BITS & ~facts.effects.masks),
         2,
         "checkVALUHazards, VALUWriteSGPRVALUReadWaitstates",
     ),

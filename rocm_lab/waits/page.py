@@ -29,6 +29,7 @@ def lines_of(source: str, folders: Iterable[Path]) -> list[str]:
 
     Code objects that are shipped as such, each of one kernel, have a line for each of their folders.
     """
+    folders = tuple(folders)
     counts: dict[tuple[str, str], Counter[Word]] = defaultdict(Counter)
     seen: set[tuple[str, tuple[str, ...]]] = set()
     for path in files_of(folders):
@@ -42,7 +43,8 @@ def lines_of(source: str, folders: Iterable[Path]) -> list[str]:
                 seen.add(code)
                 name = _CONSTANTS.sub("", kernel.assembly.name)
                 if path.suffix == _SHIPPED:
-                    name = f"{path.parent.name}/*{_SHIPPED}"
+                    given = next((each for each in folders if each in path.parents), path.parent)
+                    name = (given.name / path.parent.relative_to(given) / f"*{_SHIPPED}").as_posix()
                 counts[kernel.arch, name][check_waits(kernel.assembly, kernel.arch).word] += 1
     return [
         f"| {source} | {arch} | `{name}` | {sum(found.values())} | {found[Word.PROVED]} | {found[Word.NOT_CHECKED]} | "

@@ -29,6 +29,7 @@ LIBRARIES = {
     SERVER: {"fastapi", "h11", "numpy", "opentelemetry", "pydantic", "starlette", "uvicorn", "uvloop"},
     "rocm_serve": {"jinja2", "llguidance", "numpy", "safetensors", "tokenizers", "torch"},
     "rocm_lab.bench": {"matplotlib", "numpy", "safetensors", "torch"},
+    "rocm_lab.races.addresses": {"z3"},
     "rocm_lab.simulator.pytest_plugin": {"pytest"},
     "rocm_lab.simulator": {"numpy", "torch", "triton"},
     "rocm_lab.tune.ahead": {"torch", "triton"},

@@ -205,6 +205,8 @@ class LateKernel(SimulatedKernel):
             needed = 5 if name.startswith(("global_", "buffer_")) else 4 if is_lane or "div_fmas" in name else 2
             if not name.startswith(("v_", "global_", "buffer_")):
                 return []
+            if name.startswith(("v_cndmask", "v_addc", "v_subb")):  # a bit for each lane is forwarded
+                rows = [row for row in rows if row not in _rows(instruction.operands[-1])[0]]
         elif name.startswith("v_mfma") or instruction.encoding == "dpp":
             needed = 2
         else:

@@ -1,22 +1,27 @@
-"""Watches every kernel for races, removes its barriers, and writes the result into a document.
+"""Watches every kernel for races, removes its barriers, proves its programs apart, and writes a document.
 
     python -m tests.amd.simulator.race_record docs/races.md
 
-The document has a table between two marks, which is written anew. Exits with 1, and leaves the document as it is, if
-there is a race that is not in TOLERATED, or a barrier whose removal is a race that is not found.
+The document has two tables, each between two marks, which are written anew. Exits with 1, and leaves the document as it
+is, if there is a race that is not in TOLERATED, a barrier whose removal is a race that is not found, or an example of
+two programs that race.
 """
 
 import multiprocessing
+import re
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from rocm_lab.page_parts import with_rows
+from rocm_lab.races.programs import Proof, prove_apart
+from rocm_lab.races.programs import Word as ProofWord
 from rocm_lab.races.watch import Race, RaceWatch
 from rocm_lab.simulator import launcher
-from rocm_lab.simulator.launcher import watched
+from rocm_lab.simulator.launcher import SimulatedLaunch, watched
 from tests.amd.simulator.barrier_mutants import Barrier, Removed, reached_barriers, removed_barriers
 from tests.amd.simulator.case import KernelCase
 from tests.amd.simulator.kernel_cases import GRID, QUICK
@@ -104,11 +109,12 @@ _CASES = {str(case): case for case in GRID}
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """The kernels of a case's run, those of this process that have reached a barrier, and the run's races."""
+    """The kernels of a case's run, those of this process that have reached a barrier, the run's races, and proofs."""
 
     kernels: frozenset[str]
     with_barriers: frozenset[str]
     races: tuple[Race, ...]
+    proofs: frozenset[Proof]
 
     @property
     def not_tolerated(self) -> list[str]:
@@ -134,7 +140,23 @@ def watch_case(case: KernelCase, seed: int = 0) -> Watched:
     with watched(RaceWatch(seed=seed)) as watch:
         simulation = case.run()
     reached = {kernel.assembly.name for _, kernel in launcher._simulated.values() if reached_barriers(kernel)}
-    return Watched(frozenset(simulation.kernels), frozenset(reached), tuple(watch.races))
+    proofs = frozenset(map(_proof_of, simulation.launches))
+    return Watched(frozenset(simulation.kernels), frozenset(reached), tuple(watch.races), proofs)
+
+
+def _proof_of(launch: SimulatedLaunch) -> Proof:
+    """For every grid; if an example needs several programs along an axis that has one here, for one along it."""
+    if not launch.code.ttir:
+        return Proof(launch.code.kernel, ProofWord.NOT_PROVED, why="Gluon has no TTIR")
+    proof = _prove_apart(launch.code.ttir)
+    if proof.word is not ProofWord.RACE:
+        return proof
+    return _prove_apart(
+        launch.code.ttir, tuple(axis for axis, size in zip("xyz", launch.grid, strict=True) if size == 1)
+    )
+
+
+_prove_apart = cache(prove_apart)
 
 
 def without_barriers(kernel: str) -> list[Removed]:
@@ -143,9 +165,21 @@ def without_barriers(kernel: str) -> list[Removed]:
     return [removed for name in names for removed in removed_barriers(_CASES[name], kernel)]
 
 
+def _proof_row(kernel: str, proofs: set[Proof]) -> str:
+    """The answers about a kernel's variants, one for those that differ in nothing but numbers."""
+    answers: dict[str, str] = {}
+    for proof in sorted(proofs, key=str):
+        condition = f" if {', '.join(f'`{each}`' for each in proof.assumes)}" if proof.assumes else ""
+        reason = f": {proof.why}" if proof.word is ProofWord.NOT_PROVED else ""
+        answer = f"{proof.word.value}{condition}{reason}"
+        answers.setdefault(re.sub(r"\d+ \* |\d+", "", answer), answer)
+    return f"| `{kernel}` | {'; '.join(answers.values())} |\n"
+
+
 def main(document: Path, num_processes: int) -> int:
     """Run, print, write; the exit status."""
     rows: dict[str, _Row] = {}
+    proofs: dict[str, set[Proof]] = {}
     faults: list[str] = []
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
         for case, seen in zip(QUICK, pool.map(watch_case, QUICK), strict=True):
@@ -155,6 +189,9 @@ def main(document: Path, num_processes: int) -> int:
                 rows.setdefault(kernel, _Row()).cases += 1
             for race in seen.races:
                 rows[race.kernel].races += 1
+            for proof in seen.proofs:
+                proofs.setdefault(proof.kernel, set()).add(proof)
+            faults += [proof.line() for proof in seen.proofs if proof.word is ProofWord.RACE]
             print(case, *seen.not_tolerated, sep="\n    ", flush=True)
         for kernel, removed in zip(CASES_OF_BARRIERS, pool.map(without_barriers, CASES_OF_BARRIERS), strict=True):
             rows[kernel].barriers.update(each.barrier for each in removed)
@@ -162,9 +199,8 @@ def main(document: Path, num_processes: int) -> int:
             print(kernel, rows[kernel].barriers, flush=True)
     print(*faults, sep="\n")
     if not faults:
-        document.write_text(
-            with_rows(document.read_text(), "races", [row.line(name) for name, row in sorted(rows.items())])
-        )
+        page = with_rows(document.read_text(), "races", [row.line(name) for name, row in sorted(rows.items())])
+        document.write_text(with_rows(page, "proofs", [_proof_row(*each) for each in sorted(proofs.items())]))
     return int(bool(faults))
 
 

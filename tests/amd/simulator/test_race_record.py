@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
+from rocm_lab.page_parts import rows_of
+from rocm_lab.races.programs import Word as ProofWord
 from rocm_lab.races.watch import RaceWatch
 from rocm_lab.simulator.kernel import Launch
 from rocm_lab.simulator.launcher import ARCHS, simulated, watched
 from rocm_lab.simulator.snippet import allocation
+from tests.amd.house.source_tree import ROOT
 from tests.amd.kernels.attention_cases import Case, assert_served, build, run_decode
 from tests.amd.simulator.barrier_mutants import Barrier, Judge
 from tests.amd.simulator.case import KernelCase
@@ -27,7 +30,14 @@ IN_EVERY_RUN = ("_store_kernel", "_take_inputs_kernel")
 def test_a_case_has_no_race_and_the_right_answer_in_any_order(case: KernelCase) -> None:
     seen = watch_case(case, seed=GRID.index(case))
     assert not seen.not_tolerated
+    assert not [proof.line() for proof in seen.proofs if proof.word is ProofWord.RACE]
     assert seen.with_barriers <= {*CASES_OF_BARRIERS}, "a kernel has barriers, and no case that removes them"
+
+
+def test_the_page_answers_for_the_programs_of_every_kernel_that_it_names() -> None:
+    page = (ROOT / "docs" / "races.md").read_text()
+    names = [[row.split("|")[1] for row in rows_of(page, part)] for part in ("races", "proofs")]
+    assert names[0] == names[1]
 
 
 @pytest.mark.nightly

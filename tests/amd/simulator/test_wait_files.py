@@ -168,7 +168,12 @@ def test_the_page_has_a_line_for_each_kernel_of_a_source(tmp_path: Path) -> None
     shipped.mkdir()
     (shipped / "first.co").write_text(assembly_text(LOADED, WAIT, USED))
     (shipped / "second.co").write_text(assembly_text(LOADED, USED).replace("kernel", "other"))
-    assert lines_of("here", [shipped]) == ["| here | gfx942 | `shipped/*.co` | 2 | 1 | 0 | 1 |\n"]
+    (shipped / "older").mkdir()
+    (shipped / "older" / "third.co").write_text(assembly_text(LOADED, WAIT, USED, USED))
+    assert lines_of("here", [shipped]) == [
+        "| here | gfx942 | `shipped/*.co` | 2 | 1 | 0 | 1 |\n",
+        "| here | gfx942 | `shipped/older/*.co` | 1 | 1 | 0 | 0 |\n",
+    ]
     table = "<!-- verdicts -->\n| compiled from |\n|---|\n| here | old |\n| there | 1 |\n<!-- end of verdicts -->\n"
     page = with_lines(f"before\n{table}after", "here", [line])
     assert page == f"before\n{table}after".replace("| here | old |\n", line)

@@ -196,9 +196,7 @@ HAZARDS = {
     "vector, swapped lanes": _matrix(
         "v_mov_b32_e32 v1, 0\nWAIT\nv_permlane32_swap_b32_e32 v1, v2", 2, "v_mov", "v_permlane", CDNA4
     ),
-    "mask, vector": _matrix(
-        "v_cmp_gt_i32_e32 vcc, 3, v1\nWAIT\nv_cndmask_b32_e32 v2, v3, v4, vcc", 2, "v_cmp", "v_cndmask"
-    ),
+    "mask, number": _matrix("v_cmp_gt_i32_e32 vcc, 3, v1\nWAIT\nv_add_u32_e32 v2, vcc_lo, v3", 2, "v_cmp", "v_add"),
     "scalar, vector": _matrix("v_readfirstlane_b32 s4, v1\nWAIT\nv_add_u32_e32 v2, s4, v3", 2, "v_readfirst", "v_add"),
     "scalar, memory": _matrix("v_readfirstlane_b32 s4, v1\nWAIT\nglobal_load_dword v2, v3, s[4:5]",
                               5, "v_readfirst", "global_load"),
@@ -286,12 +284,15 @@ RIGHT = {
     + "v_mov_b32_e32 v3, v1",
     "a chain of products in the same registers": f"{_SMALL}\n{_SMALL}\n{_SMALL}",
     "a scalar value is forwarded": "s_mov_b32 s4, 0\nv_add_u32_e32 v1, s4, v2",
+    "a carry is forwarded": "v_add_co_u32_e32 v1, vcc, v2, v3\nv_addc_co_u32_e32 v4, vcc, v5, v6, vcc",
+    "a choice of lanes is forwarded": "v_cmp_gt_i32_e64 s[4:5], 3, v1\nv_cndmask_b32_e64 v2, v3, v4, s[4:5]",
     "transcendentals follow each other": "v_exp_f32_e32 v1, v2\nv_rcp_f32_e32 v3, v1",
     "M0 is the place of a buffer's load into LDS": "s_add_u32 m0, s4, 64\nbuffer_load_dword v0, s[0:3], 0 offen lds",
     "the wave reads LDS that it wrote": "ds_write_b32 v0, v1\nds_read_b32 v2, v0\ns_waitcnt lgkmcnt(0)",
     "code that nothing leads to": "s_branch end\nv_unknown v1\nend:",
 }
 WRONG = {
+    "a swap reads both of its registers": "global_load_dword v1, v0, s[0:1]\nv_swap_b32 v2, v1",
     "62 later operations prove nothing": "global_load_dword v1, v0, s[0:1]\n"
     + "global_store_dword v0, v2, s[0:1]\n" * 62
     + "v_mov_b32_e32 v3, v1",

@@ -266,7 +266,7 @@ def _numbers_of_decodes(row: Row) -> list[int]:
     """Returns other numbers of sequences than 16 for which decode's tiles, or where parts are added up, are others."""
     problem, target = row.problems[0], known_target(row.arch)
     cut = decode_cut_of(problem, target, decode_tiles_of(problem, target))
-    numbers = {1, MANY_SEQS} if cut.merge_group or cut.others else set[int]()
+    numbers = {1, MANY_SEQS, max(1, -(-cut.merge_rows // cut.rows))} if cut.merge_group or cut.others else set[int]()
     numbers |= {max(1, math.ceil(other.least / other.cut.rows)) for other in cut.others}
     return sorted(numbers - {16})
 

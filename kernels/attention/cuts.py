@@ -100,7 +100,7 @@ class DecodeCut:
     fewer_of_few: how many times fewer programs serve steps of at most _FEW_ROWS rows
     merge_group:  of the tiles; if it is not 0, the schedule has counters
     merge_rows:   steps of fewer rows are merged by a launch of their own
-    alone:        the cut of steps with at least least_alone of its rows and no more than it has programs; or None
+    others:       cuts of steps with other numbers of rows
     """
 
     rows: int
@@ -117,14 +117,10 @@ class DecodeCut:
     fewer_of_few: int = 1
     merge_group: int = 0
     merge_rows: int = 0
-    alone: DecodeCut | None = None
-    least_alone: int = 0
+    others: tuple[CutByRows, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.merge_group == 0 or self.merge_group >= LEAST_GROUP
-        # Steps of alone use the memory of steps with as many sequences: if they merge in their launch, those do too.
-        assert self.alone is None or self.alone.merge_rows <= self.least_alone
-        assert self.alone is None or self.merge_rows * self.alone.rows <= self.least_alone * self.rows
         assert self.row_cost >= 0
         assert self.most_rounds >= 1
         assert self.programs >= self.rounds >= 1
@@ -161,13 +157,17 @@ class DecodeCut:
 
     def of_lengths(self, max_kv_len: int) -> DecodeCut:
         """The cut of sequences of up to max_kv_len tokens. If rows have no more blocks than two groups have parts, no
-        step is merged by a launch of its own, nor has a cut `alone` that is: with short sequences launches take longer
-        than kernels.
+        step is merged by a launch of its own, nor has it one of the other cuts that is: with short sequences launches
+        take longer than kernels.
         """
         if max_kv_len > 2 * self.merge_group * self.key_block:
             return self
-        alone = replace(self.alone, merge_rows=0) if self.alone is not None and self.alone.merge_group else None
-        return replace(self, merge_rows=0, alone=alone, least_alone=self.least_alone if alone else 0)
+        within = (replace(each, cut=replace(each.cut, merge_rows=0)) for each in self.others if each.cut.merge_group)
+        return replace(self, merge_rows=0, others=tuple(within))
+
+    def other_of(self, num_seqs: int) -> CutByRows | None:
+        """The one of the others that serves steps of num_seqs padded sequences; None: this cut does."""
+        return next((each for each in self.others if each.least <= num_seqs * each.cut.rows <= each.most), None)
 
     def of_step(self, num_seqs: int) -> DecodeCut:
         """The cut of steps of num_seqs padded sequences: its programs run in as many rounds as rows would fill.
@@ -177,12 +177,11 @@ class DecodeCut:
         the hardware starts later go to the SMs that are done. Rows that few programs share gain nothing, because they
         get more parts to merge. Steps with few rows get fewer programs, and so fewer parts.
         """
-        if self.alone is not None and self.least_alone <= num_seqs * self.alone.rows <= self.alone.programs:
-            return self.alone
-        return self.roomiest_of_step(num_seqs)
+        other = self.other_of(num_seqs)
+        return self.own_of_step(num_seqs) if other is None else other.cut.own_of_step(num_seqs)
 
-    def roomiest_of_step(self, num_seqs: int) -> DecodeCut:
-        """A cut whose words and partial results have room for every step of num_seqs sequences or fewer."""
+    def own_of_step(self, num_seqs: int) -> DecodeCut:
+        """This cut for steps of num_seqs sequences. Smaller steps have no more programs or counters."""
         num_rows = num_seqs * self.rows
         group = self.merge_group if num_rows >= self.merge_rows else 0
         programs, rounds = self.programs, 1
@@ -190,14 +189,21 @@ class DecodeCut:
             programs = max(1, programs // self.fewer_of_few)
         else:
             rounds = max(1, min((2 * num_rows + programs) // (2 * programs), self.most_rounds))
-        return replace(self, programs=programs * rounds, rounds=rounds, merge_group=group, alone=None, least_alone=0)
+        return replace(self, programs=programs * rounds, rounds=rounds, merge_group=group, others=())
+
+    def most_words(self, num_seqs: int) -> int:
+        """int32 words that hold the schedule of every step of num_seqs sequences or fewer."""
+        return max(cut.own_of_step(num_seqs).words(num_seqs) for cut in self._every)
+
+    @property
+    def _every(self) -> list[DecodeCut]:
+        return [self, *(each.cut for each in self.others)]
 
     @property
     def programs_in_words(self) -> str:
         """Returns how many programs steps have, for descriptions of a kernel."""
-        least, most = self.roomiest_of_step(0).programs, self.programs * self.most_rounds
-        if self.alone is not None:
-            least = min(least, self.alone.programs)
+        least = min(cut.own_of_step(0).programs for cut in self._every)
+        most = max(cut.programs * cut.most_rounds for cut in self._every)
         return f"{least}" if most == least else f"{least} to {most}"
 
     @property
@@ -264,6 +270,16 @@ class DecodeCut:
         slots = num_seqs * self.rows * (most_segments + self.row_cost)
         # Triton compiles a kernel anew when a pointer's alignment changes.
         return -(-slots * q_rows * 2 // 4) * 4, slots * q_rows * v_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class CutByRows:
+    """The cut of steps with `least` to `most` of its rows, and the tiles that it is made of."""
+
+    cut: DecodeCut
+    tiles: DecodeTiles
+    least: float
+    most: float
 
 
 # Fewer programs of the merge leave a GPU idle; many more run one after the other. If rows have few parts, most

@@ -1,6 +1,6 @@
 """Adds an output to the residual and normalises the sum, in one pass.
 
-    summed = residual + factor * output
+    summed = residual + factor * output          output: the sum of its parts
     normed = summed / sqrt(mean(summed ** 2) + eps) * weight
 
 A program has a row. Sums are float32, and normed is made of summed as it is stored.
@@ -28,6 +28,7 @@ def _add_norm_kernel(
     weight,
     summed,
     normed,
+    PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -42,7 +43,11 @@ def _add_norm_kernel(
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(residual + row + column, mask=is_column, other=0.0).to(tl.float32)
-    x += FACTOR * tl.load(output + row + column, mask=is_column, other=0.0).to(tl.float32)
+    y = tl.load(output + row + column, mask=is_column, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        of_part = (part * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * WIDTH
+        y += tl.load(output + of_part + column, mask=is_column, other=0.0)
+    x += FACTOR * y
     stored = x.to(summed.dtype.element_ty)
     tl.store(summed + row + column, stored, mask=is_column)
     x = stored.to(tl.float32)
@@ -60,20 +65,22 @@ def launch_add_norm(
 ) -> None:
     """Writes the sum of each row, and the row normalised.
 
-    residual, output: [rows, width], of one dtype: float32, float16 or bfloat16
-    weight:           [width], of any of these dtypes
-    summed, normed:   [rows, width], of that dtype, written; neither overlaps an input
+    residual:       [rows, width], float32, float16 or bfloat16
+    output:         [parts, rows, width], of that dtype if there is one part, else float32
+    weight:         [width], of any of these dtypes
+    summed, normed: [rows, width], of the residual's dtype, written; neither overlaps an input
     All are contiguous and begin at a multiple of 16 bytes.
     """
-    rows, width = residual.shape
+    parts, rows, width = output.shape
     tensors = (residual, output, weight, summed, normed)
     assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
     if rows:
         block, early = next_power_of_2(width), starts_early(residual.device)
-        _variant(residual.dtype, weight.dtype, width, factor, eps)(
+        _variant(residual.dtype, weight.dtype, parts, width, factor, eps)(
             residual.device,
             (rows, 1, 1),
             *tensors,
+            parts,
             width,
             block,
             factor,

@@ -12,8 +12,8 @@ from rocm_attn.kernels.tuning.tiles import (
     CodeKind,
     DecodeTileChoice,
     DecodeTiles,
-    FewRowTiles,
     NoTiles,
+    TilesByRows,
     next_power_of_2,
     no_tile_choice,
 )
@@ -23,9 +23,9 @@ DECODE_CHOICES = TableFile(DecodeTileChoice, "decode.json", "decode")
 
 
 @functools.cache
-def alone_of(tiles: DecodeTiles) -> FewRowTiles | None:
-    """The tiles that take the place of these in steps whose rows are few enough; None: none do."""
-    return next((choice.alone for choice in DECODE_CHOICES if choice.alone and choice.tiles == tiles), None)
+def others_of(tiles: DecodeTiles) -> tuple[TilesByRows, ...]:
+    """The tiles that take the place of these in steps with other numbers of rows."""
+    return next((choice.by_rows for choice in DECODE_CHOICES if choice.tiles == tiles), ())
 
 
 def decode_tiles(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -209,14 +210,15 @@ class ExtendTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class FewRowTiles:
-    """Tiles of steps without a window that have no more rows than programs of these run at a time.
+class TilesByRows:
+    """Other tiles of steps without a window, by how many rows they have for each program of these that runs at a time.
 
-    fill: the least part of those programs that must have a row
+    least, most: rows for each of them
     """
 
     tiles: DecodeTiles
-    fill: float
+    least: float = 0.0
+    most: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class DecodeTileChoice:
 
     codes:   allowed codes of K and V
     any_dim: whether several KV heads of a row may have a dim that is no power of two
-    alone:   other tiles for steps that have few rows
+    by_rows: other tiles for steps with few or many rows; the first that serve win
     """
 
     arch: str
@@ -237,7 +239,7 @@ class DecodeTileChoice:
     tiles: DecodeTiles
     codes: tuple[CodeKind, ...] = tuple(CodeKind)
     any_dim: bool = False
-    alone: FewRowTiles | None = None
+    by_rows: tuple[TilesByRows, ...] = ()
 
 
 # More rows than a sequence can have, and more keys.

@@ -24,7 +24,7 @@ class DecodeSchedule:
     cut: DecodeCut
 
     def words(self, shape: PaddedShape) -> int:
-        return self.cut.roomiest_of_step(shape.num_seqs).words(shape.num_seqs)
+        return self.cut.most_words(shape.num_seqs)
 
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TypedDict
 
 import torch
 
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.cuts import CutByRows, DecodeCut, ExtendCut
 from rocm_attn.kernels.tuning.cdna_tiles import cdna_tiles, key_blocks
-from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
+from rocm_attn.kernels.tuning.decode_tiles import decode_tiles, others_of
 from rocm_attn.kernels.tuning.extend_tiles import extend_choices
 from rocm_attn.kernels.tuning.hopper_tiles import HopperTiles, hopper_tiles
 from rocm_attn.kernels.tuning.latent_tiles import (
@@ -199,11 +198,11 @@ def _or_measured(static: AnyTiles, choice: MeasuredTileChoice | None) -> AnyTile
 def decode_cut_of(problem: Problem, target: Target, tiles: DecodeTiles) -> DecodeCut:
     """The cut of decode of a problem, over as many programs as a target runs at once."""
     cut = _decode_cut(problem, target, tiles)
-    other = alone_of(tiles)
-    if other is None or problem.window_left != UNLIMITED_WINDOW:
+    if problem.window_left != UNLIMITED_WINDOW:
         return cut
-    alone = _decode_cut(problem, target, other.tiles)
-    return replace(cut, alone=alone, least_alone=math.ceil(other.fill * alone.programs))
+    cuts = ((each, _decode_cut(problem, target, each.tiles)) for each in others_of(tiles))
+    by_rows = (CutByRows(own, each.tiles, each.least * own.programs, each.most * own.programs) for each, own in cuts)
+    return replace(cut, others=tuple(by_rows))
 
 
 def extend_cut(problem: Problem, target: Target, tiles: ExtendTiles, *, causal: bool, min_q_len: int = 1) -> ExtendCut:

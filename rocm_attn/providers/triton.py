@@ -10,12 +10,10 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
-from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import Need, StepTensors
-from rocm_attn.kernels.tuning.decode_tiles import alone_of
 from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTiles, ExtendTileChoice, ExtendTiles
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem
@@ -86,24 +84,28 @@ class TritonDecode(CutDecode[DecodeTiles]):
     """Split-KV decode of sequences with one new token; other sequences are skipped. scores: the problem's"""
 
     def describe(self) -> str:
-        cut = self.cut
-        by_rows = f" ({cut.least_alone} to {cut.alone.programs} rows: {self.tiles_of(cut.alone)})" if cut.alone else ""
-        return f"triton.decode({self.problem}, {self.tiles}{by_rows}, programs={cut.programs_in_words})"
+        by_rows = "".join(f" ({each.least:g} to {each.most:g} rows: {each.tiles})" for each in self.cut.others)
+        return f"triton.decode({self.problem}, {self.tiles}{by_rows}, programs={self.cut.programs_in_words})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        problem = self.problem
-        cut = self.cut.roomiest_of_step(shape.num_seqs)
-        return cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=self.tiles)
+        problem, ways = self.problem, [(self.cut, self.tiles), *((each.cut, each.tiles) for each in self.cut.others)]
+        return max(
+            cut.own_of_step(shape.num_seqs).partials_words(
+                gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=tiles
+            )
+            for cut, tiles in ways
+        )
 
     @only_launches
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        cut = self.cut.of_step(args.queries.num_seqs)
-        triton_launches.launch_paged_decode(args, scores=self.scores, cut=cut, tiles=self.tiles_of(cut))
+        num_seqs = args.queries.num_seqs
+        cut, tiles = self.cut.of_step(num_seqs), self.tiles_of(num_seqs)
+        triton_launches.launch_paged_decode(args, scores=self.scores, cut=cut, tiles=tiles)
 
-    def tiles_of(self, cut: DecodeCut) -> DecodeTiles:
-        """The tiles of a step with this cut."""
-        alone = alone_of(self.tiles) if cut is self.cut.alone else None
-        return alone.tiles if alone else self.tiles
+    def tiles_of(self, num_seqs: int) -> DecodeTiles:
+        """The tiles of steps of num_seqs padded sequences."""
+        other = self.cut.other_of(num_seqs)
+        return self.tiles if other is None else other.tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,9 @@ class TritonStoringDecode(TritonDecode):
     @only_launches
     def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
         """See `StoringKernel.store_and_attend`."""
-        cut = self.cut.of_step(args.queries.num_seqs)
-        triton_launches.launch_storing_decode(args, new, scores=self.scores, cut=cut, tiles=self.tiles_of(cut))
+        num_seqs = args.queries.num_seqs
+        cut, tiles = self.cut.of_step(num_seqs), self.tiles_of(num_seqs)
+        triton_launches.launch_storing_decode(args, new, scores=self.scores, cut=cut, tiles=tiles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Gates of MLPs, by torch or by kernels, and products that are combined where they are made."""
+"""Gates of MLPs, by torch or by kernels, and products of a few rows, which are combined where they are made."""
 
 from __future__ import annotations
 
@@ -29,29 +29,50 @@ def mixed(gate: Gate, both: Tensor) -> Tensor:
     return out
 
 
-def multiplied_and_mixed(gate: SwiGLU | GeGLU | ClampedSwiGLU, x: Tensor, weight: Tensor) -> Tensor:
+def multiplied_and_mixed(
+    gate: SwiGLU | GeGLU | ClampedSwiGLU, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """[rows, inner]: the products of x [rows, in] and weight [2 * inner, in], combined."""
-    from rocm_attn.kernels.model.gated_rows import launch_gated_rows
+    return _by_few_rows(x, weight, bias, 1, _form(gate))[0]
 
-    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    launch_gated_rows(x, weight, out, _form(gate))
+
+def multiplied_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
+    """[parts, rows, out], whose sum is x @ weight.T + bias. Of x's dtype if there is one part, else float32."""
+    return _by_few_rows(x, weight, bias, parts, None)
+
+
+def _by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, gate: GateForm | None) -> Tensor:
+    from rocm_attn.kernels.model.few_rows import launch_few_rows
+
+    num_out = len(weight) if gate is None else len(weight) // 2
+    dtype = x.dtype if parts == 1 else torch.float32
+    out = torch.empty(parts, len(x), num_out, dtype=dtype, device=x.device)
+    launch_few_rows(x, weight, bias, out, _compute_units(x.device), gate)
     return out
 
 
-def fill_a_gpu(x: Tensor, weight: Tensor) -> bool:
-    """True if launch_gated_rows takes a GPU's x and weight, starts early, and has programs for most of the GPU.
+def parts_of_few_rows(x: Tensor, weight: Tensor, num_out: int) -> int:
+    """The parts that launch_few_rows has to cut a product of a GPU into, so that most of the GPU has programs.
 
-    A BLAS is as fast otherwise, and a product of one row has a kernel of its own.
+    0: it does not take them, or a BLAS is as fast, or a product of one row has a kernel of its own. A BLAS does not
+    start early, and is faster with many rows if some processors have two programs.
+    num_out: outputs of the product; the matrix of a gate has two rows for each
     """
     if x.dim() != 2 or x.dtype.itemsize != 2 or x.dtype != weight.dtype:
-        return False
+        return 0
     from rocm_attn.kernels.early import starts_early
-    from rocm_attn.kernels.model.gated_rows import MOST_ROWS, OUTPUTS, STEP
+    from rocm_attn.kernels.model.few_rows import MOST_ROWS, OUTPUTS, STEP
 
-    programs, rest = divmod(weight.shape[0], 2 * OUTPUTS)
-    fits = 1 < x.shape[0] <= MOST_ROWS and rest == x.shape[1] % STEP == 0
+    rows, num_in = x.shape
+    programs, rest = divmod(num_out, OUTPUTS)
     lie_right = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
-    return fits and lie_right and starts_early(x.device) and 4 * programs >= 3 * _compute_units(x.device)
+    if rest or not 1 < rows <= MOST_ROWS or not lie_right or not starts_early(x.device):
+        return 0
+    units, parts = _compute_units(x.device), 1
+    while 10 * programs * parts < 7 * units:
+        parts *= 2
+    is_fast = num_out < len(weight) or rows <= MOST_ROWS // 2 or programs * parts <= units
+    return parts if is_fast and num_in % (parts * STEP) == 0 else 0
 
 
 def _form(gate: SwiGLU | GeGLU | ClampedSwiGLU) -> GateForm:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_serve.models.expert_products import expert_products
-from rocm_serve.models.gated import fill_a_gpu, mixed, multiplied_and_mixed
+from rocm_serve.models.gated import mixed, multiplied_and_mixed, multiplied_in_parts, parts_of_few_rows
 from rocm_serve.ranks import ONE_RANK, Ranks
 
 # Rows per block. 16 fill a matrix instruction; more would be wasted on small batches.
@@ -36,7 +36,12 @@ class Linears:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias."""
-        if x.shape[0] != 1 or x.device.type == "cpu" or not _is_one_row(x, weight):
+        if not x.is_cuda:  # a CPU has one way to multiply rows, and looks at nothing first
+            return F.linear(x, weight, bias)
+        if x.shape[0] != 1:
+            parts = parts_of_few_rows(x, weight, len(weight))
+            return multiplied_in_parts(x, weight, bias, 1)[0] if parts == 1 else F.linear(x, weight, bias)
+        if not _is_one_row(x, weight):
             return F.linear(x, weight, bias)
         from rocm_attn.kernels.model.row_product import launch_row_product
 
@@ -46,10 +51,10 @@ class Linears:
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
         """[rows, inner]: the products of linear(), combined; see mixed()."""
-        if not x.is_cuda:  # a CPU has one way to multiply rows, and looks at nothing first
+        if not x.is_cuda:
             return mixed(gate, F.linear(x, weight, bias))
-        if bias is None and not isinstance(gate, ReluSquared) and fill_a_gpu(x, weight):
-            return multiplied_and_mixed(gate, x, weight)
+        if not isinstance(gate, ReluSquared) and parts_of_few_rows(x, weight, len(weight) // 2) == 1:
+            return multiplied_and_mixed(gate, x, weight, bias)
         return mixed(gate, self.linear(x, weight, bias))
 
     def summed_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -58,6 +63,13 @@ class Linears:
             return self.linear(x, weight, bias)
         summed = self.summed(self.linear(x, weight))
         return summed if bias is None else summed.add_(bias)
+
+    def terms(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[terms, rows, out], whose sum is summed_linear(): one of x's dtype, or several of float32."""
+        parts = parts_of_few_rows(x, weight, len(weight)) if x.is_cuda and self._is_whole else 0
+        if parts > 1:
+            return multiplied_in_parts(x, weight, bias, parts)
+        return self.summed_linear(x, weight, bias)[None]
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """[rows, heads, out]: x [rows, heads, in] @ weight [heads, in, out] per head, for a rank's own heads."""
@@ -89,6 +101,9 @@ class BlocksOfRows(Linears):
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
         return mixed(gate, self.linear(x, weight, bias))
+
+    def terms(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.summed_linear(x, weight, bias)[None]
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.shape[0]

@@ -7,10 +7,9 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.attention.cuts import SHARE_WORDS, DecodeCut
+from rocm_attn.kernels.attention.cuts import SHARE_WORDS
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_SIZE
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
-from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.contract import PoolSize
@@ -84,29 +83,39 @@ def decode_of(problem: Problem, arch: str = "sm_90", pool: PoolSize = LONG) -> T
     return kernel
 
 
-def steps_alone(kernel: TritonDecode, most: int = 40) -> set[int]:
-    """Returns the numbers of sequences whose steps have other tiles."""
-    return {n for n in range(1, most) if kernel.tiles_of(kernel.cut.of_step(n)) != kernel.tiles}
+def steps_of_others(kernel: TritonDecode, most: int) -> list[set[int]]:
+    """Returns, for each of the other tiles, the numbers of sequences whose steps have them."""
+    return [{n for n in range(1, most) if kernel.cut.other_of(n) is other} for other in kernel.cut.others]
 
 
 @pytest.mark.parametrize("pool", [LONG, SHORT], ids=["long", "short"])
 @pytest.mark.parametrize("problem", [LLAMA, GEMMA, NARROW, PAIRED], ids=["llama", "gemma", "narrow", "paired"])
 def test_memory_of_a_step_has_room_for_smaller_ones(problem: Problem, pool: PoolSize) -> None:
     kernel = decode_of(problem, pool=pool)
-    assert bool(steps_alone(kernel)) == (pool == LONG or problem in (GEMMA, PAIRED))
-
-    def partials(cut: DecodeCut, tiles: DecodeTiles) -> int:
-        return cut.partials_words(gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=tiles)
-
-    for most in range(1, 40):
-        room = kernel.cut.roomiest_of_step(most)
+    of_others = steps_of_others(kernel, 140)
+    assert all(of_others)
+    assert len(of_others) == {GEMMA: 1, PAIRED: 2}.get(problem, 1 + (pool == LONG))
+    for most in range(1, 140):
+        shape = PaddedShape(StepKind.DECODE, most, most)
+        words, workspace = kernel.schedule.words(shape), kernel.workspace_words(shape)
         for n in range(1, most + 1):
             cut = kernel.cut.of_step(n)
-            assert cut.words(n) <= room.words(most)
-            assert partials(cut, kernel.tiles_of(cut)) <= partials(room, kernel.tiles)
+            assert cut.words(n) <= words
+            needed = cut.partials_words(
+                gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=kernel.tiles_of(n)
+            )
+            assert needed <= workspace
 
 
 def test_heads_that_are_read_as_one_are_counted_one_by_one_where_each_has_a_program() -> None:
     """31 to 33 sequences of 8 KV heads have 93 % or more of 264 programs, and no more rows than those."""
-    assert steps_alone(decode_of(PAIRED), 300) == {31, 32, 33}
-    assert steps_alone(decode_of(replace(PAIRED, num_q_heads=8, num_kv_heads=1)), 300) == set(range(246, 265))
+    assert steps_of_others(decode_of(PAIRED), 300)[0] == {31, 32, 33}
+    (alone,) = steps_of_others(decode_of(replace(PAIRED, num_q_heads=8, num_kv_heads=1)), 300)
+    assert alone == set(range(246, 265))
+
+
+def test_steps_with_rows_for_nearly_all_programs_that_are_smaller_have_those() -> None:
+    """62 sequences of 8 KV heads have 94 % of 528 programs; two heads read as one are half as many rows."""
+    assert steps_of_others(decode_of(LLAMA), 300)[1] == set(range(62, 300))
+    assert steps_of_others(decode_of(PAIRED), 300)[1] == set(range(123, 300))
+    assert not decode_of(replace(LLAMA, window_left=512)).cut.others

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.model.add_norm import launch_add_norm
+from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
-from rocm_attn.kernels.model.gated_rows import launch_gated_rows
 from rocm_attn.kernels.model.peer_sum import PROGRAMS, REGION_BYTES, PeerMemory, launch_peer_sum, memory_bytes
 from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.oracle.numerics import sum_error
@@ -23,30 +23,33 @@ Put = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SumOfRows:
-    """residual and output [rows, width] in one dtype, and a norm's weight [width]."""
+    """residual [rows, width], terms of an output [terms, rows, width], and a norm's weight [width]."""
 
     residual: Tensor
-    output: Tensor
+    terms: Tensor
     weight: Tensor
 
     def assert_served(self, put: Put = Tensor.clone) -> None:
         """Checks both results of the kernel. put: where a tensor lies"""
         summed, normed = (put(torch.full_like(self.residual, float("nan"))) for _ in range(2))
-        launch_add_norm(put(self.residual), put(self.output), put(self.weight), summed, normed, factor=FACTOR, eps=EPS)
-        residual, output, weight = (each.double() for each in (self.residual, self.output, self.weight))
-        assert_attention_close(summed, residual + FACTOR * output, self.residual.dtype)
+        launch_add_norm(put(self.residual), put(self.terms), put(self.weight), summed, normed, factor=FACTOR, eps=EPS)
+        residual, terms, weight = (each.double() for each in (self.residual, self.terms, self.weight))
+        assert_attention_close(summed, residual + FACTOR * terms.sum(0), self.residual.dtype)
         stored = summed.double()  # the norm is of the rows that later layers read
         exact = stored / (stored.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
         assert_attention_close(normed, exact, self.residual.dtype)
 
 
-def sum_of_rows(rows: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> SumOfRows:
+def sum_of_rows(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu", terms: int = 1
+) -> SumOfRows:
     """Returns random rows; each has a size of its own."""
     random = torch.Generator().manual_seed(rows + 100 * width)
     sizes = torch.logspace(-2, 1, rows)[:, None]
-    residual, output = (torch.randn(rows, width, generator=random) * sizes for _ in range(2))
+    residual, *output = (torch.randn(rows, width, generator=random) * sizes for _ in range(1 + terms))
     weight = torch.rand(width, generator=random) + 0.5
-    return SumOfRows(residual.to(device, dtype), output.to(device, dtype), weight.to(device, dtype))
+    of_terms = torch.stack(output).to(device, dtype if terms == 1 else torch.float32)
+    return SumOfRows(residual.to(device, dtype), of_terms, weight.to(device, dtype))
 
 
 def assert_gated(
@@ -100,21 +103,27 @@ def assert_row_multiplied(
     assert bool(((out[0].double() - exact).abs() <= allowed).all())
 
 
-def assert_multiplied_and_gated(
+def assert_few_rows_multiplied(
     sizes: tuple[int, int, int],
-    form: GateForm,
+    form: GateForm | None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     put: Put = Tensor.clone,
+    *,
+    parts: int = 1,
+    has_bias: bool = False,
 ) -> None:
-    """Checks combined products of random rows and a matrix. sizes: rows, inner, in; put: where a tensor lies"""
-    rows, inner, num_in = sizes
+    """Checks products of random rows and a matrix. sizes: rows, out, in; put: where a tensor lies"""
+    rows, num_out, num_in = sizes
     random = torch.Generator().manual_seed(sum(sizes))
-    x = put(torch.randn(rows, num_in, generator=random).to(device, dtype))
-    weight = put((torch.randn(2 * inner, num_in, generator=random) * num_in**-0.5).to(device, dtype))
-    out = put(torch.full((rows, inner), float("nan"), dtype=dtype, device=device))
-    launch_gated_rows(x, weight, out, form)
-    assert_attention_close(out, exact_gate(x.double() @ weight.double().T, form), dtype)
+    matrix = (1 if form is None else 2) * num_out, num_in
+    x, weight, bias = (torch.randn(*shape, generator=random) for shape in ((rows, num_in), matrix, matrix[:1]))
+    x, weight, bias = (put(each.to(device, dtype)) for each in (x, weight * num_in**-0.5, bias))
+    shape, of_parts = (parts, rows, num_out), dtype if parts == 1 else torch.float32
+    out = put(torch.full(shape, float("nan"), dtype=of_parts, device=device))
+    launch_few_rows(x, weight, bias if has_bias else None, out, 132, form)
+    exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
+    assert_attention_close(out.sum(0).to(dtype), exact if form is None else exact_gate(exact, form), dtype)
 
 
 class OneOfRanks:

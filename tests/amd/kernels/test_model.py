@@ -22,8 +22,8 @@ from tests.amd.kernels.expert_cases import ExpertProblem, random_problem
 from tests.amd.kernels.model_cases import (
     FORMS,
     OneOfRanks,
+    assert_few_rows_multiplied,
     assert_gated,
-    assert_multiplied_and_gated,
     assert_row_multiplied,
     sum_of_rows,
 )
@@ -33,7 +33,7 @@ from tests.amd.kernels.model_cases import (
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 40), (5, 1000), (2, 4096)])
 def test_a_row_is_the_sum_and_its_norm(rows: int, width: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
-    sum_of_rows(rows, width, dtype, kernel_device).assert_served()
+    sum_of_rows(rows, width, dtype, kernel_device, terms=1 + rows // 3 * 2).assert_served()
 
 
 @pytest.mark.fast
@@ -73,7 +73,18 @@ def test_a_row_is_multiplied_with_a_matrix(
 def test_a_few_rows_are_multiplied_and_combined(
     sizes: tuple[int, int, int], form: GateForm, dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
-    assert_multiplied_and_gated(sizes, form, dtype, kernel_device)
+    assert_few_rows_multiplied(sizes, form, dtype, kernel_device, has_bias=sizes[0] == 3)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("sizes", [(3, 128, 256), (33, 64, 512)], ids=str)
+def test_a_few_rows_are_multiplied_in_parts(
+    sizes: tuple[int, int, int], parts: int, has_bias: bool, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    assert_few_rows_multiplied(sizes, None, dtype, kernel_device, parts=parts, has_bias=has_bias)
 
 
 @pytest.mark.fast

@@ -9,7 +9,7 @@ import torch
 from rocm_attn.kernels.attention import merge
 from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
-from rocm_attn.kernels.tuning.decode_tiles import alone_of, decode_tiles
+from rocm_attn.kernels.tuning.decode_tiles import decode_tiles, others_of
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
@@ -127,14 +127,14 @@ def test_every_form_of_the_inner_loop_is_right(
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dim", "number"), [(64, 0), (64, 1), (128, 0), (128, 1), (256, 0)])
 @pytest.mark.parametrize("num_programs", [4, 12])
-def test_tiles_of_as_many_rows_as_programs_are_right(dim: int, num_programs: int, kernel_device: torch.device) -> None:
+def test_tiles_of_other_numbers_of_rows_are_right(
+    dim: int, number: int, num_programs: int, kernel_device: torch.device
+) -> None:
     shape: dict[str, Any] = {"num_kv_heads": 2, "dtype": torch.float16}
     usual = decode_tiles("sm_90", gqa_ratio=2, head_dim=dim, v_head_dim=dim, **shape)
-    alone = alone_of(usual)
-    assert alone is not None
-    tiles = replace(alone.tiles, early=kernel_device.type == "cuda")
+    tiles = replace(others_of(usual)[number].tiles, early=kernel_device.type == "cuda")
     kv_len = [600, 0, 1, 129, 300, 127]
     case = replace(RAGGED, kv_len=kv_len, heads=(4, 2), dims=(dim, dim), dtype=torch.float16)
     assert_serves(run_decode, case, kernel_device, num_programs=num_programs, tiles=tiles)

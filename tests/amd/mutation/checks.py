@@ -75,7 +75,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "metadata/watch_pages.py": metadata_checks.watch_pages,
     "model/add_norm.py": model_checks.add_norm,
     "model/gate.py": model_checks.gate,
-    "model/gated_rows.py": model_checks.gated_rows,
+    "model/few_rows.py": model_checks.few_rows,
     "model/peer_sum.py": model_checks.peer_sum,
     "model/row_product.py": model_checks.row_product,
     "sampling/order.py": sampling_checks.pick_rows,

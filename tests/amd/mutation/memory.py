@@ -13,6 +13,8 @@ from torch import Tensor
 # Elements of poison on either side: more than a kernel goes wrong by when one mask is missing.
 _MARGIN = 1 << 14
 _PROT_NONE = 0
+# Bytes that a tensor is followed by: more than a block of the kernels that read long rows has.
+_FENCE = 4 * mmap.PAGESIZE
 
 
 @dataclass
@@ -67,11 +69,11 @@ class Fenced(Memory):
     def _arena(self, span: int, dtype: torch.dtype) -> tuple[Tensor, int]:
         # At least one page: what has no element lies at its end.
         usable = max(1, -(-span * dtype.itemsize // mmap.PAGESIZE)) * mmap.PAGESIZE
-        pages = mmap.mmap(-1, usable + mmap.PAGESIZE)
+        pages = mmap.mmap(-1, usable + _FENCE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
         libc = ctypes.CDLL(None, use_errno=True)
         fence = ctypes.c_void_p(start + usable)
-        assert libc.mprotect(fence, ctypes.c_size_t(mmap.PAGESIZE), _PROT_NONE) == 0, ctypes.get_errno()
+        assert libc.mprotect(fence, ctypes.c_size_t(_FENCE), _PROT_NONE) == 0, ctypes.get_errno()
         elements = usable // dtype.itemsize
         return torch.frombuffer(pages, dtype=dtype, count=elements), elements - span
 

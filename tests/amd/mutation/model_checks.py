@@ -18,8 +18,8 @@ from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.model_cases import (
     FORMS,
     OneOfRanks,
+    assert_few_rows_multiplied,
     assert_gated,
-    assert_multiplied_and_gated,
     assert_row_multiplied,
     sum_of_rows,
 )
@@ -103,7 +103,7 @@ def assert_alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
 
 def add_norm(memory: Memory) -> None:
     """Checks rows that do not fill a block."""
-    sum_of_rows(3, 40, torch.float32).assert_served(memory.put)
+    sum_of_rows(3, 40, torch.float32, terms=2).assert_served(memory.put)
     memory.assert_surroundings_untouched()
 
 
@@ -115,14 +115,16 @@ def gate(memory: Memory) -> None:
 
 
 def row_product(memory: Memory) -> None:
-    """Checks a row and a matrix that fill no tile."""
-    assert_row_multiplied((7, 52), torch.float32, put=memory.put, has_bias=True)
+    """Checks rows and matrices that fill no tile, or the second one."""
+    for sizes in ((7, 52), (7, 2100)):
+        assert_row_multiplied(sizes, torch.float32, put=memory.put, has_bias=True)
     memory.assert_surroundings_untouched()
 
 
-def gated_rows(memory: Memory) -> None:
-    """Checks rows that do not fill a block."""
-    assert_multiplied_and_gated((3, 64, 128), FORMS[0], torch.float32, put=memory.put)
+def few_rows(memory: Memory) -> None:
+    """Checks rows that do not fill a block, combined and in parts."""
+    assert_few_rows_multiplied((3, 64, 128), FORMS[0], torch.float32, put=memory.put)
+    assert_few_rows_multiplied((3, 64, 128), None, torch.float32, put=memory.put, parts=2, has_bias=True)
     memory.assert_surroundings_untouched()
 
 

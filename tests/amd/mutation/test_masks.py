@@ -53,6 +53,13 @@ HARMLESS = {
     "attention/merge.py: load without mask tl.load(q_indptr + seq, mask=mine, other=0)": (
         "a program without work has the sequence after the last one, and q_indptr an entry for its end"
     ),
+    "states/chunk_rows.py: load without mask tl.load(first_words, mask=heads < G.HEADS, other=0.0)": (
+        "words of later chunks decide only whether heads that are there are looked at once more"
+    ),
+    "states/chunk_rows.py: store without mask "
+    "tl.store(words.decay + channels, tl.exp(tl.sum(decays, 0)), mask=channels < G.DK)": (
+        "the interpreter stores the words that follow later. On a GPU that would be a race"
+    ),
 }
 
 

@@ -5,6 +5,7 @@ store, and the attention of a decode, an extend and a mixed step, specialised on
 """
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,8 +24,8 @@ from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, Rope
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.model.add_norm import launch_add_norm
+from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
-from rocm_attn.kernels.model.gated_rows import launch_gated_rows
 from rocm_attn.kernels.model.peer_sum import PeerMemory, launch_peer_sum, memory_bytes
 from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
@@ -265,9 +266,8 @@ def _numbers_of_decodes(row: Row) -> list[int]:
     """Returns other numbers of sequences than 16 for which decode's tiles, or where parts are added up, are others."""
     problem, target = row.problems[0], known_target(row.arch)
     cut = decode_cut_of(problem, target, decode_tiles_of(problem, target))
-    numbers = {1, MANY_SEQS} if cut.merge_group or cut.alone else set[int]()
-    if cut.alone is not None:
-        numbers.add(cut.alone.programs // cut.alone.rows)
+    numbers = {1, MANY_SEQS} if cut.merge_group or cut.others else set[int]()
+    numbers |= {math.ceil(other.least / other.cut.rows) for other in cut.others}
     return sorted(numbers - {16})
 
 
@@ -522,10 +522,13 @@ def _launch_experts(row: Row) -> None:
 def _launch_model(row: Row) -> None:
     """Launches sums with norms, gates of each form, products of one row and of a few, and sums over ranks."""
     rows, matrix = torch.empty(4, 2048, dtype=row.dtype), torch.empty(2048, 2048, dtype=row.dtype)
-    launch_add_norm(rows, rows, rows[0], rows, rows, factor=1.0, eps=1e-5)
+    for parts in (1, 4):
+        terms = torch.empty(parts, 4, 2048, dtype=row.dtype if parts == 1 else torch.float32)
+        launch_add_norm(rows, terms, rows[0], rows, rows, factor=1.0, eps=1e-5)
+        launch_few_rows(rows, matrix, rows[0], terms, 132)
     for form in (GateForm(SILU), GateForm(GELU), GateForm(CLAMPED, 7.0, 1.702)):
         launch_gate(rows, torch.empty(4, 1024, dtype=row.dtype), form)
-        launch_gated_rows(rows, matrix, torch.empty(4, 1024, dtype=row.dtype), form)
+        launch_few_rows(rows, matrix, None, torch.empty(1, 4, 1024, dtype=row.dtype), 132, form)
     for bias in (None, rows[0]):
         launch_row_product(rows[:1], matrix, bias, rows[1:2])
     for ranks in (2, 8):

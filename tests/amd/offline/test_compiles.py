@@ -140,7 +140,7 @@ LEAST_WAVES = {
     "_likeliest_kernel": 3,
     "_pick_rows_kernel": 3,
     # Blocks of both products are in LDS.
-    "_gated_rows_kernel": 4,
+    "_few_rows_kernel": 4,
     "_merge_kernel": 4,
     "_rope_store_kernel": 4,
     "_share_kernel": 4,
@@ -353,7 +353,7 @@ def test_every_way_that_decode_adds_up_parts_is_in_the_matrix_without_a_window(a
     """Within its launch too, if the tiles say so; steps with a program per row have no other way then."""
     rows = [row for row in DECODE_CHOICES if row.arch == FAMILIES.get(arch, arch)]
     ways = [(row.tiles, within) for row in rows for within in (False, True) if row.tiles.merge_group or not within]
-    ways += [(row.alone.tiles, row.alone.tiles.merge_group > 0) for row in rows if row.alone]
+    ways += [(other.tiles, other.tiles.merge_group > 0) for row in rows for other in row.by_rows]
     launched = launched_in_the_matrix(arch, is_large=False)
     compiled = {(id(each.tiles), each.merges_within) for each in launched if not each.has_window}
     missing = [(tiles, within) for tiles, within in ways if (id(tiles), within) not in compiled]

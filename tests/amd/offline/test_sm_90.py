@@ -14,8 +14,8 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.model.add_norm import launch_add_norm
+from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import SILU, GateForm, launch_gate
-from rocm_attn.kernels.model.gated_rows import launch_gated_rows
 from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.machine.releases import Releases
@@ -122,9 +122,9 @@ def test_tiles_of_short_prefills_are_launched_once_and_early_and_spill_hardly_an
 
 def _launch_all() -> None:
     rows, matrix = torch.empty(2, 2048, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16)
-    launch_add_norm(rows, rows, rows[0], rows, rows, factor=1.0, eps=1e-5)
+    launch_add_norm(rows, rows[None], rows[0], rows, rows, factor=1.0, eps=1e-5)
     launch_gate(rows, torch.empty(2, 1024, dtype=rows.dtype), GateForm(SILU))
-    launch_gated_rows(matrix[:2], matrix, rows, GateForm(SILU))
+    launch_few_rows(matrix[:2], matrix, None, rows[None], 132, GateForm(SILU))
     launch_row_product(matrix[:1], matrix, None, matrix[1:2])
 
 
@@ -132,7 +132,7 @@ def _launch_all() -> None:
 def test_kernels_of_a_model_wait() -> None:
     """Norms and products of one row load weights before they wait, which no launch of a step writes."""
     kernels = {kernel.metadata.name: kernel for kernel in compiled_by(_launch_all, "sm_90")}
-    assert kernels.keys() == {"_add_norm_kernel", "_gate_kernel", "_gated_rows_kernel", "_row_product_kernel"}
+    assert kernels.keys() == {"_add_norm_kernel", "_few_rows_kernel", "_gate_kernel", "_row_product_kernel"}
     for name, kernel in kernels.items():
         assert_waits(kernel, reads_before=name in ("_add_norm_kernel", "_row_product_kernel"))
         ptx = kernel.asm["ptx"]

@@ -44,8 +44,8 @@ from tests.amd.kernels.expert_cases import random_problem
 from tests.amd.kernels.model_cases import (
     FORMS,
     OneOfRanks,
+    assert_few_rows_multiplied,
     assert_gated,
-    assert_multiplied_and_gated,
     assert_row_multiplied,
     sum_of_rows,
 )
@@ -180,10 +180,12 @@ def run_model(arch: str, dtype: torch.dtype) -> Simulation:
     """Runs sums with norms whose rows do not fill a block, each gate, products of one row and of a few, and sums over
     ranks."""
     with simulated(arch) as simulation:
-        sum_of_rows(3, 1000, dtype).assert_served()
+        for terms in (1, 3):
+            sum_of_rows(3, 1000, dtype, terms=terms).assert_served()
         for form in FORMS:
             assert_gated(2, 1032, form, dtype)
-        assert_multiplied_and_gated((3, 64, 128), FORMS[0], dtype)
+        assert_few_rows_multiplied((3, 64, 128), FORMS[0], dtype)
+        assert_few_rows_multiplied((3, 64, 128), None, dtype, parts=2, has_bias=True)
         assert_row_multiplied((5, 2056), dtype, has_bias=True)
         OneOfRanks(3, 1).assert_sums(dtype, 520)
     return simulation

@@ -50,7 +50,7 @@ CASES_OF_BARRIERS = {
     "_fill_kernel": "gfx950-metadata/fill_roles",
     "_fold_rows_kernel": "gfx942-sparse-rows",
     "_index_scores_kernel": "gfx950-sparse-coded_tokens",
-    "_gated_rows_kernel": "gfx950-model-float16",
+    "_few_rows_kernel": "gfx950-model-float16",
     "_latent_decode_kernel": "gfx942-latent-above",
     "_latent_extend_kernel": "gfx942-latent-above",
     "_latent_segment_decode_kernel": "gfx942-latent-segments",

@@ -1,0 +1,59 @@
+"""Linear layers of a model on a device: which kernel multiplies, and that all of them are right."""
+
+import pytest
+import torch
+
+from rocm_attn.kernels import early
+from rocm_attn.models.gates import SwiGLU
+from rocm_serve.models import gated
+from rocm_serve.models.linears import Linears
+from tests.amd.kernels.model_cases import FORMS, exact_gate
+from tests.amd.tolerances import assert_attention_close
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "num_in", "parts"),
+    [
+        # The fewest parts that 132 processors have programs of 64 outputs for, seven of ten of them at least.
+        (32, 2048, 8192, 4),
+        (32, 3072, 2048, 2),
+        (2, 6144, 4096, 1),
+        (1, 6144, 4096, 0),
+        # With more than 32 rows no processor has two programs.
+        (64, 8192, 1024, 1),
+        (64, 10240, 1024, 0),
+        (32, 10240, 1024, 1),
+        (65, 8192, 1024, 0),
+        # Sizes that programs do not fill.
+        (8, 8200, 1024, 0),
+        (8, 8192, 1000, 0),
+        (8, 2048, 128, 0),
+    ],
+)
+def test_a_product_is_cut_into_the_parts_that_fill_a_gpu(
+    rows: int, out: int, num_in: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "starts_early", lambda device: True)
+    monkeypatch.setattr(gated, "_compute_units", lambda device: 132)
+    x, weight = (torch.zeros(size, num_in, dtype=torch.bfloat16) for size in (rows, out))
+    assert gated.parts_of_few_rows(x, weight, out) == parts
+    assert gated.parts_of_few_rows(x.float(), weight.float(), out) == 0
+    assert gated.parts_of_few_rows(x, weight[:, :-64], out) == 0
+    monkeypatch.setattr(early, "starts_early", lambda device: False)
+    assert gated.parts_of_few_rows(x, weight, out) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33, 64, 65])
+@pytest.mark.parametrize(("out", "num_in"), [(192, 512), (12800, 256)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_layers_are_right(rows: int, out: int, num_in: int, has_bias: bool, kernel_device: torch.device) -> None:
+    random = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(*shape, generator=random) for shape in ((rows, num_in), (out, num_in), (out,)))
+    x, weight, bias = (each.to(kernel_device, torch.bfloat16) for each in (x, weight * num_in**-0.5, bias))
+    given, linears = bias if has_bias else None, Linears()
+    exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
+    assert_attention_close(linears.linear(x, weight, given), exact, x.dtype)
+    assert_attention_close(linears.terms(x, weight, given).sum(0).to(x.dtype), exact, x.dtype)
+    # By several launches, both inner products are rounded before they are combined.
+    mixed = linears.gated(x, weight, given, SwiGLU()).double()
+    torch.testing.assert_close(mixed, exact_gate(exact, FORMS[0]), atol=3e-2, rtol=3e-2)

@@ -5,6 +5,7 @@ This module does not import Triton, so that a provider can choose and describe a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -191,19 +192,21 @@ class DecodeCut:
             rounds = max(1, min((2 * num_rows + programs) // (2 * programs), self.most_rounds))
         return replace(self, programs=programs * rounds, rounds=rounds, merge_group=group, others=())
 
+    def others_up_to(self, num_seqs: int) -> list[CutByRows]:
+        """Those of the others that serve steps of num_seqs sequences or fewer."""
+        return [each for each in self.others if each.least <= num_seqs * each.cut.rows]
+
     def most_words(self, num_seqs: int) -> int:
         """int32 words that hold the schedule of every step of num_seqs sequences or fewer."""
-        return max(cut.own_of_step(num_seqs).words(num_seqs) for cut in self._every)
-
-    @property
-    def _every(self) -> list[DecodeCut]:
-        return [self, *(each.cut for each in self.others)]
+        cuts = self, *(each.cut for each in self.others_up_to(num_seqs))
+        return max(cut.own_of_step(num_seqs).words(num_seqs) for cut in cuts)
 
     @property
     def programs_in_words(self) -> str:
         """Returns how many programs steps have, for descriptions of a kernel."""
-        least = min(cut.own_of_step(0).programs for cut in self._every)
-        most = max(cut.programs * cut.most_rounds for cut in self._every)
+        cuts = self, *(each.cut for each in self.others)
+        least = min(cut.own_of_step(0).programs for cut in cuts)
+        most = max(cut.programs * cut.most_rounds for cut in cuts)
         return f"{least}" if most == least else f"{least} to {most}"
 
     @property
@@ -280,6 +283,12 @@ class CutByRows:
     tiles: DecodeTiles
     least: float
     most: float
+
+    @property
+    def rows_in_words(self) -> str:
+        """The numbers of rows, for descriptions of a kernel."""
+        least = math.ceil(self.least)
+        return f"{least} rows or more" if self.most == math.inf else f"{least} to {self.most:g} rows"
 
 
 # Fewer programs of the merge leave a GPU idle; many more run one after the other. If rows have few parts, most

@@ -45,7 +45,7 @@ def _few_rows_kernel(
     EARLY: tl.constexpr,
 ):
     first, part = tl.program_id(0) * OUTPUTS, tl.program_id(1)
-    # Of a gate: its rows of the matrix, then those of up.
+    # A gate has rows of the matrix first, then those of up.
     SIDES: tl.constexpr = 1 if GATE is None else 2
     of_both = tl.arange(0, SIDES * OUTPUTS)
     weight_row = first + of_both % OUTPUTS + of_both // OUTPUTS * OUT

@@ -211,9 +211,9 @@ class ExtendTiles:
 
 @dataclass(frozen=True, slots=True)
 class TilesByRows:
-    """Other tiles of steps without a window, by how many rows they have for each program of these that runs at a time.
+    """Other tiles, of steps with `least` to `most` rows for each program of these that runs at a time.
 
-    least, most: rows for each of them
+    Layers with a window have only those of any number of rows from `least` on.
     """
 
     tiles: DecodeTiles

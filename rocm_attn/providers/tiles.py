@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TypedDict
 
@@ -198,9 +199,10 @@ def _or_measured(static: AnyTiles, choice: MeasuredTileChoice | None) -> AnyTile
 def decode_cut_of(problem: Problem, target: Target, tiles: DecodeTiles) -> DecodeCut:
     """The cut of decode of a problem, over as many programs as a target runs at once."""
     cut = _decode_cut(problem, target, tiles)
-    if problem.window_left != UNLIMITED_WINDOW:
-        return cut
-    cuts = ((each, _decode_cut(problem, target, each.tiles)) for each in others_of(tiles))
+    # Rows of a window are shared by no programs: each has one to itself with any tiles.
+    is_windowed = problem.window_left != UNLIMITED_WINDOW
+    others = (each for each in others_of(tiles) if each.most == math.inf or not is_windowed)
+    cuts = ((each, _decode_cut(problem, target, each.tiles)) for each in others)
     by_rows = (CutByRows(own, each.tiles, each.least * own.programs, each.most * own.programs) for each, own in cuts)
     return replace(cut, others=tuple(by_rows))
 

@@ -84,16 +84,15 @@ class TritonDecode(CutDecode[DecodeTiles]):
     """Split-KV decode of sequences with one new token; other sequences are skipped. scores: the problem's"""
 
     def describe(self) -> str:
-        by_rows = "".join(f" ({each.least:g} to {each.most:g} rows: {each.tiles})" for each in self.cut.others)
+        by_rows = "".join(f" ({each.rows_in_words}: {each.tiles})" for each in self.cut.others)
         return f"triton.decode({self.problem}, {self.tiles}{by_rows}, programs={self.cut.programs_in_words})"
 
     def workspace_words(self, shape: PaddedShape) -> int:
-        problem, ways = self.problem, [(self.cut, self.tiles), *((each.cut, each.tiles) for each in self.cut.others)]
+        others = ((each.cut, each.tiles) for each in self.cut.others_up_to(shape.num_seqs))
+        gqa_ratio, v_head_dim = self.problem.gqa_ratio, self.problem.v_head_dim
         return max(
-            cut.own_of_step(shape.num_seqs).partials_words(
-                gqa_ratio=problem.gqa_ratio, v_head_dim=problem.v_head_dim, tiles=tiles
-            )
-            for cut, tiles in ways
+            cut.own_of_step(shape.num_seqs).partials_words(gqa_ratio=gqa_ratio, v_head_dim=v_head_dim, tiles=tiles)
+            for cut, tiles in ((self.cut, self.tiles), *others)
         )
 
     @only_launches

@@ -127,7 +127,7 @@ def test_every_form_of_the_inner_loop_is_right(
 
 
 @pytest.mark.fast(1)
-@pytest.mark.parametrize(("dim", "number"), [(64, 0), (64, 1), (128, 0), (128, 1), (256, 0)])
+@pytest.mark.parametrize(("dim", "number"), [(64, 0), (64, 1), (64, 2), (128, 0), (128, 1), (128, 2), (256, 0)])
 @pytest.mark.parametrize("num_programs", [4, 12])
 def test_tiles_of_other_numbers_of_rows_are_right(
     dim: int, number: int, num_programs: int, kernel_device: torch.device

@@ -8,8 +8,9 @@ import torch
 from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.target import detect_target
 from tests.amd.guards.ways import both_ways
-from tests.amd.runtime.token_stories import ALL_ON, Story, Teller, Told, same_bits
+from tests.amd.runtime.token_stories import Story, Teller, Told, same_bits
 from tests.amd.worlds.problems import deterministic_providers, small_problem
+from tests.amd.worlds.world import ALL_ON
 
 
 @both_ways
@@ -19,13 +20,13 @@ def test_a_sequence_gives_the_same_bits_beside_a_longer_one(provider: str, graph
     target = replace(detect_target(device), compute_units=2)
 
     def tell(guards: Guards, *, beside: bool) -> tuple[Teller, Told]:
-        teller = Teller(device, provider, small_problem(), graphs=graphs, guards=guards, target=target)
+        teller = Teller.of(device, provider, small_problem(), graphs=graphs, guards=guards, target=target)
         reported, other = (teller.begin(Story.random(teller.problem, n, seed)) for n, seed in ((110, 1), (400, 2)))
         if beside:
-            teller.step([(other, 390)])
+            teller.serve([(other, 390)])
         for chunk in (100, *[1] * 10):
-            teller.step([(reported, chunk), *([(other, 1)] if beside and chunk == 1 else [])])
-        teller.check(reported)
+            teller.serve([(reported, chunk), *([(other, 1)] if beside and chunk == 1 else [])])
+        teller.check_told(reported)
         return teller, reported
 
     guarded = [tell(ALL_ON, beside=beside) for beside in (False, True)]

@@ -38,7 +38,6 @@ from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, W
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import engine_metadata as twins
-from tests.amd.kernels.launches_of_tensors import of_pack_mask
 
 GARBAGE = 0x7F7F7F7F
 Launch = Callable[..., None]
@@ -562,9 +561,18 @@ def test_cells_of_a_byte_become_bits_in_order(
     indptr = torch.tensor([0, num_cells // 2, num_cells], device=kernel_device)
     kv_len, q_len, seq_of_token = (ints(values, kernel_device) for values in ([7, 8], [1, 2], [0, 1, 1, 1, 1, 1]))
     window_start = garbage(6, device=kernel_device)
-    lengths = counts, kv_len, q_len, seq_of_token, indptr
-    written = words, position_of_token, window_start
-    of_pack_mask(pack)(cells.to(kernel_device), positions, *lengths, *written, window_left=4)
+    step = StepTensors.of(
+        counts[:0],
+        counts=counts,
+        kv_len=kv_len,
+        q_len=q_len,
+        seq_of_token=seq_of_token,
+        mask_indptr=indptr,
+        mask_words=words,
+        mask_positions=position_of_token,
+        window_start=window_start,
+    )
+    pack(cells.to(kernel_device), positions, window_left=4, to=step)
     bits = [
         int(cell < num_given and cells[cell]) if cell < num_cells else 0 for cell in range(-(-num_cells // 32) * 32)
     ]

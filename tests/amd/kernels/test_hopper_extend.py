@@ -527,15 +527,15 @@ def test_a_runtime_serves_extend_and_mixed_steps_by_it(layer: str, graphs: bool,
     assert chosen.kernel(StepKind.EXTEND).entry.name == "triton.hopper_extend"
     assert chosen.kernel(StepKind.MIXED).entry.name == "triton.hopper_extend+decode"
     assert chosen.kernel(StepKind.DECODE).entry.name == DECODE.get(layer, "triton.decode")
-    teller = Teller(device, "triton", problem, graphs=graphs, deterministic=False, max_kv_len=1024, num_pages=200)
+    teller = Teller.of(device, "triton", problem, graphs=graphs, deterministic=False, max_kv_len=1024, num_pages=200)
     reported, beside = (teller.begin(Story.random(problem, 1000, seed)) for seed in (1, 2))
-    teller.step([(reported, 500)])
-    teller.step([(beside, 300), (reported, 200)])
+    teller.serve([(reported, 500)])
+    teller.serve([(beside, 300), (reported, 200)])
     for new in (70, 1, 60, 1):
-        teller.step([(reported, new), (beside, 1)])
-    teller.step([(beside, 400), (reported, 1)])
+        teller.serve([(reported, new), (beside, 1)])
+    teller.serve([(beside, 400), (reported, 1)])
     for each in (reported, beside):
-        teller.check(each)
+        teller.check_told(each)
 
 
 @pytest.mark.parametrize("layer", ["llama", "gemma_2", "one_kv_head"])

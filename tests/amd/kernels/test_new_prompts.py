@@ -52,7 +52,7 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
     assert prefill.entry.name == ("triton.hopper_prefill" if is_hoppers else "triton.prefill")
     launch = Mock(wraps=hopper_launches.launch_hopper_extend)
     monkeypatch.setattr(triton_hopper, "hopper_launches", SimpleNamespace(launch_hopper_extend=launch))
-    teller = Teller(
+    teller = Teller.of(
         device,
         "triton",
         problem,
@@ -71,15 +71,15 @@ def test_short_prompts_are_served_by_whole_rows_and_long_ones_as_extend_steps_ar
     assert many.tiles.query_rows == most_rows
     for q_len in lengths:
         reported = [teller.begin(Story.random(problem, 1000, seed)) for seed in range(len(q_len))]
-        teller.step(list(zip(reported, q_len, strict=True)))
+        teller.serve(list(zip(reported, q_len, strict=True)))
         assert launch.call_count == 0
         for each in reported:
-            teller.check(each)
+            teller.check_told(each)
             teller.free(each)
     long = teller.begin(Story.random(problem, 1000, 9))
-    teller.step([(long, 700)])
+    teller.serve([(long, 700)])
     assert launch.call_count == is_hoppers
     # A step with tokens in the cache is no prefill.
-    teller.step([(long, 200)])
+    teller.serve([(long, 200)])
     assert launch.call_count == 2 * is_hoppers
-    teller.check(long)
+    teller.check_told(long)

@@ -19,14 +19,14 @@ from rocm_attn.kernels.metadata.error_word import (
     TOKEN_WITHOUT_PAGE,
     UNSTORED_TOKEN,
 )
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, TAKEN_BY_GRAPH, WRONG_STEP
-from rocm_attn.kernels.metadata.step_tensors import Pads
+from rocm_attn.kernels.metadata.step_tensors import Pads, StepTensors
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.refs import cache as cache_refs
 from rocm_attn.kernels.refs import metadata as refs
-from tests.amd.kernels.launches_of_tensors import of_device_inputs, of_publish, of_take_inputs
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 GARBAGE = 0x7F7F7F7F
@@ -39,6 +39,18 @@ def device_ints(values: list[int], device: torch.device) -> Tensor:
 
 def garbage(count: int, device: torch.device) -> Tensor:
     return torch.full((count,), GARBAGE, dtype=torch.int32, device=device)
+
+
+def published(pads: Pads, *tensors: Tensor) -> StepTensors:
+    """A step of the tensors that are published."""
+    names = ("counts", "row_of_seq", "kv_len", "q_len", "prefix_len", "group_end", "token_ids")
+    return StepTensors.of(tensors[0][:0], pads, **dict(zip(names, tensors, strict=True)))
+
+
+def placed(*tensors: Tensor) -> StepTensors:
+    """A step of the tensors that a caller's inputs replace."""
+    named = dict(zip(("counts", "kv_len", "q_len", "token_ids"), tensors, strict=True))
+    return StepTensors.of(tensors[0][:0], **named)
 
 
 @pytest.mark.fast
@@ -55,7 +67,7 @@ def test_publish_writes_every_entry_pads_and_sequences_without_a_token_included(
     slot = torch.tensor(words + [GARBAGE] * 9, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     counts, token_ids = garbage(4, kernel_device), garbage(300, kernel_device)
     seqs = garbage(5, kernel_device), garbage(5, kernel_device), garbage(5, kernel_device)
-    of_publish(publish, Pads(1, 0))(slot, counts, counts, *seqs, *prefixes, token_ids)
+    publish(slot, counts, to=published(Pads(1, 0), counts, *seqs, *prefixes, token_ids))
     assert counts.tolist() == [3, 6, 41, 0]
     assert [x.tolist() for x in seqs] == [[*rows, 0, 0], [7, 1, 300, 1, 1], [*q_len, 0, 0]]
     assert token_ids.tolist() == (ids if with_ids else [0] * 6) + [0] * 294
@@ -76,7 +88,7 @@ def test_publish_says_how_the_step_before_went(
     counts = before if same else garbage(4, kernel_device)
     seqs = garbage(700, kernel_device), garbage(700, kernel_device), garbage(700, kernel_device)
     nothing = garbage(0, kernel_device)
-    of_publish(publish, Pads(0, 1))(slot, before, counts, *seqs, nothing, nothing, garbage(700, kernel_device))
+    publish(slot, before, to=published(Pads(0, 1), counts, *seqs, nothing, nothing, garbage(700, kernel_device)))
     assert counts.tolist() == [1, 1, 41, 0]
     if not same:
         assert before.tolist() == [GARBAGE, GARBAGE, number, error_word]
@@ -108,7 +120,7 @@ def test_a_run_takes_the_slot_that_is_due_in_it(
     seqs = garbage(5, kernel_device), garbage(5, kernel_device), garbage(5, kernel_device)
     prefixes = garbage(5 * with_prefixes, kernel_device), garbage(5 * with_prefixes, kernel_device)
     token_ids = garbage(300, kernel_device)
-    of_take_inputs(take, Pads(1, 0))(slots, runs, counts, *seqs, *prefixes, token_ids)
+    take(slots, runs, to=published(Pads(1, 0), counts, *seqs, *prefixes, token_ids))
     assert runs.tolist() == [8]
     assert counts.tolist() == [3, 6, 41, 0]
     assert [x.tolist() for x in seqs] == [[4, 2, 50, 0, 0], [7, 1, 300, 1, 1], [2, 1, 3, 0, 0]]
@@ -126,7 +138,7 @@ def test_a_step_of_more_than_one_program_is_taken_by_none(
     slots, runs = torch.zeros(2, 4096, dtype=torch.int32), device_ints([7], kernel_device)
     written = [garbage(size, kernel_device) for size in (4, *[num_seqs] * 3, 0, 0, num_tokens)]
     with pytest.raises(AssertionError, match="no such step is taken by its graph"):
-        of_take_inputs(take, Pads(1, 0))(slots, runs, *written)
+        take(slots, runs, to=published(Pads(1, 0), *written))
 
 
 @pytest.mark.parametrize("take", [launch_take_inputs, refs.take_inputs])
@@ -138,7 +150,7 @@ def test_a_run_for_which_no_slot_is_due_changes_nothing_but_the_count(
     slots = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     runs = device_ints([2**31 - 1], kernel_device)
     written = [garbage(size, kernel_device) for size in (4, 5, 5, 5, 5, 5, 5)]
-    of_take_inputs(take, Pads(1, 0))(slots, runs, *written)
+    take(slots, runs, to=published(Pads(1, 0), *written))
     assert runs.tolist() == [0]
     assert slots.tolist() == words
     assert all((tensor == GARBAGE).all() for tensor in written)
@@ -189,7 +201,7 @@ def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_devi
     counts = device_ints([n, most, 41, 0], kernel_device)
     lengths = [garbage(n + case.seq_pads, kernel_device) for _ in range(2)]
     token_ids = garbage(max(1, most + case.token_pads), kernel_device)
-    of_device_inputs(place, case.ahead)(slot, *sources, counts, *lengths, token_ids)
+    place(slot, GivenInputs._make((*sources, case.ahead)), placed(counts, *lengths, token_ids))
 
     given = kv_len
     kv_len = [_wrapped(length + case.ahead) for length in given]
@@ -227,7 +239,8 @@ def test_device_inputs_of_many_sequences_are_placed_whole(place: Launch, kernel_
     counts, token_ids = device_ints([n, 2 * n, 41, 0], kernel_device), garbage(2 * n + 9, kernel_device)
     lengths = [garbage(n, kernel_device) for _ in range(2)]
     sources = [x.to(kernel_device, torch.int32) for x in (kv_len, q_len)]
-    of_device_inputs(place)(slot, *sources, ids, torch.zeros_like(sources[0]), sources[0], counts, *lengths, token_ids)
+    given = GivenInputs(sources[0], sources[1], ids, torch.zeros_like(sources[0]), sources[0])
+    place(slot, given, placed(counts, *lengths, token_ids))
     total = int(q_len.sum())
     assert counts.tolist() == [n, total, 41, 0]
     assert all(torch.equal(placed, source) for placed, source in zip(lengths, sources, strict=True))

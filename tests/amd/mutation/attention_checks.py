@@ -1,12 +1,11 @@
 """Checks of the masks of attention over pages, of its schedules and of its merges."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rocm_attn.kernels.attention.arguments import NewRows, Queries
+from rocm_attn.kernels.attention.arguments import NewRows
 from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
 from rocm_attn.kernels.attention.decode import launch_storing_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
@@ -23,8 +22,9 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from tests.amd import schedule_twins
 from tests.amd.kernels import segment_cases
 from tests.amd.kernels.attention_cases import ALL_SHARED, Case, assert_served, queries_of, run_decode, run_extend
+from tests.amd.mutation.arguments import assert_same, placed
 from tests.amd.mutation.latent_checks import rows_of_several_tokens
-from tests.amd.mutation.memory import GARBAGE, PAGE_SIZE, Memory, assert_same, gapped, garbage, ints
+from tests.amd.mutation.memory import GARBAGE, PAGE_SIZE, Memory, gapped, garbage, ints
 from tests.amd.mutation.placed_attention import CPU, attention
 
 # Heads that leave lanes of every tile empty, dims that are no powers of two, gaps between all rows.
@@ -182,7 +182,7 @@ def decode_schedule(memory: Memory) -> None:
     kv_len, q_len = [33, 0, 1, 50, 70], [1, 1, 1, 2, 1]
     cut = DecodeCut.of(DECODE_TILES, num_kv_heads=2, programs=4, window_left=-1)
     schedule = memory.put(garbage(cut.words(5)))
-    launch_decode_schedule(placed_queries(memory, kv_len, q_len, sum(q_len)), schedule, cut)
+    launch_decode_schedule(placed(memory, queries_of(kv_len, q_len, sum(q_len), CPU)), schedule, cut)
     assert schedule.tolist() == schedule_twins.decode_schedule(kv_len, q_len, cut)
     memory.assert_surroundings_untouched()
     decode(memory)
@@ -197,15 +197,9 @@ def extend_schedule(memory: Memory) -> None:
         sharing = ALL_SHARED._replace(programs=programs, rows=2, causal=causal, window_left=window_left)
         cut = replace(ExtendCut.of(EXTEND_TILES, gqa_ratio=3), sharing=sharing)
         schedule = memory.put(garbage(cut.words(num_tokens, len(kv_len))))
-        launch_extend_schedule(placed_queries(memory, kv_len, q_len, num_tokens), schedule, cut)
+        launch_extend_schedule(placed(memory, queries_of(kv_len, q_len, num_tokens, CPU)), schedule, cut)
         assert schedule.tolist() == schedule_twins.extend_schedule(kv_len, q_len, cut, num_tokens)
         memory.assert_surroundings_untouched()
-
-
-def placed_queries(memory: Memory, kv_len: Sequence[int], q_len: Sequence[int], num_tokens: int) -> Queries:
-    """Puts sequences for a schedule into memory."""
-    queries = queries_of(kv_len, q_len, num_tokens, CPU)
-    return replace(queries, kv_len=memory.put(queries.kv_len), q_indptr=memory.put(queries.q_indptr))
 
 
 def merge_sides(memory: Memory) -> None:
@@ -216,18 +210,11 @@ def merge_sides(memory: Memory) -> None:
         for token, head in ((empty, 1), (1, 0)):
             out[token, head], lse[token, head] = float("nan"), float("-inf")
         sides += [out, lse]
-    out, lse = torch.full((3, 3, 20), GARBAGE * 1.0), torch.full((3, 3), GARBAGE * 1.0)
-    placed, placed_lse = memory.put(out), memory.put(lse)
-    a, lse_a, b, lse_b = map(memory.put, sides)
-    launch_merge_states(a, lse_a, b, lse_b, placed, placed_lse)
-    a, lse_a, b, lse_b = sides
-    merge_twins.merge_states(a, lse_a, b, lse_b, out, lse)
-    torch.testing.assert_close(placed, out)
-    torch.testing.assert_close(placed_lse, lse)
-    memory.assert_surroundings_untouched()
+    merged = torch.full((3, 3, 20), GARBAGE * 1.0), torch.full((3, 3), GARBAGE * 1.0)
+    assert_same(memory, launch_merge_states, merge_twins.merge_states, *sides, *merged, near=1e-5)
 
 
 def pads(memory: Memory) -> None:
     """Checks three heads of an odd dim; two tokens are real and three are not."""
     outputs = [gapped(5, 3, 24), torch.randn(3, 5).t()]
-    assert_same(memory, launch_clear_pads, clear_pads, [ints([4, 2, 1, 0])], outputs)
+    assert_same(memory, launch_clear_pads, clear_pads, ints([4, 2, 1, 0]), *outputs)

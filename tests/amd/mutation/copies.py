@@ -103,6 +103,7 @@ def _report(folder: Path, check: str, trial: Trial, most_operations: int, sender
     """Runs in the forked process, in which rocm_attn.kernels is the copy in folder."""
     import rocm_attn
 
+    assert "rocm_attn.kernels" not in sys.modules, "the kernels were imported before their copy"
     rocm_attn.__path__ = [str(folder), *rocm_attn.__path__]
     checks = import_module("tests.amd.mutation.checks")
     copied = sys.modules["rocm_attn.kernels.launch"].__file__ or ""

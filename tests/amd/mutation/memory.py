@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -76,24 +76,6 @@ class Fenced(Memory):
         assert libc.mprotect(fence, ctypes.c_size_t(_FENCE), _PROT_NONE) == 0, ctypes.get_errno()
         elements = usable // dtype.itemsize
         return torch.frombuffer(pages, dtype=dtype, count=elements), elements - span
-
-
-def assert_same(
-    memory: Memory,
-    launch: Callable[..., None],
-    twin: Callable[..., None],
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    **options: int,
-) -> None:
-    """Checks that a launcher, in memory, writes the same as its torch twin, and nothing else."""
-    wanted = [output.clone() for output in outputs]
-    placed = [memory.put(output) for output in outputs]
-    launch(*map(memory.put, inputs), *placed, **options)
-    twin(*inputs, *wanted, **options)
-    for got, want in zip(placed, wanted, strict=True):
-        assert torch.equal(got, want), f"{got.tolist()} instead of {want.tolist()}"
-    memory.assert_surroundings_untouched()
 
 
 GARBAGE = -0x7F7F7F7F

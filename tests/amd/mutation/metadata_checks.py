@@ -1,6 +1,7 @@
 """Checks of the masks of the kernels that make a step's tensors on the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,16 @@ from rocm_attn.kernels.metadata.engine_tensors import (
 )
 from rocm_attn.kernels.metadata.fill import launch_fill
 from rocm_attn.kernels.metadata.gather_table import launch_gather_table
+from rocm_attn.kernels.metadata.given_inputs import GivenInputs
 from rocm_attn.kernels.metadata.pack_mask import launch_pack_mask
+from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.kernels.metadata.place_mask import launch_place_mask
 from rocm_attn.kernels.metadata.place_spans import launch_place_spans
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.publish import launch_publish
 from rocm_attn.kernels.metadata.publish_engine import launch_publish_engine
 from rocm_attn.kernels.metadata.slot_layout import TAKEN_BY_GRAPH
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, Pads, StepTensors, TableTerms
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, NO_PADS, Pads, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
@@ -38,21 +41,11 @@ from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
 from rocm_attn.kernels.refs import engine_metadata, page_watch
 from rocm_attn.kernels.refs import metadata as twins
 from rocm_attn.problem import UNLIMITED_WINDOW
-from tests.amd.kernels.launches_of_tensors import (
-    fill_step,
-    of_check_pages,
-    of_device_inputs,
-    of_draft_steps,
-    of_pack_mask,
-    of_place_mask,
-    of_place_spans,
-    of_place_trees,
-    of_publish,
-    of_take_inputs,
-    of_visible_ranges,
-    of_watch_pages,
-)
-from tests.amd.mutation.memory import PAGE_SIZE, Memory, assert_same, garbage, ints
+from tests.amd.kernels.draft_rounds import of_draft_steps
+from tests.amd.mutation.arguments import assert_same
+from tests.amd.mutation.memory import PAGE_SIZE, Memory, garbage, ints
+
+NOTHING = ints([])
 
 
 def fill(memory: Memory) -> None:
@@ -68,98 +61,97 @@ def fill(memory: Memory) -> None:
         (right, 9, 13, 12, (ALL_KEYS, ALL_KEYS)),
         (wrong, 9, 9, 7, (1, 4)),
     ):
-        inputs = [ints([5, num_tokens, 1, 0]), ints([2, 1, 3, 3, 2]), ints(kv_len), ints(q_len), table]
-        inputs += [ints([3, 3, 0, 6, 0]), ints([2, 2, 3, 5, 5]), ints([0, 3, 0, 1, 0])]
-        outputs = [garbage(size) for size in (6, 5, *[num_tokens_padded] * 4, 6, list_len, 5)]
-        dense, wide, mask_indptr = garbage(25).view(5, 5), garbage(5).long(), garbage(6).long()
-        groups = [garbage(size) for size in (6, 5, 5)]
-        tensors = (*inputs, *outputs, dense, wide, mask_indptr, *groups)
-        wanted = fill_step(*(tensor.clone() for tensor in tensors))
-        got = fill_step(*map(memory.put, tensors))
-        launch_fill(got, page_size=PAGE_SIZE, window_left=window_left, chunk=chunk)
-        twins.fill(wanted, page_size=PAGE_SIZE, window_left=window_left, chunk=chunk)
-        for name in FIELDS:
-            found, want = getattr(got, name), getattr(wanted, name)
-            assert torch.equal(found, want), f"{name}: {found.tolist()} instead of {want.tolist()}"
-        memory.assert_surroundings_untouched()
+        step = StepTensors.of(
+            NOTHING,
+            counts=ints([5, num_tokens, 1, 0]),
+            row_of_seq=ints([2, 1, 3, 3, 2]),
+            kv_len=ints(kv_len),
+            q_len=ints(q_len),
+            table=table,
+            prefix_len=ints([3, 3, 0, 6, 0]),
+            group_end=ints([2, 2, 3, 5, 5]),
+            mask_start=ints([0, 3, 0, 1, 0]),
+            q_indptr=garbage(6),
+            last_token_of_seq=garbage(5),
+            seq_of_token=garbage(num_tokens_padded),
+            row_of_token=garbage(num_tokens_padded),
+            position_of_token=garbage(num_tokens_padded),
+            slot_of_token=garbage(num_tokens_padded),
+            page_indptr=garbage(6),
+            page_list=garbage(list_len),
+            last_page_len=garbage(5),
+            block_table=garbage(25).view(5, 5),
+            kv_len_int64=garbage(5).long(),
+            mask_indptr=garbage(6).long(),
+            group_indptr=garbage(6),
+            suffix_kv_len=garbage(5),
+            suffix_page=garbage(5),
+        )
+        lengths = {"page_size": PAGE_SIZE, "window_left": window_left, "chunk": chunk}
+        assert_same(memory, launch_fill, twins.fill, step, **lengths)
+
+
+def published() -> StepTensors:
+    """A step of five sequences and seven tokens, which nothing was written to."""
+    names = ("row_of_seq", "kv_len", "q_len", "prefix_len", "group_end")
+    of_seqs = {name: garbage(5) for name in names}
+    return StepTensors.of(NOTHING, Pads(5, 0), counts=garbage(4), token_ids=garbage(7), **of_seqs)
 
 
 def publish(memory: Memory) -> None:
     """Checks two sequences of three tokens at five and seven, with token ids and without; the slot is written too."""
     for has_ids in (1, 0):
         slot = ints([2, 3, 9, has_ids, 8, -1, -1, 0, 4, 5, 30, 40, 1, 2, *[11, 12, 13] * has_ids, 16, 32, 1, 2])
-        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 5, 7))]
-        assert_same(memory, of_publish(launch_publish, Pads(5, 0)), of_publish(twins.publish, Pads(5, 0)), [], outputs)
+        assert_same(memory, launch_publish, twins.publish, slot, ints([6, 6, 8, 2]), to=published())
+
+
+def masked(lengths: Sequence[Tensor], num_words: int, num_tokens: int, **more: Tensor) -> StepTensors:
+    """A step with room for a mask's words, and for positions of tokens. lengths: counts, kv_len and q_len"""
+    given = dict(zip(("counts", "kv_len", "q_len"), lengths, strict=True))
+    return StepTensors.of(NOTHING, mask_words=garbage(num_words), mask_positions=garbage(num_tokens), **given, **more)
 
 
 def place_mask(memory: Memory) -> None:
     """Checks seven bytes for words that hold more, positions of three tokens at five; three sequences, one a pad."""
-    inputs = [torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7]), ints([2, 3, 1, 0])]
-    inputs += [ints([9, 2, 0]), ints([2, 1, 0])]
+    bits, positions = torch.arange(1, 8, dtype=torch.uint8), ints([4, 5, 6, 7])
     for keys_before in (0, 3, ALL_KEYS):
-        launch, twin = (
-            partial(of_place_mask(place), keys_before=keys_before, window_left=4)
-            for place in (launch_place_mask, twins.place_mask)
-        )
-        assert_same(memory, launch, twin, inputs, [garbage(3), garbage(2), garbage(5), garbage(5)])
+        of_tokens = {"mask_start": garbage(3), "window_start": garbage(5)}
+        step = masked([ints([2, 3, 1, 0]), ints([9, 2, 0]), ints([2, 1, 0])], 2, 5, **of_tokens)
+        options = {"keys_before": keys_before, "window_left": 4}
+        assert_same(memory, launch_place_mask, twins.place_mask, bits, positions, **options, to=step)
 
 
 def table_update(memory: Memory) -> None:
     """Checks three cells, one of them in the reserved row."""
-    updates, table = ints([1, 0, 7, 0, 1, 8, 2, 3, 9]), [garbage(12).view(3, 4)]
-    assert_same(memory, launch_table_update, twins.table_update, [updates], table, num_updates=3)
+    updates, table = ints([1, 0, 7, 0, 1, 8, 2, 3, 9]), garbage(12).view(3, 4)
+    assert_same(memory, launch_table_update, twins.table_update, updates, table, num_updates=3)
 
 
 def publish_engine(memory: Memory) -> None:
     """Checks three entries at five, in rows of lists; the slot is written too. Then checks no entries at all."""
+    sizes = {"kv_len": 30, "min_q_len": 0, "max_q_len": 9, "num_tokens": 7, "page_size": 3}
     for num_seqs, q_form, new in ((3, Q_LENGTHS, [2, 3, 1]), (3, Q_BOUNDARIES, [0, 2, 5, 6]), (0, Q_BOUNDARIES, [7])):
         slot = ints([num_seqs, 3, 9, 0, 8, -1, -1, 0])
-        outputs = [slot, ints([6, 6, 8, 2]), *(garbage(size) for size in (4, 5, 5, 5, 5, 3))]
         # The last row is past the table.
-        inputs = [ints([9, 40, 1]), ints([2, 0, 40]), ints(new), ints([0, 3, 6, 9])]
-        kernel, twin = (
-            _of_engine(launch, q_form) for launch in (launch_publish_engine, engine_metadata.publish_engine)
-        )
-        assert_same(memory, kernel, twin, inputs, outputs)
-
-
-def _of_engine(publish: Callable[..., None], q_form: int) -> Callable[..., None]:
-    """publish as a function of the tensors, with its own bounds and pads."""
-    sizes = {"kv_len": 30, "min_q_len": 0, "max_q_len": 9, "num_tokens": 7, "page_size": 3}
-    return lambda kv_len, rows, q, csr, slot, before, counts, engine_row, row_of_seq, kept, taken, named: publish(
-        slot,
-        before,
-        EngineLengths(kv_len, rows, q, q_form),
-        LengthBounds(EngineRows(3, named, csr), **sizes, causal=True),
-        PublishedLengths(counts, engine_row, row_of_seq, kept, taken, pad_kv_len=5, pad_q_len=0, gathered=True),
-    )
+        lengths = EngineLengths(ints([9, 40, 1]), ints([2, 0, 40]), ints(new), q_form)
+        bounds = LengthBounds(EngineRows(3, garbage(3), ints([0, 3, 6, 9])), **sizes, causal=True)
+        of_seqs = garbage(4), garbage(5), garbage(5), garbage(5), garbage(5)
+        to = PublishedLengths(*of_seqs, pad_kv_len=5, pad_q_len=0, gathered=True)
+        given = slot, ints([6, 6, 8, 2]), lengths, bounds, to
+        assert_same(memory, launch_publish_engine, engine_metadata.publish_engine, *given)
 
 
 def gather(memory: Memory) -> None:
     """Checks page and slot tables with a map, in rows that end before the sequences' pages, and lists of pages."""
     rows, kv_len = ints([2, 0, 1]), ints([7, 14, 0])
     pages, slots = ints(range(1, 13)).view(3, 4), ints([*range(14), -1, *range(15, 24)]).view(3, 8)
-    sources: tuple[list[Any], ...] = (
-        [pages],
-        [slots, True, None, ints(range(40, 60))],
-        [ints(range(1, 10)), False, ints([0, 4, 6, 9]), ints(range(50, 80))],
-    )
-    for source in sources:
-        table = [garbage(20).view(4, 5)]
-        tensors = [x for x in source if isinstance(x, Tensor)]
-        kernel, twin = (_from_source(launch, source) for launch in (launch_gather_table, engine_metadata.gather_table))
-        assert_same(memory, kernel, twin, [*tensors, rows, kv_len], table, page_size=PAGE_SIZE)
-
-
-def _from_source(gather: Callable[..., None], source: Sequence[object]) -> Callable[..., None]:
-    """gather as a function of the tensors."""
-
-    def of_tensors(*tensors: Tensor, page_size: int) -> None:
-        given = iter(tensors)
-        placed: list[Any] = [next(given) if isinstance(x, Tensor) else x for x in source]
-        gather(GatherSource(*placed), *given, page_size=page_size)
-
-    return of_tensors
+    for source in (
+        GatherSource(pages),
+        GatherSource(slots, True, None, ints(range(40, 60))),
+        GatherSource(ints(range(1, 10)), False, ints([0, 4, 6, 9]), ints(range(50, 80))),
+    ):
+        given = source, rows, kv_len, garbage(20).view(4, 5)
+        assert_same(memory, launch_gather_table, engine_metadata.gather_table, *given, page_size=PAGE_SIZE)
 
 
 def slots(memory: Memory) -> None:
@@ -171,16 +163,9 @@ def slots(memory: Memory) -> None:
         ([1, 3, 50, 9], [0, 9, 7, 4]),
     )
     for given, slot_map in cases:
+        slots = ints(given), None if slot_map is None else ints(slot_map), ints([2, 3, 1, 0]), ints([9, 4, 7, 8, 6])
         options: dict[str, Any] = {"page_size": PAGE_SIZE, "null_page": slot_map is None}
-        outputs = [ints([2, 3, 1, 0]), ints([9, 4, 7, 8, 6])]
-        inputs = [ints(given), *([] if slot_map is None else [ints(slot_map)])]
-        kernel, twin = (_with_map(take, slot_map is None) for take in (launch_take_slots, engine_metadata.take_slots))
-        assert_same(memory, kernel, twin, inputs, outputs, **options)
-
-
-def _with_map(take: Callable[..., None], without: bool) -> Callable[..., None]:
-    """take_slots as a function of tensors, with or without a map."""
-    return lambda given, *others, **options: take(given, *([None] * without), *others, **options)
+        assert_same(memory, launch_take_slots, engine_metadata.take_slots, *slots, **options)
 
 
 def pack_mask(memory: Memory) -> None:
@@ -188,14 +173,12 @@ def pack_mask(memory: Memory) -> None:
 
     More tokens are given, and then fewer.
     """
-    kernel, twin = (
-        partial(of_pack_mask(pack), window_left=4) for pack in (launch_pack_mask, engine_metadata.pack_mask)
-    )
+    lengths = {"seq_of_token": ints([0, 1, 1, 1, 1]), "mask_indptr": torch.tensor([0, 7, 39])}
     for num_cells, positions in ((46, [4, 5, 6, 7]), (21, [4, 5])):
         cells = (torch.arange(num_cells) % 3 > 0).to(torch.uint8)
-        lengths = [ints([2, 3, 1, 0]), ints([7, 16]), ints([1, 2]), ints([0, 1, 1, 1, 1]), torch.tensor([0, 7, 39])]
-        outputs = [*lengths, garbage(3), garbage(5), garbage(5)]
-        assert_same(memory, kernel, twin, [cells, ints(positions)], outputs)
+        step = masked([ints([2, 3, 1, 0]), ints([7, 16]), ints([1, 2])], 3, 5, window_start=garbage(5), **lengths)
+        given = cells, ints(positions)
+        assert_same(memory, launch_pack_mask, engine_metadata.pack_mask, *given, window_left=4, to=step)
 
 
 def check_pages(memory: Memory) -> None:
@@ -213,19 +196,20 @@ def check_pages(memory: Memory) -> None:
         (8, True, True, [1, 6, 3, 2]),
         (8, True, True, [1, 6, -4, -4]),
     ):
-        spans = [torch.cat([ints(each), garbage(2)]) for each in (begins, [6, 0, 9, 9])]
-        inputs = [ints([num_pages]), ints([1, 1, 2, 0]), table, *spans]
-        outputs = [ints([3, 4, 41, 0]), ints([0, 1, 2, 0]), ints([6, 15, 9, 2])]
-        kernel, twin = (
-            partial(
-                of_check_pages(check, Pads(2, 0), TableTerms(null_page=null_page)),
-                page_size=3,
-                window_left=4,
-                spans_pass=spans_pass,
-            )
-            for check in (launch_check_pages, engine_metadata.check_pages)
+        spans = (torch.cat([ints(each), garbage(2)]) for each in (begins, [6, 0, 9, 9]))
+        step = StepTensors.of(
+            NOTHING,
+            Pads(2, 0),
+            TableTerms(null_page=null_page),
+            q_len=ints([1, 1, 2, 0]),
+            table=table,
+            **dict(zip(("span_begin", "span_end"), spans, strict=True)),
+            counts=ints([3, 4, 41, 0]),
+            row_of_seq=ints([0, 1, 2, 0]),
+            kv_len=ints([6, 15, 9, 2]),
         )
-        assert_same(memory, kernel, twin, inputs, outputs)
+        options = {"page_size": 3, "window_left": 4, "spans_pass": spans_pass}
+        assert_same(memory, launch_check_pages, engine_metadata.check_pages, step, ints([num_pages]), **options)
 
 
 def take_inputs(memory: Memory) -> None:
@@ -233,10 +217,8 @@ def take_inputs(memory: Memory) -> None:
     for run in (5, 7):
         inputs = 4, 5, 30, 40, 1, 2, 11, 12, 13, 16, 32, 1, 2
         slots = [[2, 3, 9, 1, 8, TAKEN_BY_GRAPH, -1, runs_before, *inputs] for runs_before in (6, 5)]
-        outputs = [torch.stack([ints(slot) for slot in slots]), ints([run]), ints([6, 6, 8, 2])]
-        outputs += [garbage(size) for size in (5, 5, 5, 5, 5, 7)]
-        of = of_take_inputs(launch_take_inputs, Pads(5, 0)), of_take_inputs(twins.take_inputs, Pads(5, 0))
-        assert_same(memory, *of, [], outputs)
+        given, to = torch.stack([ints(slot) for slot in slots]), replace(published(), counts=ints([6, 6, 8, 2]))
+        assert_same(memory, launch_take_inputs, twins.take_inputs, given, ints([run]), to=to)
 
 
 WATCHED_PAGE_SIZE, FAR = 4, 0x3F7F7F7F
@@ -256,27 +238,21 @@ def watch_pages(memory: Memory) -> None:
     for written, null_page in ((40, True), (20, False)):
         pages = torch.tensor([(written << 32) + cell for cell in (7, 6, 7, 1, 1, 5, 3, 8)])
         rows = ints([38, 30, 6, 7, 40, 30, 7, 8, 40, 33, 1, 2, 39, 33, 1, 1, 30, 9, 9, 9, 40, 9, 9, 9]).view(3, 8)
-        outputs = [ints([4, 6, 41, 0]), entries.clone(), pages, rows]
-        inputs = [
-            ints([1, 2, 3, 4, FAR, FAR]),
-            ints([9, 6, 12, 4, FAR, FAR]),
-            ints([1, 4, 0, 1, FAR, FAR]),
-            ints([0, 1, 1, 1, 1, 3, FAR, FAR]),
-            ints([8, 2, 3, 4, 5, 3, FAR, FAR]),
-            ints([20, 26, 27, 99 * WATCHED_PAGE_SIZE, 0 if null_page else -1, 11, FAR, FAR]),
-            table,
-            ints([0, 1, 2, 9, FAR, FAR]),
-        ]
-
-        def launch(of: Callable[..., None], *tensors: Tensor, page_size: int) -> None:
-            *given, engine_row, counts, entries, pages, rows = tensors
-            of(counts, *given, engine_row, entries, pages, rows, page_size=page_size)
-
-        terms = TableTerms(null_page=null_page)
-        kernel, twin = (
-            partial(launch, of_watch_pages(each, terms)) for each in (launch_watch_pages, page_watch.watch_pages)
+        step = StepTensors.of(
+            NOTHING,
+            NO_PADS,
+            TableTerms(null_page=null_page),
+            counts=ints([4, 6, 41, 0]),
+            row_of_seq=ints([1, 2, 3, 4, FAR, FAR]),
+            kv_len=ints([9, 6, 12, 4, FAR, FAR]),
+            q_len=ints([1, 4, 0, 1, FAR, FAR]),
+            seq_of_token=ints([0, 1, 1, 1, 1, 3, FAR, FAR]),
+            position_of_token=ints([8, 2, 3, 4, 5, 3, FAR, FAR]),
+            slot_of_token=ints([20, 26, 27, 99 * WATCHED_PAGE_SIZE, 0 if null_page else -1, 11, FAR, FAR]),
+            table=table,
         )
-        assert_same(memory, kernel, twin, inputs, outputs, page_size=WATCHED_PAGE_SIZE)
+        given = step, ints([0, 1, 2, 9, FAR, FAR]), PageWatch(entries, pages, rows)
+        assert_same(memory, launch_watch_pages, page_watch.watch_pages, *given, page_size=WATCHED_PAGE_SIZE)
 
 
 def device_inputs(memory: Memory) -> None:
@@ -291,11 +267,11 @@ def device_inputs(memory: Memory) -> None:
         ([29, 1], [3, 1], [28, 9], [40, 40]),
         ([20, 30], [3, 2], [0, 0], [9, 27]),
     ):
-        inputs = [slot, *(ints(values) for values in (kv_len, q_len, [11, 12, 13, 14, 15], first_writable, stored))]
-        outputs = [ints([2, 5, 9, 0]), *(garbage(size) for size in (5, 5, 7))]
-        assert_same(
-            memory, of_device_inputs(launch_device_inputs), of_device_inputs(twins.device_inputs), inputs, outputs
-        )
+        ids = ints([11, 12, 13, 14, 15])
+        given = GivenInputs(ints(kv_len), ints(q_len), ids, ints(first_writable), ints(stored))
+        to = {"counts": ints([2, 5, 9, 0]), "kv_len": garbage(5), "q_len": garbage(5), "token_ids": garbage(7)}
+        step = StepTensors.of(NOTHING, **to)
+        assert_same(memory, launch_device_inputs, twins.device_inputs, slot, given, step)
 
 
 def draft_steps(memory: Memory) -> None:
@@ -306,7 +282,7 @@ def draft_steps(memory: Memory) -> None:
         partial(of_draft_steps(derive, Pads(5, 0)), num_seqs=4, branches=2, steps=3)
         for derive in (launch_draft_steps, twins.draft_steps)
     )
-    assert_same(memory, launch, twin, [ints([2, 4, 1, 0])], [kv_len, token_ids, mask_start, parents])
+    assert_same(memory, launch, twin, ints([2, 4, 1, 0]), kv_len, token_ids, mask_start, parents)
 
 
 def place_spans(memory: Memory) -> None:
@@ -314,10 +290,10 @@ def place_spans(memory: Memory) -> None:
     many = [(1, place, place + 1) for place in range(10, 80)]
     spans = torch.tensor([(0, 7, 9), *many, (2, 0, 1), (2, 1, 3), (5, 0, 9)], dtype=torch.int32)
     for num_tokens in (90, 40):
-        outputs = [ints([3, 78, 1, 0]), ints([9, 80, 4, 1]), ints([3, 70, 4, 1])]
-        outputs += [garbage(size) for size in (4, num_tokens, num_tokens, num_tokens)]
-        launch, twin = (of_place_spans(place) for place in (launch_place_spans, twins.place_spans))
-        assert_same(memory, launch, twin, [spans], outputs)
+        lengths = {"counts": ints([3, 78, 1, 0]), "kv_len": ints([9, 80, 4, 1]), "q_len": ints([3, 70, 4, 1])}
+        of_tokens = {name: garbage(num_tokens) for name in ("mask_positions", "span_begin", "span_end")}
+        step = StepTensors.of(NOTHING, mask_start=garbage(4), **lengths, **of_tokens)
+        assert_same(memory, launch_place_spans, twins.place_spans, spans, to=step)
 
 
 def visible_ranges(memory: Memory) -> None:
@@ -326,8 +302,19 @@ def visible_ranges(memory: Memory) -> None:
     places = [place for new, length in zip(q_len, kv_len, strict=True) for place in range(length - new, length)]
     seqs = [seq for seq, new in enumerate(q_len) for _ in range(new)]
     begins, ends = [0, 7, 7, 0, 0, 0, 0, 0, 0], [0, 9, 9, 1, 1, 1, 1, 2, 2]
-    inputs = [ints([3, 9, 1, 0]), ints(kv_len), ints(seqs + [2] * tail), ints(places + [0] * tail), ints([9, 26, 2])]
-    inputs += [torch.cat([ints(list(each)), garbage(tail)]) for each in (range(-4, 5), begins, ends)]
+    spans = {
+        name: torch.cat([ints(list(each)), garbage(tail)])
+        for name, each in (("window_start", range(-4, 5)), ("span_begin", begins), ("span_end", ends))
+    }
+    step = StepTensors.of(
+        NOTHING,
+        counts=ints([3, 9, 1, 0]),
+        kv_len=ints(kv_len),
+        seq_of_token=ints(seqs + [2] * tail),
+        position_of_token=ints(places + [0] * tail),
+        mask_start=ints([9, 26, 2]),
+        **spans,
+    )
     for visibility in (
         Visibility(masked=True),
         Visibility(window_right=UNLIMITED_WINDOW),
@@ -337,8 +324,7 @@ def visible_ranges(memory: Memory) -> None:
         Visibility(window_left=2, window_right=1),
         Visibility(window_right=2, masked=True),
     ):
-        launch = of_visible_ranges(launch_visible_ranges, visibility)
-        assert_same(memory, launch, of_visible_ranges(_twin_of_ranges, visibility), inputs, [garbage(12), garbage(12)])
+        assert_same(memory, launch_visible_ranges, _twin_of_ranges, step, visibility, garbage(12), garbage(12))
 
 
 def _twin_of_ranges(step: StepTensors, visibility: Visibility, first: Tensor, end: Tensor) -> None:
@@ -354,11 +340,8 @@ def place_trees(memory: Memory) -> None:
     right, wrong = [0, 0, 1, 2, 9, 9, 0, 0, 1, 9, 9, 9, 0, 0, 1, 2, 9, 9], [-1, 0, 0, 1, 2, -1, -1, 0, 1, 9, 3, 7]
     lines = [[-1, *right[1:6], -1, *right[7:12], -1, *right[13:]], [*wrong, -1, -1, 1, 2, 3, 0]]
     for nodes_before, branches, num_tokens, num_starts in ((0, 0, 9, 9), (2, 0, 5, 5), (2, 2, 9, 9), (3, 0, 9, 0)):
-        launch, twin = (
-            partial(of_place_trees(place), nodes_before=nodes_before, branches=branches, window_left=1)
-            for place in (launch_place_trees, twins.place_trees)
-        )
         for parents in lines:
-            outputs = [ints([3, 7, 1, 0]), ints([9, 5, 7, 0]), ints([3, 2, 2, 0])]
-            outputs += [garbage(size) for size in (4, 3, num_tokens, num_starts)]
-            assert_same(memory, launch, twin, [ints(parents).view(3, 6)], outputs)
+            of_tokens = {"mask_start": garbage(4), "window_start": garbage(num_starts)}
+            step = masked([ints([3, 7, 1, 0]), ints([9, 5, 7, 0]), ints([3, 2, 2, 0])], 3, num_tokens, **of_tokens)
+            given: dict[str, Any] = {"nodes_before": nodes_before, "branches": branches, "window_left": 1, "to": step}
+            assert_same(memory, launch_place_trees, twins.place_trees, ints(parents).view(3, 6), **given)

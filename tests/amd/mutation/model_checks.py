@@ -1,6 +1,6 @@
 """Checks of the masks of a model's kernels: rotation, norms, gates, products of rows and experts, sums over ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,6 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
-from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
@@ -24,6 +23,7 @@ from tests.amd.kernels.model_cases import (
     assert_row_multiplied,
     sum_of_rows,
 )
+from tests.amd.mutation.arguments import placed, run_both
 from tests.amd.mutation.memory import PAGE_SIZE, Memory, gapped, ints
 
 
@@ -39,48 +39,31 @@ def rope_store(memory: Memory) -> None:
         (0, 24, False, (Encoding.E4M3FN, Scales.HEAD)),
         (24, 0, False, (Encoding.E5M2, Scales.TOKEN)),
     ):
-        q, k, v, q_out = gapped(4, 5, 24), gapped(4, 3, 24), gapped(4, 3, 40), gapped(4, 5, 24)
+        rows = Projected(gapped(4, 5, 24), gapped(4, 3, 24), gapped(4, 3, 40), gapped(4, 5, 24))
         pages = paged_rows(PageFormat(encoding, PoolKind.SPLIT, PAGE_SIZE, 3, 24, 40, scales))
-        tokens = [ints([3, 8, 0, 7]), ints([4, 6, 1, 9]), ints([2, 4, 1, 0])]
+        tokens = TokenPlaces(ints([3, 8, 0, 7]), ints([4, 6, 1, 9]), ints([2, 4, 1, 0]))
         rope = RopeTable(torch.rand(8, turned), RopePairs.NEIGHBOURS, at_end) if turned else None
         norms = [RowNorm(torch.rand(dim), 1e-5, 1.0) for dim in (normed, normed, 40)] if normed else [None] * 3
-        wanted = Projected(q, k, v, q_out.clone()), copied(pages, torch.clone), [one.clone() for one in tokens]
-        placed = Projected(*map(memory.put, (q, k, v, q_out))), copied(pages, memory.put), [*map(memory.put, tokens)]
-        rope_twins.rope_store(wanted[0], TokenPlaces(*wanted[2]), QkvWork(rope, *norms), wanted[1])
-        work = QkvWork(placed_rope(memory, rope), *(placed_norm(memory, norm) for norm in norms))
-        launch_rope_store(placed[0], TokenPlaces(*placed[2]), work, placed[1])
-        (got, got_pages, _), (want, want_pages, _) = placed, wanted
+        given = rows, tokens, QkvWork(rope, *norms), pages
+        ((got, *_, got_pages), _), ((want, *_, want_pages), _) = run_both(
+            memory, launch_rope_store, rope_twins.rope_store, *given
+        )
         assert_alike([got.q_out, *got_pages.read(ints(range(5)))], [want.q_out, *want_pages.read(ints(range(5)))])
-        memory.assert_surroundings_untouched()
     for dims, scales in (((396, 384), Scales.GROUP), ((256, 256), Scales.FOOTER)):
         rope_store_of_records(memory, PageFormat(Encoding.E4M3FN, PoolKind.LATENT, PAGE_SIZE, 1, *dims, scales))
 
 
 def rope_store_of_records(memory: Memory, form: PageFormat) -> None:
     """Checks a head of three groups, and pairs after them. Records that no token has keep their values."""
-    rows = [gapped(4, heads, form.head_dim) for heads in (5, 1, 5)]
-    tokens = [ints([3, 7, 0, 7]), ints([4, 6, 1, 9]), ints([2, 4, 1, 0])]
+    q, k, q_out = (gapped(4, heads, form.head_dim) for heads in (5, 1, 5))
+    tokens = TokenPlaces(ints([3, 7, 0, 7]), ints([4, 6, 1, 9]), ints([2, 4, 1, 0]))
     rope = RopeTable(torch.rand(8, form.head_dim - form.coded), RopePairs.NEIGHBOURS, at_end=True)
-    norm = RowNorm(torch.rand(form.coded), 1e-5, 1.0)
-    records = torch.full((5, form.line), 0x3F, dtype=torch.uint8)
-    of_work = (rope, norm), (placed_rope(memory, rope), placed_norm(memory, norm))
-    read = []
-    for store, put, work in (
-        (rope_twins.rope_store, torch.clone, of_work[0]),
-        (launch_rope_store, memory.put, of_work[1]),
-    ):
-        pages = LayerPages.latent(put(records).view(form.encoding.dtype), form)
-        q, k, q_out = map(put, rows)
-        store(
-            Projected(q, k, k[..., : form.v_head_dim], q_out),
-            TokenPlaces(*map(put, tokens)),
-            QkvWork(work[0], k_norm=work[1]),
-            pages,
-        )
-        read.append(pages.read(ints(range(5))))
-    for want, got in zip(*read, strict=True):
-        torch.testing.assert_close(got, want, rtol=0.13, atol=1e-5)
-    memory.assert_surroundings_untouched()
+    work = QkvWork(rope, k_norm=RowNorm(torch.rand(form.coded), 1e-5, 1.0))
+    records = torch.full((5, form.line), 0x3F, dtype=torch.uint8).view(form.encoding.dtype)
+    given = Projected(q, k, k[..., : form.v_head_dim], q_out), tokens, work, LayerPages.latent(records, form)
+    got, want = run_both(memory, launch_rope_store, rope_twins.rope_store, *given)
+    for found, wanted in zip(*(each[0][-1].read(ints(range(5))) for each in (got, want)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.13, atol=1e-5)
 
 
 def finish(memory: Memory) -> None:
@@ -93,23 +76,9 @@ def finish(memory: Memory) -> None:
         (0, of_elements, 5),
     ):
         rope = RopeTable(torch.rand(8, turned), RopePairs.NEIGHBOURS, at_end=True) if turned else None
-        positions, counts, want = ints([7, 0, 8, 3, 7]), ints([4, num_tokens, 1, 0]), gapped(5, 5, 24)
-        got = memory.put(want)
-        rope_twins.finish(want, gate, rope, positions, counts)
-        gates = None if gate is None else memory.put(gate)
-        launch_finish(got, gates, placed_rope(memory, rope), memory.put(positions), memory.put(counts))
-        assert_alike([got], [want])
-        memory.assert_surroundings_untouched()
-
-
-def placed_rope(memory: Memory, rope: RopeTable | None) -> RopeTable | None:
-    """Puts a table into memory."""
-    return None if rope is None else replace(rope, cos_sin=memory.put(rope.cos_sin))
-
-
-def placed_norm(memory: Memory, norm: RowNorm | None) -> RowNorm | None:
-    """Puts a norm's weights into memory."""
-    return None if norm is None else replace(norm, weight=memory.put(norm.weight))
+        given = gapped(5, 5, 24), gate, rope, ints([7, 0, 8, 3, 7]), ints([4, num_tokens, 1, 0])
+        got, want = run_both(memory, launch_finish, rope_twins.finish, *given)
+        assert_alike(got[0][:1], want[0][:1])
 
 
 def paged_rows(form: PageFormat) -> LayerPages:
@@ -124,12 +93,6 @@ def paged_rows(form: PageFormat) -> LayerPages:
         by_page = (5,) if form.scales is Scales.TOKEN else ()
         scales = [torch.rand(*by_page, *form.scale_shape) + 0.5 for _ in sides]
     return LayerPages(sides[0], sides[1], form, *scales)
-
-
-def copied(pages: LayerPages, copy: Callable[[Tensor], Tensor]) -> LayerPages:
-    """Copies the memory of pages by a function that need not support eight-bit dtypes."""
-    k, v = (copy(raw).view(pages.format.encoding.dtype) for raw in (pages.raw_k, pages.raw_v))
-    return LayerPages(k, v, pages.format, *(s if s is None else copy(s) for s in (pages.k_scale, pages.v_scale)))
 
 
 def assert_alike(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
@@ -179,10 +142,9 @@ def experts(memory: Memory) -> None:
     problem = replace(
         problem, x=rows_with_gaps(problem.x), weight=rows_with_gaps(problem.weight), expert=4 - problem.expert
     )
-    assert problem.bias is not None
-    placed = [memory.put(each) for each in (problem.x, problem.weight, problem.bias)]
-    out, groups = memory.put(rows_with_gaps(problem.empty_out())), ExpertGroups(*map(memory.put, problem.groups))
-    launch_expert_product(placed[0], placed[1], placed[2], groups, out, tiles=tiles)
+    x, weight, bias, groups = placed(memory, (problem.x, problem.weight, problem.bias, problem.groups))
+    out = memory.put(rows_with_gaps(problem.empty_out()))
+    launch_expert_product(x, weight, bias, groups, out, tiles=tiles)
     problem.assert_served(out)
     memory.assert_surroundings_untouched()
 

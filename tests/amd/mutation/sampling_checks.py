@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels that shape, cut and pick from logits."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,8 @@ from rocm_attn.kernels.sampling.likeliest import launch_likeliest
 from rocm_attn.kernels.sampling.parameter_columns import IN_PROMPT
 from rocm_attn.kernels.sampling.pick_rows import launch_pick_rows
 from rocm_attn.kernels.sampling.shape_rows import launch_shape_rows
-from tests.amd.mutation.memory import Memory, assert_same, garbage
+from tests.amd.mutation.arguments import assert_same
+from tests.amd.mutation.memory import Memory, garbage
 
 UNWRITTEN = -0x7F7F7F7F
 
@@ -62,25 +61,22 @@ def pick_rows(memory: Memory) -> None:
     logits[2] = 0.0
     logits[0, 4098] = 9.0
     terms = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.9, 0.41], [0.0, 0.0, 0.0]])
-    kernel, twin = (partial(pick, num_drawing=1) for pick in (launch_pick_rows, sampling.pick_rows))
-    outputs = [garbage(3), garbage(6).view(3, 2)]
-    assert_same(memory, kernel, twin, [logits, terms], outputs)
+    picked = garbage(3), garbage(6).view(3, 2)
+    assert_same(memory, launch_pick_rows, sampling.pick_rows, logits, terms, *picked, num_drawing=1)
 
 
 def shape_rows(memory: Memory) -> None:
     """Checks rows with counts, with a mask, and with both."""
     logits = torch.randn(3, 2 * VOCAB, generator=torch.Generator().manual_seed(2)).bfloat16()[:, :VOCAB]
-    *given, shaped = shaping(VOCAB)
-    assert_same(memory, launch_shape_rows, sampling.shape_rows, [logits, *given], [shaped])
+    assert_same(memory, launch_shape_rows, sampling.shape_rows, logits, *shaping(VOCAB))
 
 
 def cut_rows(memory: Memory) -> None:
     """Checks rows that keep a few tokens, the tokens near the best one, and all tokens."""
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)).mul(4).round()
-    assert_same(memory, launch_cut_rows, sampling.cut_rows, [asked_rows()], [logits])
+    assert_same(memory, launch_cut_rows, sampling.cut_rows, asked_rows(), logits)
 
 
 def likeliest(memory: Memory) -> None:
     """Asks for the best token of one row, and for more tokens of another row than have different logits."""
-    *given, found = finding(VOCAB)
-    assert_same(memory, launch_likeliest, sampling.likeliest, given, [found])
+    assert_same(memory, launch_likeliest, sampling.likeliest, *finding(VOCAB))

@@ -28,6 +28,7 @@ from tests.amd.kernels.sparse_cases import (
     build_selected,
     empty_selection,
 )
+from tests.amd.mutation.arguments import placed
 from tests.amd.mutation.memory import Memory
 
 CPU = torch.device("cpu")
@@ -59,29 +60,18 @@ def index_scores(memory: Memory) -> None:
 def placed_index(memory: Memory, problem: IndexProblem) -> IndexProblem:
     """The problem in memory, with a table that leads out of the pages after a sequence's end."""
     args = problem.args
-    assert args.weights is not None
     assert args.pages.scale is not None
     # The last page belongs to no sequence, and so do table entries that must not be read.
-    keys, scale = args.pages.keys[:-1].contiguous(), args.pages.scale[:-1].contiguous()
-    placed = args._replace(
-        q=memory.put(args.q),
-        weights=memory.put(args.weights),
-        pages=IndexPages(memory.put(keys), memory.put(scale)),
-        table=memory.put(args.table),
-        tokens=placed_tokens(memory, args.tokens),
-    )
-    return replace(problem, args=placed)
+    pages = IndexPages(args.pages.keys[:-1].contiguous(), args.pages.scale[:-1].contiguous())
+    tokens = in_the_sixth_place(args.tokens)
+    return replace(problem, args=placed(memory, args._replace(pages=pages, tokens=tokens)))
 
 
-def placed_tokens(memory: Memory, tokens: SparseTokens) -> SparseTokens:
-    """Tokens in memory; those of no sequence have a place all the same."""
+def in_the_sixth_place(tokens: SparseTokens) -> SparseTokens:
+    """Tokens, those of no sequence in a place all the same."""
     position = tokens.position_of_token.clone()
     position[int(tokens.num_tokens) :] = 5
-    return tokens._replace(
-        row_of_token=memory.put(tokens.row_of_token),
-        position_of_token=memory.put(position),
-        num_tokens=memory.put(tokens.num_tokens),
-    )
+    return tokens._replace(position_of_token=position)
 
 
 def top_k(memory: Memory) -> None:
@@ -95,8 +85,8 @@ def top_k(memory: Memory) -> None:
             cut = top_k_cut(40, indexing, longest_part=longest_part)
             one = torch.tensor([3], dtype=torch.int32)
             numbers = torch.tensor(positions, dtype=torch.int32)
-            tokens = placed_tokens(memory, SparseTokens(numbers, numbers, one, 1, 40))
-            selection = placed_selection(memory, empty_selection(4, indexing, CPU))
+            tokens = placed(memory, in_the_sixth_place(SparseTokens(numbers, numbers, one, 1, 40)))
+            selection = placed(memory, empty_selection(4, indexing, CPU))
             scratch = placed_scratch(memory, 4 * (cut.line_words - cut.stride)).view(torch.int32)
             launch_top_k(memory.put(given), scratch, tokens, selection, indexing=indexing, cut=cut)
             lines, seen = given.tolist(), [position + 1 for position in positions[:3]]
@@ -114,8 +104,9 @@ def candidates(memory: Memory) -> None:
     units = torch.tensor([[each + [NO_UNIT] * (3 - len(each))] for each in [*left, []]], dtype=torch.int32)
     counts = torch.tensor([[len(each)] for each in [*left, []]], dtype=torch.int32)
     position = torch.tensor([32, 0, 38, 0], dtype=torch.int32)
-    tokens = placed_tokens(memory, SparseTokens(position, position, torch.tensor([3], dtype=torch.int32), 1, 40))
-    among = placed_selection(memory, SelectedKeys(units, counts, 4))
+    three = torch.tensor([3], dtype=torch.int32)
+    tokens = placed(memory, in_the_sixth_place(SparseTokens(position, position, three, 1, 40)))
+    among = placed(memory, SelectedKeys(units, counts, 4))
     scores = memory.put(torch.zeros(4, 1, 40))
     launch_leave_out(scores, tokens, among, indexing=indexing)
     for line, (blocks, seen) in enumerate(zip([*left, []], [33, 1, 39, 0], strict=True)):
@@ -127,10 +118,6 @@ def candidates(memory: Memory) -> None:
 def placed_scratch(memory: Memory, words: int) -> Tensor:
     """Words that nothing was written to: a large number, and as float32 NaN."""
     return memory.put(torch.full((words,), GARBAGE, dtype=torch.int32).view(torch.float32)) if words else torch.empty(0)
-
-
-def placed_selection(memory: Memory, selection: SelectedKeys) -> SelectedKeys:
-    return selection._replace(units=memory.put(selection.units), counts=memory.put(selection.counts))
 
 
 def selected_attention(memory: Memory) -> None:
@@ -183,28 +170,15 @@ def placed_selected(memory: Memory, problem: SelectedProblem) -> SelectedProblem
     """The problem in memory; out and LSE have gaps between rows."""
     args, pages = problem.args, problem.args.pages
     assert args.lse is not None
-    assert args.sinks is not None
-    assert isinstance(args.selection, SelectedKeys)
+    # The last page has no room after its rows and footer.
     if problem.case.latent:
-        # The last page has no room after its rows and footer.
-        line = pages.lines[0][:-1].flatten(1)
-        placed_pages = LayerPages.latent(memory.put(line.contiguous()).view(pages.k.dtype), pages.format)
+        pages = LayerPages.latent(pages.lines[0][:-1].flatten(1).contiguous().view(pages.k.dtype), pages.format)
     else:
-        k, v = (memory.put(each[:-1].contiguous()) for each in (pages.k, pages.v))
-        placed_pages = LayerPages(k, v, pages.format)
+        pages = LayerPages(pages.k[:-1].contiguous(), pages.v[:-1].contiguous(), pages.format)
     out = torch.zeros(*args.out.shape[:2], args.out.shape[2] + 3)[..., : args.out.shape[2]]
     lse = torch.zeros(args.lse.shape[1] + 2, args.lse.shape[0]).t()[:, : args.lse.shape[1]]
-    placed = args._replace(
-        q=memory.put(args.q),
-        pages=placed_pages,
-        table=memory.put(args.table),
-        tokens=placed_tokens(memory, args.tokens),
-        selection=placed_selection(memory, args.selection),
-        out=memory.put(out),
-        lse=memory.put(lse),
-        sinks=memory.put(args.sinks),
-    )
-    return replace(problem, args=placed)
+    tokens = in_the_sixth_place(args.tokens)
+    return replace(problem, args=placed(memory, args._replace(pages=pages, tokens=tokens, out=out, lse=lse)))
 
 
 def check_selection(memory: Memory) -> None:
@@ -213,9 +187,10 @@ def check_selection(memory: Memory) -> None:
     for last, fault in ((right, 0), ([0, 1, 2, 3, 3], NOT_ASCENDING)):
         units = [[right], [last]]
         counts = torch.full((2, 1), 5, dtype=torch.int32)
-        selection = placed_selection(memory, SelectedKeys(torch.tensor(units, dtype=torch.int32), counts, 2))
+        selection = placed(memory, SelectedKeys(torch.tensor(units, dtype=torch.int32), counts, 2))
         position, two = torch.tensor([9, 9], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         faults = memory.put(torch.zeros(1, dtype=torch.int32))
-        launch_check_selection(selection, placed_tokens(memory, SparseTokens(position, position, two, 1, 10)), faults)
+        tokens = placed(memory, in_the_sixth_place(SparseTokens(position, position, two, 1, 10)))
+        launch_check_selection(selection, tokens, faults)
         assert faults.tolist() == [fault]
         memory.assert_surroundings_untouched()

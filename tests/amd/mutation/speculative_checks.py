@@ -1,7 +1,5 @@
 """Checks of the masks of the kernels that accept drafts."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -14,9 +12,8 @@ from rocm_attn.kernels.speculative.arguments import EMITTED_WORDS, Accepted, Pro
 from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_step import launch_next_step
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
-from tests.amd.mutation.memory import Memory, assert_same
-
-Launch = Callable[..., None]
+from tests.amd.mutation.arguments import assert_same
+from tests.amd.mutation.memory import Memory
 
 # Trees of up to five nodes; the third sequence has none, and later ones have no line of parents.
 PARENTS = [[-1, 0, 0, 1, 2], [-1, 0, 7, 2, 3], [5, 5, 5, 5, 5]]
@@ -31,42 +28,12 @@ def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def of_accept_drawn(accept: Launch) -> Launch:
-    """Returns accept(drawn, token_ids, q_indptr, kv_len, parents, and Accepted's fields)."""
-    return lambda drawn, *tensors: accept(drawn, Verified(*tensors[:4]), Accepted(*tensors[4:]))
+# Three picked tokens of each of four sequences.
+PICKED = (4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3)
 
 
-def of_accept_sampled(accept: Launch) -> Launch:
-    """Returns accept(Probabilities' fields, token_ids, q_indptr, kv_len, parents, and Accepted's fields)."""
-    return lambda *tensors: accept(Probabilities(*tensors[:4]), Verified(*tensors[4:8]), Accepted(*tensors[8:]))
-
-
-def of_move_paths(move: Launch, no_page: int) -> Launch:
-    """Returns move(path, num_accepted, kv_len, row_of_seq, table, pages in AlikePages' form)."""
-
-    def of_tensors(path: Tensor, num: Tensor, kv_len: Tensor, rows: Tensor, table: Tensor, pages: Tensor) -> None:
-        move(AlikePages.of(pages.unbind()), AcceptedPaths(path, num, kv_len, rows, table, no_page))
-
-    return of_tensors
-
-
-def of_next_round(next_step: Launch, width: int) -> Launch:
-    """Returns next_step(picked, row_of_seq, limit, and its outputs, named as in SpeculativeStep)."""
-
-    def of_tensors(picked: Tensor, rows: Tensor, limit: Tensor, *written: Tensor) -> None:
-        counts, kv_len, token_ids, texts, emitted = written
-        next_step(picked, SpeculativeStep(counts, rows, kv_len, token_ids, texts, limit, emitted), width)
-
-    return of_tensors
-
-
-def rounds(last_limit: int) -> list[Tensor]:
-    """Returns three picked tokens of each of four sequences; rows; limits, of which the last one must be 9."""
-    return [ints([4, 5, 6, 1, 2, 1, 7, 8, 9, 3, 3, 3]), ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit])]
-
-
-def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
-    """Returns counts, with an error word, kv_len, token_ids and one more, texts, and emitted.
+def speculative_step(last_limit: int, garbage: int, error: int = 64) -> SpeculativeStep:
+    """Returns a step with an error word. last_limit: of the last sequence, which must be 9
 
     The first text is one token long, the second wraps around, the third repeats itself once, the last one never.
     """
@@ -77,21 +44,17 @@ def of_rounds(garbage: int, error: int = 64) -> list[Tensor]:
     texts[3, :4] = ints([9, 8, 7, 6])
     ids = ints([4, 4, 5, 2, 1, 2, 6, 7, 8, 6, 3, 3, garbage])
     emitted = torch.full((4, EMITTED_WORDS), garbage, dtype=torch.int32)
-    return [
-        ints([4, 12, 7, error]),
-        ints([3, 1034, 8, 6]),
-        ids,
-        texts,
-        emitted,
-    ]
+    counts, kv_len = ints([4, 12, 7, error]), ints([3, 1034, 8, 6])
+    rows, limits = ints([2, 4, 0, 3]), ints([40, 1050, 11, last_limit])
+    return SpeculativeStep(counts, rows, kv_len, ids, texts, limits, emitted)
 
 
-def trees() -> list[Tensor]:
-    """Returns token_ids, q_indptr, kv_len and parents, whose rows have a stride."""
+def trees() -> Verified:
+    """Returns trees; rows of parents have a stride."""
     parents = torch.full((3, 7), 1 << 20, dtype=torch.int32)
     parents[:, :5] = torch.tensor(PARENTS)
     q_indptr = ints([sum(Q_LEN[:seq]) for seq in range(6)])
-    return [ints([9, _NO_TOKEN, 2, 3, 4, 9, 5, 6, 9, 7]), q_indptr, ints(KV_LEN), parents[:, :5]]
+    return Verified(ints([9, _NO_TOKEN, 2, 3, 4, 9, 5, 6, 9, 7]), q_indptr, ints(KV_LEN), parents[:, :5])
 
 
 def drawn() -> Tensor:
@@ -99,7 +62,7 @@ def drawn() -> Tensor:
     return ints([2, 0, 4, 0, 8, 5, 3, 0, 7, 10])
 
 
-def probabilities() -> list[Tensor]:
+def probabilities() -> Probabilities:
     """Returns random probabilities in rows with gaps, and uniform numbers that accept some drafts and refuse others."""
     generator = torch.Generator().manual_seed(5)
     rows = torch.rand(2, sum(Q_LEN), VOCAB + 2, generator=generator)[..., :VOCAB]
@@ -107,24 +70,24 @@ def probabilities() -> list[Tensor]:
     target = torch.zeros(sum(Q_LEN), VOCAB + 2)[:, :VOCAB].copy_(rows[0])
     draft = torch.zeros(sum(Q_LEN), VOCAB + 2)[:, :VOCAB].copy_(rows[1])
     uniform = torch.rand(2, sum(Q_LEN), generator=generator)
-    return [target, draft, uniform[0].clone(), uniform[1].clone()]
+    return Probabilities(target, draft, uniform[0].clone(), uniform[1].clone())
 
 
-def room(garbage: int) -> list[Tensor]:
-    """Returns Accepted's fields, filled with garbage."""
+def room(garbage: int) -> Accepted:
+    """Returns room for what is accepted, filled with garbage."""
     accepted = Accepted.empty(5, 5, torch.device("cpu"))
-    return [each.fill_(garbage) for each in accepted]
+    return Accepted(*(each.fill_(garbage) for each in accepted))
 
 
-def paths() -> list[Tensor]:
-    """Returns path, num_accepted, kv_len, row_of_seq and a table of pages of two tokens, one entry of which is no page.
+def paths(no_page: int) -> AcceptedPaths:
+    """Returns paths over a table of pages of two tokens, one entry of which is no page.
 
     The third sequence reaches past its line, and the last one to the last token of the last page.
     """
     path = torch.tensor([[0, 2, 3, 5, -1, -1], [0, 3, 4, -1, -1, -1], [0, 4, -1, -1, -1, -1], [0, 1, 2, 3, 5, 7]])
     table = torch.zeros(5, 6, dtype=torch.int32)
     table[1:, :4] = torch.tensor([[3, 1, 4, 2], [5, 9, 0, 6], [7, 8, 10, 11], [12, 13, 14, 15]])
-    return [path.int(), ints([3, 2, 1, 5]), ints([5, 4, 6, 6]), ints([2, 1, 3, 4]), table[:, :4]]
+    return AcceptedPaths(path.int(), ints([3, 2, 1, 5]), ints([5, 4, 6, 6]), ints([2, 1, 3, 4]), table[:, :4], no_page)
 
 
 def layers_of_pages() -> Tensor:
@@ -138,26 +101,27 @@ _GARBAGE = 0x5A5A5A5A
 
 def accept_drawn(memory: Memory) -> None:
     """Checks trees of five nodes, of three, of none, and one without a line of parents."""
-    launch, twin = of_accept_drawn(launch_accept_drawn), of_accept_drawn(twins.accept_drawn)
-    assert_same(memory, launch, twin, [drawn(), *trees()], room(_GARBAGE))
+    assert_same(memory, launch_accept_drawn, twins.accept_drawn, drawn(), trees(), room(_GARBAGE))
 
 
 def accept_sampled(memory: Memory) -> None:
     """Checks the same trees, and rows of a few tokens with gaps after them."""
-    launch, twin = of_accept_sampled(launch_accept_sampled), of_accept_sampled(twins.accept_sampled)
-    assert_same(memory, launch, twin, [*probabilities(), *trees()], room(_GARBAGE))
+    assert_same(memory, launch_accept_sampled, twins.accept_sampled, probabilities(), trees(), room(_GARBAGE))
 
 
 def move_paths(memory: Memory) -> None:
     """Checks paths within rows of the table, at an invalid page, and past a row's end."""
+    launch, twin = (
+        lambda layers, given, move=move: move(AlikePages.of(layers.unbind()), given)
+        for move in (launch_move_paths, twins.move_paths)
+    )
     for no_page in (0, -1):
-        launch, twin = of_move_paths(launch_move_paths, no_page), of_move_paths(twins.move_paths, no_page)
-        assert_same(memory, launch, twin, paths(), [layers_of_pages()])
+        assert_same(memory, launch, twin, layers_of_pages(), paths(no_page))
 
 
 def next_step(memory: Memory) -> None:
     """Checks texts of one token and of more than a block, some with repetitions, and a length that is cut or kept."""
-    launch, twin = of_next_round(launch_next_step, 3), of_next_round(twins.next_step, 3)
     # Programs run in any order: the reports of a program are there before, or none are.
     for last_limit, error in ((8, 64 | LENGTH_BEYOND_BOUND), (9, 64)):
-        assert_same(memory, launch, twin, rounds(last_limit), of_rounds(_GARBAGE, error))
+        step = speculative_step(last_limit, _GARBAGE, error)
+        assert_same(memory, launch_next_step, twins.next_step, ints([*PICKED]), step, width=3)

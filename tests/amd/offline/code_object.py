@@ -13,8 +13,9 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 
 from rocm_lab.simulator.code_figures import CodeFigures, only_match
+from tests.amd.offline.nvidia_code import PRODUCTS, Code, machine_code
 from tests.amd.offline.unwritten_registers import unwritten_registers
-from tests.amd.offline.warpgroup_products import PRODUCTS, Instruction, instructions, touched_while_running
+from tests.amd.offline.warpgroup_products import touched_while_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,9 @@ def read_amd_code(compiled: CompiledKernel) -> AmdCode:
 
 def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
     """Returns the resources of a kernel compiled for cuda. Raises ValueError if a tool does not state one."""
-    report = _cuobjdump(compiled, "-res-usage")
+    report = _resource_usage(compiled)
+    # nvdisasm of CUDA 13 says nothing of registers in code for older GPUs.
+    code = machine_code(compiled) if compiled.metadata.target.arch >= 90 else None
     has_warpgroup_products = "wgmma.mma_async" in compiled.asm["ptx"]
     return NvidiaCode(
         registers=int(only_match(r"\bREG:(\d+)", report)),
@@ -71,32 +74,28 @@ def read_nvidia_code(compiled: CompiledKernel) -> NvidiaCode:
         shared_bytes=compiled.metadata.shared,
         matrix_ops=len(re.findall(r"(?m)^\s+(?:@\S+\s+)?(?:wgmma\.mma_async|mma)\.", compiled.asm["ptx"])),
         has_dot=_has_dot(compiled),
-        touched=_touched(machine_code(compiled)) if has_warpgroup_products else (),
-        # nvdisasm of CUDA 13 says nothing of registers in code for older GPUs.
-        unwritten=tuple(unwritten_registers(compiled)) if compiled.metadata.target.arch >= 90 else (),
+        touched=_touched(code) if code is not None and has_warpgroup_products else (),
+        unwritten=tuple(unwritten_registers(code)) if code is not None else (),
     )
 
 
-def _touched(code: list[Instruction]) -> tuple[str, ...]:
+def _touched(code: Code) -> tuple[str, ...]:
     """Returns accesses to running products, of code that has products. Raises ValueError if no product is found."""
-    opcodes = {each.opcode for each in code}
+    opcodes = {each.opcode for each in code.steps}
     if not any(opcode.startswith(PRODUCTS) for opcode in opcodes) or "WARPGROUP.DEPBAR.LE" not in opcodes:
         raise ValueError(
-            f"cuobjdump lists none of {PRODUCTS} and no wait for it, where PTX has wgmma; it lists {len(code)} lines"
+            f"nvdisasm lists none of {PRODUCTS} and no wait for it, where PTX has wgmma; it lists {len(code.steps)} "
+            "instructions"
         )
     return tuple(touched_while_running(code))
 
 
-def machine_code(compiled: CompiledKernel) -> list[Instruction]:
-    return instructions(_cuobjdump(compiled, "-sass"))
-
-
-def _cuobjdump(compiled: CompiledKernel, what: str) -> str:
+def _resource_usage(compiled: CompiledKernel) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         return subprocess.run(
-            [knobs.nvidia.cuobjdump.path, what, cubin.name], capture_output=True, text=True, check=True
+            [knobs.nvidia.cuobjdump.path, "-res-usage", cubin.name], capture_output=True, text=True, check=True
         ).stdout
 
 

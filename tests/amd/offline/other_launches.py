@@ -42,7 +42,6 @@ from rocm_attn.kernels.speculative.next_step import launch_next_step
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.problem import Problem
 from rocm_attn.providers.triton import TRITON
-from tests.amd.kernels.launches_of_tensors import of_pack_mask
 
 # Tokens of a sequence, at most.
 KV_LEN = 256
@@ -120,8 +119,9 @@ def launch_of_engines(page_size: int) -> None:
         pages = torch.empty(width, page_size, 2, 128, dtype=torch.bfloat16)
         TRITON.ops().store_kv(k, k, of_seq, counts, LayerPages.plain(pages, pages), null_page=False)
         cells, indptr = torch.empty(num_seqs, dtype=torch.uint8), torch.empty(num_seqs + 1, dtype=torch.int64)
-        lengths = counts, of_seq, of_seq, of_seq
-        of_pack_mask(launch_pack_mask)(cells, given, *lengths, indptr, of_seq, of_seq, of_seq, window_left=1)
+        masked = ("kv_len", "q_len", "seq_of_token", "mask_words", "mask_positions", "window_start")
+        of_mask = StepTensors.of(of_seq[:0], counts=counts, mask_indptr=indptr, **dict.fromkeys(masked, of_seq))
+        launch_pack_mask(cells, given, window_left=1, to=of_mask)
     names = ("row_of_seq", "kv_len", "q_len", "seq_of_token", "position_of_token", "slot_of_token")
     of_step = dict.fromkeys(names, of_seq)
     watch = PageWatch.of(num_seqs, width, width, table.device)

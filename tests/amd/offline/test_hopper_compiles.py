@@ -27,8 +27,9 @@ from tests.amd.kernels.attention_cases import Case, build, extend_cut, garbage
 from tests.amd.kernels.latent_cases import latent_decode_args
 from tests.amd.kernels.sparse_cases import SelectedCase, Step, empty_selection
 from tests.amd.offline.barriers import misused_barriers
-from tests.amd.offline.code_object import machine_code, read_nvidia_code
+from tests.amd.offline.code_object import read_nvidia_code
 from tests.amd.offline.early_launches import assert_waits
+from tests.amd.offline.nvidia_code import machine_code
 from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.state_matrix import ROWS as STATE_ROWS
 from tests.amd.offline.unwritten_registers import unwritten_registers
@@ -208,7 +209,7 @@ def test_attention_over_a_selection_does_too(records: bool, tokens: int) -> None
     assert (kernel.name, len(merge)) == ("_hopper_selected_kernel", tokens == 2)
     assert_sound(kernel, SPILLED_OF_RECORDS if records else SPILLED_OF_SELECTIONS)
     waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))
-    assert [each.opcode for each in machine_code(kernel)].count("WARPGROUP.DEPBAR.LE") == waits
+    assert [each.opcode for each in machine_code(kernel).steps].count("WARPGROUP.DEPBAR.LE") == waits
 
 
 @pytest.mark.parametrize("layer", ["kimi_linear", pytest.param("qwen3_next", marks=pytest.mark.nightly)])
@@ -218,7 +219,7 @@ def test_chunks_of_recurrent_layers_do_too(layer: str) -> None:
     for name in ("_hopper_chunk_rows_kernel", "_hopper_chunk_walk_kernel"):
         assert_sound(kernels[name], SPILLED_OF_STATES)
         waits = len(re.findall(r"wgmma\.wait_group", kernels[name].asm["ptx"]))
-        assert [each.opcode for each in machine_code(kernels[name])].count("WARPGROUP.DEPBAR.LE") == waits
+        assert [each.opcode for each in machine_code(kernels[name]).steps].count("WARPGROUP.DEPBAR.LE") == waits
 
 
 def blank_selected(case: SelectedCase) -> SelectedArgs:
@@ -254,8 +255,8 @@ def assert_fast(
     assert_waits(kernel, reads_before=False)
     assert_waits(merge, reads_before=True)
     assert_sound(kernel, spilled)
-    assert not unwritten_registers(merge)
-    opcodes = [each.opcode for each in machine_code(kernel)]
+    assert not [*unwritten_registers(machine_code(merge))]
+    opcodes = [each.opcode for each in machine_code(kernel).steps]
     assert ("VOTE.ANY" in opcodes) == parameters_to_scale
     waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))
     assert opcodes.count("WARPGROUP.DEPBAR.LE") == waits

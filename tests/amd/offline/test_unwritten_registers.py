@@ -16,15 +16,16 @@ from rocm_attn.providers.triton_segments import RIGHT_TRITON
 from tests.amd.offline import sparse_matrix, state_matrix
 from tests.amd.offline.compiling import OLDEST_TRITON, ONLY_OLDEST, compiled_kernels
 from tests.amd.offline.matrix import ROWS, Row, launch_mixed_step, launch_rest
+from tests.amd.offline.nvidia_code import machine_code
 from tests.amd.offline.offline_driver import compiled_by, last_compiled_by
 from tests.amd.offline.unwritten_registers import reads_of_unwritten, unwritten_registers
 
 # Registers of each kind, of which a listing here has few.
-COLUMNS = {"R": 4, "P": 2, "UR": 8, "UP": 2}
+COLUMNS = {"R": 8, "P": 2, "UR": 8, "UP": 2}
 HEADS = """\
 \t.section\t.text.kernel,"ax",@progbits
  // |  GPR  | PRED  |  UGPR  | UPRED  |
- // |  # 0123  |  # 01  |  # 01234567  |  # 01  |
+ // |  # 01234567  |  # 01  |  # 01234567  |  # 01  |
 """
 
 
@@ -142,7 +143,7 @@ UNEVEN = ((8, 24), (16, 64), (64, 128), (72, 40), (128, 64), (128, 256), (256, 1
 def found_in(kernels: Iterable[CompiledKernel]) -> list[str]:
     kernels = list(kernels)
     assert kernels
-    return [line for kernel in kernels for line in unwritten_registers(kernel)]
+    return [line for kernel in kernels for line in unwritten_registers(machine_code(kernel))]
 
 
 def layer_of(dims: tuple[int, int], *, scored: bool) -> Problem:

@@ -1,107 +1,78 @@
 """Choices among the blocks that an earlier choice left (DeepSeek-V4.1), eager and in graphs, against float64."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
-from rocm_attn.capture.check import NO_CHECK
-from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadTensor, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import Indexer, PoolKind, Problem
-from rocm_attn.selection.build import build_runtime
-from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from tests.amd.kernels.sparse_cases import candidates_of
 from tests.amd.tolerances import assert_attention_close
-from tests.amd.worlds.world import ALL_ON
+from tests.amd.worlds.world import Request, Rows, World, is_right
 
-HEADS, DIM, INDEX_HEADS, INDEX_DIM, ROOM = 4, 16, 2, 16, 64
 INDEXING = Indexing(0.25, top=3, last_unit=LastUnit.LEFT_OUT, candidate_blocks=2, block_keys=4)
-LAYER = Problem(
-    HEADS, 1, DIM, torch.float32, 8, pool=PoolKind.LATENT, indexer=Indexer(INDEX_HEADS, INDEX_DIM, INDEXING)
-)
-NOTHING_LEFT = replace(LAYER, indexer=Indexer(INDEX_HEADS, INDEX_DIM, replace(INDEXING, candidate_blocks=0)))
+LAYER = Problem(4, 1, 16, torch.float32, 8, pool=PoolKind.LATENT, indexer=Indexer(2, 16, INDEXING))
+NOTHING_LEFT = replace(LAYER, indexer=Indexer(2, 16, replace(INDEXING, candidate_blocks=0)))
 
 
-class Choosing:
-    """Requests over layer 0, which chooses and leaves blocks, and two choices among them by other queries.
+class Choosing(World):
+    """Layer 0 chooses and leaves blocks, and the queries of the other layers choose among them.
 
     between: layers that select between these
     """
 
-    def __init__(self, device: torch.device, provider: str, *, graphs: bool = False, guards: Guards = ALL_ON) -> None:
-        self.between: tuple[int, ...] = ()
-        options = RuntimeOptions(num_pages=40, max_num_seqs=3, max_kv_len=64, capture_sizes=(3,), provider=provider)
-        self.runtime = build_runtime([LAYER, LAYER, NOTHING_LEFT], options, device=device, guards=guards)
-        self.k, self.index_k = self._zeros(1, DIM), self._zeros(INDEX_DIM)
-        self.q = [self._zeros(HEADS, DIM) for _ in range(3)]
-        self.index_q = [self._zeros(INDEX_HEADS, INDEX_DIM) for _ in range(3)]
-        self.out = [self._zeros(HEADS, DIM) for _ in range(3)]
-        recorder = recorder_for(device) if graphs else None
-        self.runner = StepRunner(self.runtime, self.forward, recorder, check=NO_CHECK)
-        self.generator = torch.Generator().manual_seed(0)
-        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
+    between: tuple[int, ...] = ()
 
-    def _zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(ROOM, *shape, device=self.runtime.device)
+    @classmethod
+    def of(cls, device: torch.device, provider: str, **more: Any) -> Choosing:
+        return cls.selecting([LAYER, LAYER, NOTHING_LEFT], device, provider, **more)
 
-    def forward(self, step: Part) -> Tensor:
+    def _attend(self, step: Part, rows_of_layers: Sequence[Rows]) -> None:
         at, calls = step.tokens, step.layers
-        for layer in range(3):
-            calls.store(layer, self.k[at], self.k[at])
-            calls.store_index(layer, self.index_k[at])
-        calls.select(0, self.index_q[0][at])
-        calls.attend_selected(0, self.q[0][at], self.out[0][at])
+        for layer, rows in enumerate(rows_of_layers):
+            calls.store(layer, rows.k[at], rows.v[at])
+            calls.store_index(layer, rows.index_k[at])
+        first, *later = rows_of_layers
+        calls.select(0, first.index_q[at], first.weights[at])
+        calls.attend_selected(0, first.q[at], first.out[at])
         for layer in self.between:
-            calls.select(layer, self.index_q[1][at])
-        for choice in (1, 2):
-            calls.select_among(0, self.index_q[choice][at])
-            calls.attend_selected(0, self.q[choice][at], self.out[choice][at])
-        return self.out[2][at][step.last_token_of_seq.long()]
+            calls.select(layer, later[0].index_q[at], later[0].weights[at])
+        for rows in later:
+            calls.select_among(0, rows.index_q[at], rows.weights[at])
+            calls.attend_selected(0, rows.q[at], rows.out[at])
 
-    def step(self, rows: list[int], q_len: list[int]) -> None:
-        for given in (self.k, self.index_k, *self.q, *self.index_q):
-            given.copy_(torch.randn(given.shape, generator=self.generator))
-        first = 0
-        for row, new in zip(rows, q_len, strict=True):
-            place = slice(first, first + new)
-            k, index_k = self.stored.get(row, (self.k[:0], self.index_k[:0]))
-            self.stored[row] = torch.cat([k, self.k[place]]), torch.cat([index_k, self.index_k[place]])
-            self.runtime.table.reserve(row, len(self.stored[row][0]))
-            first += new
-        kv_len = [len(self.stored[row][0]) for row in rows]
-        self.runner.run(StepBatch(rows, kv_len, q_len, NO_TOKEN_IDS))
+    def check_step(self, requests: Sequence[Request], q_len: Sequence[int]) -> None:
+        places = iter(self.places.tolist())
+        for request, new in zip(requests, q_len, strict=True):
+            for position in range(request.kv_len - new, request.kv_len):
+                place = next(places)
+                for rows in self.rows:
+                    want = self.wanted(request, position, place, rows)
+                    assert_attention_close(rows.out[place].cpu(), want, torch.float32)
         self.runtime.check_device()
 
-    def assert_right(self, rows: list[int], q_len: list[int]) -> None:
-        token = 0
-        for row, new in zip(rows, q_len, strict=True):
-            length = len(self.stored[row][0])
-            for position in range(length - new, length):
-                for choice in range(3):
-                    want = self.wanted(row, position, token, choice)
-                    assert_attention_close(self.out[choice][token].cpu(), want, torch.float32)
-                token += 1
+    def wanted(self, request: Request, position: int, place: int, rows: Rows) -> Tensor:
+        """float64 [heads, dim]"""
+        k, index_k = (side[0][: position + 1].double().cpu() for side in (request.k, request.index))
 
-    def wanted(self, row: int, position: int, token: int, choice: int) -> Tensor:
-        """float64 [HEADS, DIM]"""
-        k, index_k = (each[: position + 1].double().cpu() for each in self.stored[row])
+        def scores(of: Rows) -> list[float]:
+            products: Tensor = (of.index_q[place].double().cpu() @ index_k.T * INDEXING.scale).clamp(min=0)
+            return (of.weights[place].double().cpu() @ products).tolist()
 
-        def scores(of: int) -> list[float]:
-            products: Tensor = self.index_q[of][token].double().cpu() @ index_k.T * INDEXING.scale
-            return products.clamp(min=0).sum(0).tolist()
-
-        kept = candidates_of(scores(0), INDEXING) if choice else set(range(position + 1))
-        mine = scores(choice)
+        kept = set(range(position + 1)) if rows is self.rows[0] else candidates_of(scores(self.rows[0]), INDEXING)
+        mine = scores(rows)
         best = sorted(kept, key=lambda unit: (-mine[unit], unit))[: INDEXING.top]
         keys = k[best, 0]
-        weights = (self.q[choice][token].double().cpu() @ keys.T * DIM**-0.5).softmax(1)
+        weights = (rows.q[place].double().cpu() @ keys.T * LAYER.scale).softmax(1)
         attended: Tensor = weights @ keys
         return attended
 
@@ -110,62 +81,54 @@ class Choosing:
 def test_later_layers_choose_among_the_blocks_that_one_has_left(
     provider: str, graphs: bool, device: torch.device
 ) -> None:
-    world = Choosing(device, provider, graphs=graphs)
-    rows = [world.runtime.table.admit() for _ in range(3)]
-    more = [] if provider == "triton" and device.type == "cpu" else [*[(rows, [1, 1, 1])] * 5, (rows[1:], [9, 1])]
-    for some, q_len in ((rows[:2], [11, 2]), (rows, [1, 1, 3]), (rows[:1], [1]), *more):
+    world = Choosing.of(device, provider, graphs=graphs)
+    all_ = world.admit_all(3)
+    more = [] if provider == "triton" and device.type == "cpu" else [*[(all_, [1, 1, 1])] * 5, (all_[1:], [9, 1])]
+    for some, q_len in ((all_[:2], [11, 2]), (all_, [1, 1, 3]), (all_[:1], [1]), *more):
         world.step(some, q_len)
-        world.assert_right(some, q_len)
     assert not graphs or world.runner.counters.replays > 0
 
 
 def test_blocks_of_another_layer_are_not_chosen_among(device: torch.device) -> None:
-    world = Choosing(device, "torch")
+    world = Choosing.of(device, "torch")
     world.between = (1,)
-    row = world.runtime.table.admit()
     with pytest.raises(WrongState, match="layer 1 has selected since"):
-        world.step([row], [30])
-    world = Choosing(device, "torch", guards=Guards().without("fresh_selection"))
+        world.begun(30)
+    world = Choosing.of(device, "torch", guards=Guards().without("fresh_selection"))
     world.between = (1,)
-    row = world.runtime.table.admit()
-    world.step([row], [30])
-    with pytest.raises(AssertionError):
-        world.assert_right([row], [30])
+    requests = world.admit_all(1)
+    world.run(requests, [30])
+    assert not is_right(world, requests, [30])
 
 
 def test_a_selection_between_that_leaves_no_blocks_does_no_harm(device: torch.device) -> None:
-    world = Choosing(device, "torch")
+    world = Choosing.of(device, "torch")
     world.between = (2,)
-    row = world.runtime.table.admit()
-    world.step([row], [30])
-    world.assert_right([row], [30])
+    world.begun(30)
 
 
 def test_a_layer_that_leaves_no_blocks_has_none_to_choose_among(device: torch.device) -> None:
-    world = Choosing(device, "torch")
-    row = world.runtime.table.admit()
-    world.runtime.table.reserve(row, 1)
-    step = world.runtime.step(StepBatch([row], [1], [1], NO_TOKEN_IDS)).parts[0]
-    at = step.tokens
+    world = Choosing.of(device, "torch")
+    step = world.runtime.step(world.batch([world.admit()], [1])).parts[0]
+    at, rows = step.tokens, world.rows[0]
     for layer in (0, 2):
-        step.layers.store(layer, world.k[at], world.k[at])
-        step.layers.store_index(layer, world.index_k[at])
+        step.layers.store(layer, rows.k[at], rows.v[at])
+        step.layers.store_index(layer, rows.index_k[at])
     with pytest.raises(
         BadTensor, match="layer 2 leaves no blocks to choose among: its indexing has candidate_blocks=0"
     ):
-        step.layers.select_among(2, world.index_q[0][at])
+        step.layers.select_among(2, rows.index_q[at], rows.weights[at])
     with pytest.raises(WrongState, match="nothing was selected in this step"):
-        step.layers.select_among(0, world.index_q[0][at])
+        step.layers.select_among(0, rows.index_q[at], rows.weights[at])
 
 
 def test_a_selection_that_the_caller_gives_leaves_no_blocks_to_choose_among(device: torch.device) -> None:
-    world = Choosing(device, "torch")
-    row = world.runtime.table.admit()
-    world.step([row], [30])  # leaves blocks, in memory that the next step has too
-    world.runtime.table.reserve(row, 31)
-    step = world.runtime.step(StepBatch([row], [31], [1], NO_TOKEN_IDS)).parts[0]
-    step.layers.store_index(0, world.index_k[step.tokens])
+    world = Choosing.of(device, "torch")
+    requests = world.begun(30)  # leaves blocks, in memory that the next step has too
+    step = world.runtime.step(world.batch(requests, [1])).parts[0]
+    rows = world.rows[0]
+    step.layers.store_index(0, rows.index_k[step.tokens])
     units = torch.zeros(len(step.token_ids), 1, INDEXING.width, dtype=torch.int32, device=device)
     step.layers.give_selection(0, units, torch.ones_like(units[..., 0]))
     with pytest.raises(WrongState, match="nothing was selected in this step"):
-        step.layers.select_among(0, world.index_q[0][step.tokens])
+        step.layers.select_among(0, rows.index_q[step.tokens], rows.weights[step.tokens])

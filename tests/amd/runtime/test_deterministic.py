@@ -46,13 +46,13 @@ def in_chunks(*chunks: int) -> Way:
 def beside_others(teller: Teller, story: Story) -> Told:
     """Serves it in mixed batches: after a longer story, before a shorter one; decoding while others extend."""
     others = [teller.begin(Story.random(teller.problem, 300, seed)) for seed in (11, 12, 13)]
-    teller.step([(others[0], 130), (others[1], 3)])
+    teller.serve([(others[0], 130), (others[1], 3)])
     reported = teller.begin(story)
-    teller.step([(others[0], 1), (reported, 90), (others[2], 17)])
-    teller.step([(reported, 1), (others[1], 9), (others[0], 40)])
-    teller.step([(others[2], 1), (others[0], 1), (reported, 1)])
-    teller.step([(others[1], 1), (reported, 1), (others[0], 1), (others[2], 1)], pad_to=8)
-    teller.step([(others[2], 5), (others[1], 0), (reported, 57)])
+    teller.serve([(others[0], 1), (reported, 90), (others[2], 17)])
+    teller.serve([(reported, 1), (others[1], 9), (others[0], 40)])
+    teller.serve([(others[2], 1), (others[0], 1), (reported, 1)])
+    teller.serve([(others[1], 1), (reported, 1), (others[0], 1), (others[2], 1)], pad_to=8)
+    teller.serve([(others[2], 5), (others[1], 0), (reported, 57)])
     return reported
 
 
@@ -60,10 +60,10 @@ def in_scattered_pages(teller: Teller, story: Story) -> Told:
     """Serves it in pages that others held, in another order, with their numbers in them."""
     others = [teller.begin(Story.random(teller.problem, 120, seed)) for seed in (21, 22, 23)]
     for chunk in (7, 40, 22, 31):
-        teller.step([(other, chunk) for other in others])
+        teller.serve([(other, chunk) for other in others])
     teller.free(others[1])
     reported = teller.begin(story)
-    teller.step([(reported, 70)])
+    teller.serve([(reported, 70)])
     teller.free(others[0])
     return teller.tell(reported, (20, 60))
 
@@ -72,7 +72,7 @@ def over_a_cached_prefix(teller: Teller, story: Story) -> Told:
     """Serves it after pages that another request has filled, and shares."""
     parent = teller.tell(teller.begin(story), (101,))
     reported = teller.fork(parent, 97)
-    teller.step([(parent, 5), (reported, 20)])
+    teller.serve([(parent, 5), (reported, 20)])
     return teller.tell(reported, (32, 1))
 
 
@@ -80,9 +80,9 @@ def in_halves(teller: Teller, story: Story) -> Told:
     """Serves it in steps that are split in two: as part of the first half, then of the second."""
     others = [teller.begin(Story.random(teller.problem, 200, seed)) for seed in (31, 32)]
     reported = teller.begin(story)
-    teller.step([(reported, 100), (others[0], 30), (others[1], 60)], halves=True)
-    teller.step([(others[0], 70), (others[1], 2), (reported, 49)], halves=True)
-    teller.step([(others[0], 1), (reported, 1)], halves=True)
+    teller.serve([(reported, 100), (others[0], 30), (others[1], 60)], halves=True)
+    teller.serve([(others[0], 70), (others[1], 2), (reported, 49)], halves=True)
+    teller.serve([(others[0], 1), (reported, 1)], halves=True)
     return reported
 
 
@@ -124,14 +124,14 @@ def test_a_sequence_gives_the_same_bits_in_every_way(
 ) -> None:
     problem = LAYERS[layer]
     story = Story.random(problem, NUM_TOKENS, 1)
-    teller = Teller(device, provider, problem)
+    teller = Teller.of(device, provider, problem)
     alone = teller.tell(teller.begin(story), (NUM_TOKENS,))
-    teller.check(alone)
+    teller.check_told(alone)
     different = []
     for name, way in ways_for(provider, device, graphs=graphs).items():
-        teller = Teller(device, provider, problem, graphs=graphs)
+        teller = Teller.of(device, provider, problem, graphs=graphs)
         reported = way(teller, story)
-        teller.check(reported)
+        teller.check_told(reported)
         if not same_bits(reported, alone):
             different.append(name)
         if graphs:
@@ -143,13 +143,13 @@ def test_a_sequence_gives_the_same_bits_in_every_way(
 @deterministic
 def test_the_log_sum_exp_that_is_not_asked_for_changes_no_output(provider: str, device: torch.device) -> None:
     problem = small_problem(has_sinks=True)
-    teller = Teller(device, provider, problem)
+    teller = Teller.of(device, provider, problem)
     story = Story.random(problem, 80, 3)
     with_lse = teller.tell(teller.begin(story), (79, 1))
     reported = teller.tell(teller.begin(story), (79,))
     runtime, token = teller.runtime, slice(79, 80)
     runtime.table.reserve(reported.row, 80)
-    decode = (np.array([number], np.int32) for number in (reported.row, reported.num_reported + 1, 1))
+    decode = (np.array([number], np.int32) for number in (reported.row, reported.kv_len + 1, 1))
     step = runtime.step(StepBatch(*decode)).parts[0]
     q, k, v = (part[token].to(runtime.device) for part in (story.q, story.k, story.v))
     out = torch.empty_like(with_lse.out[token])
@@ -206,20 +206,20 @@ def test_long_sequences_give_the_same_bits_on_a_gpu(layer: str, graphs: bool, de
     problem, num_tokens = GPU_LAYERS[layer], 2600
     sizes: dict[str, Any] = {"max_kv_len": 4096, "max_tokens": 4096, "num_pages": 12000 // problem.page_size}
     story = Story.random(problem, num_tokens, 1)
-    teller = Teller(device, "triton", problem, **sizes)
+    teller = Teller.of(device, "triton", problem, **sizes)
     alone = teller.tell(teller.begin(story), (num_tokens,))
-    teller.check(alone)
+    teller.check_told(alone)
     different = []
     for chunks in ((2599, 1), (1024, 1024, 552), (1000, 1, 1, 30, 1000, 568), (2048, 500, *[1] * 52)):
         for companions in (0, 3):
-            teller = Teller(device, "triton", problem, graphs=graphs, **sizes)
+            teller = Teller.of(device, "triton", problem, graphs=graphs, **sizes)
             reported = teller.begin(story)
             others = [teller.begin(Story.random(problem, 2700, seed)) for seed in range(2, 2 + companions)]
             for other in others:
-                teller.step([(other, 1000)])
+                teller.serve([(other, 1000)])
             for step, chunk in enumerate(chunks):
                 beside = [(other, 1 if (step + place) % 2 else 25) for place, other in enumerate(others)]
-                teller.step([*beside[:1], (reported, chunk), *beside[1:]])
+                teller.serve([*beside[:1], (reported, chunk), *beside[1:]])
             if not same_bits(reported, alone):
                 different.append((chunks, companions))
     assert not different
@@ -231,7 +231,7 @@ def test_rows_of_no_multiple_of_16_bytes_have_the_same_bits_too(dim: int, v_dim:
     story = Story.random(problem, 150, 4)
 
     def teller() -> Teller:
-        return Teller(torch.device("cpu"), "torch", problem)
+        return Teller.of(torch.device("cpu"), "torch", problem)
 
     alone = in_chunks(150)(teller(), story)
     for name in ("one_token_last", "small", "odd", "beside_others", "halves"):

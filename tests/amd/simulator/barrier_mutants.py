@@ -142,7 +142,7 @@ def removed_barriers(case: KernelCase, kernel: str) -> Iterator[Removed]:
     kernels: dict[str, tuple[launcher.Code, SimulatedKernel]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "_simulated", kernels)
-        case.run()
+        case.simulate()
         of_kernel = {key: each for key, each in kernels.items() if each[1].assembly.name == kernel}
         assert of_kernel, f"{case} does not run {kernel}"
         for key, (code, simulated) in of_kernel.items():
@@ -163,7 +163,7 @@ def _barrier(case: KernelCase) -> Barrier:
     for seed in range(8):
         with launcher.watched(_FirstRace(seed=seed)):
             try:
-                case.run()
+                case.simulate()
             except _Stop:
                 return Barrier.FOUND
             except (AssertionError, SimulationFault):
@@ -171,7 +171,7 @@ def _barrier(case: KernelCase) -> Barrier:
         break
     with launcher.watched(Judge()) as judge:
         try:
-            case.run()
+            case.simulate()
         except (AssertionError, SimulationFault):
             return Barrier.MISSED
     return Barrier.MISSED if judge.is_needed else Barrier.NOT_NEEDED

@@ -8,19 +8,25 @@ from dataclasses import dataclass
 
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.machine.target import known_target
-from rocm_lab.simulator.launcher import Simulation
+from rocm_lab.simulator.launcher import Simulation, simulated
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One run on an arch. run raises if a result is wrong; it may be sent to another process."""
+    """One run on an arch. run launches, and raises if a result is wrong; it may be sent to another process."""
 
     name: str
     arch: str
-    run: Callable[[], Simulation]
+    run: Callable[[], None]
 
     def __str__(self) -> str:
         return f"{self.arch}-{self.name}"
+
+    def simulate(self) -> Simulation:
+        """Runs it with every kernel as machine code."""
+        with simulated(self.arch) as simulation:
+            self.run()
+        return simulation
 
 
 def own_encoding(arch: str) -> Encoding:
@@ -43,7 +49,7 @@ class Runs:
     def start(self, case: KernelCase) -> Future[Simulation]:
         """Starts the case's run, which continues while the caller does other work."""
         if str(case) not in self._futures:
-            self._futures[str(case)] = self._pool.submit(_run, case)
+            self._futures[str(case)] = self._pool.submit(case.simulate)
         return self._futures[str(case)]
 
     def result(self, case: KernelCase) -> Simulation:
@@ -53,7 +59,3 @@ class Runs:
     def close(self) -> None:
         """Cancels the cases that have not begun, and ends the processes."""
         self._pool.shutdown(cancel_futures=True)
-
-
-def _run(case: KernelCase) -> Simulation:
-    return case.run()

@@ -1,14 +1,12 @@
 """Runs of decode, extend, latent decode and attention over a selection for CDNA on a simulated arch, compared with
 float64."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from rocm_lab.simulator.launcher import Simulation, simulated
-from tests.amd.kernels.attention_cases import Case, Tensors, build
+from tests.amd.kernels.attention_cases import Case, Tensors
 from tests.amd.kernels.cdna_cases import CHOSEN_CODES, LARGE, assert_decoded, cdna_cut, launch_cdna, served_cases
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import LARGE as EXTEND_ABOVE
@@ -21,7 +19,7 @@ from tests.amd.kernels.cdna_selected_cases import after_unseen, run_cdna_selecte
 from tests.amd.kernels.cdna_selected_cases import cases_of as selected_cases_of
 from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, build_selected
 from tests.amd.simulator.case import KernelCase
-from tests.amd.simulator.large_steps import in_large_pools
+from tests.amd.simulator.large_steps import build_step
 from tests.amd.simulator.sparse_cases import with_large_pages
 
 _IN_EVERY_RUN = (
@@ -35,70 +33,59 @@ _IN_EVERY_RUN = (
 )
 
 
-def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
+def run_cdna(arch: str, case: Case, *, is_large: bool = False) -> None:
     """Runs a decode; it skips sequences with other than one new token. is_large: true if pools are above 4 GiB"""
-    launches = partial(launch_cdna, arch, cut=cdna_cut(arch, case))
-    return _simulation(arch, case, is_large, launches, assert_decoded)
+    _decode(arch, build_step(case, is_large=is_large))
 
 
-def run_codes(arch: str, name: str) -> Simulation:
+def run_codes(arch: str, name: str) -> None:
     """Runs a decode over codes of CHOSEN_CODES."""
-    tensors = CHOSEN_CODES[name](arch, torch.device("cpu"))
-    return _checked(arch, tensors, partial(launch_cdna, arch, cut=cdna_cut(arch, tensors.case)), assert_decoded)
+    _decode(arch, CHOSEN_CODES[name](arch, torch.device("cpu")))
 
 
-def simulate_extend(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
+def _decode(arch: str, tensors: Tensors) -> None:
+    launch_cdna(arch, tensors, cut=cdna_cut(arch, tensors.case))
+    assert_decoded(tensors)
+
+
+def simulate_extend(arch: str, case: Case, *, is_large: bool = False) -> None:
     """Runs an extend; it leaves sequences with one new token to decode. is_large: likewise"""
-    return _simulation(arch, case, is_large, partial(run_cdna_extend, arch), assert_extended)
+    tensors = build_step(case, is_large=is_large)
+    run_cdna_extend(arch, tensors)
+    assert_extended(tensors)
 
 
-def run_latents(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
+def run_latents(arch: str, case: Case, *, is_large: bool = False) -> None:
     """Runs a decode over latent pages; it skips other sequences. is_large: likewise"""
-    return _simulation(arch, case, is_large, partial(launch_cdna_latent, arch), assert_decoded)
+    _decode_latents(arch, build_step(case, is_large=is_large))
 
 
-def run_large_weight(arch: str, heads: int) -> Simulation:
+def run_large_weight(arch: str, heads: int) -> None:
     """Runs a decode over latents in codes in which many small weights follow a large one."""
-    tensors = after_a_large_weight(arch, torch.device("cpu"), heads)
-    return _checked(arch, tensors, partial(launch_cdna_latent, arch), assert_decoded)
+    _decode_latents(arch, after_a_large_weight(arch, torch.device("cpu"), heads))
 
 
-def run_selected(arch: str, case: SelectedCase, *, programs: int = 60, is_large: bool = False) -> Simulation:
+def _decode_latents(arch: str, tensors: Tensors) -> None:
+    launch_cdna_latent(arch, tensors)
+    assert_decoded(tensors)
+
+
+def run_selected(arch: str, case: SelectedCase, *, programs: int = 60, is_large: bool = False) -> None:
     """Runs attention over a selection. is_large: likewise"""
     problem = build_selected(case, torch.device("cpu"))
     if is_large:
         problem = replace(problem, args=with_large_pages(problem.args))
-    return _selected(arch, problem, programs)
+    _select(arch, problem, programs)
 
 
-def run_unseen(arch: str, case: SelectedCase = SELECTED_PLAIN, *, programs: int = 60) -> Simulation:
+def run_unseen(arch: str, case: SelectedCase = SELECTED_PLAIN, *, programs: int = 60) -> None:
     """Runs it over selections that begin with entries which give no key."""
-    return _selected(arch, after_unseen(case, torch.device("cpu")), programs)
+    _select(arch, after_unseen(case, torch.device("cpu")), programs)
 
 
-def _selected(arch: str, problem: SelectedProblem, programs: int) -> Simulation:
-    with simulated(arch) as simulation:
-        run_cdna_selected(arch, problem, programs)
+def _select(arch: str, problem: SelectedProblem, programs: int) -> None:
+    run_cdna_selected(arch, problem, programs)
     problem.assert_served()
-    return simulation
-
-
-def _simulation(
-    arch: str, case: Case, is_large: bool, launches: Callable[[Tensors], object], check: Callable[[Tensors], None]
-) -> Simulation:
-    tensors = build(case, torch.device("cpu"))
-    if is_large:
-        tensors = in_large_pools(tensors)
-    return _checked(arch, tensors, launches, check)
-
-
-def _checked(
-    arch: str, tensors: Tensors, launches: Callable[[Tensors], object], check: Callable[[Tensors], None]
-) -> Simulation:
-    with simulated(arch) as simulation:
-        launches(tensors)
-    check(tensors)
-    return simulation
 
 
 def cdna_cases(arch: str) -> list[KernelCase]:

@@ -29,7 +29,7 @@ from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, zeros
-from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
+from rocm_lab.simulator.launcher import ARCHS
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
     Case,
@@ -52,7 +52,7 @@ from tests.amd.kernels.model_cases import (
 from tests.amd.simulator.case import KernelCase, own_encoding
 from tests.amd.simulator.cdna_cases import cdna_cases, more_cdna_cases
 from tests.amd.simulator.check_cases import PATHS, check_cases
-from tests.amd.simulator.large_steps import in_large_pools
+from tests.amd.simulator.large_steps import build_step
 from tests.amd.simulator.latent_cases import latent_cases, more_latent_cases
 from tests.amd.simulator.segment_cases import more_segment_cases, segment_cases
 from tests.amd.simulator.sparse_cases import more_sparse_cases, sparse_cases
@@ -65,7 +65,7 @@ _HALVES = {"bfloat16": BF16, "float16": FP16}
 CPU = torch.device("cpu")
 
 NUM_PROGRAMS = 3
-Run = Callable[[], Simulation]
+Run = Callable[[], None]
 
 # Extends with and without a prefix, decodes that several programs share, an empty decode, no new tokens, no sequence.
 STEP = Case(
@@ -75,61 +75,49 @@ STEP = Case(
 WIDE = replace(STEP, kv_len=[20, 6], q_len=[1, 2], dims=(512, 512), heads=(8, 1), dtype=BF16)
 
 
-def run_step(arch: str, case: Case, *, is_large: bool) -> Simulation:
+def run_step(arch: str, case: Case, *, is_large: bool) -> None:
     """Runs a mixed step: extend serves sequences with more than one new token, decode those with one."""
-    tensors = build(case, CPU)
-    if is_large:
-        tensors = in_large_pools(tensors)
+    tensors = build_step(case, is_large=is_large)
     decode, extend = tiles_of(arch, case)
     decoded = tensors.q_indptr[:-1][tensors.q_len == 1].long()
-    with simulated(arch) as simulation:
-        run_extend(tensors, min_q_len=2, tiles=extend)
-        assert (tensors.out[decoded] == UNTOUCHED).all(), "extend wrote to tokens that are decode's"
-        run_decode(tensors, num_programs=NUM_PROGRAMS, tiles=decode)
+    run_extend(tensors, min_q_len=2, tiles=extend)
+    assert (tensors.out[decoded] == UNTOUCHED).all(), "extend wrote to tokens that are decode's"
+    run_decode(tensors, num_programs=NUM_PROGRAMS, tiles=decode)
     assert_served(tensors)
-    return simulation
 
 
-def run_merge(arch: str, num_seqs: int, num_programs: int) -> Simulation:
+def run_merge(num_seqs: int, num_programs: int) -> None:
     """Runs a decode whose rows num_programs programs share; for each number the merge is cut differently."""
     kv_len = [70 + seq for seq in range(num_seqs)]
     tensors = build(Case(kv_len, [1] * num_seqs, heads=(2, 1), dims=(16, 16), dtype=BF16, page_size=8), CPU)
     tiles = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
-    with simulated(arch) as simulation:
-        run_decode(tensors, num_programs=num_programs, tiles=tiles)
+    run_decode(tensors, num_programs=num_programs, tiles=tiles)
     assert_served(tensors)
-    return simulation
 
 
-def run_masked(arch: str, case: Case) -> Simulation:
+def run_masked(arch: str, case: Case) -> None:
     """Runs a masked step, also of sequences with one new token."""
     tensors = build(replace(case, masked=True), CPU)
     tiles = tiles_of(arch, case)[1].of_masked_steps(tensors.gqa_ratio, case.codes)
-    with simulated(arch) as simulation:
-        run_extend(tensors, tiles=tiles)
+    run_extend(tensors, tiles=tiles)
     assert_served(tensors)
-    return simulation
 
 
-def run_shared_rows(arch: str, case: Case) -> Simulation:
+def run_shared_rows(arch: str, case: Case) -> None:
     """Runs an extend of which every row is shared out among several programs."""
     tensors = build(case, CPU)
-    with simulated(arch) as simulation:
-        run_shared_extend(tensors, tiles=tiles_of(arch, case)[1])
+    run_shared_extend(tensors, tiles=tiles_of(arch, case)[1])
     assert_served(tensors)
-    return simulation
 
 
-def run_suffixes(arch: str, case: Case) -> Simulation:
+def run_suffixes(arch: str, case: Case) -> None:
     """Runs a decode of keys that begin after the first pages of each row."""
     tensors = build(replace(case.decodes(), tail=0), CPU)
-    with simulated(arch) as simulation:
-        run_decode(tensors, num_programs=NUM_PROGRAMS, tiles=tiles_of(arch, case)[0])
+    run_decode(tensors, num_programs=NUM_PROGRAMS, tiles=tiles_of(arch, case)[0])
     assert_served(tensors)
-    return simulation
 
 
-def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
+def run_merge_states(dtype: torch.dtype) -> None:
     """Merges two sides, each of them empty and NaN for some token."""
     generator = torch.Generator().manual_seed(0)
     sides = []
@@ -139,24 +127,20 @@ def run_merge_states(arch: str, dtype: torch.dtype) -> Simulation:
             out[token], lse[token] = float("nan"), float("-inf")
         sides += [out, lse]
     merged, wanted = ((torch.full((5, 3, 80), UNTOUCHED, dtype=dtype), torch.full((5, 3), UNTOUCHED)) for _ in range(2))
-    with simulated(arch) as simulation:
-        launch_merge_states(sides[0], sides[1], sides[2], sides[3], *merged)
+    launch_merge_states(sides[0], sides[1], sides[2], sides[3], *merged)
     merge_states(sides[0], sides[1], sides[2], sides[3], *wanted)
     assert_attention_close(merged[0], wanted[0].double(), dtype)
     assert_lse_close(merged[1], wanted[1].double(), torch.float32)
-    return simulation
 
 
-def run_plain_decode(arch: str) -> Simulation:
+def run_plain_decode() -> None:
     """Runs the kernel to read first."""
     tensors = build(replace(STEP.decodes(), dims=(80, 48), dtype=BF16, window_left=30, tail=0), torch.device("cpu"))
-    with simulated(arch) as simulation:
-        launch_plain_decode(tensors.args(), scores=tensors.scores)
+    launch_plain_decode(tensors.args(), scores=tensors.scores)
     assert_served(tensors)
-    return simulation
 
 
-def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
+def run_experts(arch: str, dtype: torch.dtype, rows: int) -> None:
     """Runs a full block and one that is not, an expert without tokens, columns and elements that fill no tile.
 
     Then it runs some of the tokens alone, which get the same bits.
@@ -165,30 +149,25 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> Simulation:
     problem = random_problem(tiles.rows + 5, 3, 1, (tiles.step + 24, 72), dtype=dtype, has_bias=rows == 1)
     problem = replace(problem, expert=torch.zeros_like(problem.expert).index_fill_(0, torch.tensor([2, 9]), 1))
     out = problem.empty_out()
-    with simulated(arch) as simulation:
-        launch_expert_product(problem.x, problem.weight, problem.bias, problem.groups, out, tiles=tiles)
+    launch_expert_product(problem.x, problem.weight, problem.bias, problem.groups, out, tiles=tiles)
     problem.assert_served(out)
     alone = replace(problem, x=problem.x[2:10], expert=problem.expert[2:10])
-    with simulated(arch):
-        again = alone.empty_out()
-        launch_expert_product(alone.x, alone.weight, alone.bias, alone.groups, again, tiles=tiles)
+    again = alone.empty_out()
+    launch_expert_product(alone.x, alone.weight, alone.bias, alone.groups, again, tiles=tiles)
     assert torch.equal(again, out[2:10]), "a row's bits depend on no other row"
-    return simulation
 
 
-def run_model(arch: str, dtype: torch.dtype) -> Simulation:
+def run_model(dtype: torch.dtype) -> None:
     """Runs sums with norms whose rows do not fill a block, each gate, products of one row and of a few, and sums over
     ranks."""
-    with simulated(arch) as simulation:
-        for terms in (1, 3):
-            sum_of_rows(3, 1000, dtype, terms=terms).assert_served()
-        for form in FORMS:
-            assert_gated(2, 1032, form, dtype)
-        assert_few_rows_multiplied((3, 64, 128), FORMS[0], dtype)
-        assert_few_rows_multiplied((3, 64, 128), None, dtype, parts=2, has_bias=True)
-        assert_row_multiplied((5, 2056), dtype, has_bias=True)
-        OneOfRanks(3, 1).assert_sums(dtype, 520)
-    return simulation
+    for terms in (1, 3):
+        sum_of_rows(3, 1000, dtype, terms=terms).assert_served()
+    for form in FORMS:
+        assert_gated(2, 1032, form, dtype)
+    assert_few_rows_multiplied((3, 64, 128), FORMS[0], dtype)
+    assert_few_rows_multiplied((3, 64, 128), None, dtype, parts=2, has_bias=True)
+    assert_row_multiplied((5, 2056), dtype, has_bias=True)
+    OneOfRanks(3, 1).assert_sums(dtype, 520)
 
 
 def linear_pools(num_pages: int, page_size: int, heads: int, dims: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -204,7 +183,7 @@ def vectorised_pools(
     return [zeros(shape, dtype) for shape in shapes]
 
 
-def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor]], *, is_large: bool) -> Simulation:
+def run_store(dtype: torch.dtype, pools_of: Callable[..., list[Tensor]], *, is_large: bool) -> None:
     """Stores new keys and values to pages in random order; drops pads, slots of page 0, and NaN."""
     page_size, heads, dims, num_tokens = 8, 2, (80, 48), 11
     page_bytes = page_size * heads * min(dims) * 2
@@ -217,18 +196,16 @@ def run_store(arch: str, dtype: torch.dtype, pools_of: Callable[..., list[Tensor
     slots = (page * page_size + torch.arange(num_tokens) % page_size).int()
     counts = [torch.tensor([1, num_tokens - 2, 0, 0], dtype=torch.int32) for _ in range(2)]
     pools = [pools_of(num_pages, page_size, heads, dims, dtype) for _ in range(2)]
-    with simulated(arch) as simulation:
-        launch_store_kv(k, v, slots, counts[0], LayerPages.plain(*pools[0]))
+    launch_store_kv(k, v, slots, counts[0], LayerPages.plain(*pools[0]))
     cache_twins.store_kv(k, v, slots, counts[1], LayerPages.plain(*pools[1]))
     assert counts[0].tolist() == counts[1].tolist() == [1, num_tokens - 2, 0, NOT_FINITE]
     for stored, expected in zip(*pools, strict=True):
         # Compares the target pages and the first ones, not gigabytes of zeros.
         for pages in (slice(0, 16), slice(num_pages - 16, num_pages)):
             assert torch.equal(stored[pages], expected[pages]), "the pages are not those of the twin"
-    return simulation
 
 
-def run_coded_store(arch: str, encoding: Encoding, scales: Scales) -> Simulation:
+def run_coded_store(encoding: Encoding, scales: Scales) -> None:
     """Stores new keys and values to eight-bit pages, with their scales."""
     form = PageFormat(encoding, PoolKind.SPLIT, 8, 2, 80, 48, scales)
     generator = torch.Generator().manual_seed(0)
@@ -242,16 +219,14 @@ def run_coded_store(arch: str, encoding: Encoding, scales: Scales) -> Simulation
         scale_values = torch.zeros(8, 2, 8) if scales is Scales.TOKEN else torch.tensor([0.01, 0.03])
         stored.append(LayerPages(k_pages, v_pages, form, scale_values, scale_values.clone()))
     counts = [torch.tensor([1, 4, 0, 0], dtype=torch.int32) for _ in range(2)]
-    with simulated(arch) as simulation:
-        launch_store_kv(k, v, slots, counts[0], stored[0])
+    launch_store_kv(k, v, slots, counts[0], stored[0])
     cache_twins.store_kv(k, v, slots, counts[1], stored[1])
     assert counts[0].tolist() == counts[1].tolist() == [1, 4, 0, NOT_FINITE]
     for name, found in stored[0].tensors().items():
         assert torch.equal(found, stored[1].tensors()[name]), f"{name} is not the twin's"
-    return simulation
 
 
-def run_record_store(arch: str, scales: Scales) -> Simulation:
+def run_record_store(arch: str, scales: Scales) -> None:
     """Stores rows as records, as they are, and normalised and turned; one is not finite, one has no slot."""
     encoding = own_encoding(arch)
     dims = {Scales.GROUP: (576, 512), Scales.FOOTER: (512, 512)}[scales]
@@ -264,27 +239,25 @@ def run_record_store(arch: str, scales: Scales) -> Simulation:
     work = QkvWork(rope, k_norm=RowNorm(torch.rand(form.coded, generator=generator).to(BF16), 1e-5))
     slots, positions = (torch.tensor(each, dtype=torch.int32) for each in ([8, 31, 17, 3, 40], [0, 3, 39, 5, 7]))
     results = []
-    with simulated(arch) as simulation:
-        for store, rope_store in (
-            (launch_store_kv, launch_rope_store),
-            (cache_twins.store_kv, rope_twins.rope_store),
-        ):
-            records = [torch.zeros(8, form.line, dtype=torch.uint8) for _ in range(2)]
-            plain, turned = (LayerPages.latent(each.view(encoding.dtype), form) for each in records)
-            counts = torch.tensor([1, 4, 0, 0], dtype=torch.int32)
-            q_out = torch.empty_like(q)
-            store(k, k[..., :512], slots, counts, plain)
-            rope_store(Projected(q, k, k[..., :512], q_out), TokenPlaces(positions, slots, counts), work, turned)
-            results.append((records[0], counts, q_out, turned.read_keys(slots.long() // 8, slots.long() % 8)))
+    for store, rope_store in (
+        (launch_store_kv, launch_rope_store),
+        (cache_twins.store_kv, rope_twins.rope_store),
+    ):
+        records = [torch.zeros(8, form.line, dtype=torch.uint8) for _ in range(2)]
+        plain, turned = (LayerPages.latent(each.view(encoding.dtype), form) for each in records)
+        counts = torch.tensor([1, 4, 0, 0], dtype=torch.int32)
+        q_out = torch.empty_like(q)
+        store(k, k[..., :512], slots, counts, plain)
+        rope_store(Projected(q, k, k[..., :512], q_out), TokenPlaces(positions, slots, counts), work, turned)
+        results.append((records[0], counts, q_out, turned.read_keys(slots.long() // 8, slots.long() % 8)))
     for found, expected in zip(*results, strict=True):
         # The order of a norm's sum may change a code to the next one.
         is_exact = not found.is_floating_point()
         torch.testing.assert_close(found, expected, rtol=0.0 if is_exact else 0.13, atol=0.0 if is_exact else 1e-4)
     assert results[0][1][3] == NOT_FINITE
-    return simulation
 
 
-def run_row_work(arch: str, pool: PoolKind, *, is_large: bool) -> Simulation:
+def run_row_work(pool: PoolKind, *, is_large: bool) -> None:
     """Runs the fused store of partly rotary rows, and the work after attention, both in place, against their twins."""
     is_latent = pool is PoolKind.LATENT
     (heads, kv_heads), (dim, v_dim), turned, normed = (
@@ -308,20 +281,18 @@ def run_row_work(arch: str, pool: PoolKind, *, is_large: bool) -> Simulation:
     positions = torch.tensor([0, 3, 39, 40, 5], dtype=torch.int32)
     out, gate = random(num_tokens, heads, v_dim), random(num_tokens, heads)
     results = []
-    with simulated(arch) as simulation:
-        for store, finish in ((launch_rope_store, launch_finish), (rope_twins.rope_store, rope_twins.finish)):
-            pools = linear_pools(num_pages, page_size, kv_heads, (dim, v_dim), BF16)
-            pages = LayerPages.plain(pools[0], pools[0][..., :v_dim] if is_latent else pools[1], kind=pool)
-            counts = torch.tensor([1, num_tokens - 1, 0, 0], dtype=torch.int32)
-            q_out, finished = q.clone(), out.clone()
-            store(Projected(q_out, k, v, q_out), TokenPlaces(positions, slots, counts), work, pages)
-            finish(finished, gate, replace(rope, at_end=True), positions, counts)
-            last = slice(num_pages - 8, num_pages)
-            results.append([q_out, pages.k[last], pages.v[last], finished, counts.float()])
+    for store, finish in ((launch_rope_store, launch_finish), (rope_twins.rope_store, rope_twins.finish)):
+        pools = linear_pools(num_pages, page_size, kv_heads, (dim, v_dim), BF16)
+        pages = LayerPages.plain(pools[0], pools[0][..., :v_dim] if is_latent else pools[1], kind=pool)
+        counts = torch.tensor([1, num_tokens - 1, 0, 0], dtype=torch.int32)
+        q_out, finished = q.clone(), out.clone()
+        store(Projected(q_out, k, v, q_out), TokenPlaces(positions, slots, counts), work, pages)
+        finish(finished, gate, replace(rope, at_end=True), positions, counts)
+        last = slice(num_pages - 8, num_pages)
+        results.append([q_out, pages.k[last], pages.v[last], finished, counts.float()])
     for found, want in zip(*results, strict=True):
         # Sums of a norm have another order, and an element may be rounded to its other neighbour.
         torch.testing.assert_close(found, want, rtol=2**-7, atol=1e-6, equal_nan=True)
-    return simulation
 
 
 def _cases(arch: str, runs: Mapping[str, Run]) -> list[KernelCase]:
@@ -339,19 +310,19 @@ def _step_cases(arch: str, cases: Sequence[Case], widths: tuple[bool, ...]) -> l
     )
 
 
-def _on_cases(arch: str, name: str, run: Callable[[str, Case], Simulation], cases: Sequence[Case]) -> dict[str, Run]:
+def _on_cases(arch: str, name: str, run: Callable[[str, Case], None], cases: Sequence[Case]) -> dict[str, Run]:
     return {f"{name}-{_named(case)}": partial(run, arch, case) for case in cases}
 
 
-def _merges(arch: str, sizes: Sequence[tuple[int, int]]) -> dict[str, Run]:
-    return {f"merge-{seqs}x{programs}": partial(run_merge, arch, seqs, programs) for seqs, programs in sizes}
+def _merges(sizes: Sequence[tuple[int, int]]) -> dict[str, Run]:
+    return {f"merge-{seqs}x{programs}": partial(run_merge, seqs, programs) for seqs, programs in sizes}
 
 
-def _stores(arch: str, stores: Sequence[tuple[str, str, tuple[bool, ...]]]) -> dict[str, Run]:
+def _stores(stores: Sequence[tuple[str, str, tuple[bool, ...]]]) -> dict[str, Run]:
     """stores: layout of pages, dtype, and whether pools are large"""
     return {
         f"store{layout}-{name}-{_width(is_large)}": partial(
-            run_store, arch, _HALVES[name], vectorised_pools if layout else linear_pools, is_large=is_large
+            run_store, _HALVES[name], vectorised_pools if layout else linear_pools, is_large=is_large
         )
         for layout, name, widths in stores
         for is_large in widths
@@ -390,24 +361,24 @@ def cases_by_day(arch: str) -> list[KernelCase]:
     """Every kernel in every dtype that it has code for on AMD, below and above 4 GiB."""
     own = own_encoding(arch)
     runs: dict[str, Run] = {
-        f"store-{own.name}-TOKEN": partial(run_coded_store, arch, own, Scales.TOKEN),
-        "store-E5M2-HEAD": partial(run_coded_store, arch, Encoding.E5M2, Scales.HEAD),
+        f"store-{own.name}-TOKEN": partial(run_coded_store, own, Scales.TOKEN),
+        "store-E5M2-HEAD": partial(run_coded_store, Encoding.E5M2, Scales.HEAD),
         "store-records": partial(run_record_store, arch, Scales.GROUP),
         "store-footers": partial(run_record_store, arch, Scales.FOOTER),
-        **_stores(arch, [("", "bfloat16", (False, True)), ("", "float16", (True,))]),
-        **_stores(arch, [("_vectorised", "bfloat16", (False, True))]),
-        **_merges(arch, [(1, 20), (17, 20)]),
+        **_stores([("", "bfloat16", (False, True)), ("", "float16", (True,))]),
+        **_stores([("_vectorised", "bfloat16", (False, True))]),
+        **_merges([(1, 20), (17, 20)]),
         **_on_cases(arch, "masked", run_masked, [WHOLE]),
         **_on_cases(
             arch, "shared_rows", run_shared_rows, [replace(WHOLE, kv_len=[100, 20], q_len=[5, 9], heads=(4, 2))]
         ),
         **_on_cases(arch, "suffixes", run_suffixes, [replace(WHOLE, first_page=[3, 0, 9, 0, 1, 0, 4, 2])]),
-        "plain_decode": partial(run_plain_decode, arch),
-        **{f"merge_states-{name}": partial(run_merge_states, arch, dtype) for name, dtype in _HALVES.items()},
+        "plain_decode": run_plain_decode,
+        **{f"merge_states-{name}": partial(run_merge_states, dtype) for name, dtype in _HALVES.items()},
         **{f"experts-{name}-1": partial(run_experts, arch, dtype, 1) for name, dtype in _HALVES.items()},
-        **{f"model-{name}": partial(run_model, arch, dtype) for name, dtype in _HALVES.items()},
-        "row_work-split-below": partial(run_row_work, arch, PoolKind.SPLIT, is_large=False),
-        "row_work-latent-above": partial(run_row_work, arch, PoolKind.LATENT, is_large=True),
+        **{f"model-{name}": partial(run_model, dtype) for name, dtype in _HALVES.items()},
+        "row_work-split-below": partial(run_row_work, PoolKind.SPLIT, is_large=False),
+        "row_work-latent-above": partial(run_row_work, PoolKind.LATENT, is_large=True),
     }
     return [
         *_step_cases(arch, [WHOLE, replace(CODED, kv=own), ODD], (False,)),
@@ -448,8 +419,8 @@ def grid_cases(arch: str) -> list[KernelCase]:
     ]
     small = [case for case in steps if case.dtype != FP32]
     runs: dict[str, Run] = {
-        **_stores(arch, [("", "float16", (False,)), ("_vectorised", "float16", (False, True))]),
-        **_merges(arch, [(5, 9), (1, 260)]),
+        **_stores([("", "float16", (False,)), ("_vectorised", "float16", (False, True))]),
+        **_merges([(5, 9), (1, 260)]),
         **_on_cases(arch, "masked", run_masked, [replace(ODD, window_left=9)]),
         **_on_cases(
             arch, "shared_rows", run_shared_rows, [replace(ODD, kv_len=[40, 60], q_len=[9, 3], window_left=30)]

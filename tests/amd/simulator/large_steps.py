@@ -2,12 +2,17 @@
 
 from dataclasses import replace
 
+import torch
+
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
-from tests.amd.kernels.attention_cases import Tensors
+from tests.amd.kernels.attention_cases import Case, Tensors, build
 
 
-def in_large_pools(tensors: Tensors) -> Tensors:
-    """The same step with its pages at the end of pools above 4 GiB; latent pages are one pool."""
+def build_step(case: Case, *, is_large: bool) -> Tensors:
+    """A case's step. is_large: with its pages at the end of pools above 4 GiB; latent pages are one pool"""
+    tensors = build(case, torch.device("cpu"))
+    if not is_large:
+        return tensors
     pages = [tensors.k_pages] if tensors.case.latent else [tensors.k_pages, tensors.v_pages]
     num_pages = LARGE_POOL_BYTES // min(each[0].nbytes for each in pages)
     pools = [pool_ending_with(each, num_pages) for each in pages]

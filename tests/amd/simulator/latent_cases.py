@@ -8,7 +8,6 @@ import torch
 
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.tuning.latent_tiles import latent_decode_tiles, latent_extend_tiles, latent_segment_tiles
-from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, assert_served, build
 from tests.amd.kernels.latent_cases import (
     run_latent_decode,
@@ -18,7 +17,7 @@ from tests.amd.kernels.latent_cases import (
 )
 from tests.amd.kernels.segment_cases import assert_same_bits, last_tokens
 from tests.amd.simulator.case import KernelCase, own_encoding
-from tests.amd.simulator.large_steps import in_large_pools
+from tests.amd.simulator.large_steps import build_step
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # A decode that programs share, an empty one, drafts, a chunk over a prefix, no new tokens, a padded tail.
@@ -34,42 +33,36 @@ STEP = Case(
 )
 
 
-def run_latent_step(arch: str, case: Case, *, is_large: bool = False) -> Simulation:
+def run_latent_step(arch: str, case: Case, *, is_large: bool = False) -> None:
     """Runs a mixed step: decode of one new token, of two to eight, and extend of more."""
-    tensors = in_large_pools(build(case, torch.device("cpu"))) if is_large else build(case, torch.device("cpu"))
+    tensors = build_step(case, is_large=is_large)
     heads = case.heads[0]
     shape: dict[str, Any] = {"dims": case.dims, "dtype": case.dtype, "is_coded": case.kv is not None}
     decode, few = (latent_decode_tiles(arch, num_rows=heads * n, **shape) for n in (1, 8))
-    with simulated(arch) as simulation:
-        run_latent_extend(tensors, min_q_len=9, tiles=latent_extend_tiles(arch, **shape))
-        run_latent_decode(tensors, fewest=2, most=8, tiles=few, compute_units=3)
-        run_latent_decode(tensors, tiles=decode, compute_units=3)
+    run_latent_extend(tensors, min_q_len=9, tiles=latent_extend_tiles(arch, **shape))
+    run_latent_decode(tensors, fewest=2, most=8, tiles=few, compute_units=3)
+    run_latent_decode(tensors, tiles=decode, compute_units=3)
     assert_served(tensors)
-    return simulation
 
 
-def run_latent_masked(arch: str, case: Case) -> Simulation:
+def run_latent_masked(arch: str, case: Case) -> None:
     """Runs a masked step, also of sequences with one new token."""
     tensors = build(replace(case, masked=True), torch.device("cpu"))
     tiles = latent_extend_tiles(arch, dims=case.dims, dtype=case.dtype, is_coded=case.kv is not None).of_masked_steps()
-    with simulated(arch) as simulation:
-        run_latent_extend(tensors, tiles=tiles)
+    run_latent_extend(tensors, tiles=tiles)
     assert_served(tensors)
-    return simulation
 
 
-def run_latent_segments(arch: str, case: Case) -> Simulation:
+def run_latent_segments(arch: str, case: Case) -> None:
     """Runs deterministic extend over all new tokens, then decode of the last ones."""
     extended = build(case, torch.device("cpu"))
     decoded = last_tokens(extended)
     tiles = replace(latent_segment_tiles(arch, dims=case.dims, dtype=case.dtype), segment_len=32)
-    with simulated(arch) as simulation:
-        run_latent_segment_extend(extended, tiles=tiles)
-        run_latent_segment_decode(decoded, tiles=tiles, compute_units=3)
+    run_latent_segment_extend(extended, tiles=tiles)
+    run_latent_segment_decode(decoded, tiles=tiles, compute_units=3)
     assert_served(extended)
     assert_served(decoded)
     assert_same_bits(decoded, extended)
-    return simulation
 
 
 def latent_cases(arch: str) -> list[KernelCase]:

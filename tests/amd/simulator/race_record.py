@@ -138,7 +138,7 @@ class _Row:
 def watch_case(case: KernelCase, seed: int = 0) -> Watched:
     """Runs a case under a watch. Raises if a result is wrong, in this order of programs and waves."""
     with watched(RaceWatch(seed=seed)) as watch:
-        simulation = case.run()
+        simulation = case.simulate()
     reached = {kernel.assembly.name for _, kernel in launcher._simulated.values() if reached_barriers(kernel)}
     proofs = frozenset(map(_proof_of, simulation.launches))
     return Watched(frozenset(simulation.kernels), frozenset(reached), tuple(watch.races), proofs)

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 
 from rocm_attn.kernels.tuning.segment_tiles import segment_tiles
-from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.attention_cases import Case, assert_served, build
 from tests.amd.kernels.segment_cases import all_shared, assert_same_bits, last_tokens, run_decode, run_extend
 from tests.amd.simulator.case import KernelCase
@@ -17,33 +16,29 @@ WINDOW = replace(PLAIN, heads=(8, 1), dims=(64, 64), window_left=40, sinks=True,
 CAPPED = replace(PLAIN, heads=(6, 2), dims=(80, 48), soft_cap=3.0, slopes=True, dtype=torch.float16, page_size=5)
 
 
-def run_segments(arch: str, case: Case) -> Simulation:
+def run_segments(arch: str, case: Case) -> None:
     """Extend over all new tokens, then decode of the last ones."""
     extended = build(case, torch.device("cpu"))
     tiles = segment_tiles(arch, head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype, codes=case.codes)
     tiles = replace(tiles, segment_len=64)
     decoded = last_tokens(extended)
-    with simulated(arch) as simulation:
-        run_extend(extended, tiles=tiles)
-        run_decode(decoded, num_programs=5, tiles=tiles)
+    run_extend(extended, tiles=tiles)
+    run_decode(decoded, num_programs=5, tiles=tiles)
     assert_served(extended)
     assert_served(decoded)
     assert_same_bits(decoded, extended)
-    return simulation
 
 
-def run_shared_segments(arch: str, case: Case) -> Simulation:
+def run_shared_segments(arch: str, case: Case) -> None:
     """Extend whose rows are shared out by whole segments, and extend whose rows are not."""
     shared, whole = (build(case, torch.device("cpu")) for _ in range(2))
     tiles = segment_tiles(arch, head_dim=case.dims[0], v_head_dim=case.dims[1], dtype=case.dtype, codes=case.codes)
     tiles = replace(tiles, segment_len=64)
-    with simulated(arch) as simulation:
-        assert run_extend(shared, tiles=tiles, sharing=all_shared(tiles, 5)) > 0
-        run_extend(whole, tiles=tiles)
+    assert run_extend(shared, tiles=tiles, sharing=all_shared(tiles, 5)) > 0
+    run_extend(whole, tiles=tiles)
     assert_served(shared)
     assert torch.equal(shared.out, whole.out)
     assert torch.equal(shared.lse, whole.lse)
-    return simulation
 
 
 def segment_cases(arch: str) -> list[KernelCase]:

@@ -1,5 +1,6 @@
 """Runs of sparse attention on a simulated arch: index scores and top-k, attention over a selection, and its check."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +28,6 @@ from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_segment_
 from rocm_attn.kernels.tuning.tiles import CodeKind
 from rocm_attn.problem import Row
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
-from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.kernels.fold_cases import assert_folded, folded_by
 from tests.amd.kernels.sparse_cases import (
     IndexCase,
@@ -80,7 +80,7 @@ def with_large_pages(args: SelectedArgs) -> SelectedArgs:
     return args._replace(pages=moved, table=args.table + (num_pages - len(pages.k)))
 
 
-def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = False) -> Simulation:
+def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = False) -> None:
     """Runs scores and top-k of a step. is_coded: true if keys are codes, and so is q if keys have no scales"""
     if is_coded:
         dtype = own_encoding(arch).dtype
@@ -91,26 +91,22 @@ def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = F
         arch, heads=args.q.shape[1], dim=case.dim, key_dtype=case.key_dtype, coded_q=args.q.dtype.itemsize == 1
     )
     workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing))
-    with simulated(arch) as simulation:
-        launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)
+    launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)
     problem.assert_selected()
-    return simulation
 
 
-def run_candidates(arch: str) -> Simulation:
+def run_candidates(arch: str) -> None:
     """Runs a choice of blocks, and a choice by other queries among them."""
     both = TwoChoices.build(replace(TOKENS, indexing=LEAVING), CPU)
     tiles = index_tiles(arch, heads=TOKENS.heads, dim=TOKENS.dim, key_dtype=BF16, coded_q=False)
-    with simulated(arch) as simulation:
-        for problem in (both.of_blocks, both.later):
-            args, indexing = problem.args, problem.case.indexing
-            workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing))
-            launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)
+    for problem in (both.of_blocks, both.later):
+        args, indexing = problem.args, problem.case.indexing
+        workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing))
+        launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)
     both.assert_chosen()
-    return simulation
 
 
-def run_long_lines(arch: str) -> Simulation:
+def run_long_lines() -> None:
     """Runs lines that are cut down before the search, with random and with equal scores, and a check of the result."""
     indexing, num_units = Indexing(1.0, 5), 200
     scores = torch.randn(2, 1, num_units, generator=torch.Generator().manual_seed(0))
@@ -121,16 +117,14 @@ def run_long_lines(arch: str) -> Simulation:
     selection = empty_selection(2, indexing, CPU)
     scratch = torch.empty(2 * cut.line_words, dtype=torch.int32)
     faults = torch.zeros(2, dtype=torch.int32)
-    with simulated(arch) as simulation:
-        launch_top_k(scores, scratch, tokens, selection, indexing=indexing, cut=cut)
-        launch_check_selection(selection, tokens, faults[:1])
-        launch_check_selection(SelectedKeys(selection.units + num_units, selection.counts, 1), tokens, faults[1:])
+    launch_top_k(scores, scratch, tokens, selection, indexing=indexing, cut=cut)
+    launch_check_selection(selection, tokens, faults[:1])
+    launch_check_selection(SelectedKeys(selection.units + num_units, selection.counts, 1), tokens, faults[1:])
     assert_units(selection, [[best_units(line, num_units, indexing)] for line in scores[:, 0].tolist()])
     assert faults.bool().tolist() == [False, True]
-    return simulation
 
 
-def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bool = False) -> Simulation:
+def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bool = False) -> None:
     """Runs attention over a selection in several parts. is_coded: true if pages are codes, with scales of tokens"""
     if is_coded:
         case = replace(case, encoding=own_encoding(arch), scales=Scales.TOKEN)
@@ -147,13 +141,11 @@ def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bo
     cut = selected_cut(len(args.q), case.width * case.unit_tokens, heads=args.heads, tiles=tiles, programs=60)
     assert cut.parts > 1
     workspace = torch.full((cut.words(len(args.q), case.dims[1]),), float("nan"))
-    with simulated(arch) as simulation:
-        launch_selected_attention(args._replace(workspace=workspace), scale=problem.scale, tiles=tiles, programs=60)
+    launch_selected_attention(args._replace(workspace=workspace), scale=problem.scale, tiles=tiles, programs=60)
     problem.assert_served()
-    return simulation
 
 
-def run_records(arch: str, case: SelectedCase, encoding: Encoding, *, is_large: bool = False) -> Simulation:
+def run_records(arch: str, case: SelectedCase, encoding: Encoding, *, is_large: bool = False) -> None:
     """Runs attention to records, over selections in several parts, then to the last 50 tokens that each sees."""
     problem = build_selected(replace(case, encoding=encoding), CPU)
     args = with_large_pages(problem.args) if is_large else problem.args
@@ -163,18 +155,16 @@ def run_records(arch: str, case: SelectedCase, encoding: Encoding, *, is_large: 
     tiles = selected_tiles(
         arch, gqa_ratio=16, head_dim=head_dim, v_head_dim=v_head_dim, dtype=BF16, is_coded=True, is_record=True
     )
-    with simulated(arch) as simulation:
-        for each, scale in ((args, problem.scale), (everything, dense.scale)):
-            cut = selected_cut(len(each.q), each.selection.width, heads=each.heads, tiles=tiles, programs=60)
-            assert cut.parts > 1
-            workspace = torch.full((cut.words(len(each.q), v_head_dim),), float("nan"))
-            launch_selected_attention(each._replace(workspace=workspace), scale=scale, tiles=tiles, programs=60)
+    for each, scale in ((args, problem.scale), (everything, dense.scale)):
+        cut = selected_cut(len(each.q), each.selection.width, heads=each.heads, tiles=tiles, programs=60)
+        assert cut.parts > 1
+        workspace = torch.full((cut.words(len(each.q), v_head_dim),), float("nan"))
+        launch_selected_attention(each._replace(workspace=workspace), scale=scale, tiles=tiles, programs=60)
     problem.assert_served()
     dense.assert_served()
-    return simulation
 
 
-def run_rows(arch: str) -> Simulation:
+def run_rows(arch: str) -> None:
     """Runs folds of rows of 4 tokens that overlap, and of 3 from bfloat16, then attention in both modes."""
     dense, exact = build_selected(ROWS, CPU), build_selected(ROWS, CPU)
     given = dense.args._replace(selection=LastTokens(dense.args.tokens.max_kv_len))
@@ -184,26 +174,24 @@ def run_rows(arch: str) -> Simulation:
     exact_tiles, by_pairs = selected_segment_tiles(arch, dims=(64, 64), dtype=BF16, codes=CodeKind.NONE, is_latent=True)
     words = segment_cut(given.selection.width, heads=given.heads, tiles=exact_tiles).words(len(given.q), 64)
     segments = exact.args._replace(selection=given.selection, workspace=torch.full((words,), float("nan")))
-    with simulated(arch) as simulation:
-        folds = [
-            folded_by(launch_fold_rows, row, 150, [4, 9, 12, 3], [4, 3, 8, 1], page_size, CPU)
-            for row, page_size in ((Row(4, overlaps=True), 8), (Row(3, state_dtype=torch.bfloat16), 6))
-        ]
-        launch_selected_attention(given._replace(workspace=workspace), scale=dense.scale, tiles=tiles, programs=60)
-        launch_selected_segments(segments, scale=exact.scale, tiles=exact_tiles, by_pairs=by_pairs)
+    folds = [
+        folded_by(launch_fold_rows, row, 150, [4, 9, 12, 3], [4, 3, 8, 1], page_size, CPU)
+        for row, page_size in ((Row(4, overlaps=True), 8), (Row(3, state_dtype=torch.bfloat16), 6))
+    ]
+    launch_selected_attention(given._replace(workspace=workspace), scale=dense.scale, tiles=tiles, programs=60)
+    launch_selected_segments(segments, scale=exact.scale, tiles=exact_tiles, by_pairs=by_pairs)
     for found, wanted in folds:
         assert_folded(found, wanted)
     dense.assert_served()
     exact.assert_served()
-    return simulation
 
 
 def sparse_cases(arch: str) -> list[KernelCase]:
     """Every kernel of sparse attention, over codes and above 4 GiB."""
-    runs = {
+    runs: dict[str, Callable[[], None]] = {
         "coded_tokens": partial(run_select, arch, TOKENS, is_coded=True),
         "candidates": partial(run_candidates, arch),
-        "long_lines": partial(run_long_lines, arch),
+        "long_lines": run_long_lines,
         "coded_latent": partial(run_attention, arch, LATENT, is_coded=True),
         "footers": partial(run_records, arch, FOOTERS, own_encoding(arch)),
         "rows": partial(run_rows, arch),

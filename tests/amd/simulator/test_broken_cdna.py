@@ -23,7 +23,7 @@ from rocm_attn.kernels.cdna import (
     selected,
 )
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
-from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
+from rocm_lab.simulator.launcher import ARCHS, simulated
 from tests.amd.kernels import cdna_cases, cdna_extend_cases, cdna_latent_cases, cdna_selected_cases
 from tests.amd.kernels.attention_cases import build
 from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
@@ -66,60 +66,61 @@ SHORT, LONG, STEEP, FEW, HEADS, LONG_HEADS, MANY_HEADS, BLOCKS = (
 )
 
 
-def _decode_by_token(arch: str, *, length: int = 40) -> Simulation:
-    return run_cdna(arch, replace(SMALL, kv_len=[length, 33], kv=EXTEND_CODES[arch], scales=Scales.TOKEN))
+def _decode_by_token(arch: str, *, length: int = 40) -> None:
+    run_cdna(arch, replace(SMALL, kv_len=[length, 33], kv=EXTEND_CODES[arch], scales=Scales.TOKEN))
 
 
-def on_gfx950(run: Callable[[str], Simulation]) -> Callable[[str], Simulation]:
+def on_gfx950(run: Callable[[str], None]) -> Callable[[str], None]:
     """A run for either arch that is on gfx950, whose code alone has the line."""
-    return lambda arch: run("gfx950")
+
+    def run_there(arch: str) -> None:
+        with simulated("gfx950"):
+            run("gfx950")
+
+    return run_there
 
 
-def _coded_decode(arch: str) -> Simulation:
-    return run_cdna(arch, replace(SMALL, kv=EXTEND_CODES[arch], scales=Scales.HEAD))
+def _coded_decode(arch: str) -> None:
+    run_cdna(arch, replace(SMALL, kv=EXTEND_CODES[arch], scales=Scales.HEAD))
 
 
-def _coded_extend(arch: str, name: str) -> Simulation:
-    return simulate_extend(arch, case_of(name, arch))
+def _coded_extend(arch: str, name: str) -> None:
+    simulate_extend(arch, case_of(name, arch))
 
 
-def latent_over_codes(arch: str) -> Simulation:
+def latent_over_codes(arch: str) -> None:
     """Scores that differ much over codes."""
-    return run_latents(arch, coded(replace(LATENT, steep=16.0, spread=False), arch))
+    run_latents(arch, coded(replace(LATENT, steep=16.0, spread=False), arch))
 
 
-def rounds_over_codes(arch: str) -> Simulation:
+def rounds_over_codes(arch: str) -> None:
     """A row of whole rounds and two blocks more on CDNA 4."""
-    return run_latents(arch, cdna_latent_cases.cases_of(arch)["codes"])
+    run_latents(arch, cdna_latent_cases.cases_of(arch)["codes"])
 
 
-def long_latent_over_codes(arch: str) -> Simulation:
+def long_latent_over_codes(arch: str) -> None:
     """A row of many blocks over codes, whose scores rise."""
-    return run_latents(arch, cdna_latent_cases.cases_of(arch)["codes_of_4_tiles"])
+    run_latents(arch, cdna_latent_cases.cases_of(arch)["codes_of_4_tiles"])
 
 
-def at_the_tables_end(arch: str, *, over_codes: bool = False) -> Simulation:
+def at_the_tables_end(arch: str, *, over_codes: bool = False) -> None:
     """A sequence whose pages are the last entries of the table."""
     case = replace(LATENT, kv_len=[64], q_len=[1], heads=(20, 1), page_size=16, spread=False)
     tensors = build(coded(case, arch) if over_codes else case, CPU)
     entries = tensors.table[tensors.row_of_seq[:1].long(), :4].clone()
     tensors = replace(tensors, table=entries, row_of_seq=torch.zeros_like(tensors.row_of_seq))
-    with simulated(arch) as simulation:
-        cdna_latent_cases.launch_cdna_latent(arch, tensors)
-    return simulation
+    cdna_latent_cases.launch_cdna_latent(arch, tensors)
 
 
-def with_room_for_more_heads(arch: str) -> Simulation:
+def with_room_for_more_heads(arch: str) -> None:
     """A layer whose q and out are the first heads of tensors with more, which must stay as they are."""
     case = replace(LATENT, heads=(67, 1), spread=False)
     tensors = build(case, CPU)
     q, out = (each.new_full((len(each), case.heads[0] + 1, each.shape[2]), -1.0) for each in (tensors.q, tensors.out))
     q[:, :-1] = tensors.q
     tensors = replace(tensors, q=q[:, :-1], out=out[:, :-1])
-    with simulated(arch) as simulation:
-        cdna_latent_cases.launch_cdna_latent(arch, tensors)
+    cdna_latent_cases.launch_cdna_latent(arch, tensors)
     torch.testing.assert_close(out[:, -1], torch.full_like(out[:, -1], -1.0))
-    return simulation
 
 
 DECODE = Launched("launch_cdna_decode", cdna_cases, (decode,))
@@ -443,16 +444,16 @@ UNSEEN, UNSEEN_WHOLE, UNSEEN_OF_ONE_TILE = (
 )
 
 
-def over_records(arch: str, *, programs: int = 60) -> Simulation:
-    return run_selected(arch, cdna_selected_cases.cases_of(arch)["records_4_tiles"], programs=programs)
+def over_records(arch: str, *, programs: int = 60) -> None:
+    run_selected(arch, cdna_selected_cases.cases_of(arch)["records_4_tiles"], programs=programs)
 
 
 WITH_SINKS = partial(over_records, programs=1)
 
 
-def over_long_records(arch: str) -> Simulation:
+def over_long_records(arch: str) -> None:
     """Several blocks of a program."""
-    return run_selected(arch, cdna_selected_cases.cases_of(arch)["long_records"], programs=1)
+    run_selected(arch, cdna_selected_cases.cases_of(arch)["long_records"], programs=1)
 
 
 SELECTED = Launched("launch_cdna_selected", cdna_selected_cases)

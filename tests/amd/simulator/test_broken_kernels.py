@@ -15,7 +15,7 @@ from rocm_attn.kernels.attention import decode, extend, key_loop
 from rocm_attn.kernels.cache import store
 from rocm_attn.kernels.metadata import table_update
 from rocm_lab.simulator.faults import SimulationFault
-from rocm_lab.simulator.launcher import ARCHS, Simulation
+from rocm_lab.simulator.launcher import ARCHS, simulated
 from tests.amd.kernels import attention_cases
 from tests.amd.mutation import metadata_checks
 from tests.amd.simulator import kernel_cases
@@ -34,7 +34,7 @@ class Mistake:
 
     right: str
     wrong: str
-    run: Callable[[str], Simulation]
+    run: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Launched:
     importers: Sequence[ModuleType] = ()
 
 
-def small_step(*, is_large: bool) -> Callable[[str], Simulation]:
+def small_step(*, is_large: bool) -> Callable[[str], None]:
     """A step of one decode and one extend."""
     return lambda arch: run_step(arch, SMALL_STEP, is_large=is_large)
 
@@ -94,19 +94,19 @@ MISTAKES = {
         "the_store_multiplies_slots_in_32_bits": Mistake(
             "token).to(tl.int64)\n    if (token < tl.load(counts + 1)) & (slot >= FIRST_SLOT)",
             "token)\n    if (token < tl.load(counts + 1)) & (slot >= FIRST_SLOT)",
-            lambda arch: run_store(arch, BF16, linear_pools, is_large=True),
+            lambda _: run_store(BF16, linear_pools, is_large=True),
         ),
         "the_store_writes_pads": Mistake(
             "(token < tl.load(counts + 1)) & (slot >= FIRST_SLOT)",
             "slot >= FIRST_SLOT",
-            lambda arch: run_store(arch, torch.float16, linear_pools, is_large=False),
+            lambda _: run_store(torch.float16, linear_pools, is_large=False),
         ),
     },
     table_update: {
         "a_table_update_reads_without_a_mask": Mistake(
             "row = tl.load(updates + WORDS * i, mask=live, other=0)",
             "row = tl.load(updates + WORDS * i)",
-            lambda arch: run_check(arch, "metadata/table_update.py"),
+            lambda _: run_check("metadata/table_update.py"),
         ),
     },
 }
@@ -136,7 +136,7 @@ def assert_noticed(
     for name, value in vars(launched.used_by).items():
         if value is original or name == launched.launcher:
             monkeypatch.setattr(launched.used_by, name, getattr(broken, launched.launcher))
-    with pytest.raises((AssertionError, SimulationFault)) as caught:
+    with pytest.raises((AssertionError, SimulationFault)) as caught, simulated(arch):
         mistake.run(arch)
     assert re.search(NOTICED, str(caught.value))
 
@@ -196,5 +196,6 @@ def test_a_mistake_is_noticed(
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_same_runs_without_a_mistake_pass(arch: str) -> None:
-    for is_large in (False, True):
-        small_step(is_large=is_large)(arch)
+    with simulated(arch):
+        for is_large in (False, True):
+            small_step(is_large=is_large)(arch)

@@ -151,7 +151,8 @@ def test_a_kernel_that_cannot_be_noted_fails_no_test(tmp_path: Path, monkeypatch
     notes = kernel_notes.KernelNotes()
     notes.start()
     try:
-        run_merge_states(ARCH, torch.float16)
+        with simulated(ARCH):
+            run_merge_states(torch.float16)
     finally:
         notes.stop()
     (entry,) = notes.variants.values()

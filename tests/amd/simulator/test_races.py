@@ -1,5 +1,6 @@
 """Races are found in machine code by hand, each made by the removal of one line, and in our kernels none."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +14,7 @@ from rocm_lab.races.clocks import Clock, Operation, TimedWave
 from rocm_lab.races.watch import Race, RaceWatch
 from rocm_lab.simulator.faults import NeverWritten
 from rocm_lab.simulator.kernel import Launch
-from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated, watched
+from rocm_lab.simulator.launcher import ARCHS, simulated, watched
 from rocm_lab.simulator.snippet import allocation
 from rocm_lab.waits.counters import Queue, Wait
 from tests.amd.simulator.check_cases import run_check
@@ -222,18 +223,19 @@ def test_lds_that_is_never_written_is_a_fault_under_a_watch_too() -> None:
 
 
 OURS = {
-    "store": partial(run_store, dtype=BF16, pools_of=linear_pools, is_large=False),
-    "take_inputs": partial(run_check, path="metadata/take_inputs.py"),
-    "publish_engine": partial(run_check, path="metadata/publish_engine.py"),
+    "store": partial(run_store, BF16, linear_pools, is_large=False),
+    "take_inputs": partial(run_check, "metadata/take_inputs.py"),
+    "publish_engine": partial(run_check, "metadata/publish_engine.py"),
 }
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("run", OURS.values(), ids=OURS)
-def test_our_kernels_have_none(run: partial[Simulation], arch: str) -> None:
+def test_our_kernels_have_none(run: Callable[[], None], arch: str) -> None:
     for seed in SEEDS:
-        with watched(RaceWatch(seed=seed)) as watch:
-            assert run(arch).kernels
+        with watched(RaceWatch(seed=seed)) as watch, simulated(arch) as simulation:
+            run()
+        assert simulation.kernels
         assert not watch.races
 
 

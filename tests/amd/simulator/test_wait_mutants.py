@@ -8,7 +8,6 @@ take.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 
 import pytest
@@ -17,7 +16,7 @@ from rocm_lab.simulator import kernel as simulated_kernel
 from rocm_lab.simulator import launcher
 from rocm_lab.simulator.faults import SimulationFault, UnknownInstruction
 from rocm_lab.simulator.kernel import SimulatedKernel
-from rocm_lab.simulator.launcher import ARCHS, Simulation
+from rocm_lab.simulator.launcher import ARCHS, Simulation, simulated
 from rocm_lab.waits.check import Word, check_waits
 from tests.amd.kernels.attention_cases import Case
 from tests.amd.simulator.check_cases import run_check
@@ -34,24 +33,30 @@ class Mutated:
     """A kernel of a run, of whose mutants each stride-th is tried, and how many of those the judge must show wrong."""
 
     kernel: str
-    run: Callable[[str], Simulation]
+    run: Callable[[str], None]
     stride: int
     least_wrong: int
 
     def __str__(self) -> str:
         return self.kernel
 
+    def simulate(self, arch: str) -> Simulation:
+        """Runs it with every kernel as machine code."""
+        with simulated(arch) as simulation:
+            self.run(arch)
+        return simulation
 
-def _step(case: Case) -> Callable[[str], Simulation]:
+
+def _step(case: Case) -> Callable[[str], None]:
     return lambda arch: run_step(arch, case, is_large=False)
 
 
-def _store(arch: str) -> Simulation:
-    return run_store(arch, BF16, linear_pools, is_large=False)
+def _store(_: str) -> None:
+    run_store(BF16, linear_pools, is_large=False)
 
 
 KERNELS = {
-    "table_update": Mutated("_table_update_kernel", partial(run_check, path="metadata/table_update.py"), 1, 6),
+    "table_update": Mutated("_table_update_kernel", lambda _: run_check("metadata/table_update.py"), 1, 6),
     "store": Mutated("_store_kernel", _store, 3, 4),
     "decode": Mutated("_decode_kernel", _step(ONE_DECODE), 19, 2),
 }
@@ -84,7 +89,7 @@ def test_every_mutant_that_late_results_show_wrong_is_found(
 ) -> None:
     kernels: dict[str, tuple[launcher.Code, SimulatedKernel]] = {}
     monkeypatch.setattr(launcher, "_simulated", kernels)
-    sound = mutated.run(arch)
+    sound = mutated.simulate(arch)
     # A loop to a bound that is poison would take minutes up to the simulator's own limit.
     most = max(launch.instructions for launch in sound.launches)
     monkeypatch.setattr(simulated_kernel, "MAX_STEPS_OF_A_WAVE", most)
@@ -94,7 +99,7 @@ def test_every_mutant_that_late_results_show_wrong_is_found(
     missed = []
     for key, (code, kernel) in of_run.items():
         kernels[key] = code, LateKernel(kernel.assembly, arch)
-        mutated.run(arch)
+        mutated.simulate(arch)
         assert check_waits(kernel.assembly, arch).word is Word.PROVED
         for mutant in islice(mutants_of(kernel.assembly), 0, None, mutated.stride):
             kernels[key] = code, LateKernel(mutant.assembly, arch)
@@ -110,7 +115,7 @@ def test_every_mutant_that_late_results_show_wrong_is_found(
 
 def _is_wrong(mutated: Mutated, arch: str) -> bool:
     try:
-        mutated.run(arch)
+        mutated.simulate(arch)
     except (AssertionError, SimulationFault, UnknownInstruction, OverflowError):
         return True  # the last two: a descriptor or an address of poison is none that the simulator can read
     return False

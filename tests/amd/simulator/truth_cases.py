@@ -20,7 +20,6 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.truth.check import NeedleCheck, TruthPlan, TruthReport
-from rocm_lab.simulator.launcher import Simulation, simulated
 from tests.amd.faulty_kernels import Fault, faulty, with_launches
 from tests.amd.simulator.case import KernelCase, own_encoding
 
@@ -96,33 +95,28 @@ def _dense(codes: KVEncoding, **more: object) -> Problem:
     return replace(layer, **more)  # type: ignore[arg-type]
 
 
-def found(arch: str, run: Run) -> tuple[TruthReport, Simulation]:
-    """Returns the report on the needles, and the executed kernels."""
+def found(arch: str, run: Run) -> TruthReport:
+    """Returns the report on the needles."""
     target = replace(known_target(arch), compute_units=run.compute_units)
     guards = Guards() if run.fault is None else with_launches(partial(faulty, run.fault))
 
     def build(layers: Sequence[Problem], options: RuntimeOptions) -> AttentionRuntime:
         return build_runtime(layers, options, device="cpu", target=target, guards=guards)
 
-    with simulated(arch) as simulation:
-        report = NeedleCheck(run.layers(KVEncoding[own_encoding(arch).name]), run.plan, build).run()
-    return report, simulation
+    return NeedleCheck(run.layers(KVEncoding[own_encoding(arch).name]), run.plan, build).run()
 
 
-def run_truth(arch: str, run: Run) -> Simulation:
+def run_truth(arch: str, run: Run) -> None:
     """Checks that every needle is found, and that every step was a replay if graphs are made."""
-    report, simulation = found(arch, run)
+    report = found(arch, run)
     assert report.passed, "\n".join(map(str, report.misses))
     assert report.replays == (report.steps if run.plan.graphs else 0)
     assert all(tally.requested and tally.hidden for of_layer in report.tallies for tally in of_layer)
-    return simulation
 
 
-def run_lie(arch: str, run: Run) -> Simulation:
+def run_lie(arch: str, run: Run) -> None:
     """Checks that needles are missed if a kernel misinterprets its inputs."""
-    report, simulation = found(arch, run)
-    assert not report.passed
-    return simulation
+    assert not found(arch, run).passed
 
 
 def in_other_codes(args: AttendArgs) -> AttendArgs:

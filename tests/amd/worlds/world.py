@@ -46,6 +46,9 @@ def packed(visible: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.from_numpy(np.packbits(cells, bitorder="little")).to(device)
 
 
+R = TypeVar("R", bound="Request")
+
+
 @dataclass
 class Request:
     """A request's row and everything that was stored for it, by layer: [kv_len, heads, dim]; index: [kv_len, dim]."""
@@ -59,9 +62,10 @@ class Request:
     def kv_len(self) -> int:
         return self.k[0].shape[0]
 
-    def first(self, row: int, kv_len: int) -> Request:
+    def first(self: R, row: int, kv_len: int) -> R:
         """Returns a request in another row with the first tokens of this one."""
-        return Request(row, *([side[:kv_len] for side in sides] for sides in (self.k, self.v, self.index)))
+        k, v, index = ([side[:kv_len] for side in sides] for sides in (self.k, self.v, self.index))
+        return replace(self, row=row, k=k, v=v, index=index)
 
 
 @dataclass
@@ -254,7 +258,7 @@ class World:
     def _nothing(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         return tuple([getattr(rows, name)[:0].clone() for rows in self.rows] for name in ("k", "v", "index_k"))  # type: ignore[return-value]
 
-    def _begun(self, request: Request) -> Request:
+    def _begun(self, request: R) -> R:
         self.requests.append(request)
         return request
 
@@ -264,7 +268,7 @@ class World:
             self.runtime.table.free(request.row)
             self.requests.remove(request)
 
-    def fork(self, request: Request, kv_len: int) -> Request:
+    def fork(self, request: R, kv_len: int) -> R:
         return self._begun(request.first(self.runtime.table.fork(request.row, kv_len), kv_len))
 
     def batch(self, requests: Sequence[Request], q_len: Sequence[int], *, reserve: bool = True) -> StepBatch:

@@ -266,9 +266,11 @@ class Problem:
             object.__setattr__(self, name, whole_field(name, getattr(self, name)))
         for name in ("scale", "logits_soft_cap"):
             object.__setattr__(self, name, number_field(name, getattr(self, name)))
-        for name, kind in (("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales)):
+        kinds = ("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales), ("row", Row)
+        for name, kind in (*kinds, ("indexer", AllKeys | Indexer | EarlierSelection)):
             if not isinstance(getattr(self, name), kind):
-                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+                words = getattr(kind, "__name__", str(kind).replace(f"{__name__}.", ""))
+                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {words}")
         for name in ("has_sinks", "has_alibi_slopes", "custom_mask", "spans_pass_window", "wants_lse"):
             if not isinstance(getattr(self, name), bool):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")

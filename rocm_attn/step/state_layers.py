@@ -44,8 +44,8 @@ class StateCalls(Protocol):
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
         """Folds tokens into the states of their sequences, and reads the states with q; see Update.
 
-        q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; any strides but the last. Padded tokens of out receive
-                zeros
+        q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; any strides but the last. out shares memory with no
+                other one; its padded tokens receive zeros
         decay:  float32 [T, heads], or [T, heads, k_dim] with decays of channels: natural logarithms, at most 0
         beta:   float32 [T, heads]
         """
@@ -79,11 +79,7 @@ class StateLayers(TensorChecks):
         layout, dtype = self._layers[layer].convolution, self._layers[layer].dtype
         tokens = step.states.num_tokens, layout.channels
         self._check("x", x, tokens, dtype)
-        self._check("out", out, tokens, dtype)
-        if x.data_ptr() == out.data_ptr():
-            raise BadTensor(
-                "x and out of a convolution are the same memory; its outputs need another, as inputs are read again"
-            )
+        self._check_written("out", out, tokens, dtype, x=x)
         self._check("weight", weight, (layout.channels, layout.width), dtype)
         if bias is not None:
             self._check("bias", bias, (layout.channels,), dtype)
@@ -93,8 +89,12 @@ class StateLayers(TensorChecks):
 
     def recur(self, step: DeviceStep, layer: int, tokens: RecurrentTokens) -> None:
         num_tokens = step.states.num_tokens
-        for (name, (shape, dtype)), tensor in zip(self._tokens[layer].items(), tokens, strict=True):
+        *read, out = zip(self._tokens[layer].items(), tokens, strict=True)
+        for (name, (shape, dtype)), tensor in read:
             self._check(name, tensor, (num_tokens, *shape), dtype)
+        (name, (shape, dtype)), tensor = out
+        by_name = {name: tensor for (name, _), tensor in read}
+        self._check_written(name, tensor, (num_tokens, *shape), dtype, **by_name)
         slots, workspace = self._states.state[layer], step.workspace
         with on_device(self._device):
             self._ops.recur(

@@ -29,3 +29,58 @@ class TensorChecks:
             raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
         if not rows_are_contiguous(tensor):
             raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+
+    def _check_written(
+        self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, **read: Tensor
+    ) -> None:
+        """Does the same for a tensor that a launch writes; its elements must be memory of their own.
+
+        read: what the launch reads, by name. A program may write before another one has read.
+        """
+        self._check(name, tensor, shape, dtype)
+        if not (tensor.is_contiguous() or _has_room(tensor)):
+            raise BadTensor(
+                f"{name} has strides {list(tensor.stride())} for shape {list(shape)}, so some of its elements are the "
+                "same memory; give it memory of its own"
+            )
+        for other, given in read.items():
+            if may_overlap(tensor, given):
+                raise BadTensor(
+                    f"{name} shares memory with {other}, which is read while it is written; give it its own"
+                )
+
+
+def may_overlap(one: Tensor, other: Tensor) -> bool:
+    """True unless no element of one tensor lies in the memory of the other. Columns of one tensor do not overlap.
+
+    The last stride of both is 1. Rows of different strides overlap if their tensors' first and last bytes do.
+    """
+    begin, other_begin = one.data_ptr(), other.data_ptr()
+    if begin + _num_bytes(one) <= other_begin or other_begin + _num_bytes(other) <= begin:
+        return False
+    if one.dim() < 2 or other.dim() < 2:
+        return True
+    row = one.stride(0) * one.itemsize
+    if row == 0 or row != other.stride(0) * other.itemsize:
+        return True
+    after = (other_begin - begin) % row
+    return after < _num_bytes(one[0]) or after + _num_bytes(other[0]) > row
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _has_room(tensor: Tensor) -> bool:
+    """True if each step along a dimension passes all elements of the dimensions with smaller strides."""
+    elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < elements:
+                return False
+            elements += (size - 1) * stride
+    return True

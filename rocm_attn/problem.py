@@ -226,7 +226,8 @@ class Problem:
     kv_encoding:                encoding of K and V in pages
     kv_scales:                  which elements share a scale in eight-bit encodings
     wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel returns it
-    has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
+    has_alibi_slopes:           whether each head subtracts slope * (p - j) from its scaled (and capped) logits, for a
+                                query at p and a key at j: later keys gain, as in FlashInfer
     custom_mask:                whether a step may have a mask (batch/mask.py): spans of tokens that see each other, or
                                 a tree or bit mask in place of window_right. window_left still hides older keys
     chunk:                      keys in a chunk (Llama 4): a query at position p sees no key before p - p % chunk; 0:

@@ -76,7 +76,7 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            """Refuses a head that is no HTTP, or too long, and a body in such chunks. The caller handles h11's error."""
+            """Refuses a head that is no HTTP, or too long, or a body in such chunks. The caller handles the error."""
             error = _refusal(sys.exc_info()[1])
             counts.refused["head"] += 1
             headers = [("content-type", "application/json"), ("connection", "close")]

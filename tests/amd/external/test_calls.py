@@ -473,7 +473,7 @@ def test_a_step_that_contradicts_itself_is_refused(change: dict[str, object], wh
     with pytest.raises((BadBatch, BadTensor), match=why):
         ExternalStep(**{**right, **change})  # type: ignore[arg-type]
     numbers = {"num_seqs": np.int64(4), "max_kv_len": torch.tensor(4)}
-    assert ExternalStep(**{**right, **numbers}) is not None  # type: ignore[arg-type]
+    assert ExternalStep(**{**right, **numbers}) is not None
 
 
 def test_a_step_of_lengths_that_are_no_tensor_is_refused() -> None:

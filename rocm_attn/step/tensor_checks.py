@@ -69,8 +69,8 @@ def may_overlap(one: Tensor, other: Tensor) -> bool:
 
 def _num_bytes(tensor: Tensor) -> int:
     """Bytes from a tensor's first element to the end of its last one."""
-    if tensor.numel() == 0:
-        return 0
+    if tensor.is_contiguous():  # empty ones are
+        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
 

@@ -17,7 +17,7 @@ from rocm_attn.paging.stored_tokens import Sides, StepStores
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.recurrence import Recurrence, rule_of, tensors_of
 from rocm_attn.step.memory import DeviceStep
-from rocm_attn.step.tensor_checks import TensorChecks
+from rocm_attn.step.tensor_checks import TensorChecks, require_apart
 
 
 class StateCalls(Protocol):
@@ -79,7 +79,8 @@ class StateLayers(TensorChecks):
         layout, dtype = self._layers[layer].convolution, self._layers[layer].dtype
         tokens = step.states.num_tokens, layout.channels
         self._check("x", x, tokens, dtype)
-        self._check_written("out", out, tokens, dtype, x=x)
+        self._check_written("out", out, tokens, dtype)
+        require_apart("out", out, "x", x)
         self._check("weight", weight, (layout.channels, layout.width), dtype)
         if bias is not None:
             self._check("bias", bias, (layout.channels,), dtype)
@@ -89,12 +90,11 @@ class StateLayers(TensorChecks):
 
     def recur(self, step: DeviceStep, layer: int, tokens: RecurrentTokens) -> None:
         num_tokens = step.states.num_tokens
-        *read, out = zip(self._tokens[layer].items(), tokens, strict=True)
-        for (name, (shape, dtype)), tensor in read:
-            self._check(name, tensor, (num_tokens, *shape), dtype)
-        (name, (shape, dtype)), tensor = out
-        by_name = {name: tensor for (name, _), tensor in read}
-        self._check_written(name, tensor, (num_tokens, *shape), dtype, **by_name)
+        for (name, (shape, dtype)), tensor in zip(self._tokens[layer].items(), tokens, strict=True):
+            check = self._check_written if name == "out" else self._check
+            check(name, tensor, (num_tokens, *shape), dtype)
+        for name in ("q", "k", "v", "decay", "beta"):
+            require_apart("out", tokens.out, name, getattr(tokens, name))
         slots, workspace = self._states.state[layer], step.workspace
         with on_device(self._device):
             self._ops.recur(

@@ -270,7 +270,7 @@ class Problem:
         kinds = ("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales), ("row", Row)
         for name, kind in (*kinds, ("indexer", AllKeys | Indexer | EarlierSelection)):
             if not isinstance(getattr(self, name), kind):
-                words = getattr(kind, "__name__", str(kind).replace(f"{__name__}.", ""))
+                words = kind.__name__ if isinstance(kind, type) else str(kind).replace(f"{__name__}.", "")
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {words}")
         for name in ("has_sinks", "has_alibi_slopes", "custom_mask", "spans_pass_window", "wants_lse"):
             if not isinstance(getattr(self, name), bool):

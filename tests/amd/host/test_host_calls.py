@@ -161,7 +161,7 @@ class Server:
             capture_sizes=[num_seqs],
         )
         self.runtime = build_runtime([PROBLEM] * 2, options, device="cpu", guards=guards)
-        self.q, self.out = torch.zeros(2, num_seqs, 8, 16)
+        self.q, self.out = torch.zeros(num_seqs, 8, 16), torch.zeros(num_seqs, 8, 16)
         self.runner = StepRunner(self.runtime, self.forward, _Recorder(self.runtime), check=NO_CHECK)
         table = self.runtime.table
         self.rows = np.array([table.admit() for _ in range(num_seqs)], np.int32)

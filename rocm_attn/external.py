@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import INT32_MAX
-from rocm_attn.errors import BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
+from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.page_watch import PageWatch
@@ -306,6 +306,10 @@ class ExternalAttention:
         It makes one launch, one more for each copied table, and one for a mask of spans.
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; no step is begun then.
         """
+        if not isinstance(step, ExternalStep):
+            raise BadBatch(
+                f"the step is a {type(step).__name__}; give an ExternalStep, as its decode() and extend() do"
+            )
         gate, tables, publisher = self.gate, self.tables, self._publisher
         had_step = gate.enter()
         try:
@@ -456,6 +460,8 @@ def _no_cells(shape: PaddedShape, mask_keys: int) -> int:
 
 
 def _check_integers(name: str, given: Tensor, device: torch.device, at_least: int = 0) -> None:
+    if not isinstance(given, Tensor):
+        raise BadTensor(f"{name} are a {type(given).__name__}; give a tensor on the device")
     if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64) or given.numel() < at_least:
         raise BadTensor(
             f"{name} are {given.dtype} {list(given.shape)}; they must be int32 or int64 in one dimension, at least "

@@ -226,7 +226,8 @@ class Problem:
     kv_encoding:                encoding of K and V in pages
     kv_scales:                  which elements share a scale in eight-bit encodings
     wants_lse:                  whether attend() will be asked for the log-sum-exp; not every kernel returns it
-    has_alibi_slopes:           whether each head subtracts slope * distance from its scaled (and capped) logits
+    has_alibi_slopes:           whether each head subtracts slope * (p - j) from its scaled (and capped) logits, for a
+                                query at p and a key at j: later keys gain, as in FlashInfer
     custom_mask:                whether a step may have a mask (batch/mask.py): spans of tokens that see each other, or
                                 a tree or bit mask in place of window_right. window_left still hides older keys
     chunk:                      keys in a chunk (Llama 4): a query at position p sees no key before p - p % chunk; 0:
@@ -266,9 +267,11 @@ class Problem:
             object.__setattr__(self, name, whole_field(name, getattr(self, name)))
         for name in ("scale", "logits_soft_cap"):
             object.__setattr__(self, name, number_field(name, getattr(self, name)))
-        for name, kind in (("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales)):
+        kinds = ("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales), ("row", Row)
+        for name, kind in (*kinds, ("indexer", AllKeys | Indexer | EarlierSelection)):
             if not isinstance(getattr(self, name), kind):
-                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+                words = kind.__name__ if isinstance(kind, type) else str(kind).replace(f"{__name__}.", "")
+                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {words}")
         for name in ("has_sinks", "has_alibi_slopes", "custom_mask", "spans_pass_window", "wants_lse"):
             if not isinstance(getattr(self, name), bool):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")

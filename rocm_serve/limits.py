@@ -77,8 +77,8 @@ class RequestLimits:
         import numpy as np  # here, because an engine's process begins before numpy is imported
 
         ids = np.asarray(token_ids)  # an array is read in place
-        is_plain = ids.ndim == 1 and ids.dtype.kind in "biu"
-        if token_ids and not is_plain and not all(isinstance(token, int) for token in token_ids):  # beyond 64 bits
+        is_plain = ids.ndim == 1 and ids.dtype.kind in "iu"
+        if token_ids and not is_plain and not all(type(token) is int for token in token_ids):  # beyond 64 bits
             raise BadRequest(f"the token ids are of type {ids.dtype}; give whole numbers")
         for token in (ids.min(), ids.max()) if token_ids else ():
             if not 0 <= token < self.vocab_size:

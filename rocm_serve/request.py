@@ -89,6 +89,11 @@ class Request:
         for name, of in (("stop_token_ids", "token ids"), ("stop", "texts"), ("allowed_token_ids", "token ids")):
             if not isinstance(getattr(self, name), tuple):
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; give a tuple of {of}")
+        for name in ("ignore_eos", "prefix_caching", "include_stop", "detokenise"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadRequest(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not isinstance(self.prompt_token_ids, tuple | list | array):
+            raise BadRequest(f"the prompt is a {type(self.prompt_token_ids).__name__}; give a tuple of token ids")
         if not self.prompt_token_ids:
             raise BadRequest("the prompt is empty; give at least one token")
         if self.max_new_tokens < 1:

@@ -14,6 +14,7 @@ def serve_all(
     engine: ServingEngine, requests: Sequence[Request], on_event: Callable[[Event], None] | None
 ) -> list[Completion]:
     """Engine.generate for any engine."""
+    requests = list(requests)  # an iterator would be at its end after the checks
     for request in requests:
         engine.limits.check(request)
     with HeldInterrupts() as interrupts:

@@ -23,7 +23,7 @@ from rocm_attn.batch.halves import HALVES, split_batch
 from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.mask import NO_MASK, NoMask
 from rocm_attn.batch.prefixes import NO_PREFIXES
-from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_batch import INT32_MAX, StepBatch
 from rocm_attn.batch.step_kinds import FEW_TOKENS, Extra, StepKind
 from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, round_up
@@ -318,9 +318,11 @@ def token_places(batch: StepBatch, shape: PaddedShape) -> npt.NDArray[np.int64]:
 
 
 def require_pad_to(pad_to: object) -> None:
-    """Raises BadBatch for a value that is no PadTo, such as a number alone."""
+    """Raises BadBatch for a value that is no PadTo, such as a number alone, and for sizes that are no int32."""
     if not isinstance(pad_to, PadTo):
         raise BadBatch(f"pad_to is {pad_to!r}; give PadTo(seqs), or PadTo(seqs, tokens) if a rank does not decode")
+    if not all(type(size) is int and 0 <= size <= INT32_MAX for size in pad_to):
+        raise BadBatch(f"pad_to is {pad_to!r}; each of its sizes must be an int from 0 to {INT32_MAX}")
 
 
 def _check(batch: StepBatch, pad_to: PadTo, num_children: int) -> None:

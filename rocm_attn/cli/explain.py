@@ -26,6 +26,7 @@ from rocm_attn.machine.target import Target
 from rocm_attn.models.cut import cost_of_heads
 from rocm_attn.models.geometry import AttentionGeometry, CompressedRows
 from rocm_attn.models.recurrent import RecurrentLayer
+from rocm_attn.paging.kv_pool import require_slots
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
@@ -103,7 +104,7 @@ class Explained:
 
 
 def explained(options: argparse.Namespace) -> Explained:
-    """Chooses kernels for options.config on options.arch. Raises BadModel, BadSetting, Unsupported."""
+    """Chooses kernels for options.config on options.arch. Raises BadModel, BadSetting, NeverFits, Unsupported."""
     target, about_choices = _with_measured_choices(requested_target(options), options.tuning)
     pool = SMALLEST_POOL if options.num_pages is None else replace(SMALLEST_POOL, num_pages=options.num_pages)
     whole = described_model(options.config).geometry
@@ -126,6 +127,7 @@ def explained(options: argparse.Namespace) -> Explained:
         return chosen
 
     pages = _pages(options, over, choose)
+    require_slots(pool.num_pages, pages.page_size)
     problems = pages.problems(over)
     kinds = layer_kinds(problems, geometry, target, options.provider, pool, deterministic=options.deterministic)
     recurrent: dict[RecurrentLayer, tuple[int, ...]] = {}

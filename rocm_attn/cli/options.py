@@ -18,6 +18,8 @@ from rocm_attn.machine.option_texts import AttentionOptions, OptionText, option_
 
 # Sizes are int32 on the device.
 _LARGEST = 2**31 - 1
+# The largest machines have fewer GPUs in one domain of fast links.
+_MOST_RANKS = 1024
 # Bytes are counted by the host.
 _MOST_BYTES = 2**63 - 1
 
@@ -124,9 +126,7 @@ def _count_or_name(count: Callable[[str], int], names: Sequence[str], text: str)
 def _parser_of(text: OptionText) -> Callable[[str], Any]:
     """Returns the function that turns a word of the command line into a value of the option."""
     if text.kind is int:
-        # The component that needs a bound above 1 reports it: a pool of one page has no page to give out.
-        most = _MOST_BYTES if text.unit == "BYTES" else _LARGEST
-        count = partial(at_least, min(int(text.least or 0), 1), most=most)
+        count = partial(at_least, int(text.least or 0), most=_MOST_BYTES if text.unit == "BYTES" else _LARGEST)
         return partial(_count_or_name, count, text.choices)
     return not_negative if text.kind is float else text.kind
 
@@ -215,7 +215,13 @@ WEIGHTS_GIB = option(
     metavar="GIB",
     help="size of the weights on each rank, for instance an engine's FP8 weights (the model's size in --dtype)",
 )
-RANKS = option("--tp", type=positive, default=1, metavar="RANKS", help="tensor-parallel ranks that share the heads (1)")
+RANKS = option(
+    "--tp",
+    type=partial(at_least, 1, most=_MOST_RANKS),
+    default=1,
+    metavar="RANKS",
+    help="tensor-parallel ranks that share the heads (1)",
+)
 AITER_RELEASE = option("--aiter-release", metavar="RELEASE", help="AITER release, for instance 0.1.20 (the image's)")
 ROCM_RELEASE = option("--rocm-release", metavar="RELEASE", help="ROCm release, for instance 7.0 (the image's)")
 

@@ -15,13 +15,14 @@ from rocm_attn.errors import BadSetting
 
 
 def device_of(device: torch.device | str) -> torch.device:
-    """The device of a name. Raises BadSetting for a name that torch does not know."""
+    """The device of a name; the CPU has no index, as its tensors have none. Raises BadSetting for an unknown name."""
     try:
-        return torch.device(device)
+        named = torch.device(device)
     except RuntimeError as error:
         raise BadSetting(
             f"device {device!r} is not known; use 'cpu', 'cuda' or 'cuda:1' (HIP devices are 'cuda' in torch)"
         ) from error
+    return torch.device("cpu") if named.type == "cpu" else named
 
 
 def with_index(device: torch.device | str) -> torch.device:

@@ -141,7 +141,7 @@ class AttentionOptions:
         "tokens of the longest sequence",
         kind=int,
         unit="TOKENS",
-        least=1,
+        least=2,
         default_is="the model's context",
         on_generate=False,
     )

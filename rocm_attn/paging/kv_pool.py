@@ -20,6 +20,17 @@ from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space, space_of_states
 from rocm_attn.problem import UNLIMITED_WINDOW, VECTOR_BYTES, Problem
 
 
+def require_slots(num_pages: int, page_size: int) -> None:
+    """Raises NeverFits for a pool without a page to give out, or with more slots than an int32 counts."""
+    if num_pages < 2:
+        raise NeverFits(f"num_pages is {num_pages}; at least 2 are needed, because page 0 is reserved")
+    if num_pages * page_size > INT32_MAX:
+        raise NeverFits(
+            f"{num_pages} pages of {page_size} tokens overflow an int32 slot id; use at most "
+            f"{INT32_MAX // page_size} pages, or fewer or shorter sequences"
+        )
+
+
 class KVPool:
     """K and V pages for the layers of one space, in order.
 
@@ -41,13 +52,7 @@ class KVPool:
         states: Sequence[PageFormat] = (),
     ) -> None:
         self.page_size = page_size
-        if num_pages < 2:
-            raise NeverFits(f"num_pages is {num_pages}; at least 2 are needed, because page 0 is reserved")
-        if num_pages * self.page_size > INT32_MAX:
-            raise NeverFits(
-                f"{num_pages} pages of {self.page_size} tokens overflow an int32 slot id; use at most "
-                f"{INT32_MAX // self.page_size} pages, or fewer or shorter sequences"
-            )
+        require_slots(num_pages, page_size)
         self.num_pages = num_pages
         self.device = device
         formats = [problem.page_format for problem in problems]

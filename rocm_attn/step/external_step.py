@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadBatch, BadTensor
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor
 from rocm_attn.kernels.metadata.engine_tensors import (
     MOST_MASK_CELLS,
     Q_BOUNDARIES,
@@ -18,6 +19,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
     Q_LENGTHS,
     EngineLengths,
 )
+from rocm_attn.machine.settings import whole_number
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -163,7 +165,7 @@ class ExternalStep:
 
         rows: if not given, sequence i has row i
         """
-        padded = kv_len.shape[0]
+        padded = _num_entries(kv_len)
         return cls(num_seqs, padded, padded, kv_len, ONE_EACH, rows, 1, 1, max_kv_len, captured)
 
     @classmethod
@@ -186,20 +188,30 @@ class ExternalStep:
         num_seqs:   default: all entries of kv_len are used
         rows:       if not given, sequence i has row i
         """
-        padded = kv_len.shape[0]
+        padded = _num_entries(kv_len)
         num_seqs = padded if num_seqs is None else num_seqs
         return cls(num_seqs, padded, num_tokens, kv_len, Boundaries(q_indptr), rows, 1, max_q_len, max_kv_len, captured)
 
     def __post_init__(self) -> None:
+        # One expression if all is well, because each step of an engine makes one.
+        if not (
+            type(self.num_seqs) is type(self.padded_seqs) is type(self.padded_tokens) is type(self.max_kv_len) is int
+            and type(self.min_q_len) is type(self.max_q_len) is int
+            and isinstance(self.q, _KINDS["q"])
+            and isinstance(self.mask, _KINDS["mask"])
+            and type(self.causality) is Causality
+            and type(self.captured) is bool
+        ):
+            self._require_kinds()
         if not 0 <= self.num_seqs <= self.padded_seqs or self.padded_seqs < 1 or self.padded_tokens < 1:
             raise BadBatch(
                 f"{self.num_seqs} sequences are padded to {self.padded_seqs}, with {self.padded_tokens} padded "
                 "tokens; pad to at least as many sequences as the step has, and to at least 1 sequence and 1 token"
             )
-        if not 0 <= self.min_q_len <= self.max_q_len or self.max_q_len < 1:
+        if not 0 <= self.min_q_len <= self.max_q_len or self.max_q_len < 1 or self.max_kv_len < 0:
             raise BadBatch(
-                f"min_q_len is {self.min_q_len} and max_q_len {self.max_q_len}; give 0 <= min_q_len <= max_q_len, "
-                "and max_q_len of at least 1"
+                f"min_q_len is {self.min_q_len}, max_q_len {self.max_q_len} and max_kv_len {self.max_kv_len}; give "
+                "0 <= min_q_len <= max_q_len, max_q_len of at least 1, and max_kv_len of at least 0"
             )
         if not isinstance(self.mask, NoCells):
             kind = StepKind.MASKED
@@ -224,8 +236,38 @@ class ExternalStep:
         object.__setattr__(self, "shape", PaddedShape(kind, self.padded_seqs, self.padded_tokens))
         object.__setattr__(self, "lengths", lengths)
 
+    def _require_kinds(self) -> None:
+        """Turns other whole numbers, such as NumPy's, into ints. Raises BadBatch for values of another kind."""
+        for name in ("num_seqs", "padded_seqs", "padded_tokens", "min_q_len", "max_q_len", "max_kv_len"):
+            try:
+                object.__setattr__(self, name, whole_number(f"{name} of a step", getattr(self, name)))
+            except BadSetting as error:
+                raise BadBatch(str(error)) from None
+        for name, kinds in _KINDS.items():
+            if not isinstance(value := getattr(self, name), kinds):
+                words = " or ".join(kind.__name__ for kind in kinds)
+                raise BadBatch(f"{name} of a step is a {type(value).__name__}; it must be {words}")
+
+
+# Fields of a step that are no numbers -> the kinds of values that they may have.
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "q": (OneEach, NewLengths, Boundaries),
+    "mask": (NoCells, BoolCells, DeviceSpans),
+    "causality": (Causality,),
+    "captured": (bool,),
+}
+
+
+def _num_entries(kv_len: Tensor) -> int:
+    """The sequences that a step is padded to. Raises BadTensor."""
+    if not isinstance(kv_len, Tensor) or kv_len.dim() != 1:
+        _check("kv_len", kv_len, 1)
+    return kv_len.shape[0]
+
 
 def _check(name: str, tensor: Tensor, at_least: int) -> None:
+    if not isinstance(tensor, Tensor):
+        raise BadTensor(f"{name} is a {type(tensor).__name__}; give a tensor on the device")
     if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or tensor.shape[0] < max(1, at_least):
         raise BadTensor(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be int32 or int64 in one dimension, "

@@ -19,7 +19,7 @@ class HeadWeights:
     A runtime takes any floating dtype, strides and device; its own copies are float32 and contiguous.
 
     sinks:        a logit that is added to the denominator of each softmax of the head
-    alibi_slopes: how much the head's logits decrease per token of distance
+    alibi_slopes: how much the head's logits decrease with each token that a key is earlier; see Problem
     """
 
     sinks: Tensor | None = None

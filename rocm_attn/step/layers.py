@@ -33,7 +33,7 @@ from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.prepared import AddressedCall, LayerForms, stream_of
 from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.selections import Require, StepSelections, refuse_stale
-from rocm_attn.step.tensor_checks import TensorChecks
+from rocm_attn.step.tensor_checks import TensorChecks, may_overlap, require_apart
 
 
 def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
@@ -142,9 +142,10 @@ class Layers(TensorChecks):
         kind = self._kind_of(layer)
         problem, tensors = self._selections[kind].problem, step.tensors
         shape = tensors.slot_of_token.shape[0], problem.num_q_heads, problem.v_head_dim
-        self._check("out", out, shape, problem.dtype)
+        self._check_written("out", out, shape, problem.dtype)
         if gate is not None:
             self._check_gate(gate, shape)
+            require_apart("out", out, "gate", gate)
         if undo is not None:
             _check_rope("undo", undo, problem.v_head_dim, self._device)
         if gate is not None or undo is not None:
@@ -221,7 +222,9 @@ class Layers(TensorChecks):
         pages, places = self.state(layer), (state.row_of_token, state.position_of_token, state.counts)
         for name, given in (("values", values), ("gates", gates)):
             self._check(name, given, (num_tokens, pages.format.head_dim), problem.row.state_dtype)
-        self._check("rows", rows, (num_tokens, problem.fold_columns), torch.float32)
+        self._check_written("rows", rows, (num_tokens, problem.fold_columns), torch.float32)
+        require_apart("rows", rows, "values", values)
+        require_apart("rows", rows, "gates", gates)
         null_page, row = state.terms.null_page, problem.row
         with on_device(self._device):
             self._ops.store_kv(
@@ -381,7 +384,10 @@ class Layers(TensorChecks):
         if problem.pool is not PoolKind.LATENT or work.rope is None or dim != work.rope.dim:
             dim = problem.head_dim
         self._check("q", q, (num_tokens, problem.num_q_heads, dim), problem.dtype)
-        self._check("q_out", q_out, (num_tokens, problem.num_q_heads, dim), problem.dtype)
+        if q_out is not q:
+            self._check_written("q_out", q_out, (num_tokens, problem.num_q_heads, dim), problem.dtype)
+            if (q_out.data_ptr(), q_out.stride()) != (q.data_ptr(), q.stride()):
+                require_apart("q_out", q_out, "q", q)
         if work.q_norm is not None and work.q_norm.dim != dim:
             raise BadTensor(f"q_norm has {work.q_norm.dim} weights; rows of q have {dim} elements")
 
@@ -402,9 +408,12 @@ class Layers(TensorChecks):
 
     def _check_rows(self, problem: Problem, num_tokens: int, q: Tensor, out: Tensor, lse: Tensor | None) -> None:
         self._check("q", q, (num_tokens, problem.num_q_heads, problem.head_dim), problem.dtype)
-        self._check("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
+        self._check_written("out", out, (num_tokens, problem.num_q_heads, problem.v_head_dim), problem.dtype)
+        require_apart("out", out, "q", q)
         if lse is not None:
-            self._check("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
+            self._check_written("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
+            require_apart("lse", lse, "q", q)
+            require_apart("lse", lse, "out", out)
 
 
 # A call that is not prepared.
@@ -468,19 +477,6 @@ def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> N
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {device}")
-
-
-def may_overlap(one: Tensor, other: Tensor) -> bool:
-    """True unless each tensor has memory of its own. Columns of one tensor count as memory that is shared."""
-    (begin, end), (other_begin, other_end) = _memory(one), _memory(other)
-    return begin < other_end and other_begin < end
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of a tensor's storage and one past the last."""
-    storage = tensor.untyped_storage()
-    begin = storage.data_ptr()
-    return begin, begin + storage.nbytes()
 
 
 @dataclass(slots=True, eq=False)

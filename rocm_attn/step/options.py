@@ -87,10 +87,10 @@ class RuntimeOptions:
             )
         if not 0 <= self.mask_keys <= INT32_MAX:
             raise BadSetting(f"mask_keys is {self.mask_keys}; it must be a number of keys, from 0 to {INT32_MAX}")
-        if self.verify_tokens < 0:
+        if not 0 <= self.verify_tokens <= INT32_MAX:
             raise BadSetting(
                 f"verify_tokens is {self.verify_tokens}; it must be a number of tokens, the draft tokens and the "
-                "one before them, or 0"
+                f"one before them, or 0, and at most {INT32_MAX}"
             )
         if self.swa_kept < 0:
             raise BadSetting(f"swa_kept is {self.swa_kept}; it must be a number of tokens, 0 or more")
@@ -109,6 +109,8 @@ class RuntimeOptions:
         object.__setattr__(self, "capture_tokens", _ladder("capture_tokens", self.capture_tokens).sizes)
         if self.prompt_tokens:
             object.__setattr__(self, "prompt_tokens", _ladder("prompt_tokens", self.prompt_tokens).sizes)
+        if not isinstance(self.drafts, Sequence) or not all(isinstance(each, Drafts) for each in self.drafts):
+            raise BadSetting(f"drafts is {self.drafts!r}; give a list of Drafts, the rounds that may be captured")
         object.__setattr__(self, "drafts", tuple(dict.fromkeys(self.drafts)))
 
     @property
@@ -158,6 +160,8 @@ class RuntimeOptions:
 
 
 def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
+    if not isinstance(sizes, Sequence):
+        raise BadSetting(f"{name} is {sizes!r}; give a list of sizes")
     try:
         ladder = SizeLadder(tuple(sizes))
     except BadLadder as bad:

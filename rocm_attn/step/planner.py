@@ -148,7 +148,12 @@ class Planner:
         return batch.max_q_len == batch.min_q_len <= _MOST_VERIFIED
 
     def admit(self, batch: StepBatch, plan: StepPlan) -> StepPlan:
-        """Returns the plan if the batch fits it. Raises NeverFits, WrongState for an old plan, what plan() raises."""
+        """Returns the plan if the batch fits it.
+
+        Raises BadBatch for a value that is no plan, NeverFits, WrongState for an old plan, what plan() raises.
+        """
+        if not isinstance(plan, StepPlan):
+            raise BadBatch(f"plan is {plan!r}; give what runtime.plan(batch) returns, or leave it out")
         if plan.replayable and self._plan_of_key.get(self._graph_key(plan.key)) is not plan:
             raise WrongState("the plan was made before the sealed addresses were released; plan the step again")
         _require_fit(batch, plan.shape)

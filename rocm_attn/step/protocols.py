@@ -52,7 +52,8 @@ class LayerCalls(Protocol):
 
         A layer that shares another layer's K and V passes that layer's number, after that layer has stored.
 
-        q, out: [T, q_heads, head_dim | v_head_dim]; last stride 1, others free; padded tokens of out become 0
+        q, out: [T, q_heads, head_dim | v_head_dim], different memory; last stride 1, others free; padded tokens of out
+                become 0
         lse:    float32 [T, q_heads]; if given, receives the natural log of the softmax denominator (the sink included),
                 -inf for padding and for a token that sees no key, with or without a sink
         Raises BadBatch if the step has not stored in this layer and needs tokens that were never stored.

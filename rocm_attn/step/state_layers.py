@@ -17,7 +17,7 @@ from rocm_attn.paging.stored_tokens import Sides, StepStores
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.recurrence import Recurrence, rule_of, tensors_of
 from rocm_attn.step.memory import DeviceStep
-from rocm_attn.step.tensor_checks import TensorChecks
+from rocm_attn.step.tensor_checks import TensorChecks, require_apart
 
 
 class StateCalls(Protocol):
@@ -44,8 +44,8 @@ class StateCalls(Protocol):
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
         """Folds tokens into the states of their sequences, and reads the states with q; see Update.
 
-        q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; any strides but the last. Padded tokens of out receive
-                zeros
+        q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; any strides but the last. out shares memory with no
+                other one; its padded tokens receive zeros
         decay:  float32 [T, heads], or [T, heads, k_dim] with decays of channels: natural logarithms, at most 0
         beta:   float32 [T, heads]
         """
@@ -79,11 +79,8 @@ class StateLayers(TensorChecks):
         layout, dtype = self._layers[layer].convolution, self._layers[layer].dtype
         tokens = step.states.num_tokens, layout.channels
         self._check("x", x, tokens, dtype)
-        self._check("out", out, tokens, dtype)
-        if x.data_ptr() == out.data_ptr():
-            raise BadTensor(
-                "x and out of a convolution are the same memory; its outputs need another, as inputs are read again"
-            )
+        self._check_written("out", out, tokens, dtype)
+        require_apart("out", out, "x", x)
         self._check("weight", weight, (layout.channels, layout.width), dtype)
         if bias is not None:
             self._check("bias", bias, (layout.channels,), dtype)
@@ -94,7 +91,10 @@ class StateLayers(TensorChecks):
     def recur(self, step: DeviceStep, layer: int, tokens: RecurrentTokens) -> None:
         num_tokens = step.states.num_tokens
         for (name, (shape, dtype)), tensor in zip(self._tokens[layer].items(), tokens, strict=True):
-            self._check(name, tensor, (num_tokens, *shape), dtype)
+            check = self._check_written if name == "out" else self._check
+            check(name, tensor, (num_tokens, *shape), dtype)
+        for name in ("q", "k", "v", "decay", "beta"):
+            require_apart("out", tokens.out, name, getattr(tokens, name))
         slots, workspace = self._states.state[layer], step.workspace
         with on_device(self._device):
             self._ops.recur(

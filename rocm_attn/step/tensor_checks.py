@@ -29,3 +29,53 @@ class TensorChecks:
             raise BadTensor(f"{name} is on {tensor.device}; the runtime is on {self._device}")
         if not rows_are_contiguous(tensor):
             raise BadTensor(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be contiguous there")
+
+    def _check_written(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Does the same for a tensor that a launch writes, whose elements must be memory of their own."""
+        is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.device == self._device
+        if is_right and tensor.is_contiguous():
+            return
+        self._check(name, tensor, shape, dtype)
+        if not _has_room(tensor):
+            raise BadTensor(
+                f"{name} has strides {list(tensor.stride())} for shape {list(shape)}, so some of its elements are the "
+                "same memory; give it memory of its own"
+            )
+
+
+def require_apart(name: str, written: Tensor, other: str, read: Tensor) -> None:
+    """Raises BadTensor for a written tensor in the memory of a read one: a program may write before another reads."""
+    if may_overlap(written, read):
+        raise BadTensor(f"{name} shares memory with {other}, which is read while it is written; give it its own")
+
+
+def may_overlap(one: Tensor, other: Tensor) -> bool:
+    """True unless no element of one tensor lies in the memory of the other. Columns of one tensor do not overlap.
+
+    The last stride of both is 1. Rows of different strides overlap if their tensors' first and last bytes do.
+    """
+    begin, other_begin = one.data_ptr(), other.data_ptr()
+    size, other_size = one.dtype.itemsize, other.dtype.itemsize
+    end, other_end = begin + size, other_begin + other_size
+    for count, stride in zip(one.shape, one.stride(), strict=False):
+        end += (count - 1) * stride * size
+    for count, stride in zip(other.shape, other.stride(), strict=False):
+        other_end += (count - 1) * stride * other_size
+    if end <= other_begin or other_end <= begin or not (one.numel() and other.numel()):
+        return False
+    row = one.stride(0) * size
+    if min(one.dim(), other.dim()) < 2 or row == 0 or row != other.stride(0) * other_size:
+        return True
+    after, last, other_last = (other_begin - begin) % row, (len(one) - 1) * row, (len(other) - 1) * row
+    return after < end - begin - last or after + other_end - other_begin - other_last > row
+
+
+def _has_room(tensor: Tensor) -> bool:
+    """True if each step along a dimension passes all elements of the dimensions with smaller strides."""
+    elements = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < elements:
+                return False
+            elements += (size - 1) * stride
+    return True

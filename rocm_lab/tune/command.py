@@ -158,11 +158,11 @@ def problems_of(options: argparse.Namespace, target: Target) -> tuple[Problem, .
     named = _GEOMETRY.fullmatch(options.config)
     if named is not None:
         heads, kv_heads, dim = map(int, named.groups())
-        encoding, scales = kv.encoding, kv.scales
-        plain = Problem(
-            heads, kv_heads, dim, dtype, 1, v_head_dim=dim, scale=dim**-0.5, kv_encoding=encoding, kv_scales=scales
+        if options.tp != 1:
+            raise BadSetting(f"--tp is {options.tp} and {options.config} are the heads of one rank; leave --tp out")
+        over: Sequence[Problem] = (
+            Problem(heads, kv_heads, dim, dtype, 1, kv_encoding=kv.encoding, kv_scales=kv.scales),
         )
-        over: Sequence[Problem] = (plain,)
     else:
         model = described_model(options.config, ", or query heads x KV heads x head dim, as in 32x8x128")
         geometry = model.geometry.without_idle_windows(model.max_kv_len(options.max_kv_len)).on_one_of(options.tp)

@@ -86,6 +86,8 @@ class Sampling:
     def _check_biases(self) -> None:
         if len(self.logit_bias) > MOST_BIASES:
             raise BadRequest(f"logit_bias has {len(self.logit_bias)} tokens; at most {MOST_BIASES} are allowed")
+        if not isinstance(self.logit_bias, tuple | list) or any(len(pair) != 2 for pair in self.logit_bias):
+            raise BadRequest(f"logit_bias is {self.logit_bias!r}; give pairs of a token id and its bias")
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
             raise BadRequest("logit_bias has a token twice; give each token once")
         for token, bias in self.logit_bias:

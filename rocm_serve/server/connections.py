@@ -76,12 +76,15 @@ def bounded_protocol(options: ServerOptions, most: int, counts: HttpMetrics) -> 
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            """Refuses a head that is no HTTP, or too long. The caller handles h11's error."""
+            """Refuses a head that is no HTTP, or too long, or a body in such chunks. The caller handles the error."""
             error = _refusal(sys.exc_info()[1])
             counts.refused["head"] += 1
             headers = [("content-type", "application/json"), ("connection", "close")]
             answer = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
             is_answering = self.cycle is not None and not self.cycle.response_complete
+            if is_answering:  # its application may answer before it learns that the connection ends
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
             body = Context().run(error.body)  # the request that came before it has an id, and this one none
             for event in (answer, h11.Data(data=json.dumps(body).encode()), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))

@@ -128,9 +128,9 @@ class LayerTerms:
                 f"a layer of cross attention has a window of {self.sliding_window} keys, and its tokens have no "
                 "distance from their keys; choose another attention backend for this model"
             )
-        if self.alibi_slopes is not None and self.kind == CROSS:
+        if self.alibi_slopes is not None and not causal:  # FlashAttention takes the slope off for each token in between
             raise Unsupported(
-                "a layer of cross attention has ALiBi slopes, and its tokens have no distance from their keys; choose "
+                f"a layer of {self.kind} attention has ALiBi slopes, and keys after a token gain by them here; choose "
                 "another attention backend for this model"
             )
         encoding = _encoding(self.kv_cache_dtype, cache)

@@ -440,10 +440,19 @@ def test_bounds_without_tokens_are_those_of_any_step_and_seal_makes_room_for_dec
         ({"padded_tokens": 3}, "give as many tokens as sequences"),
         (
             {"min_q_len": 3, "max_q_len": 2, "q": NewLengths(torch.ones(4, dtype=torch.int32))},
-            "min_q_len is 3 and max_q_len 2",
+            "min_q_len is 3, max_q_len 2",
         ),
         ({"kv_len": torch.zeros(3, dtype=torch.int32)}, "kv_len is torch.int32 .3.; .* at least 4 elements"),
         ({"kv_len": torch.zeros(4)}, "kv_len is torch.float32"),
+        ({"kv_len": [1] * 4}, "kv_len is a list; give a tensor on the device"),
+        ({"rows": range(4)}, "rows is a range; give a tensor on the device"),
+        ({"q": torch.ones(4, dtype=torch.int32)}, "q of a step is a Tensor; it must be OneEach or NewLengths or Bound"),
+        ({"mask": torch.ones(16, dtype=torch.bool)}, "mask of a step is a Tensor; it must be NoCells or BoolCells or"),
+        ({"causality": True}, "causality of a step is a bool; it must be Causality"),
+        ({"captured": 1}, "captured of a step is a int; it must be bool"),
+        ({"num_seqs": 4.0}, r"num_seqs of a step is 4\.0; it must be a whole number"),
+        ({"max_kv_len": float("nan")}, "max_kv_len of a step is nan; it must be a whole number"),
+        ({"max_kv_len": -1}, "max_kv_len -1"),
         ({"rows": torch.zeros(4, 1, dtype=torch.int32)}, "rows is torch.int32 .4, 1."),
         ({"q": Boundaries(torch.zeros(4, dtype=torch.int32)), "max_q_len": 2}, "q is .* with at least 5 elements"),
     ],
@@ -463,6 +472,14 @@ def test_a_step_that_contradicts_itself_is_refused(change: dict[str, object], wh
     assert isinstance(ExternalStep(**right).q, OneEach)  # type: ignore[arg-type]
     with pytest.raises((BadBatch, BadTensor), match=why):
         ExternalStep(**{**right, **change})  # type: ignore[arg-type]
+    numbers = {"num_seqs": np.int64(4), "max_kv_len": torch.tensor(4)}
+    assert ExternalStep(**{**right, **numbers}) is not None
+
+
+def test_a_step_of_lengths_that_are_no_tensor_is_refused() -> None:
+    for lengths in ([4], torch.tensor(4)):
+        with pytest.raises(BadTensor, match="kv_len is "):
+            ExternalStep.decode(lengths, num_seqs=1, max_kv_len=4)  # type: ignore[arg-type]
 
 
 def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str) -> None:

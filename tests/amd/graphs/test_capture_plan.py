@@ -245,9 +245,11 @@ def test_weights_that_the_runner_cannot_count_are_those_of_the_files_or_given(
     assert f"weights on each rank take 1.5 MiB (the files in {tmp_path}, over 2 ranks)" in capsys.readouterr().out
 
 
-def test_a_pool_without_a_page_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["capture-plan", config_file(tmp_path), "--arch", "cpu", "--max-batch-size", "4", "--num-pages", "1"]
-    assert main(command) == FAILED
-    printed = capsys.readouterr()
-    assert "num_pages is 1" in printed.err
-    assert (len(printed.err.splitlines()), printed.out) == (1, "")
+def test_a_pool_of_more_slots_than_an_int32_counts_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("capture-plan", "explain"):
+        assert main([command, config_file(tmp_path), "--arch", "cpu", "--num-pages", "2147483647"]) == FAILED
+        printed = capsys.readouterr()
+        assert "tokens overflow an int32 slot id" in printed.err
+        assert (len(printed.err.splitlines()), printed.out) == (1, "")

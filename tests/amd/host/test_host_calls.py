@@ -161,7 +161,7 @@ class Server:
             capture_sizes=[num_seqs],
         )
         self.runtime = build_runtime([PROBLEM] * 2, options, device="cpu", guards=guards)
-        self.out = torch.zeros(num_seqs, 8, 16)
+        self.q, self.out = torch.zeros(num_seqs, 8, 16), torch.zeros(num_seqs, 8, 16)
         self.runner = StepRunner(self.runtime, self.forward, _Recorder(self.runtime), check=NO_CHECK)
         table = self.runtime.table
         self.rows = np.array([table.admit() for _ in range(num_seqs)], np.int32)
@@ -175,7 +175,7 @@ class Server:
     def forward(self, step: Part) -> Tensor:
         k = torch.zeros(len(self.out), 2, 16)
         for layer in range(2):
-            step.layers.store_and_attend(layer, self.out, k, k, self.out)
+            step.layers.store_and_attend(layer, self.q, k, k, self.out)
         return self.out
 
     def next(self) -> StepBatch:

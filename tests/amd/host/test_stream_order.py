@@ -91,4 +91,4 @@ def test_a_capture_is_ordered_by_its_recorder() -> None:
 
 
 def test_a_device_may_be_named() -> None:
-    assert with_index("cpu") == torch.device("cpu")
+    assert with_index("cpu") == with_index("cpu:0") == torch.device("cpu")

@@ -256,6 +256,7 @@ def test_a_dry_run_lists_the_candidates_without_a_gpu(capsys: pytest.CaptureFixt
     [
         (("--dry-run", "--shapes", "64d4k,64x"), "batch '64x': '64x', from character 1 on, does not begin with"),
         (("--arch", "gfx942"), "--arch needs --dry-run"),
+        (("--dry-run", "--tp", "3"), "--tp is 3 and 32x8x128 are the heads of one rank; leave --tp out"),
         (("--device", "cpu"), "there is no GPU to measure on; --dry-run lists"),
     ],
 )
@@ -264,6 +265,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 ) -> None:
     assert main(["tune", "32x8x128", *given]) == BAD_INPUT
     assert sentence in capsys.readouterr().err
+
+
+def test_heads_that_cannot_be_are_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "0x0x0", "--dry-run"]) == BAD_INPUT
+    assert "num_q_heads is 0; it must be at least 1" in capsys.readouterr().err
 
 
 def test_what_would_never_be_read_is_not_searched() -> None:

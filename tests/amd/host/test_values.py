@@ -44,6 +44,8 @@ def batch(q_len: list[int], prefix: int = 0) -> StepBatch:
         ({"scale": "1"}, "scale is '1'; it must be a number"),
         ({"scale": 10**400}, "scale is inf"),
         ({"pool": "latent"}, "pool is 'latent'; it must be a PoolKind"),
+        ({"row": None}, "row is None; it must be a Row"),
+        ({"indexer": None}, r"indexer is None; it must be a AllKeys \| Indexer \| EarlierSelection"),
         ({"kv_encoding": "float8_e4m3fn"}, "kv_encoding is 'float8_e4m3fn'; it must be a KVEncoding"),
         ({"head_dim": 8.0}, "head_dim is 8.0; it must be a whole number"),
         ({"page_size": True}, "page_size is True; it must be a whole number"),

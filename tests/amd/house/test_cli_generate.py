@@ -276,7 +276,6 @@ def test_every_field_of_a_request_has_a_flag_but_those_that_only_a_server_needs(
             BAD_INPUT,
             "the prompt has 97 tokens and the model's context is 96",
         ),
-        (["--num-pages", "1", "w5"], BAD_INPUT, "num_pages is 1; it must be at least 2"),
         (["--raw", "--num-pages", "2", "w5 " * 40], BAD_INPUT, "the prompt has 40 tokens"),
         (["--swa-pages", "4", "w5"], BAD_INPUT, "swa_pages is 4, and no layer of the model has a window"),
         (

@@ -64,7 +64,10 @@ def test_terms_that_are_not_served_are_refused(named: dict[str, Any], what: str)
     ("changes", "refusal"),
     [
         ({"attn_type": "encoder_decoder", "sliding_window": 8}, "cross attention has a window of 8 keys"),
-        ({"attn_type": "encoder_decoder", "alibi_slopes": [0.5] * 32}, "cross attention has ALiBi slopes"),
+        *(
+            ({"attn_type": kind, "alibi_slopes": [0.5] * 32}, f"{kind} attention has ALiBi slopes")
+            for kind in ("encoder", "encoder_only", "encoder_decoder")
+        ),
     ],
 )
 def test_features_without_a_meaning_outside_of_decoders_are_refused(changes: dict[str, Any], refusal: str) -> None:

@@ -189,6 +189,11 @@ def test_bad_requests_are_refused_in_one_sentence_and_the_others_go_on(loaded: L
     assert served_to_the_end(served, numbers) == engine(loaded).generate(requests)
 
 
+def test_generate_serves_the_requests_of_an_iterator(loaded: LoadedModel) -> None:
+    requests = some_requests(2)
+    assert engine(loaded).generate(iter(requests)) == engine(loaded).generate(requests)  # type: ignore[arg-type]
+
+
 def test_generate_refuses_before_anything_runs(loaded: LoadedModel) -> None:
     served = engine(loaded)
     with pytest.raises(BadRequest, match="97 tokens"):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rocm_attn.errors import BadRequest, BadSetting
@@ -33,6 +34,12 @@ def request(**fields: Any) -> Request:
         (request, {"logprobs": 21}, "logprobs is 21; it must be -1"),
         (request, {"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be -1"),
         (request, {"stop": ("",)}, "has 0 characters"),
+        (request, {"ignore_eos": "no"}, "ignore_eos is 'no'; it must be True or False"),
+        (request, {"detokenise": None}, "detokenise is None; it must be True or False"),
+        (request, {"prompt_token_ids": np.array([1, 2])}, "the prompt is a ndarray; give a tuple of token ids"),
+        (request, {"prompt_token_ids": None}, "the prompt is a NoneType; give a tuple of token ids"),
+        (Sampling, {"logit_bias": {1: 2.0}}, "give pairs of a token id and its bias"),
+        (Sampling, {"logit_bias": ((1, 2.0, 3.0),)}, "give pairs of a token id and its bias"),
         (request, {"stop": ("a" * 1025,)}, "has 1025 characters"),
         (request, {"stop": ("a",) * 65}, "stop has 65 texts"),
         (request, {"stop": "abc"}, "give a tuple of texts"),
@@ -67,6 +74,7 @@ def request(**fields: Any) -> Request:
         (EngineOptions, {"gpu_memory_share": 0}, "gpu_memory_share is 0; it must be above 0 and at most 1"),
         (EngineOptions, {"latency": NAN}, "latency is nan; it must be at least 0"),
         (EngineOptions, {"num_pages": 1}, "num_pages is 1; it must be at least 2"),
+        (EngineOptions, {"max_kv_len": 1}, "max_kv_len is 1; it must be at least 2"),
         (EngineOptions, {"hang_after": -0.5}, r"hang_after is -0\.5; it must be at least 0"),
         (
             EngineOptions,

@@ -1,6 +1,8 @@
 """Errors of callers: one sentence, nothing corrupted, and the next step runs."""
 
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
@@ -45,7 +48,20 @@ def test_a_bad_batch_leaves_the_runtime_ready(
     world.step(world.requests, [1, 1])
 
 
-@pytest.mark.parametrize("sizes", [PadTo(10**15), PadTo(2, 10**15), PadTo(10**30)])
+@pytest.mark.parametrize(
+    "sizes",
+    [PadTo(2**31), PadTo(2, 10**30), PadTo(2, 0, 2**40), PadTo(2, -1), PadTo(2.0), PadTo("2"), PadTo(True), (2, 8)],  # type: ignore[arg-type]
+)
+def test_sizes_that_are_no_int32_are_refused(world: World, sizes: PadTo) -> None:
+    batch = world.batch(world.requests, [1, 1])
+    with pytest.raises(BadBatch, match="pad_to is "):
+        world.runtime.plan(batch, sizes)
+    with pytest.raises(BadBatch, match=r"plan is .*; give what runtime\.plan\(batch\) returns"):
+        world.runtime.stage(batch, sizes)  # type: ignore[arg-type]
+    world.step(world.requests, [1, 1])
+
+
+@pytest.mark.parametrize("sizes", [PadTo(2**31 - 1), PadTo(2, 2**31 - 1)])
 def test_a_step_that_no_device_has_memory_for_is_refused_before_it_takes_any(world: World, sizes: PadTo) -> None:
     batch = world.batch(world.requests, [1, 1])
     with pytest.raises(CapacityExceeded, match=r"needs \d+ bytes for its lengths and tables, and .*; pad to less"):
@@ -88,6 +104,29 @@ def test_a_bad_tensor_is_named_and_the_step_goes_on(world: World, argument: str,
         step.layers.store_and_attend(0, **(good | {argument: broken(fault, good[argument])}))
     step.layers.store_and_attend(0, **good, lse=lse)
     world.check(0, requests, q_len, q, out, lse)
+    world.runtime.end_step()
+
+
+@pytest.mark.parametrize(
+    ("out", "lse", "message"),
+    [
+        (lambda x: x[0, :6].expand(len(x), 6, 16), None, r"out has strides \[0, 16, 1\].* are the same memory"),
+        (lambda x: x.view(-1).as_strided((len(x), 6, 16), (48, 16, 1)), None, "out has strides"),
+        (lambda x: x[:, :6], None, "out shares memory with q"),
+        (lambda x: x[:, 3:9], None, "out shares memory with q"),
+        (lambda x: x[:, 6:], lambda x: x[:, 0, :6], "lse shares memory with q"),
+        (lambda x: x[:, 6:], None, ""),  # columns of one tensor
+    ],
+)
+def test_outputs_have_memory_of_their_own(
+    world: World, out: Callable[[Tensor], Tensor], lse: Callable[[Tensor], Tensor] | None, message: str
+) -> None:
+    """Programs write in any order, and some before others have read."""
+    step = world.runtime.step(world.batch(world.requests, [3, 1])).parts[0]
+    q, k, v = world.qkv(world.problems[0], step)
+    both = torch.cat([q, q], 1)
+    with pytest.raises(BadTensor, match=message) if message else nullcontext():
+        step.layers.store_and_attend(0, both[:, :6], k, v, out(both), None if lse is None else lse(both))
     world.runtime.end_step()
 
 
@@ -204,6 +243,10 @@ def test_a_number_that_is_none_is_named(name: str, value: object, device: torch.
         ({"max_num_rows": 1}, "max_num_rows is 1 and max_num_seqs is 2"),
         ({"max_num_rows": -1}, "max_num_rows is -1"),
         ({"verify_tokens": -1}, "verify_tokens is -1"),
+        ({"verify_tokens": 2**40}, "verify_tokens is 1099511627776"),
+        ({"drafts": Drafts(2, 3)}, "drafts is .*; give a list of Drafts"),
+        ({"drafts": [3]}, "drafts is .*; give a list of Drafts"),
+        ({"capture_sizes": 4}, "capture_sizes is 4; give a list of sizes"),
         ({"first_swa_page": 0}, "first_swa_page is 0"),
         ({"capture_sizes": (2**31,)}, "capture_sizes goes up to 2147483648; counts are int32"),
         *(

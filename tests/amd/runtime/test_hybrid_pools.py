@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadProblem, BadSetting, CapacityExceeded, DeviceFault, NeverFits
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
@@ -49,6 +50,26 @@ def test_lengths_that_only_the_device_knows_give_nothing_back_until_the_host_kno
 def build(device: torch.device, problems: Sequence[Problem], **settings: int) -> AttentionRuntime:
     sizes = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, **settings}
     return build_runtime(problems, RuntimeOptions(provider="torch", **sizes), device=device)  # type: ignore[arg-type]
+
+
+def test_a_window_of_the_token_itself_holds_the_pages_of_new_tokens_alone(provider: str, device: torch.device) -> None:
+    problem = small_problem(window_left=0)
+    options = RuntimeOptions(num_pages=9, max_num_seqs=2, max_kv_len=32, swa_pages=9, provider=provider)
+    runtime = build_runtime([problem], options, device=device)
+    row, kv_len = runtime.table.admit(), 0
+    for new in (9, 1, 1, 6, 1):
+        runtime.table.evict([row], [kv_len])
+        runtime.table.reserve(row, kv_len + new)
+        kv_len += new
+        poison_free_pages(runtime)
+        with runtime.step(StepBatch([row], [kv_len], [new], range(new))) as step:
+            tokens = len(step.parts[0].token_ids)
+            q, k, v = (torch.randn(tokens, heads, 16, device=device) for heads in (6, 2, 2))
+            out = torch.empty_like(q)
+            step.parts[0].layers.store_and_attend(0, q, k, v, out)
+        assert torch.equal(out[:new], v.repeat_interleave(3, 1)[:new])
+    runtime.check_device()
+    assert runtime.table.num_held(row, Space.SWA) == 1
 
 
 def test_a_pool_for_windows_that_cannot_be_is_refused(device: torch.device) -> None:

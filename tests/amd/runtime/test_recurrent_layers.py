@@ -337,8 +337,14 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
         with pytest.raises(BadTensor, match="recurrent layer 1 has no convolution"):
             part.states.convolve(1, scalars, scalars, None, scalars)
         x, weight = (world.layers[0].x[: len(rows)], world.layers[0].weight)
-        with pytest.raises(BadTensor, match="x and out of a convolution are the same memory"):
+        with pytest.raises(BadTensor, match="out shares memory with x"):
             part.states.convolve(0, x, weight, None, x)  # a block of tokens read what another had written
+        q, v = torch.zeros(2, len(rows), 2, 8, device=device)
+        decays = torch.zeros(len(rows), 2, 8, device=device)
+        for name in ("q", "k", "v"):  # the state is computed from them after the outputs
+            given = {"q": q, "k": rows, "v": v}
+            with pytest.raises(BadTensor, match=f"out shares memory with {name}"):
+                part.states.recur(1, **given, decay=decays, beta=scalars, out=given[name])
     with pytest.raises(BadSetting, match="kept of recurrent layers is 0; it must be 1 or more"):
         RecurrentLayers(ALL_KINDS, kept=0)
     for layers in (None, GATED_DELTA, [None]):

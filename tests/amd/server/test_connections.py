@@ -149,6 +149,17 @@ def test_a_client_reads_why_its_head_was_refused_although_it_goes_on_sending(
         assert refused(server, "head") == 1
 
 
+def test_a_body_in_chunks_that_are_none_is_refused_once(loaded: LoadedModel, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its request is being answered by then, and a second answer would be an error of the server."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with running(engine(loaded)) as server:
+        with socket.create_connection(server.address) as client:
+            client.sendall(head + b"-1\r\n")
+            assert all_of(client).count(b"HTTP/1.1 400 ") == 1
+        assert send(server, "GET", "/health").status == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_what_follows_a_request_and_is_none_is_refused_without_its_id(loaded: LoadedModel) -> None:
     with running(engine(loaded)) as server, socket.create_connection(server.address) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\nX-Request-Id: first\r\n\r\nno HTTP\r\n\r\n")

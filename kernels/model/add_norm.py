@@ -66,12 +66,13 @@ def launch_add_norm(
     """Writes the sum of each row, and the row normalised.
 
     residual:       [rows, width], float32, float16 or bfloat16
-    output:         [parts, rows, width], of that dtype if there is one part, else float32
+    output:         [rows, width], of that dtype; or parts of it, float32 [parts, rows, width]
     weight:         [width], of any of these dtypes
     summed, normed: [rows, width], of the residual's dtype, written; neither overlaps an input
     All are contiguous and begin at a multiple of 16 bytes.
     """
-    parts, rows, width = output.shape
+    rows, width = residual.shape
+    parts = len(output) if output.dim() == 3 else 1
     tensors = (residual, output, weight, summed, normed)
     assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
     if rows:

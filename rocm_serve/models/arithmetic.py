@@ -54,22 +54,25 @@ class Arithmetic:
         return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None) -> Tensor:
-        """[terms, tokens, hidden], whose sum is x @ weight.T + bias, normalised if norm is given."""
+        """x @ weight.T + bias [tokens, hidden], normalised if norm is given; or float32 [terms, tokens, hidden], whose
+        sum it is.
+        """
         if norm is None:
             return self.linears.terms(x, weight, bias)
-        return self.norm(self.linears.summed_linear(x, weight, bias), norm)[None]
+        return self.norm(self.linears.summed_linear(x, weight, bias), norm)
 
-    def sum_and_norm(self, residual: Tensor, terms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def sum_and_norm(self, residual: Tensor, output: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """sum(), and its RMS norm, in one pass of a GPU."""
         from rocm_attn.kernels.model.add_norm import launch_add_norm
 
         summed, normed = torch.empty_like(residual), torch.empty_like(residual)
-        launch_add_norm(residual, terms, weight, summed, normed, factor=self.residual_factor, eps=self.eps)
+        launch_add_norm(residual, output, weight, summed, normed, factor=self.residual_factor, eps=self.eps)
         return summed, normed
 
-    def sum(self, residual: Tensor, terms: Tensor) -> Tensor:
-        """residual + factor * the sum of terms [terms, tokens, hidden]."""
-        output = terms[0] if len(terms) == 1 else terms.sum(0).to(residual.dtype)
+    def sum(self, residual: Tensor, output: Tensor) -> Tensor:
+        """residual + factor * output(), or its sum."""
+        if output.dim() == 3:
+            output = output.sum(0).to(residual.dtype)
         return torch.add(residual, output, alpha=self.residual_factor)
 
     def add_own_input(self, residual: Tensor, given: Tensor, weights: OwnInput) -> Tensor:
@@ -86,13 +89,13 @@ class Residual:
 
     def __init__(self, arithmetic: Arithmetic, rows: Tensor) -> None:
         self._arithmetic, self._rows = arithmetic, rows
-        self._coming: Tensor | None = None  # terms that are not added yet
+        self._coming: Tensor | None = None  # an output that is not added yet
 
-    def add(self, terms: Tensor) -> None:
-        """Adds factor * the sum of terms, [terms, tokens, hidden]."""
+    def add(self, output: Tensor) -> None:
+        """Adds factor * output, [tokens, hidden], or the sum of its terms; see Arithmetic.output."""
         if self._coming is not None:
             self._rows = self._arithmetic.sum(self._rows, self._coming)
-        self._coming = terms
+        self._coming = output
 
     @property
     def rows(self) -> Tensor:
@@ -103,10 +106,10 @@ class Residual:
 
     def normed(self, weight: Tensor) -> Tensor:
         """The RMS norm of the sum."""
-        arithmetic, terms, self._coming = self._arithmetic, self._coming, None
-        if terms is not None and terms.device.type != "cpu":
-            self._rows, normed = arithmetic.sum_and_norm(self._rows, terms, weight)
+        arithmetic, output, self._coming = self._arithmetic, self._coming, None
+        if output is not None and output.device.type != "cpu":
+            self._rows, normed = arithmetic.sum_and_norm(self._rows, output, weight)
             return normed
-        if terms is not None:
-            self._rows = arithmetic.sum(self._rows, terms)
+        if output is not None:  # a CPU's have one term
+            self._rows = torch.add(self._rows, output, alpha=arithmetic.residual_factor)
         return arithmetic.norm(self._rows, weight)

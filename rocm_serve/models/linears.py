@@ -65,11 +65,13 @@ class Linears:
         return summed if bias is None else summed.add_(bias)
 
     def terms(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[terms, rows, out], whose sum is summed_linear(): one of x's dtype, or several of float32."""
-        parts = parts_of_few_rows(x, weight, len(weight)) if x.is_cuda and self._is_whole else 0
-        if parts > 1:
-            return multiplied_in_parts(x, weight, bias, parts)
-        return self.summed_linear(x, weight, bias)[None]
+        """summed_linear(); or float32 [terms, rows, out], whose sum it is."""
+        if not self._is_whole:
+            return self.summed_linear(x, weight, bias)
+        if not x.is_cuda:
+            return F.linear(x, weight, bias)
+        parts = parts_of_few_rows(x, weight, len(weight))
+        return multiplied_in_parts(x, weight, bias, parts) if parts > 1 else self.linear(x, weight, bias)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """[rows, heads, out]: x [rows, heads, in] @ weight [heads, in, out] per head, for a rank's own heads."""
@@ -103,7 +105,7 @@ class BlocksOfRows(Linears):
         return mixed(gate, self.linear(x, weight, bias))
 
     def terms(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.summed_linear(x, weight, bias)[None]
+        return self.summed_linear(x, weight, bias)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.shape[0]

@@ -35,7 +35,7 @@ def add_mlp(residual: Residual, mlp: Mlp, weights: LayerWeights, arithmetic: Ari
         assert isinstance(mlp, DenseAndExperts), "a layer without an MLP has no norm before it"
         assert isinstance(of_mlp, DenseAndExpertWeights), "weights are read by their config"
         total = _dense_and_experts(residual.rows, x, mlp, of_mlp, arithmetic)
-    residual.add((total if norm is None else arithmetic.norm(total, norm))[None])
+    residual.add(total if norm is None else arithmetic.norm(total, norm))
 
 
 def _dense_and_experts(

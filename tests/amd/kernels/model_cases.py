@@ -23,18 +23,19 @@ Put = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SumOfRows:
-    """residual [rows, width], terms of an output [terms, rows, width], and a norm's weight [width]."""
+    """residual and output [rows, width] or terms of it [terms, rows, width], and a norm's weight [width]."""
 
     residual: Tensor
-    terms: Tensor
+    output: Tensor
     weight: Tensor
 
     def assert_served(self, put: Put = Tensor.clone) -> None:
         """Checks both results of the kernel. put: where a tensor lies"""
         summed, normed = (put(torch.full_like(self.residual, float("nan"))) for _ in range(2))
-        launch_add_norm(put(self.residual), put(self.terms), put(self.weight), summed, normed, factor=FACTOR, eps=EPS)
-        residual, terms, weight = (each.double() for each in (self.residual, self.terms, self.weight))
-        assert_attention_close(summed, residual + FACTOR * terms.sum(0), self.residual.dtype)
+        launch_add_norm(put(self.residual), put(self.output), put(self.weight), summed, normed, factor=FACTOR, eps=EPS)
+        residual, output, weight = (each.double() for each in (self.residual, self.output, self.weight))
+        output = output if output.dim() == 2 else output.sum(0)
+        assert_attention_close(summed, residual + FACTOR * output, self.residual.dtype)
         stored = summed.double()  # the norm is of the rows that later layers read
         exact = stored / (stored.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
         assert_attention_close(normed, exact, self.residual.dtype)
@@ -48,8 +49,8 @@ def sum_of_rows(
     sizes = torch.logspace(-2, 1, rows)[:, None]
     residual, *output = (torch.randn(rows, width, generator=random) * sizes for _ in range(1 + terms))
     weight = torch.rand(width, generator=random) + 0.5
-    of_terms = torch.stack(output).to(device, dtype if terms == 1 else torch.float32)
-    return SumOfRows(residual.to(device, dtype), of_terms, weight.to(device, dtype))
+    given = output[0].to(device, dtype) if terms == 1 else torch.stack(output).to(device)
+    return SumOfRows(residual.to(device, dtype), given, weight.to(device, dtype))
 
 
 def assert_gated(

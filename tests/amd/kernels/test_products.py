@@ -53,7 +53,8 @@ def test_linear_layers_are_right(rows: int, out: int, num_in: int, has_bias: boo
     given, linears = bias if has_bias else None, Linears()
     exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
     assert_attention_close(linears.linear(x, weight, given), exact, x.dtype)
-    assert_attention_close(linears.terms(x, weight, given).sum(0).to(x.dtype), exact, x.dtype)
+    terms = linears.terms(x, weight, given)
+    assert_attention_close(terms if terms.dim() == 2 else terms.sum(0).to(x.dtype), exact, x.dtype)
     # By several launches, both inner products are rounded before they are combined.
     mixed = linears.gated(x, weight, given, SwiGLU()).double()
     torch.testing.assert_close(mixed, exact_gate(exact, FORMS[0]), atol=3e-2, rtol=3e-2)

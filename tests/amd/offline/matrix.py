@@ -522,8 +522,7 @@ def _launch_experts(row: Row) -> None:
 def _launch_model(row: Row) -> None:
     """Launches sums with norms, gates of each form, products of one row and of a few, and sums over ranks."""
     rows, matrix = torch.empty(4, 2048, dtype=row.dtype), torch.empty(2048, 2048, dtype=row.dtype)
-    for parts in (1, 4):
-        terms = torch.empty(parts, 4, 2048, dtype=row.dtype if parts == 1 else torch.float32)
+    for terms in (rows[None], torch.empty(4, 4, 2048)):
         launch_add_norm(rows, terms, rows[0], rows, rows, factor=1.0, eps=1e-5)
         launch_few_rows(rows, matrix, rows[0], terms, 132)
     for form in (GateForm(SILU), GateForm(GELU), GateForm(CLAMPED, 7.0, 1.702)):

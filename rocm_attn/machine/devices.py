@@ -54,11 +54,15 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of memory that a device has in all, in use or not. Tensors of the meta device take none of it."""
+    """Bytes that tensors may still take: of a GPU's memory what is free, or kept by torch's allocator; of a CPU's all.
+
+    Tensors of the meta device take none.
+    """
     if device.type == "meta":
         return sys.maxsize
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -242,10 +242,12 @@ class StepBuffers:
                 "largest of capture_sizes before the first capture"
             )
         num_bytes = sum(needed * spec.dtype.itemsize for spec, needed in short)
-        if num_bytes > memory_of(self._device):  # a host without memory ends the process in place of raising
+        # A host without memory ends the process in place of raising; what a GPU gave before it raised, other processes
+        # could not have.
+        if num_bytes > (has := memory_of(self._device)):
             raise NeverFits(
                 f"a step of {shape.num_seqs} sequences and {shape.num_tokens} tokens, pads included, needs {num_bytes} "
-                f"bytes for its lengths and tables, and {self._device} has {memory_of(self._device)}; pad to less"
+                f"bytes for its lengths and tables, and {self._device} has {has}; pad to less"
             )
         with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
             grown = {spec.name: self._new_buffer(spec, needed) for spec, needed in short}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from rocm_attn.machine import devices
@@ -92,3 +93,12 @@ def test_a_capture_is_ordered_by_its_recorder() -> None:
 
 def test_a_device_may_be_named() -> None:
     assert with_index("cpu") == with_index("cpu:0") == torch.device("cpu")
+
+
+def test_memory_of_a_gpu_is_what_tensors_may_still_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch has and no tensor uses counts; what other processes have does not."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 250)
+    assert devices.memory_of(torch.device("cuda", 0)) == 150
+    assert devices.memory_of(torch.device("cpu")) > 1 << 30

@@ -19,6 +19,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step import buffers
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World
@@ -62,7 +63,10 @@ def test_sizes_that_are_no_int32_are_refused(world: World, sizes: PadTo) -> None
 
 
 @pytest.mark.parametrize("sizes", [PadTo(2**31 - 1), PadTo(2, 2**31 - 1)])
-def test_a_step_that_no_device_has_memory_for_is_refused_before_it_takes_any(world: World, sizes: PadTo) -> None:
+def test_a_step_that_the_device_has_no_memory_for_is_refused_before_it_takes_any(
+    world: World, sizes: PadTo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "memory_of", lambda device: 1 << 33)  # large devices would have enough
     batch = world.batch(world.requests, [1, 1])
     with pytest.raises(CapacityExceeded, match=r"needs \d+ bytes for its lengths and tables, and .*; pad to less"):
         world.runtime.step(batch, world.runtime.plan(batch, sizes))

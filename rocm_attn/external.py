@@ -26,7 +26,7 @@ from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.machine.agreement import Agree, alone
-from rocm_attn.machine.devices import on_device, wait_for_device, with_index
+from rocm_attn.machine.devices import on_device, require_tensor, wait_for_device, with_index
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Reach, Source
@@ -460,8 +460,7 @@ def _no_cells(shape: PaddedShape, mask_keys: int) -> int:
 
 
 def _check_integers(name: str, given: Tensor, device: torch.device, at_least: int = 0) -> None:
-    if not isinstance(given, Tensor):
-        raise BadTensor(f"{name} are a {type(given).__name__}; give a tensor on the device")
+    require_tensor(name, given)
     if given.dim() != 1 or given.dtype not in (torch.int32, torch.int64) or given.numel() < at_least:
         raise BadTensor(
             f"{name} are {given.dtype} {list(given.shape)}; they must be int32 or int64 in one dimension, at least "

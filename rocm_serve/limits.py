@@ -53,6 +53,8 @@ class RequestLimits:
 
     def check(self, request: Request) -> None:
         """Raises BadRequest for a request that the engine can never serve."""
+        if not isinstance(request, Request):
+            raise BadRequest(f"the request is a {type(request).__name__}; give a Request")
         prompt = request.prompt_token_ids
         if len(prompt) > self.context_len:
             raise ContextExceeded(

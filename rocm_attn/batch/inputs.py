@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadSetting, BadTensor
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.machine.settings import whole_number
 
 # Takes the place of a tensor in DeviceInputs: the host has these values. For token ids, there may be none.
@@ -97,6 +98,8 @@ class DeviceInputs:
         for name, tensor in (("kv_len", self.kv_len), ("q_len", self.q_len), ("token_ids", self.token_ids)):
             if tensor is ON_HOST:
                 continue
+            if not isinstance(tensor, Tensor):
+                require_tensor(name, tensor)
             if device is None:
                 device = tensor.device
             if tensor.device != device:

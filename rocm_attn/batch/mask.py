@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.machine.settings import whole_number
 
 # The bytes that a launch copies are counted in 32 bits, with room for its last stride.
@@ -67,6 +68,7 @@ class StepMask:
 
     def __post_init__(self) -> None:
         for name, tensor, dtype in (("bits", self.bits, torch.uint8), ("positions", self.positions, torch.int32)):
+            require_tensor(f"{name} of a mask", tensor)
             if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise BadTensor(
                     f"{name} of a mask is a {tensor.dtype} tensor of shape {list(tensor.shape)} and strides "
@@ -129,6 +131,7 @@ class TreeMask:
 
     def __post_init__(self) -> None:
         parents = self.parents
+        require_tensor("parents", parents)
         is_matrix = parents.dtype == torch.int32 and parents.dim() == 2
         if not is_matrix or (len(parents) > 0 and parents.shape[1] > 1 and parents.stride(1) != 1):
             raise BadTensor(

@@ -116,8 +116,13 @@ class PadTo(NamedTuple):
 
     @classmethod
     def all_of(cls, each: Iterable[PadTo], padding: PaddingPolicy, num_children: int = 1) -> PadTo:
-        """The sizes that fit the steps of all ranks. each: PadTo.of() of every rank, in any order"""
+        """The sizes that fit the steps of all ranks. each: PadTo.of() of every rank, in any order
+
+        Raises BadBatch if there is none.
+        """
         each = [cls(*one) for one in each]
+        if not each:
+            raise BadBatch("no rank has sizes; give PadTo.of() of every rank")
         seqs, kv_len = max(one.seqs for one in each), max(one.kv_len for one in each)
         if not any(one.tokens for one in each):
             return cls(seqs, 0, kv_len)

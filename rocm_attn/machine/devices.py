@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadSetting, BadTensor
 
 
 def device_of(device: torch.device | str) -> torch.device:
@@ -51,6 +51,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     if is_current(device):
         return _HERE
     return torch.cuda.device(device)
+
+
+def require_tensor(name: str, value: object) -> None:
+    """Raises BadTensor for a value that is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise BadTensor(f"{name} is a {type(value).__name__}; give a tensor on the device")
 
 
 def memory_of(device: torch.device) -> int:

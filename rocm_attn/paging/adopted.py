@@ -293,9 +293,11 @@ class AdoptedTables:
             if isinstance(old, CsrSource):
                 raise BadTensor(f"{named} is a list of pages; give a CsrSource")
             source = replace(old, entries=source)
+        if not isinstance(source, type(old)):
+            raise BadTensor(f"{named} is a {type(source).__name__}; give a tensor, or a {type(old).__name__} as before")
         gather = source.gather
         self._check_device(space, gather)
-        if type(source) is not type(old) or (source.null_page, source.copied) != (old.null_page, old.copied):
+        if (source.null_page, source.copied) != (old.null_page, old.copied):
             raise BadTensor(f"{named} is of another kind than the table before; build anew")
         if not self.gathered and not _lies_right(source, self.page_size):
             raise BadTensor(

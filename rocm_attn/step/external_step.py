@@ -19,6 +19,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
     Q_LENGTHS,
     EngineLengths,
 )
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.machine.settings import whole_number
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -266,8 +267,7 @@ def _num_entries(kv_len: Tensor) -> int:
 
 
 def _check(name: str, tensor: Tensor, at_least: int) -> None:
-    if not isinstance(tensor, Tensor):
-        raise BadTensor(f"{name} is a {type(tensor).__name__}; give a tensor on the device")
+    require_tensor(name, tensor)
     if tensor.dim() != 1 or tensor.dtype not in _INTEGERS or tensor.shape[0] < max(1, at_least):
         raise BadTensor(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be int32 or int64 in one dimension, "

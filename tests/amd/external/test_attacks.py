@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -92,9 +93,11 @@ def test_the_layer_with_the_fewest_pages_counts(device: torch.device, provider: 
 def test_another_kind_of_table_is_refused(device: torch.device, provider: str) -> None:
     engine = VLLM(16, device=device, provider=provider)
     table = engine.block_tables[Space.FULL]
+    source: Any
     for source, why in (
         (TableSource(table.long()), "needs int32 pages in rows without gaps"),
         (TableSource(table, null_page=False), "of another kind than the table before"),
+        ([[1]], "is a list; give a tensor, or a TableSource as before"),
         (TableSource(table[:, :3]), "has room for 48 tokens; sequences may have 96"),
     ):
         with pytest.raises(Exception, match=why):

@@ -170,6 +170,11 @@ def test_what_all_ranks_pad_to_holds_every_ranks_step_and_is_of_the_ladders(
         assert {(shape.num_seqs, shape.num_tokens) for shape in shapes} == {(found.seqs, found.tokens or found.seqs)}
 
 
+def test_sizes_of_no_rank_are_refused() -> None:
+    with pytest.raises(BadBatch, match="no rank has sizes"):
+        PadTo.all_of((), POLICY)
+
+
 def test_a_step_above_the_ladders_keeps_the_kernels_of_its_kind_and_a_decode_step_mixes() -> None:
     assert POLICY.shape(batch_of([20, 20]), PadTo(2, 40)) == PaddedShape(StepKind.EXTEND, 2, 40)
     assert POLICY.shape(batch_of([1, 1]), PadTo(2, 40)) == PaddedShape(StepKind.MIXED, 2, 40)

@@ -194,6 +194,11 @@ def test_generate_serves_the_requests_of_an_iterator(loaded: LoadedModel) -> Non
     assert engine(loaded).generate(iter(requests)) == engine(loaded).generate(requests)  # type: ignore[arg-type]
 
 
+def test_what_is_no_request_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(BadRequest, match="the request is a str; give a Request"):
+        engine(loaded).submit("tokens")  # type: ignore[arg-type]
+
+
 def test_generate_refuses_before_anything_runs(loaded: LoadedModel) -> None:
     served = engine(loaded)
     with pytest.raises(BadRequest, match="97 tokens"):

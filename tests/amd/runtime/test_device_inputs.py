@@ -167,6 +167,8 @@ def test_tensors_that_do_not_fit_the_step_are_refused(provider: str, device: tor
     lengths = ints([1, 1], serving)
     with pytest.raises(BadTensor, match=r"q_len is a torch.int64 tensor of shape"):
         DeviceInputs(q_len=lengths.long())
+    with pytest.raises(BadTensor, match="kv_len is a list; give a tensor"):
+        DeviceInputs(kv_len=[4])  # type: ignore[arg-type]
     with pytest.raises(BadTensor, match=r"kv_len is a torch.int32 tensor of shape .* contiguous int32 vector"):
         DeviceInputs(kv_len=ints([1, 2, 3, 4], serving)[::2])
     with pytest.raises(BadTensor, match="tensors are on no device"):

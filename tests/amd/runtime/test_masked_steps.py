@@ -99,6 +99,7 @@ def test_a_mask_beyond_what_a_launch_counts_is_refused() -> None:
 BAD_MASKS = {
     "bools": ((torch.ones(9, dtype=torch.bool), torch.zeros(6, dtype=torch.int32)), "bits of a mask is a torch.bool"),
     "a matrix": ((ones(9).view(3, 3), torch.zeros(6, dtype=torch.int32)), r"bits of a mask .* of shape \[3, 3\]"),
+    "a list": (([1] * 9, torch.zeros(6, dtype=torch.int32)), "bits of a mask is a list; give a tensor"),
     "gaps": ((ones(18)[::2], torch.zeros(6, dtype=torch.int32)), r"strides \[2\]; it must be a contiguous vector"),
     "long positions": ((ones(9), torch.zeros(6, dtype=torch.int64)), "positions of a mask is a torch.int64 tensor"),
     "two devices": ((ones(9), torch.zeros(6, dtype=torch.int32, device="meta")), "bits of a mask are on cpu and its"),
@@ -109,6 +110,11 @@ BAD_MASKS = {
 def test_tensors_that_are_no_mask_are_refused(tensors: tuple[torch.Tensor, torch.Tensor], complaint: str) -> None:
     with pytest.raises(BadTensor, match=complaint):
         StepMask(*tensors)
+
+
+def test_parents_that_are_no_tensor_are_refused() -> None:
+    with pytest.raises(BadTensor, match="parents is a list; give a tensor"):
+        TreeMask([[0, 1]])  # type: ignore[arg-type]
 
 
 def test_a_mask_of_parts_of_keys_is_refused() -> None:

@@ -236,12 +236,14 @@ class RequestTable:
         KV will never be read.
 
         rows, kv_len: integers [num_seqs]; lengths at most the device's
-        Raises WrongState for a row that is not admitted, and BadBatch without a length for each row.
+        Raises WrongState for a row that is not admitted, and BadBatch for one that is named twice, or without a length
+        for each.
         """
         if not self._rows.windowed or len(rows) == 0:
             return
         rows, kv_len = one_each(rows, "kv_len", kv_len)
         self._rows.must_all_be_admitted(rows)
+        self._rows.must_be_distinct(rows)
         for table in self._rows.windowed:
             table.evict(rows, kv_len, self._rows.capacity[rows] // self.page_size)
 

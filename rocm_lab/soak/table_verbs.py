@@ -104,7 +104,14 @@ def evict(scene: Scene) -> None:
     """Pages before the window go."""
     rows = [scene.a_row() for _ in range(2)]
     lengths = [scene.length(row) for row in rows]
-    scene.call(f"evict of {rows}", lambda: scene.runtime.table.evict(rows, lengths))
+    has_windows = len(scene.runtime.table.spaces) > 1
+    given = scene.call(
+        f"evict of {rows}",
+        lambda: scene.runtime.table.evict(rows, lengths),
+        wrong="a row is named twice" * (has_windows and rows[0] == rows[1]),
+    )
+    if given is REFUSED:
+        return
     if scene.last is not None and {seq.row for seq in scene.last[1]} & {*rows}:
         scene.provoked = True  # that step run again may begin its windows before those lengths
 

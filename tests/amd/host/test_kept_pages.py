@@ -190,6 +190,18 @@ def test_rows_over_the_same_last_page_alone_share_no_prefix() -> None:
     table.checks.check(StepBatch(ints(other, same), ints(9, 9), ints(1, 1), prefixes=batch.prefixes))
 
 
+def test_a_row_that_is_named_twice_gives_no_page_back_twice() -> None:
+    """The page would go to another row while it is kept."""
+    table = make_table(windowed=True)
+    row = stored_row(table, 16)
+    ids, before = table.kept.keep(row, 0, 4), state_of(table)
+    with pytest.raises(BadBatch, match="row 1 occurs twice"):
+        table.evict(ints(row, row), ints(15, 15))
+    assert state_of(table) == before
+    table.evict(ints(row), ints(15))
+    assert table.kept.num_holders_of(ids, Space.SWA).tolist() == [1, 1, 2, 2]
+
+
 def test_pages_that_left_the_window_are_kept_in_the_full_space_alone() -> None:
     table = make_table(windowed=True)
     row = stored_row(table, 16)

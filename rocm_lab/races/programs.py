@@ -146,12 +146,12 @@ class _Pair:
     second: _Side
 
     def reached(self) -> list[Term]:
-        """What holds where two programs execute the accesses."""
+        """The facts where two programs execute the accesses."""
         one, two = self.first.program, self.second.program
         return [z3.Or(*(one.place[axis] != two.place[axis] for axis in AXES)), *one.facts, *two.facts]
 
     def facts(self, stored: set[str]) -> list[Term]:
-        """What holds where they race, but for the addresses. stored: arguments that the kernel stores to"""
+        """The facts where they race, but for the addresses. stored: arguments that the kernel stores to"""
         found = self.reached()
         if self.first.stored is not None and self.second.stored is not None:
             found.append(self.first.stored != self.second.stored)

@@ -44,7 +44,7 @@ class Kind:
 
     @property
     def num_bytes(self) -> int:
-        """Of an element in memory. Raises UnknownInstruction."""
+        """The bytes of an element in memory. Raises UnknownInstruction."""
         bits = re.match(r"[a-z]+(\d+)", self.element)
         if bits is None:
             raise UnknownInstruction(f"the type {self.element}")

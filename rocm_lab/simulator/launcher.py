@@ -99,7 +99,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What Triton keeps of a kernel: its assembly, its TTIR, and the code object's sha256."""
+    """A kernel as Triton keeps it: its assembly, its TTIR, and the code object's sha256."""
 
     text: str
     ttir: str

@@ -37,7 +37,7 @@ def multiplied_and_mixed(
 
 
 def multiplied_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
-    """[parts, rows, out], whose sum is x @ weight.T + bias. Of x's dtype if there is one part, else float32."""
+    """[parts, rows, out], whose sum is x @ weight.T + bias: in x's dtype if there is one part, else float32."""
     return _by_few_rows(x, weight, bias, parts, None)
 
 
@@ -51,6 +51,12 @@ def _by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, gat
     return out
 
 
+def lie_right(x: Tensor, weight: Tensor) -> bool:
+    """True if x and a matrix lie as the kernels for one row and for a few take them."""
+    are_whole = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
+    return x.dim() == 2 and x.dtype == weight.dtype and are_whole
+
+
 def parts_of_few_rows(x: Tensor, weight: Tensor, num_out: int) -> int:
     """The parts that launch_few_rows has to cut a product of a GPU into, so that most of the GPU has programs.
 
@@ -58,15 +64,14 @@ def parts_of_few_rows(x: Tensor, weight: Tensor, num_out: int) -> int:
     start early, and is faster with many rows if some processors have two programs.
     num_out: outputs of the product; the matrix of a gate has two rows for each
     """
-    if x.dim() != 2 or x.dtype.itemsize != 2 or x.dtype != weight.dtype:
+    if x.dtype.itemsize != 2 or not lie_right(x, weight):
         return 0
     from rocm_attn.kernels.early import starts_early
     from rocm_attn.kernels.model.few_rows import MOST_ROWS, OUTPUTS, STEP
 
     rows, num_in = x.shape
     programs, rest = divmod(num_out, OUTPUTS)
-    lie_right = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
-    if rest or not 1 < rows <= MOST_ROWS or not lie_right or not starts_early(x.device):
+    if rest or not 1 < rows <= MOST_ROWS or not starts_early(x.device):
         return 0
     units, parts = _compute_units(x.device), 1
     while 10 * programs * parts < 7 * units:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_serve.models.expert_products import expert_products
-from rocm_serve.models.gated import mixed, multiplied_and_mixed, multiplied_in_parts, parts_of_few_rows
+from rocm_serve.models.gated import lie_right, mixed, multiplied_and_mixed, multiplied_in_parts, parts_of_few_rows
 from rocm_serve.ranks import ONE_RANK, Ranks
 
 # Rows per block. 16 fill a matrix instruction; more would be wasted on small batches.
@@ -41,7 +41,7 @@ class Linears:
         if x.shape[0] != 1:
             parts = parts_of_few_rows(x, weight, len(weight))
             return multiplied_in_parts(x, weight, bias, 1)[0] if parts == 1 else F.linear(x, weight, bias)
-        if not _is_one_row(x, weight):
+        if not lie_right(x, weight):
             return F.linear(x, weight, bias)
         from rocm_attn.kernels.model.row_product import launch_row_product
 
@@ -80,12 +80,6 @@ class Linears:
     def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
         """[pairs, out]: a row of x for each pair of a token and an expert; see launch_expert_product."""
         return expert_products(x, weight, bias, groups, rows=ROWS, fixed=False)
-
-
-def _is_one_row(x: Tensor, weight: Tensor) -> bool:
-    """True if x and the matrix lie as launch_row_product takes them."""
-    lies_right = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
-    return x.dim() == 2 and x.dtype == weight.dtype and lies_right
 
 
 class BlocksOfRows(Linears):

@@ -96,7 +96,7 @@ def test_a_device_may_be_named() -> None:
 
 
 def test_memory_of_a_gpu_is_what_tensors_may_still_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch has and no tensor uses counts; what other processes have does not."""
+    """Memory that torch has and no tensor uses counts; that of other processes does not."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 250)

@@ -615,19 +615,24 @@ class Scheduler:
         return True
 
     def _claimed(self, sequences: Many[Sequence]) -> NDArray[np.int64]:
-        """The pages of each space that running sequences have a claim on."""
-        spaces = self._table.spaces
-        return np.array([sum(self._pages_to_come(held, pages) for held in sequences) for pages in spaces], np.int64)
+        """The pages of each space that running sequences have a claim on.
 
-    def _pages_to_come(self, held: Sequence, pages: PageTable) -> int:
-        """Pages that a running sequence has a claim on: for the rest of its prompt, and one more if it will need it.
-
-        Without that page a new sequence would soon be preempted again.
+        A sequence claims pages for the rest of its prompt, and one more if it will need it. Without that page a new
+        sequence would soon be preempted again.
         """
-        num_held = self._table.num_held(held.row, pages.space)
-        prompt = self._most_pages(held.num_tokens, self._chunk if held.num_left > 1 else 1, pages)
-        grows = self._most_pages(held.most_tokens - 1, 1, pages) > max(prompt, num_held)
-        return max(0, prompt - num_held) + grows
+        page_size = self._table.page_size
+        rows = np.array([held.row for held in sequences], np.int32)
+        end = num_pages(self._table.room(rows), page_size)
+        kv_len = np.array([held.num_tokens for held in sequences], np.int32)
+        q_len = np.array([self._chunk if held.num_left > 1 else 1 for held in sequences], np.int32)
+        most = np.array([held.most_tokens - 1 for held in sequences], np.int32)
+        claimed = []
+        for pages in self._table.spaces:
+            num_held = pages.num_held(rows, end)
+            prompt = pages.pages.most_held(kv_len, q_len, page_size)
+            grows = pages.pages.most_held(most, np.ones_like(q_len), page_size) > np.maximum(prompt, num_held)
+            claimed.append(np.maximum(prompt - num_held, 0).sum() + np.count_nonzero(grows))
+        return np.array(claimed, np.int64)
 
     def _most_pages(self, kv_len: int, q_len: int, pages: PageTable) -> int:
         """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""

@@ -104,10 +104,14 @@ class SpacePages:
         before = start - (self.window_left + self.kept)
         return before * (before > 0) // page_size
 
-    def most_held(self, kv_len: int, q_len: int, page_size: int) -> int:
+    def most_held(self, kv_len: Index, q_len: Index, page_size: int) -> Index:
         """The most pages that a row holds while it grows to kv_len tokens, by up to q_len at a time."""
+        most = num_pages(kv_len, page_size)
+        if self.window_left == ALL_KEYS:
+            return most
         # A stretch of tokens may begin and end within pages.
-        return min(num_pages(kv_len, page_size), num_pages(self.window_left + self.kept + q_len, page_size) + 1)
+        beyond = most - num_pages(q_len + (self.window_left + self.kept), page_size) - 1
+        return most - beyond * (beyond > 0)
 
 
 class PageTable:
@@ -162,8 +166,10 @@ class PageTable:
     def num_free_pages(self) -> int:
         return len(self._free)
 
-    def num_held(self, row: int, end: int) -> int:
-        return max(0, end - int(self._first[row]))
+    def num_held(self, rows: Places, end: Places) -> Places:
+        """int64 [n]: the pages that each row holds. rows, end: integers [n]"""
+        held: Places = np.maximum(end - self._first[rows], 0)
+        return held
 
     def missing(self, rows: Places, end: Int32Array, new_end: Int32Array) -> Cells:
         """The cells in which rows that hold the pages [., end) lack one of [., new_end); none before their windows."""
@@ -179,8 +185,8 @@ class PageTable:
         if needed <= free:
             return
         instead = "" if self.window_left == ALL_KEYS else ", or continue by fewer tokens at a time, with evict() before"
-        for row, length in zip(rows.tolist(), kv_len.tolist(), strict=True):
-            most = self.num_held(row, num_pages(length, self._page_size))
+        held = self.num_held(rows, num_pages(kv_len, self._page_size))
+        for row, length, most in zip(rows.tolist(), kv_len.tolist(), held.tolist(), strict=True):
             if most > self.num_usable_pages:
                 raise NeverFits(
                     f"row {row} needs {most} pages{of} for {length} tokens and there are {self.num_usable_pages}; "

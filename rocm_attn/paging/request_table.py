@@ -325,7 +325,7 @@ class RequestTable:
     def num_held(self, row: int, space: Space = Space.FULL) -> int:
         """Pages that row holds in a space. Raises WrongState for a row that is not admitted, BadSetting."""
         self._rows.must_be_admitted(row)
-        return self.space(space).num_held(row, self._rows.end(row))
+        return int(self.space(space).num_held(np.array([row]), np.array([self._rows.end(row)]))[0])
 
     def pages_of(self, row: int, space: Space = Space.FULL) -> Int32Array:
         """The page ids of a row in a space, in order; 0 for pages that were freed because they left the window."""

@@ -17,7 +17,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -124,7 +124,10 @@ class EngineProcess:
         self.close()
 
     def _take(self) -> None:
-        """Passes on the messages that have come: several steps' if the event loop is late, which holds up no step."""
+        """Passes on the messages that have come: several steps' if the event loop is late, which holds up no step.
+
+        Results of steps in a row are passed on together: a text's tokens then cost its reader one call, and one write.
+        """
         try:
             data = os.read(self._pipe.fileno(), _MOST_AT_ONCE)
         except BlockingIOError:
@@ -132,23 +135,29 @@ class EngineProcess:
         except OSError:
             data = b""
         self._unread += data
-        messages = list(self._messages()) if data else [self._death()]
+        messages = self._messages() if data else [self._death()]
         for message in messages:
             self._owner(message)
             if isinstance(message, Ended):
                 self._loop.remove_reader(self._pipe.fileno())
                 self._loop.remove_writer(self._pipe.fileno())
 
-    def _messages(self) -> Iterator[Any]:
-        """Yields the messages that have come whole."""
+    def _messages(self) -> list[Any]:
+        """The messages that have come whole."""
+        messages: list[Any] = []
         begin, have = 0, len(self._unread)
         while have >= begin + _LENGTH.size:
             end = begin + _LENGTH.size + _LENGTH.unpack_from(self._unread, begin)[0]
             if have < end:
                 break
-            yield pickle.loads(self._unread[begin + _LENGTH.size : end])
+            message = pickle.loads(self._unread[begin + _LENGTH.size : end])
+            if messages and isinstance(message, StepOutput) and isinstance(messages[-1], StepOutput):
+                messages[-1].add(message)
+            else:
+                messages.append(message)
             begin = end
         del self._unread[:begin]
+        return messages
 
     def _hear(self) -> Any:
         """Returns the first message of the process, which is its limits when it is made."""

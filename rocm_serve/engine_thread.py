@@ -58,7 +58,7 @@ class ServingEngine(Protocol):
 
 @dataclass(slots=True)
 class StepOutput:
-    """The results of a step, of all requests together.
+    """The results of a step, or of several in a row, of all requests together.
 
     token_ids:   the owner's number of a request (ticket) -> its new tokens; each request in the other two is here too
     logprobs:    of those tokens, if the request asks for them
@@ -68,6 +68,14 @@ class StepOutput:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     completions: dict[int, Completion] = field(default_factory=dict)
+
+    def add(self, later: StepOutput) -> None:
+        """Adds the results of the next step."""
+        for ticket, token_ids in later.token_ids.items():
+            self.token_ids.setdefault(ticket, []).extend(token_ids)
+        for ticket, logprobs in later.logprobs.items():
+            self.logprobs.setdefault(ticket, []).extend(logprobs)
+        self.completions |= later.completions
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from rocm_attn.errors import BadSetting
 from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.engine import Engine
 from rocm_serve.engine_process import EngineDied, EngineProcess
-from rocm_serve.engine_thread import EngineThread, Message, StepOutput
+from rocm_serve.engine_thread import EngineThread, Left, Message, StepOutput
 from rocm_serve.parallel.child_process import SWITCH_SECONDS
 from rocm_serve.request import Completion, Event, Request
+from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
 from tests.amd.runner.async_engines import LONG, read
 from tests.amd.runner.serving import engine
@@ -147,19 +148,22 @@ def taking() -> tuple[EngineProcess, Connection, list[Message]]:
     return process, theirs, taken
 
 
-def test_a_late_event_loop_takes_the_messages_of_several_steps_in_a_row() -> None:
-    """Otherwise the pipe would fill, and the engine would wait for its clients."""
+def test_a_late_event_loop_takes_the_results_of_steps_in_a_row_as_one() -> None:
+    """Otherwise it would stay late, the pipe would fill, and the engine would wait for its clients."""
     process, theirs, taken = taking()
-    sent = [StepOutput({7: [token]}) for token in range(5)]
-    for message in sent:
+    logprobs = [TokenLogprobs(token, -1.0, ()) for token in range(4)]
+    done = Completion((), (0, 1, 2), "", "length")
+    steps = [StepOutput({7: [token]}, {7: [logprobs[token]]}) for token in range(2)]
+    last = StepOutput({7: [2], 8: [5]}, {7: [logprobs[2]]}, {7: done})
+    for message in (*steps, last, Left(7), StepOutput({8: [6]})):
         theirs.send(message)
     process._take()
-    assert taken == sent
+    assert taken == [StepOutput({7: [0, 1, 2], 8: [5]}, {7: logprobs[:3]}, {7: done}), Left(7), StepOutput({8: [6]})]
 
 
 def test_a_message_that_comes_in_parts_is_taken_when_it_is_whole() -> None:
     process, theirs, taken = taking()
-    sent = [StepOutput({7: list(range(2**15))}), StepOutput({8: [1]})]
+    sent = [StepOutput({7: list(range(2**15))}), Left(7)]
     os.set_blocking(process._pipe.fileno(), False)
     writer = threading.Thread(target=lambda: list(map(theirs.send, sent)))
     writer.start()

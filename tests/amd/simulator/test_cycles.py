@@ -280,5 +280,8 @@ def test_the_page_compares_a_published_loop_with_its_count(tmp_path: Path) -> No
     assert "| 4,373 | 64 | -98.5% |" in once
     both = with_line(once, "fav3", file)
     assert both.index("`fav3`") < both.index("`fav4`")
+    # 1,297.8 TFLOP/s on both lines; the loop of one matrix instruction takes as long as its passes.
+    peers = with_line("<!-- peers -->\n| kernel |\n|---|\n<!-- end of peers -->\n", "hipkittens", file)
+    assert "| 1,298 | 51.6% | 88.8% or 80.2% | 100.0% | +12.6% or +24.7% |" in peers
     with pytest.raises(BadSetting, match="'fav9' is not published; known are fav3"):
         with_line(page, "fav9", file)

@@ -29,7 +29,7 @@ class Loop:
 
     name: str
     body: tuple[Instruction, ...]
-    priority: int
+    priority: int = 0
 
     @property
     def matrix_ops(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rocm_lab.cycles import rates
 from rocm_lab.cycles.issue import Simd, slots_of
-from rocm_lab.cycles.loops import hot_loop, is_staggered
+from rocm_lab.cycles.loops import hot_loop, is_staggered, other_half
 from rocm_lab.cycles.rates import Kind
 from rocm_lab.simulator.assembly import Assembly
 from rocm_lab.waits.effects import Unit
@@ -57,7 +57,11 @@ def count_loop(assembly: Assembly, arch: str, waves: int, program_waves: int) ->
         return None
     slots = slots_of(loop.body, arch)
     programs = [wave // program_waves for wave in range(waves)]
-    clocks = Simd(slots, programs, is_staggered(assembly)).clocks(_ITERATIONS)
+    other = other_half(assembly, loop) if program_waves > 1 else None
+    simd = Simd(slots, programs, is_staggered(assembly))
+    if other is not None:
+        simd.second, simd.priority = slots_of(other.body, arch), other.priority - loop.priority
+    clocks = simd.clocks(_ITERATIONS)
     of_unit = Counter[Unit]()
     for slot in slots:
         of_unit[slot.unit] += waves * (slot.matrix or slot.service or slot.busy)

@@ -99,12 +99,13 @@ def lane_bytes(name: str) -> int:
     return _WORD * int((vector and vector[1]) or 1)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Wave:
-    """A wave: its program, its place in the loop, and what it has in flight."""
+    """A wave: its program, its loop and place there, and what it has in flight."""
 
     program: int
-    at: int
+    slots: Sequence[Slot]
+    at: int = 0
     free: int = 0
     last: int = 0
     iterations: int = 0
@@ -116,18 +117,22 @@ class _Wave:
 
 @dataclass(slots=True)
 class Simd:
-    """A SIMD whose waves run the same loop.
+    """A SIMD whose waves run the same loop, or halves of a program's waves two.
 
     slots:      an iteration
     programs:   program of each wave; waves of one program share its barriers
     staggered:  true if the second half of a program's waves runs one barrier later
     latency:    clocks of a load from memory
+    second:     an iteration of that half, if it runs another loop
+    priority:   by how much that half's s_setprio is above the first one's
     """
 
     slots: Sequence[Slot]
     programs: Sequence[int]
     staggered: bool
     latency: int = rates.MEMORY_LATENCY
+    second: Sequence[Slot] | None = None
+    priority: int = 0
     _units: dict[Unit, int] = field(default_factory=lambda: dict.fromkeys(Unit, 0))
     _matrix_free: int = 0
     _lds: deque[int] = field(default_factory=deque)
@@ -136,11 +141,13 @@ class Simd:
 
     def clocks(self, iterations: int) -> float:
         """Clocks between iterations in a steady state, from the second half of them."""
-        waves = [_Wave(program, 0, free=place * rates.STEP) for place, program in enumerate(self.programs)]
-        for wave in self._behind(waves):
-            # It waits for the first barrier of the others before it begins.
-            self._came.setdefault((wave.program, 0), []).append(0)
-            wave.barriers, wave.arrived = 1, 0
+        waves = [_Wave(program, self.slots, free=place * rates.STEP) for place, program in enumerate(self.programs)]
+        for wave in self._second_half(waves):
+            wave.slots, wave.priority = self.second or self.slots, self.priority
+            if self.staggered:
+                # It waits for the first barrier of the others before it begins.
+                self._came.setdefault((wave.program, 0), []).append(0)
+                wave.barriers, wave.arrived = 1, 0
         ends: list[list[int]] = [[] for _ in waves]
         while any(len(end) < iterations for end in ends):
             when, wave = min(
@@ -153,15 +160,13 @@ class Simd:
         half = iterations // 2
         return max((end[iterations - 1] - end[half - 1]) / (iterations - half) for end in ends)
 
-    def _behind(self, waves: list[_Wave]) -> list[_Wave]:
-        if not self.staggered:
-            return []
+    def _second_half(self, waves: list[_Wave]) -> list[_Wave]:
         own = {program: [wave for wave in waves if wave.program == program] for program in set(self.programs)}
         return [wave for group in own.values() for wave in group[(len(group) + 1) // 2 :]]
 
     def _earliest(self, wave: _Wave) -> int:
         """The clock at which a wave's next instruction can issue."""
-        slot, when = self.slots[wave.at], wave.free
+        slot, when = wave.slots[wave.at], wave.free
         if wave.arrived is not None:
             came = self._came[wave.program, wave.arrived]
             if len(came) < self.programs.count(wave.program):
@@ -183,7 +188,7 @@ class Simd:
 
     def _issue(self, wave: _Wave, when: int) -> bool:
         """Issues a wave's next instruction; returns true if it ends an iteration."""
-        slot = self.slots[wave.at]
+        slot = wave.slots[wave.at]
         wave.arrived = None
         wave.last, wave.free = when, when + slot.own
         if slot.unit is not Unit.CONTROL:
@@ -197,7 +202,7 @@ class Simd:
         if slot.name == "s_barrier":
             self._came.setdefault((wave.program, wave.barriers), []).append(when)
             wave.arrived, wave.barriers = wave.barriers, wave.barriers + 1
-        wave.at = (wave.at + 1) % len(self.slots)
+        wave.at = (wave.at + 1) % len(wave.slots)
         return wave.at == 0
 
     def _returns(self, slot: Slot, when: int, wave: _Wave) -> int:

@@ -20,21 +20,51 @@ _Weight = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """An innermost loop. body: the instructions of an iteration, the branch back last; name: its first block's"""
+    """An innermost loop.
+
+    name:      its first block's
+    body:      the instructions of an iteration, the branch back last
+    priority:  with which waves enter it, by s_setprio
+    """
 
     name: str
     body: tuple[Instruction, ...]
+    priority: int = 0
 
     @property
     def matrix_ops(self) -> int:
         """Matrix instructions of an iteration."""
         return sum(each.name.startswith(_MATRIX) for each in self.body)
 
+    @property
+    def barriers(self) -> int:
+        """Barriers of an iteration."""
+        return sum(each.name == "s_barrier" for each in self.body)
+
 
 def hot_loop(assembly: Assembly) -> Loop | None:
     """The innermost loop with the most matrix instructions; None if no loop has one. Raises UnknownInstruction."""
     loops = [each for each in innermost_loops(assembly) if each.matrix_ops]
     return max(loops, key=lambda loop: _weight(loop.body), default=None)
+
+
+def other_half(assembly: Assembly, hot: Loop) -> Loop | None:
+    """The loop of the second half of a program's waves, if they run another than the hot one, as in AITER's assembly.
+
+    It has as many matrix instructions and barriers, and a wave gets from one of the two to the other only by the block
+    where they part.
+    """
+    graph = blocks_of(assembly)
+    dominators = _dominators(graph)
+    starts = {block.name: first for first, block in graph.items()}
+    own = starts[hot.name]
+    for each in innermost_loops(assembly):
+        start = starts[each.name]
+        parting = max(dominators[own] & dominators[start], key=lambda block: len(dominators[block]))
+        is_apart = start not in _blocks_before(graph, own, parting) and own not in _blocks_before(graph, start, parting)
+        if hot.barriers and (each.matrix_ops, each.barriers) == (hot.matrix_ops, hot.barriers) and is_apart:
+            return each
+    return None
 
 
 def innermost_loops(assembly: Assembly) -> list[Loop]:
@@ -49,7 +79,10 @@ def innermost_loops(assembly: Assembly) -> list[Loop]:
     innermost = {
         first: body for first, body in bodies.items() if not any(other in body for other in bodies if other != first)
     }
-    return [Loop(graph[first].name, _path(assembly, graph, first, body)) for first, body in innermost.items()]
+    return [
+        Loop(graph[first].name, _path(assembly, graph, first, body), _priority(assembly, graph, first, body))
+        for first, body in innermost.items()
+    ]
 
 
 def is_staggered(assembly: Assembly) -> bool:
@@ -109,6 +142,14 @@ def _blocks_before(graph: Graph, source: int, first: int) -> set[int]:
             found.add(block)
             waiting += [each for each in graph if block in graph[each].followers]
     return found
+
+
+def _priority(assembly: Assembly, graph: Graph, first: int, body: set[int]) -> int:
+    """That of the last s_setprio in the blocks before the loop."""
+    enter = [block for index, block in graph.items() if first in block.followers and index not in body]
+    instructions = [each for block in enter for each in assembly.instructions[block.first : block.last]]
+    given = [int(each.operands[0], 0) for each in instructions if each.name == "s_setprio"]
+    return given[-1] if given else 0
 
 
 def _path(assembly: Assembly, graph: Graph, first: int, body: set[int]) -> tuple[Instruction, ...]:

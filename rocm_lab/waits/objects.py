@@ -141,7 +141,7 @@ def parse_disassembly(text: str) -> list[Assembly]:
     for line in [*text.splitlines(), "0 <end>:"]:
         symbol, code = _SYMBOL.match(line), _LINE.match(line)
         if symbol and symbol[1] not in labels:
-            if lines:
+            if any(each.text.split()[0] != "s_nop" for each in lines):  # else a linker's padding before a kernel
                 found.append(_assembly(name, lines))
             name, lines = symbol[1], []
         elif code:

@@ -15,7 +15,8 @@ from rocm_lab.simulator.operands import constant, register
 _U64 = np.dtype(np.uint64)
 # Signs, absolute values and extensions around a register.
 _AROUND = re.compile(r"^(?:-|neg\(|abs\(|sext\(|\|)+|[)|]+$")
-_NO_REGISTERS = ("off", "null")
+# The last four are apertures of the address space: constants of a launch (LLVM's User Guide for AMDGPU).
+_NO_REGISTERS = ("off", "null", "src_shared_base", "src_shared_limit", "src_private_base", "src_private_limit")
 
 VECTORS = (1 << NUM_VECTOR) - 1
 SCALARS = ((1 << NUM_SCALAR) - 1) << NUM_VECTOR

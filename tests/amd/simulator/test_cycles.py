@@ -11,7 +11,7 @@ from rocm_attn.errors import BadSetting
 from rocm_lab.cycles import rates
 from rocm_lab.cycles.count import count_loop, waves_of
 from rocm_lab.cycles.issue import Simd, slots_of
-from rocm_lab.cycles.loops import hot_loop, innermost_loops, is_staggered
+from rocm_lab.cycles.loops import hot_loop, innermost_loops, is_staggered, other_half
 from rocm_lab.cycles.page import with_line
 from rocm_lab.simulator.assembly import Assembly, parse_assembly, parse_instruction
 from tests.amd.simulator.test_wait_files import assembly_text
@@ -202,6 +202,27 @@ def test_waves_are_staggered_where_some_pass_a_barrier_alone() -> None:
     assert not is_staggered(kernel(*lines[2:]))
 
 
+def test_halves_of_a_program_may_run_two_loops() -> None:
+    """So that one half's products hide the other's vector instructions, as in AITER's assembly."""
+    products, rest = [*repeat(MATRIX, 8), "s_barrier"], [*repeat(PLAIN, 40), "s_barrier"]
+    first = ("s_setprio 1", ".LBB0_1:", *products, *rest, *BACK)
+    second = ("s_setprio 1", ".LBB0_3:", *rest, *products, "s_cbranch_scc1 .LBB0_3")
+    parted = (".LBB0_0:", "s_cbranch_vccnz .LBB0_2", *first, "s_branch .LBB0_4", ".LBB0_2:", *second, ".LBB0_4:")
+    apart, after = kernel(*parted, "s_cbranch_scc0 .LBB0_0"), kernel(*first, *second)
+    halves, whole = count_loop(apart, "gfx950", 2, 2), count_loop(after, "gfx950", 2, 2)
+    assert halves is not None
+    assert whole is not None
+    assert halves.matrix == whole.matrix == 2 * 8 * 32
+    # Of two phases, each as long as its products; of one wave's after the other's.
+    assert 512 <= halves.clocks < 600
+    assert whole.clocks > 512 + 2 * 40 * 4
+    hot = hot_loop(apart)
+    assert hot is not None
+    other = other_half(apart, hot)
+    assert other is not None
+    assert (hot.priority, other.priority) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("room", "num_warps", "waves"), [(2, 8, (2, 2)), (3, 8, (2, 2)), (4, 4, (4, 1)), (8, 1, (8, 1)), (1, 8, (2, 2))]
 )
@@ -259,5 +280,8 @@ def test_the_page_compares_a_published_loop_with_its_count(tmp_path: Path) -> No
     assert "| 4,373 | 64 | -98.5% |" in once
     both = with_line(once, "fav3", file)
     assert both.index("`fav3`") < both.index("`fav4`")
+    # 1,297.8 TFLOP/s on both lines; the loop of one matrix instruction takes as long as its passes.
+    peers = with_line("<!-- peers -->\n| kernel |\n|---|\n<!-- end of peers -->\n", "hipkittens", file)
+    assert "| 1,298 | 51.6% | 88.8% or 80.2% | 100.0% | +12.6% or +24.7% |" in peers
     with pytest.raises(BadSetting, match="'fav9' is not published; known are fav3"):
         with_line(page, "fav9", file)

@@ -11,6 +11,7 @@ from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.waits.check import Word, check_waits
+from rocm_lab.waits.effects import effects_of
 from rocm_lab.waits.objects import files_of, kernels_of, parse_disassembly
 from rocm_lab.waits.page import lines_of, with_lines
 
@@ -78,6 +79,15 @@ def test_labels_of_assembly_that_people_wrote_are_no_kernels() -> None:
     labelled = DISASSEMBLED.replace("\tglobal_load_dword", symbol).replace("65531 ", "again ")
     labelled = labelled.replace("\ts_endpgm", "\n0000000000001a1c <done>:\n\ts_endpgm", 1)
     assert parse_disassembly(SYMBOLS + labelled) == parse_disassembly(DISASSEMBLED)
+
+
+def test_padding_before_a_kernel_is_none_and_apertures_are_no_registers() -> None:
+    """So clang compiles HIP: llvm-objdump names a section where no symbol is."""
+    padding = "0000000000001900 <.text>:\n\ts_nop 0   // 000000001900: BF800000\n\n0000000000001a00 <kernel>:"
+    based = DISASSEMBLED.replace("v_unknown_b32 v1, v2", "s_mov_b64 s[6:7], src_shared_base")
+    kernel, _ = parse_disassembly(based.replace("0000000000001a00 <kernel>:", padding))
+    assert kernel == parse_disassembly(based)[0]
+    assert effects_of(kernel.instructions[1]).reads == 0
 
 
 def test_a_branch_out_of_its_function_is_refused() -> None:

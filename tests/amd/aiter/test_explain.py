@@ -190,7 +190,7 @@ def test_a_plan_counts_windows_rows_and_states_of_deepseek_v4(capsys: pytest.Cap
     assert "rows of 128 tokens in pages of 16; the page size must be a multiple" in capsys.readouterr().err
 
 
-# What the runner reads of a config.json beside its attention.
+# The fields of a config.json that the runner reads in addition to those of attention.
 WHOLE = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,

@@ -139,7 +139,7 @@ def test_layers_with_an_indexer_are_probed_in_their_steps_over_all_keys(
 ) -> None:
     right = aiter.bodies[function]
     wrong = was_not_built(right)
-    # Of mla_decode_fwd, only the kernels with a schedule are missing.
+    # Only the kernels of mla_decode_fwd with a schedule are missing.
     aiter.bodies[function] = lambda call: (right if call.get("num_kv_splits_indptr") is not None else wrong)(call)
     layer = replace(layer, indexer=Indexer(4, 16, TOKENS) if selects else EarlierSelection(TOKENS))
     (chosen,) = choose_kernels([layer], with_installed_aiter(GFX942), "auto", PoolSize(100, 64, 4), device=CPU)

@@ -161,7 +161,7 @@ def _of_machine(machine: Machine, like: Machine | None) -> str:
     if like is not None:
         other = {name: tuple(row(problem, like)) for name, problem in layers(like.fp8).items()}
         cells_of = {name: cells for name, cells in cells_of.items() if cells != other[name]}
-        said = f"As on the {like.title}, but for:\n\n"
+        said = f"The same as on the {like.title}, except for:\n\n"
     together: dict[tuple[str, ...], list[str]] = {}
     for name, cells in cells_of.items():
         together.setdefault(cells, []).append(name)

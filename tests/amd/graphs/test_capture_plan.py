@@ -187,7 +187,7 @@ def test_the_command_says_whether_it_fits_a_gpu_and_how_many_tokens_would(
     fit = plan["fit"]
     assert fit["fits"] == (not verdict.startswith("does not"))
     assert fit["kv"] + fit["buffers"] == plan["total_bytes"]
-    # As many pages as there is room for fit, and one more does not.
+    # All pages that there is room for fit, and one more does not.
     if fit["room"]:
         for more, fits in ((0, True), (1, False)):
             pages = str(1 + fit["room"] // 16 + more)

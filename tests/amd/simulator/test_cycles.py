@@ -213,7 +213,7 @@ def test_halves_of_a_program_may_run_two_loops() -> None:
     assert halves is not None
     assert whole is not None
     assert halves.matrix == whole.matrix == 2 * 8 * 32
-    # Of two phases, each as long as its products; of one wave's after the other's.
+    # Two phases, each as long as its products; whole: one wave's phases after the other's.
     assert 512 <= halves.clocks < 600
     assert whole.clocks > 512 + 2 * 40 * 4
     hot = hot_loop(apart)

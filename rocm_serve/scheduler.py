@@ -623,9 +623,10 @@ class Scheduler:
         page_size = self._table.page_size
         rows = np.array([held.row for held in sequences], np.int32)
         end = num_pages(self._table.room(rows), page_size)
-        kv_len = np.array([held.num_tokens for held in sequences], np.int32)
-        q_len = np.array([self._chunk if held.num_left > 1 else 1 for held in sequences], np.int32)
-        most = np.array([held.most_tokens - 1 for held in sequences], np.int32)
+        # int64: a window may be as long as int32 allows, and a chunk is added to it.
+        kv_len = np.array([held.num_tokens for held in sequences], np.int64)
+        q_len = np.array([self._chunk if held.num_left > 1 else 1 for held in sequences], np.int64)
+        most = np.array([held.most_tokens - 1 for held in sequences], np.int64)
         claimed = []
         for pages in self._table.spaces:
             num_held = pages.num_held(rows, end)

@@ -23,6 +23,13 @@ from rocm_attn.problem import UNLIMITED_WINDOW
 
 _ARCHITECTURES = {decoder.gguf: name for name, decoder in DECODERS.items() if decoder.gguf}
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Fields of YaRN that are served with one value. Converters write HF's attention_factor as yarn_attn_factor, which
+# llama.cpp multiplies by its own, so another value has two meanings.
+_YARN_PLAIN = {
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
@@ -100,17 +107,24 @@ def _rope(fields: Fields, head_dim: int, divisors: tuple[float, ...] | None) -> 
 
 
 def _scaling(fields: Fields) -> Scaling:
-    kind = fields.text("rope.scaling.type", "none")
+    """Scaling by llama.cpp's rules: a factor without a type is linear, and files of 2023 have it by another name."""
+    factors = [name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.has(name)]
+    kind = fields.text("rope.scaling.type", "linear" if factors else "none")
     if kind == "none":
         return NoScaling()
-    factor = fields.positive("rope.scaling.factor")
+    factor = fields.positive(factors[0] if factors else "rope.scaling.factor")
     if kind == "linear":
         return LinearScaling(factor)
     if kind == "yarn":
+        for name, plain in _YARN_PLAIN.items():
+            if fields.has(name) and fields.values[name] != plain:
+                raise BadModel(f"{fields.source}: {name} is {shown(fields.values[name])}; the runner serves {plain:g}")
         return YarnScaling(
             factor=factor,
             original_context_len=fields.count("rope.scaling.original_context_length", fields.count("context_length")),
             attention_factor=yarn_attention_factor(factor) * fields.positive("rope.scaling.attn_factor", 1.0),
+            beta_fast=fields.positive("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=fields.positive("rope.scaling.yarn_beta_slow", 1.0),
         )
     raise BadModel(f"{fields.source}: rope.scaling.type {shown(kind)} is not known; it must be none, linear or yarn")
 

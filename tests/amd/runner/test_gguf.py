@@ -72,6 +72,29 @@ def test_llama3_scaling_comes_as_a_tensor_of_divisors(tmp_path: Path) -> None:
             },
             YarnScaling,
         ),
+        (
+            {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 3.0,
+                "beta_slow": 0.5,
+            },
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+                "llama.rope.scaling.yarn_beta_fast": 3.0,
+                "llama.rope.scaling.yarn_beta_slow": 0.5,
+                "llama.rope.scaling.yarn_ext_factor": 1.0,
+            },
+            YarnScaling,
+        ),
+        *(
+            ({"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}, {f"llama.rope.{name}": 3.0}, LinearScaling)
+            for name in ("scaling.factor", "scale_linear")  # without a type, as llama.cpp reads them
+        ),
     ],
 )
 def test_scaling_in_the_metadata_is_used(
@@ -81,6 +104,13 @@ def test_scaling_in_the_metadata_is_used(
     loaded = load(write_gguf(reference, tmp_path / "m.gguf", metadata=metadata))
     assert isinstance(loaded.config.attending[0].rope.scaling, kind)
     assert_same_logits(loaded, reference)
+
+
+@pytest.mark.parametrize("name", ["yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"])
+def test_yarn_with_factors_of_several_meanings_is_refused(name: str, tmp_path: Path) -> None:
+    named = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, f"llama.rope.scaling.{name}": 0.5}
+    with pytest.raises(BadModel, match=rf"{name} is 0.5; the runner serves"):
+        load(write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata=named))
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F16])

@@ -235,8 +235,11 @@ def test_the_youngest_gives_way_and_goes_on_with_the_same_tokens() -> None:
     assert list(tight.results) == [0, 1, 2, 3], "the oldest never gives way, and one that did goes before newcomers"
 
 
-def test_a_newcomer_waits_while_those_who_run_would_soon_need_its_pages() -> None:
-    served = world(chunk=64, num_pages=1 + 8, max_kv_len=32)
+@pytest.mark.parametrize("window_left", [None, 2**31 - 2])
+def test_a_newcomer_waits_while_those_who_run_would_soon_need_its_pages(window_left: int | None) -> None:
+    served = World(4, 1 + 8, 4, 64, 32)
+    if window_left is not None:  # there are too few pages in its space
+        served = World(4, 1 + 64, 4, 64, 32, (SpacePages(Space.SWA, 1 + 8, window_left=window_left),))
     served.add(0, Request(tuple(range(16)), 9))  # 4 pages now, 6 in the end
     served.add(1, Request(tuple(range(16, 32)), 9))  # the other 4 now
     served_in_turn(served)

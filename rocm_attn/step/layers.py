@@ -36,11 +36,6 @@ from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 from rocm_attn.step.tensor_checks import TensorChecks, may_overlap, require_apart
 
 
-def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
-    """Returns the layer's space in the step: a layer reads in the space in which it writes."""
-    return step.of_kind[kind]
-
-
 @dataclass(frozen=True, slots=True)
 class LayerGuards:
     """The safeguards of layers.
@@ -52,7 +47,7 @@ class LayerGuards:
                       two are equal
     """
 
-    read_by: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer
+    read_by: Callable[[DeviceStep, int], StepTensors] = lambda step, kind: step.of_kind[kind]
     new_head_weights: NewHeadWeights = written_in_place
     new_kv_scales: NewHeadWeights = written_in_place
     selection_of: Require = refuse_stale

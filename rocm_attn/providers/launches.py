@@ -24,9 +24,7 @@ from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.kernels.states.arguments import (
     ConvolutionSlots,
     ConvolutionWeights,
-    RecurrenceRule,
-    RecurrentSlots,
-    RecurrentTokens,
+    RecurArgs,
     StatePlaces,
 )
 
@@ -92,16 +90,7 @@ class Convolve(Protocol):
 class Recur(Protocol):
     """launch_recur, or its twin."""
 
-    def __call__(
-        self,
-        tokens: RecurrentTokens,
-        recurrence: RecurrenceRule,
-        slots: RecurrentSlots,
-        places: StatePlaces,
-        workspace: Tensor,
-        *,
-        deterministic: bool,
-    ) -> None: ...
+    def __call__(self, args: RecurArgs, *, deterministic: bool) -> None: ...
 
 
 class StatePlacing(Protocol):

@@ -357,8 +357,7 @@ class ExternalAttention:
             if slots is not None:
                 _check_integers("slots", slots, self.device, 1)
                 for table, tensors in zip(tables.spaces, spaces, strict=True):
-                    given = slots, table.gather.slot_map, tensors.counts, tensors.slot_of_token
-                    self.ops.take_slots(*given, page_size=page_size, null_page=table.terms.null_page)
+                    self.ops.take_slots(slots, table.gather.slot_map, tensors, page_size=page_size)
             if isinstance(mask, BoolCells):
                 for tensors, window_left in run.step.windows:
                     self.ops.pack_mask(mask.cells, mask.positions, window_left, tensors)

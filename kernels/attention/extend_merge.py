@@ -172,7 +172,7 @@ def _extend_merge_kernel(
         parts = Parts(partials, sums)
         if ROWS > 0:
             acc, maximum, total = merge_parts(
-                parts, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G.PARTS, G.V_HEAD_DIM
+                parts, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G.PARTS, G.COLUMNS, G.V_HEAD_DIM
             )
         elif (G.STAGES > 1) and (num_parts > _few_parts(G.COLUMNS)):
             acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, G.STAGES, G)

@@ -93,14 +93,14 @@ def merge_parts(
     column,
     LINES: tl.constexpr,
     PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
 ):
-    """The softmax state of all parts of one row: acc [lines, columns], maximum and sum [lines]. Adds PARTS at a time.
+    """The softmax state of all parts of one row: acc [lines, COLUMNS], maximum and sum [lines]. Adds PARTS at a time.
 
     q_row: which lines, those below num_rows; column: which elements, those below V_HEAD_DIM
     """
     HEADS: tl.constexpr = q_row.shape[0]
-    COLUMNS: tl.constexpr = column.shape[0]
     lane = tl.arange(0, PARTS)
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -217,7 +217,7 @@ def _merge_row(parts, row, sinks, out, lse, first_line, HEADS: tl.constexpr, PAR
         head = (q_row % R.GQA_RATIO).to(tl.int64)
     is_row = q_row < rows
     acc, maximum, total = merge_parts(
-        parts, row.first_program, row.num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, PARTS, G.V_HEAD_DIM
+        parts, row.first_program, row.num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, PARTS, G.shape.columns, G.V_HEAD_DIM
     )
     # Other lines hold anything. Programs of other column chunks store the same LSE.
     softmax = Softmax(acc, maximum, tl.where(is_row, total, 1.0))

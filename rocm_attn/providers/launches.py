@@ -65,18 +65,7 @@ class RopeStore(Protocol):
 class FoldRows(Protocol):
     """launch_fold_rows, or its twin."""
 
-    def __call__(
-        self,
-        pages: LayerPages,
-        table: Tensor,
-        row_of_token: Tensor,
-        position_of_token: Tensor,
-        counts: Tensor,
-        rows: Tensor,
-        *,
-        tokens: int,
-        overlaps: bool,
-    ) -> None: ...
+    def __call__(self, pages: LayerPages, step: StepTensors, rows: Tensor, *, tokens: int, overlaps: bool) -> None: ...
 
 
 class Convolve(Protocol):
@@ -126,16 +115,7 @@ class CheckPages(Protocol):
 class TakeSlots(Protocol):
     """launch_take_slots, or its twin."""
 
-    def __call__(
-        self,
-        given: Tensor,
-        slot_map: Tensor | None,
-        counts: Tensor,
-        slot_of_token: Tensor,
-        *,
-        page_size: int,
-        null_page: bool,
-    ) -> None: ...
+    def __call__(self, given: Tensor, slot_map: Tensor | None, to: StepTensors, *, page_size: int) -> None: ...
 
 
 class WatchPages(Protocol):

@@ -214,7 +214,7 @@ class Layers(TensorChecks):
     def fold(self, step: DeviceStep, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
         problem, state = self.problem(layer), step.of_state
         num_tokens = state.slot_of_token.shape[0]
-        pages, places = self.state(layer), (state.row_of_token, state.position_of_token, state.counts)
+        pages = self.state(layer)
         for name, given in (("values", values), ("gates", gates)):
             self._check(name, given, (num_tokens, pages.format.head_dim), problem.row.state_dtype)
         self._check_written("rows", rows, (num_tokens, problem.fold_columns), torch.float32)
@@ -225,7 +225,7 @@ class Layers(TensorChecks):
             self._ops.store_kv(
                 values[:, None], gates[:, None], state.slot_of_token, state.counts, pages, null_page=null_page
             )
-            self._ops.fold_rows(pages, state.table, *places, rows, tokens=row.tokens, overlaps=row.overlaps)
+            self._ops.fold_rows(pages, state, rows, tokens=row.tokens, overlaps=row.overlaps)
 
     def state(self, layer: int) -> LayerPages:
         """The pages of a layer's state. Raises BadTensor for a layer without one."""

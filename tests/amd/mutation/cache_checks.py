@@ -12,6 +12,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, 
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.refs import cache as cache_twins
+from tests.amd.kernels.fold_cases import step_of_state
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
 from tests.amd.mutation.arguments import assert_same
 from tests.amd.mutation.memory import PAGE_SIZE, Memory, gapped, ints
@@ -55,9 +56,10 @@ def folds(memory: Memory) -> None:
     for tokens, overlaps, positions in ((4, True, [3, 7, 4, 3]), (3, False, [2, 5, 3, 2])):
         columns = 150
         state = LayerPages.plain(*(gapped(5, 4, 1, columns * (1 + overlaps)) for _ in range(2)))
-        given = state, table, row_of_token, ints(positions), ints([2, 3, 0, 0]), gapped(4, columns)
+        step = step_of_state(table, row_of_token, ints(positions), ints([2, 3, 0, 0]))
         options = {"tokens": tokens, "overlaps": overlaps}
-        assert_same(memory, launch_fold_rows, cache_twins.fold_rows, *given, **options, near=1e-3)
+        folded = state, step, gapped(4, columns)
+        assert_same(memory, launch_fold_rows, cache_twins.fold_rows, *folded, **options, near=1e-3)
 
 
 def plain_pages(num_pages: int) -> LayerPages:

@@ -40,6 +40,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
+from tests.amd.kernels.fold_cases import step_of_state
 from tests.amd.offline.other_launches import (
     KV_LEN,
     launch_head_of_graph,
@@ -503,8 +504,8 @@ def _launch_fold_rows(row: Row) -> None:
         state = LayerPages.plain(*(torch.empty(num_pages, 128, 1, width, dtype=dtype) for _ in range(2)))
         of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
         table, rows = torch.empty(16, 64, dtype=torch.int32), torch.empty(16, columns)
-        at = table, of_token, of_token, counts
-        TRITON.ops().fold_rows(state, *at, rows, tokens=tokens, overlaps=tokens == 4)
+        step = step_of_state(table, of_token, of_token, counts)
+        TRITON.ops().fold_rows(state, step, rows, tokens=tokens, overlaps=tokens == 4)
 
 
 def _launch_experts(row: Row) -> None:

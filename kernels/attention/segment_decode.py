@@ -167,7 +167,7 @@ def launch_segment_decode(
         queries.row_of_seq,
         queries.q_indptr,
         args.schedule,
-        memory.parts,
+        memory.acc,
         memory.sums,
         args.slopes,
         pages.k_scale,

@@ -143,7 +143,7 @@ def launch_latent_segment_decode(
         queries.row_of_seq,
         queries.q_indptr,
         args.schedule,
-        memory.parts,
+        memory.acc,
         memory.sums,
         args.pages.k_scale,
         scores.base_2_scale,

@@ -98,19 +98,17 @@ def _put(record: RecordParts, at: tuple[Tensor, Tensor], rows: RecordParts, any_
     record.put(at, RecordParts(codes, scales, rest))
 
 
-def zero_tails(
-    table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool = True
-) -> None:
+def zero_tails(step: StepTensors, pages: LayerPages) -> None:
     """Twin of launch_zero_tails.
 
     Shapes stay fixed: a sequence that is left alone repeats the work of one that is not, or, if all are left alone,
     writes the content of page 0 again.
     """
-    keys, values = pages.keys, pages.values
+    keys, values, table, kv_len = pages.keys, pages.values, step.table, step.kv_len
     page_size = keys.page_size
     page_no = (kv_len - 1).clamp(min=0) // page_size
-    page = table[row_of_seq.long(), page_no.clamp(max=table.shape[1] - 1).long()]
-    live = (q_len > 0) & (kv_len > 0) & (page_no < table.shape[1]) & (page >= (1 if null_page else 0))
+    page = table[step.row_of_seq.long(), page_no.clamp(max=table.shape[1] - 1).long()]
+    live = (step.q_len > 0) & (kv_len > 0) & (page_no < table.shape[1]) & (page >= (1 if step.terms.null_page else 0))
     any_live = live.any()
     source = torch.where(live, torch.arange(len(live), device=live.device), live.int().argmax())
     used = torch.where(any_live, (kv_len - page_no * page_size)[source], page_size)

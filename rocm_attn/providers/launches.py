@@ -88,14 +88,6 @@ class StatePlacing(Protocol):
     def __call__(self, step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None: ...
 
 
-class ZeroTails(Protocol):
-    """launch_zero_tails, or its twin."""
-
-    def __call__(
-        self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool
-    ) -> None: ...
-
-
 class GatherTable(Protocol):
     """launch_gather_table, or its twin."""
 
@@ -149,7 +141,7 @@ class StepOps:
     rope_queries: Callable[[Tensor, Tensor, Tensor, QkvWork], None]  # q, q_out, positions, work
     # out, gate, rope, positions, counts
     finish: Callable[[Tensor, Tensor | None, RopeTable | None, Tensor, Tensor], None]
-    zero_tails: ZeroTails
+    zero_tails: Callable[[StepTensors, LayerPages], None]
     fold_rows: FoldRows
     state_places: StatePlacing
     convolve: Convolve

@@ -358,8 +358,7 @@ class Layers(TensorChecks):
         entry = plan.kernels[self._kind_of_layer[layer]].entry
         # Most kernels mask V, and this runs for each layer of each step: the method is called for the others.
         if not entry.masks_v and entry.needs_zeroed_tails(problem):
-            of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
-            self._ops.zero_tails(*of_seqs, self._pool.layer(layer), null_page=tensors.terms.null_page)
+            self._ops.zero_tails(tensors, self._pool.layer(layer))
 
     def _check_kv(self, layer: int, problem: Problem, k: Tensor, v: Tensor, num_tokens: int) -> None:
         self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)

@@ -1,6 +1,7 @@
 """Checks of the masks of the kernels that store, zero and move tokens of pages."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import cache as cache_twins
 from tests.amd.kernels.fold_cases import step_of_state
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
@@ -42,9 +44,10 @@ def tails(memory: Memory) -> None:
     for side in (coded.raw_k, coded.raw_v, coded.k_scale, coded.v_scale):
         assert side is not None
         side[1:] = 1
+    step = StepTensors.of(table[:0], table=table, row_of_seq=rows, kv_len=kv_len, q_len=q_len)
     for pages in (plain_pages(7), coded):
-        same(table, rows, kv_len, q_len, pages)
-    same(table, rows, ints([5, 6, 4, 9]), q_len, vectorised_pages(7))
+        same(step, pages)
+    same(replace(step, kv_len=ints([5, 6, 4, 9])), vectorised_pages(7))
 
 
 def folds(memory: Memory) -> None:

@@ -23,6 +23,7 @@ from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
+from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
 from rocm_attn.kernels.model.add_norm import launch_add_norm
 from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
@@ -460,7 +461,8 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
     # In some engines page 0 is an ordinary page; elsewhere it belongs to no sequence.
     for null_page in (True, False):
-        ops.zero_tails(runtime.table.full.entries, seqs, seqs, seqs, pages, null_page=null_page)
+        of_table = {"table": runtime.table.full.entries, "row_of_seq": seqs, "kv_len": seqs, "q_len": seqs}
+        ops.zero_tails(StepTensors.of(seqs[:0], NO_PADS, TableTerms(null_page=null_page), **of_table), pages)
     ops.clear_pads(counts, out, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
 
@@ -477,7 +479,8 @@ def _launch_vectorised(row: Row) -> None:
     of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (tokens, 4))
     table = torch.empty(tokens, 64, dtype=torch.int32)
     ops.store_kv(k, v, of_token, counts, LayerPages.plain(*pages), null_page=True)
-    ops.zero_tails(table, of_token, of_token, of_token, LayerPages.plain(*pages), null_page=True)
+    step = StepTensors.of(table[:0], table=table, row_of_seq=of_token, kv_len=of_token, q_len=of_token)
+    ops.zero_tails(step, LayerPages.plain(*pages))
 
 
 def _launch_record_stores(row: Row) -> None:

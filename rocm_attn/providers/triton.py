@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from rocm_attn.batch.padding import PaddedShape
@@ -208,11 +209,7 @@ def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
     return replace(tiles, programs_per_cu=0, one_launch=False) if tiles.programs_per_cu else tiles
 
 
-def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _bind_ranged(problem, target, by_cells=True)
-
-
-def _bind_ranged(problem: Problem, target: Target, *, by_cells: bool) -> BoundKernel:
+def _bind_ranged(problem: Problem, target: Target, pool: PoolSize, *, by_cells: bool) -> BoundKernel:
     """The kernel of steps with ranges of keys. by_cells: whether tokens may see more than causality says, by a mask"""
     codes = codes_of(problem)
 
@@ -228,10 +225,6 @@ def _bind_ranged(problem: Problem, target: Target, *, by_cells: bool) -> BoundKe
         return Ranged(TritonExtend(problem, scores_of(problem), tiles, cut), problem.visibility)
 
     return _by_tokens(problem, extend_choices_of_table(problem, target), bind)
-
-
-def _bind_ranges(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _bind_ranged(problem, target, by_cells=False)
 
 
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
@@ -296,7 +289,7 @@ TRITON = Provider(
         _mixed_entry("cdna_extend+decode", triton_cdna.EXTEND_LIMITS, _bind_decode, _bind_extend_cdna, is_probed=True),
         _mixed_entry("extend+cdna_decode", triton_cdna.LIMITS, triton_cdna.bind_decode, _bind_extend, is_probed=True),
         _mixed_entry("extend+decode", _LIMITS, _bind_decode, _bind_extend),
-        triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
+        triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, partial(_bind_ranged, by_cells=True), Need.MASK),
         shared_entry("hopper_shared_prefix", triton_hopper.LIMITS, _bind_extend_hopper, _bind_decode),
         shared_entry("shared_prefix", _LIMITS, _bind_extend, _bind_decode),
         deterministic_entry("segment_decode", StepKind.DECODE, _LIMITS, triton_segments.bind_decode),
@@ -321,7 +314,7 @@ TRITON = Provider(
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,
-        *range_entries("ranges", _bind_ranges, _LIMITS),
+        *range_entries("ranges", partial(_bind_ranged, by_cells=False), _LIMITS),
         *range_entries("segment_ranges", triton_segments.bind_masked, _LIMITS, batch_invariant=True),
     ),
     ops=triton_ops,

@@ -293,21 +293,15 @@ def _hopper_chunk_walk_kernel(
     first = first_token.to(gl.int64)
     of = rows_of(rows, first, head, G)
     words = words_of(chunk_words, first_token // _CHUNK + seq, head, G).decay
+    ROW: gl.constexpr = G.HEADS * G.ROW
+    u = of.u + first_column
     if G.CHANNELS:
-        ROW: gl.constexpr = G.HEADS * G.ROW
-        of_chunks = WalkedRows(of.u + first_column, of.products, of.w, of.read, ROW, of.write, ROW, ROW, words)
+        read, read_token = of.read, ROW
+        write, write_token = of.write, ROW
     else:
-        of_chunks = WalkedRows(
-            of.u + first_column,
-            of.products,
-            of.w,
-            q + (first * q_token + k_head_of * q_head),
-            q_token,
-            k + (first * k_token + k_head_of * k_head),
-            k_token,
-            G.HEADS * G.ROW,
-            words,
-        )
+        read, read_token = q + (first * q_token + k_head_of * q_head), q_token
+        write, write_token = k + (first * k_token + k_head_of * k_head), k_token
+    of_chunks = WalkedRows(u, of.products, of.w, read, read_token, write, write_token, ROW, words)
     of_block = head * state_head + first_column
     before = WalkedState(
         state + (slot * state_slot + of_block),
@@ -343,10 +337,7 @@ def _hopper_chunk_walk_kernel(
     out_rows = out + (first * out_token + head * out_head + first_column)
     gl.warp_specialize(
         [
-            (
-                _walk,
-                (before, rooms, of_out, q_len, out_rows, out_token, G),
-            ),
+            (_walk, (before, rooms, of_out, q_len, out_rows, out_token, G)),
             (_load, (of_chunks, rooms, q_len, G)),
         ],
         [4],

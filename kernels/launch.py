@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from rocm_attn.kernels.driver_call import ArgumentPlace, Arguments, Run, argumen
 Thunk = Callable[[], object]
 LaunchObserver = Callable[[Thunk], None]
 Launcher = TypeVar("Launcher", bound=Callable[..., object])
+Given = ParamSpec("Given")
 
 # Set explicitly, because Triton's default changes: on up to 3.9, off from 3.10.
 _OPTIONS = {"enable_fp_fusion": True}
@@ -124,6 +125,16 @@ def run_as_launch(fn: Callable[..., object], *args: object, **options: object) -
         observers[-1](partial(fn, *args, **options))
     else:
         fn(*args, **options)
+
+
+def as_launch(fn: Callable[Given, None]) -> Callable[Given, None]:
+    """Returns fn, called by run_as_launch()."""
+
+    @functools.wraps(fn)
+    def noted(*args: Given.args, **options: Given.kwargs) -> None:
+        run_as_launch(fn, *args, **options)
+
+    return noted
 
 
 # The most argument tuples that a FixedLaunch keeps.

@@ -19,7 +19,6 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
@@ -357,8 +356,7 @@ class ExternalAttention:
             if slots is not None:
                 _check_integers("slots", slots, self.device, 1)
                 for table, tensors in zip(tables.spaces, spaces, strict=True):
-                    given = slots, table.gather.slot_map, tensors.counts, tensors.slot_of_token
-                    self.ops.take_slots(*given, page_size=page_size, null_page=table.terms.null_page)
+                    self.ops.take_slots(slots, table.gather.slot_map, tensors, page_size=page_size)
             if isinstance(mask, BoolCells):
                 for tensors, window_left in run.step.windows:
                     self.ops.pack_mask(mask.cells, mask.positions, window_left, tensors)
@@ -423,7 +421,8 @@ class ExternalAttention:
         )
         kinds, guards = LayerKinds.of(problems, spaces, selections), self.guards.step
         if not self.options.mask_cells:
-            guards = replace(guards, memory=replace(guards.memory, mask_room=_no_cells))
+            # The cells of one word, which no token reads.
+            guards = replace(guards, memory=replace(guards.memory, mask_room=lambda shape, mask_keys: 32))
         self.pages.aligned_sides |= kinds.reading_alone(lambda limits: limits.aligned_sides)
         self.pages.aligned_rows |= kinds.reading_alone(lambda limits: limits.aligned_rows)
         return StepCore(kinds, self.tables, self.pages, guards, StatePool.none(self.device))
@@ -452,11 +451,6 @@ def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: 
         raise BadProblem(
             f"layers live in the spaces {of_layers} and tables are given for {of_tables}; give one table for each space"
         )
-
-
-def _no_cells(shape: PaddedShape, mask_keys: int) -> int:
-    """The cells of one word, which no token reads."""
-    return 32
 
 
 def _check_integers(name: str, given: Tensor, device: torch.device, at_least: int = 0) -> None:

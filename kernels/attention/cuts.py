@@ -296,8 +296,7 @@ class CutByRows:
 _MERGE_PROGRAMS, _FEW_PROGRAMS = 2048, 512
 
 
-@dataclass(frozen=True, slots=True)
-class MergeShape:
+class MergeShape(NamedTuple):
     """The cut of the merge.
 
     by_row:     a program for each row; or for each pair of neighbouring decode programs, if rows outnumber them

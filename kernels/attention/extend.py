@@ -349,13 +349,19 @@ def launch_paged_extend(
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
     args.check("paged extend")
+
+    def launch_rows(grid: int, geometry: BlockGeometry, options: Mapping[str, int]) -> None:
+        """Launches the shares or the whole rows, as the geometry says."""
+        given = row_arguments(args, args.workspace, scores, cut, mask, geometry.STRIDE_UNIT)
+        launch(_extend_kernel, (grid,), *given, G=geometry, **options)
+
     geometry = _geometry(args, scores, cut, tiles, mask)
     programs, num_warps = cut.sharing.programs, {"num_warps": tiles.num_warps}
     options = {**num_warps, **tiles.options(), **early_options(tiles.early)}
     rows = cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs) * geometry.KV_HEADS * geometry.HEAD_BLOCKS
     sharing = geometry._replace(SHARES=True, WHOLE_ROWS=tiles.one_launch, STAGES=tiles.share_stages)
     if programs and tiles.one_launch:
-        _launch_rows(args, scores, cut, mask, programs + rows, sharing, options)
+        launch_rows(programs + rows, sharing, options)
         launch_extend_merge(args, cut, geometry, tiles.merge_stages)
         return
     if programs:
@@ -363,28 +369,9 @@ def launch_paged_extend(
         keys = geometry.keys._replace(KEY_BLOCK=key_block, EDGE_BLOCK=min(key_block, geometry.keys.EDGE_BLOCK))
         edge_stages = min(geometry.EDGE_STAGES, tiles.share_stages)
         shares = sharing._replace(keys=keys, EDGE_STAGES=edge_stages)
-        _launch_rows(args, scores, cut, mask, programs, shares, num_warps)
+        launch_rows(programs, shares, num_warps)
         launch_extend_merge(args, cut, geometry, tiles.merge_stages)
-    _launch_rows(args, scores, cut, mask, rows, geometry, options)
-
-
-def _launch_rows(
-    args: AttendArgs,
-    scores: Scores,
-    cut: ExtendCut,
-    mask: VisibleKeys | None,
-    grid: int,
-    geometry: BlockGeometry,
-    options: Mapping[str, int],
-) -> None:
-    """Launches the shares or the whole rows, as the geometry says."""
-    launch(
-        _extend_kernel,
-        (grid,),
-        *row_arguments(args, args.workspace, scores, cut, mask, geometry.STRIDE_UNIT),
-        G=geometry,
-        **options,
-    )
+    launch_rows(rows, geometry, options)
 
 
 def row_arguments(

@@ -51,15 +51,6 @@ def _few_parts(columns: int) -> int:
     return 6 if columns <= 64 else 16
 
 
-class PartsAtOnce(NamedTuple):
-    """merge_parts' geometry: HEADS lines and COLUMNS of an output row of V_HEAD_DIM, PARTS in one step."""
-
-    HEADS: int
-    COLUMNS: int
-    PARTS: int
-    V_HEAD_DIM: int
-
-
 class ExtendMergeGeometry(NamedTuple):
     """The values that the merge is compiled for.
 
@@ -68,7 +59,7 @@ class ExtendMergeGeometry(NamedTuple):
     LINES:      lines of a query block, a token and a query head each, of one program
     COLUMNS:    columns of a line, padding included
     STAGES:     parts whose loads are in flight if a row has many
-    at_once:    parts that are added up in one step instead, by programs of rows
+    PARTS:      parts that are added up in one step instead, by programs of rows
     ROWS:       rows of a query block if programs take rows; 0: they take the boundaries between shares
     ALIKE:      whether rows may be cut alike (extend_schedule.py)
     DRAWS:      whether the launch before counts rows that it draws, so that the count is set back (hopper/draws.py)
@@ -84,7 +75,7 @@ class ExtendMergeGeometry(NamedTuple):
     LINES: int
     COLUMNS: int
     STAGES: int
-    at_once: PartsAtOnce
+    PARTS: int
     ROWS: int
     ALIKE: bool
     DRAWS: bool
@@ -180,10 +171,8 @@ def _extend_merge_kernel(
         sums = partials + num_programs * (2 * G.QUERY_ROWS * G.V_HEAD_DIM)
         parts = Parts(partials, sums)
         if ROWS > 0:
-            AT_ONCE: tl.constexpr = G.at_once
-            LINES: tl.constexpr = G.QUERY_ROWS
             acc, maximum, total = merge_parts(
-                parts, began, num_parts, line, num_lines, column, LINES, AT_ONCE.PARTS, AT_ONCE
+                parts, began, num_parts, line, num_lines, column, G.QUERY_ROWS, G.PARTS, G.COLUMNS, G.V_HEAD_DIM
             )
         elif (G.STAGES > 1) and (num_parts > _few_parts(G.COLUMNS)):
             acc, maximum, total = _sum_of_parts(parts, began, num_parts, line, column, G.STAGES, G)
@@ -268,7 +257,7 @@ def launch_extend_merge(
             lines,
             columns,
             stages,
-            PartsAtOnce(lines, columns, 1 if few is None else few.parts, v_head_dim),
+            1 if few is None else few.parts,
             0 if few is None else cut.sharing.rows,
             cut.sharing.alike_keys > 0,
             draws,

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, HeadsOfToken, Softmax
-from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut, merge_shape
+from rocm_attn.kernels.attention.cuts import DecodeCut, MergeShape, RowCut, merge_shape
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
     PROGRAM_KV_LEN,
@@ -47,19 +47,13 @@ class MergeGeometry(NamedTuple):
     rows:       how decode's rows are cut
     MOST_ROWS:  rows of a sequence, at most
     V_HEAD_DIM: elements of an output row
-    BY_ROW, HEADS, COLUMNS, PARTS, FEW, FEW_HEADS: see MergeShape
     EARLY:      see launch_merge
     """
 
     rows: RowCut
     MOST_ROWS: int
     V_HEAD_DIM: int
-    BY_ROW: bool
-    HEADS: int
-    COLUMNS: int
-    PARTS: int
-    FEW: int
-    FEW_HEADS: int
+    shape: MergeShape
     EARLY: bool
 
 
@@ -91,14 +85,22 @@ class MergedRow(NamedTuple):
 
 @triton.jit
 def merge_parts(
-    parts, first_program, num_parts, q_row, num_rows, column, LINES: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr
+    parts,
+    first_program,
+    num_parts,
+    q_row,
+    num_rows,
+    column,
+    LINES: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
 ):
     """The softmax state of all parts of one row: acc [lines, COLUMNS], maximum and sum [lines]. Adds PARTS at a time.
 
-    q_row: which lines, those below num_rows
+    q_row: which lines, those below num_rows; column: which elements, those below V_HEAD_DIM
     """
     HEADS: tl.constexpr = q_row.shape[0]
-    COLUMNS: tl.constexpr = G.COLUMNS
     lane = tl.arange(0, PARTS)
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -113,9 +115,9 @@ def merge_parts(
         part_maximum = tl.load(parts.sums + line * 2, mask=live, other=float("-inf"))
         part_total = tl.load(parts.sums + line * 2 + 1, mask=live, other=0.0)
         is_acc = live[:, :, None]
-        if G.V_HEAD_DIM % G.COLUMNS != 0:
-            is_acc = is_acc & (column < G.V_HEAD_DIM)[None, None, :]
-        part_acc = tl.load(parts.acc + line[:, :, None] * G.V_HEAD_DIM + column[None, None, :], mask=is_acc, other=0.0)
+        if V_HEAD_DIM % COLUMNS != 0:
+            is_acc = is_acc & (column < V_HEAD_DIM)[None, None, :]
+        part_acc = tl.load(parts.acc + line[:, :, None] * V_HEAD_DIM + column[None, None, :], mask=is_acc, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
         # Lines past num_rows have no part, and a row may have seen no key: no inf - inf for them.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -146,7 +148,7 @@ def _merge_kernel(
     R: tl.constexpr = G.rows
     T: tl.constexpr = R.TOKENS
     index = tl.program_id(0)
-    if G.BY_ROW:
+    if G.shape.by_row:
         seq = index // G.MOST_ROWS
         row = index % G.MOST_ROWS
         seq_words = words_of_seq(schedule, num_programs, seq)
@@ -186,12 +188,12 @@ def _merge_kernel(
         parts = Parts(partials, sums)
         of_row = MergedRow(first_program, num_parts, token.to(tl.int64), row, q_len)
         out_rows, lse_rows = HeadRows(out, out_token, out_head), HeadRows(lse, lse_token, lse_head)
-        first_line = tl.program_id(1) * G.HEADS
-        if (G.FEW < G.PARTS) & (num_parts <= G.FEW):
-            if first_line % G.FEW_HEADS == 0:
-                _merge_row(parts, of_row, sinks, out_rows, lse_rows, first_line, G.FEW_HEADS, G.FEW, G)
+        first_line = tl.program_id(1) * G.shape.heads
+        if (G.shape.few < G.shape.parts) & (num_parts <= G.shape.few):
+            if first_line % G.shape.few_heads == 0:
+                _merge_row(parts, of_row, sinks, out_rows, lse_rows, first_line, G.shape.few_heads, G.shape.few, G)
         else:
-            _merge_row(parts, of_row, sinks, out_rows, lse_rows, first_line, G.HEADS, G.PARTS, G)
+            _merge_row(parts, of_row, sinks, out_rows, lse_rows, first_line, G.shape.heads, G.shape.parts, G)
 
 
 @triton.jit
@@ -200,7 +202,7 @@ def _merge_row(parts, row, sinks, out, lse, first_line, HEADS: tl.constexpr, PAR
     R: tl.constexpr = G.rows
     T: tl.constexpr = R.TOKENS
     q_row = first_line + tl.arange(0, HEADS)
-    column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
+    column = tl.program_id(2) * G.shape.columns + tl.arange(0, G.shape.columns)
     # The last row of a sequence, or of a KV head, may be shorter; its other lanes hold whatever decode left there.
     if T.MOST == 1:
         head_block = row.number % R.HEAD_BLOCKS
@@ -215,7 +217,7 @@ def _merge_row(parts, row, sinks, out, lse, first_line, HEADS: tl.constexpr, PAR
         head = (q_row % R.GQA_RATIO).to(tl.int64)
     is_row = q_row < rows
     acc, maximum, total = merge_parts(
-        parts, row.first_program, row.num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, PARTS, G
+        parts, row.first_program, row.num_parts, q_row, R.Q_ROWS, column, R.Q_ROWS, PARTS, G.shape.columns, G.V_HEAD_DIM
     )
     # Other lines hold anything. Programs of other column chunks store the same LSE.
     softmax = Softmax(acc, maximum, tl.where(is_row, total, 1.0))
@@ -247,18 +249,7 @@ def launch_merge(args: AttendArgs, cut: DecodeCut, rows: RowCut, *, early: bool 
         cut.programs,
         cut.window_left,
         *args.written_strides,
-        G=MergeGeometry(
-            rows,
-            cut.most_rows,
-            v_head_dim,
-            shape.by_row,
-            shape.heads,
-            shape.columns,
-            shape.parts,
-            shape.few,
-            shape.few_heads,
-            early,
-        ),
+        G=MergeGeometry(rows, cut.most_rows, v_head_dim, shape, early),
         num_warps=shape.num_warps,
         **early_options(early),
     )

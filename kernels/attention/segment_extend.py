@@ -8,6 +8,8 @@ parts that they keep.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend import block_geometry, row_arguments, segment_extend_kernel
@@ -34,38 +36,21 @@ def launch_segment_extend(
     """
     args.check("deterministic extend")
     geometry = _geometry(args, scores, cut, tiles, mask)
+
+    def launch_rows(grid: int, geometry: BlockGeometry, options: Mapping[str, int]) -> None:
+        """Launches the shares or the whole rows, as the geometry says."""
+        workspace = args.workspace if geometry.SHARES or tiles.left_in_memory else None
+        given = row_arguments(args, workspace, scores, cut, mask, geometry.STRIDE_UNIT)
+        options = {"num_warps": tiles.extend.num_warps, **options, **tiles.options(), **UNFUSED}
+        launch(segment_extend_kernel, (grid,), *given, G=geometry, **options)
+
     programs = cut.sharing.programs
     if programs:
-        sharing = geometry._replace(SHARES=True, WHOLE_ROWS=False)
-        _launch_rows(args, scores, cut, mask, programs, sharing, tiles)
+        launch_rows(programs, geometry._replace(SHARES=True, WHOLE_ROWS=False), {})
         launch_merge_of_segments(args, cut, extend=tiles.extend, segment_len=tiles.segment_len, slots=geometry.SLOTS)
     rows = cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs) * geometry.KV_HEADS * geometry.HEAD_BLOCKS
-    _launch_rows(args, scores, cut, mask, rows, geometry, tiles)
-
-
-def _launch_rows(
-    args: AttendArgs,
-    scores: Scores,
-    cut: ExtendCut,
-    mask: VisibleKeys | None,
-    grid: int,
-    geometry: BlockGeometry,
-    tiles: SegmentTiles,
-) -> None:
-    """Launches the shares or the whole rows, as the geometry says."""
-    has_workspace = geometry.SHARES or tiles.left_in_memory
     # The compiler options in addition to the warps are for whole rows.
-    options = {} if geometry.SHARES else tiles.extend.options()
-    launch(
-        segment_extend_kernel,
-        (grid,),
-        *row_arguments(args, args.workspace if has_workspace else None, scores, cut, mask, geometry.STRIDE_UNIT),
-        G=geometry,
-        num_warps=tiles.extend.num_warps,
-        **options,
-        **tiles.options(),
-        **UNFUSED,
-    )
+    launch_rows(rows, geometry, tiles.extend.options())
 
 
 def _geometry(

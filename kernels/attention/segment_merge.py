@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import SEQ_KV_LEN, SEQ_START, words_of_seq
+from rocm_attn.kernels.attention.merge import Parts
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
 from rocm_attn.kernels.early import early_options
@@ -119,27 +119,19 @@ def _segment_merge_kernel(
             tl.store(lse + token * lse_token + head * lse_head, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
-class SegmentMemory(NamedTuple):
-    """The memory of partial results: parts, float32 [slots, q_rows, v_head_dim] flat; sums, float32 [slots, q_rows, 2]
-    flat, maximum and sum.
+def segment_memory(args: AttendArgs, cut: DecodeCut, rows: RowCut, most_segments: int) -> Parts:
+    """Cuts the workspace of decode: float32 [slots, q_rows, v_head_dim] and [slots, q_rows, 2], flat.
+
+    most_segments: of a sequence, see SegmentTiles
     """
-
-    parts: Tensor
-    sums: Tensor
-
-
-def segment_memory(args: AttendArgs, cut: DecodeCut, rows: RowCut, most_segments: int) -> SegmentMemory:
-    """Cuts the workspace of decode. most_segments: of a sequence, see SegmentTiles"""
     sum_words, part_words = cut.segment_words(
         args.queries.num_seqs, most_segments, q_rows=rows.Q_ROWS, v_head_dim=args.out.shape[2]
     )
     args.check_workspace(sum_words + part_words)
-    return SegmentMemory(args.workspace[sum_words : sum_words + part_words], args.workspace[:sum_words])
+    return Parts(args.workspace[sum_words : sum_words + part_words], args.workspace[:sum_words])
 
 
-def launch_segment_merge(
-    args: AttendArgs, memory: SegmentMemory, *, cut: DecodeCut, rows: RowCut, early: bool = False
-) -> None:
+def launch_segment_merge(args: AttendArgs, memory: Parts, *, cut: DecodeCut, rows: RowCut, early: bool = False) -> None:
     """Writes out and lse of every sequence with one new token; the arguments are launch_segment_decode's.
 
     early: see launch_merge
@@ -157,8 +149,7 @@ def launch_segment_merge(
         (num_rows, triton.cdiv(rows.Q_ROWS, heads), triton.cdiv(v_head_dim, columns)),
         args.queries.q_indptr,
         args.schedule,
-        memory.parts,
-        memory.sums,
+        *memory,
         args.out,
         args.lse,
         args.sinks,

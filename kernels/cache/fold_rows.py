@@ -24,6 +24,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.launch import launch, only_launches
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Columns of a program: one for each thread of two wavefronts, or of four warps.
@@ -95,23 +96,11 @@ def _fold_rows_kernel(
 
 
 @only_launches
-def launch_fold_rows(
-    pages: LayerPages,
-    table: Tensor,
-    row_of_token: Tensor,
-    position_of_token: Tensor,
-    counts: Tensor,
-    rows: Tensor,
-    *,
-    tokens: int,
-    overlaps: bool,
-) -> None:
+def launch_fold_rows(pages: LayerPages, step: StepTensors, rows: Tensor, *, tokens: int, overlaps: bool) -> None:
     """Writes rows of tokens that end one, and 0 for others and for pads.
 
     pages:    float32 or bfloat16, K and V of one head, [pages, page_size, 1, columns]: values and gates, with new ones
-    table:    int32 [rows, width]: row, page_no -> page
-    row_of_token, position_of_token: int32 [T]
-    counts:   int32 [4], the step's; the second is the number of tokens
+    step:     counts, row_of_token, position_of_token and table are read, of the space of these pages
     rows:     float32 [T, columns], or half as many columns if rows overlap; any strides but the last
     tokens:   of a row
     overlaps: whether a row is folded from as many tokens before its own, too
@@ -123,22 +112,22 @@ def launch_fold_rows(
     assert pages.k.dtype in (torch.float32, torch.bfloat16)
     assert pages.k.shape[3] == pages.v.shape[3] == columns * (1 + overlaps)
     assert rows.stride(1) == pages.k.stride(3) == pages.v.stride(3) == 1
-    assert len(row_of_token) == len(position_of_token) == num_tokens
+    assert len(step.row_of_token) == len(step.position_of_token) == num_tokens
     launch(
         _fold_rows_kernel,
         (num_tokens, triton.cdiv(columns, _BLOCK)),
         pages.k,
         pages.v,
-        table,
-        row_of_token,
-        position_of_token,
-        counts,
+        step.table,
+        step.row_of_token,
+        step.position_of_token,
+        step.counts,
         rows,
         pages.k.stride(0),
         pages.k.stride(1),
         pages.v.stride(0),
         pages.v.stride(1),
-        table.stride(0),
+        step.table.stride(0),
         rows.stride(0),
         TOKENS=tokens,
         SPAN=span,

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from rocm_attn.kernels.cache.cells import CellGeometry, element_cell, token_cell
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.launch import launch, only_launches
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 
 @triton.jit
@@ -78,27 +78,22 @@ def _zero_tails_kernel(
 
 
 @only_launches
-def launch_zero_tails(
-    table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool = True
-) -> None:
+def launch_zero_tails(step: StepTensors, pages: LayerPages) -> None:
     """Zeroes the rows after the last token of every sequence that has new tokens, in its last page.
 
-    table:                     int32 [rows, width]
-    row_of_seq, kv_len, q_len: int32 [S]
-    pages:                     linear, with any strides but the last, or vectorised; written in place, as are scales of
-                               tokens
-    null_page:                 whether page 0 belongs to no sequence, and stays unchanged
+    step:  row_of_seq, kv_len, q_len and table are read; page 0 stays unchanged if it belongs to no sequence
+    pages: linear, with any strides but the last, or vectorised; written in place, as are scales of tokens
     """
     geometry = CellGeometry.of(pages)
     launch(
         _zero_tails_kernel,
-        (kv_len.shape[0], triton.cdiv(geometry.HEADS, geometry.HEADS_BLOCK)),
-        table,
-        table.stride(0),
-        table.shape[1],
-        row_of_seq,
-        kv_len,
-        q_len,
+        (step.kv_len.shape[0], triton.cdiv(geometry.HEADS, geometry.HEADS_BLOCK)),
+        step.table,
+        step.table.stride(0),
+        step.table.shape[1],
+        step.row_of_seq,
+        step.kv_len,
+        step.q_len,
         pages.raw_k,
         pages.raw_v,
         pages.k_scale,
@@ -106,6 +101,6 @@ def launch_zero_tails(
         *pages.keys.cells.stride()[:4],
         *pages.values.cells.stride()[:4],
         G=geometry,
-        FIRST_PAGE=1 if null_page else 0,
+        FIRST_PAGE=1 if step.terms.null_page else 0,
         num_warps=4,
     )

@@ -27,7 +27,6 @@ from triton.language import PropagateNan
 from rocm_attn.kernels.cdna.extend_layouts import KEYS, operand
 from rocm_attn.kernels.cdna.extend_order import EIGHTHS_IN_ROUND_2, Work, end_of, num_hidden, num_steps, step_of
 
-# Maxima of three are one instruction only so.
 _NAN = gl.constexpr(PropagateNan.ALL)
 LAG = gl.constexpr(8.0)
 _FMA = gl.constexpr(Work.FMA.value)
@@ -100,13 +99,14 @@ def here(x):
 
 
 @gluon.jit
-def _larger_or_nan(a, b):
+def larger_or_nan(a, b):
+    """CDNA 4 has maxima of three in one instruction only if they keep NaN; CDNA 3 has none that does."""
     return gl.maximum(a, b, propagate_nan=_NAN)
 
 
 @gluon.jit
 def _larger(a, b, G: gl.constexpr):
-    return _larger_or_nan(a, b) if G.UNITS.MAXIMA_OF_3 else gl.maximum(a, b)
+    return larger_or_nan(a, b) if G.UNITS.MAXIMA_OF_3 else gl.maximum(a, b)
 
 
 @gluon.jit
@@ -175,7 +175,7 @@ def _rise(STEP: gl.constexpr, rise, raw, maximum, scale, DTYPE: gl.constexpr, G:
             other = 1 - gl.arange(0, 2, layout=gl.SliceLayout(0, own.type.layout))[None, :]
             both = (own, gl.gather(own, other.broadcast_to([own.shape[0], 2]), axis=1))
         else:
-            both = (own, all_lanes(gl.reduce(own, 1, _larger_or_nan), own.type.layout))
+            both = (own, all_lanes(gl.reduce(own, 1, larger_or_nan), own.type.layout))
     if KIND == _OF_ROW:
         row_top = _larger(maximum, _larger(both[0], both[1], G) * scale, G)
         new = gl.where(row_top - maximum > LAG, row_top, maximum)

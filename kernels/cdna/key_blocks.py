@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd.hint import sched_barrier
-from triton.language import PropagateNan
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.bundles import KeyRange, Softmax, TableLine
@@ -37,6 +36,7 @@ from rocm_attn.kernels.cdna.codes import (
     parts_of,
     scale_of_codes,
 )
+from rocm_attn.kernels.cdna.extend_steps import larger_or_nan
 from rocm_attn.kernels.cdna.key_layouts import (
     CHUNK,
     ROWS,
@@ -64,7 +64,6 @@ from rocm_attn.kernels.cdna.key_scales import (
 # many small weights after a large one still add up. But a block that is this far below others (base 2), whose weights
 # do not matter, is weighed relative to those, so that acc stays finite.
 _MOST_BELOW = gl.constexpr(32.0)
-_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 class ChunkPlace(NamedTuple):
@@ -311,12 +310,6 @@ def _all_scores(query, chunks, scales, first, keys, logits, G: gl.constexpr, MAS
 
 
 @gluon.jit
-def _larger_or_nan(a, b):
-    """CDNA 4 has maxima of three in one instruction only if they keep NaN; CDNA 3 has none that does."""
-    return gl.maximum(a, b, propagate_nan=_NAN)
-
-
-@gluon.jit
 def _largest(scores, scale, scales_of_v, G: gl.constexpr):
     """The largest logit of each row; with scales of V the largest sum of one and of a scale's biased exponent.
 
@@ -325,17 +318,17 @@ def _largest(scores, scale, scales_of_v, G: gl.constexpr):
     CHUNKS: gl.constexpr = G.CHUNKS
     top = scores[0]
     for i in gl.static_range(1, CHUNKS):
-        top = gl.maximum(top, scores[i]) if G.CDNA == 3 else _larger_or_nan(top, scores[i])
+        top = gl.maximum(top, scores[i]) if G.CDNA == 3 else larger_or_nan(top, scores[i])
     if has_scales(G):
         # A lane has four rows of sixteen.
         top = gl.reshape(top, [4, CHUNK // 4, ROWS])
-        top = gl.max(top, 1) if G.CDNA == 3 else gl.reduce(top, 1, _larger_or_nan)
+        top = gl.max(top, 1) if G.CDNA == 3 else gl.reduce(top, 1, larger_or_nan)
         L: gl.constexpr = top.type.layout
         top = top * _of_rows(scale, gl.SliceLayout(0, L)) + largest_scales(scales_of_v, L)
-        top = gl.max(top, 0) if G.CDNA == 3 else gl.reduce(top, 0, _larger_or_nan)
+        top = gl.max(top, 0) if G.CDNA == 3 else gl.reduce(top, 0, larger_or_nan)
         top = gl.convert_layout(top, gl.SliceLayout(0, product_layout(G)), assert_trivial=True)
     else:
-        top = (gl.max(top, 0) if G.CDNA == 3 else gl.reduce(top, 0, _larger_or_nan)) * scale
+        top = (gl.max(top, 0) if G.CDNA == 3 else gl.reduce(top, 0, larger_or_nan)) * scale
     return top
 
 

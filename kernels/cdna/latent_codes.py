@@ -22,7 +22,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 from triton.experimental.gluon.language.amd.hint import sched_barrier
-from triton.language import PropagateNan
 
 from rocm_attn.kernels.attention.bundles import HeadsOfToken
 from rocm_attn.kernels.attention.coded import exponent_to_move
@@ -34,7 +33,7 @@ from rocm_attn.kernels.cdna.codes import (
     parts_of,
     scale_of_codes,
 )
-from rocm_attn.kernels.cdna.extend_steps import here
+from rocm_attn.kernels.cdna.extend_steps import here, larger_or_nan
 from rocm_attn.kernels.cdna.latent_blocks import REST, V_DIM, WAVES, decayed
 from rocm_attn.kernels.cdna.latent_code_layouts import (
     group_keys,
@@ -60,7 +59,6 @@ from rocm_attn.kernels.cdna.latent_heads import in_accumulators, pages_of, rows_
 # A block whose weights are this far below others (base 2) is weighed relative to those: its weights do not matter.
 _MOST_BELOW = gl.constexpr(32.0)
 _PARTS = gl.constexpr(2)
-_NAN = gl.constexpr(PropagateNan.ALL)
 
 
 class CodeLds(NamedTuple):
@@ -319,19 +317,13 @@ def _in_lanes(weights, G: gl.constexpr):
 
 
 @gluon.jit
-def _larger_or_nan(a, b):
-    """CDNA 4 has maxima of three in one instruction only if they keep NaN; CDNA 3 has none that does."""
-    return gl.maximum(a, b, propagate_nan=_NAN)
-
-
-@gluon.jit
 def _weigh(lds, state, scores, qk_scale, G: gl.constexpr):
     """The state with a block's keys in all but acc. Codes of its weights, their power of two, and the decays of acc go
     to LDS."""
     MOVED: gl.constexpr = largest_exponent(G.UNITS.VERSION)
     if G.UNITS.MAXIMA_OF_3:
-        top = gl.reduce(scores, 0, _larger_or_nan) * qk_scale
-        largest = _larger_or_nan(state.largest, top)
+        top = gl.reduce(scores, 0, larger_or_nan) * qk_scale
+        largest = larger_or_nan(state.largest, top)
     else:
         top = gl.max(scores, 0) * qk_scale
         largest = gl.maximum(state.largest, top)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.attention.scores import Scores, Visibility
-from rocm_attn.kernels.launch import run_as_launch
+from rocm_attn.kernels.launch import as_launch
 from rocm_attn.kernels.refs import attention as refs
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -35,33 +35,6 @@ _HEAD = 5
 def decode_words(num_seqs: int, max_kv_len: int) -> int:
     """int32 words for find_keys(): num_seqs sequences of up to max_kv_len keys."""
     return _HEAD + num_seqs * (1 + 3 * max_kv_len)
-
-
-def find_keys(queries: Queries, words: Tensor, *, page_size: int, table_width: int, visibility: Visibility) -> None:
-    """Finds the keys of a decode step, for all of its layers.
-
-    words: int32, as many as decode_words() says, written; table_width: of the block table
-    """
-    run_as_launch(_find_keys, queries, words, page_size, table_width, visibility)
-
-
-def paged_decode(args: AttendArgs, block_table: Tensor, *, scores: Scores) -> None:
-    """Attends for every sequence with exactly one new token; all other tokens of out and lse stay unchanged.
-
-    Like refs.attention.paged_decode. A token without a key gets 0 and LSE -inf.
-
-    args:        with a schedule that find_keys() has written
-    block_table: int32 [S, table_width], contiguous: the pages of each sequence
-    """
-    run_as_launch(_decode, args, block_table, scores)
-
-
-def paged_extend(args: AttendArgs, *, scores: Scores) -> None:
-    """Attends for every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
-
-    Like refs.attention.paged_extend.
-    """
-    run_as_launch(_extend, args, scores)
 
 
 class _Keys(NamedTuple):
@@ -117,7 +90,12 @@ class _Tiles:
         return _Tiles(self.q[some], self.row[some], pages, self.kv_index[some], begin, last, int((last - begin).max()))
 
 
-def _find_keys(queries: Queries, words: Tensor, page_size: int, table_width: int, visibility: Visibility) -> None:
+@as_launch
+def find_keys(queries: Queries, words: Tensor, *, page_size: int, table_width: int, visibility: Visibility) -> None:
+    """Finds the keys of a decode step, for all of its layers.
+
+    words: int32, as many as decode_words() says, written; table_width: of the block table
+    """
     kv_len, first = queries.kv_len.long(), queries.q_indptr[:-1]
     is_one = queries.q_indptr.diff() == 1
     seq = (is_one & (kv_len > 0)).nonzero().flatten()
@@ -138,7 +116,15 @@ def _find_keys(queries: Queries, words: Tensor, page_size: int, table_width: int
     keys.offset.copy_((key % page_size).flatten())
 
 
-def _decode(args: AttendArgs, block_table: Tensor, scores: Scores) -> None:
+@as_launch
+def paged_decode(args: AttendArgs, block_table: Tensor, *, scores: Scores) -> None:
+    """Attends for every sequence with exactly one new token; all other tokens of out and lse stay unchanged.
+
+    Like refs.attention.paged_decode. A token without a key gets 0 and LSE -inf.
+
+    args:        with a schedule that find_keys() has written
+    block_table: int32 [S, table_width], contiguous: the pages of each sequence
+    """
     num_seqs, num_keys, num_blind, is_whole, is_even = args.schedule.narrow(0, 0, _HEAD).tolist()
     token, blind = _tokens(args.schedule, num_seqs * num_keys, num_seqs, num_blind) if not is_whole else (None, None)
     if num_blind:
@@ -171,7 +157,12 @@ def _rows(side: Tensor, slot: Tensor, num_tiles: int) -> Tensor:
     return rows.view(num_tiles, -1, *rows.shape[1:]).transpose(1, 2).float()
 
 
-def _extend(args: AttendArgs, scores: Scores) -> None:
+@as_launch
+def paged_extend(args: AttendArgs, *, scores: Scores) -> None:
+    """Attends for every new token of every sequence; tokens at or past q_indptr[-1] get 0 and LSE -inf.
+
+    Like refs.attention.paged_extend.
+    """
     queries = args.queries
     q_indptr = queries.q_indptr.long()
     q_len, kv_len = q_indptr.diff(), queries.kv_len.long()

@@ -15,32 +15,14 @@ from torch import Tensor
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PoolKind
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
-from rocm_attn.kernels.launch import run_as_launch
+from rocm_attn.kernels.launch import as_launch
 from rocm_attn.kernels.refs import cache, rope
 
 
-def store_kv(
+def _store_kv(
     k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool = True
 ) -> None:
     """Does the same as refs.cache.store_kv."""
-    run_as_launch(_store_kv, k, v, slot_of_token, counts, pages, null_page=null_page)
-
-
-def rope_store(
-    given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool = True
-) -> None:
-    """Does the same as refs.rope.rope_store."""
-    run_as_launch(_rope_store, given, tokens, work, pages, null_page=null_page)
-
-
-def rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
-    """Does the same as refs.rope.rope_queries."""
-    run_as_launch(_rope_queries, q, q_out, positions, work)
-
-
-def _store_kv(
-    k: Tensor, v: Tensor, slot_of_token: Tensor, counts: Tensor, pages: LayerPages, *, null_page: bool
-) -> None:
     if torch.is_grad_enabled():
         # If a K with gradients joined the pages to its graph, they would keep the graph alive for good.
         with torch.no_grad():
@@ -59,12 +41,18 @@ def _store_kv(
     cache.store_kv(k, v, slot_of_token, counts, pages, null_page=null_page)
 
 
+store_kv = as_launch(_store_kv)
+
+
 def _are_finite(k: Tensor, v: Tensor) -> bool:
     """True only if every element is finite: a sum with one that is not is none. A sum may overflow without one."""
     return math.isfinite((k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32)).item())
 
 
-def _rope_store(given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool) -> None:
+def _rope_store(
+    given: Projected, tokens: TokenPlaces, work: QkvWork, pages: LayerPages, *, null_page: bool = True
+) -> None:
+    """Does the same as refs.rope.rope_store."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             _rope_store(given, tokens, work, pages, null_page=null_page)
@@ -86,7 +74,12 @@ def _rope_store(given: Projected, tokens: TokenPlaces, work: QkvWork, pages: Lay
     _store_kv(k, v, tokens.slot_of_token, tokens.counts, pages, null_page=null_page)
 
 
-def _rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
+rope_store = as_launch(_rope_store)
+
+
+@as_launch
+def rope_queries(q: Tensor, q_out: Tensor, positions: Tensor, work: QkvWork) -> None:
+    """Does the same as refs.rope.rope_queries."""
     if _is_turned_fast(work.rope):
         q_out.copy_(_carried(q, positions, work.rope, work.q_norm))
     else:

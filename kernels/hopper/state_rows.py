@@ -22,7 +22,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -32,7 +31,7 @@ from rocm_attn.kernels.any_alignment import begin_at_16
 from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurArgs
 from rocm_attn.kernels.states.chunk_rows import launch_chunk_rows
 from rocm_attn.kernels.states.chunk_space import LEFT, STRONGEST, chunk_geometry, rows_of, words_of
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
@@ -482,29 +481,22 @@ def _hopper_chunk_rows_kernel(
             _rows_by_head(of, to, words, num_rows, G)
 
 
-def _takes(tokens: RecurrentTokens, recurrence: RecurrenceRule, slots: RecurrentSlots, workspace: Tensor) -> bool:
+def _takes(args: RecurArgs) -> bool:
     """True if the kernel computes such a layer, and its copies of 16 bytes begin where they must."""
+    tokens, recurrence, slots, _, workspace = args
     of_layer = recurrence.corrects and recurrence.normalises and tokens.k.dtype == torch.bfloat16
     dims = slots.state.shape[2:] == (_DIM.value, _DIM.value)
     copied = (tokens.q, tokens.k, tokens.v, *(tokens.decay,) * slots.has_channels)
     return of_layer and dims and workspace.data_ptr() % 16 == 0 and begin_at_16(*copied)
 
 
-def launch_hopper_chunk_rows(
-    tokens: RecurrentTokens,
-    recurrence: RecurrenceRule,
-    slots: RecurrentSlots,
-    places: StatePlaces,
-    workspace: Tensor,
-    *,
-    most_q_len: int,
-) -> None:
+def launch_hopper_chunk_rows(args: RecurArgs, *, most_q_len: int) -> None:
     """Like `launch_chunk_rows`, which it launches for layers and chunks that the kernel does not take."""
-    if not _takes(tokens, recurrence, slots, workspace):
-        launch_chunk_rows(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+    if not _takes(args):
+        launch_chunk_rows(args, most_q_len=most_q_len)
         return
-    num_heads = slots.state.shape[1]
-    geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
+    tokens, places, num_heads = args.tokens, args.places, args.slots.state.shape[1]
+    geometry, rows, chunk_words = chunk_geometry(args)
     launch(
         _hopper_chunk_rows_kernel,
         (num_heads, num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK)),
@@ -523,6 +515,6 @@ def launch_hopper_chunk_rows(
         G=geometry,
         num_warps=4,
         # Two programs run on a multiprocessor if channels decay by themselves, and else three.
-        maxnreg=255 if slots.has_channels else 168,
+        maxnreg=255 if args.slots.has_channels else 168,
     )
-    launch_chunk_rows(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len, only_left=True)
+    launch_chunk_rows(args, most_q_len=most_q_len, only_left=True)

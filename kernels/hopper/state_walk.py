@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -25,7 +24,7 @@ from rocm_attn.kernels.hopper.rings import GATHERING_THREADS
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurArgs
 from rocm_attn.kernels.states.chunk_space import chunk_geometry, rows_of, words_of
 from rocm_attn.kernels.states.chunk_walk import launch_chunk_walk, walked
 from rocm_attn.kernels.states.updates import load_token
@@ -294,21 +293,15 @@ def _hopper_chunk_walk_kernel(
     first = first_token.to(gl.int64)
     of = rows_of(rows, first, head, G)
     words = words_of(chunk_words, first_token // _CHUNK + seq, head, G).decay
+    ROW: gl.constexpr = G.HEADS * G.ROW
+    u = of.u + first_column
     if G.CHANNELS:
-        ROW: gl.constexpr = G.HEADS * G.ROW
-        of_chunks = WalkedRows(of.u + first_column, of.products, of.w, of.read, ROW, of.write, ROW, ROW, words)
+        read, read_token = of.read, ROW
+        write, write_token = of.write, ROW
     else:
-        of_chunks = WalkedRows(
-            of.u + first_column,
-            of.products,
-            of.w,
-            q + (first * q_token + k_head_of * q_head),
-            q_token,
-            k + (first * k_token + k_head_of * k_head),
-            k_token,
-            G.HEADS * G.ROW,
-            words,
-        )
+        read, read_token = q + (first * q_token + k_head_of * q_head), q_token
+        write, write_token = k + (first * k_token + k_head_of * k_head), k_token
+    of_chunks = WalkedRows(u, of.products, of.w, read, read_token, write, write_token, ROW, words)
     of_block = head * state_head + first_column
     before = WalkedState(
         state + (slot * state_slot + of_block),
@@ -344,10 +337,7 @@ def _hopper_chunk_walk_kernel(
     out_rows = out + (first * out_token + head * out_head + first_column)
     gl.warp_specialize(
         [
-            (
-                _walk,
-                (before, rooms, of_out, q_len, out_rows, out_token, G),
-            ),
+            (_walk, (before, rooms, of_out, q_len, out_rows, out_token, G)),
             (_load, (of_chunks, rooms, q_len, G)),
         ],
         [4],
@@ -355,33 +345,26 @@ def _hopper_chunk_walk_kernel(
     )
 
 
-def _takes(tokens: RecurrentTokens, slots: RecurrentSlots, workspace: Tensor) -> bool:
+def _takes(args: RecurArgs) -> bool:
     """True if the kernel computes such a layer, and its copies begin where they must."""
-    dk, dv = slots.state.shape[2:]
+    tokens = args.tokens
+    dk, dv = args.slots.state.shape[2:]
     dims = dk == _DIM.value and dv % COLUMNS.value == 0 and tokens.k.itemsize == 2
-    return dims and workspace.data_ptr() % 16 == 0 and begin_at_16(tokens.q, tokens.k)
+    return dims and args.workspace.data_ptr() % 16 == 0 and begin_at_16(tokens.q, tokens.k)
 
 
-def launch_hopper_chunk_walk(
-    tokens: RecurrentTokens,
-    recurrence: RecurrenceRule,
-    slots: RecurrentSlots,
-    places: StatePlaces,
-    workspace: Tensor,
-    *,
-    most_q_len: int,
-) -> None:
+def launch_hopper_chunk_walk(args: RecurArgs, *, most_q_len: int) -> None:
     """Like `launch_chunk_walk`, which it launches for layers that the kernel does not take."""
-    if not _takes(tokens, slots, workspace):
-        launch_chunk_walk(tokens, recurrence, slots, places, workspace, most_q_len=most_q_len)
+    if not _takes(args):
+        launch_chunk_walk(args, most_q_len=most_q_len)
         return
-    assert most_q_len >= slots.most_kept
-    _, num_heads, _, dv = slots.state.shape
-    geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
+    assert most_q_len >= args.slots.most_kept
+    _, num_heads, _, dv = args.slots.state.shape
+    geometry, rows, chunk_words = chunk_geometry(args)
     launch(
         _hopper_chunk_walk_kernel,
-        (num_heads * (dv // COLUMNS.value), places.num_seqs),
-        *walked(tokens, slots, places, rows, chunk_words, most_q_len),
+        (num_heads * (dv // COLUMNS.value), args.places.num_seqs),
+        *walked(args, rows, chunk_words, most_q_len),
         G=geometry,
         num_warps=4,
     )

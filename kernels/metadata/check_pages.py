@@ -24,11 +24,9 @@ from torch import Tensor
 from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors, shares_of_seq
 
 _PAGES_AT_ONCE = 1024
-# About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
-_PROGRAMS = 2048
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _NOT_IN_POOL = tl.constexpr(error_word.PAGE_NOT_IN_POOL)
 _PAST_ALL_KEYS = tl.constexpr(ALL_KEYS)
@@ -116,7 +114,7 @@ def launch_check_pages(
                  and span_end are read, which place_spans has written
     """
     num_seqs, (_, table_width) = step.kv_len.shape[0], step.table.shape
-    shares = min(-(-table_width // _PAGES_AT_ONCE), max(1, _PROGRAMS // num_seqs))
+    shares = shares_of_seq(table_width, num_seqs, _PAGES_AT_ONCE)
     fixed = page_size, spans_pass, spans_pass and step.terms.null_page
     _variant(is_far(step.table), *fixed)(
         step.counts.device,

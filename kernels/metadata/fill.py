@@ -56,11 +56,9 @@ from rocm_attn.kernels.metadata.fill_roles import (
     write_page_list,
     write_tokens,
 )
-from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, StepTensors
+from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, FIELDS, StepTensors, shares_of_seq
 
 _SEQS = tl.constexpr(SEQS_AT_ONCE)
-# Programs of a role that is shared out finely, about as many as run at a time on an H200 (2112) or an MI300X (2432).
-_PROGRAMS = 2048
 
 
 @at_any_alignment
@@ -172,9 +170,9 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
     (_, table_width), (_, block_table_width) = step.table.shape, step.block_table.shape
     page_list_len = step.page_list.shape[0]
     assert num_seqs >= 1
-    token_shares = _shares(num_tokens, num_seqs, TOKENS_AT_ONCE)
-    list_shares = _shares(min(table_width, page_list_len), num_seqs, PAGES_AT_ONCE)
-    row_shares = _shares(block_table_width, num_seqs, PAGES_AT_ONCE) if step.block_table.numel() else 0
+    token_shares = shares_of_seq(num_tokens, num_seqs, TOKENS_AT_ONCE)
+    list_shares = shares_of_seq(min(table_width, page_list_len), num_seqs, PAGES_AT_ONCE)
+    row_shares = shares_of_seq(block_table_width, num_seqs, PAGES_AT_ONCE) if step.block_table.numel() else 0
     boundary_blocks = -(-(num_seqs + 1) // SEQS_AT_ONCE)
     num_programs = boundary_blocks + num_seqs * (token_shares + list_shares + row_shares)
     fixed = (
@@ -206,8 +204,3 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
         *fixed,
         num_warps=4,
     )
-
-
-def _shares(entries: int, num_seqs: int, at_once: int) -> int:
-    """Programs that share one sequence's entries, of which it has at most `entries`."""
-    return min(-(-entries // at_once), max(1, _PROGRAMS // num_seqs))

@@ -24,10 +24,9 @@ from torch import Tensor
 from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
+from rocm_attn.kernels.metadata.step_tensors import shares_of_seq
 
 _PAGES_AT_ONCE = 1024
-# About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
-_PROGRAMS = 2048
 _MOST_PAGE = 2**31 - 1
 
 
@@ -113,7 +112,7 @@ def launch_gather_table(
     """
     num_seqs, (_, table_width) = kv_len.shape[0], table.shape
     assert table.shape[0] > num_seqs
-    shares = min(-(-table_width // _PAGES_AT_ONCE), max(1, _PROGRAMS // num_seqs))
+    shares = shares_of_seq(table_width, num_seqs, _PAGES_AT_ONCE)
     entries, csr_indptr, slot_map = source.entries, source.csr_indptr, source.slot_map
     fixed = source.has_slots, csr_indptr is not None, slot_map is not None, page_size, _MOST_PAGE, _PAGES_AT_ONCE
     csr_indptr = kv_len if csr_indptr is None else csr_indptr

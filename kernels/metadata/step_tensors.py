@@ -193,3 +193,11 @@ FIELDS: Mapping[str, Field] = {
     for name, hint in get_type_hints(StepTensors, include_extras=True).items()
     if hasattr(hint, "__metadata__")
 }
+
+# Programs of a role that is shared out finely, about as many as run at a time on an H200 (2112) or an MI300X (2432).
+_PROGRAMS = 2048
+
+
+def shares_of_seq(entries: int, num_seqs: int, at_once: int) -> int:
+    """Programs that share one sequence's entries, of which it has at most `entries`, at_once of them at a time."""
+    return min(-(-entries // at_once), max(1, _PROGRAMS // num_seqs))

@@ -19,6 +19,7 @@ from torch import Tensor
 from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 _TOKENS = 256
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
@@ -66,33 +67,24 @@ def _take_slots_kernel(
 _variant = repeated_launches(_take_slots_kernel)
 
 
-def launch_take_slots(
-    given: Tensor,
-    slot_map: Tensor | None,
-    counts: Tensor,
-    slot_of_token: Tensor,
-    *,
-    page_size: int,
-    null_page: bool,
-) -> None:
+def launch_take_slots(given: Tensor, slot_map: Tensor | None, to: StepTensors, *, page_size: int) -> None:
     """Drops the tokens whose given slot is not the table's.
 
     given:         int32 or int64 [n], any stride, read only; the engine's slot of each token
     slot_map:      int32 or int64 [slots], slot -> slot of this space; None: the same
-    counts:        int32 [4]; [1] is num_tokens, [3] receives error bits
-    slot_of_token: int32 [T], as fill has written it; a dropped token receives 0, or -1 if page 0 is a real page
-    null_page:     whether page 0 belongs to no sequence
+    to:            counts[1] is num_tokens, counts[3] receives error bits. slot_of_token is as fill has written it; in
+                   it a dropped token receives 0, or -1 if page 0 is a real page
     """
-    num_tokens_padded = slot_of_token.shape[0]
+    num_tokens_padded, null_page = to.slot_of_token.shape[0], to.terms.null_page
     fixed = slot_map is not None, page_size if null_page else 0, 0 if null_page else -1, _TOKENS
     slot_map = given if slot_map is None else slot_map
     _variant(given.dtype, slot_map.dtype, *fixed)(
-        counts.device,
+        to.counts.device,
         (max(1, -(-num_tokens_padded // _TOKENS)), 1, 1),
         given,
         slot_map,
-        counts,
-        slot_of_token,
+        to.counts,
+        to.slot_of_token,
         given.shape[0],
         num_tokens_padded,
         given.stride(0),

@@ -24,12 +24,10 @@ from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.page_watch import ROW_WORDS, STEPS_OF_ROW, PageWatch
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
+from rocm_attn.kernels.metadata.step_tensors import StepTensors, shares_of_seq
 
 _PAGES_AT_ONCE = 1024
 _TOKENS = 256
-# About as many programs as run at a time on an H200 (2112) or an MI300X (2432).
-_PROGRAMS = 2048
 _ERROR_WORD = tl.constexpr(error_word.ERROR_WORD)
 _PAGE_TAKEN = tl.constexpr(error_word.PAGE_TAKEN)
 _WORDS = tl.constexpr(ROW_WORDS)
@@ -176,7 +174,7 @@ def launch_watch_pages(step: StepTensors, engine_row: Tensor, watch: PageWatch, 
     engine_row: int32 [S], rows of the watch
     """
     (num_rows, width), num_seqs = watch.entries.shape, step.kv_len.shape[0]
-    shares = min(-(-width // _PAGES_AT_ONCE), max(1, _PROGRAMS // num_seqs))
+    shares = shares_of_seq(width, num_seqs, _PAGES_AT_ONCE)
     num_tokens, num_checks = step.slot_of_token.shape[0], num_seqs * shares
     fixed = page_size, int(step.terms.null_page), _PAGES_AT_ONCE, _TOKENS
     _variant(*fixed)(

@@ -11,6 +11,7 @@ from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.cache.records import RecordParts
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 
 # The smallest scale of a token, as in codes.py.
 _SMALLEST_SCALE = 2.0**-100
@@ -48,24 +49,14 @@ def store_kv(
     counts[ERROR_WORD].bitwise_or_(strange.any().to(torch.int32) * NOT_FINITE)
 
 
-def fold_rows(
-    pages: LayerPages,
-    table: Tensor,
-    row_of_token: Tensor,
-    position_of_token: Tensor,
-    counts: Tensor,
-    rows: Tensor,
-    *,
-    tokens: int,
-    overlaps: bool,
-) -> None:
+def fold_rows(pages: LayerPages, step: StepTensors, rows: Tensor, *, tokens: int, overlaps: bool) -> None:
     """Twin of launch_fold_rows. All tokens fold at once: for each one it gathers the values and gates of a span."""
     num_tokens, columns = rows.shape
     place = torch.arange(tokens * (1 + overlaps), device=rows.device)
-    position = position_of_token.long()[:, None] - len(place) + 1 + place
+    position = step.position_of_token.long()[:, None] - len(place) + 1 + place
     is_there = (position >= 0)[..., None]
     page_no, offset = position.clamp(min=0) // pages.format.page_size, position.clamp(min=0) % pages.format.page_size
-    page = table.long()[row_of_token.long()[:, None], page_no.clamp(max=table.shape[1] - 1)]
+    page = step.table.long()[step.row_of_token.long()[:, None], page_no.clamp(max=step.table.shape[1] - 1)]
     half = (place >= tokens)[None, :, None] if overlaps else torch.zeros_like(is_there[:1])
     values, gates = (
         torch.where(half, side[page, offset, 0, -columns:], side[page, offset, 0, :columns]).float()
@@ -73,7 +64,8 @@ def fold_rows(
     )
     weights = gates.masked_fill(~is_there, float("-inf")).softmax(1)
     folded = (weights * values.masked_fill(~is_there, 0)).sum(1)
-    ends = (torch.arange(num_tokens, device=rows.device) < counts[1]) & ((position_of_token + 1) % tokens == 0)
+    is_token = torch.arange(num_tokens, device=rows.device) < step.counts[1]
+    ends = is_token & ((step.position_of_token + 1) % tokens == 0)
     rows.copy_(torch.where(ends[:, None], folded, 0))
 
 
@@ -106,19 +98,17 @@ def _put(record: RecordParts, at: tuple[Tensor, Tensor], rows: RecordParts, any_
     record.put(at, RecordParts(codes, scales, rest))
 
 
-def zero_tails(
-    table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool = True
-) -> None:
+def zero_tails(step: StepTensors, pages: LayerPages) -> None:
     """Twin of launch_zero_tails.
 
     Shapes stay fixed: a sequence that is left alone repeats the work of one that is not, or, if all are left alone,
     writes the content of page 0 again.
     """
-    keys, values = pages.keys, pages.values
+    keys, values, table, kv_len = pages.keys, pages.values, step.table, step.kv_len
     page_size = keys.page_size
     page_no = (kv_len - 1).clamp(min=0) // page_size
-    page = table[row_of_seq.long(), page_no.clamp(max=table.shape[1] - 1).long()]
-    live = (q_len > 0) & (kv_len > 0) & (page_no < table.shape[1]) & (page >= (1 if null_page else 0))
+    page = table[step.row_of_seq.long(), page_no.clamp(max=table.shape[1] - 1).long()]
+    live = (step.q_len > 0) & (kv_len > 0) & (page_no < table.shape[1]) & (page >= (1 if step.terms.null_page else 0))
     any_live = live.any()
     source = torch.where(live, torch.arange(len(live), device=live.device), live.int().argmax())
     used = torch.where(any_live, (kv_len - page_no * page_size)[source], page_size)

@@ -150,16 +150,9 @@ def _first_of_spans(step: StepTensors) -> Tensor:
     return torch.full_like(step.kv_len, ALL_KEYS).scatter_reduce(0, seq.clamp(max=len(end) - 1), begin, "amin")
 
 
-def take_slots(
-    given: Tensor,
-    slot_map: Tensor | None,
-    counts: Tensor,
-    slot_of_token: Tensor,
-    *,
-    page_size: int,
-    null_page: bool,
-) -> None:
+def take_slots(given: Tensor, slot_map: Tensor | None, to: StepTensors, *, page_size: int) -> None:
     """Twin of launch_take_slots; may be recorded."""
+    counts, slot_of_token, null_page = to.counts, to.slot_of_token, to.terms.null_page
     num_given = min(len(given), len(slot_of_token))
     is_given = torch.arange(num_given, device=counts.device) < counts[1]
     slot = torch.where(is_given, given[:num_given].long(), -1)

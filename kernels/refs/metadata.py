@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW, Visibility
-from rocm_attn.kernels.launch import run_as_launch
+from rocm_attn.kernels.launch import as_launch
 from rocm_attn.kernels.metadata.error_word import (
     BAD_PARENT,
     ERROR_WORD,
@@ -36,12 +36,8 @@ from rocm_attn.kernels.metadata.slot_layout import (
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, NO_PARENT, StepTensors
 
 
-def publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
-    """Twin of launch_publish. It reads the slot's header on the host, so a recorder notes it as one launch."""
-    run_as_launch(_publish, slot, counts_before, to)
-
-
 def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
+    """Twin of launch_publish. It reads the slot's header on the host, so a recorder notes it as one launch."""
     num_seqs, num_tokens, _, has_ids = slot[:COUNT_WORDS].tolist()
     echo_step_before(slot, counts_before)
     counts = slot[:COUNT_WORDS].clone()
@@ -61,13 +57,13 @@ def _publish(slot: Tensor, counts_before: Tensor, to: StepTensors) -> None:
     to.kv_len.masked_fill_(to.kv_len == 0, to.pads.kv_len)
 
 
+publish = as_launch(_publish)
+
+
+@as_launch
 def take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
     """Twin of launch_take_inputs. It reads the slots on the host, so a recorder notes it as one launch."""
     assert max(to.row_of_seq.shape[0], to.token_ids.shape[0]) <= MOST_TAKEN, "no such step is taken by its graph"
-    run_as_launch(_take_inputs, slots, runs, to)
-
-
-def _take_inputs(slots: Tensor, runs: Tensor, to: StepTensors) -> None:
     run = int(runs)
     runs.fill_((run + 1) & MOST_RUNS)
     for slot in slots:
@@ -212,12 +208,9 @@ def _write_tree_cells(sees: Tensor, before: Tensor, nodes: Tensor, mask_bytes: T
     mask_bytes.copy_(mask_bytes & ~own | seen)
 
 
+@as_launch
 def device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     """Twin of launch_device_inputs. A recorder notes it as one launch, too."""
-    run_as_launch(_device_inputs, slot, given, to)
-
-
-def _device_inputs(slot: Tensor, given: GivenInputs, to: StepTensors) -> None:
     num_seqs, num_ids, counts = int(slot[0]), len(given.token_ids), to.counts
     parts = slot_parts(num_seqs, num_ids)
     kv_bound, q_bound = slot[parts.kv_len].to(counts.device), slot[parts.q_len].to(counts.device)

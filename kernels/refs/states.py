@@ -13,9 +13,8 @@ from rocm_attn.kernels.states.arguments import (
     NORM_EPSILON,
     ConvolutionSlots,
     ConvolutionWeights,
+    RecurArgs,
     RecurrenceRule,
-    RecurrentSlots,
-    RecurrentTokens,
     StatePlaces,
 )
 
@@ -45,16 +44,9 @@ def convolve(
     _write(inputs, places, written, row < q_len[:, None])
 
 
-def recur(
-    tokens: RecurrentTokens,
-    recurrence: RecurrenceRule,
-    slots: RecurrentSlots,
-    places: StatePlaces,
-    workspace: Tensor,
-    *,
-    deterministic: bool,
-) -> None:
+def recur(args: RecurArgs, *, deterministic: bool) -> None:
     """Twin of launch_recur. It takes tokens one by one in any case, and needs no workspace."""
+    tokens, recurrence, slots, places, _ = args
     slots.check(tokens, places)
     most_kept, source = slots.most_kept, places.source.clamp(min=0).long()
     q_len, is_kept = _lengths(places, most_kept)

@@ -34,16 +34,6 @@ class SequenceOutcome(NamedTuple):
     next_token: tl.tensor
 
 
-class AcceptedPointers(NamedTuple):
-    """Pointers to the tensors of Accepted (arguments.py)."""
-
-    count: tl.tensor
-    path: tl.tensor
-    token_ids: tl.tensor
-    next_token: tl.tensor
-    kv_len: tl.tensor
-
-
 @triton.jit
 def load_tree(parents, parents_row, num_trees, q_indptr, seq, num_nodes, NODES: tl.constexpr):
     """A sequence's first node, its number of nodes, and their parents [NODES]; -1 for missing nodes.
@@ -72,12 +62,12 @@ def next_child(parent, node, tried, nodes, NODES: tl.constexpr):
 
 @triton.jit
 def store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES: tl.constexpr):
-    """Writes the outcome of a sequence with `nodes` nodes; rows of `to` are num_nodes long. outcome, to: see above"""
+    """Writes the outcome of a sequence with `nodes` nodes. to: an Accepted of pointers, with rows of num_nodes"""
     lane = tl.arange(0, NODES)
     row = seq.to(tl.int64) * num_nodes + lane
     tl.store(to.path + row, outcome.path, mask=lane < num_nodes)
     tl.store(to.token_ids + row, outcome.token_ids, mask=lane < num_nodes)
-    tl.store(to.count + seq, outcome.count)
+    tl.store(to.num_accepted + seq, outcome.count)
     tl.store(to.next_token + seq, outcome.next_token)
     length = tl.load(kv_len + seq)
     tl.store(to.kv_len + seq, tl.where(nodes > 0, length - nodes + 1 + outcome.count, length))
@@ -118,7 +108,7 @@ def _accept_drawn_kernel(
         count += (node < NODES).to(tl.int32)
         path = tl.where((lane == count) & (node < NODES), node, path)
     outcome = SequenceOutcome(count, path, ids, next_token)
-    to = AcceptedPointers(to_count, to_path, to_ids, to_next, to_kv_len)
+    to = Accepted(to_count, to_path, to_ids, to_next, to_kv_len)
     store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES)
 
 

@@ -23,7 +23,6 @@ import triton.language as tl
 from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import RepeatedLaunch, repeated_launches
 from rocm_attn.kernels.speculative.accept_drawn import (
-    AcceptedPointers,
     SequenceOutcome,
     load_tree,
     next_child,
@@ -139,7 +138,7 @@ def _accept_sampled_kernel(
     next_token = tl.where(nodes > 0, tl.where(is_number, next_token, -1), -1)
     ids = tl.where((lane == count) & (nodes > 0), next_token, ids)
     outcome = SequenceOutcome(count, path, ids, next_token)
-    to = AcceptedPointers(to_count, to_path, to_ids, to_next, to_kv_len)
+    to = Accepted(to_count, to_path, to_ids, to_next, to_kv_len)
     store_accepted(seq, nodes, kv_len, outcome, to, num_nodes, NODES)
 
 

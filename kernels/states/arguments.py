@@ -217,6 +217,19 @@ class RecurrentSlots:
         assert all(tensor.stride(-1) == 1 for tensor in (*tokens, self.state, *kept)), "the last stride must be 1"
 
 
+class RecurArgs(NamedTuple):
+    """One layer's recurrence in one step.
+
+    workspace: float32, contiguous, of slots.workspace_words(T, S) words; scratch, its content is undefined
+    """
+
+    tokens: RecurrentTokens
+    rule: RecurrenceRule
+    slots: RecurrentSlots
+    places: StatePlaces
+    workspace: Tensor
+
+
 class ConvolutionWeights(NamedTuple):
     """A causal convolution of each channel: out[t] = act(bias + sum over j < W: weight[:, j] * x[t - W + 1 + j]).
 

@@ -27,12 +27,11 @@ import math
 
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurArgs
 from rocm_attn.kernels.states.chunk_space import LEFT, STRONGEST, chunk_geometry, exact, rows_of, words_of
 from rocm_attn.kernels.states.token_tiles import num_tiles, tile_at
 from rocm_attn.kernels.states.updates import NORM_EPSILON, inverse_of, solved
@@ -268,25 +267,16 @@ def _chunk_rows_kernel(
                     _store_rows(to.u, is_row, column, u, G.DV, G.DV_PART)
 
 
-def launch_chunk_rows(
-    tokens: RecurrentTokens,
-    recurrence: RecurrenceRule,
-    slots: RecurrentSlots,
-    places: StatePlaces,
-    workspace: Tensor,
-    *,
-    most_q_len: int,
-    only_left: bool = False,
-) -> None:
+def launch_chunk_rows(args: RecurArgs, *, most_q_len: int, only_left: bool = False) -> None:
     """Writes the workspace for sequences with more than most_q_len new tokens.
 
     It also clears rows of out: those of such sequences that are left out, and those that belong to no sequence.
 
     only_left: whether the workspace is written already, but for chunks whose words begin with chunk_space.LEFT
     """
-    num_heads = slots.state.shape[1]
+    tokens, places, num_heads = args.tokens, args.places, args.slots.state.shape[1]
     programs = triton.cdiv(num_heads, _HEADS_LOOKED_AT.value) if only_left else num_heads
-    geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
+    geometry, rows, chunk_words = chunk_geometry(args)
     launch(
         _chunk_rows_kernel,
         (programs, num_tiles(places.num_tokens, places.num_seqs, arguments.CHUNK)),

@@ -20,7 +20,7 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurArgs, RecurrenceRule, RecurrentSlots
 from rocm_attn.kernels.states.token_tiles import num_tiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -110,10 +110,9 @@ def least_block(slots: RecurrentSlots) -> int:
     return _BYTES_OF_A_PART // slots.k.itemsize if on_nvidia() else 16
 
 
-def chunk_geometry(
-    recurrence: RecurrenceRule, slots: RecurrentSlots, places: StatePlaces, workspace: Tensor
-) -> tuple[ChunkGeometry, Tensor, Tensor]:
+def chunk_geometry(args: RecurArgs) -> tuple[ChunkGeometry, Tensor, Tensor]:
     """The geometry of a launch, and the workspace's two parts: rows and chunks' words."""
+    _, rule, slots, places, workspace = args
     _, num_heads, dk, dv = slots.state.shape
     words = slots.workspace_words(places.num_tokens, places.num_seqs)
     assert workspace.dtype == torch.float32
@@ -135,7 +134,7 @@ def chunk_geometry(
         ROW=slots.row_elements,
         WORDS=slots.chunk_words,
         CHANNELS=slots.has_channels,
-        RULE=recurrence,
+        RULE=rule,
     )
     return geometry, workspace[: words - num_words].view(slots.k.dtype), workspace[words - num_words : words]
 

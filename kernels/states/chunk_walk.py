@@ -19,7 +19,7 @@ from torch import Tensor
 from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurArgs
 from rocm_attn.kernels.states.chunk_space import chunk_geometry, exact, least_block, rows_of, words_of
 from rocm_attn.kernels.states.updates import changed, decayed, load_token
 
@@ -137,15 +137,9 @@ def _chunk_walk_kernel(
         tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 
 
-def walked(
-    tokens: RecurrentTokens,
-    slots: RecurrentSlots,
-    places: StatePlaces,
-    rows: Tensor,
-    chunk_words: Tensor,
-    most_q_len: int,
-) -> tuple[object, ...]:
+def walked(args: RecurArgs, rows: Tensor, chunk_words: Tensor, most_q_len: int) -> tuple[object, ...]:
     """The arguments of a launch, up to G."""
+    tokens, slots, places = args.tokens, args.slots, args.places
     return (
         tokens.q,
         tokens.k,
@@ -166,36 +160,29 @@ def walked(
     )
 
 
-def launch_chunk_walk(
-    tokens: RecurrentTokens,
-    recurrence: RecurrenceRule,
-    slots: RecurrentSlots,
-    places: StatePlaces,
-    workspace: Tensor,
-    *,
-    most_q_len: int,
-) -> None:
+def launch_chunk_walk(args: RecurArgs, *, most_q_len: int) -> None:
     """Writes rows of out and target slots of sequences with more than most_q_len new tokens, which must be at least D.
 
-    workspace: as chunk_rows.py has written it for these sequences
+    args: with a workspace as chunk_rows.py has written it for these sequences
     """
+    slots = args.slots
     assert most_q_len >= slots.most_kept
     _, num_heads, _, dv = slots.state.shape
-    geometry, rows, chunk_words = chunk_geometry(recurrence, slots, places, workspace)
+    geometry, rows, chunk_words = chunk_geometry(args)
     # Columns of a program's state, and bytes of the copy of it that is an operand. On an H100 several prompts were
     # faster with twice as many.
     most_columns, state_bytes = (64, 16384) if on_nvidia() else (32, 8192)
     itemsize = slots.k.itemsize
     of_bytes = state_bytes // (geometry.DK_BLOCK * itemsize)
     columns = max(least_block(slots), min(geometry.DV_BLOCK, most_columns, of_bytes))
-    rows_of_k = 3 if recurrence.corrects else 2
+    rows_of_k = 3 if args.rule.corrects else 2
     chunk_bytes = arguments.CHUNK * (rows_of_k * geometry.DK_BLOCK + columns + arguments.CHUNK) * itemsize
     stages = max(1, min(3, _MOST_BYTES_AHEAD // chunk_bytes))
     options = {"num_stages": stages} if on_nvidia() else {"num_stages": 1, "waves_per_eu": 2}
     launch(
         _chunk_walk_kernel,
-        (num_heads * triton.cdiv(dv, columns), places.num_seqs),
-        *walked(tokens, slots, places, rows, chunk_words, most_q_len),
+        (num_heads * triton.cdiv(dv, columns), args.places.num_seqs),
+        *walked(args, rows, chunk_words, most_q_len),
         G=geometry,
         COLUMNS=columns,
         num_warps=4 if geometry.DK_BLOCK * columns <= 8192 else 8,

@@ -20,7 +20,7 @@ import triton.language as tl
 from rocm_attn.kernels.backend import on_nvidia
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import RecurArgs, RecurrenceRule
 from rocm_attn.kernels.states.updates import change_and_out, changed, decayed, load_token
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -213,19 +213,12 @@ def _token_steps_kernel(
                 tl.store(to, states.to(state.dtype.element_ty), mask=in_state)
 
 
-def launch_token_steps(
-    tokens: RecurrentTokens,
-    recurrence: RecurrenceRule,
-    slots: RecurrentSlots,
-    places: StatePlaces,
-    *,
-    most_q_len: int,
-    clears: bool,
-) -> None:
+def launch_token_steps(args: RecurArgs, *, most_q_len: int, clears: bool) -> None:
     """Writes rows of out and target slots of sequences with at most most_q_len new tokens.
 
     clears: whether rows of out that belong to no sequence are cleared
     """
+    tokens, rule, slots, places, _ = args
     _, num_heads, dk, dv = slots.state.shape
     dk_block = max(_LEAST_CHANNELS, next_power_of_2(dk))
     columns = max(8, min(next_power_of_2(dv), _MOST_COLUMNS, _STATE_ELEMENTS // dk_block))
@@ -254,7 +247,7 @@ def launch_token_steps(
             STATE_ROW=slots.state.stride(2),
             MOST_KEPT=slots.most_kept,
             CHANNELS=slots.has_channels,
-            RULE=recurrence,
+            RULE=rule,
             CLEARS=clears,
         ),
         num_warps=1 if on_nvidia() else min(4, dk_block * columns // _LEAST_ELEMENTS),

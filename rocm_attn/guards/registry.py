@@ -34,21 +34,16 @@ from rocm_attn.step.publisher import PublishingGuards
 WRONG_TWINS = "rocm_attn.wrong_twins"
 
 
-def where_sealed(seal_number: int) -> bool:
-    """True under a seal, whose memory cannot move; 0 is not the number of a seal."""
-    return seal_number > 0
-
-
 @dataclass(frozen=True, slots=True)
 class CaptureGuards:
     """The safeguards of a StepRunner's graphs.
 
     new_pins:    makes the check whether the memory that graphs read has moved
-    may_capture: the number of the seal, 0 without one -> whether graphs may be made now
+    may_capture: the number of the seal, 0 without one -> whether graphs may be made: a seal's memory cannot move
     """
 
     new_pins: Callable[[], PinnedTensors] = PinnedTensors
-    may_capture: Callable[[int], bool] = where_sealed
+    may_capture: Callable[[int], bool] = lambda seal_number: seal_number > 0
 
 
 @dataclass(frozen=True, slots=True)

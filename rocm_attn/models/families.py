@@ -82,32 +82,11 @@ from rocm_attn.models.hf_recurrent import (
     kimi_delta,
     mamba,
     of_mamba,
-    plain_recurrence,
 )
 from rocm_attn.models.hf_rope import no_rope, one_rope, rope_of_each_kind, rope_of_first_elements
 from rocm_attn.models.hf_spans import WithSpans, gemma4_image_layers, paligemma_layers
 from rocm_attn.models.mlp_config import Mlp
 from rocm_attn.models.rope import Rope
-
-
-def no_own_inputs(fields: Fields) -> OwnInputs:
-    """The inputs of a model whose layers get only the residual."""
-    return OwnInputs()
-
-
-def no_multipliers(fields: Fields) -> Multipliers:
-    """The multipliers of a model without any: every factor is 1."""
-    return Multipliers()
-
-
-def as_given(fields: Fields) -> Mapping[str, object]:
-    """The derived fields of a family whose files say everything."""
-    return {}
-
-
-def no_factors(fields: Fields) -> RowFactors:
-    """The factors of a family whose matrices are used as files hold them."""
-    return {}
 
 
 def embeddings_by_width(fields: Fields) -> Multipliers:
@@ -136,7 +115,7 @@ class Decoder:
     may_tie:   whether the embedding is the output matrix too if a file says tie_word_embeddings; transformers ties
                nothing in models without _tied_weights_keys
     gguf:     the name of the architecture in GGUF files; empty if the runner reads none
-    recurrent_projections: of recurrent layers, if there are any
+    recurrent_projections: of recurrent layers, if there are any; the plain ones are Qwen3.5's and Kimi's
     renamed:  parts of tensors' names in files -> the parts in their place in the files of most models
     factors:  on rows of a file's matrices
     unread:   beginnings of names of tensors for speculation, which are not read
@@ -146,15 +125,15 @@ class Decoder:
     projections: Callable[[Fields, int], tuple[Projections, ...]] = bias_everywhere_if_said
     ropes: Callable[[Fields, AttentionGeometry], tuple[Rope, ...]] = one_rope
     out_norms: bool = False
-    multipliers: Callable[[Fields], Multipliers] = no_multipliers
+    multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
     norm_offset: float = 0.0
-    own_inputs: Callable[[Fields], OwnInputs] = no_own_inputs
+    own_inputs: Callable[[Fields], OwnInputs] = lambda fields: OwnInputs()
     has_layer_factors: bool = False
     may_tie: bool = True
     gguf: str = ""
-    recurrent_projections: Callable[[Fields], RecurrentProjections] = plain_recurrence
+    recurrent_projections: Callable[[Fields], RecurrentProjections] = lambda fields: RecurrentProjections()
     renamed: Mapping[str, str] = field(default_factory=dict)
-    factors: Callable[[Fields], RowFactors] = no_factors
+    factors: Callable[[Fields], RowFactors] = lambda fields: {}
     unread: tuple[str, ...] = ()
 
 
@@ -172,7 +151,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     decoder: Decoder | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    derived: Callable[[Fields], Mapping[str, object]] = as_given
+    derived: Callable[[Fields], Mapping[str, object]] = lambda fields: {}
 
 
 def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:

@@ -69,11 +69,6 @@ def all_but_one_in_a_pattern_slide(fields: Fields, num_layers: int) -> tuple[int
     return window_where(fields, num_layers, lambda layer: (layer + 1) % period != 0)
 
 
-def no_chunks(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """[layers] Keys of a chunk in a model without chunks: 0."""
-    return (0,) * num_layers
-
-
 def rotated_layers_have_chunks(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """[layers] attention_chunk_size in layers that layer_types names, or else in those that turn q and k; else 0.
 
@@ -111,11 +106,6 @@ def _layer_types(fields: Fields, num_layers: int, meaning: Mapping[str, int]) ->
     return [str(layer_type) for layer_type in types]
 
 
-def its_own(fields: Fields, windows: Sequence[int]) -> tuple[int, ...]:
-    """[layers] The layer whose K and V each layer reads: itself."""
-    return tuple(range(len(windows)))
-
-
 def of_the_last_like_it(fields: Fields, windows: Sequence[int]) -> tuple[int, ...]:
     """The last num_kv_shared_layers read K and V of the last layer before them that has the same window."""
     num_shared = fields.whole("num_kv_shared_layers")
@@ -141,15 +131,15 @@ class GroupedAttention:
 
     windows:   window_left of each layer
     chunks:    keys of a chunk in each layer; 0: no chunks
-    reads:     AttentionGeometry.reads, from the windows
+    reads:     AttentionGeometry.reads, from the windows; each layer reads what it stores, if nothing else is said
     has_scale: whether scores are scaled at all
     """
 
     windows: Callable[[Fields, int], tuple[int, ...]]
     has_sinks: bool = False
-    reads: Callable[[Fields, Sequence[int]], tuple[int, ...]] = its_own
+    reads: Callable[[Fields, Sequence[int]], tuple[int, ...]] = lambda fields, windows: tuple(range(len(windows)))
     has_scale: bool = True
-    chunks: Callable[[Fields, int], tuple[int, ...]] = no_chunks
+    chunks: Callable[[Fields, int], tuple[int, ...]] = lambda fields, num_layers: (0,) * num_layers
 
     def __call__(self, fields: Fields) -> AttentionGeometry:
         """The layers that the fields of a text model describe. Raises BadModel, Unsupported."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import HeadProjections, LatentProjections
@@ -13,10 +14,15 @@ from rocm_attn.models.hf_indexer import own_indexers
 Projections = HeadProjections | LatentProjections
 
 
-def bias_everywhere_if_said(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] q, k and v, and the output of attention, add a bias if attention_bias is true."""
+def bias_everywhere_if_said(fields: Fields, num_layers: int, **more: bool) -> tuple[Projections, ...]:
+    """[layers] q, k and v, and the output of attention, add a bias if attention_bias is true. more: HeadProjections'"""
     has_bias = fields.flag("attention_bias", False)
-    return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias),) * num_layers
+    return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, **more),) * num_layers
+
+
+# The same with norms on q and k, and then also with a gate on the output of each head.
+normed_heads = partial(bias_everywhere_if_said, qk_norm=True)
+gated_heads = partial(normed_heads, gate=True)
 
 
 def bias_on_qkv(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
@@ -27,18 +33,6 @@ def bias_on_qkv(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
 def no_bias(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
     """[layers] Like bias_everywhere_if_said, but without any bias."""
     return (HeadProjections(),) * num_layers
-
-
-def normed_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] Like bias_everywhere_if_said, with norms on q and k."""
-    has_bias = fields.flag("attention_bias", False)
-    return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True),) * num_layers
-
-
-def gated_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] Like normed_heads, with a gate on the output of each head."""
-    has_bias = fields.flag("attention_bias", False)
-    return (HeadProjections(qkv_bias=has_bias, out_bias=has_bias, qk_norm=True, gate=True),) * num_layers
 
 
 def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple[Projections, ...]]:

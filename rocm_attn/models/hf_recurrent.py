@@ -94,11 +94,6 @@ def gated_delta(fields: Fields) -> RecurrentLayer:
     return RecurrentLayer(GATED_DELTA, key_heads, value_heads, key_dim, value_dim, width)
 
 
-def plain_recurrence(fields: Fields) -> RecurrentProjections:
-    """The projections of recurrent layers whose files have one form: Qwen3.5's and Kimi's."""
-    return RecurrentProjections()
-
-
 def by_key_head(fields: Fields) -> RecurrentProjections:
     """The projections of Qwen3-Next's recurrent layers."""
     return RecurrentProjections(by_key_head=True)

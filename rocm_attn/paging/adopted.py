@@ -117,22 +117,17 @@ def refuse_other_formats(pages: str, declared: PageFormat, wanted: PageFormat) -
         )
 
 
-def as_the_owner_says(terms: TableTerms) -> TableTerms:
-    """Returns the owner's terms: page 0 belongs to no one, or is a page like others."""
-    return terms
-
-
 @dataclass(frozen=True, slots=True)
 class AdoptedGuards:
     """The safeguards of tables and pages that an engine owns.
 
     moved:   called with a sentence if a table or pages that graphs read are replaced
-    terms:   changes the terms of a space's table
+    terms:   changes the owner's terms of a space's table: page 0 belongs to no one, or is a page like others
     formats: called with a layer's pages in words, the format that an engine declares, and the one that kernels need
     """
 
     moved: Callable[[str], None] = refuse_moved_table
-    terms: Callable[[TableTerms], TableTerms] = as_the_owner_says
+    terms: Callable[[TableTerms], TableTerms] = lambda terms: terms
     formats: Callable[[str, PageFormat, PageFormat], None] = refuse_other_formats
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NoReturn
 
 import numpy as np
@@ -181,24 +182,19 @@ class BatchChecks:
         )
 
 
-def first_new_tokens(batch: StepBatch) -> Int32Array:
-    """int32 [num_seqs]: the first new token of each sequence. Pages that it does not see are given back."""
-    return batch.start
-
-
 @dataclass(frozen=True, slots=True)
 class BatchGuards:
     """The safeguards of a batch over a request table.
 
     check:   refuses a batch that cannot be a step
     stored:  refuses a step that needs tokens which are not stored
-    evict:   the tokens before whose windows a step gives pages back
+    evict:   int32 [num_seqs], the tokens before whose windows a step gives pages back: the first new ones
     changed: the rows that are no longer those of an earlier step, which runs again or moves its tokens
     in_turn: the most draft steps of a round that store in a layer one after the other
     """
 
     check: Callable[[BatchChecks, StepBatch], None] = BatchChecks.check
     stored: Callable[[BatchChecks, StepBatch, Int32Array], None] = BatchChecks.check_stored
-    evict: Callable[[StepBatch], Int32Array] = first_new_tokens
+    evict: Callable[[StepBatch], Int32Array] = attrgetter("start")
     changed: Callable[[BatchChecks, int, StepBatch, int], list[int]] = BatchChecks.changed_since
     in_turn: int = INT32_MAX

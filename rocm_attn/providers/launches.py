@@ -24,9 +24,7 @@ from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from rocm_attn.kernels.states.arguments import (
     ConvolutionSlots,
     ConvolutionWeights,
-    RecurrenceRule,
-    RecurrentSlots,
-    RecurrentTokens,
+    RecurArgs,
     StatePlaces,
 )
 
@@ -67,18 +65,7 @@ class RopeStore(Protocol):
 class FoldRows(Protocol):
     """launch_fold_rows, or its twin."""
 
-    def __call__(
-        self,
-        pages: LayerPages,
-        table: Tensor,
-        row_of_token: Tensor,
-        position_of_token: Tensor,
-        counts: Tensor,
-        rows: Tensor,
-        *,
-        tokens: int,
-        overlaps: bool,
-    ) -> None: ...
+    def __call__(self, pages: LayerPages, step: StepTensors, rows: Tensor, *, tokens: int, overlaps: bool) -> None: ...
 
 
 class Convolve(Protocol):
@@ -92,30 +79,13 @@ class Convolve(Protocol):
 class Recur(Protocol):
     """launch_recur, or its twin."""
 
-    def __call__(
-        self,
-        tokens: RecurrentTokens,
-        recurrence: RecurrenceRule,
-        slots: RecurrentSlots,
-        places: StatePlaces,
-        workspace: Tensor,
-        *,
-        deterministic: bool,
-    ) -> None: ...
+    def __call__(self, args: RecurArgs, *, deterministic: bool) -> None: ...
 
 
 class StatePlacing(Protocol):
     """launch_state_places, or its twin."""
 
     def __call__(self, step: StepTensors, tags: Tensor, headers: Tensor, places: StatePlaces, *, kept: int) -> None: ...
-
-
-class ZeroTails(Protocol):
-    """launch_zero_tails, or its twin."""
-
-    def __call__(
-        self, table: Tensor, row_of_seq: Tensor, kv_len: Tensor, q_len: Tensor, pages: LayerPages, *, null_page: bool
-    ) -> None: ...
 
 
 class GatherTable(Protocol):
@@ -137,16 +107,7 @@ class CheckPages(Protocol):
 class TakeSlots(Protocol):
     """launch_take_slots, or its twin."""
 
-    def __call__(
-        self,
-        given: Tensor,
-        slot_map: Tensor | None,
-        counts: Tensor,
-        slot_of_token: Tensor,
-        *,
-        page_size: int,
-        null_page: bool,
-    ) -> None: ...
+    def __call__(self, given: Tensor, slot_map: Tensor | None, to: StepTensors, *, page_size: int) -> None: ...
 
 
 class WatchPages(Protocol):
@@ -180,7 +141,7 @@ class StepOps:
     rope_queries: Callable[[Tensor, Tensor, Tensor, QkvWork], None]  # q, q_out, positions, work
     # out, gate, rope, positions, counts
     finish: Callable[[Tensor, Tensor | None, RopeTable | None, Tensor, Tensor], None]
-    zero_tails: ZeroTails
+    zero_tails: Callable[[StepTensors, LayerPages], None]
     fold_rows: FoldRows
     state_places: StatePlacing
     convolve: Convolve

@@ -177,14 +177,10 @@ def _rows_entry(kind: StepKind) -> KernelEntry:
     return replace(row, limits=replace(_LIMITS, **of_rows, **off))  # type: ignore[arg-type]
 
 
-def _segments_entry(kind: StepKind) -> KernelEntry:
-    row = torch_entry("torch.segments", kind, TorchSegments.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN)
-    return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
-
-
-def _masked_segments_entry() -> KernelEntry:
-    bakes, needs = (Baked.MAX_KV_LEN, Baked.MAX_Q_LEN), [Need.MASK]
-    row = torch_entry("torch.masked_segments", StepKind.MASKED, TorchMaskedSegments.bind, *bakes, needs=needs)
+def _segments_entry(
+    kind: StepKind, kernel: type[TorchKernel] = TorchSegments, needs: Iterable[Need] = ()
+) -> KernelEntry:
+    row = torch_entry(kernel.name, kind, kernel.bind, Baked.MAX_KV_LEN, Baked.MAX_Q_LEN, needs=needs)
     return replace(row, limits=replace(_LIMITS, archs=("cpu", "interpreter")), batch_invariant=True)
 
 
@@ -256,7 +252,7 @@ TORCH = Provider(
         *map(_rows_entry, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
         _shared_entry(),
         *map(_segments_entry, (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)),
-        _masked_segments_entry(),
+        _segments_entry(StepKind.MASKED, TorchMaskedSegments, needs=[Need.MASK]),
     ),
     ops=_ops,
 )

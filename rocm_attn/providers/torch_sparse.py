@@ -11,9 +11,8 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
-from rocm_attn.machine.target import Target
-from rocm_attn.problem import Indexer, KVEncoding, PoolKind, Problem, Scales
-from rocm_attn.providers.contract import Baked, Limits, PoolSize
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.providers.contract import Baked, Limits
 from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -51,14 +50,6 @@ class TorchSelected:
         sparse.selected_attention(args, scale=self.problem.scale)
 
 
-def _bind_indexer(indexer: Indexer, problem: Problem, target: Target, pool: PoolSize) -> TorchIndexer:
-    return TorchIndexer(indexer.indexing)
-
-
-def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TorchSelected:
-    return TorchSelected(problem)
-
-
 INDEXER_ENTRIES = (
     IndexerEntry(
         name="torch.indexer",
@@ -71,7 +62,7 @@ INDEXER_ENTRIES = (
             scales=(Scales.NONE, Scales.LAYER, Scales.TOKEN),
         ),
         bakes=frozenset({Baked.MAX_KV_LEN}),
-        bind=_bind_indexer,
+        bind=lambda indexer, problem, target, pool: TorchIndexer(indexer.indexing),
     ),
 )
 
@@ -92,6 +83,6 @@ SELECTED_ENTRIES = (
             page_strides=True,
             row_tokens=(1, limits.MAX_PAGE_SIZE),
         ),
-        bind=_bind_selected,
+        bind=lambda problem, target, pool: TorchSelected(problem),
     ),
 )

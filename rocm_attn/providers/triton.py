@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
@@ -26,7 +27,16 @@ from rocm_attn.providers import (
     triton_sparse,
 )
 from rocm_attn.providers.by_tokens import KernelByTokens, ServedSteps, SizedKernel
-from rocm_attn.providers.contract import SMALLEST_POOL, Bind, BoundKernel, Limits, PoolSize, Provider, StepBounds
+from rocm_attn.providers.contract import (
+    SMALLEST_POOL,
+    Bind,
+    BoundKernel,
+    KernelEntry,
+    Limits,
+    PoolSize,
+    Provider,
+    StepBounds,
+)
 from rocm_attn.providers.cut_kernels import CutDecode, MaskableExtend
 from rocm_attn.providers.mixed import MixedAtOnce, TritonMixed
 from rocm_attn.providers.scores import scores_of
@@ -166,14 +176,14 @@ class _BindExtend(Protocol):
     def __call__(self, problem: Problem, target: Target, pool: PoolSize, min_q_len: int) -> BoundKernel: ...
 
 
-def _mixed(decode: Bind, extend: _BindExtend) -> Bind:
-    """Returns what binds both for one step."""
+def _mixed_entry(name: str, limits: Limits, decode: Bind, extend: _BindExtend, **more: Any) -> KernelEntry:
+    """Returns a row of what binds both for one step."""
 
     def bind(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
         mixed = TritonMixed(decode(problem, target, pool), extend(problem, target, pool, min_q_len=2))
         return MixedAtOnce(mixed) if target.runs_at_once else mixed
 
-    return bind
+    return triton_entry(name, StepKind.MIXED, limits, bind, **more)
 
 
 def _by_tokens(
@@ -199,11 +209,7 @@ def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
     return replace(tiles, programs_per_cu=0, one_launch=False) if tiles.programs_per_cu else tiles
 
 
-def _bind_masked(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _bind_ranged(problem, target, by_cells=True)
-
-
-def _bind_ranged(problem: Problem, target: Target, *, by_cells: bool) -> BoundKernel:
+def _bind_ranged(problem: Problem, target: Target, pool: PoolSize, *, by_cells: bool) -> BoundKernel:
     """The kernel of steps with ranges of keys. by_cells: whether tokens may see more than causality says, by a mask"""
     codes = codes_of(problem)
 
@@ -219,10 +225,6 @@ def _bind_ranged(problem: Problem, target: Target, *, by_cells: bool) -> BoundKe
         return Ranged(TritonExtend(problem, scores_of(problem), tiles, cut), problem.visibility)
 
     return _by_tokens(problem, extend_choices_of_table(problem, target), bind)
-
-
-def _bind_ranges(problem: Problem, target: Target, pool: PoolSize) -> BoundKernel:
-    return _bind_ranged(problem, target, by_cells=False)
 
 
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:
@@ -276,32 +278,18 @@ TRITON = Provider(
             _prompts(_bind_extend_hopper),
         ),
         triton_entry("prefill", StepKind.PREFILL, triton_prefill.limits_of_prompts(_LIMITS), _prompts(_bind_extend)),
-        triton_entry(
-            "hopper_extend+decode", StepKind.MIXED, triton_hopper.LIMITS, _mixed(_bind_decode, _bind_extend_hopper)
-        ),
-        triton_entry(
+        _mixed_entry("hopper_extend+decode", triton_hopper.LIMITS, _bind_decode, _bind_extend_hopper),
+        _mixed_entry(
             "cdna_extend+cdna_decode",
-            StepKind.MIXED,
             triton_cdna.MIXED_LIMITS,
-            _mixed(triton_cdna.bind_decode, _bind_extend_cdna),
+            triton_cdna.bind_decode,
+            _bind_extend_cdna,
             is_probed=True,
         ),
-        triton_entry(
-            "cdna_extend+decode",
-            StepKind.MIXED,
-            triton_cdna.EXTEND_LIMITS,
-            _mixed(_bind_decode, _bind_extend_cdna),
-            is_probed=True,
-        ),
-        triton_entry(
-            "extend+cdna_decode",
-            StepKind.MIXED,
-            triton_cdna.LIMITS,
-            _mixed(triton_cdna.bind_decode, _bind_extend),
-            is_probed=True,
-        ),
-        triton_entry("extend+decode", StepKind.MIXED, _LIMITS, _mixed(_bind_decode, _bind_extend)),
-        triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
+        _mixed_entry("cdna_extend+decode", triton_cdna.EXTEND_LIMITS, _bind_decode, _bind_extend_cdna, is_probed=True),
+        _mixed_entry("extend+cdna_decode", triton_cdna.LIMITS, triton_cdna.bind_decode, _bind_extend, is_probed=True),
+        _mixed_entry("extend+decode", _LIMITS, _bind_decode, _bind_extend),
+        triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, partial(_bind_ranged, by_cells=True), Need.MASK),
         shared_entry("hopper_shared_prefix", triton_hopper.LIMITS, _bind_extend_hopper, _bind_decode),
         shared_entry("shared_prefix", _LIMITS, _bind_extend, _bind_decode),
         deterministic_entry("segment_decode", StepKind.DECODE, _LIMITS, triton_segments.bind_decode),
@@ -309,22 +297,24 @@ TRITON = Provider(
             "hopper_segment_extend", StepKind.EXTEND, triton_hopper.SEGMENT_LIMITS, _bind_hopper_segments
         ),
         deterministic_entry("segment_extend", StepKind.EXTEND, _LIMITS, triton_segments.bind_extend),
-        deterministic_entry(
+        _mixed_entry(
             "hopper_segment_extend+decode",
-            StepKind.MIXED,
             triton_hopper.SEGMENT_LIMITS,
-            _mixed(triton_segments.bind_decode, _bind_hopper_segments),
+            triton_segments.bind_decode,
+            _bind_hopper_segments,
+            batch_invariant=True,
         ),
         deterministic_entry("segment_masked", StepKind.MASKED, _RANGED_LIMITS, triton_segments.bind_masked, Need.MASK),
-        deterministic_entry(
+        _mixed_entry(
             "segment_extend+decode",
-            StepKind.MIXED,
             _LIMITS,
-            _mixed(triton_segments.bind_decode, triton_segments.bind_extend),
+            triton_segments.bind_decode,
+            triton_segments.bind_extend,
+            batch_invariant=True,
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,
-        *range_entries("ranges", _bind_ranges, _LIMITS),
+        *range_entries("ranges", partial(_bind_ranged, by_cells=False), _LIMITS),
         *range_entries("segment_ranges", triton_segments.bind_masked, _LIMITS, batch_invariant=True),
     ),
     ops=triton_ops,

@@ -20,7 +20,7 @@ from rocm_attn.kernels.tuning.latent_tiles import LatentSegmentTiles, LatentTile
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem
 from rocm_attn.providers import triton_cdna_latent, triton_hopper_latent
-from rocm_attn.providers.contract import BoundKernel, Limits, PoolSize, StepBounds
+from rocm_attn.providers.contract import Bind, BoundKernel, Limits, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import CutSegmentDecode, Maskable, MaskableExtend
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.scores import scores_of
@@ -31,7 +31,6 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of,
     latent_extend_tiles_of_table,
 )
-from rocm_attn.providers.triton_cdna_latent import CdnaLatentDecode
 from rocm_attn.providers.triton_entries import (
     ARCHS,
     Ranged,
@@ -145,18 +144,14 @@ def _bind_extend(problem: Problem, target: Target, pool: PoolSize) -> TritonMixe
     return _with_longer(_decode(problem, target, fewest=1, most=limits.MOST_SPLIT_TOKENS), target)
 
 
-def _bind_mixed(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    return _mixed(_bind_decode(problem, target, pool), target)
+def _mixed(bind_decode: Bind) -> Bind:
+    """Returns what binds decode with kernels for the sequences that have more new tokens."""
 
+    def bind(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
+        few = _decode(problem, target, fewest=2, most=limits.MOST_SPLIT_TOKENS)
+        return TritonMixed(bind_decode(problem, target, pool), _with_longer(few, target))
 
-def _bind_mixed_cdna(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    return _mixed(triton_cdna_latent.bind_decode(problem, target, pool), target)
-
-
-def _mixed(decode: LatentDecode | CdnaLatentDecode, target: Target) -> TritonMixed:
-    """Combines decode with kernels for the sequences that have more new tokens."""
-    few = _decode(decode.problem, target, fewest=2, most=limits.MOST_SPLIT_TOKENS)
-    return TritonMixed(decode, _with_longer(few, target))
+    return bind
 
 
 def _with_longer(few: LatentDecode, target: Target) -> TritonMixed:
@@ -203,22 +198,18 @@ def _bind_segment_decode(problem: Problem, target: Target, pool: PoolSize) -> La
     return LatentSegmentDecode(problem, scores_of(problem), tiles, cut, most_segments)
 
 
-def _segment_extend(problem: Problem, target: Target, *, min_q_len: int) -> LatentSegmentExtend:
+def _bind_segment_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> LatentSegmentExtend:
     tiles = latent_segment_tiles(target.arch, dims=_dims(problem), dtype=problem.dtype)
     cut = latent_extend_cut(tiles.block, num_heads=problem.num_q_heads, min_q_len=min_q_len)
     return LatentSegmentExtend(problem, scores_of(problem), tiles, cut)
 
 
-def _bind_segment_extend(problem: Problem, target: Target, pool: PoolSize) -> LatentSegmentExtend:
-    return _segment_extend(problem, target, min_q_len=1)
-
-
 def _bind_masked_segments(problem: Problem, target: Target, pool: PoolSize) -> Ranged:
-    return Ranged(_segment_extend(problem, target, min_q_len=1), problem.visibility)
+    return Ranged(_bind_segment_extend(problem, target, pool), problem.visibility)
 
 
 def _bind_mixed_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonMixed:
-    extend = _segment_extend(problem, target, min_q_len=2)
+    extend = _bind_segment_extend(problem, target, pool, min_q_len=2)
     return TritonMixed(_bind_segment_decode(problem, target, pool), extend)
 
 
@@ -245,9 +236,13 @@ ENTRIES = (
         clears_pads=False,
     ),
     triton_entry(
-        "latent_extend+cdna_latent_decode", StepKind.MIXED, triton_cdna_latent.LIMITS, _bind_mixed_cdna, is_probed=True
+        "latent_extend+cdna_latent_decode",
+        StepKind.MIXED,
+        triton_cdna_latent.LIMITS,
+        _mixed(triton_cdna_latent.bind_decode),
+        is_probed=True,
     ),
-    triton_entry("latent_extend+decode", StepKind.MIXED, _LIMITS, _bind_mixed),
+    triton_entry("latent_extend+decode", StepKind.MIXED, _LIMITS, _mixed(_bind_decode)),
     triton_entry("latent_masked", StepKind.MASKED, _RANGED_LIMITS, _bind_masked, Need.MASK),
     shared_entry("latent_shared_prefix", _LIMITS, _bind_extend, _bind_decode),
     deterministic_entry("latent_segment_decode", StepKind.DECODE, _LIMITS, _bind_segment_decode),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from rocm_attn.kernels.tuning.sparse_tiles import (
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import UNLIMITED_WINDOW, AllKeys, Indexer, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import NO_SCHEDULE, Bind, Limits, PoolSize, Schedule, StepBounds
-from rocm_attn.providers.sparse import IndexerEntry, IndexLimits, SelectedKeysEntry, every_row
+from rocm_attn.providers.sparse import BoundSelected, IndexerEntry, IndexLimits, SelectedKeysEntry, every_row
 from rocm_attn.providers.tiles import codes_of
 from rocm_attn.providers.triton_cdna_latent import LIMITS as CDNA_LATENT_LIMITS
 from rocm_attn.providers.triton_cdna_latent import check_codes
@@ -211,10 +211,6 @@ def _most_rows(problem: Problem, pool: PoolSize) -> int:
     return rows if problem.window_left == UNLIMITED_WINDOW else min(rows, problem.window_left + 1)
 
 
-def _bind_selected(problem: Problem, target: Target, pool: PoolSize) -> TritonSelected:
-    return _selected(problem, target, _keys(problem))
-
-
 def _selected(problem: Problem, target: Target, keys: int) -> TritonSelected:
     tiles = selected_tiles(
         target.arch,
@@ -228,22 +224,18 @@ def _selected(problem: Problem, target: Target, keys: int) -> TritonSelected:
     return TritonSelected(problem, keys, tiles, target.compute_units * tiles.programs_per_cu)
 
 
-def _bind_hopper(problem: Problem, target: Target, pool: PoolSize) -> HopperSelected:
-    return _hopper(problem, target, _keys(problem))
-
-
 def _hopper(problem: Problem, target: Target, keys: int) -> HopperSelected:
     registers = HOPPER_SELECTED_TILES if problem.page_format.record is None else HOPPER_RECORD_TILES
     return HopperSelected(problem, keys, registers.selected, target.compute_units, registers)
 
 
-def _bind_cdna_selected(problem: Problem, target: Target, pool: PoolSize) -> CdnaSelected:
+def _cdna(problem: Problem, target: Target, keys: int) -> CdnaSelected:
     """Binds CDNA's own kernel. Raises NoTiles for codes that the arch's hardware does not read."""
     check_codes(problem, target)
     is_record = problem.page_format.record is not None
     tiles = cdna_selected_tiles(target.arch, problem.gqa_ratio, is_record=is_record)
     programs = target.compute_units * tiles.programs_per_cu
-    return CdnaSelected(problem, _keys(problem), tiles, programs, target.arch)
+    return CdnaSelected(problem, keys, tiles, programs, target.arch)
 
 
 def _cdna_refusals(indexing: Indexing) -> list[str]:
@@ -254,10 +246,6 @@ def _cdna_refusals(indexing: Indexing) -> list[str]:
     if indexing.width > CDNA_MOST_KEYS:
         reasons.append(f"a token selects {indexing.width} keys; at most {CDNA_MOST_KEYS} are allowed")
     return reasons
-
-
-def _bind_segments(problem: Problem, target: Target, pool: PoolSize) -> TritonSelectedSegments:
-    return _segments(problem, target, _keys(problem))
 
 
 def _segments(problem: Problem, target: Target, keys: int) -> TritonSelectedSegments:
@@ -347,26 +335,27 @@ _CDNA_RECORD_LIMITS = replace(
     scales=(Scales.GROUP,),
 )
 
+
+def _selection_entry(
+    name: str, limits: Limits, bind: Callable[[Problem, Target, int], BoundSelected], **more: Any
+) -> SelectedKeysEntry:
+    """Returns a row of kernels. bind: the int is the number of rows that a selection of the layer has room for"""
+
+    def bind_keys(problem: Problem, target: Target, pool: PoolSize) -> BoundSelected:
+        return bind(problem, target, _keys(problem))
+
+    return SelectedKeysEntry(f"triton.{name}", limits, bind_keys, **more)
+
+
+_OF_CDNA: dict[str, Any] = {"serves": _cdna_refusals, "is_probed": True}
 SELECTED_ENTRIES = (
-    SelectedKeysEntry("triton.hopper_selected", _HOPPER_LIMITS, _bind_hopper),
-    SelectedKeysEntry("triton.hopper_selected_records", _HOPPER_RECORD_LIMITS, _bind_hopper),
-    *(
-        SelectedKeysEntry(name, limits, _bind_cdna_selected, serves=_cdna_refusals, is_probed=True)
-        for name, limits in (
-            ("triton.cdna_selected", _CDNA_LIMITS),
-            ("triton.cdna_selected_records", _CDNA_RECORD_LIMITS),
-        )
-    ),
-    SelectedKeysEntry(
-        name="triton.selected",
-        limits=_SELECTED_LIMITS,
-        bind=_bind_selected,
-    ),
-    SelectedKeysEntry(
-        name="triton.selected_segments",
-        limits=replace(_SELECTED_LIMITS, scales=SCALES_BESIDE_ROWS),
-        batch_invariant=True,
-        bind=_bind_segments,
+    _selection_entry("hopper_selected", _HOPPER_LIMITS, _hopper),
+    _selection_entry("hopper_selected_records", _HOPPER_RECORD_LIMITS, _hopper),
+    _selection_entry("cdna_selected", _CDNA_LIMITS, _cdna, **_OF_CDNA),
+    _selection_entry("cdna_selected_records", _CDNA_RECORD_LIMITS, _cdna, **_OF_CDNA),
+    _selection_entry("selected", _SELECTED_LIMITS, _selected),
+    _selection_entry(
+        "selected_segments", replace(_SELECTED_LIMITS, scales=SCALES_BESIDE_ROWS), _segments, batch_invariant=True
     ),
 )
 

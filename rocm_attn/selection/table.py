@@ -176,10 +176,6 @@ def _heads(line: _Line) -> str:
     return f"{least}{limits.max_gqa_ratio} on a KV head"
 
 
-def _pools(line: _Line) -> str:
-    return ", ".join(pool.value for pool in line[0].limits.pools)
-
-
 def _reads_ahead(line: _Line) -> str:
     ahead = line[0].reads_ahead
     if ahead == ReadAhead():
@@ -243,7 +239,7 @@ _SERVES: dict[str, Callable[[_Line], str]] = {
     "head_dim": _dims,
     "page sizes": lambda line: _page_sizes(line[0].limits),
     "query heads": _heads,
-    "pools": _pools,
+    "pools": lambda line: ", ".join(pool.value for pool in line[0].limits.pools),
     "LSE": _lse,
     "pool limit": _pool_limit,
 }

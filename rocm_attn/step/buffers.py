@@ -173,11 +173,6 @@ def refuse_growth(reason: str) -> None:
     raise NeverFits(reason)
 
 
-def memory_of_its_own(counts: Tensor, step: StepTensors) -> Tensor:
-    """Returns counts: the number of units of each token is no input of the step, and of no plan."""
-    return counts
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryGuards:
     """The safeguards of the memory of steps.
@@ -185,14 +180,15 @@ class MemoryGuards:
     capacity:       sizes of buffers and of their views
     first_of_child: child, elements of each -> its first element in a buffer
     sealed_growth:  called with a sentence if memory that graphs read would have to move
-    selection_place: memory for the counts of a selection, the step -> memory that the counts are written to
+    selection_place: memory for the counts of a selection, the step -> memory that the counts are written to: the first,
+                    since the number of units of each token is no input of the step, and of no plan
     mask_room:      as of TableSizes
     """
 
     capacity: Capacity = PADDED_BATCH
     first_of_child: Callable[[int, int], int] = one_after_another
     sealed_growth: Callable[[str], None] = refuse_growth
-    selection_place: Callable[[Tensor, StepTensors], Tensor] = memory_of_its_own
+    selection_place: Callable[[Tensor, StepTensors], Tensor] = lambda counts, step: counts
     mask_room: Callable[[PaddedShape, int], int] = room_for_mask
 
 

@@ -157,7 +157,8 @@ class ExternalRuns:
             pad_q_len=plan.pads.q_len,
             gathered=tables.gathered,
         )
-        layers = StepLayers(core.layers, views, plan, _unchecked, NO_STORES, self._selections, 0)
+        # The gate finds the run of the step, which may run: its layers check nothing.
+        layers = StepLayers(core.layers, views, plan, lambda: None, NO_STORES, self._selections, 0)
         return ExternalRun(core, plan, views, layers, to, bounds)
 
     def _new_views(self, core: StepCore, plan: StepPlan) -> DeviceStep:
@@ -211,10 +212,6 @@ def _mask_tensors(mask: EngineMask) -> dict[str, Tensor]:
     if isinstance(mask, BoolCells):
         return {"cells": mask.cells, "positions": mask.positions}
     return {} if isinstance(mask, NoCells) else {"spans": mask.of_step}
-
-
-def _unchecked() -> None:
-    """Checks nothing: the gate has found the run of the step, which may run."""
 
 
 def _verifies(core: StepCore) -> bool:

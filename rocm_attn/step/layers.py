@@ -36,11 +36,6 @@ from rocm_attn.step.selections import Require, StepSelections, refuse_stale
 from rocm_attn.step.tensor_checks import TensorChecks, may_overlap, require_apart
 
 
-def by_space_of_layer(step: DeviceStep, kind: int) -> StepTensors:
-    """Returns the layer's space in the step: a layer reads in the space in which it writes."""
-    return step.of_kind[kind]
-
-
 @dataclass(frozen=True, slots=True)
 class LayerGuards:
     """The safeguards of layers.
@@ -52,7 +47,7 @@ class LayerGuards:
                       two are equal
     """
 
-    read_by: Callable[[DeviceStep, int], StepTensors] = by_space_of_layer
+    read_by: Callable[[DeviceStep, int], StepTensors] = lambda step, kind: step.of_kind[kind]
     new_head_weights: NewHeadWeights = written_in_place
     new_kv_scales: NewHeadWeights = written_in_place
     selection_of: Require = refuse_stale
@@ -219,7 +214,7 @@ class Layers(TensorChecks):
     def fold(self, step: DeviceStep, layer: int, values: Tensor, gates: Tensor, rows: Tensor) -> None:
         problem, state = self.problem(layer), step.of_state
         num_tokens = state.slot_of_token.shape[0]
-        pages, places = self.state(layer), (state.row_of_token, state.position_of_token, state.counts)
+        pages = self.state(layer)
         for name, given in (("values", values), ("gates", gates)):
             self._check(name, given, (num_tokens, pages.format.head_dim), problem.row.state_dtype)
         self._check_written("rows", rows, (num_tokens, problem.fold_columns), torch.float32)
@@ -230,7 +225,7 @@ class Layers(TensorChecks):
             self._ops.store_kv(
                 values[:, None], gates[:, None], state.slot_of_token, state.counts, pages, null_page=null_page
             )
-            self._ops.fold_rows(pages, state.table, *places, rows, tokens=row.tokens, overlaps=row.overlaps)
+            self._ops.fold_rows(pages, state, rows, tokens=row.tokens, overlaps=row.overlaps)
 
     def state(self, layer: int) -> LayerPages:
         """The pages of a layer's state. Raises BadTensor for a layer without one."""
@@ -363,8 +358,7 @@ class Layers(TensorChecks):
         entry = plan.kernels[self._kind_of_layer[layer]].entry
         # Most kernels mask V, and this runs for each layer of each step: the method is called for the others.
         if not entry.masks_v and entry.needs_zeroed_tails(problem):
-            of_seqs = tensors.table, tensors.row_of_seq, tensors.kv_len, tensors.q_len
-            self._ops.zero_tails(*of_seqs, self._pool.layer(layer), null_page=tensors.terms.null_page)
+            self._ops.zero_tails(tensors, self._pool.layer(layer))
 
     def _check_kv(self, layer: int, problem: Problem, k: Tensor, v: Tensor, num_tokens: int) -> None:
         self._check("k", k, (num_tokens, problem.num_kv_heads, problem.head_dim), problem.dtype)

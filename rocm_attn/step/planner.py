@@ -30,26 +30,16 @@ _MOST_VERIFIED = 64
 SealedTensors = Callable[[], Mapping[str, Tensor]]
 
 
-def lengths_on_the_host(sealed_tensors: SealedTensors) -> Callable[[StepBatch], int]:
-    """Plans a step for the longest sequence of its batch."""
-    return attrgetter("max_kv_len")
-
-
-def whole_key(key: GraphKey) -> GraphKey:
-    """Returns the whole key: steps share a graph if everything that it froze is equal."""
-    return key
-
-
 @dataclass(frozen=True, slots=True)
 class PlanningGuards:
     """The safeguards of plans.
 
     longest:   tensors that graphs read -> batch -> tokens of the longest sequence that a step is planned for
-    graph_key: the part of a plan's key that tells graphs apart
+    graph_key: the part of a plan's key that tells graphs apart: all of it, for all that a graph froze
     """
 
-    longest: Callable[[SealedTensors], Callable[[StepBatch], int]] = lengths_on_the_host
-    graph_key: Callable[[GraphKey], GraphKey] = whole_key
+    longest: Callable[[SealedTensors], Callable[[StepBatch], int]] = lambda sealed_tensors: attrgetter("max_kv_len")
+    graph_key: Callable[[GraphKey], GraphKey] = lambda key: key
 
 
 class Planner:

@@ -96,10 +96,9 @@ class StateLayers(TensorChecks):
         for name in ("q", "k", "v", "decay", "beta"):
             require_apart("out", tokens.out, name, getattr(tokens, name))
         slots, workspace = self._states.state[layer], step.workspace
+        args = arguments.RecurArgs(tokens, self._rules[layer], slots, step.states, workspace)
         with on_device(self._device):
-            self._ops.recur(
-                tokens, self._rules[layer], slots, step.states, workspace, deterministic=self._deterministic
-            )
+            self._ops.recur(args, deterministic=self._deterministic)
 
 
 @dataclass(slots=True, eq=False)

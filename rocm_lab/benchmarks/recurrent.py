@@ -23,7 +23,12 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.refs import states as refs
-from rocm_attn.kernels.states.arguments import BEGINS, RecurrenceRule, RecurrentSlots, RecurrentTokens, StatePlaces
+from rocm_attn.kernels.states.arguments import (
+    BEGINS,
+    RecurArgs,
+    RecurrentTokens,
+    StatePlaces,
+)
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.paging.state_pool import RecurrentLayers, StatePool
 from rocm_attn.recurrence import Recurrence, rule_of, tensors_of
@@ -73,15 +78,11 @@ class StateTensors:
 
     gates: Tensor
     strengths: Tensor
-    tokens: RecurrentTokens
-    slots: RecurrentSlots
-    places: StatePlaces
-    workspace: Tensor
-    rule: RecurrenceRule
+    args: RecurArgs
 
     def run(self) -> None:
         """Runs the layer."""
-        launch_recur(self.tokens, self.rule, self.slots, self.places, self.workspace, deterministic=False)
+        launch_recur(self.args, deterministic=False)
 
 
 def prepared(case: StateCase) -> StateTensors:
@@ -115,29 +116,29 @@ def prepared(case: StateCase) -> StateTensors:
     )
     words = slots.workspace_words(num_tokens, case.num_seqs)
     workspace = torch.empty(words, device=_DEVICE)
-    return StateTensors(gates, strengths, tokens, slots, places, workspace, rule_of(layer))
+    return StateTensors(gates, strengths, RecurArgs(tokens, rule_of(layer), slots, places, workspace))
 
 
 def errors_of(made: StateTensors, *outs: Tensor) -> list[float]:
     """The errors of outputs, relative to the reference, token by token in float32."""
-    refs.recur(made.tokens, made.rule, made.slots, made.places, made.workspace, deterministic=True)
-    want = made.tokens.out.float()
+    refs.recur(made.args, deterministic=True)
+    want = made.args.tokens.out.float()
     return [float((out.view_as(want).float() - want).norm() / want.norm()) for out in outs]
 
 
 def flashkda(case: StateCase, made: StateTensors) -> Callable[[], Tensor]:
     """The same prompts by FlashKDA; a call returns the outputs."""
-    ops, (q, k, v, *_), heads = torch.ops._flashkda_C, made.tokens, made.tokens.v.shape[1]
-    states = torch.zeros(case.num_seqs, *made.slots.state.shape[1:], device=_DEVICE)
+    ops, (q, k, v, *_), heads = torch.ops._flashkda_C, made.args.tokens, made.args.tokens.v.shape[1]
+    states = torch.zeros(case.num_seqs, *made.args.slots.state.shape[1:], device=_DEVICE)
     after = torch.empty_like(states)
     words = ops.get_workspace_size(len(q), heads, case.num_seqs)
     given = [tensor[None] for tensor in (q, k, v, made.gates, made.strengths)]
     out, room = torch.empty_like(given[2]), torch.empty(words, dtype=torch.uint8, device=_DEVICE)
     no_bias = torch.zeros(heads, device=_DEVICE), torch.zeros(heads, q.shape[2], device=_DEVICE)
-    bounds = made.places.q_indptr.long()
+    bounds = made.args.places.q_indptr.long()
 
     def run() -> Tensor:
-        ops.fwd(*given, made.rule.scale, out, room, *no_bias, _LOWER_BOUND, states, after, bounds, None, None)
+        ops.fwd(*given, made.args.rule.scale, out, room, *no_bias, _LOWER_BOUND, states, after, bounds, None, None)
         return out
 
     return run
@@ -151,7 +152,7 @@ def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
         return None
     if case.work == "verify":
         return None
-    tokens, layer = made.tokens, _LAYERS[case.layer]
+    tokens, layer = made.args.tokens, _LAYERS[case.layer]
     ratio = layer.num_heads // layer.num_k_heads
     shape = (1, -1) if case.work == "prompt" else (case.num_seqs, 1)
     if case.work == "prompt" and case.num_seqs > 1:
@@ -168,7 +169,7 @@ def peer_of(case: StateCase, made: StateTensors) -> Callable[[], object] | None:
     if case.work == "prompt":
         in_chunks = kda.chunk_kda if layer.channel_decay else gated_delta_rule.chunk_gated_delta_rule
         return partial(in_chunks, **given, **options)
-    initial = made.slots.state[made.places.source.long()].contiguous()
+    initial = made.args.slots.state[made.args.places.source.long()].contiguous()
     by_token = kda.fused_recurrent_kda if layer.channel_decay else gated_delta_rule.fused_recurrent_gated_delta_rule
     return partial(by_token, **given, **options, initial_state=initial)
 
@@ -178,7 +179,7 @@ def rows_of(case: StateCase, *, with_flashkda: bool) -> Iterator[Row]:
     made = prepared(case)
     row: Row = {"layer": case.layer, "work": case.work, "num_seqs": case.num_seqs, "tokens": case.q_len}
     made.run()
-    outs = [made.tokens.out.clone()]
+    outs = [made.args.tokens.out.clone()]
     if with_flashkda and case.work == "prompt" and _LAYERS[case.layer].channel_decay:
         by_flashkda = flashkda(case, made)
         outs.append(by_flashkda().clone())
@@ -187,7 +188,7 @@ def rows_of(case: StateCase, *, with_flashkda: bool) -> Iterator[Row]:
         row.update(zip(("error", "flashkda_error"), errors_of(made, *outs), strict=False))
     row["us"] = median_us(_CLOCK, made.run)
     if case.work != "prompt":
-        states = torch.zeros_like(made.slots.state[: case.num_seqs])
+        states = torch.zeros_like(made.args.slots.state[: case.num_seqs])
         copy = torch.empty_like(states)
         row["lower_bound_us"] = median_us(_CLOCK, lambda: copy.copy_(states))
     peer = peer_of(case, made)

@@ -214,15 +214,8 @@ def lengths_as_they_come(ops: StepOps) -> StepOps:
 def slots_as_given(ops: StepOps) -> StepOps:
     """New tokens go to the slots that the engine gives, without a check against its table."""
 
-    def take_slots(
-        given: Tensor,
-        slot_map: Tensor | None,
-        counts: Tensor,
-        slot_of_token: Tensor,
-        *,
-        page_size: int,
-        null_page: bool,
-    ) -> None:
+    def take_slots(given: Tensor, slot_map: Tensor | None, to: StepTensors, *, page_size: int) -> None:
+        counts, slot_of_token, null_page = to.counts, to.slot_of_token, to.terms.null_page
         num_given = min(len(given), len(slot_of_token))
         slot = given[:num_given].long()
         slot = slot if slot_map is None else slot_map[slot.clamp(0, len(slot_map) - 1)].long()

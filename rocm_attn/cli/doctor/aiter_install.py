@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import AiterCopy, AiterModule, Machine, Release, TorchBuild, release_name, release_of
 from rocm_attn.machine.aiter_releases import not_read, too_old
 from rocm_attn.machine.aiter_switches import SWITCHES
@@ -23,6 +23,7 @@ _AMD_ONLY = "no AMD GPU and no torch for ROCm"
 _NO_AITER = "AITER is not installed; Triton's kernels are used"
 
 
+@machine_check("aiter-package", "is the package aiter AMD's?", "Hyperloom#1508")
 def _package(machine: Machine) -> Diagnosis:
     copy = machine.imported_aiter
     stranger = machine.versions_of(STRANGER)
@@ -44,6 +45,7 @@ def _package(machine: Machine) -> Diagnosis:
     return ok(f"amd-aiter {versions[0]}" if versions else f"AITER from source in {copy.path}")
 
 
+@machine_check("aiter-copies", "is AITER installed once?", "aiter#4437")
 def _copies(machine: Machine) -> Diagnosis:
     ours = [copy.path for copy in machine.aiter if copy.is_amds]
     if len(ours) < 2:
@@ -54,6 +56,9 @@ def _copies(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check(
+    "aiter-release", "AITER's release, and the ROCm release that it is built for", "vllm#39485, flashinfer-amd#277"
+)
 def _release(machine: Machine) -> Diagnosis:
     versions = machine.versions_of(DISTRIBUTION)
     if not versions:
@@ -73,6 +78,7 @@ def _release(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check("aiter-read", "was this release of AITER read?", "aiter#5565, vllm#46856")
 def _was_read(machine: Machine) -> Diagnosis:
     copy, versions = _amds(machine), machine.versions_of(DISTRIBUTION)
     if copy is None:
@@ -96,6 +102,7 @@ def _dotted(name: str) -> Release:
     return (int(name[:length]), *(int(digit) for digit in name[length:]))
 
 
+@machine_check("aiter-requirements", "AITER's dependencies", "ATOM#13, flashinfer-amd#277")
 def _requirements(machine: Machine) -> Diagnosis:
     (*_, aiter) = [None, *(found for found in machine.distributions if found.name == DISTRIBUTION)]
     if aiter is None:
@@ -110,6 +117,7 @@ def _requirements(machine: Machine) -> Diagnosis:
     return ok("all dependencies of amd-aiter are installed")
 
 
+@machine_check("aiter-modules", "can AITER's compiled modules be loaded?", "aiter#2864, aiter#2870, aiter#5312")
 def _modules_load(machine: Machine) -> Diagnosis:
     modules = _all_modules(machine)
     broken = [module for module in modules if module.error]
@@ -126,6 +134,7 @@ def _modules_load(machine: Machine) -> Diagnosis:
     return ok(f"all {len(modules)} compiled modules of AITER can be loaded")
 
 
+@machine_check("aiter-entry-points", "does AITER have its attention functions?", "aiter#3049, aiter#3219")
 def _entry_points(machine: Machine) -> Diagnosis:
     copy = _amds(machine)
     if copy is None:
@@ -138,6 +147,7 @@ def _entry_points(machine: Machine) -> Diagnosis:
     return ok("every attention function that may be called is defined")
 
 
+@machine_check("aiter-archs", "the GPUs that AITER is built for", "aiter#1436, aiter#4525", at_build=False)
 def _archs(machine: Machine) -> Diagnosis:
     if _amds(machine) is None or not machine.amd_gpus:
         return skipped(_NO_AITER if machine.amd_gpus else _AMD_ONLY)
@@ -158,6 +168,7 @@ def _archs(machine: Machine) -> Diagnosis:
     return ok("AITER compiles for this machine's GPU")
 
 
+@machine_check("aiter-stale", "modules older than the installed AITER", "aiter#4437")
 def _stale(machine: Machine) -> Diagnosis:
     copy = _amds(machine)
     if copy is None or not machine.aiter_jit:
@@ -171,6 +182,7 @@ def _stale(machine: Machine) -> Diagnosis:
     return ok(f"the {len(machine.aiter_jit)} modules in AITER's cache are newer than AITER")
 
 
+@machine_check("aiter-prebuilt", "are AITER's modules compiled?", "sglang#34586, aiter#3706", at_build=False)
 def _prebuilt(machine: Machine) -> Diagnosis:
     if _amds(machine) is None or not machine.is_amd:
         return skipped(_NO_AITER if machine.is_amd else _AMD_ONLY)
@@ -183,6 +195,7 @@ def _prebuilt(machine: Machine) -> Diagnosis:
     return ok(f"{len(modules)} modules of AITER are compiled")
 
 
+@machine_check("aiter-jit-dir", "can AITER load its compiled modules?", "aiter#887")
 def _jit_dir(machine: Machine) -> Diagnosis:
     copy, chosen = _amds(machine), machine.environment.get("AITER_JIT_DIR", "")
     if copy is None:
@@ -206,6 +219,7 @@ def _jit_dir(machine: Machine) -> Diagnosis:
     return ok(f"AITER's modules are in {chosen}")
 
 
+@machine_check("aiter-compiler", "can AITER compile?", "aiter#5264")
 def _compiler(machine: Machine) -> Diagnosis:
     if _amds(machine) is None or not machine.is_amd:
         return skipped(_NO_AITER if machine.is_amd else _AMD_ONLY)
@@ -217,6 +231,7 @@ def _compiler(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check("aiter-switches", "variables that select AITER's kernels", "aiter#4770")
 def _switches(machine: Machine) -> Diagnosis:
     if _amds(machine) is None:
         return skipped(_NO_AITER)
@@ -231,6 +246,7 @@ def _switches(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check("aiter-locks", "locks of killed builds", "aiter#3635, aiter#5264, flashinfer#993")
 def _locks(machine: Machine) -> Diagnosis:
     if not machine.leftover_locks:
         return ok("no build lock was left over")
@@ -248,35 +264,3 @@ def _amds(machine: Machine) -> AiterCopy | None:
 def _all_modules(machine: Machine) -> tuple[AiterModule, ...]:
     copy = _amds(machine)
     return () if copy is None else (*copy.modules, *machine.aiter_jit)
-
-
-CHECKS = (
-    MachineCheck("aiter-package", "is the package aiter AMD's?", "Hyperloom#1508", True, _package),
-    MachineCheck("aiter-copies", "is AITER installed once?", "aiter#4437", True, _copies),
-    MachineCheck(
-        "aiter-release",
-        "AITER's release, and the ROCm release that it is built for",
-        "vllm#39485, flashinfer-amd#277",
-        True,
-        _release,
-    ),
-    MachineCheck("aiter-read", "was this release of AITER read?", "aiter#5565, vllm#46856", True, _was_read),
-    MachineCheck("aiter-requirements", "AITER's dependencies", "ATOM#13, flashinfer-amd#277", True, _requirements),
-    MachineCheck(
-        "aiter-modules",
-        "can AITER's compiled modules be loaded?",
-        "aiter#2864, aiter#2870, aiter#5312",
-        True,
-        _modules_load,
-    ),
-    MachineCheck(
-        "aiter-entry-points", "does AITER have its attention functions?", "aiter#3049, aiter#3219", True, _entry_points
-    ),
-    MachineCheck("aiter-archs", "the GPUs that AITER is built for", "aiter#1436, aiter#4525", False, _archs),
-    MachineCheck("aiter-stale", "modules older than the installed AITER", "aiter#4437", True, _stale),
-    MachineCheck("aiter-prebuilt", "are AITER's modules compiled?", "sglang#34586, aiter#3706", False, _prebuilt),
-    MachineCheck("aiter-jit-dir", "can AITER load its compiled modules?", "aiter#887", True, _jit_dir),
-    MachineCheck("aiter-compiler", "can AITER compile?", "aiter#5264", True, _compiler),
-    MachineCheck("aiter-switches", "variables that select AITER's kernels", "aiter#4770", True, _switches),
-    MachineCheck("aiter-locks", "locks of killed builds", "aiter#3635, aiter#5264, flashinfer#993", True, _locks),
-)

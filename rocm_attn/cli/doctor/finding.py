@@ -72,6 +72,13 @@ class MachineCheck:
     examine: Callable[[Machine], Diagnosis]
 
 
+def machine_check(
+    id: str, looks_at: str, report: str, *, at_build: bool = True
+) -> Callable[[Callable[[Machine], Diagnosis]], MachineCheck]:
+    """Makes a check of the function that examines a machine: see MachineCheck."""
+    return lambda examine: MachineCheck(id, looks_at, report, at_build, examine)
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A check's verdict on a machine."""

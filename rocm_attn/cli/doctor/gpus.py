@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import Machine, TorchBuild
 
 KFD = "/dev/kfd"
@@ -14,6 +14,7 @@ _NO_AMD_GPU = "the kernel lists no AMD GPU"
 _HIP, _CUDA, _ROCR = "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
+@machine_check("gpu-nodes", "access to the device files of AMD GPUs", "sglang#9603, aiter#4800", at_build=False)
 def _nodes(machine: Machine) -> Diagnosis:
     if not machine.amd_gpus:
         return skipped(_NO_AMD_GPU)
@@ -36,6 +37,7 @@ def _nodes(machine: Machine) -> Diagnosis:
     return ok(f"{KFD} and {len(paths) - 1} render nodes can be used")
 
 
+@machine_check("visible-devices", "variables that select GPUs", "vllm's refusal of clashing values", at_build=False)
 def _visible(machine: Machine) -> Diagnosis:
     if not machine.has_gpu:
         return skipped("no GPU is visible")
@@ -74,6 +76,7 @@ def _beyond_rocr(given: Mapping[str, str]) -> str:
     return ""
 
 
+@machine_check("gpu-count", "does torch see the GPUs?", "legacy-rocm-build#5656", at_build=False)
 def _counted(machine: Machine) -> Diagnosis:
     if not isinstance(machine.torch, TorchBuild) or not machine.has_gpu:
         return skipped("there is no GPU, or no torch to count them")
@@ -92,6 +95,7 @@ def _counted(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check("gpu-arch", "the GPUs' archs", "TheRock#8151, aiter#1436, vllm#22795", at_build=False)
 def _arch(machine: Machine) -> Diagnosis:
     if not machine.amd_gpus:
         return skipped(_NO_AMD_GPU)
@@ -112,11 +116,3 @@ def _arch(machine: Machine) -> Diagnosis:
             "list the kernels that would run: rocm-attn explain CONFIG.json --arch " + machine.amd_gpus[0],
         )
     return ok(f"{len(machine.amd_gpus)} x {machine.amd_gpus[0]}")
-
-
-CHECKS = (
-    MachineCheck("gpu-nodes", "access to the device files of AMD GPUs", "sglang#9603, aiter#4800", False, _nodes),
-    MachineCheck("visible-devices", "variables that select GPUs", "vllm's refusal of clashing values", False, _visible),
-    MachineCheck("gpu-count", "does torch see the GPUs?", "legacy-rocm-build#5656", False, _counted),
-    MachineCheck("gpu-arch", "the GPUs' archs", "TheRock#8151, aiter#1436, vllm#22795", False, _arch),
-)

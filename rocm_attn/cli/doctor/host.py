@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import Folder, Machine
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import DISABLE_GUARDS, misspelt, read_settings
@@ -28,6 +28,7 @@ _DEBUG = {
 _ENGINE_SWITCHES = {"vllm": "VLLM_ROCM_USE_AITER", "sglang": "SGLANG_USE_AITER"}
 
 
+@machine_check("caches", "are the caches of compiled code writable?", "aiter#4800")
 def _caches(machine: Machine) -> Diagnosis:
     closed = [folder for folder in machine.folders if not folder.writable]
     if closed:
@@ -41,6 +42,7 @@ def _caches(machine: Machine) -> Diagnosis:
     return ok(f"writable: {_named(machine.folders)}")
 
 
+@machine_check("cache-filesystem", "are caches on a network file system?", "flashinfer#993", at_build=False)
 def _cache_filesystem(machine: Machine) -> Diagnosis:
     remote = [folder for folder in machine.folders if folder.filesystem.startswith(_NETWORK_FILESYSTEMS)]
     if remote:
@@ -52,6 +54,7 @@ def _cache_filesystem(machine: Machine) -> Diagnosis:
     return ok("caches are on local disks")
 
 
+@machine_check("cache-space", "free space for compiled code", "aiter#2843", at_build=False)
 def _cache_space(machine: Machine) -> Diagnosis:
     full = [folder for folder in machine.folders if folder.free_bytes < _MIN_FREE_BYTES]
     if full:
@@ -62,6 +65,7 @@ def _cache_space(machine: Machine) -> Diagnosis:
     return ok(f"the caches have at least {_MIN_FREE_BYTES >> 30} GiB free")
 
 
+@machine_check("allocator", "torch's allocator", "pytorch#179930, aiter#4621")
 def _allocator(machine: Machine) -> Diagnosis:
     if not machine.is_amd:
         return skipped(_NO_AMD)
@@ -76,6 +80,7 @@ def _allocator(machine: Machine) -> Diagnosis:
     return ok("the allocator does not use expandable segments")
 
 
+@machine_check("numa-balancing", "the kernel's NUMA balancing", "vllm#32902", at_build=False)
 def _numa_balancing(machine: Machine) -> Diagnosis:
     if not machine.is_amd:
         return skipped(_NO_AMD)
@@ -88,6 +93,7 @@ def _numa_balancing(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check("shared-memory", "the size of /dev/shm", "ROCm's run flags", at_build=False)
 def _shared_memory(machine: Machine) -> Diagnosis:
     if not machine.is_amd:
         return skipped(_NO_AMD)
@@ -99,6 +105,7 @@ def _shared_memory(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check("debug-switches", "variables that slow everything down", "aiter#5264")
 def _debug_switches(machine: Machine) -> Diagnosis:
     environment = machine.environment
     on = [f"{name}={environment[name]}" for name, off in _DEBUG.items() if environment.get(name, off) not in ("", off)]
@@ -108,6 +115,7 @@ def _debug_switches(machine: Machine) -> Diagnosis:
     return ok("no debugging variable is set")
 
 
+@machine_check("safeguards", "this project's own variables", "docs/guards.md")
 def _settings(machine: Machine) -> Diagnosis:
     try:
         settings = read_settings(machine.environment)
@@ -125,6 +133,7 @@ def _settings(machine: Machine) -> Diagnosis:
     return ok("all safeguards are on")
 
 
+@machine_check("engine-switches", "do engines use AITER?", "vllm#56945, vllm#46596")
 def _engine_switches(machine: Machine) -> Diagnosis:
     copy = machine.imported_aiter
     if copy is None or not copy.is_amds or not machine.is_amd:
@@ -144,18 +153,3 @@ def _engine_switches(machine: Machine) -> Diagnosis:
 
 def _named(folders: tuple[Folder, ...]) -> str:
     return ", ".join(f"{folder.purpose} ({folder.path})" for folder in folders) or "no folder"
-
-
-CHECKS = (
-    MachineCheck("caches", "are the caches of compiled code writable?", "aiter#4800", True, _caches),
-    MachineCheck(
-        "cache-filesystem", "are caches on a network file system?", "flashinfer#993", False, _cache_filesystem
-    ),
-    MachineCheck("cache-space", "free space for compiled code", "aiter#2843", False, _cache_space),
-    MachineCheck("allocator", "torch's allocator", "pytorch#179930, aiter#4621", True, _allocator),
-    MachineCheck("numa-balancing", "the kernel's NUMA balancing", "vllm#32902", False, _numa_balancing),
-    MachineCheck("shared-memory", "the size of /dev/shm", "ROCm's run flags", False, _shared_memory),
-    MachineCheck("debug-switches", "variables that slow everything down", "aiter#5264", True, _debug_switches),
-    MachineCheck("safeguards", "this project's own variables", "docs/guards.md", True, _settings),
-    MachineCheck("engine-switches", "do engines use AITER?", "vllm#56945, vllm#46596", True, _engine_switches),
-)

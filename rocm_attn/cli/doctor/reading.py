@@ -72,13 +72,11 @@ def read_machine(environment: Mapping[str, str], root: Path = Path("/")) -> Mach
 
 def read_amd_gpus(root: Path) -> tuple[str, ...]:
     """Archs of the GPUs that the amdgpu driver lists; a container sees them whether or not it may use them."""
-    nodes = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"), key=_node_number)
+    nodes = sorted(
+        (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"), key=lambda each: int(each.parent.name)
+    )
     versions = (re.search(r"^gfx_target_version (\d+)$", _text(path), re.MULTILINE) for path in nodes)
     return tuple(_arch_of(int(found.group(1))) for found in versions if found and int(found.group(1)))
-
-
-def _node_number(properties: Path) -> int:
-    return int(properties.parent.name)
 
 
 def _arch_of(version: int) -> str:

@@ -6,14 +6,9 @@ from rocm_attn.cli.doctor import aiter_install, gpus, host, known_faults, rocm_l
 from rocm_attn.cli.doctor.finding import Finding, MachineCheck
 from rocm_attn.cli.doctor.machine import Machine
 
-CHECKS: tuple[MachineCheck, ...] = (
-    *gpus.CHECKS,
-    *rocm_release.CHECKS,
-    *rocm_libraries.CHECKS,
-    *triton_install.CHECKS,
-    *aiter_install.CHECKS,
-    *host.CHECKS,
-)
+# A module's checks follow each other as it defines them.
+_MODULES = (gpus, rocm_release, rocm_libraries, triton_install, aiter_install, host)
+CHECKS = tuple(each for module in _MODULES for each in vars(module).values() if isinstance(each, MachineCheck))
 
 
 def diagnose(machine: Machine, *, at_build: bool = False) -> tuple[Finding, ...]:

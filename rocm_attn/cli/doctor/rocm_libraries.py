@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.loaded_libraries import installation_of
 from rocm_attn.cli.doctor.machine import (
     ImportFailure,
@@ -23,6 +23,9 @@ _ONE_RELEASE = (
 )
 
 
+@machine_check(
+    "rocm-loaded", "the versions of the ROCm libraries that torch loads", "rocBLAS#1386, pytorch-builder#1468"
+)
 def _loaded_release(machine: Machine) -> Diagnosis:
     torch = machine.torch
     if not isinstance(torch, TorchBuild) or not torch.hip:
@@ -52,6 +55,7 @@ def _loaded_release(machine: Machine) -> Diagnosis:
     return ok(f"{_list(machine.loaded)}{driver}")
 
 
+@machine_check("rocm-places", "are torch's ROCm libraries from one installation?", "ROCm/pytorch#1340, rocm-aic#149")
 def _one_installation(machine: Machine) -> Diagnosis:
     loaded = () if isinstance(machine.loaded, ImportFailure) else machine.loaded
     if not loaded:
@@ -73,6 +77,7 @@ def _one_installation(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check("triton-hip", "does Triton use torch's HIP runtime?", "triton#3403, triton#11492")
 def _triton_hip(machine: Machine) -> Diagnosis:
     named = machine.environment.get("TRITON_LIBHIP_PATH", "")
     if not named:
@@ -116,22 +121,3 @@ def _list(libraries: Sequence[LoadedLibrary]) -> str:
 
 def _place(installation: str) -> str:
     return f"in {installation}" if installation.startswith("/") else installation
-
-
-CHECKS = (
-    MachineCheck(
-        "rocm-loaded",
-        "the versions of the ROCm libraries that torch loads",
-        "rocBLAS#1386, pytorch-builder#1468",
-        True,
-        _loaded_release,
-    ),
-    MachineCheck(
-        "rocm-places",
-        "are torch's ROCm libraries from one installation?",
-        "ROCm/pytorch#1340, rocm-aic#149",
-        True,
-        _one_installation,
-    ),
-    MachineCheck("triton-hip", "does Triton use torch's HIP runtime?", "triton#3403, triton#11492", True, _triton_hip),
-)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, Severity, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, Severity, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, Release, TorchBuild, release_name
 
 # Aborted captures: sglang#24011, aiter#2941. The first release after the last that is affected.
@@ -15,6 +15,7 @@ _REPORTS_CAPTURE_ERRORS: Release = (7, 14)
 _GOOD_RELEASE = "7.2.4"
 
 
+@machine_check("torch-import", "can torch be imported?", "vllm#39485, sglang#30562")
 def _torch_imports(machine: Machine) -> Diagnosis:
     match machine.torch:
         case NotInstalled():
@@ -30,6 +31,7 @@ def _torch_imports(machine: Machine) -> Diagnosis:
             return ok(f"torch {version}, built for {built}")
 
 
+@machine_check("torch-gpus", "is torch built for this machine's GPUs?", "sglang#9603", at_build=False)
 def _torch_fits_gpus(machine: Machine) -> Diagnosis:
     torch = machine.torch
     if not isinstance(torch, TorchBuild):
@@ -51,6 +53,7 @@ def _torch_fits_gpus(machine: Machine) -> Diagnosis:
     return ok(f"torch is built for this machine's GPUs: {_distinct(machine.amd_gpus or machine.nvidia_gpus)}")
 
 
+@machine_check("cuda-leftovers", "CUDA libraries next to torch for ROCm", "sglang#26345")
 def _cuda_leftovers(machine: Machine) -> Diagnosis:
     if not machine.torch_rocm:
         return skipped("torch is not built for ROCm")
@@ -64,6 +67,7 @@ def _cuda_leftovers(machine: Machine) -> Diagnosis:
     return ok("no CUDA libraries next to torch for ROCm")
 
 
+@machine_check("rocm-release", "known defects of the ROCm release", "sglang#24011, clr#279")
 def _rocm_release(machine: Machine) -> Diagnosis:
     release = full_release(machine)
     if not release:
@@ -97,6 +101,7 @@ def full_release(machine: Machine) -> Release:
     return torch
 
 
+@machine_check("rocm-match", "do torch and the system have the same ROCm release?", "flashinfer-amd#268")
 def _rocm_releases_match(machine: Machine) -> Diagnosis:
     torch, system = machine.torch_rocm, machine.rocm
     if not torch or not system:
@@ -112,18 +117,3 @@ def _rocm_releases_match(machine: Machine) -> Diagnosis:
 
 def _distinct(names: tuple[str, ...]) -> str:
     return ", ".join(dict.fromkeys(names))
-
-
-CHECKS = (
-    MachineCheck("torch-import", "can torch be imported?", "vllm#39485, sglang#30562", True, _torch_imports),
-    MachineCheck("torch-gpus", "is torch built for this machine's GPUs?", "sglang#9603", False, _torch_fits_gpus),
-    MachineCheck("cuda-leftovers", "CUDA libraries next to torch for ROCm", "sglang#26345", True, _cuda_leftovers),
-    MachineCheck("rocm-release", "known defects of the ROCm release", "sglang#24011, clr#279", True, _rocm_release),
-    MachineCheck(
-        "rocm-match",
-        "do torch and the system have the same ROCm release?",
-        "flashinfer-amd#268",
-        True,
-        _rocm_releases_match,
-    ),
-)

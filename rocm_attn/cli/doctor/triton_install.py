@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rocm_attn.cli.doctor.finding import Diagnosis, MachineCheck, ok, problem, skipped, warning
+from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import ImportFailure, Machine, NotInstalled, TritonBuild, release_of
 from rocm_attn.machine.distributions import TRITON_DISTRIBUTIONS
 
@@ -10,6 +10,7 @@ _OLDEST = (3, 6)
 _COMES_WITH_TORCH = "install the Triton that your torch requires; torch for ROCm brings its own"
 
 
+@machine_check("triton-import", "is Triton installed, and does it compile for the GPU?", "sglang#34741, triton#10654")
 def _imports(machine: Machine) -> Diagnosis:
     match machine.triton:
         case TritonBuild(version, backends):
@@ -33,6 +34,7 @@ def _imports(machine: Machine) -> Diagnosis:
             return skipped("triton is not installed; CPUs work without it")
 
 
+@machine_check("triton-copies", "is Triton installed once?", "mamba#595, ROCm/triton#626")
 def _copies(machine: Machine) -> Diagnosis:
     found = [d for d in machine.distributions if d.name in TRITON_DISTRIBUTIONS]
     names = ", ".join(f"{d.name} {d.version}" for d in found)
@@ -44,6 +46,7 @@ def _copies(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check("triton-interpreter", "are kernels compiled?", "this project's tests")
 def _interpreter(machine: Machine) -> Diagnosis:
     value = machine.environment.get("TRITON_INTERPRET", "0")
     if value in ("", "0"):
@@ -56,6 +59,7 @@ def _interpreter(machine: Machine) -> Diagnosis:
     )
 
 
+@machine_check("c-compiler", "the compiler and headers that Triton needs", "sglang#9603")
 def _c_compiler(machine: Machine) -> Diagnosis:
     if not (machine.has_gpu or machine.torch_rocm):
         return skipped("no GPU: Triton compiles no launcher")
@@ -70,17 +74,3 @@ def _c_compiler(machine: Machine) -> Diagnosis:
             "install gcc and this Python's headers (on Debian and Ubuntu: gcc python3-dev), or set CC",
         )
     return ok(f"Triton's launchers are compiled by {machine.c_compiler}")
-
-
-CHECKS = (
-    MachineCheck(
-        "triton-import",
-        "is Triton installed, and does it compile for the GPU?",
-        "sglang#34741, triton#10654",
-        True,
-        _imports,
-    ),
-    MachineCheck("triton-copies", "is Triton installed once?", "mamba#595, ROCm/triton#626", True, _copies),
-    MachineCheck("triton-interpreter", "are kernels compiled?", "this project's tests", True, _interpreter),
-    MachineCheck("c-compiler", "the compiler and headers that Triton needs", "sglang#9603", True, _c_compiler),
-)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rocm_attn.errors import Unsupported, WrongState
 from rocm_attn.external import LayerSource
@@ -277,7 +277,8 @@ def layers_with_pages(runner: Runner, layer_type: type) -> list[ModelLayer]:
     for module in runner.model.modules():
         for child in module.children():
             if isinstance(child, layer_type):
-                sinks = next((getattr(module, name, None) for name in _SINK_NAMES if _is_tensor(module, name)), None)
+                of_names = (getattr(module, name, None) for name in _SINK_NAMES)
+                sinks = next((each for each in of_names if isinstance(each, Tensor)), None)
                 is_sparse = bool(getattr(module, "use_dsa", False))
                 indexer = getattr(module, "indexer", None) if is_sparse else None
                 found.setdefault(id(child), ModelLayer(cast("RadixAttentionView", child), sinks, is_sparse, indexer))
@@ -302,10 +303,6 @@ def _signature(layer: RadixAttentionView) -> tuple[object, ...]:
         layer.use_irope,
         _kind(layer),
     )
-
-
-def _is_tensor(module: nn.Module, name: str) -> bool:
-    return isinstance(getattr(module, name, None), Tensor)
 
 
 def _has_pages(layer: RadixAttentionView, runner: Runner) -> bool:

@@ -20,7 +20,7 @@ _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer.forward"
 def attend_over_latent_rows(names: Sequence[str]) -> None:
     """Makes models ask backends of these names for attention over latent rows, in every step."""
     for name in names:
-        AttentionBackendRegistry.register(name, _method)
+        AttentionBackendRegistry.register(name, lambda attention, batch: AttnForwardMethod.MLA)
 
 
 @cache
@@ -28,10 +28,6 @@ def choose_by_our_kernels() -> None:
     """Makes indexers ask the backend of a step to select keys, if it is ours. Call it once per process."""
     HookRegistry.register(_INDEXER, _choose, HookType.AROUND)
     HookRegistry.apply_hooks()
-
-
-def _method(attention: Any, batch: Any) -> Any:
-    return AttnForwardMethod.MLA
 
 
 def _choose(

@@ -131,21 +131,7 @@ class RocmAttnBackend(Answers):
     def supports_attn_type(cls, attn_type: str) -> bool:
         return str(getattr(attn_type, "value", attn_type)) in ATTENTION_TYPES
 
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True
+    supports_mm_prefix = supports_non_causal = supports_per_head_quant_scales = supports_sink = supports_sliding_window
 
 
 Group = KVGroup | SharedContextGroup | OwnTokens

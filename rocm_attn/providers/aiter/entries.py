@@ -18,12 +18,12 @@ from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import faults, oddities
 from rocm_attn.providers.aiter.gluon import bind_gluon, bind_gluon_verify
-from rocm_attn.providers.aiter.mla import bind_latent_decode, bind_latent_extend, bind_latent_verify
+from rocm_attn.providers.aiter.mla import LatentExtend, bind_latent_decode, bind_latent_verify
 from rocm_attn.providers.aiter.mla_eight_bits import bind_eight_bit_latent_decode, bind_eight_bit_latent_verify
 from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decode
-from rocm_attn.providers.aiter.prefill import bind_batch_prefill, bind_eight_bit_batch_prefill, bind_varlen_prefill
+from rocm_attn.providers.aiter.prefill import BatchPrefill, EightBitBatchPrefill, VarlenPrefill
 from rocm_attn.providers.aiter.ragged import bind_ragged
-from rocm_attn.providers.aiter.unified import bind_unified
+from rocm_attn.providers.aiter.unified import Unified
 from rocm_attn.providers.contract import Baked, Bind, BoundKernel, KernelEntry, Limits, PoolSize, ReadAhead
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -200,7 +200,7 @@ def _batch_prefill(kind: StepKind) -> tuple[KernelEntry, KernelEntry]:
         "mha_batch_prefill_func",
         kind,
         _BATCH_PREFILL,
-        bind_batch_prefill,
+        BatchPrefill.bind,
         bakes=_BOTH_LENGTHS,
         faults=faults.BATCH_PREFILL,
     )
@@ -213,7 +213,7 @@ def _batch_prefill_eight_bits(kind: StepKind) -> tuple[KernelEntry, KernelEntry]
         "mha_batch_prefill_func[fp8]",
         kind,
         _BATCH_PREFILL_EIGHT_BITS,
-        bind_eight_bit_batch_prefill,
+        EightBitBatchPrefill.bind,
         bakes=_BOTH_LENGTHS,
         faults=(*faults.BATCH_PREFILL, *faults.EIGHT_BITS),
         notes=(oddities.SATURATED_QUERIES,),
@@ -233,7 +233,7 @@ def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelEntry, Kern
         "unified_attention",
         kind,
         limits,
-        bind_unified,
+        Unified.bind,
         needs=frozenset({Need.BLOCK_TABLE, Need.KV_LEN_INT64}),
         bakes=bakes,
         reads_ahead=ReadAhead(table_tokens=64),
@@ -246,7 +246,7 @@ def _unified(kind: StepKind, bakes: frozenset[Baked]) -> tuple[KernelEntry, Kern
 def _latent_extends(kind: StepKind) -> tuple[KernelEntry, ...]:
     return (
         _listed(
-            "mla_prefill_fwd", kind, _LATENT, bind_latent_extend, bakes=_MAX_Q_LEN, notes=(oddities.EMPTY_SEQUENCES,)
+            "mla_prefill_fwd", kind, _LATENT, LatentExtend.bind, bakes=_MAX_Q_LEN, notes=(oddities.EMPTY_SEQUENCES,)
         ),
         _unbound(
             "mla_prefill_ps_asm_fwd",
@@ -290,7 +290,7 @@ VARLEN = _entry(
     "flash_attn_varlen_func",
     StepKind.PREFILL,
     _VARLEN,
-    bind_varlen_prefill,
+    VarlenPrefill.bind,
     bakes=_MAX_Q_LEN,
     # Each sequence's K and V are a view of its own length.
     masks_v=True,

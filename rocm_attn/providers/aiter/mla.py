@@ -198,8 +198,3 @@ def bind_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> Late
 def bind_latent_verify(problem: Problem, target: Target, pool: PoolSize) -> LatentVerify:
     """Binds the kernel, with splits for the target's compute units."""
     return LatentVerify(problem, EqualSplits(target.compute_units))
-
-
-def bind_latent_extend(problem: Problem, target: Target, pool: PoolSize) -> LatentExtend:
-    """Binds the kernel; it has one tile."""
-    return LatentExtend(problem)

@@ -10,13 +10,12 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.machine.target import Target
 from rocm_attn.problem import Problem
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.eight_bits import ScaleOfOne, query_codes, query_parts
 from rocm_attn.providers.aiter.kernel import AiterKernel
 from rocm_attn.providers.aiter.scores import refuse_assembled, refuse_composable, window_size
-from rocm_attn.providers.contract import PoolSize, StepBounds
+from rocm_attn.providers.contract import StepBounds
 from rocm_attn.providers.scratch import ScratchTensor, cut, rows_of_heads
 
 
@@ -24,6 +23,7 @@ class BatchPrefill(AiterKernel):
     """Any number of new tokens in each sequence, through a CSR page list."""
 
     name = "mha_batch_prefill_func"
+    refuses = (refuse_composable,)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         result = library.mha_batch_prefill_func()(q=args.q, **_paged_arguments(self.problem, args, step, bounds))
@@ -34,6 +34,7 @@ class EightBitBatchPrefill(AiterKernel):
     """Like `BatchPrefill`, but over pages in eight bits, with q in eight bits too."""
 
     name = "mha_batch_prefill_func"
+    refuses = (refuse_composable,)
 
     @property
     def schedule(self) -> ScaleOfOne:
@@ -85,6 +86,7 @@ class VarlenPrefill(AiterKernel):
     """
 
     name = "flash_attn_varlen_func"
+    refuses = (refuse_composable, refuse_assembled)
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         k, v = cut(args.workspace, self.room(bounds.shape))
@@ -141,22 +143,3 @@ def _keep_lse(result: Tensor | tuple[Tensor, Tensor], lse: Tensor | None) -> Non
     if lse is not None:
         assert isinstance(result, tuple)
         lse.copy_(result[1].t())
-
-
-def bind_batch_prefill(problem: Problem, target: Target, pool: PoolSize) -> BatchPrefill:
-    """Binds the kernel, whose JIT variant sets its tiles. Raises LookupError for scores without a variant."""
-    refuse_composable(problem)
-    return BatchPrefill(problem)
-
-
-def bind_eight_bit_batch_prefill(problem: Problem, target: Target, pool: PoolSize) -> EightBitBatchPrefill:
-    """Binds the kernel over pages in eight bits. Raises the LookupErrors of `bind_batch_prefill`."""
-    refuse_composable(problem)
-    return EightBitBatchPrefill(problem)
-
-
-def bind_varlen_prefill(problem: Problem, target: Target, pool: PoolSize) -> VarlenPrefill:
-    """Binds the kernel, which chooses its own variant. Raises LookupError for scores that none of them supports."""
-    refuse_composable(problem)
-    refuse_assembled(problem)
-    return VarlenPrefill(problem)

@@ -17,12 +17,11 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.machine.target import Target
-from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
+from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.kernel import AiterKernel
 from rocm_attn.providers.aiter.scores import refuse_unified, window_size
-from rocm_attn.providers.contract import NO_SCHEDULE, PoolSize, Schedule, StepBounds
+from rocm_attn.providers.contract import NO_SCHEDULE, Schedule, StepBounds
 
 # Below every logit, and in float32 far from overflow when it is multiplied by log2(e).
 FAR_BELOW = -1e30
@@ -54,6 +53,7 @@ class Unified(AiterKernel):
     """
 
     name = "unified_attention"
+    refuses = (refuse_unified,)
 
     @property
     def schedule(self) -> Schedule:
@@ -90,9 +90,3 @@ class Unified(AiterKernel):
             sinks=args.schedule.view(torch.float32) if self.schedule.words(bounds.shape) else args.sinks,
             **layout,
         )
-
-
-def bind_unified(problem: Problem, target: Target, pool: PoolSize) -> Unified:
-    """Binds the kernel, which chooses its own tiles. Raises LookupError for scores that it computes wrong."""
-    refuse_unified(problem)
-    return Unified(problem)

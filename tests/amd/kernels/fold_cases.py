@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Row
 from tests.amd.tolerances import BOUNDS
 from tests.amd.worlds.compressed import folded
@@ -16,6 +17,12 @@ NAN = float("nan")
 
 def int32(values: object, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def step_of_state(table: Tensor, row_of_token: Tensor, position_of_token: Tensor, counts: Tensor) -> StepTensors:
+    """The tensors of a step that folding reads."""
+    named = {"table": table, "row_of_token": row_of_token, "position_of_token": position_of_token, "counts": counts}
+    return StepTensors.of(counts[:0], **named)
 
 
 def folded_by(
@@ -39,16 +46,14 @@ def folded_by(
         sides.append((values, gates))
     num_tokens, pads = len(positions), 3
     out = torch.full((num_tokens + pads, columns + 5), NAN, device=device)[:, :columns]
-    fold(
-        LayerPages.plain(*(side.to(device) for side in pages)),
+    step = step_of_state(
         table.to(device),
         int32(rows_of + [0] * pads, device),
         int32(positions + [row.tokens - 1] * pads, device),
         int32([len(kv_len), num_tokens, 0, 0], device),
-        out,
-        tokens=row.tokens,
-        overlaps=row.overlaps,
     )
+    state = LayerPages.plain(*(side.to(device) for side in pages))
+    fold(state, step, out, tokens=row.tokens, overlaps=row.overlaps)
     assert not out[num_tokens:].any(), "a pad got a row"
     found, wanted, first = [], [], 0
     for (values, gates), length, new in zip(sides, kv_len, q_len, strict=True):

@@ -13,6 +13,7 @@ from rocm_attn.kernels.states.arguments import (
     LEFT_OUT,
     ConvolutionSlots,
     ConvolutionWeights,
+    RecurArgs,
     RecurrentSlots,
     RecurrentTokens,
     StatePlaces,
@@ -220,14 +221,9 @@ class StateRun(Sequences):
         slots = self.slots
 
         def launch() -> None:
-            self.recur(
-                RecurrentTokens(q, k, v, decay, beta, out),
-                rule_of(self.layer),
-                slots,
-                step.places,
-                workspace[:words],
-                deterministic=self.deterministic,
-            )
+            tokens = RecurrentTokens(q, k, v, decay, beta, out)
+            args = RecurArgs(tokens, rule_of(self.layer), slots, step.places, workspace[:words])
+            self.recur(args, deterministic=self.deterministic)
 
         outs = run_twice(step, [slots.state, *slots.kept], out, launch)
         assert workspace[words:].isnan().all(), "memory past the workspace was written"

@@ -529,13 +529,14 @@ def test_a_slot_that_the_table_does_not_give_is_dropped_and_reported(
     counts = ints([1, num_tokens, 41, 16], kernel_device)
     memory = garbage(num_padded + 300, device=kernel_device)
     memory[:num_padded] = torch.tensor(wanted, device=kernel_device)
+    to = StepTensors.of(
+        memory[:0], NO_PADS, TableTerms(null_page=null_page), counts=counts, slot_of_token=memory[:num_padded]
+    )
     take(
         engines(given_slots, dtype, stride, kernel_device),
         engines(slot_map, dtype, stride, kernel_device) if has_map else None,
-        counts,
-        memory[:num_padded],
+        to,
         page_size=page_size,
-        null_page=null_page,
     )
     assert memory[:num_padded].tolist() == kept
     assert (memory[num_padded:] == GARBAGE).all()

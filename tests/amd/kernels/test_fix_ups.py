@@ -9,6 +9,7 @@ from torch import Tensor
 from rocm_attn.kernels.attention.pads import launch_clear_pads
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs.cache import zero_tails
 from rocm_attn.kernels.refs.pads import clear_pads
 from tests.amd.vectorised import vectorised_keys, vectorised_values
@@ -65,7 +66,8 @@ def test_only_the_dead_rows_of_pages_that_were_just_written_are_zeroed(
     for page in (1, 4):
         want_k[page, 1:] = 0.0
         want_v[page, 1:] = 0.0
-    zero(table, row_of_seq, kv_len, q_len, LayerPages.plain(k_pages, v_pages))
+    step = StepTensors.of(table[:0], table=table, row_of_seq=row_of_seq, kv_len=kv_len, q_len=q_len)
+    zero(step, LayerPages.plain(k_pages, v_pages))
     assert torch.equal(k_pages, want_k)
     assert torch.equal(v_pages, want_v)
 
@@ -86,8 +88,9 @@ def test_dead_rows_of_vectorised_pages_are_those_of_linear_ones(
     row_of_seq = int32([1, 2, 3, 4, 0, 0, 5], kernel_device)
     kv_len = int32([1, page_size, page_size + 1, page_size + 1, 1, 0, 2 * page_size - 3], kernel_device)
     q_len = int32([1, page_size, 2, 0, 1, 0, 1], kernel_device)
+    step = StepTensors.of(table[:0], table=table, row_of_seq=row_of_seq, kv_len=kv_len, q_len=q_len)
     for sides in (linear, vectorised):
-        zero(table, row_of_seq, kv_len, q_len, LayerPages.plain(*sides))
+        zero(step, LayerPages.plain(*sides))
     assert torch.equal(vectorised[0], vectorised_keys(linear[0], x))
     assert torch.equal(vectorised[1], vectorised_values(linear[1], x))
     assert bool((linear[0][8, -3:] == 0).all())

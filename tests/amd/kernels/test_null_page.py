@@ -12,7 +12,7 @@ from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.fill import launch_fill
-from rocm_attn.kernels.metadata.step_tensors import StepTensors, TableTerms
+from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import metadata as twins
 from tests.amd.kernels.fill_cases import Case, tensors
@@ -138,6 +138,8 @@ def test_tails_of_a_real_page_0_are_zeroed_and_no_other_page_0_is_written(
         for side in wanted:
             side[page, used:] = 0
     table = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32, device=kernel_device)
-    of_seq = [torch.tensor(x, dtype=torch.int32, device=kernel_device) for x in ([0, 1], [5, 7], q_len)]
-    zero_tails(table, *of_seq, LayerPages.plain(*pages), null_page=null_page)
+    of_seq = {"row_of_seq": [0, 1], "kv_len": [5, 7], "q_len": q_len}
+    named = {name: torch.tensor(x, dtype=torch.int32, device=kernel_device) for name, x in of_seq.items()}
+    step = StepTensors.of(table[:0], NO_PADS, TableTerms(null_page=null_page), table=table, **named)
+    zero_tails(step, LayerPages.plain(*pages))
     assert all(torch.equal(side, want) for side, want in zip(pages, wanted, strict=True))

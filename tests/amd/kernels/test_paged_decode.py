@@ -200,7 +200,7 @@ def test_a_row_with_more_parts_than_a_step_takes_is_right(
     shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
 ) -> None:
     """One row has about 20 parts, and others have one or two, which one program may add up for all their heads."""
-    monkeypatch.setattr(merge, "merge_shape", lambda *args: replace(merge_shape(*args), **shape))
+    monkeypatch.setattr(merge, "merge_shape", lambda *args: merge_shape(*args)._replace(**shape))
     case = Case(kv_len=[700, 20, 40], q_len=[1] * 3, heads=(4, 2), dims=(32, 32))
     assert_serves(run_decode, case, kernel_device, num_programs=44)
 

@@ -1,6 +1,7 @@
 """Checks of the masks of the kernels that store, zero and move tokens of pages."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,9 @@ from rocm_attn.kernels.cache.move_rows import launch_export_rows, launch_import_
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.cache.tails import launch_zero_tails
+from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import cache as cache_twins
+from tests.amd.kernels.fold_cases import step_of_state
 from tests.amd.kernels.moved_cases import moved_pages, moved_rows, moved_words, of_moves
 from tests.amd.mutation.arguments import assert_same
 from tests.amd.mutation.memory import PAGE_SIZE, Memory, gapped, ints
@@ -41,9 +44,10 @@ def tails(memory: Memory) -> None:
     for side in (coded.raw_k, coded.raw_v, coded.k_scale, coded.v_scale):
         assert side is not None
         side[1:] = 1
+    step = StepTensors.of(table[:0], table=table, row_of_seq=rows, kv_len=kv_len, q_len=q_len)
     for pages in (plain_pages(7), coded):
-        same(table, rows, kv_len, q_len, pages)
-    same(table, rows, ints([5, 6, 4, 9]), q_len, vectorised_pages(7))
+        same(step, pages)
+    same(replace(step, kv_len=ints([5, 6, 4, 9])), vectorised_pages(7))
 
 
 def folds(memory: Memory) -> None:
@@ -55,9 +59,10 @@ def folds(memory: Memory) -> None:
     for tokens, overlaps, positions in ((4, True, [3, 7, 4, 3]), (3, False, [2, 5, 3, 2])):
         columns = 150
         state = LayerPages.plain(*(gapped(5, 4, 1, columns * (1 + overlaps)) for _ in range(2)))
-        given = state, table, row_of_token, ints(positions), ints([2, 3, 0, 0]), gapped(4, columns)
+        step = step_of_state(table, row_of_token, ints(positions), ints([2, 3, 0, 0]))
         options = {"tokens": tokens, "overlaps": overlaps}
-        assert_same(memory, launch_fold_rows, cache_twins.fold_rows, *given, **options, near=1e-3)
+        folded = state, step, gapped(4, columns)
+        assert_same(memory, launch_fold_rows, cache_twins.fold_rows, *folded, **options, near=1e-3)
 
 
 def plain_pages(num_pages: int) -> LayerPages:

@@ -163,9 +163,10 @@ def slots(memory: Memory) -> None:
         ([1, 3, 50, 9], [0, 9, 7, 4]),
     )
     for given, slot_map in cases:
-        slots = ints(given), None if slot_map is None else ints(slot_map), ints([2, 3, 1, 0]), ints([9, 4, 7, 8, 6])
-        options: dict[str, Any] = {"page_size": PAGE_SIZE, "null_page": slot_map is None}
-        assert_same(memory, launch_take_slots, engine_metadata.take_slots, *slots, **options)
+        of_step = {"counts": ints([2, 3, 1, 0]), "slot_of_token": ints([9, 4, 7, 8, 6])}
+        to = StepTensors.of(NOTHING, NO_PADS, TableTerms(null_page=slot_map is None), **of_step)
+        slots = ints(given), None if slot_map is None else ints(slot_map), to
+        assert_same(memory, launch_take_slots, engine_metadata.take_slots, *slots, page_size=PAGE_SIZE)
 
 
 def pack_mask(memory: Memory) -> None:

@@ -14,6 +14,7 @@ from rocm_attn.kernels.states.arguments import (
     LEFT_OUT,
     ConvolutionSlots,
     ConvolutionWeights,
+    RecurArgs,
     RecurrenceRule,
     RecurrentSlots,
     RecurrentTokens,
@@ -111,7 +112,7 @@ def _recurs(memory: Memory, sizes: _Sizes, places: StatePlaces, *, deterministic
     workspace = memory.put(torch.randn(slots.workspace_words(num_tokens, len(places.source))))
 
     def with_workspace(recur: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments: recur(*arguments, workspace, deterministic=deterministic)
+        return lambda *arguments: recur(RecurArgs._make((*arguments, workspace)), deterministic=deterministic)
 
     launch, twin = with_workspace(launch_recur), with_workspace(state_twins.recur)
     assert_same(memory, launch, twin, given, rule, slots, places, near=_NEAR)

@@ -23,6 +23,7 @@ from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
+from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
 from rocm_attn.kernels.model.add_norm import launch_add_norm
 from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
@@ -40,6 +41,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.options import RuntimeOptions
+from tests.amd.kernels.fold_cases import step_of_state
 from tests.amd.offline.other_launches import (
     KV_LEN,
     launch_head_of_graph,
@@ -459,7 +461,8 @@ def _launch_fix_ups(runtime: AttentionRuntime) -> None:
     out = torch.empty(16, problem.num_q_heads, problem.v_head_dim, dtype=problem.dtype)
     # In some engines page 0 is an ordinary page; elsewhere it belongs to no sequence.
     for null_page in (True, False):
-        ops.zero_tails(runtime.table.full.entries, seqs, seqs, seqs, pages, null_page=null_page)
+        of_table = {"table": runtime.table.full.entries, "row_of_seq": seqs, "kv_len": seqs, "q_len": seqs}
+        ops.zero_tails(StepTensors.of(seqs[:0], NO_PADS, TableTerms(null_page=null_page), **of_table), pages)
     ops.clear_pads(counts, out, None)
     ops.clear_pads(counts, out, torch.empty(16, problem.num_q_heads))
 
@@ -476,7 +479,8 @@ def _launch_vectorised(row: Row) -> None:
     of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (tokens, 4))
     table = torch.empty(tokens, 64, dtype=torch.int32)
     ops.store_kv(k, v, of_token, counts, LayerPages.plain(*pages), null_page=True)
-    ops.zero_tails(table, of_token, of_token, of_token, LayerPages.plain(*pages), null_page=True)
+    step = StepTensors.of(table[:0], table=table, row_of_seq=of_token, kv_len=of_token, q_len=of_token)
+    ops.zero_tails(step, LayerPages.plain(*pages))
 
 
 def _launch_record_stores(row: Row) -> None:
@@ -503,8 +507,8 @@ def _launch_fold_rows(row: Row) -> None:
         state = LayerPages.plain(*(torch.empty(num_pages, 128, 1, width, dtype=dtype) for _ in range(2)))
         of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (16, 4))
         table, rows = torch.empty(16, 64, dtype=torch.int32), torch.empty(16, columns)
-        at = table, of_token, of_token, counts
-        TRITON.ops().fold_rows(state, *at, rows, tokens=tokens, overlaps=tokens == 4)
+        step = step_of_state(table, of_token, of_token, counts)
+        TRITON.ops().fold_rows(state, step, rows, tokens=tokens, overlaps=tokens == 4)
 
 
 def _launch_experts(row: Row) -> None:

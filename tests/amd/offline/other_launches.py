@@ -114,7 +114,7 @@ def launch_of_engines(page_size: int) -> None:
             of_terms = replace(step, terms=TableTerms(null_page=null_page))
             launch_check_pages(of_terms, counts, page_size=page_size, window_left=1, spans_pass=passes)
         for slot_map in (None, given):
-            launch_take_slots(given, slot_map, counts, of_seq, page_size=page_size, null_page=True)
+            launch_take_slots(given, slot_map, replace(step, slot_of_token=of_seq), page_size=page_size)
         k = torch.empty(num_seqs, 2, 128, dtype=torch.bfloat16)
         pages = torch.empty(width, page_size, 2, 128, dtype=torch.bfloat16)
         TRITON.ops().store_kv(k, k, of_seq, counts, LayerPages.plain(pages, pages), null_page=False)

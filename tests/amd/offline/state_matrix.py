@@ -6,7 +6,7 @@ import torch
 
 from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.states.arguments import ConvolutionWeights, StatePlaces, Update
+from rocm_attn.kernels.states.arguments import ConvolutionWeights, RecurArgs, StatePlaces, Update
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
@@ -55,7 +55,7 @@ class StateRow:
             rule = rule_of(form)
             workspace = torch.empty(slots.workspace_words(num_tokens, _NUM_SEQS))
             tokens = inputs.of_recurrence(form, num_tokens)
-            launch_recur(tokens, rule, slots, places, workspace, deterministic=False)
+            launch_recur(RecurArgs(tokens, rule, slots, places, workspace), deterministic=False)
             x, weight, bias, out = inputs.of_convolution(form, num_tokens)
             launch_convolve(x, out, ConvolutionWeights(weight, bias, True), pool.convolution[0], places)
 

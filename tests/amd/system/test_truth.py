@@ -121,12 +121,18 @@ def test_every_needle_is_found(kind: str, device: torch.device) -> None:
     "fault",
     [
         lambda ops: replace(
-            ops, fold_rows=lambda pages, table, *at, **row: ops.fold_rows(pages, table * 0, *at, **row)
+            ops,
+            fold_rows=lambda pages, step, rows, **row: ops.fold_rows(
+                pages, replace(step, table=step.table * 0), rows, **row
+            ),
         ),
         lambda ops: replace(
             ops,
-            fold_rows=lambda pages, table, row_of_token, place, *to, **row: ops.fold_rows(
-                pages, table, row_of_token, (place - row["tokens"]).clamp(min=0), *to, **row
+            fold_rows=lambda pages, step, rows, **row: ops.fold_rows(
+                pages,
+                replace(step, position_of_token=(step.position_of_token - row["tokens"]).clamp(min=0)),
+                rows,
+                **row,
             ),
         ),
     ],

@@ -25,7 +25,13 @@ import torch
 RESERVED_ROW = 0
 RESERVED_PAGE = 0
 
-Index = TypeVar("Index", int, "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", torch.Tensor)
+Index = TypeVar(
+    "Index",
+    int,
+    "np.ndarray[tuple[int, ...], np.dtype[np.int32]]",
+    "np.ndarray[tuple[int, ...], np.dtype[np.int64]]",
+    torch.Tensor,
+)
 
 
 @dataclass(frozen=True, slots=True)

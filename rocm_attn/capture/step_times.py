@@ -123,7 +123,8 @@ class StepTimes:
         num_seqs, kv_len: of sequences that decode
         """
         left = max(seconds - num_seqs * self._of_each(kv_len), self._reading)
-        return max(_FEWEST_TOKENS, int(left * self.rates.flops_per_s / self.matrices.flops) - num_seqs)
+        in_time = min(left * self.rates.flops_per_s / self.matrices.flops, NEVER)  # the time may be infinite
+        return max(_FEWEST_TOKENS, int(in_time) - num_seqs)
 
     @property
     def read_tokens(self) -> int:

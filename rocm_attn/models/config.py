@@ -11,6 +11,7 @@ from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.models.mlp_config import Mlp
 from rocm_attn.models.recurrent import RecurrentLayer
 from rocm_attn.models.rope import DivisorScaling, Rope
+from rocm_attn.problem import Indexer
 
 # End of a tensor's name -> first row -> factor on the rows from there on, in order from row 0.
 RowFactors = Mapping[str, Mapping[int, float]]
@@ -206,6 +207,11 @@ class ModelConfig:
         for layer in self.attending:
             if layer.rope.head_dim % 2:
                 raise BadModel(f"head_dim {layer.rope.head_dim} is odd; rotary embedding needs pairs")
+            indexer = layer.attention.indexer
+            if isinstance(indexer, Indexer) and indexer.head_dim < layer.rope.head_dim:
+                raise BadModel(
+                    f"index_head_dim is {indexer.head_dim}; it must hold the {layer.rope.head_dim} rotated elements"
+                )
             if isinstance(layer.rope.scaling, DivisorScaling):
                 divisors, pairs = len(layer.rope.scaling.divisors), layer.rope.head_dim // 2
                 if divisors != pairs:

@@ -225,9 +225,10 @@ def _before_rows(
         bias[-len(of_rows) :] = of_rows
     if projections.interleaved:
         _put_in_halves(of_heads.view(heads.size, q_dim, -1)[:, projections.nope_dim :].transpose(0, 1))
-        _put_in_halves(first[-rope_dim:])
+        turning = len(first) - rope_dim
+        _put_in_halves(first[turning:])
         if bias is not None:
-            _put_in_halves(bias[-rope_dim:])
+            _put_in_halves(bias[turning:])
     return first, bias, q_norm, of_heads if rank else None
 
 

@@ -159,8 +159,9 @@ def _open_directory(directory: Path) -> ModelFiles:
 def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:
     fields = Fields(file.metadata, file.name)
     backend = tokenizer_from_gguf(fields)
-    # SentencePiece files without this field mean "yes"
-    adds_bos = fields.flag("tokenizer.ggml.add_bos_token", fields.text("tokenizer.ggml.model") == "llama")
+    # Without this field, files of SentencePiece and of Llama 3 mean "yes". Most of Llama 3 lack it.
+    is_llama3 = fields.text("tokenizer.ggml.pre", "") == "llama-bpe" and fields.has("tokenizer.ggml.bos_token_id")
+    adds_bos = fields.flag("tokenizer.ggml.add_bos_token", is_llama3 or fields.text("tokenizer.ggml.model") == "llama")
     template = None
     if fields.has("tokenizer.chat_template"):
         bos, eos = (_special(backend, fields, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))

@@ -269,6 +269,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_dense_layers": ("qwen3_moe", {"mlp_only_layers": [0], "attention_bias": True}),
     "qwen3_moe_sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}),
     "qwen3_moe_window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
+    "deepseek_v2_nothing_turns": ("deepseek_v2", {"qk_rope_head_dim": 0, "attention_bias": True}),
+    "deepseek_v32_nothing_turns": ("deepseek_v32", {"qk_rope_head_dim": 0}),
 }
 
 
@@ -427,3 +429,9 @@ def test_experts_of_another_shape_are_named(tmp_path: Path) -> None:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
     with pytest.raises(BadModel, match=r"experts\.gate_up_proj has shape \[6, 160, 48\]; .* for \[6, 48, 160\]"):
         load(tmp_path)
+
+
+def test_an_indexer_whose_keys_are_shorter_than_what_turns_is_refused(tmp_path: Path) -> None:
+    directory = save(family_model("minimax_m3", index_head_dim=6), tmp_path)
+    with pytest.raises(BadModel, match="index_head_dim is 6; it must hold the 8 rotated elements"):
+        load(directory)

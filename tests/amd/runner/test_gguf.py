@@ -133,6 +133,23 @@ def test_shapes_and_end_tokens_come_from_the_file(tmp_path: Path) -> None:
     assert config.eos_token_ids == (2, 9)
 
 
+@pytest.mark.parametrize(
+    ("named", "begins"),
+    [
+        ({"tokenizer.ggml.pre": "llama-bpe"}, True),
+        ({"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}, False),
+        ({"tokenizer.ggml.pre": "qwen2"}, False),
+    ],
+)
+def test_prompts_of_llama_3_begin_with_its_first_token_unless_the_file_says_no(
+    named: dict[str, Any], begins: bool, tmp_path: Path
+) -> None:
+    named["tokenizer.ggml.bos_token_id"] = 1
+    tokenizer = load_tokenizer(write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata=named))
+    assert tokenizer is not None
+    assert (tokenizer.bos_token_id == 1) is begins
+
+
 def test_a_template_for_tools_comes_from_the_file(tmp_path: Path) -> None:
     named = {"tokenizer.chat_template": "for all", "tokenizer.chat_template.tool_use": "for tools"}
     tokenizer = load_tokenizer(write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata=named))

@@ -75,7 +75,7 @@ def test_prompts_get_the_time_that_decoding_leaves() -> None:
 
 
 @given(
-    latencies=st.tuples(st.floats(0.01, 1e4), st.floats(0.01, 1e4)),
+    latencies=st.tuples(st.floats(0.01, 1e4), st.floats(0.01, 1e4) | st.just(float("inf"))),
     most=st.integers(1, 512),
     chunk=st.sampled_from([0, 1, 300, 8192]),
     matrices=st.builds(

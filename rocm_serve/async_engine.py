@@ -101,8 +101,8 @@ class EngineClient:
     def _begin(self, request: Request) -> RequestStream:
         tokenizer = self._engine.limits.tokenizer if request.detokenise else None
         number, inbox = next(self._numbers), Inbox(request, tokenizer)
-        self._books.add(number, inbox)
         self._engine.tell(EngineThread.submit, number, replace(request, stop=(), detokenise=False))
+        self._books.add(number, inbox)  # last, because tell() may refuse it; results come in this event loop, later
         return RequestStream(number, inbox, lambda number: self._engine.tell(EngineThread.forget, number))
 
     async def complete(self, request: Request) -> Completion:

@@ -24,7 +24,7 @@ from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec
 
-from rocm_attn.errors import RocmAttnError
+from rocm_attn.errors import BadRequest, RocmAttnError
 from rocm_serve.engine_thread import (
     Answer,
     Ended,
@@ -69,7 +69,7 @@ class EngineProcess:
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
         # SimpleQueue.put may be called from a destructor, which garbage collection runs anywhere.
-        self._commands: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._is_writing = False
         self._unread, self._unsent = bytearray(), bytearray()
 
@@ -109,8 +109,18 @@ class EngineProcess:
         self._loop.add_reader(self._pipe.fileno(), self._take)
 
     def tell(self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs) -> None:
-        """Like EngineThread.tell(). A process that does not end after stop() is killed after a while."""
-        self._commands.put((command, arguments))
+        """Like EngineThread.tell(). A process that does not end after stop() is killed after a while.
+
+        Raises BadRequest for arguments that cannot be sent.
+        """
+        try:
+            message = pickle.dumps((command, arguments))
+        except Exception as error:  # a class's own methods may raise anything
+            raise BadRequest(
+                f"the request cannot be sent to the engine's process ({error}); give each field a value of the type "
+                "that Request names, not of a class derived from it"
+            ) from error
+        self._commands.put(_LENGTH.pack(len(message)) + message)
         if not self._is_writing:
             self._is_writing = True
             with suppress(RuntimeError):  # the event loop was closed
@@ -173,9 +183,8 @@ class EngineProcess:
     def _write(self) -> None:
         """Sends the commands that were given, together."""
         self._is_writing = False
-        given = [self._commands.get() for _ in range(self._commands.qsize())]
-        message = pickle.dumps(given)
-        self._unsent += _LENGTH.pack(len(message)) + message
+        for _ in range(self._commands.qsize()):
+            self._unsent += self._commands.get()
         self._send()
 
     def _send(self) -> None:
@@ -233,8 +242,8 @@ def _read(pipe: Connection, thread: EngineThread) -> None:
     """Passes on the commands, until the other process ends and this one with it."""
     with suppress(EOFError, OSError):
         while True:
-            for command, arguments in pipe.recv():
-                thread.tell(command, *arguments)
+            command, arguments = pipe.recv()
+            thread.tell(command, *arguments)
 
 
 def _sendable(message: Message) -> Message:

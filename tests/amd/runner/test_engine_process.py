@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadRequest, BadSetting
 from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.engine import Engine
 from rocm_serve.engine_process import EngineDied, EngineProcess
@@ -192,6 +192,21 @@ async def test_a_reader_that_leaves_ends_its_request_in_the_other_process() -> N
             assert (metrics.running, metrics.waiting) == (0, 0)
             assert metrics.requests_ended == {"cancelled": 1, "length": 1}
             assert (await client.truth(0)).word != "wrong"
+
+
+async def test_a_request_that_cannot_be_sent_is_refused_and_loses_no_other() -> None:
+    class Salt(str):  # pickle finds no class of a function
+        pass
+
+    with EngineProcess(held) as process:
+        async with EngineClient(process) as client:
+            short = replace(LONG, max_new_tokens=2)
+            first = client.stream(short)
+            with pytest.raises(BadRequest, match="cannot be sent to the engine's process"):
+                client.streams([short, replace(short, cache_salt=Salt("a"))])
+            done = await first.completion()
+            assert len(done.token_ids) == 2
+            assert (client.num_requests, (await client.metrics()).requests_ended["length"]) == (0, 1)
 
 
 async def test_a_killed_process_ends_all_streams_with_one_error_and_all_questions() -> None:

@@ -13,9 +13,11 @@ step's counts end with the last live sequence, so the host need not know how man
 
 A length that is cut, and fewer new tokens than min_q_len, set LENGTH_BEYOND_BOUND in the step's error word. So do
 boundaries that do not begin at 0, and new tokens of a sequence that is not live if a live one comes after it: the
-tokens of that one lie elsewhere in the engine's tensors. A row outside of the table sets ROW_NOT_IN_TABLE: its sequence
-is taken for a pad. If two sequences with KV and new tokens have the same row, ROW_TWICE is set: each writes the step's
-number to the row's place and finds it there already.
+tokens of that one lie elsewhere in the engine's tensors. So does a sequence without a new token before one that has
+one, if the bounds say that each has one: kernels then take a token's number for its sequence's.
+
+A row outside of the table sets ROW_NOT_IN_TABLE: its sequence is taken for a pad. If two sequences with KV and new
+tokens have the same row, ROW_TWICE is set: each writes the step's number to the row's place and finds it there already.
 
 One program does it all: it alone knows the sums, and engines have some thousand sequences at most. The header of the
 slot and the echo of the step before: slot_layout.py, publish.py.
@@ -160,6 +162,8 @@ def _publish_engine_kernel(
             errors |= tl.where(stores & (found == step), _ROW_TWICE, 0)
         num_live = tl.maximum(num_live, tl.max(tl.where(is_live, seq + 1, 0), 0))
         token_end = tokens_before + tl.cumsum(taken, 0)
+        is_moved = (min_q_len == 1) & (max_q_len == 1) & (taken > 0) & (token_end != seq + 1)
+        errors |= tl.where(is_moved, _BEYOND_BOUND, 0)
         live_tokens = tl.maximum(live_tokens, tl.max(tl.where(is_live, token_end, 0), 0))
         tokens_before += tl.sum(taken, 0)
         own_row = seq + 1 if GATHERED else row.to(tl.int32)

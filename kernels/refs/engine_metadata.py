@@ -58,6 +58,8 @@ def publish_engine(
     taken = taken.minimum(room.clamp(min=0))
     few = (taken > 0) & (taken < bounds.min_q_len)
     cut = (in_table & ((kept != length) | (is_live & ((taken != new) | few)))).any()
+    if bounds.min_q_len == bounds.max_q_len == 1:
+        cut |= ((taken > 0) & (taken.cumsum(0) != seq + 1)).any()
     if given.q_form == Q_BOUNDARIES and num_seqs:
         assert given.q is not None
         cut |= given.q[0] != 0

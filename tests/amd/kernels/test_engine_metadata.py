@@ -87,12 +87,12 @@ class Step:
     num_tokens_padded: int
     dtype: torch.dtype = torch.int32
     stride: int = 1
+    min_q_len: int = 2
+    max_q_len: int = 8
 
     num_rows = 6
     page_size = 4
     kv_bound = 40
-    min_q_len = 2
-    max_q_len = 8
 
 
 @st.composite
@@ -115,6 +115,7 @@ def steps(draw: st.DrawFn) -> Step:
         draw(st.integers(num_seqs, 50)) or 1,
         draw(INT_TYPES),
         draw(st.sampled_from([1, 3])),
+        *draw(st.sampled_from([(2, 8), (1, 1)])),
     )
 
 
@@ -147,9 +148,10 @@ def by_hand(step: Step, pad_kv_len: int, pad_q_len: int) -> Published:
         is_few = step.q_form != Q_EACH_ONE and 0 < taken < step.min_q_len
         left_out |= step.q_form != Q_EACH_ONE and is_row and not is_live and wanted != 0
         tokens += taken
+        is_moved = step.q_form != Q_EACH_ONE and step.min_q_len == step.max_q_len == 1 and tokens != seq + 1
         if not is_row:
             error |= ROW_NOT_IN_TABLE
-        elif kept != length or (is_live and (taken != wanted or is_few or left_out)):
+        elif kept != length or (is_live and (taken != wanted or is_few or left_out or (taken > 0 and is_moved))):
             error |= LENGTH_BEYOND_BOUND
         if kept > 0 and taken > 0 and step.has_rows:
             error |= ROW_TWICE if row in stored else 0
@@ -221,6 +223,17 @@ def test_an_engines_lengths_are_published_within_their_bounds(
     # For any input, tokens stay within the step, and pages within the row.
     assert sum(found.q_len[: len(step.seqs)]) <= step.num_tokens_padded
     assert max(found.kv_len) <= max(step.kv_bound, 2)
+
+
+@publishes
+@pytest.mark.parametrize(("new", "error"), [([1, 1, 0], 0), ([0, 1, 1], LENGTH_BEYOND_BOUND)])
+def test_a_sequence_without_a_token_moves_no_other_ones(
+    publish: Launch, new: list[int], error: int, kernel_device: torch.device
+) -> None:
+    """Where each has one token, a kernel of decode takes a token's number for its sequence's."""
+    seqs = [(row, 9, each) for row, each in enumerate(new)]
+    step = Step(seqs, Q_BOUNDARIES, True, True, False, [], 4, 4, min_q_len=1, max_q_len=1)
+    assert published(publish, step, kernel_device)[0].counts[3] == error
 
 
 @publishes

@@ -12,14 +12,16 @@ A proof assumes that 64 bits suffice, that loops step forward, and what the kern
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from rocm_lab.races.ttir import STORES, Kernel, Kind, Operation, Value, base_of, parse_ttir
 from rocm_lab.simulator.faults import UnknownInstruction
 
-# The name of an argument, of the tensor that a number is loaded from, "program x" or "programs x" -> (least, most).
+# The name of an argument, of the tensor that a number is loaded from, "program_x" or "programs_x" -> (least, most);
+# "blocks": a program's number times a constant; "kernel %name": a value that a kernel computes.
 Ranges = Mapping[str, tuple[int, int]]
 # For each axis of a value: which axis of the access it is, or -1.
 Axes = tuple[int, ...]
@@ -67,15 +69,18 @@ def prove_no_overflow(ttir: str, ranges: Ranges) -> Overflows:
         return Overflows(name, (str(unknown),))
 
 
-def needed_ranges(ttir: str, ranges: Ranges) -> list[str]:
-    """Those of the ranges without which a kernel is not proved."""
+def needed_ranges(ttir: str, ranges: Ranges, among: Iterable[str]) -> list[str]:
+    """Those among some of the ranges without which a kernel is not proved that is proved with them."""
     kernel = parse_ttir(ttir)
-    used = {name: ranges[name] for name in sorted(_Analysis(kernel, ranges).used)}
-    for name in list(used):
+    used = {name: ranges[name] for name in sorted(_Analysis(kernel, ranges).used_by_faults())}
+    needed = []
+    for name in sorted(used.keys() & set(among)):
         others = {each: limits for each, limits in used.items() if each != name}
-        if not list(_Analysis(kernel, others).faults()):
+        if any(_Analysis(kernel, others).faults()):
+            needed.append(name)
+        else:
             used = others
-    return list(used)
+    return needed
 
 
 def _bits(kind: Kind) -> int:
@@ -155,8 +160,10 @@ _LOOPS = ("scf.for", "scf.while")
 _FLIPPED = {"slt": "sgt", "sle": "sge", "sgt": "slt", "sge": "sle", "eq": "eq", "ne": "ne"}
 _NEGATED = {"slt": "sge", "sle": "sgt", "sgt": "sle", "sge": "slt", "eq": "ne", "ne": "eq"}
 _UNSIGNED = {"ult": "slt", "ule": "sle", "ugt": "sgt", "uge": "sge"}
-# Rounds until a limit of a loop goes on to the next of these.
-_ROUNDS = 4
+# No loop has more rounds: it would take a minute.
+_MOST_ROUNDS = 1 << 25
+# Rounds until a limit of a loop goes on to what it would be after all of them, or to the next of these steps.
+_ROUNDS = 36
 _STEPS = sorted({0, *(sign * ((1 << bits) + less) for bits in (0, 7, 8, 15, 16, 31, 32, 63) for sign, less in ((-1, 0), (1, -1), (1, 0)))})
 
 
@@ -212,8 +219,13 @@ class _Analysis:
         causes: dict[Operation, None] = {}
         for each in self._operations:
             causes |= dict.fromkeys(sorted(self._of_access(each), key=lambda op: op.place))
-        lines = {f"{self._kernel.source_line(each)}: {self._examples[each]}": None for each in causes}
+        lines = {f"{self._kernel.source_line(each)}: {_stem((each.results or each.inner)[0])}: {self._examples[each]}": None for each in causes}
         yield from lines
+
+    def used_by_faults(self) -> set[str]:
+        """The names of the ranges that were looked up."""
+        list(self.faults())
+        return self.used
 
     def _of_access(self, op: Operation) -> Causes:
         place = self._place(op)
@@ -243,32 +255,30 @@ class _Analysis:
         loops = [each for each in self._operations if each.name in _LOOPS]
         carried = [value for each in loops for value in (*each.results, *each.inner[each.name == "scf.for" :])]
         self._carried = dict.fromkeys(carried)
-        rounds = 0
-        while self._round(lambda before, now: _grown(before, now, rounds >= _ROUNDS)):
-            rounds += 1
+        growths = {value: _Growth(_limits(value.kind) if value.kind.is_number else (0, 0)) for value in carried}
+        while self._round(lambda value, before, found: growths[value].after(before, found)):
+            pass
         for _ in range(2):
-            self._round(lambda before, now: now)
-        limits = {value: found and found[:2] for value, found in self._carried.items()}
-        self._carried = {value: found and Range(*found) for value, found in limits.items()}
+            self._round(lambda value, before, found: _joined(found))
+        self._carried = {value: found and Range(*found[:2]) for value, found in self._carried.items()}
+
+        def with_causes(value: Value, before: Range | None, found: Sequence[Range | None]) -> Range | None:
+            now = _joined(found)
+            return before and now and Range(*before[:2], before.causes | now.causes)
+
         # Then with causes, which come from within these limits.
-        while self._round(lambda before, now: before and now and Range(*before[:2], before.causes | now.causes)):
+        while self._round(with_causes):
             pass
         self._places.clear()
 
-    def _round(self, merge: Callable[[Range | None, Range | None], Range | None]) -> bool:
+    def _round(self, merge: Callable[[Value, Range | None, Sequence[Range | None]], Range | None]) -> bool:
         """Computes once what loops carry; true if something has changed."""
-        changed = False
         self._places.clear()
-        after: dict[Value, Range | None] = {}
+        after = {}
         for value, before in self._carried.items():
-            found = None
-            for place, source in self._sources(value):
-                other = self._at(place, source, _unrelated(source.kind.shape))
-                found = found.join(other) if found and other else found or other
-            now = merge(before, found)
-            changed |= now != before
-            after[value] = now
-        self._carried = after
+            sources = self._sources(value)
+            after[value] = merge(value, before, [self._at(at, each, _unrelated(each.kind.shape)) for at, each in sources])
+        changed, self._carried = after != self._carried, after
         return changed
 
     def _sources(self, value: Value) -> Iterator[tuple[_Place, Value]]:
@@ -397,17 +407,18 @@ class _Analysis:
         key = value, axes
         if key not in place.seen:
             found = self._found(place, value, axes)
-            if found is not None and key in place.limits:
-                found = found.within(*place.limits[key])
+            for limits in (place.limits.get(key), self._declared(value)):
+                found = found.within(*limits) if found and limits else found
             place.seen[key] = found
         return place.seen[key]
 
     def _named(self, name: str, kind: Kind) -> Range:
         low, high = _limits(kind)
-        if name not in self._ranges:
-            return Range(low, high)
-        self.used.add(name)
-        return Range(*self._ranges[name]).within(low, high)
+        for each in (f"{self._kernel.name} {name}", name):
+            if each in self._ranges:
+                self.used.add(each)
+                return Range(*self._ranges[each]).within(low, high)
+        return Range(low, high)
 
     def _found(self, place: _Place, value: Value, axes: Axes) -> Range | None:
         op = value.op
@@ -474,7 +485,7 @@ class _Analysis:
             numbers = [int(text == "true") if text in ("true", "false") else int(text) for text in texts]
             return Range(min(numbers), max(numbers)) if numbers else Range(low, high)
         if name in ("tt.get_program_id", "tt.get_num_programs"):
-            return self._named(f"program{'s' * (name != 'tt.get_program_id')} {op.text.split()[1]}", kind)
+            return self._named(f"program{'s' * (name != 'tt.get_program_id')}_{op.text.split()[1]}", kind)
         if name == "tt.make_range":
             start, end = (int(re.findall(rf"{word} = (\d+)", op.text)[0]) for word in ("start", "end"))
             return Range(start, end - 1)
@@ -499,11 +510,36 @@ class _Analysis:
             limits = self._converted(name, op.operands[0].kind, known[0])
         if limits is None:
             return Range(low, high, causes)
+        limits = self._related(place, op, axes, limits)
+        if declared := self._declared(value):
+            limits = min(max(limits[0], declared[0]), declared[1]), max(min(limits[1], declared[1]), declared[0])
         if low <= limits[0] and limits[1] <= high:
             return Range(*limits, causes)
-        if kind.element == "i32" and not (name == "arith.shli" and known[0][:2] == (1, 1)):
+        # Words of bits are shifted, too.
+        if kind.element == "i32" and not (name == "arith.shli" and known[0][:2] in ((1, 1), (low, high))):
             causes |= {self._noted(op, f"{name} of {_shown(known)} is {limits[0] if limits[1] <= high else limits[1]}")}
         return Range(low, high, causes)
+
+    def _declared(self, value: Value) -> tuple[int, int] | None:
+        name = f"{self._kernel.name} {_stem(value)}"
+        if name in self._ranges:
+            self.used.add(name)
+        return self._ranges.get(name)
+
+    def _related(self, place: _Place, op: Operation, axes: Axes, limits: tuple[int, int]) -> tuple[int, int]:
+        """Narrower limits if the operands have to do with each other: a + min(b, c - a) is at most c."""
+        low, high = limits
+        if op.name == "arith.addi":
+            for one, two in (op.operands, op.operands[::-1]):
+                for each in _least_of(two):
+                    if each.op and each.op.name == "arith.subi" and each.op.operands[1] is one:
+                        most = self._at(place, each.op.operands[0], axes)
+                        high = min(high, most.high) if most else high
+        is_program = any(each.op and each.op.name == "tt.get_program_id" for each in op.operands)
+        if op.name == "arith.muli" and is_program and "blocks" in self._ranges and limits[0] >= 0:
+            self.used.add("blocks")
+            high = min(high, self._ranges["blocks"][1])
+        return low, max(low, high)
 
     def _converted(self, name: str, source: Kind, has: Range) -> tuple[int, int] | None:
         """The limits of a conversion, or of an operation on one number."""
@@ -539,6 +575,7 @@ class _Analysis:
         (axis,) = (int(each) for each in re.findall(r"axis = (\d+)", op.text))
         count = source.kind.shape[axis]
         least, most = min(found.low, found.low * count), max(found.high, found.high * count)
+        least, most = Range(least, most).within(*(self._declared(value) or (least, most)))[:2]
         if low <= least and most <= high:
             return Range(least, most, found.causes)
         note = {self._noted(op, f"a sum of {count} numbers up to {found.high} is {most}")} if _bits(value.kind) == 32 else _NONE
@@ -577,17 +614,55 @@ class _Analysis:
         return op
 
 
+def _least_of(value: Value) -> list[Value]:
+    """The values that a value is the least of."""
+    if value.op and value.op.name == "arith.minsi":
+        return [found for each in value.op.operands for found in _least_of(each)]
+    return [value]
+
+
 def _shown(operands: Sequence[Range]) -> str:
     return " and ".join(f"{each.low}..{each.high}" for each in operands)
 
 
-def _grown(before: Range | None, now: Range | None, far: bool) -> Range | None:
-    """The range of a loop after another round. far: a limit that has grown goes on to a step."""
-    if before is None or now is None:
-        return now if before is None else before
-    low, high = min(before.low, now.low), max(before.high, now.high)
-    if far and low < before.low:
-        low = max((each for each in _STEPS if each <= low), default=low)
-    if far and high > before.high:
-        high = min((each for each in _STEPS if each >= high), default=high)
-    return Range(low, high)
+def _joined(found: Sequence[Range | None]) -> Range | None:
+    result = None
+    for each in found:
+        result = result.join(each) if result and each else result or each
+    return result
+
+
+@dataclass(slots=True)
+class _Growth:
+    """How a number that a loop carries grows. by: in a round, at most, down and up; None: not in a way that is known"""
+
+    limits: tuple[int, int]
+    rounds: int = 0
+    by: list[int | None] = field(default_factory=lambda: [0, 0])
+
+    def after(self, before: Range | None, found: Sequence[Range | None]) -> Range | None:
+        """The range after another round. found: what the loop begins with, and what a round makes of before"""
+        now = _joined(found)
+        if before is None or now is None or len(found) == 1 or found[0] is None or found[1] is None:
+            return before and now and before.join(now) or before or now
+        self.rounds += 1
+        limits = []
+        for side, sign in ((0, -1), (1, 1)):
+            begin, old, new = (sign * each[side] for each in (found[0], before, found[1]))
+            by = self.by[side]
+            if self.rounds > _ROUNDS and by is not None and new > old and new - old > by:
+                by = self.by[side] = None if by else new - old
+            if self.rounds <= _ROUNDS:
+                limit = max(old, begin, new)
+            elif by is None:
+                limit = max(old, min(each for each in (*_STEPS, max(begin, new)) if each >= max(begin, new)))
+            else:
+                limit = max(old, begin + by * _MOST_ROUNDS)
+            limits.append(sign * min(limit, sign * self.limits[side]))
+        return Range(limits[0], limits[1])
+
+
+@cache
+def _stem(value: Value) -> str:
+    """The name of a value in the source, such as %page; the compiler adds numbers."""
+    return re.sub(r"(_\d+)?(:\d+)?$", "", value.name)

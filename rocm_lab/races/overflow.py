@@ -535,8 +535,9 @@ class _Analysis:
                     if each.op and each.op.name == "arith.subi" and each.op.operands[1] is one:
                         most = self._at(place, each.op.operands[0], axes)
                         high = min(high, most.high) if most else high
-        is_program = any(each.op and each.op.name == "tt.get_program_id" for each in op.operands)
-        if op.name == "arith.muli" and is_program and "blocks" in self._ranges and limits[0] >= 0:
+        made_by = {each.op.name for each in op.operands if each.op}
+        is_block = op.name == "arith.muli" and made_by == {"tt.get_program_id", "arith.constant"}
+        if is_block and "blocks" in self._ranges and limits[0] >= 0:
             self.used.add("blocks")
             high = min(high, self._ranges["blocks"][1])
         return low, max(low, high)

@@ -49,9 +49,9 @@ device_kv_len first_key first_writable key_end kv_bound kv_len limit mask_start 
 prefix_len span_begin span_end stored visible_end visible_first window_start
 """
 _COUNTS = """
-block_table_width branches device_q_len end_token first_page first_token group_end indptr keys_before max_q_len
-min_q_len most_q_len num_bytes num_cells num_checks num_drawing num_equal num_given num_mask_starts num_nodes
-num_parents num_positions num_seqs num_seqs_padded num_spans num_token_ids num_tokens num_tokens_padded num_trees
+block_table_width device_q_len end_token first_page first_token group_end indptr keys_before max_q_len
+min_q_len most_q_len nodes_before num_bytes num_cells num_checks num_drawing num_equal num_given num_mask_starts num_nodes
+num_parents num_positions num_seqs num_seqs_padded num_token_ids num_tokens num_tokens_padded num_trees
 num_updates num_window_starts num_words order pad_q_len page_list_len pending q_indptr q_len table_width vocab width
 """
 LIMITS = (
@@ -70,7 +70,7 @@ LIMITS = (
     Limits("max_blocks most_keys", 0, _BLOCKS, "a query block has 16 rows or more"),
     Limits("num_parts part_keys splits", 1, 2**14, "sparse/cuts.py"),
     Limits("list_shares row_shares shares token_shares", 1, 2**12, "programs of a sequence"),
-    Limits("steps", 0, 2**12, "draft steps"),
+    Limits("branches num_spans steps", 0, 2**12, "drafts and spans of a sequence"),
     Limits("blocks", 0, MOST_TOKENS, "a grid covers tokens, sequences or elements, and a block more"),
     *(
         Limits(f"program_{axis} programs_{axis}", 0, _MOST_PROGRAMS, "a grid has at most a million programs")
@@ -93,6 +93,19 @@ CONDITIONS = (
     Limits("%first %kv_index %row_start", 0, MOST_TOKENS, "a program's work is in its row", _BY_SCHEDULE),
     Limits("%row %ratio_head", 0, _MOST_HEADS, "a layer has at most 512 heads", f"{_BY_SCHEDULE} {_BY_SHARES}"),
     Limits("%line", 0, 2 * _MOST_SHARING * 128, "a part is in the workspace", _BY_SCHEDULE),
+    Limits(
+        "%first_program %num_parts",
+        0,
+        _MOST_SHARING,
+        "a row's parts are in the workspace",
+        "merge extend_merge segment_merge",
+    ),
+    Limits("%part", 0, 2 * _MOST_SHARING, "a row's parts are in the workspace", "merge extend_merge"),
+    Limits("%at %line", 0, 2 * _MOST_SHARING * 128, "a row's parts are in the workspace", "merge extend_merge"),
+    Limits("%first_position", 0, MOST_TOKENS, "a row's parts are in the workspace", "merge"),
+    Limits("%rows", 0, _BLOCKS, "a row's parts are in the workspace", "merge"),
+    Limits("%words", 0, 8 * _BLOCKS, "a share's blocks are in its schedule", "extend_merge segment_parts"),
+    Limits("%head %num_lines", 0, 128 * _MOST_HEADS, "a layer has at most 512 heads", "extend_merge segment_parts"),
     Limits("%query_block", 0, _BLOCKS, "a share's blocks are in its schedule", _BY_SHARES),
     Limits("%mask_len", 0, 2**24, "at most 2^24 keys of a sequence have cells of a mask", f"{_BY_SCHEDULE} {_BY_SHARES}"),
     Limits("%before %total", 0, MOST_TOKENS, "sums over sequences are at most those of the step", "fill"),
@@ -122,7 +135,7 @@ CONDITIONS = (
         "bound choose",
     ),
     Limits(
-        "%at %begin %most_ties %middle %slot %taken %ties %ties_before %total %written",
+        "%at %begin %most_ties %middle %num_middle %slot %taken %ties %ties_before %total %written",
         -1,
         MOST_TOKENS,
         "counts of a line's units are at most its units",
@@ -137,6 +150,11 @@ def _ranges_of(table: tuple[Limits, ...]) -> dict[str, tuple[int, int]]:
 
 _WHYS = {name: each.why for each in CONDITIONS for name in each.ranges()}
 _PLAIN, _ALL = _ranges_of(LIMITS), _ranges_of((*LIMITS, *CONDITIONS))
+
+
+def faults_of(ttir: str) -> tuple[str, ...]:
+    """The faults of a kernel under all conditions."""
+    return prove_no_overflow(ttir, _ALL).faults
 
 
 @cache

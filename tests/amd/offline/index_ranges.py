@@ -71,6 +71,9 @@ LIMITS = (
     Limits("num_parts part_keys splits", 1, 2**14, "sparse/cuts.py"),
     Limits("list_shares row_shares shares token_shares", 1, 2**12, "programs of a sequence"),
     Limits("branches num_spans steps", 0, 2**12, "drafts and spans of a sequence"),
+    Limits("program_y", 0, 2**12, "drafts of a sequence", "draft_steps"),
+    Limits("width", 0, 2**12, "drafts of a sequence", "next_step"),
+    Limits("rows", 0, 2**8, "few_rows.py", "few_rows"),
     Limits("blocks", 0, MOST_TOKENS, "a grid covers tokens, sequences or elements, and a block more"),
     *(
         Limits(f"program_{axis} programs_{axis}", 0, _MOST_PROGRAMS, "a grid has at most a million programs")

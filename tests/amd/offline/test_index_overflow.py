@@ -10,8 +10,10 @@ from tests.amd.offline.overflow_record import Launches, all_launches
 from tests.amd.offline.ttir_of import ttir_by
 
 MAIN = {
-    "gfx942-32x8-128-128-bfloat16-page16-above_2gib": {
+    "gfx942-32x8-128-128-bfloat16-page16-below_2gib": {
         "_decode_kernel",
+        "_draft_steps_kernel",
+        "_expert_product_kernel",
         "_extend_kernel",
         "_fill_kernel",
         "_gather_table_kernel",
@@ -19,6 +21,7 @@ MAIN = {
         "_rope_store_kernel",
         "_store_kernel",
     },
+    "gfx942-32x8-128-128-bfloat16-page16-above_2gib": {"_decode_kernel", "_extend_kernel", "_store_kernel"},
     "gfx942-16x1-576-512-latent-bfloat16-page64-below_2gib": {"_latent_decode_kernel", "_latent_extend_kernel"},
     "gfx942-64_heads": {"_bound_kernel", "_choose_kernel", "_index_scores_kernel"},
     "gfx942-latent_16": {"_selected_attention_kernel"},
@@ -96,7 +99,7 @@ def test_a_product_with_a_stride_in_32_bits_is_found(name: str, kernels: tuple[s
             (fault,) = faults_of(text)
             assert re.match(r"\w+\.py:\d+: %early: arith\.muli of .* and 0\.\.2147483647 is \d+", fault)
             num += 1
-    assert num > 10
+    assert num >= 2
 
 
 TTIR = """\

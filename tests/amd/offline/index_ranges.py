@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
+from rocm_attn.kernels.model.few_rows import MOST_ROWS
 from rocm_attn.kernels.states.arguments import MOST_TOKEN_STRIDE
 from rocm_lab.races.overflow import Overflows, needed_ranges, prove_no_overflow
 
@@ -72,8 +73,8 @@ LIMITS = (
     Limits("list_shares row_shares shares token_shares", 1, 2**12, "programs of a sequence"),
     Limits("branches num_spans steps", 0, 2**12, "drafts and spans of a sequence"),
     Limits("program_y", 0, 2**12, "drafts of a sequence", "draft_steps"),
-    Limits("width", 0, 2**12, "drafts of a sequence", "next_step"),
-    Limits("rows", 0, 2**8, "few_rows.py", "few_rows"),
+    Limits("width", 0, 2**10, "drafts of a sequence", "next_step"),
+    Limits("rows", 0, MOST_ROWS, "few_rows.py", "few_rows"),
     Limits("blocks", 0, MOST_TOKENS, "a grid covers tokens, sequences or elements, and a block more"),
     *(
         Limits(f"program_{axis} programs_{axis}", 0, _MOST_PROGRAMS, "a grid has at most a million programs")
@@ -109,6 +110,7 @@ CONDITIONS = (
     Limits("%rows", 0, _BLOCKS, "a row's parts are in the workspace", "merge"),
     Limits("%words", 0, 8 * _BLOCKS, "a share's blocks are in its schedule", "extend_merge segment_parts"),
     Limits("%head %num_lines", 0, 128 * _MOST_HEADS, "a layer has at most 512 heads", "extend_merge segment_parts"),
+    Limits("%first_head %head", 0, _MOST_HEADS, "a layer has at most 512 heads", "merge"),
     Limits("%query_block", 0, _BLOCKS, "a share's blocks are in its schedule", _BY_SHARES),
     Limits("%mask_len", 0, 2**24, "at most 2^24 keys of a sequence have cells of a mask", f"{_BY_SCHEDULE} {_BY_SHARES}"),
     Limits("%before %total", 0, MOST_TOKENS, "sums over sequences are at most those of the step", "fill"),

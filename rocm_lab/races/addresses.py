@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rocm_lab.races.ttir import AXES, STORES, Kernel, Kind, Operation, Value, base_of
-from rocm_lab.simulator.faults import UnknownInstruction
 
 try:
     import z3 as z3

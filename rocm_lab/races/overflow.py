@@ -15,34 +15,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
 
+from rocm_lab.races.intervals import COMPUTED, NO_CAUSES, Causes, Growth, Range, bits_of, joined, limits_of
 from rocm_lab.races.ttir import STORES, Kernel, Kind, Operation, Value, base_of, parse_ttir
 from rocm_lab.simulator.faults import UnknownInstruction
 
 # The name of an argument, of the tensor that a number is loaded from, "program_x" or "programs_x" -> (least, most);
-# "blocks": a program's number times a constant; "kernel %name": a value that a kernel computes.
+# "blocks": a program's number times a constant; "name*": an argument times one; "kernel %name": a value that a
+# kernel computes.
 Ranges = Mapping[str, tuple[int, int]]
 # For each axis of a value: which axis of the access it is, or -1.
 Axes = tuple[int, ...]
-Causes = frozenset[Operation]
-_NONE: Causes = frozenset()
-
-
-class Range(NamedTuple):
-    """An interval, and the operations that may have overflowed on the way to it."""
-
-    low: int
-    high: int
-    causes: Causes = _NONE
-
-    def join(self, other: Range) -> Range:
-        """Holds the values of both."""
-        return Range(min(self.low, other.low), max(self.high, other.high), self.causes | other.causes)
-
-    def within(self, low: int, high: int) -> Range:
-        """The part between two limits; the nearest number, where there is none: such a lane is not accessed."""
-        return Range(min(max(self.low, low), high), max(min(self.high, high), low), self.causes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,107 +66,12 @@ def needed_ranges(ttir: str, ranges: Ranges, among: Iterable[str]) -> list[str]:
     return needed
 
 
-def _bits(kind: Kind) -> int:
-    return 64 if kind.element == "index" else int(kind.element[1:])
-
-
-def _limits(kind: Kind) -> tuple[int, int]:
-    """Of a truth 0 and 1."""
-    half = 1 << _bits(kind) - 1
-    return (0, 1) if half == 1 else (-half, half - 1)
-
-
-def _corners(compute: Callable[[int, int], int]) -> Callable[[Range, Range], tuple[int, int] | None]:
-    """The limits of a function that is monotonous in both."""
-
-    def limits(a: Range, b: Range) -> tuple[int, int]:
-        found = [compute(one, two) for one in a[:2] for two in b[:2]]
-        return min(found), max(found)
-
-    return limits
-
-
-def _quotient(a: Range, b: Range) -> tuple[int, int] | None:
-    if b.low <= 0 <= b.high:
-        most = max(abs(a.low), abs(a.high))
-        return (0 if a.low >= 0 and b.low >= 0 else -most), most
-    return _corners(lambda one, two: abs(one) // abs(two) * (1 if (one >= 0) == (two >= 0) else -1))(a, b)
-
-
-def _rest(a: Range, b: Range) -> tuple[int, int]:
-    most = max(abs(b.low), abs(b.high)) - 1
-    return max(min(a.low, 0), -most), min(max(a.high, 0), most)
-
-
-def _common_bits(a: Range, b: Range) -> tuple[int, int] | None:
-    positive = [each.high for each in (a, b) if each.low >= 0]
-    return (0, min(positive)) if positive else None
-
-
-def _all_bits(a: Range, b: Range) -> tuple[int, int] | None:
-    return (0, (1 << max(a.high, b.high).bit_length()) - 1) if min(a.low, b.low) >= 0 else None
-
-
-def _shifted(compute: Callable[[int, int], int]) -> Callable[[Range, Range], tuple[int, int] | None]:
-    return lambda a, b: _corners(compute)(a, b) if 0 <= b.low and b.high < 64 else None
-
-
-def _positive(
-    compute: Callable[[Range, Range], tuple[int, int] | None],
-) -> Callable[[Range, Range], tuple[int, int] | None]:
-    """An operation on numbers without a sign is that on others where none is negative."""
-    return lambda a, b: compute(a, b) if min(a.low, b.low) >= 0 else None
-
-
-# The limits of a result that is not wrapped; None: any value of its type.
-_COMPUTED: dict[str, Callable[[Range, Range], tuple[int, int] | None]] = {
-    "arith.addi": lambda a, b: (a.low + b.low, a.high + b.high),
-    "arith.subi": lambda a, b: (a.low - b.high, a.high - b.low),
-    "arith.muli": _corners(lambda a, b: a * b),
-    "arith.divsi": _quotient,
-    "arith.remsi": _rest,
-    "arith.minsi": lambda a, b: (min(a.low, b.low), min(a.high, b.high)),
-    "arith.maxsi": lambda a, b: (max(a.low, b.low), max(a.high, b.high)),
-    "arith.andi": _common_bits,
-    "arith.ori": _all_bits,
-    "arith.xori": _all_bits,
-    "arith.shli": _shifted(lambda a, b: a << b),
-    "arith.shrsi": _shifted(lambda a, b: a >> b),
-    "arith.shrui": _positive(_shifted(lambda a, b: a >> b)),
-}
-_COMPUTED |= {
-    f"arith.{name}ui": _positive(_COMPUTED[f"arith.{name}si"]) for name in ("div", "rem", "min", "max")
-}
 _SAME = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.trans", "tt.reshape", "arith.index_cast")
 _FOLDS = ("tt.reduce", "tt.scan")
 _LOOPS = ("scf.for", "scf.while")
 _FLIPPED = {"slt": "sgt", "sle": "sge", "sgt": "slt", "sge": "sle", "eq": "eq", "ne": "ne"}
 _NEGATED = {"slt": "sge", "sle": "sgt", "sgt": "sle", "sge": "slt", "eq": "ne", "ne": "eq"}
 _UNSIGNED = {"ult": "slt", "ule": "sle", "ugt": "sgt", "uge": "sge"}
-# No loop has more rounds: it would take a minute.
-_MOST_ROUNDS = 1 << 25
-# Rounds until a limit of a loop goes on to what it would be after all of them, or to the next of these steps.
-_ROUNDS = 36
-_STEPS = sorted({0, *(sign * ((1 << bits) + less) for bits in (0, 7, 8, 15, 16, 31, 32, 63) for sign, less in ((-1, 0), (1, -1), (1, 0)))})
-
-
-def _source_axes(op: Operation, axes: Axes) -> Axes:
-    """The axes of the source of an operation that moves elements, for those of its result."""
-    source = op.operands[0].kind.shape
-    if op.name == "tt.expand_dims":
-        (axis,) = (int(found) for found in re.findall(r"axis = (\d+)", op.text))
-        axes = axes[:axis] + axes[axis + 1 :]
-    elif op.name == "tt.trans":
-        (order,) = re.findall(r"array<i32: ([\d, ]+)>", op.text)
-        axes = tuple(axes[[int(place) for place in order.split(",")].index(axis)] for axis in range(len(axes)))
-    elif op.name in ("tt.splat", "tt.reshape"):
-        axes = _unrelated(source)
-    return tuple(-1 if size == 1 else axis for axis, size in zip(axes, source, strict=True))
-
-
-def _unrelated(shape: Sequence[int]) -> Axes:
-    """Axes of any element: no fact of a mask is about them."""
-    return (-2,) * len(shape)
 
 
 def _axes_of(value: Value) -> Axes:
@@ -209,6 +97,7 @@ class _Analysis:
         self._examples: dict[Operation, str] = {}
         self._numbers: dict[Value, int] = {}
         self._used: dict[Value, int] = {}
+        self._fresh: dict[tuple[Value, Operation, Axes], int] = {}
         self._places: dict[tuple[Operation | None, int], _Place] = {}
         # What loops carry: their results, and what their blocks begin with.
         self._carried: dict[Value, Range | None] = {}
@@ -219,7 +108,10 @@ class _Analysis:
         causes: dict[Operation, None] = {}
         for each in self._operations:
             causes |= dict.fromkeys(sorted(self._of_access(each), key=lambda op: op.place))
-        lines = {f"{self._kernel.source_line(each)}: {_stem((each.results or each.inner)[0])}: {self._examples[each]}": None for each in causes}
+        lines = {
+            f"{self._kernel.source_line(each)}: {_stem((each.results or each.inner)[0])}: {self._examples[each]}": None
+            for each in causes
+        }
         yield from lines
 
     def used_by_faults(self) -> set[str]:
@@ -231,7 +123,7 @@ class _Analysis:
         place = self._place(op)
         if op.name in (*STORES, "tt.load"):
             mask = op.operands[1:2] if op.name == "tt.load" else op.operands[2:3]
-            causes = _NONE
+            causes = NO_CAUSES
             if mask and op.name != "tt.atomic_cas":
                 causes = self._causes(place, mask[0], _axes_of(mask[0]))
                 place = self._under(place, mask[0], _axes_of(mask[0]), True)
@@ -239,14 +131,16 @@ class _Analysis:
         if op.name in ("scf.if", "scf.condition"):
             return self._causes(place, op.operands[0], ())
         if op.name == "scf.for":
-            return frozenset[Operation]().union(*(self._causes(place, each, ()) for each in (*op.operands[:3], op.inner[0])))
+            return frozenset[Operation]().union(
+                *(self._causes(place, each, ()) for each in (*op.operands[:3], op.inner[0]))
+            )
         if "descriptor" in op.name:
             return frozenset[Operation]().union(*(self._causes(place, each, _axes_of(each)) for each in op.operands))
-        return _NONE
+        return NO_CAUSES
 
     def _causes(self, place: _Place, value: Value, axes: Axes) -> Causes:
         found = self._at(place, value, axes)
-        return found.causes if found else _NONE
+        return found.causes if found else NO_CAUSES
 
     # Loops
 
@@ -255,15 +149,15 @@ class _Analysis:
         loops = [each for each in self._operations if each.name in _LOOPS]
         carried = [value for each in loops for value in (*each.results, *each.inner[each.name == "scf.for" :])]
         self._carried = dict.fromkeys(carried)
-        growths = {value: _Growth(_limits(value.kind) if value.kind.is_number else (0, 0)) for value in carried}
+        growths = {value: Growth(limits_of(value.kind) if value.kind.is_number else (0, 0)) for value in carried}
         while self._round(lambda value, before, found: growths[value].after(before, found)):
             pass
         for _ in range(2):
-            self._round(lambda value, before, found: _joined(found))
+            self._round(lambda value, before, found: joined(found))
         self._carried = {value: found and Range(*found[:2]) for value, found in self._carried.items()}
 
         def with_causes(value: Value, before: Range | None, found: Sequence[Range | None]) -> Range | None:
-            now = _joined(found)
+            now = joined(found)
             return before and now and Range(*before[:2], before.causes | now.causes)
 
         # Then with causes, which come from within these limits.
@@ -277,7 +171,7 @@ class _Analysis:
         after = {}
         for value, before in self._carried.items():
             sources = self._sources(value)
-            after[value] = merge(value, before, [self._at(at, each, _unrelated(each.kind.shape)) for at, each in sources])
+            after[value] = merge(value, before, [self._at(at, each, _axes_of(each)) for at, each in sources])
         changed, self._carried = after != self._carried, after
         return changed
 
@@ -330,7 +224,7 @@ class _Analysis:
         if op is None or condition.of_block:
             return
         if op.name in _SAME:
-            self._learn(place, op.operands[0], _source_axes(op, axes), truth)
+            self._learn(place, op.operands[0], self._axes(op, op.operands[0], axes), truth)
         elif op.name == ("arith.andi" if truth else "arith.ori"):
             for each in op.operands:
                 self._learn(place, each, axes, truth)
@@ -377,7 +271,7 @@ class _Analysis:
         if op is None or value.of_block:
             return
         if op.name in (*_SAME, "arith.extsi"):
-            self._limit(place, op.operands[0], _source_axes(op, axes) if op.name in _SAME else axes, low, high)
+            self._limit(place, op.operands[0], self._axes(op, op.operands[0], axes), low, high)
         elif op.name in ("arith.addi", "arith.subi"):
             a, b = op.operands
             one, two = self._at(place, a, axes), self._at(place, b, axes)
@@ -395,10 +289,31 @@ class _Analysis:
             bits, op = 1 << self._numbers.setdefault(value, len(self._numbers)), value.op
             if op and value not in self._carried:
                 sources = op.operands if op.name not in _LOOPS else op.operands[:3]
-                for each in (*sources, *(block[-1].operands[value.index] for block in op.blocks if op.name == "scf.if")):
+                for each in (
+                    *sources,
+                    *(block[-1].operands[value.index] for block in op.blocks if op.name == "scf.if"),
+                ):
                     bits |= self._uses(each)
             self._used[value] = bits
         return self._used[value]
+
+    def _axes(self, op: Operation, operand: Value, axes: Axes) -> Axes:
+        """The axes of an operand, for those of a result."""
+        shape = operand.kind.shape
+        if op.name == "tt.expand_dims":
+            (axis,) = (int(found) for found in re.findall(r"axis = (\d+)", op.text))
+            axes = axes[:axis] + axes[axis + 1 :]
+        elif op.name == "tt.trans":
+            (order,) = re.findall(r"array<i32: ([\d, ]+)>", op.text)
+            places = [int(place) for place in order.split(",")]
+            axes = tuple(axes[places.index(axis)] for axis in range(len(axes)))
+        elif not shape:
+            return ()
+        elif op.name in ("tt.reshape", *_FOLDS) or len(shape) != len(axes):
+            # Elements that no fact of a mask is about.
+            first = -2 - 8 * self._fresh.setdefault((operand, op, axes), len(self._fresh))
+            axes = tuple(first - axis for axis in range(len(shape)))
+        return tuple(-1 if size == 1 else axis for axis, size in zip(axes, shape, strict=True))
 
     # Values
 
@@ -413,7 +328,7 @@ class _Analysis:
         return place.seen[key]
 
     def _named(self, name: str, kind: Kind) -> Range:
-        low, high = _limits(kind)
+        low, high = limits_of(kind)
         for each in (f"{self._kernel.name} {name}", name):
             if each in self._ranges:
                 self.used.add(each)
@@ -425,18 +340,20 @@ class _Analysis:
         if value in self._carried:
             return self._carried[value]
         if value.kind.is_pointer and (op is None or op.name not in ("tt.addptr", "arith.select", "scf.if", *_SAME)):
-            return Range(0, 0, self._of_operands(place, op, axes) if op and op.name == "tt.int_to_ptr" else _NONE)
+            return Range(0, 0, self._of_operands(place, op, axes) if op and op.name == "tt.int_to_ptr" else NO_CAUSES)
         if op is None:
             return self._named(value.name, value.kind) if value.kind.is_number else Range(0, 0)
         if value.of_block:
             return self._counter(place, op)
         if op.name == "scf.if":
-            found = self._decided(place, op.operands[0], (), [block[-1].operands[value.index] for block in op.blocks], axes)
+            found = self._decided(
+                place, op.operands[0], (), [block[-1].operands[value.index] for block in op.blocks], axes
+            )
         elif op.name == "arith.select":
             of_condition = axes if op.operands[0].kind.shape else ()
             found = self._decided(place, op.operands[0], of_condition, op.operands[1:], axes)
         elif op.name in _SAME:
-            found = self._at(place, op.operands[0], _source_axes(op, axes))
+            found = self._at(place, op.operands[0], self._axes(op, op.operands[0], axes))
         elif op.name == "tt.addptr":
             found = Range(0, 0, self._of_operands(place, op, axes))
         elif not value.kind.is_number:
@@ -447,7 +364,7 @@ class _Analysis:
 
     def _of_operands(self, place: _Place, op: Operation, axes: Axes) -> Causes:
         return frozenset[Operation]().union(
-            *(self._causes(place, each, axes if len(each.kind.shape) == len(axes) else _unrelated(each.kind.shape)) for each in op.operands)
+            *(self._causes(place, each, self._axes(op, each, axes)) for each in op.operands)
         )
 
     def _counter(self, place: _Place, loop: Operation) -> Range | None:
@@ -455,7 +372,7 @@ class _Analysis:
         begin, end, step = (self._at(place, each, ()) for each in loop.operands[:3])
         if begin is None or end is None or step is None:
             return None
-        _, most = _limits(loop.operands[0].kind)
+        _, most = limits_of(loop.operands[0].kind)
         causes = begin.causes | end.causes | step.causes
         if end.high - 1 + max(step.high, 1) > most and begin.low < end.high and most < 1 << 32:
             causes |= {self._noted(loop, f"a loop to {end.high} by {step.high}")}
@@ -472,16 +389,17 @@ class _Analysis:
         for truth, each in zip((True, False), choices, strict=True):
             if decided[:2] == (1 - truth, 1 - truth):
                 continue
-            of_choice = axes if len(each.kind.shape) == len(axes) else _unrelated(each.kind.shape)
-            other = self._at(self._under(place, condition, of_condition, truth), each, of_choice)
+            other = self._at(self._under(place, condition, of_condition, truth), each, axes)
             found = found.join(other) if found and other else found or other
         return found and Range(*found[:2], found.causes | decided.causes)
 
     def _number(self, place: _Place, value: Value, op: Operation, axes: Axes) -> Range | None:
         name, kind = op.name, value.kind
-        low, high = _limits(kind)
+        low, high = limits_of(kind)
         if name == "arith.constant":
-            texts = re.findall(r"(?<![\w.%])(-?\d+|true|false)\b(?!\.)", op.text.partition(" : ")[0].partition("constant")[2])
+            texts = re.findall(
+                r"(?<![\w.%])(-?\d+|true|false)\b(?!\.)", op.text.partition(" : ")[0].partition("constant")[2]
+            )
             numbers = [int(text == "true") if text in ("true", "false") else int(text) for text in texts]
             return Range(min(numbers), max(numbers)) if numbers else Range(low, high)
         if name in ("tt.get_program_id", "tt.get_num_programs"):
@@ -492,20 +410,20 @@ class _Analysis:
         if name in ("tt.load", "tt.atomic_rmw", "tt.atomic_cas"):
             return self._loaded(place, value, op, axes)
         if name in _FOLDS:
-            return self._folded(place, value, op)
+            return self._folded(place, value, op, axes)
         if name == "arith.cmpi":
             return self._compared(place, op, axes)
         if not all(each.kind.is_number for each in op.operands) or not op.operands:
             return Range(low, high)
         if name in ("arith.andi", "arith.ori") and kind.element == "i1":
             return self._both(place, op, axes)
-        operands = [self._at(place, each, axes if len(each.kind.shape) == len(axes) else _unrelated(each.kind.shape)) for each in op.operands]
+        operands = [self._at(place, each, self._axes(op, each, axes)) for each in op.operands]
         if None in operands:
             return None
         known = [each for each in operands if each]
-        causes = _NONE.union(*(each.causes for each in known))
-        if name in _COMPUTED and len(known) == 2:
-            limits = _COMPUTED[name](known[0], known[1])
+        causes = NO_CAUSES.union(*(each.causes for each in known))
+        if name in COMPUTED and len(known) == 2:
+            limits = COMPUTED[name](known[0], known[1])
         else:
             limits = self._converted(name, op.operands[0].kind, known[0])
         if limits is None:
@@ -521,10 +439,14 @@ class _Analysis:
         return Range(low, high, causes)
 
     def _declared(self, value: Value) -> tuple[int, int] | None:
-        name = f"{self._kernel.name} {_stem(value)}"
-        if name in self._ranges:
-            self.used.add(name)
-        return self._ranges.get(name)
+        names, op = [f"{self._kernel.name} {_stem(value)}"], value.op
+        if op and op.name == "arith.muli" and op.operands[1].op and op.operands[1].op.name == "arith.constant":
+            names += [f"{each.name}*" for each in op.operands if each.op is None]
+        for name in names:
+            if name in self._ranges:
+                self.used.add(name)
+                return self._ranges[name]
+        return None
 
     def _related(self, place: _Place, op: Operation, axes: Axes, limits: tuple[int, int]) -> tuple[int, int]:
         """Narrower limits if the operands have to do with each other: a + min(b, c - a) is at most c."""
@@ -547,7 +469,7 @@ class _Analysis:
         if name in ("arith.extsi", "arith.trunci"):
             return (-has.high, -has.low) if source.element == "i1" else has[:2]
         if name == "arith.extui":
-            return has[:2] if has.low >= 0 else (0, (1 << _bits(source)) - 1)
+            return has[:2] if has.low >= 0 else (0, (1 << bits_of(source)) - 1)
         return (0, 64) if name in ("math.ctpop", "math.ctlz", "math.cttz") else None
 
     def _loaded(self, place: _Place, value: Value, op: Operation, axes: Axes) -> Range | None:
@@ -561,13 +483,13 @@ class _Analysis:
             return found.join(Range(*other[:2])) if other else None
         return found
 
-    def _folded(self, place: _Place, value: Value, op: Operation) -> Range | None:
+    def _folded(self, place: _Place, value: Value, op: Operation, axes: Axes) -> Range | None:
         """A sum, or one of the elements."""
         source = op.operands[value.index]
-        found = self._at(place, source, _unrelated(source.kind.shape))
+        found = self._at(place, source, self._axes(op, source, axes))
         if found is None:
             return None
-        low, high = _limits(value.kind)
+        low, high = limits_of(value.kind)
         names = {each.name for each in op.blocks[0]}
         if "arith.muli" in names:
             return Range(low, high, found.causes)
@@ -579,7 +501,11 @@ class _Analysis:
         least, most = Range(least, most).within(*(self._declared(value) or (least, most)))[:2]
         if low <= least and most <= high:
             return Range(least, most, found.causes)
-        note = {self._noted(op, f"a sum of {count} numbers up to {found.high} is {most}")} if _bits(value.kind) == 32 else _NONE
+        note = (
+            {self._noted(op, f"a sum of {count} numbers up to {found.high} is {most}")}
+            if bits_of(value.kind) == 32
+            else NO_CAUSES
+        )
         return Range(low, high, found.causes | note)
 
     def _compared(self, place: _Place, op: Operation, axes: Axes) -> Range | None:
@@ -607,7 +533,7 @@ class _Analysis:
             second = self._at(under, op.operands[two], axes)
             first = found[one]
             assert first is not None
-            causes = min(causes, first.causes | (second.causes if second else _NONE), key=len)
+            causes = min(causes, first.causes | (second.causes if second else NO_CAUSES), key=len)
         return Range(low, high, causes)
 
     def _noted(self, op: Operation, example: str) -> Operation:
@@ -624,43 +550,6 @@ def _least_of(value: Value) -> list[Value]:
 
 def _shown(operands: Sequence[Range]) -> str:
     return " and ".join(f"{each.low}..{each.high}" for each in operands)
-
-
-def _joined(found: Sequence[Range | None]) -> Range | None:
-    result = None
-    for each in found:
-        result = result.join(each) if result and each else result or each
-    return result
-
-
-@dataclass(slots=True)
-class _Growth:
-    """How a number that a loop carries grows. by: in a round, at most, down and up; None: not in a way that is known"""
-
-    limits: tuple[int, int]
-    rounds: int = 0
-    by: list[int | None] = field(default_factory=lambda: [0, 0])
-
-    def after(self, before: Range | None, found: Sequence[Range | None]) -> Range | None:
-        """The range after another round. found: what the loop begins with, and what a round makes of before"""
-        now = _joined(found)
-        if before is None or now is None or len(found) == 1 or found[0] is None or found[1] is None:
-            return before and now and before.join(now) or before or now
-        self.rounds += 1
-        limits = []
-        for side, sign in ((0, -1), (1, 1)):
-            begin, old, new = (sign * each[side] for each in (found[0], before, found[1]))
-            by = self.by[side]
-            if self.rounds > _ROUNDS and by is not None and new > old and new - old > by:
-                by = self.by[side] = None if by else new - old
-            if self.rounds <= _ROUNDS:
-                limit = max(old, begin, new)
-            elif by is None:
-                limit = max(old, min(each for each in (*_STEPS, max(begin, new)) if each >= max(begin, new)))
-            else:
-                limit = max(old, begin + by * _MOST_ROUNDS)
-            limits.append(sign * min(limit, sign * self.limits[side]))
-        return Range(limits[0], limits[1])
 
 
 @cache

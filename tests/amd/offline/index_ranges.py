@@ -51,12 +51,18 @@ prefix_len span_begin span_end stored visible_end visible_first window_start
 """
 _COUNTS = """
 block_table_width device_q_len end_token first_page first_token group_end indptr keys_before max_q_len
-min_q_len most_q_len nodes_before num_bytes num_cells num_checks num_drawing num_equal num_given num_mask_starts num_nodes
-num_parents num_positions num_seqs num_seqs_padded num_token_ids num_tokens num_tokens_padded num_trees
+min_q_len most_q_len nodes_before num_bytes num_cells num_checks num_drawing num_equal num_given num_mask_starts
+num_nodes num_parents num_positions num_seqs num_seqs_padded num_token_ids num_tokens num_tokens_padded num_trees
 num_updates num_window_starts num_words order pad_q_len page_list_len pending q_indptr q_len table_width vocab width
 """
 LIMITS = (
     Limits(_STRIDES, 0, INT32_MAX, "torch has no negative strides, and larger ones are arguments of 64 bits"),
+    Limits(
+        "kp_head* kp_page* kp_token* out_head* out_token* q_head* q_token* vp_head* vp_page* vp_token*",
+        0,
+        INT32_MAX,
+        "strides that are counted in units are below 2^31 (AttendArgs.stride_unit)",
+    ),
     Limits(_LENGTHS, -1, MOST_TOKENS, "max_kv_len is at most 2^28 (request_table.py, external.py)"),
     Limits(_COUNTS, 0, MOST_TOKENS, "a step has at most 2^28 new tokens (step_batch.py), and tables no more columns"),
     Limits("counts row_of_token schedule seq_of_token source", -1, MOST_TOKENS, "counts, and -1 for none"),
@@ -65,9 +71,7 @@ LIMITS = (
     Limits("num_pages table", -1, INT32_MAX, "slots of a pool are int32 (kv_pool.py)"),
     Limits("window_left window_right", -1, 2**30, "wider windows are cut (problem.py)"),
     Limits("chunk", 0, INT32_MAX, "problem.py"),
-    Limits(
-        "beta_token decay_token k_token q_token v_token", 0, MOST_TOKEN_STRIDE, "state_layers.py", "chunk_rows"
-    ),
+    Limits("beta_token decay_token k_token q_token v_token", 0, MOST_TOKEN_STRIDE, "state_layers.py", "chunk_rows"),
     Limits("max_blocks most_keys", 0, _BLOCKS, "a query block has 16 rows or more"),
     Limits("num_parts part_keys splits", 1, 2**14, "sparse/cuts.py"),
     Limits("list_shares row_shares shares token_shares", 1, 2**12, "programs of a sequence"),
@@ -112,7 +116,9 @@ CONDITIONS = (
     Limits("%head %num_lines", 0, 128 * _MOST_HEADS, "a layer has at most 512 heads", "extend_merge segment_parts"),
     Limits("%first_head %head", 0, _MOST_HEADS, "a layer has at most 512 heads", "merge"),
     Limits("%query_block", 0, _BLOCKS, "a share's blocks are in its schedule", _BY_SHARES),
-    Limits("%mask_len", 0, 2**24, "at most 2^24 keys of a sequence have cells of a mask", f"{_BY_SCHEDULE} {_BY_SHARES}"),
+    Limits(
+        "%mask_len", 0, 2**24, "at most 2^24 keys of a sequence have cells of a mask", f"{_BY_SCHEDULE} {_BY_SHARES}"
+    ),
     Limits("%before %total", 0, MOST_TOKENS, "sums over sequences are at most those of the step", "fill"),
     Limits("%list_share %row_share", -_MOST_PROGRAMS, _MOST_PROGRAMS, "a grid has at most a million programs", "fill"),
     Limits(
@@ -157,6 +163,7 @@ _WHYS = {name: each.why for each in CONDITIONS for name in each.ranges()}
 _PLAIN, _ALL = _ranges_of(LIMITS), _ranges_of((*LIMITS, *CONDITIONS))
 
 
+@cache
 def faults_of(ttir: str) -> tuple[str, ...]:
     """The faults of a kernel under all conditions."""
     return prove_no_overflow(ttir, _ALL).faults

@@ -35,6 +35,9 @@ class Launches(NamedTuple):
     arch: str
     call: Callable[[], None]
 
+    def __str__(self) -> str:
+        return self.name
+
 
 def all_launches() -> Iterator[Launches]:
     """Of every row of every matrix."""
@@ -69,7 +72,9 @@ def main(document: Path) -> int:
 def _shortest(found: Counter[str]) -> str:
     """What holds for all variants of a kernel: the conditions of all, or the first fault."""
     faults = sorted(each for each in found if each.startswith("not"))
-    conditions = sorted({part for each in found for part in each.removeprefix("proved").removeprefix(" if ").split("; ")})
+    conditions = sorted(
+        {part for each in found for part in each.removeprefix("proved").removeprefix(" if ").split("; ")}
+    )
     return faults[0] if faults else f"proved if {'; '.join(filter(None, conditions))}".removesuffix(" if ")
 
 

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from rocm_lab.races.overflow import prove_no_overflow
+from rocm_lab.races.ttir import parse_ttir
 from tests.amd.offline.index_ranges import faults_of
 from tests.amd.offline.overflow_record import Launches, all_launches
 from tests.amd.offline.ttir_of import ttir_by
@@ -48,15 +49,15 @@ NOT_PROVED = {
 
 @pytest.mark.parametrize("name", MAIN)
 def test_indices_of_the_main_kernels_fit_32_bits(name: str) -> None:
-    launches, found = LAUNCHES[name], set()
+    launches, found = LAUNCHES[name], set[str]()
     for ttir in ttir_by(launches.call, launches.arch, wants=MAIN[name].__contains__):
         assert not faults_of(ttir)
-        found |= set(re.findall(r"tt\.func public @(\w+)", ttir))
+        found.add(parse_ttir(ttir).name)
     assert found == MAIN[name]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("launches", LAUNCHES.values(), ids=LAUNCHES)
+@pytest.mark.parametrize("launches", [each for each in LAUNCHES.values() if each.arch == "gfx942"], ids=str)
 def test_indices_of_every_variant_fit_32_bits(launches: Launches) -> None:
     variants = ttir_by(launches.call, launches.arch, wants=lambda name: name not in NOT_PROVED)
     assert not [fault for ttir in variants for fault in faults_of(ttir)]
@@ -90,9 +91,9 @@ def narrowed(ttir: str) -> dict[str, str]:
 )
 def test_a_product_with_a_stride_in_32_bits_is_found(name: str, kernels: tuple[str, ...]) -> None:
     launches, num = LAUNCHES[name], 0
-    texts = {}
+    texts: dict[str, str] = {}
     for ttir in ttir_by(launches.call, launches.arch, wants=kernels.__contains__):
-        texts.setdefault(*re.findall(r"tt\.func public @(\w+)", ttir), ttir)
+        texts.setdefault(parse_ttir(ttir).name, ttir)
     assert texts.keys() == set(kernels)
     for ttir in texts.values():
         for text in narrowed(ttir).values():

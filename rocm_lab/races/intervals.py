@@ -29,6 +29,7 @@ class Range(NamedTuple):
 
 
 def bits_of(kind: Kind) -> int:
+    """The bits of a number of this type."""
     return 64 if kind.element == "index" else int(kind.element[1:])
 
 
@@ -114,6 +115,7 @@ _STEPS = sorted(
 
 
 def joined(found: Sequence[Range | None]) -> Range | None:
+    """Holds the values of all; None stands for no value."""
     result = None
     for each in found:
         result = result.join(each) if result and each else result or each

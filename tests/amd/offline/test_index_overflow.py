@@ -64,6 +64,14 @@ def test_indices_of_every_variant_fit_32_bits(launches: Launches) -> None:
     assert variants
 
 
+def test_rows_of_likeliest_tokens_begin_at_64_bits() -> None:
+    """The kernel as a whole is not proved."""
+    launches = LAUNCHES["gfx942-32x8-128-128-bfloat16-page16-below_2gib"]
+    variants = ttir_by(launches.call, launches.arch, wants="_likeliest_kernel".__eq__)
+    assert variants
+    assert not [fault for ttir in variants for fault in faults_of(ttir) if " %to: " in fault]
+
+
 STRIDE = re.compile(r"( *)(%\w+) = arith\.muli (%\w+), (%\w+) : i64 (.*)")
 
 

@@ -19,7 +19,7 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
@@ -77,8 +77,9 @@ class Bounds:
     def __post_init__(self) -> None:
         for name in ("num_seqs", "num_tokens", "kv_len", "num_pages"):
             value = whole_number(name, getattr(self, name))
-            if not 1 <= value <= INT32_MAX:
-                raise BadSetting(f"{name} is {value}; it must be from 1 to {INT32_MAX}")
+            most = MOST_TOKENS if name == "kv_len" else INT32_MAX
+            if not 1 <= value <= most:
+                raise BadSetting(f"{name} is {value}; it must be from 1 to {most}")
             object.__setattr__(self, name, value)
 
 

@@ -45,6 +45,8 @@ UNLIMITED_WINDOW = scores.UNLIMITED_WINDOW
 # Kernels count keys in int32, and take scales and caps as float32, so their products with scores are finite. Stores
 # divide by the scales of codes: reciprocals, and products with any code, are then normal float32.
 _LARGEST_WINDOW = 2**31 - 2
+# No sequence is longer, and a sum of this and a few tokens fits 32 bits.
+_WHOLE_WINDOW = 2**30
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-100, 2.0**100
 # Kernels of float32 round a cap's tanh to about 2^-22, so a score to 2^-22 of the cap: 0.001 for this one.
 _LARGEST_CAP = 2.0**12
@@ -300,6 +302,7 @@ class Problem:
                     f"{name} is {getattr(self, name)}; it must be a number of {keys} keys below 2**31 - 1, or -1 "
                     "for all"
                 )
+            object.__setattr__(self, name, min(getattr(self, name), _WHOLE_WINDOW))
         if not 0 <= self.chunk <= _LARGEST_WINDOW:
             raise BadProblem(f"chunk is {self.chunk}; it must be a number of keys below 2**31 - 1, or 0 for no chunks")
         if self.chunk:

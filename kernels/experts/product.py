@@ -74,15 +74,15 @@ def _expert_product_kernel(
         is_column = column < G.OUT
         element = tl.arange(0, STEP)[None, :]
         rows = x + pair // G.PAIRS_OF_ROW * x_row
-        # 64-bit before multiplying: the matrices of all experts go beyond int32.
-        matrix = weight + expert.to(tl.int64) * weight_expert
+        # 64-bit before multiplying: the matrices of all experts go beyond int32, and so may the rows of one.
+        matrix = weight + expert.to(tl.int64) * weight_expert + column[:, None].to(tl.int64) * weight_row
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in range(0, IN, STEP):
             is_element = first + element < IN
             # Rows without a pair read the first pair's: their results are dropped.
             a = tl.load(rows + first + element, mask=is_element, other=0.0)
             b = tl.load(
-                matrix + column[:, None] * weight_row + first + element,
+                matrix + first + element,
                 mask=is_column[:, None] & is_element,
                 other=0.0,
             )

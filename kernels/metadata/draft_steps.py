@@ -60,14 +60,15 @@ def _draft_steps_kernel(
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     step = tl.program_id(1)
+    far = step.to(tl.int64)  # before a stride is multiplied
     live = at < tl.load(counts)
     length = tl.load(kv_len + at, mask=live, other=0)
     start = tl.where(live, length - branches, 0)
-    tl.store(mask_start + step * mask_start_stride + at, start, mask=at < num_mask_starts)
+    tl.store(mask_start + far * mask_start_stride + at, start, mask=at < num_mask_starts)
     if step > 0:
         grown = tl.where(live, length + step * branches, pad_kv_len)
-        tl.store(kv_len + step * kv_len_stride + at, grown, mask=at < num_seqs_padded)
-        ids = token_ids + step * token_ids_stride + at
+        tl.store(kv_len + far * kv_len_stride + at, grown, mask=at < num_seqs_padded)
+        ids = token_ids + far * token_ids_stride + at
         tl.store(ids, tl.zeros([BLOCK], tl.int32), mask=at < num_tokens_padded)
     # The drafts of this step: branch b of sequence s is in line s, after those of the steps before.
     draft = step * branches + at % branches

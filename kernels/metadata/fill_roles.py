@@ -103,7 +103,9 @@ def _units_around(length_of_seq, seq, num_seqs, UNIT: tl.constexpr):
         units = _units(length_of_seq, other, num_seqs, UNIT)
         before += tl.where(other < seq, units, 0)
         total += units
-    return tl.sum(before, 0), tl.sum(total, 0)
+    before = tl.sum(before, 0)
+    total = tl.sum(total, 0)
+    return before, total
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def _likeliest_kernel(
             _, x = block_of(row_logits, begin, vocab, BLOCK)
             summed += tl.exp2((x - best) * _LOG2_E)
         log_sum = best + tl.log(tl.sum(summed, 0))
-        to = likeliest + place * (1 + 2 * width)
+        to = likeliest + place.to(tl.int64) * (1 + 2 * width)
         picked = tl.load(row_logits + tl.load(tokens + row)).to(tl.float32) - log_sum
         tl.store(to, picked.to(tl.int32, bitcast=True))
         if num > 0:

@@ -235,7 +235,8 @@ def _index_scores_kernel(
     index_set = column // G.HEAD_COLUMNS % G.SET_COLUMNS
     head = column % G.HEAD_COLUMNS
     is_head = (token < end_token) & (index_set < G.SETS) & (head < G.HEADS)
-    head = index_set * G.HEADS + head
+    # 64 bits before a stride is multiplied: heads may be farther apart than tokens.
+    head = (index_set * G.HEADS + head).to(tl.int64)
     d = tl.arange(0, G.D_COLUMNS)
     q_at = q + token.to(tl.int64) * q_token + head * q_head
     q_block = tl.load(q_at[None, :] + d[:, None], mask=is_head[None, :] & (d < G.DIM)[:, None], other=0)

@@ -31,6 +31,8 @@ HEADER_WORDS = 4
 
 # Tokens that the form for prompts takes at once.
 CHUNK = 64
+# Elements from a token to the next one: offsets in a chunk fit 32 bits.
+MOST_TOKEN_STRIDE = 2**31 // CHUNK
 
 # Added to the sum of squares whose root a row is divided by.
 NORM_EPSILON = 1e-6

@@ -27,6 +27,8 @@ NO_TOKEN_IDS: Int32Array = np.empty(0, np.int32)
 # No token ids were passed: a StepRunner refuses the batch, because its forward would read zeros.
 FORGOTTEN_TOKEN_IDS: Int32Array = np.empty(0, np.int32)
 INT32_MAX = 2**31 - 1
+# The most tokens of a sequence, and new tokens of a step: kernels add a few such numbers in 32 bits.
+MOST_TOKENS = 2**28
 
 
 @dataclass(init=False, slots=True, eq=False)
@@ -120,6 +122,8 @@ class StepBatch:
             _require("prefixes", prefixes, Prefixes)
             _require("drafts", drafts, AnyDrafts)
         num_tokens = fed = num_seqs * most if fewest == most else _total(new)
+        if num_tokens > MOST_TOKENS:
+            raise BadBatch(f"{num_tokens} new tokens in one step are more than {MOST_TOKENS}; split the batch")
         if isinstance(drafts, Drafts):
             fed = _fed_at_once(drafts, (fewest, most), num_seqs, (inputs, mask, prefixes))
         if len(token_ids) not in (0, fed):

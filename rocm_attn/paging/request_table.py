@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rocm_attn.batch.step_batch import INT32_MAX, Int32Array, Integers, as_int32
+from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS, Int32Array, Integers, as_int32
 from rocm_attn.errors import BadSetting, NeverFits
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.batch_checks import BatchChecks
@@ -72,9 +72,9 @@ class RequestTable:
             )
         self.page_size, self.max_num_seqs, self.max_kv_len = page_size, max_num_seqs, max_kv_len
         self.width = width = -(-max_kv_len // page_size)
-        if width * page_size > INT32_MAX:
+        if max_kv_len > MOST_TOKENS:
             raise NeverFits(
-                f"max_kv_len is {max_kv_len}; lengths are int32, so use at most {INT32_MAX // page_size * page_size}"
+                f"max_kv_len is {max_kv_len}; kernels add a few lengths in 32 bits, so use at most {MOST_TOKENS}"
             )
         self._tokens, self._last = np.array(page_size, np.int32), np.array(page_size - 1, np.int32)  # of a page
         self._most = np.array(max_kv_len, np.int32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.states import arguments
-from rocm_attn.kernels.states.arguments import RecurrentTokens
+from rocm_attn.kernels.states.arguments import MOST_TOKEN_STRIDE, RecurrentTokens
 from rocm_attn.machine.devices import on_device
 from rocm_attn.paging.state_pool import CONVOLUTION, STATE, StatePool
 from rocm_attn.paging.stored_tokens import Sides, StepStores
@@ -94,7 +94,13 @@ class StateLayers(TensorChecks):
             check = self._check_written if name == "out" else self._check
             check(name, tensor, (num_tokens, *shape), dtype)
         for name in ("q", "k", "v", "decay", "beta"):
-            require_apart("out", tokens.out, name, getattr(tokens, name))
+            read: Tensor = getattr(tokens, name)
+            require_apart("out", tokens.out, name, read)
+            if num_tokens > 1 and read.stride(0) > MOST_TOKEN_STRIDE:
+                raise BadTensor(
+                    f"{name} has stride {read.stride(0)} between tokens; at most {MOST_TOKEN_STRIDE} is read, so give "
+                    "tokens that are nearer"
+                )
         slots, workspace = self._states.state[layer], step.workspace
         args = arguments.RecurArgs(tokens, self._rules[layer], slots, step.states, workspace)
         with on_device(self._device):

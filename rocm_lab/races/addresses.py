@@ -10,16 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from rocm_lab.races.ttir import Kernel, Kind, Operation, Value
-from rocm_lab.simulator.faults import UnknownInstruction
+from rocm_lab.races.ttir import AXES, STORES, Kernel, Kind, Operation, Value, base_of
 
 try:
     import z3 as z3
 except ImportError:
     raise ImportError("z3 proves the absence of races and is not installed; run pip install z3-solver") from None
-
-AXES = ("x", "y", "z")
-STORES = ("tt.store", "tt.atomic_rmw", "tt.atomic_cas")
 
 Term = Any  # of z3, which has no types
 Index = tuple[Term, ...]
@@ -54,26 +50,6 @@ class Launch:
         # Numbers of the kernel itself, among which are widths and counts.
         self.constants = sorted({1} | {each for each in written if 1 < each <= 1 << 20})
         self.stored = {base_of(each.operands[0]) for each in operations if each.name in STORES}
-
-
-_THROUGH = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.bitcast", "tt.addptr")
-
-
-def base_of(pointer: Value) -> str:
-    """The argument that a pointer points into. Raises UnknownInstruction where none is known."""
-    while (op := pointer.op) is not None:
-        if op.name == "scf.for":
-            pointer = op.operands[2 + pointer.index if pointer.of_block else 3 + pointer.index]
-        elif op.name in _THROUGH:
-            pointer = op.operands[0]
-        elif op.name in ("arith.select", "scf.if"):
-            taken, other = op.operands[1:] or [block[-1].operands[pointer.index] for block in op.blocks]
-            if base_of(taken) != base_of(other):
-                raise UnknownInstruction("an address is in one of two tensors")
-            pointer = taken
-        else:
-            raise UnknownInstruction(f"an address comes from {op.name}")
-    return pointer.name
 
 
 def axes_of(value: Value, stored: set[str]) -> set[str] | None:

@@ -23,8 +23,8 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from rocm_lab.races.addresses import AXES, STORES, Launch, Pointer, Program, Term, axes_of, base_of, by_number, z3
-from rocm_lab.races.ttir import Kernel, Operation, parse_ttir
+from rocm_lab.races.addresses import Launch, Pointer, Program, Term, axes_of, by_number, z3
+from rocm_lab.races.ttir import AXES, STORES, Kernel, Operation, base_of, parse_ttir
 from rocm_lab.simulator.faults import UnknownInstruction
 
 # Operations whose effects on memory are known: none, but for those of loads, stores and atomics.

@@ -18,6 +18,13 @@ _ITERATED = re.compile(rf"({_NAME}) = (?={_NAME})")
 _ATTRIBUTES = re.compile(r"<?\{[^{}]*\}>?")
 _TYPE = re.compile(r"tensor<(?:[^<>]|<[^<>]*>)*>|!tt\.ptr<[^>]*>|[a-z]\w*")
 _SHAPED = re.compile(r"tensor<((?:\d+x)*)(.*)>")
+# Lines of the source: what a name stands for, the name at the end of a line, and the line itself.
+_PLACE = re.compile(r"(#loc\d*) = loc\((.*)\)")
+_PLACE_AT_END = re.compile(r"loc\((#loc\d*)\)$")
+_SOURCE_LINE = re.compile(r'/([^"/]+)":(\d+)')
+
+AXES = ("x", "y", "z")
+STORES = ("tt.store", "tt.atomic_rmw", "tt.atomic_cas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ class Operation:
     text:    the line without its results and locations
     parent:  the operation whose block, of this number, has it
     inner:   the values that the blocks begin with; of scf.for the counter is the first
+    place:   its line in the source, by a name that the kernel knows
     """
 
     name: str
@@ -82,6 +90,7 @@ class Operation:
     results: list[Value] = field(default_factory=list)
     inner: list[Value] = field(default_factory=list)
     blocks: list[list[Operation]] = field(default_factory=list)
+    place: str = ""
 
     def inside(self, other: Operation) -> bool:
         """True if it is in a block of the other one."""
@@ -90,12 +99,13 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """divisors: of the numbers among the arguments that Triton knows to be multiples of something."""
+    """divisors: of the numbers among the arguments that Triton knows to be multiples of something. places: of lines"""
 
     name: str
     arguments: list[Value]
     divisors: dict[str, int]
     body: list[Operation]
+    places: dict[str, str]
 
     def operations(self) -> Iterator[Operation]:
         """All, those in blocks included."""
@@ -105,14 +115,46 @@ class Kernel:
             yield operation
             waiting += [each for block in reversed(operation.blocks) for each in reversed(block)]
 
+    def source_line(self, operation: Operation) -> str:
+        """File and line of an operation, that of the innermost function; "" if there is none."""
+        waiting = [operation.place]
+        while waiting:
+            place = self.places.get(waiting.pop(0), "")
+            if found := _SOURCE_LINE.search(place):
+                return f"{found[1]}:{found[2]}"
+            waiting = re.findall(r"#loc\d*", place) + waiting
+        return ""
+
+
+_THROUGH = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.bitcast", "tt.addptr")
+
+
+def base_of(pointer: Value) -> str:
+    """The argument that a pointer points into. Raises UnknownInstruction where none is known."""
+    while (op := pointer.op) is not None:
+        if op.name == "scf.for":
+            pointer = op.operands[2 + pointer.index if pointer.of_block else 3 + pointer.index]
+        elif op.name in _THROUGH:
+            pointer = op.operands[0]
+        elif op.name in ("arith.select", "scf.if"):
+            taken, other = op.operands[1:] or [block[-1].operands[pointer.index] for block in op.blocks]
+            if base_of(taken) != base_of(other):
+                raise UnknownInstruction("an address is in one of two tensors")
+            pointer = taken
+        else:
+            raise UnknownInstruction(f"an address comes from {op.name}")
+    return pointer.name
+
 
 def parse_ttir(text: str) -> Kernel:
     """The kernel of a module with one function. Raises UnknownInstruction."""
     reader = _Reader()
-    for line in _LOCATION.sub("", text).splitlines():
-        reader.read(line.strip())
+    for line in text.splitlines():
+        place = _PLACE_AT_END.search(line)
+        reader.read(_LOCATION.sub("", line).strip(), place[1] if place else "")
     if reader.kernel is None:
         raise UnknownInstruction("a text without tt.func is no TTIR")
+    reader.kernel.places.update(_PLACE.findall(text))
     return reader.kernel
 
 
@@ -124,31 +166,31 @@ class _Reader:
         self._open: list[Operation] = []
         self._names: list[dict[str, list[Value]]] = []
 
-    def read(self, line: str) -> None:
+    def read(self, line: str, place: str) -> None:
         if line.startswith("tt.func"):
             self._begin(line)
         elif self.kernel is None or not line or line.startswith("#"):
             return
         elif line.startswith("}"):
-            self._close(line)
+            self._close(line, place)
         elif line.startswith("^bb"):
             for name, kind in re.findall(rf"({_NAME}): ({_TYPE.pattern})", line):
                 self._name_inner(self._open[-1], name, Kind.of(kind))
         else:
-            self._operation(line, self.kernel.body)
+            self._operation(line, self.kernel.body).place = place
 
     def _begin(self, line: str) -> None:
         name = re.search(r"@([\w$.]+)", line)
         if self.kernel is not None or name is None:
             raise UnknownInstruction("more than one function")
-        self.kernel = Kernel(name[1], [], {}, [])
+        self.kernel = Kernel(name[1], [], {}, [], {})
         for argument, kind, facts in _ARGUMENT.findall(line):
             self.kernel.arguments.append(Value(argument[1:], Kind.of(kind)))
             if divisor := re.search(r"tt\.divisibility = (\d+)", facts):
                 self.kernel.divisors[argument[1:]] = int(divisor[1])
         self._names.append({f"%{each.name}": [each] for each in self.kernel.arguments})
 
-    def _close(self, line: str) -> None:
+    def _close(self, line: str, place: str) -> None:
         if not self._open:
             return
         self._names.pop()
@@ -157,10 +199,11 @@ class _Reader:
             self._names.append({})
             return
         operation = self._open.pop()
+        operation.place = place
         if "->" in line:  # the types of tt.reduce and tt.scan come last
             _set_kinds(operation, line)
 
-    def _operation(self, line: str, body: list[Operation]) -> None:
+    def _operation(self, line: str, body: list[Operation]) -> Operation:
         found = _RESULTS.match(line)
         names, text = (found[1].split(", "), found[2]) if found else ([], line)
         head = _HEAD.match(text)
@@ -188,6 +231,7 @@ class _Reader:
             kinds = [_INDEX, *(value.kind for value in operands[3:])] if head[1] == "scf.for" else []
             for each, kind in zip(iterated, kinds or [value.kind for value in operands], strict=False):
                 self._name_inner(operation, each, kind)
+        return operation
 
     def _name_inner(self, operation: Operation, name: str, kind: Kind) -> None:
         value = Value(name, kind, operation, len(operation.inner), of_block=True)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.batch.step_batch import MOST_TOKENS
 from rocm_attn.errors import BadBatch, BadTensor
 
 Int64Array = npt.NDArray[np.int64]
@@ -46,8 +46,8 @@ class BatchLengths:
                 f"qo_indptr names {len(self.q_indptr) - 1} sequences and the KV's lengths {len(self.kv_len)}; indptr "
                 "must have one entry more than there are sequences"
             )
-        if self.q_indptr[-1] > INT32_MAX or (self.kv_len > INT32_MAX).any() or (self.kv_len < 0).any():
-            raise BadBatch(f"lengths must be 0 to {INT32_MAX}")
+        if self.q_indptr[-1] > MOST_TOKENS or (self.kv_len > MOST_TOKENS).any() or (self.kv_len < 0).any():
+            raise BadBatch(f"lengths must be 0 to {MOST_TOKENS}")
         if (self.first_page < 0).any():
             raise BadBatch(f"indptr of the KV is {self.first_page[:9].tolist()}...; it must begin at 0 and never fall")
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import INT32_MAX
+from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
 from rocm_attn.errors import BadBatch, BadTensor, NeverFits, Unsupported, WrongState
 from rocm_attn.external import Bounds, ExternalAttention, ExternalOptions, LayerSource
 from rocm_attn.integrations.flashinfer.batch import NO_ROOM, BatchCapacity, PlannedBatch
@@ -254,7 +254,7 @@ class PlannedAttention:
             bounds=Bounds(
                 num_seqs=room.num_seqs,
                 num_tokens=room.num_tokens,
-                kv_len=min(room.width * geometry.page_size, INT32_MAX),
+                kv_len=min(room.width * geometry.page_size, MOST_TOKENS),
                 num_pages=INT32_MAX // geometry.page_size,
             ),
             options=ExternalOptions(

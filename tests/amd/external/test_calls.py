@@ -495,6 +495,8 @@ def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str
         build([LayerSource(problem()), LayerSource(problem(page_size=32))], {Space.FULL: table})
     with pytest.raises(BadProblem, match=r"layers live in the spaces \['GROUP1'\] and tables are given for \['FULL'\]"):
         build([LayerSource(problem(), Space("group1"))], {Space.FULL: table})
+    with pytest.raises(BadSetting, match=r"kv_len is 268435457; it must be from 1 to 268435456"):
+        Bounds(num_seqs=1, kv_len=2**28 + 1, num_pages=2)
     with pytest.raises(BadSetting, match="num_pages is 0"):
         Bounds(num_seqs=1, num_tokens=1, kv_len=1, num_pages=0)
     with pytest.raises(BadTensor, match=r"entries is torch.float32 \[2, 2\]"):

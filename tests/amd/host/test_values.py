@@ -77,6 +77,11 @@ def test_a_problem_that_contradicts_itself_is_refused(changes: dict[str, object]
         Problem(**(good | changes))  # type: ignore[arg-type]
 
 
+def test_a_window_that_no_sequence_fills_is_cut_so_that_kernels_can_add_to_it() -> None:
+    problem = Problem(8, 2, 64, torch.bfloat16, 16, window_left=2**31 - 2, window_right=2**31 - 2)
+    assert problem.window_left == problem.window_right == 2**30
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -87,6 +92,7 @@ def test_a_problem_that_contradicts_itself_is_refused(changes: dict[str, object]
         (([1.5], [3], [1]), "integers"),
         (([[1]], [3], [1]), "vector"),
         (([1, 2, 3], [2**30] * 3, [1, 1, 1]), "overflow an int32 indptr"),
+        (([1, 2], [2**28] * 2, [2**27, 2**27 + 1]), "268435457 new tokens in one step are more than 268435456"),
     ],
 )
 def test_a_batch_that_contradicts_itself_is_refused(fields: tuple[object, object, object], message: str) -> None:

@@ -243,7 +243,10 @@ def test_a_number_that_is_none_is_named(name: str, value: object, device: torch.
         ({"num_pages": 1}, "page 0 is reserved"),
         ({"num_pages": 2**31}, "overflow an int32 slot id"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"max_kv_len": 2**31}, "max_kv_len is 2147483648; lengths are int32, so use at most 2147483644"),
+        (
+            {"max_kv_len": 2**31},
+            "max_kv_len is 2147483648; kernels add a few lengths in 32 bits, so use at most 268435456",
+        ),
         ({"max_num_rows": 1}, "max_num_rows is 1 and max_num_seqs is 2"),
         ({"max_num_rows": -1}, "max_num_rows is -1"),
         ({"verify_tokens": -1}, "verify_tokens is -1"),

@@ -11,6 +11,7 @@ from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, DeviceFault, NeverFits, WrongState
 from rocm_attn.paging.state_pool import RecurrentLayers, StateCopy
+from rocm_attn.step import state_layers
 from rocm_attn.step.gate import AGAIN
 from rocm_attn.step.step import Step
 from tests.amd.worlds.hybrid import ALL_KINDS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid
@@ -334,6 +335,12 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
             part.states.recur(3, rows, rows, rows, rows, scalars, rows)
         with pytest.raises(BadTensor, match="decay has shape"):
             part.states.recur(1, rows, rows, rows, scalars, scalars, rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(state_layers, "MOST_TOKEN_STRIDE", 31)
+            near = rows.clone(), rows.clone()
+            far = torch.zeros(len(rows), 4, 8, device=device)[:, :2]
+            with pytest.raises(BadTensor, match="k has stride 32 between tokens; at most 31 is read"):
+                part.states.recur(1, near[0], far, near[1], torch.zeros_like(rows), scalars, rows)
         with pytest.raises(BadTensor, match="recurrent layer 1 has no convolution"):
             part.states.convolve(1, scalars, scalars, None, scalars)
         x, weight = (world.layers[0].x[: len(rows)], world.layers[0].weight)

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rocm_attn.errors import BadBatch, BadSetting, Unsupported
 from rocm_attn.integrations import flashinfer
+from rocm_attn.integrations.flashinfer.lengths import BatchLengths
 from tests.amd.integrations.batches import SIZES, check, indptr, ints, new_batch, queries, wanted
 from tests.amd.integrations.oracle import Scores
 
@@ -73,3 +75,10 @@ def test_what_is_not_served_is_refused(device: torch.device) -> None:
     few = indptr((1,), device), ints((-1, 1), device), batch.indices, ints((7,), device)
     with pytest.raises(BadBatch, match=r"indptr of the KV is \[-1\]...; it must begin at 0 and never fall"):
         wrapper.plan(*few, HEADS, KV_HEADS, DIM, DIM, 4, q_data_type=torch.float32, kv_data_type=torch.float32)
+
+
+def test_lengths_that_kernels_cannot_add_up_in_32_bits_are_refused() -> None:
+    one_token, first_page = np.array([0, 1]), np.array([0])
+    assert BatchLengths(one_token, first_page, np.array([2**28])).max_kv_len == 2**28
+    with pytest.raises(BadBatch, match="lengths must be 0 to 268435456"):
+        BatchLengths(one_token, first_page, np.array([2**28 + 1]))

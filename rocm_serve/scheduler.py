@@ -44,7 +44,7 @@ from rocm_attn.batch.step_batch import INT32_MAX, Int32Array
 from rocm_attn.capture.step_times import StepBudget
 from rocm_attn.errors import NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
-from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, num_pages
+from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, Index, num_pages
 from rocm_attn.paging.page_table import PageTable
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.step.metrics import Metrics
@@ -620,9 +620,8 @@ class Scheduler:
         A sequence claims pages for the rest of its prompt, and one more if it will need it. Without that page a new
         sequence would soon be preempted again.
         """
-        page_size = self._table.page_size
         rows = np.array([held.row for held in sequences], np.int32)
-        end = num_pages(self._table.room(rows), page_size)
+        end = num_pages(self._table.room(rows), self._table.page_size)
         # int64: a window may be as long as int32 allows, and a chunk is added to it.
         kv_len = np.array([held.num_tokens for held in sequences], np.int64)
         q_len = np.array([self._chunk if held.num_left > 1 else 1 for held in sequences], np.int64)
@@ -630,12 +629,12 @@ class Scheduler:
         claimed = []
         for pages in self._table.spaces:
             num_held = pages.num_held(rows, end)
-            prompt = pages.pages.most_held(kv_len, q_len, page_size)
-            grows = pages.pages.most_held(most, np.ones_like(q_len), page_size) > np.maximum(prompt, num_held)
+            prompt = self._most_pages(kv_len, q_len, pages)
+            grows = self._most_pages(most, np.ones_like(q_len), pages) > np.maximum(prompt, num_held)
             claimed.append(np.maximum(prompt - num_held, 0).sum() + np.count_nonzero(grows))
         return np.array(claimed, np.int64)
 
-    def _most_pages(self, kv_len: int, q_len: int, pages: PageTable) -> int:
+    def _most_pages(self, kv_len: Index, q_len: Index, pages: PageTable) -> Index:
         """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
         return pages.pages.most_held(kv_len, q_len, self._table.page_size)
 

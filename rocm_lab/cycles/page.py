@@ -181,12 +181,11 @@ def with_line(page: str, name: str, path: Path) -> str:
     if count is None:
         raise BadSetting(f"{path} has no loop with matrix instructions")
     of_name = published[name]
-    part = "published" if isinstance(of_name, Published) else "peers"
-    lines = {line.split("`")[1]: line for line in rows_of(page, part)}
     if isinstance(of_name, Published):
-        lines[name] = published_line(of_name, count, kernel.sha256)
+        part, written = "published", published_line(of_name, count, kernel.sha256)
     else:
-        lines[name] = peer_line(of_name, count, kernel.sha256)
+        part, written = "peers", peer_line(of_name, count, kernel.sha256)
+    lines = {line.split("`")[1]: line for line in rows_of(page, part)} | {name: written}
     return with_rows(page, part, [lines[each] for each in published if each in lines])
 
 

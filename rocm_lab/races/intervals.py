@@ -34,7 +34,7 @@ def bits_of(kind: Kind) -> int:
 
 
 def limits_of(kind: Kind) -> tuple[int, int]:
-    """Of a truth 0 and 1."""
+    """The least and the largest number of a type; 0 and 1 for a truth."""
     half = 1 << bits_of(kind) - 1
     return (0, 1) if half == 1 else (-half, half - 1)
 
@@ -134,7 +134,7 @@ class Growth:
         """The range after another round. found: what the loop begins with, and what a round makes of before"""
         now = joined(found)
         if before is None or now is None or len(found) == 1 or found[0] is None or found[1] is None:
-            return (before and now and before.join(now)) or before or now
+            return joined((before, now))
         self.rounds += 1
         limits = []
         for side, sign in ((0, -1), (1, 1)):

@@ -80,7 +80,7 @@ def _axes_of(value: Value) -> Axes:
 
 @dataclass(slots=True)
 class _Place:
-    """What is known where an operation is executed: limits of values, by value and axes. seen: ranges so far"""
+    """The facts where an operation is executed: limits of values, by value and axes. seen: ranges so far"""
 
     limits: dict[tuple[Value, Axes], tuple[int, int]] = field(default_factory=dict)
     seen: dict[tuple[Value, Axes], Range | None] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class _Analysis:
         self._used: dict[Value, int] = {}
         self._fresh: dict[tuple[Value, Operation, Axes], int] = {}
         self._places: dict[tuple[Operation | None, int], _Place] = {}
-        # What loops carry: their results, and what their blocks begin with.
+        # Values that loops carry: their results, and those that their blocks begin with.
         self._carried: dict[Value, Range | None] = {}
         self._settle()
 
@@ -131,11 +131,9 @@ class _Analysis:
         if op.name in ("scf.if", "scf.condition"):
             return self._causes(place, op.operands[0], ())
         if op.name == "scf.for":
-            return frozenset[Operation]().union(
-                *(self._causes(place, each, ()) for each in (*op.operands[:3], op.inner[0]))
-            )
+            return NO_CAUSES.union(*(self._causes(place, each, ()) for each in (*op.operands[:3], op.inner[0])))
         if "descriptor" in op.name:
-            return frozenset[Operation]().union(*(self._causes(place, each, _axes_of(each)) for each in op.operands))
+            return NO_CAUSES.union(*(self._causes(place, each, _axes_of(each)) for each in op.operands))
         return NO_CAUSES
 
     def _causes(self, place: _Place, value: Value, axes: Axes) -> Causes:
@@ -197,7 +195,7 @@ class _Analysis:
     # Conditions
 
     def _place(self, op: Operation | None) -> _Place:
-        """What is known where an operation is executed."""
+        """The facts where an operation is executed."""
         parent, block = (op.parent, op.block) if op else (None, 0)
         if (parent, block) not in self._places:
             place = self._place(parent) if parent else _Place()
@@ -210,7 +208,7 @@ class _Analysis:
         return self._places[parent, block]
 
     def _under(self, place: _Place, condition: Value, axes: Axes, truth: bool) -> _Place:
-        """What is known in addition where a condition is so."""
+        """The facts, and those that follow from a condition that is so."""
         key = condition, axes, truth
         if key not in place.inner:
             inner = place.inner[key] = _Place(dict(place.limits), dict(place.seen))
@@ -363,12 +361,10 @@ class _Analysis:
         return found
 
     def _of_operands(self, place: _Place, op: Operation, axes: Axes) -> Causes:
-        return frozenset[Operation]().union(
-            *(self._causes(place, each, self._axes(op, each, axes)) for each in op.operands)
-        )
+        return NO_CAUSES.union(*(self._causes(place, each, self._axes(op, each, axes)) for each in op.operands))
 
     def _counter(self, place: _Place, loop: Operation) -> Range | None:
-        """Of scf.for; the last one may not be followed by one that is out of its type."""
+        """The counter of scf.for. Its last value may not be followed by one that is out of its type."""
         begin, end, step = (self._at(place, each, ()) for each in loop.operands[:3])
         if begin is None or end is None or step is None:
             return None
@@ -385,12 +381,13 @@ class _Analysis:
         decided = self._at(place, condition, of_condition)
         if decided is None:
             return None
-        found = None
-        for truth, each in zip((True, False), choices, strict=True):
-            if decided[:2] == (1 - truth, 1 - truth):
-                continue
-            other = self._at(self._under(place, condition, of_condition, truth), each, axes)
-            found = found.join(other) if found and other else found or other
+        found = joined(
+            [
+                self._at(self._under(place, condition, of_condition, truth), each, axes)
+                for truth, each in zip((True, False), choices, strict=True)
+                if decided[:2] != (1 - truth, 1 - truth)
+            ]
+        )
         return found and Range(*found[:2], found.causes | decided.causes)
 
     def _number(self, place: _Place, value: Value, op: Operation, axes: Axes) -> Range | None:

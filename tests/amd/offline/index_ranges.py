@@ -11,7 +11,7 @@ from functools import cache
 from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
 from rocm_attn.kernels.model.few_rows import MOST_ROWS
 from rocm_attn.kernels.states.arguments import MOST_TOKEN_STRIDE
-from rocm_lab.races.overflow import Overflows, needed_ranges, prove_no_overflow
+from rocm_lab.races.overflow import needed_ranges, prove_no_overflow
 
 _MOST_PROGRAMS = 2**20  # of a grid
 _MOST_SHARING = 2**13  # compute units times programs of each, times rounds
@@ -169,13 +169,8 @@ def faults_of(ttir: str) -> tuple[str, ...]:
     return prove_no_overflow(ttir, _ALL).faults
 
 
-@cache
-def verdict_of(ttir: str) -> tuple[Overflows, tuple[str, ...]]:
-    """The answer about a kernel, and the conditions without which it is not proved."""
-    proof = prove_no_overflow(ttir, _PLAIN)
-    if not proof.faults:
-        return proof, ()
-    proof = prove_no_overflow(ttir, _ALL)
-    if proof.faults:
-        return proof, ()
-    return proof, tuple(dict.fromkeys(_WHYS[name] for name in needed_ranges(ttir, _ALL, among=_WHYS)))
+def conditions_of(ttir: str) -> tuple[str, ...]:
+    """The conditions without which a kernel that has no faults under all of them is not proved."""
+    if not prove_no_overflow(ttir, _PLAIN).faults:
+        return ()
+    return tuple(dict.fromkeys(_WHYS[name] for name in needed_ranges(ttir, _ALL, among=_WHYS)))

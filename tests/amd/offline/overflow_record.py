@@ -6,8 +6,8 @@ The document has a table between two marks, which is written anew.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from rocm_lab.page_parts import with_rows
 from rocm_lab.races.ttir import parse_ttir
 from tests.amd.offline import matrix, sparse_matrix, state_matrix
-from tests.amd.offline.index_ranges import verdict_of
+from tests.amd.offline.index_ranges import conditions_of, faults_of
 from tests.amd.offline.ttir_of import ttir_by
 
 _ARCH = "gfx942"
@@ -39,8 +39,30 @@ class Launches(NamedTuple):
         return self.name
 
 
+@dataclass(slots=True)
+class Answers:
+    """The answers about a kernel's variants: the first fault of each that is not proved, and the conditions of all."""
+
+    variants: int = 0
+    faults: set[str] = field(default_factory=set)
+    conditions: set[str] = field(default_factory=set)
+
+    def add(self, ttir: str) -> None:
+        """Adds the answer about a variant."""
+        self.variants += 1
+        faults = faults_of(ttir)
+        self.faults.update(faults[:1])
+        self.conditions.update(() if faults else conditions_of(ttir))
+
+    def words(self) -> str:
+        """The answer about all of them."""
+        if self.faults:
+            return f"not proved: {min(self.faults)}"
+        return f"proved if {'; '.join(sorted(self.conditions))}" if self.conditions else "proved"
+
+
 def all_launches() -> Iterator[Launches]:
-    """Of every row of every matrix."""
+    """The launches of every row of every matrix."""
     for row in matrix.ROWS:
         yield Launches(str(row), row.arch, partial(matrix.launch_all, row))
     for other in (*sparse_matrix.ROWS, *state_matrix.ROWS):
@@ -55,27 +77,14 @@ def recorded_launches() -> Iterator[Launches]:
 
 def main(document: Path) -> int:
     """Prove, print, write; the exit status."""
-    answers: dict[str, Counter[str]] = {}
+    answers: dict[str, Answers] = {}
     variants = dict.fromkeys(ttir for each in recorded_launches() for ttir in ttir_by(each.call, each.arch))
     for ttir in variants:
-        proof, conditions = verdict_of(ttir)
-        answer = f"proved if {'; '.join(conditions)}" if conditions else "proved"
-        if proof.faults:
-            answer = f"not proved: {proof.faults[0]}"
-        answers.setdefault(parse_ttir(ttir).name, Counter())[answer] += 1
-    rows = [f"| `{name}` | {found.total()} | {_shortest(found)} |\n" for name, found in sorted(answers.items())]
+        answers.setdefault(parse_ttir(ttir).name, Answers()).add(ttir)
+    rows = [f"| `{name}` | {found.variants} | {found.words()} |\n" for name, found in sorted(answers.items())]
     print(*rows, sep="", end="")
     document.write_text(with_rows(document.read_text(), "overflow", rows))
     return 0
-
-
-def _shortest(found: Counter[str]) -> str:
-    """What holds for all variants of a kernel: the conditions of all, or the first fault."""
-    faults = sorted(each for each in found if each.startswith("not"))
-    conditions = sorted(
-        {part for each in found for part in each.removeprefix("proved").removeprefix(" if ").split("; ")}
-    )
-    return faults[0] if faults else f"proved if {'; '.join(filter(None, conditions))}".removesuffix(" if ")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -28,6 +30,7 @@ class ProductGeometry(NamedTuple):
     IN, OUT:                elements of a row of x and of out
     PAIRS_OF_ROW:           pairs that read one row of x
     ROWS, COLUMNS, STEP:    pairs and columns of a program, elements of x that it multiplies at a time
+    EARLY:                  whether it starts early (early.py)
     """
 
     EXPERTS: int
@@ -38,6 +41,7 @@ class ProductGeometry(NamedTuple):
     ROWS: int
     COLUMNS: int
     STEP: int
+    EARLY: bool
 
 
 @triton.jit
@@ -58,6 +62,9 @@ def _expert_product_kernel(
     COLUMNS: tl.constexpr = G.COLUMNS
     STEP: tl.constexpr = G.STEP
     IN: tl.constexpr = G.IN
+    if G.EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     block = tl.program_id(0)
     each = tl.arange(0, G.EXPERTS_BLOCK)
     is_expert = each < G.EXPERTS
@@ -105,7 +112,7 @@ def launch_expert_product(
     out:    [pairs, out], of x's dtype, written
     The last dimension of each is contiguous.
     """
-    num_pairs, num_out = out.shape
+    (num_pairs, num_out), early = out.shape, starts_early(x.device)
     # Each expert with a pair may have one block that is not full.
     most_blocks = num_pairs // tiles.rows + min(num_pairs, groups.num_experts)
     launch(
@@ -130,7 +137,9 @@ def launch_expert_product(
             ROWS=tiles.rows,
             COLUMNS=tiles.columns,
             STEP=tiles.step,
+            EARLY=early,
         ),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **early_options(early),
     )

@@ -1,4 +1,4 @@
-"""MoE matrix products: each token with the matrices of its experts, on a GPU and on a CPU."""
+"""MoE on a GPU and on a CPU: the choice of each token's experts, products with their matrices, and the sum of those."""
 
 from __future__ import annotations
 
@@ -12,6 +12,38 @@ from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.refs.experts import expert_product
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.machine.target import detect_target
+from rocm_attn.models.routing import ExpertScores, Routing
+
+
+def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The experts of every token, and their shares: see Routing.choose."""
+    if logits.device.type == "cpu":
+        return routing.choose(logits, correction)
+    from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
+
+    rule = ChoiceRule(
+        routing.num_groups,
+        routing.num_groups_chosen,
+        routing.best_of_group,
+        routing.scores is ExpertScores.SOFTMAX,
+        routing.normalised,
+        routing.scale,
+    )
+    shape, device = (len(logits), routing.num_chosen), logits.device
+    expert, share = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    launch_choose(logits, correction, expert, share, rule)
+    return expert, share
+
+
+def groups_of(expert: Tensor, num_experts: int) -> ExpertGroups:
+    """The pairs of tokens and experts by expert: see ExpertGroups.of."""
+    if expert.device.type == "cpu":
+        return ExpertGroups.of(expert, num_experts)
+    from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
+
+    groups = ExpertGroups(*(expert.new_empty(size) for size in (expert.numel(), num_experts + 1)))
+    launch_sort_pairs(expert, *groups)
+    return groups
 
 
 def expert_products(
@@ -32,6 +64,24 @@ def expert_products(
     group_rows = rows if fixed else -(-num_pairs // groups.num_experts)
     tiles = expert_tiles(_arch(x.device), x.dtype, group_rows)
     launch_expert_product(x, weight, bias, groups, out, tiles=tiles)
+    return out
+
+
+def combined(parts: Tensor, share: Tensor, shared: Tensor | None, weight: Tensor | None) -> Tensor:
+    """[tokens, width]: the sum of each token's parts by its shares, and of sigmoid(weight) * shared.
+
+    parts:  [tokens * chosen, width], share: float32 [tokens, chosen]
+    shared: [tokens, width] or None; weight: [tokens, 1], or None for a factor of 1
+    """
+    if parts.device.type == "cpu":
+        total = (parts.view(*share.shape, -1) * share.to(parts.dtype)[..., None]).sum(1)
+        if shared is not None:
+            total = total + (shared if weight is None else shared * weight.sigmoid())
+        return total
+    from rocm_attn.kernels.experts.combine import launch_combine
+
+    out = torch.empty(share.shape[0], parts.shape[1], dtype=parts.dtype, device=parts.device)
+    launch_combine(parts, share, shared, weight, out)
     return out
 
 

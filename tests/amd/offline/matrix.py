@@ -21,8 +21,11 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
+from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
+from rocm_attn.kernels.experts.combine import launch_combine
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
+from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
 from rocm_attn.kernels.model.add_norm import launch_add_norm
 from rocm_attn.kernels.model.few_rows import launch_few_rows
@@ -521,6 +524,13 @@ def _launch_experts(row: Row) -> None:
         x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
         tiles = expert_tiles(row.arch, row.dtype, rows)
         launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), out, tiles=tiles)
+        launch_sort_pairs(expert, *ExpertGroups.of(expert, experts))
+        for of_all in (None, x):
+            launch_combine(out, torch.empty(num_tokens, 2), of_all, None if of_all is None else x[:, :1].contiguous(), x)
+    for form in (ChoiceRule(1, 1, 1, True, True, 1.0), ChoiceRule(8, 4, 2, False, True, 2.5)):
+        expert, share = (torch.empty(4, 8, dtype=dtype) for dtype in (torch.int64, torch.float32))
+        correction = None if form.softmax else torch.empty(256)
+        launch_choose(torch.empty(4, 256, dtype=row.dtype), correction, expert, share, form)
 
 
 def _launch_model(row: Row) -> None:

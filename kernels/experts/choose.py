@@ -77,7 +77,7 @@ def _number_of(key, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _choose_kernel(logits, correction, expert, share, G: tl.constexpr):
+def _choose_experts_kernel(logits, correction, expert, share, G: tl.constexpr):
     EXPERTS: tl.constexpr = G.GROUPS * G.OF_GROUP
     GROUPS_BLOCK: tl.constexpr = G.GROUPS_BLOCK
     BLOCK: tl.constexpr = G.GROUPS_BLOCK * G.OF_GROUP_BLOCK
@@ -135,11 +135,11 @@ def _choose_kernel(logits, correction, expert, share, G: tl.constexpr):
         shares /= tl.where(total < _TINY, _TINY, total)
     is_place = place < CHOSEN
     to = token * CHOSEN + place
-    tl.store(expert + to, experts.to(tl.int64), mask=is_place)
+    tl.store(expert + to, experts, mask=is_place)
     tl.store(share + to, shares * G.SCALE, mask=is_place)
 
 
-_variant = repeated_launches(_choose_kernel)
+_variant = repeated_launches(_choose_experts_kernel)
 
 
 @only_launches
@@ -148,14 +148,14 @@ def launch_choose(logits: Tensor, correction: Tensor | None, expert: Tensor, sha
 
     logits:     float32, float16 or bfloat16 [tokens, experts]
     correction: float32 [experts], added to the scores for the choice, or None
-    expert:     int64 [tokens, chosen], written: by falling rank
+    expert:     int32 [tokens, chosen], written: by falling rank
     share:      float32 [tokens, chosen], written
     All are contiguous and begin at a multiple of 16 bytes.
     """
     num_tokens, num_experts = logits.shape
     chosen = expert.shape[1]
     assert expert.shape == share.shape == (num_tokens, chosen)
-    assert expert.dtype == torch.int64
+    assert expert.dtype == torch.int32
     assert share.dtype == torch.float32
     given = [each for each in (logits, correction, expert, share) if each is not None]
     assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in given)

@@ -20,7 +20,7 @@ _BLOCK = 512
 
 
 @triton.jit
-def _combine_kernel(
+def _combine_experts_kernel(
     parts,
     share,
     shared,
@@ -50,7 +50,7 @@ def _combine_kernel(
     tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=is_column)
 
 
-_variant = repeated_launches(_combine_kernel)
+_variant = repeated_launches(_combine_experts_kernel)
 
 
 @only_launches

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2

@@ -15,8 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 
-# Pairs that a program reads at a time.
-_PAIRS = 1024
+# Pairs that a program reads at a time, at most: the time of many pairs is that of turns, which wait for memory.
+_FEW, _MANY = 1024, 4096
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -51,17 +51,18 @@ _variant = repeated_launches(_sort_pairs_kernel)
 def launch_sort_pairs(expert: Tensor, order: Tensor, indptr: Tensor) -> None:
     """Writes order and indptr of ExpertGroups.
 
-    expert: int64 [pairs], contiguous, each 0 to experts - 1; below 2**31 pairs
+    expert: int32 [pairs], contiguous, each 0 to experts - 1; below 2**31 pairs
     order:  int64 [pairs], written
     indptr: int64 [experts + 1], written
     All begin at a multiple of 16 bytes.
     """
-    tensors = (expert, order, indptr)
-    assert all(each.dtype == torch.int64 and each.is_contiguous() for each in tensors)
-    assert all(each.data_ptr() % 16 == 0 for each in tensors)
+    for tensor, dtype in ((expert, torch.int32), (order, torch.int64), (indptr, torch.int64)):
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 16 == 0
     assert len(order) == expert.numel()
-    num_experts, early = len(indptr) - 1, starts_early(expert.device)
-    _variant(num_experts)(
+    num_experts, early, pairs = len(indptr) - 1, starts_early(expert.device), _FEW if len(order) <= _FEW else _MANY
+    _variant(num_experts, pairs)(
         expert.device,
         (num_experts, 1, 1),
         expert,
@@ -69,8 +70,8 @@ def launch_sort_pairs(expert: Tensor, order: Tensor, indptr: Tensor) -> None:
         indptr,
         len(order),
         num_experts,
-        _PAIRS,
+        pairs,
         early,
-        num_warps=4,
+        num_warps=pairs // 256,
         **early_options(early),
     )

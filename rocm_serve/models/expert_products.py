@@ -30,7 +30,7 @@ def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> tuple
         routing.scale,
     )
     shape, device = (len(logits), routing.num_chosen), logits.device
-    expert, share = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    expert, share = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
     launch_choose(logits, correction, expert, share, rule)
     return expert, share
 
@@ -41,7 +41,8 @@ def groups_of(expert: Tensor, num_experts: int) -> ExpertGroups:
         return ExpertGroups.of(expert, num_experts)
     from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 
-    groups = ExpertGroups(*(expert.new_empty(size) for size in (expert.numel(), num_experts + 1)))
+    sizes = expert.numel(), num_experts + 1
+    groups = ExpertGroups(*(torch.empty(size, dtype=torch.int64, device=expert.device) for size in sizes))
     launch_sort_pairs(expert, *groups)
     return groups
 

@@ -27,7 +27,7 @@ class Choice:
     def made(self, put: Put = Tensor.clone) -> tuple[Tensor, Tensor]:
         """The kernel's experts and shares. put: where a tensor lies"""
         shape, device = (len(self.logits), self.num_chosen), self.logits.device
-        expert = put(torch.full(shape, NONE, dtype=torch.int64, device=device))
+        expert = put(torch.full(shape, NONE, dtype=torch.int32, device=device))
         share = put(torch.full(shape, float("nan"), device=device))
         correction = None if self.correction is None else put(self.correction)
         launch_choose(put(self.logits), correction, expert, share, self.rule)
@@ -79,12 +79,12 @@ def random_choice(
 
 
 def assert_sorted(expert: Tensor, num_experts: int, put: Put = Tensor.clone) -> None:
-    """Checks the kernel's order of pairs, and each expert's first place. expert: int64 [tokens, chosen]"""
+    """Checks the kernel's order of pairs, and each expert's first place. expert: [tokens, chosen]"""
     pairs, device = expert.flatten().tolist(), expert.device
     order, indptr = (
         put(torch.full((size,), NONE, dtype=torch.int64, device=device)) for size in (len(pairs), num_experts + 1)
     )
-    launch_sort_pairs(put(expert), order, indptr)
+    launch_sort_pairs(put(expert.int()), order, indptr)
     wanted = [[pair for pair, owner in enumerate(pairs) if owner == each] for each in range(num_experts)]
     assert order.tolist() == [pair for group in wanted for pair in group]
     assert indptr.tolist() == [sum(map(len, wanted[:each])) for each in range(num_experts + 1)]

@@ -51,9 +51,11 @@ def test_experts_are_there_and_differ_whatever_the_logits(
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("tokens", "chosen", "experts"), [(1, 8, 128), (37, 3, 7), (700, 3, 5), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "experts"), [(1, 8, 128), (37, 3, 7), (700, 3, 5), (1500, 3, 5), (1, 1, 1)]
+)
 def test_pairs_are_sorted_by_expert(tokens: int, chosen: int, experts: int, kernel_device: torch.device) -> None:
-    """The last expert has no pair if there is a choice; 2,100 pairs are read in three turns."""
+    """The last expert has no pair if there is a choice; 4,500 pairs are read in two turns."""
     random = torch.Generator().manual_seed(tokens)
     expert = torch.rand(tokens, max(chosen, experts - 1), generator=random).argsort(-1)[:, :chosen]
     assert_sorted(expert.contiguous().to(kernel_device), experts)

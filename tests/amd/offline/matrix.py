@@ -58,6 +58,9 @@ SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.
 LARGE_POOL_BYTES = 2 << 30
 
+# Mean rows of an expert: for each tuning choice.
+EXPERT_ROWS = (1, 16, 128, 256)
+
 # More new tokens than any tuning choice for short sequences serves.
 LONG_Q_LEN = 128
 # With 8 KV heads these are more rows than a grid has programs, which cuts the merge in another way.
@@ -515,20 +518,21 @@ def _launch_fold_rows(row: Row) -> None:
 
 
 def _launch_experts(row: Row) -> None:
-    """Launches experts for few tokens and many, with biases and without."""
+    """Launches experts for few tokens and many, with biases and without, and what chooses and sums them."""
     experts, width = 8, 256
     weight = torch.empty(experts, width, width, dtype=row.dtype)
-    for rows, bias in ((1, weight[:, 0].contiguous()), (128, None)):
-        num_tokens = rows * experts // 2
+    for rows in EXPERT_ROWS:
+        bias, num_tokens = weight[:, 0].contiguous() if rows == 1 else None, rows * experts // 2
         expert = torch.arange(2 * num_tokens).view(num_tokens, 2) % experts
         x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
         tiles = expert_tiles(row.arch, row.dtype, rows)
         launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), out, tiles=tiles)
-        launch_sort_pairs(expert, *ExpertGroups.of(expert, experts))
-        for of_all in (None, x):
-            launch_combine(out, torch.empty(num_tokens, 2), of_all, None if of_all is None else x[:, :1].contiguous(), x)
+        launch_sort_pairs(expert.int(), *ExpertGroups.of(expert, experts))
+    share = torch.empty(num_tokens, 2)
+    launch_combine(out, share, None, None, x)
+    launch_combine(out, share, x, x[:, :1].contiguous(), x)
     for form in (ChoiceRule(1, 1, 1, True, True, 1.0), ChoiceRule(8, 4, 2, False, True, 2.5)):
-        expert, share = (torch.empty(4, 8, dtype=dtype) for dtype in (torch.int64, torch.float32))
+        expert, share = (torch.empty(4, 8, dtype=dtype) for dtype in (torch.int32, torch.float32))
         correction = None if form.softmax else torch.empty(256)
         launch_choose(torch.empty(4, 256, dtype=row.dtype), correction, expert, share, form)
 

@@ -12,7 +12,9 @@ from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.refs.experts import expert_product
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
 from rocm_attn.machine.target import detect_target
+from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_attn.models.routing import ExpertScores, Routing
+from rocm_serve.models.gated import form_of, mixed
 
 
 def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -48,23 +50,34 @@ def groups_of(expert: Tensor, num_experts: int) -> ExpertGroups:
 
 
 def expert_products(
-    x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, *, rows: int, fixed: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: ExpertGroups,
+    gate: Gate | None = None,
+    *,
+    rows: int,
+    fixed: bool,
 ) -> Tensor:
     """[pairs, out]: each pair's row of x times the matrix of its expert; see launch_expert_product.
 
+    gate:  combines the products, whose matrices are then twice as large; see mixed()
     rows:  of a block; if they are not fixed, a GPU takes blocks by the mean size of a group, a CPU whole groups
     fixed: whether a row's bits must not depend on the number of rows
     """
-    num_pairs = groups.order.shape[0]
-    out = torch.empty(num_pairs, weight.shape[1], dtype=x.dtype, device=x.device)
-    if x.device.type == "cpu":
+    is_cpu = x.device.type == "cpu"
+    if gate is not None and (is_cpu or isinstance(gate, ReluSquared)):
+        return mixed(gate, expert_products(x, weight, bias, groups, rows=rows, fixed=fixed))
+    num_pairs, num_out = groups.order.shape[0], weight.shape[1] // (1 if gate is None else 2)
+    out = torch.empty(num_pairs, num_out, dtype=x.dtype, device=x.device)
+    if is_cpu:
         run_as_launch(expert_product, x, weight, bias, groups, out, rows=rows if fixed else 0)
         return out
     from rocm_attn.kernels.experts.product import launch_expert_product
 
     group_rows = rows if fixed else -(-num_pairs // groups.num_experts)
     tiles = expert_tiles(_arch(x.device), x.dtype, group_rows)
-    launch_expert_product(x, weight, bias, groups, out, tiles=tiles)
+    launch_expert_product(x, weight, bias, groups, out, None if gate is None else form_of(gate), tiles=tiles)
     return out
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, Mlp
 from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.expert_products import choice, combined, groups_of
-from rocm_serve.models.gated import mixed
 from rocm_serve.models.linears import Linears
 from rocm_serve.models.mlp_weights import DenseAndExpertWeights, DenseWeights, ExpertWeights
 from rocm_serve.models.weights import LayerWeights
@@ -68,7 +67,7 @@ def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeig
         share = share * weights.share_scale[expert]
     groups = groups_of(expert, mlp.routing.num_experts)
     of_experts = x if weights.latent_in is None else linears.linear(x, weights.latent_in)
-    inner = mixed(mlp.gate, linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, groups))
+    inner = linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, groups, mlp.gate)
     parts = linears.of_experts(inner, weights.down, weights.down_bias, groups)
     shared = shared_share = None
     if weights.shared is not None:

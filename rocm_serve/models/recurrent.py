@@ -161,16 +161,12 @@ class StateSpace(RecurrentMixer[StateSpaceWeights]):
         q, k, v = self.convolved(step, inputs, weights.convolution, weights.convolution_bias)
         decay, size = gates(dt, None, weights.step_bias, weights.decay_factor)
         out = self.recurred(step, q, k, v, decay, size)
-        form = RowGate(
-            weights.norm,
-            self.form.num_key_heads,
-            self.arithmetic.eps,
-            gate_first=self.projections.norm is not GatedNorm.BEFORE_GATE,
-        )
-        if weights.norm is None or values == self.form.num_key_heads * weights.num_normed:
-            return gated_norm(out, gate, form, weights.skip, v)
+        gate_first, groups = self.projections.norm is not GatedNorm.BEFORE_GATE, form.num_key_heads
+        row_gate = RowGate(weights.norm, groups, self.arithmetic.eps, gate_first=gate_first)
+        if weights.norm is None or values == groups * weights.num_normed:
+            return gated_norm(out, gate, row_gate, weights.skip, v)
         # Ranks share the one group.
-        return gated_norm_of_torch(out, gate, form, weights.skip, v, self._mean_of_ranks)
+        return gated_norm_of_torch(out, gate, row_gate, weights.skip, v, self._mean_of_ranks)
 
     def _mean_of_ranks(self, squares: Tensor) -> Tensor:
         """[T, groups, 1]: the mean of a group's squares [T, groups, elements]."""
@@ -256,8 +252,8 @@ class KimiDelta(RecurrentMixer[KimiDeltaWeights]):
         q, k, v = self.convolved(step, inputs, weights.convolution, None)
         decay, beta = gates(linears.linear(a, weights.decay), b, weights.decay_bias, weights.decay_factor)
         out = self.recurred(step, q, k, v, decay.view(v.shape), beta)
-        form = RowGate(weights.norm, heads, self.arithmetic.eps, silu=False)
-        return gated_norm(out, linears.linear(g, weights.gate), form)
+        row_gate = RowGate(weights.norm, heads, self.arithmetic.eps, silu=False)
+        return gated_norm(out, linears.linear(g, weights.gate), row_gate)
 
 
 def _read_kimi(part: RecurrentTensors) -> KimiDeltaWeights:

@@ -80,7 +80,7 @@ def gated_norm_of_torch(
     if form.gate_first:
         x = x * opened
     if form.weight is not None:
-        groups = x.unflatten(1, (form.num_groups, x.shape[1] // form.num_groups))
+        groups = x.view(len(x), form.num_groups, x.shape[1] // form.num_groups)
         normed = groups * torch.rsqrt(mean(groups.square()) + form.eps)
         x = normed.flatten(1) * form.weight.repeat(x.shape[1] // form.weight.numel())
     return (x if form.gate_first else x * opened).to(rows.dtype)

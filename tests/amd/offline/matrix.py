@@ -528,13 +528,15 @@ def _launch_experts(row: Row) -> None:
         tiles = expert_tiles(row.arch, row.dtype, rows)
         launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), out, tiles=tiles)
         launch_sort_pairs(expert.int(), *ExpertGroups.of(expert, experts))
+        gated = torch.empty(2 * num_tokens, width // 2, dtype=row.dtype)
+        launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), gated, GateForm(SILU), tiles=tiles)
     share = torch.empty(num_tokens, 2)
     launch_combine(out, share, None, None, x)
     launch_combine(out, share, x, x[:, :1].contiguous(), x)
-    for form in (ChoiceRule(1, 1, 1, True, True, 1.0), ChoiceRule(8, 4, 2, False, True, 2.5)):
+    for rule in (ChoiceRule(1, 1, 1, True, True, 1.0), ChoiceRule(8, 4, 2, False, True, 2.5)):
         expert, share = (torch.empty(4, 8, dtype=dtype) for dtype in (torch.int32, torch.float32))
-        correction = None if form.softmax else torch.empty(256)
-        launch_choose(torch.empty(4, 256, dtype=row.dtype), correction, expert, share, form)
+        correction = None if rule.softmax else torch.empty(256)
+        launch_choose(torch.empty(4, 256, dtype=row.dtype), correction, expert, share, rule)
 
 
 def _launch_model(row: Row) -> None:

@@ -220,10 +220,11 @@ def lower_bound(loaded: LoadedModel, limits: Ceilings, row: Row) -> float:
     rates = Rates(limits.bytes_per_s, limits.flops_per_s, "this run")
     layers = problems_of(loaded, EngineOptions(max_kv_len=LONG_PROMPT + MOST_TOKENS))
     times = StepTimes(matrices_of(config, dtype, 1), layers, rates, config.attention.recurrences(dtype))
+    tokens: int = row["tokens"]
     if row["load"] == "decode":
-        return times.decode(row["requests"], row["tokens"])
-    of_logits = 2 * config.vocab_size * config.hidden_size * (row["tokens"] - 1)
-    return times.prompt(row["tokens"]) - of_logits / limits.flops_per_s
+        return times.decode(row["requests"], tokens)
+    of_logits = 2 * config.vocab_size * config.hidden_size * (tokens - 1)
+    return times.prompt(tokens) - of_logits / limits.flops_per_s
 
 
 def rows(loaded: LoadedModel) -> Iterator[Row]:

@@ -200,7 +200,7 @@ def test_matrices_may_lie_further_apart_than_32_bits_reach(kernel_device: torch.
 
 
 def test_groups_hold_every_pair_once_in_the_order_of_experts() -> None:
-    expert = torch.randint(0, 6, (37, 3))
+    expert = torch.randint(0, 6, (37, 3), dtype=torch.int32)
     groups = ExpertGroups.of(expert, 7)
     assert sorted(groups.order.tolist()) == list(range(111))
     for each in range(7):

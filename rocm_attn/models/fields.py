@@ -94,14 +94,14 @@ class Fields:
             raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a list")
         return value
 
-    def layer_types(self, num_layers: int, served: Collection[str]) -> list[str]:
+    def layer_types(self, num_layers: int, served: Collection[str]) -> tuple[str, ...]:
         """[layers] The values of layer_types. Raises Unsupported if one is not served."""
         types = self.list("layer_types")
         if len(types) != num_layers:
             raise BadModel(f"{self.source}: {len(types)} layer_types for num_hidden_layers {num_layers}")
         if unknown := [each for each in types if each not in list(served)]:
             raise Unsupported(f"layer type {shown(unknown[0])} is not served; layer_types may hold {', '.join(served)}")
-        return [str(each) for each in types]
+        return tuple(str(each) for each in types)
 
     def ids(self, name: str) -> tuple[int, ...]:
         """One id (of a token, a layer), a list of them, or none at all."""

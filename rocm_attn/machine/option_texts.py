@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from rocm_attn.errors import BadSetting
 from rocm_attn.machine.choices import AUTO, DEFAULT_PAGE_SIZE, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
 
 _KINDS: Mapping[type, tuple[type, str]] = {
@@ -55,9 +56,12 @@ class OptionText:
 
     def allows(self, number: float) -> bool:
         """True if a number is finite, as a float if it is to be one, and within the bounds."""
+        return (self.kind is int or abs(number) <= sys.float_info.max) and self.is_within(number)
+
+    def is_within(self, number: float) -> bool:
+        """True if a number is within the bounds."""
         return (
-            (self.kind is int or abs(number) <= sys.float_info.max)
-            and (self.least is None or number >= self.least)
+            (self.least is None or number >= self.least)
             and (self.above is None or number > self.above)
             and (self.most is None or number <= self.most)
         )
@@ -75,26 +79,34 @@ def option(
     *,
     kind: type | None = None,
     unit: str = "",
-    least: int | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
     choices: Sequence[str] = (),
     default_is: str = "",
     on_generate: bool = True,
 ) -> Any:
     """A field with an OptionText. kind: of its values; None: that of the default"""
-    text = OptionText(help, type(default) if kind is None else kind, unit, least, choices, default_is, on_generate)
+    kind = type(default) if kind is None else kind
+    text = OptionText(help, kind, unit, least, choices, default_is, on_generate, above, most)
     return field(default=default, metadata={"option": text})
-
-
-def bounded(
-    default: float, help: str, unit: str, *, least: float | None = None, above: float | None = None, most: float
-) -> Any:
-    """A field with the OptionText of a number between bounds."""
-    return field(default=default, metadata={"option": OptionText(help, float, unit, least, (), "", True, above, most)})
 
 
 def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
     """name -> (default, text) of every option of a dataclass."""
     return {each.name: (each.default, each.metadata["option"]) for each in fields(options)}
+
+
+def check_options(options: object) -> None:
+    """Raises BadSetting for an option whose value is of another kind, not among its names, or beyond its bounds."""
+    for name, (default, text) in option_texts(type(options)).items():
+        value = getattr(options, name)
+        if value == default or value in text.choices:
+            continue
+        if text.kind is str and text.choices:
+            raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
+        if must_be := text.kind_missed(value) or ("" if text.is_within(value) else text.bounds):
+            raise BadSetting(f"{name} is {value!r}; it must be {must_be}")
 
 
 @dataclass(frozen=True, slots=True)

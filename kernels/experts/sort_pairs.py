@@ -33,15 +33,15 @@ def _sort_pairs_kernel(
         owner = tl.load(expert + first + at, mask=first + at < num_pairs, other=EXPERTS)
         before += (owner < own).to(tl.int32)
     begin = tl.sum(before, 0)
-    tl.store(indptr + own, begin.to(tl.int64))
+    if own == 0:
+        tl.store(indptr, begin.to(tl.int64))
     for first in range(0, num_pairs, PAIRS):
         owner = tl.load(expert + first + at, mask=first + at < num_pairs, other=EXPERTS)
         is_own = owner == own
         place = begin + tl.cumsum(is_own.to(tl.int32), 0) - 1
         tl.store(order + place, (first + at).to(tl.int64), mask=is_own)
         begin += tl.sum(is_own.to(tl.int32), 0)
-    if own == EXPERTS - 1:
-        tl.store(indptr + EXPERTS, begin.to(tl.int64))
+    tl.store(indptr + own + 1, begin.to(tl.int64))
 
 
 _variant = repeated_launches(_sort_pairs_kernel)

@@ -17,6 +17,8 @@ from rocm_attn.kernels.launch import only_launches, repeated_launches
 
 # Pairs that a program reads at a time, at most: the time of many pairs is that of turns, which wait for memory.
 _FEW, _MANY = 1024, 4096
+# Order is below 2 GiB, so that a variant is right for every number of pairs.
+MOST_PAIRS = 1 << 27
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -51,7 +53,7 @@ _variant = repeated_launches(_sort_pairs_kernel)
 def launch_sort_pairs(expert: Tensor, order: Tensor, indptr: Tensor) -> None:
     """Writes order and indptr of ExpertGroups.
 
-    expert: int32 [pairs], contiguous, each 0 to experts - 1; below 2**31 pairs
+    expert: int32 [pairs], contiguous, each 0 to experts - 1; at most MOST_PAIRS
     order:  int64 [pairs], written
     indptr: int64 [experts + 1], written
     All begin at a multiple of 16 bytes.
@@ -60,7 +62,7 @@ def launch_sort_pairs(expert: Tensor, order: Tensor, indptr: Tensor) -> None:
         assert tensor.dtype == dtype
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 16 == 0
-    assert len(order) == expert.numel()
+    assert len(order) == expert.numel() <= MOST_PAIRS
     num_experts, early, pairs = len(indptr) - 1, starts_early(expert.device), _FEW if len(order) <= _FEW else _MANY
     _variant(num_experts, pairs)(
         expert.device,

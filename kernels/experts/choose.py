@@ -157,6 +157,7 @@ def launch_choose(logits: Tensor, correction: Tensor | None, expert: Tensor, sha
     assert expert.shape == share.shape == (num_tokens, chosen)
     assert expert.dtype == torch.int32
     assert share.dtype == torch.float32
+    assert correction is None or (correction.dtype == torch.float32 and correction.shape == (num_experts,))
     given = [each for each in (logits, correction, expert, share) if each is not None]
     assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in given)
     if not num_tokens:

@@ -70,6 +70,7 @@ def launch_combine(parts: Tensor, share: Tensor, shared: Tensor | None, weight: 
     assert share.shape[0] == num_tokens
     assert share.dtype == torch.float32
     given = [each for each in (parts, share, shared, weight, out) if each is not None]
+    assert all(each.dtype == out.dtype for each in given if each is not share)
     assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in given)
     if num_tokens:
         early = starts_early(out.device)

@@ -17,6 +17,8 @@ from rocm_attn.kernels.launch import only_launches, repeated_launches
 
 # Pairs that a program reads at a time, at most: the time of many pairs is that of turns, which wait for memory.
 _FEW, _MANY = 1024, 4096
+# Order is below 2 GiB, so that a variant is right for every number of pairs.
+MOST_PAIRS = 1 << 27
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -33,15 +35,15 @@ def _sort_pairs_kernel(
         owner = tl.load(expert + first + at, mask=first + at < num_pairs, other=EXPERTS)
         before += (owner < own).to(tl.int32)
     begin = tl.sum(before, 0)
-    tl.store(indptr + own, begin.to(tl.int64))
+    if own == 0:
+        tl.store(indptr, begin.to(tl.int64))
     for first in range(0, num_pairs, PAIRS):
         owner = tl.load(expert + first + at, mask=first + at < num_pairs, other=EXPERTS)
         is_own = owner == own
         place = begin + tl.cumsum(is_own.to(tl.int32), 0) - 1
         tl.store(order + place, (first + at).to(tl.int64), mask=is_own)
         begin += tl.sum(is_own.to(tl.int32), 0)
-    if own == EXPERTS - 1:
-        tl.store(indptr + EXPERTS, begin.to(tl.int64))
+    tl.store(indptr + own + 1, begin.to(tl.int64))
 
 
 _variant = repeated_launches(_sort_pairs_kernel)
@@ -51,7 +53,7 @@ _variant = repeated_launches(_sort_pairs_kernel)
 def launch_sort_pairs(expert: Tensor, order: Tensor, indptr: Tensor) -> None:
     """Writes order and indptr of ExpertGroups.
 
-    expert: int32 [pairs], contiguous, each 0 to experts - 1; below 2**31 pairs
+    expert: int32 [pairs], contiguous, each 0 to experts - 1; at most MOST_PAIRS
     order:  int64 [pairs], written
     indptr: int64 [experts + 1], written
     All begin at a multiple of 16 bytes.
@@ -60,7 +62,7 @@ def launch_sort_pairs(expert: Tensor, order: Tensor, indptr: Tensor) -> None:
         assert tensor.dtype == dtype
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 16 == 0
-    assert len(order) == expert.numel()
+    assert len(order) == expert.numel() <= MOST_PAIRS
     num_experts, early, pairs = len(indptr) - 1, starts_early(expert.device), _FEW if len(order) <= _FEW else _MANY
     _variant(num_experts, pairs)(
         expert.device,

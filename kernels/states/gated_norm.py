@@ -81,7 +81,7 @@ def _gated_norm_kernel(rows, gate, weight, skip, v, out, num_groups, gate_row, v
         x *= opened
     if weight is not None:
         scale = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + G.EPS)
-        x *= scale[:, None] * tl.load(weight + column % G.OF_WEIGHT, mask=mask, other=0.0)
+        x *= scale[:, None] * tl.load(weight + column % G.OF_WEIGHT)
     if not G.GATE_FIRST:
         x *= opened
     tl.store(out + (number * WIDTH)[:, None] + within[None, :], x.to(out.dtype.element_ty), mask=mask)

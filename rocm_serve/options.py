@@ -12,7 +12,7 @@ from typing import Any
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.choices import USED_SHARE
-from rocm_attn.machine.option_texts import AttentionOptions, option, option_texts
+from rocm_attn.machine.option_texts import AttentionOptions, check_options, option, option_texts
 from rocm_serve.speculation.methods import NGRAM, OFF, require_method
 
 # Options that change nothing without draft tokens.
@@ -156,16 +156,7 @@ class EngineOptions(AttentionOptions):
     )
 
     def __post_init__(self) -> None:
-        for name, (default, text) in option_texts(EngineOptions).items():
-            value = getattr(self, name)
-            if value == default or value in text.choices:
-                continue
-            if text.kind is str and text.choices:
-                raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
-            if must_be := text.kind_missed(value):
-                raise BadSetting(f"{name} is {value!r}; it must be {must_be}")
-            if text.least is not None and not value >= text.least:
-                raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
+        check_options(self)
         if self.num_pages is not None and self.kv_bytes is not None:
             raise BadSetting(
                 f"num_pages is {self.num_pages} and kv_bytes {self.kv_bytes}, and each says how large the pool is; "

@@ -118,6 +118,8 @@ class Request:
                 raise BadRequest(f"stop has {text!r}; give a tuple of texts")
             if not 1 <= len(text) <= LONGEST_STOP:
                 raise BadRequest(f"a text of stop has {len(text)} characters; it must have 1 to {LONGEST_STOP}")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise BadRequest(f"stop has {text!r}, with half of a UTF-16 pair, which no text has; give whole characters")
         if self.constraint is not None and self.ignore_eos:
             raise BadRequest(
                 "ignore_eos is set together with a constraint, which determines where the text ends; leave "

@@ -68,6 +68,8 @@ _SEQS_AT_ONCE = 512
 _SIXTEEN = tl.constexpr(16)
 _MOST_COST = tl.constexpr(2**31 - 1)
 _PAST_ALL = tl.constexpr(2**62)
+# Positions of a step of this total fit 32 bits, padding included.
+_FITS = tl.constexpr(2**29)
 _FEW_TOKENS = tl.constexpr(8)
 
 
@@ -197,6 +199,16 @@ def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
 
 
 @triton.jit
+def _quotient(position, size, total):
+    """position // size, in 32 bits if the step's total allows: in 64 it takes ten times as many instructions."""
+    if total < _FITS:
+        quotient = position.to(tl.int32) // size
+    else:
+        quotient = (position // size).to(tl.int32)
+    return quotient
+
+
+@triton.jit
 def _even_share(share, shortest, longest, ROW_END: tl.constexpr):
     """Returns the share of a program, the padding after each row, and whether rows are cut alike.
 
@@ -238,12 +250,13 @@ def _schedule_kernel(
         if G.IS_EVEN:
             longest = tl.maximum(longest, tl.max(tl.where(length < 0, 0, cost_of_row), 0))
             shortest = tl.minimum(shortest, tl.min(tl.where(length < 0, _MOST_COST, cost_of_row), 0))
-    share = tl.maximum(tl.cdiv(total, of_axis), 1).to(tl.int32)
+    share = tl.maximum(_quotient(total + of_axis - 1, of_axis, total), 1)
     pad = 0
     if G.IS_EVEN:
         share, pad, is_even = _even_share(share, shortest, longest, G.ROW_END)
         if G.IN_ROUNDS:
-            share_of_first = tl.maximum(tl.cdiv(total, of_axis // rounds), 1).to(tl.int32)
+            of_first = of_axis // rounds
+            share_of_first = tl.maximum(_quotient(total + of_first - 1, of_first, total), 1)
             share_of_first, pad_of_first, _ = _even_share(share_of_first, shortest, longest, G.ROW_END)
             share, pad = tl.where(is_even, share, share_of_first), tl.where(is_even, pad, pad_of_first)
     axis = program // of_axis
@@ -271,14 +284,14 @@ def _schedule_kernel(
         if (first // SEQS) % num_programs == program:
             words = words_of_seq(schedule, num_programs, first + lane)
             inside = first + lane < num_seqs
-            first_program = (end - cost) // share
+            first_program = _quotient(end - cost, share, total)
             tl.store(words + SEQ_PROGRAM, first_program, mask=inside)
-            tl.store(words + SEQ_OFFSET, end - cost - first_program * share, mask=inside)
+            tl.store(words + SEQ_OFFSET, end - cost - first_program.to(tl.int64) * share, mask=inside)
             tl.store(words + SEQ_KV_LEN, length, mask=inside)
         before += tl.sum(cost, 0)
     row_size = tl.maximum(row_cost + pad, 1)
-    row = (start - seq_start) // row_size
-    row_start = seq_start + row * row_size
+    row = _quotient(start - seq_start, row_size, total)
+    row_start = seq_start + row.to(tl.int64) * row_size
     work = tl.maximum(tl.minimum(share, before - start), 0)
     if G.IS_EVEN:
         # If padding follows rows, a program has only the rest of its row.

@@ -159,7 +159,8 @@ def _merge_kernel(
         first_program = tl.load(seq_words + SEQ_PROGRAM)
         if R.SIDE_BY_SIDE:
             first_program += row * (num_programs // R.ROWS)
-        elif T.MOST > 1:
+        elif T.MOST > 1 or R.ROWS >= 4 * R.KEY_BLOCK:
+            # A sequence of 2^28 tokens may have as many positions.
             first_position += row.to(tl.int64) * row_size
         else:
             first_position += row * row_size

@@ -84,9 +84,9 @@ def _segment_merge_kernel(
         gdc_wait()
     if kv_len >= 0:
         _, _, num_parts = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
-        seq_start = tl.load(seq_words + SEQ_PROGRAM) * tl.load(schedule + PROGRAM_SHARE)
+        seq_start = tl.load(seq_words + SEQ_PROGRAM).to(tl.int64) * tl.load(schedule + PROGRAM_SHARE)
         seq_start += tl.load(seq_words + SEQ_OFFSET)
-        first_part = (seq_start + row * (num_parts + R.ROW_COST) + R.ROW_COST).to(tl.int64)
+        first_part = seq_start + row * (num_parts + R.ROW_COST) + R.ROW_COST
         q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         # The last block of a KV head's query heads may be shorter.

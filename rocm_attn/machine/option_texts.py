@@ -6,20 +6,29 @@ torch.
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from rocm_attn.errors import BadSetting
 from rocm_attn.machine.choices import AUTO, DEFAULT_PAGE_SIZE, KV_DTYPES, KV_SCALES, POOLS, PROVIDERS
 
 _KINDS: Mapping[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
-    float: (Real, "a number"),
+    float: (Real, "a finite number"),
     str: (str, "a text"),
 }
+
+
+def _is_finite(number: Any) -> bool:
+    """True if a number is a finite float, or becomes one."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +60,14 @@ class OptionText:
         """The kind of value in words, to follow "it must be", if this one is of another; else empty."""
         kind, words = _KINDS.get(self.kind, (object, ""))
         is_right = isinstance(value, kind) and (not isinstance(value, bool) or self.kind is bool or not words)
+        if is_right and self.kind is float:
+            is_right = _is_finite(value)
         return "" if is_right else words
 
     def allows(self, number: float) -> bool:
-        """True if a number is finite, as a float if it is to be one, and within the bounds."""
+        """True if a number is within the bounds."""
         return (
-            (self.kind is int or abs(number) <= sys.float_info.max)
-            and (self.least is None or number >= self.least)
+            (self.least is None or number >= self.least)
             and (self.above is None or number > self.above)
             and (self.most is None or number <= self.most)
         )
@@ -95,6 +105,20 @@ def bounded(
 def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
     """name -> (default, text) of every option of a dataclass."""
     return {each.name: (each.default, each.metadata["option"]) for each in fields(options)}
+
+
+def check_options(options: object) -> None:
+    """Checks each option of a dataclass by itself. Raises BadSetting."""
+    for name, (default, text) in option_texts(type(options)).items():
+        value = getattr(options, name)
+        if value == default or value in text.choices:
+            continue
+        if text.kind is str and text.choices:
+            raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
+        if must_be := text.kind_missed(value):
+            raise BadSetting(f"{name} is {value!r}; it must be {must_be}")
+        if text.least is not None and value < text.least:
+            raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.choices import AUTO
-from rocm_attn.machine.option_texts import option, option_texts
+from rocm_attn.machine.option_texts import check_options, option
 from rocm_serve.text.written_forms import CALL_FORMS, REASONING_FORMS, CallForm, ReasoningForm, require_form
 
 LOOPBACK = "127.0.0.1"
@@ -123,7 +123,7 @@ class ServerOptions:
         least=1,
     )
     drain_seconds: float = option(
-        30.0, "time after SIGTERM in which running requests may finish before they are aborted", unit="SECONDS"
+        30.0, "time after SIGTERM in which running requests may finish before they are aborted", unit="SECONDS", least=0
     )
     access_log: bool = option(
         False,
@@ -165,10 +165,7 @@ class ServerOptions:
     )
 
     def __post_init__(self) -> None:
-        for name, (default, text) in option_texts(ServerOptions).items():
-            value = getattr(self, name)
-            if value != default and text.least is not None and value < text.least:
-                raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
+        check_options(self)
         if self.served_model_name == "":
             raise BadSetting("served_model_name is empty; give a name, or leave it out for that of the model")
         if self.port > 65535:
@@ -191,8 +188,6 @@ class ServerOptions:
                 require_form(form, forms)
             except LookupError as error:
                 raise BadSetting(f"{name} is {form!r}, which is no form that is read here; {error}") from None
-        if not self.drain_seconds >= 0:
-            raise BadSetting(f"drain_seconds is {self.drain_seconds}; it must be at least 0")
 
     @property
     def most_waiting_bytes_of_one(self) -> int:

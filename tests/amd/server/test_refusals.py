@@ -373,7 +373,8 @@ def test_keys_are_read_from_a_file(tmp_path: Any) -> None:
     "wrong",
     [
         *({"port": -1}, {"port": 65536}, {"max_requests": 0}, {"deadline_seconds": 0}, {"drain_seconds": -1}),
-        *({"deadline_seconds": math.nan}, {"drain_seconds": math.nan}),
+        *({"deadline_seconds": math.nan}, {"drain_seconds": math.nan}, {"truth_every": math.nan}),
+        *({"truth_every": math.inf}, {"port": "8000"}),
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ MAIN = {
         "_gather_table_kernel",
         "_merge_kernel",
         "_rope_store_kernel",
+        "_schedule_kernel",
         "_store_kernel",
     },
     "gfx942-32x8-128-128-bfloat16-page16-above_2gib": {"_decode_kernel", "_extend_kernel", "_store_kernel"},
@@ -42,7 +43,6 @@ NOT_PROVED = {
     "_pick_rows_kernel": "counts of a row's tokens",
     "_place_spans_kernel": "programs times sequences",
     "_place_trees_kernel": "nodes of trees",
-    "_schedule_kernel": "sums over the sequences of a step",
     "_share_kernel": "sums over the blocks of a step",
 }
 

@@ -45,7 +45,7 @@ def request(**fields: Any) -> Request:
         (request, {"stop": ("a" * 1025,)}, "has 1025 characters"),
         (request, {"stop": ("a",) * 65}, "stop has 65 texts"),
         (request, {"stop": "abc"}, "give a tuple of texts"),
-        (request, {"stop": ("a\ud800",)}, r"stop has 'a\\ud800', with half of a UTF-16 pair"),
+        (request, {"stop": ("a\ud800",)}, "character 2 of a text of stop is the surrogate U[+]D800, half of a character"),
         (request, {"stop": (b"a",)}, "stop has b'a'; give a tuple of texts"),
         (Sampling, {"logit_bias": ((1, "2"),)}, "logit_bias of token 1 is '2'"),
         (Sampling, {"seed": 1.5}, r"seed is 1\.5; it must be a whole number"),

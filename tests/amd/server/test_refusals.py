@@ -65,7 +65,7 @@ def locked() -> Iterator[Running]:
         (
             b'{"model": "tiny", "prompt": "w1", "response_format": '
             b'{"type": "json_schema", "json_schema": {"schema": {"const": "\\ud800"}}}}',
-            "the constraint is not Unicode text",
+            "of the constraint is the surrogate",
         ),
         (b'"\xff"', "the body is not JSON: byte 1 is not UTF-8"),
         (b"[" * 15_000, "the body is not JSON: it is nested too deeply"),

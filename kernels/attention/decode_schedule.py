@@ -201,11 +201,7 @@ def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
 @triton.jit
 def _quotient(position, size, total):
     """position // size, in 32 bits if the step's total allows: in 64 it takes ten times as many instructions."""
-    if total < _FITS:
-        quotient = position.to(tl.int32) // size
-    else:
-        quotient = (position // size).to(tl.int32)
-    return quotient
+    return position.to(tl.int32) // size if total < _FITS else (position // size).to(tl.int32)
 
 
 @triton.jit

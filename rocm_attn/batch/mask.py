@@ -287,7 +287,8 @@ def _keys_with_cells(
 ) -> npt.NDArray[np.int64]:
     """The keys of each sequence that have cells."""
     new = q_len.astype(np.int64)
-    return new + np.minimum(kv_len - new, keys_before)
+    keys: npt.NDArray[np.int64] = new + np.minimum(kv_len - new, keys_before)
+    return keys
 
 
 def bytes_of_cells(num_cells: int) -> int:

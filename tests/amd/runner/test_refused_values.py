@@ -1,7 +1,6 @@
 """Options, requests and samplings without sense are refused in one sentence, before anything has them."""
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +44,11 @@ def request(**fields: Any) -> Request:
         (request, {"stop": ("a" * 1025,)}, "has 1025 characters"),
         (request, {"stop": ("a",) * 65}, "stop has 65 texts"),
         (request, {"stop": "abc"}, "give a tuple of texts"),
-        (request, {"stop": ("a\ud800",)}, "character 2 of a text of stop is the surrogate U[+]D800, half of a character"),
+        (
+            request,
+            {"stop": ("a\ud800",)},
+            "character 2 of a text of stop is the surrogate U[+]D800, half of a character",
+        ),
         (request, {"stop": (b"a",)}, "stop has b'a'; give a tuple of texts"),
         (Sampling, {"logit_bias": ((1, "2"),)}, "logit_bias of token 1 is '2'"),
         (Sampling, {"seed": 1.5}, r"seed is 1\.5; it must be a whole number"),
@@ -97,6 +100,6 @@ def test_a_value_without_sense_is_refused(make: Callable[..., object], values: d
         make(**values)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_number_of_numpy_is_taken_without_a_warning() -> None:
-    with warnings.catch_warnings(action="error"):
-        assert Sampling(temperature=np.float32(0.5)).temperature == 0.5
+    assert Sampling(temperature=np.float32(0.5)).temperature == 0.5

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -96,10 +96,10 @@ def _map_of(place: DescribedPlace, metadata: Any) -> MapOf:
     return map_of
 
 
-def driver_call(compiled: Any, grid: tuple[int, ...], stream: object, arguments: Iterable[object]) -> tuple[Run, Any]:
+def driver_call(compiled: Any, grid: Sequence[object], stream: object, arguments: Iterable[object]) -> tuple[Run, Any]:
     """Returns a function, and the tuple of arguments that it is called with to launch a compiled kernel.
 
-    stream, arguments: values, or Places, which stay at their positions, perhaps within a tuple of the tuple
+    grid, stream, arguments: values, or Places, which stay at their positions, perhaps within a tuple of the tuple
     """
     # The call is that of compiled[grid], without looking for hooks of a profiler.
     handles = compiled.function, compiled.packed_metadata, None, None, None

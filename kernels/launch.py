@@ -11,7 +11,7 @@ the observer decides. A recorder for machines without a GPU runs it and keeps it
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,9 +99,49 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
     if observers:
         observers[-1](partial(kernel[grid], *args, **options))
         return
-    compiled = kernel[grid](*args, **options)
+    named = kernel.arg_names[len(args) :] if hasattr(kernel, "params") else ()
+    whole = (*args, *[options[name] for name in named])
+    device, kinds = _device_of(whole), kinds_of(kernel, whole)
+    variant = id(kernel), device, kinds, tuple(each for each in options.items() if each[0] not in named)
+    call = _calls.get(variant)
+    if device is not None and call is not None:
+        call(device, grid, whole)
+        compiled = call.compiled
+    else:
+        compiled = kernel[grid](*args, **options)
+        if compiled is not None and device is not None and kinds is not None:
+            _calls[variant] = _Call(compiled, len(whole))
+            _kernels.append(kernel)
     if _notes:
         _note(kernel, compiled, grid, args, options)
+
+
+def _device_of(args: tuple[object, ...]) -> torch.device | None:
+    """The GPU of the first tensor on one."""
+    return next((each.device for each in args if isinstance(each, torch.Tensor) and each.is_cuda), None)
+
+
+def kinds_of(kernel: Any, args: tuple[object, ...]) -> tuple[Hashable, ...] | None:
+    """Tells apart all arguments for which Triton compiles a kernel apart; None for those that only Triton can.
+
+    Triton compiles a kernel for the values of constexpr arguments, for dtypes and alignments of tensors, on AMD also
+    for whether 32 bits reach all of one's memory, and for integers that are 1, multiples of 16, or beyond 32 bits.
+    args: all of the kernel's arguments in order
+    """
+    kinds: list[Any] = []
+    for parameter, value in zip(getattr(kernel, "params", ()), args, strict=False):
+        if parameter.is_constexpr or value is None:
+            kinds.append(value)
+        elif isinstance(value, torch.Tensor):
+            is_far = torch.version.hip is not None and value.untyped_storage().nbytes() >= 2**31
+            kinds.append((value.dtype, value.is_cuda, value.data_ptr() % 16 == 0, is_far))
+        elif type(value) is int:
+            kinds.append((value % 16 == 0, value == 1, -(2**31) <= value < 2**31, value < 2**63))
+        elif type(value) in (bool, float):
+            kinds.append(type(value))
+        else:
+            return None
+    return tuple(kinds)
 
 
 def _note(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[object, ...], options: Any) -> None:
@@ -140,39 +180,62 @@ def as_launch(fn: Callable[Given, None]) -> Callable[Given, None]:
 # The most argument tuples that a FixedLaunch keeps.
 _MOST_HANDED = 64
 
-# Launches a variant; makes its arguments from the stream, the given ones and constants; those constants.
+# Launches a variant; makes its arguments from the given ones and constants; those constants.
 _Runner = tuple[Run, Arguments, tuple[object, ...]]
-_NO_RUNNER = None, None
+
+
+class _Call:
+    """A compiled variant, reduced to one call of the driver: grid, stream and arguments differ in each.
+
+    num_args: of the kernel's arguments, constexpr ones included
+    """
+
+    def __init__(self, compiled: Any, num_args: int) -> None:
+        self.compiled = compiled
+        places = [ArgumentPlace(number) for number in range(4 + num_args)]
+        run, template = driver_call(compiled, places[:3], places[3], places[4:])
+        self._runner = _runner(run, template, len(places), compiled)
+
+    def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple[object, ...]) -> None:
+        run, arguments, constants = self._runner
+        # For a tensor the launcher would ask the driver for its address; for one in host memory it has to.
+        given = [arg.data_ptr() if isinstance(arg, torch.Tensor) and arg.is_cuda else arg for arg in args]
+        # torch._C: Triton's own query of the stream costs as much as the launch.
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        run(*arguments((*(*grid, 1, 1)[:3], stream, *given, *constants)))
+
+
+# Of launch(), by kernel, device, kinds of arguments and options. Kernels are held, so that no other one has their id.
+_calls: dict[Hashable, _Call] = {}
+_kernels: list[Any] = []
 
 
 class RepeatedLaunch:
     """A kernel that is launched once per step with arguments of the same kind.
 
-    Triton looks at every argument of every launch to find the compiled variant that it needs. That costs more than all
-    other host work of a replayed step, so the variant is kept here by device and grid: dtypes and constexpr arguments
-    must always be the same, and the kernel must not be specialised on the values and alignments of the others.
+    Triton looks at every argument of every launch to find the compiled variant that it needs, and launch() does too.
+    That costs more than all other host work of a replayed step, so the variant is kept here by device: dtypes and
+    constexpr arguments must always be the same, and the kernel must not be specialised on the values and alignments of
+    the others.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._runners: dict[tuple[torch.device, tuple[int, int, int]], tuple[Any, _Runner]] = {}
+        self._calls: dict[torch.device, _Call] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
         if observers:
             observers[-1](partial(self._kernel[grid], *args, **{**_OPTIONS, **options}))
             return
-        compiled, runner = self._runners.get((device, grid), _NO_RUNNER)
-        if runner is not None:
-            # torch._C: Triton's own query of the stream costs as much as the launch.
-            run, arguments, constants = runner
-            # For a tensor the launcher would ask the driver for its address; for one in host memory it has to.
-            given = [arg.data_ptr() if isinstance(arg, torch.Tensor) and arg.is_cuda else arg for arg in args]
-            run(*arguments((torch._C._cuda_getCurrentRawStream(device.index), *given, *constants)))
+        call = self._calls.get(device)
+        if call is not None:
+            call(device, grid, args)
+            compiled = call.compiled
         else:
             compiled = self._kernel[grid](*args, **{**_OPTIONS, **options})
             if compiled is not None:  # under the interpreter there is nothing to keep
-                self._runners[device, grid] = compiled, _runner(compiled, grid, len(args), ())
+                self._calls[device] = _Call(compiled, len(args))
         if _notes:
             _note(self._kernel, compiled, grid, args, {**_OPTIONS, **options})
 
@@ -224,7 +287,9 @@ class FixedLaunch:
         else:
             compiled = self._kernel[self._grid](*first, *self._fixed, **self._options)
             if compiled is not None and self._device is not None:  # under the interpreter there is nothing to keep
-                self._runner = _runner(compiled, self._grid, len(first), self._addresses)
+                places = [ArgumentPlace(1 + at) for at in range(len(first))]
+                call = driver_call(compiled, self._grid, ArgumentPlace(0), (*places, *self._addresses))
+                self._runner = _runner(*call, 1 + len(first), compiled)
 
     def _hand(self, given: tuple[int, ...]) -> tuple[object, ...]:
         """Makes the arguments of a launch with these addresses, and keeps them: few ring slots come in turn."""
@@ -236,11 +301,9 @@ class FixedLaunch:
         return handed
 
 
-def _runner(compiled: Any, grid: tuple[int, int, int], num_given: int, fixed: tuple[object, ...]) -> _Runner:
-    given = [ArgumentPlace(1 + at) for at in range(num_given)]
-    run, template = driver_call(compiled, grid, ArgumentPlace(0), (*given, *fixed))
+def _runner(run: Run, template: tuple[object, ...], num_given: int, compiled: Any) -> _Runner:
     constants: list[object] = []
-    arguments = arguments_of(template, 1 + num_given, constants)
+    arguments = arguments_of(template, num_given, constants)
     constants.append(compiled)  # not an argument: held, because Triton unloads a kernel that nothing holds
     return run, arguments, tuple(constants)
 

@@ -69,6 +69,8 @@ class EngineOptions(AttentionOptions):
         "share of the GPU's memory to use, above 0 and up to 1: K and V get the part that weights, the largest step "
         "and graphs leave, which is measured",
         unit="SHARE",
+        above=0,
+        most=1,
     )
     prefix_caching: bool = option(
         True,
@@ -162,8 +164,6 @@ class EngineOptions(AttentionOptions):
                 f"num_pages is {self.num_pages} and kv_bytes {self.kv_bytes}, and each says how large the pool is; "
                 "leave one of them out"
             )
-        if not 0 < self.gpu_memory_share <= 1:
-            raise BadSetting(f"gpu_memory_share is {self.gpu_memory_share}; it must be above 0 and at most 1")
         require_method(self.speculative)
         for name in () if self.speculates else _OF_DRAFTS:
             if getattr(self, name) != _default(name):

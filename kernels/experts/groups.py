@@ -30,4 +30,5 @@ class ExpertGroups(NamedTuple):
         expert: integer [tokens, chosen], each 0 to num_experts - 1
         """
         by_expert, order = expert.flatten().sort(stable=True)
-        return cls(order, torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=expert.device)))
+        numbers = torch.arange(num_experts + 1, dtype=expert.dtype, device=expert.device)
+        return cls(order, torch.searchsorted(by_expert, numbers))

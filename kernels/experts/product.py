@@ -1,6 +1,7 @@
 """Multiplies each row with the matrix of its expert, and no matrix with a row that did not choose it.
 
     out[p] = x[p // rows_per_source] @ weight[e].T + bias[e]      for each pair p of expert e
+    out[p] = gate(the same)                                       with a gate, see model/gate.py
 
 Pairs lie by expert (groups.py). A program takes a block of one expert's pairs and a block of columns. It finds its
 expert by counting blocks, so the grid follows from sizes alone: it has room for the most blocks that experts can have,
@@ -14,9 +15,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.model.gate import GateForm, gated
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -27,7 +31,8 @@ class ProductGeometry(NamedTuple):
     EXPERTS, EXPERTS_BLOCK: experts, and the next power of 2
     IN, OUT:                elements of a row of x and of out
     PAIRS_OF_ROW:           pairs that read one row of x
-    ROWS, COLUMNS, STEP:    pairs and columns of a program, elements of x that it multiplies at a time
+    ROWS, COLUMNS, STEP:    pairs of a program, rows of the matrix, and elements of x that it multiplies at a time
+    EARLY:                  whether it starts early (early.py)
     """
 
     EXPERTS: int
@@ -38,6 +43,7 @@ class ProductGeometry(NamedTuple):
     ROWS: int
     COLUMNS: int
     STEP: int
+    EARLY: bool
 
 
 @triton.jit
@@ -53,11 +59,18 @@ def _expert_product_kernel(
     weight_row,
     out_row,
     G: tl.constexpr,
+    GATE: tl.constexpr,
 ):
     ROWS: tl.constexpr = G.ROWS
     COLUMNS: tl.constexpr = G.COLUMNS
     STEP: tl.constexpr = G.STEP
     IN: tl.constexpr = G.IN
+    # A gate has rows of the matrix first, then those of up.
+    SIDES: tl.constexpr = 1 if GATE is None else 2
+    OUTPUTS: tl.constexpr = COLUMNS // SIDES
+    if G.EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     block = tl.program_id(0)
     each = tl.arange(0, G.EXPERTS_BLOCK)
     is_expert = each < G.EXPERTS
@@ -70,12 +83,15 @@ def _expert_product_kernel(
         is_pair = (place < tl.load(indptr + expert + 1))[:, None]
         # pair: [ROWS, 1]; column: [COLUMNS]
         pair = tl.load(order + place[:, None], mask=is_pair, other=0)
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        is_column = column < G.OUT
+        first_column = tl.program_id(1) * OUTPUTS
+        of_both = tl.arange(0, COLUMNS)
+        within = first_column + of_both % OUTPUTS
+        weight_column = within + of_both // OUTPUTS * G.OUT
+        is_column = within < G.OUT
         element = tl.arange(0, STEP)[None, :]
         rows = x + pair // G.PAIRS_OF_ROW * x_row
         # 64-bit before multiplying: the matrices of all experts go beyond int32, and so may the rows of one.
-        matrix = weight + expert.to(tl.int64) * weight_expert + column[:, None].to(tl.int64) * weight_row
+        matrix = weight + expert.to(tl.int64) * weight_expert + weight_column[:, None].to(tl.int64) * weight_row
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in range(0, IN, STEP):
             is_element = first + element < IN
@@ -88,29 +104,46 @@ def _expert_product_kernel(
             )
             acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
         if bias is not None:
-            acc += tl.load(bias + expert * G.OUT + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+            of_expert = bias + expert * (SIDES * G.OUT)
+            acc += tl.load(of_expert + weight_column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if GATE is not None:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, OUTPUTS)), (0, 2, 1)))
+            acc = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
+        column = first_column + tl.arange(0, OUTPUTS)
         tl.store(
-            out + pair * out_row + column[None, :], acc.to(out.dtype.element_ty), mask=is_pair & is_column[None, :]
+            out + pair * out_row + column[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=is_pair & (column < G.OUT)[None, :],
         )
 
 
 def launch_expert_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, out: Tensor, *, tiles: ExpertTiles
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: ExpertGroups,
+    out: Tensor,
+    gate: GateForm | None = None,
+    *,
+    tiles: ExpertTiles,
 ) -> None:
     """Writes each pair's row of x times the matrix of its expert to the pair's row of out.
 
     x:      [rows, in]; each row belongs to as many pairs, in a row, as there are pairs for each row
-    weight: [experts, out, in]
-    bias:   [experts, out], contiguous
+    weight: [experts, out, in]; with a gate [experts, 2 * out, in], the gate's rows first
+    bias:   [experts, out] or [experts, 2 * out], contiguous
     out:    [pairs, out], of x's dtype, written
     The last dimension of each is contiguous.
     """
-    num_pairs, num_out = out.shape
+    (num_pairs, num_out), early, sides = out.shape, starts_early(x.device), 1 if gate is None else 2
+    assert weight.shape == (groups.num_experts, sides * num_out, x.shape[1])
+    assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
+    assert x.stride(1) == weight.stride(2) == out.stride(1) == 1
     # Each expert with a pair may have one block that is not full.
     most_blocks = num_pairs // tiles.rows + min(num_pairs, groups.num_experts)
     launch(
         _expert_product_kernel,
-        (most_blocks, triton.cdiv(num_out, tiles.columns)),
+        (most_blocks, triton.cdiv(num_out, tiles.columns // sides)),
         x,
         weight,
         bias,
@@ -130,7 +163,10 @@ def launch_expert_product(
             ROWS=tiles.rows,
             COLUMNS=tiles.columns,
             STEP=tiles.step,
+            EARLY=early,
         ),
+        GATE=gate,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **early_options(early),
     )

@@ -12,7 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import ConvolutionSlots, ConvolutionWeights, StatePlaces
@@ -68,7 +70,11 @@ def _convolve_kernel(
     ONE_EACH: tl.constexpr,
     SLOT_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     place = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < CHANNELS
@@ -127,7 +133,7 @@ def launch_convolve(
     slots.check(x, out, convolution, places)
     channels, width = convolution.weight.shape
     most_kept, block = slots.most_kept(width), _BLOCK_BYTES // x.itemsize
-    one_each = places.max_q_len <= _TILE
+    one_each, early = places.max_q_len <= _TILE, starts_early(x.device)
     tile = next_power_of_2(min(places.max_q_len, _TILE))
     grid = places.num_seqs if one_each else num_tiles(places.num_tokens, places.num_seqs, tile)
     launch(
@@ -156,5 +162,7 @@ def launch_convolve(
         ONE_EACH=one_each,
         SLOT_ROWS=next_power_of_2(width - 1 + most_kept),
         BLOCK=block,
+        EARLY=early,
         num_warps=4,
+        **early_options(early),
     )

@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.backend import on_nvidia
+from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurArgs, RecurrenceRule
@@ -48,6 +50,7 @@ class StepGeometry(NamedTuple):
     MOST_KEPT:     tokens that a slot has room for
     CHANNELS:      whether each channel decays by itself
     CLEARS:        whether rows of out that belong to no sequence are cleared
+    EARLY:         whether it starts early (early.py)
     """
 
     RATIO: int
@@ -60,6 +63,7 @@ class StepGeometry(NamedTuple):
     CHANNELS: bool
     RULE: RecurrenceRule
     CLEARS: bool
+    EARLY: bool
 
 
 @triton.jit
@@ -113,6 +117,9 @@ def _token_steps_kernel(
     kept_decay_head,
     G: tl.constexpr,
 ):
+    if G.EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     seq = tl.program_id(1)
     COLUMNS: tl.constexpr = G.COLUMNS
     DK_BLOCK: tl.constexpr = G.DK_BLOCK
@@ -221,6 +228,7 @@ def launch_token_steps(args: RecurArgs, *, most_q_len: int, clears: bool) -> Non
     tokens, rule, slots, places, _ = args
     _, num_heads, dk, dv = slots.state.shape
     dk_block = max(_LEAST_CHANNELS, next_power_of_2(dk))
+    early = starts_early(slots.state.device)
     columns = max(8, min(next_power_of_2(dv), _MOST_COLUMNS, _STATE_ELEMENTS // dk_block))
     launch(
         _token_steps_kernel,
@@ -249,6 +257,8 @@ def launch_token_steps(args: RecurArgs, *, most_q_len: int, clears: bool) -> Non
             CHANNELS=slots.has_channels,
             RULE=rule,
             CLEARS=clears,
+            EARLY=early,
         ),
         num_warps=1 if on_nvidia() else min(4, dk_block * columns // _LEAST_ELEMENTS),
+        **early_options(early),
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rocm_attn.kernels.tuning.measured import Tiles, TileTable
 from rocm_attn.kernels.tuning.tiles import ANY_ROWS, NoTiles
@@ -22,33 +22,23 @@ from rocm_attn.providers.tiles import (
     measured_choice,
 )
 
-_FILES = {
-    TileTable.DECODE: "kernels/tuning/decode.json",
-    TileTable.CDNA_DECODE: "kernels/tuning/cdna.json",
-    TileTable.EXTEND: "kernels/tuning/extend.json",
-    TileTable.LATENT_DECODE: "kernels/tuning/latent.json",
-    TileTable.LATENT_EXTEND: "kernels/tuning/latent.json",
-    TileTable.HOPPER_EXTEND: "kernels/tuning/hopper.json",
-    TileTable.HOPPER_LATENT_DECODE: "kernels/tuning/latent_tiles.py",
-}
-# The kernels of each table, by the ends of their names.
-_KERNELS = {
-    TileTable.DECODE: ("triton.decode",),
-    TileTable.CDNA_DECODE: ("triton.cdna_decode",),
-    TileTable.EXTEND: ("triton.extend", "triton.cdna_extend", "triton.hopper_extend"),
-    TileTable.LATENT_DECODE: ("triton.latent_decode",),
-    TileTable.LATENT_EXTEND: ("triton.latent_extend",),
-    TileTable.HOPPER_EXTEND: ("triton.hopper_extend", "triton.hopper_decode"),
-    TileTable.HOPPER_LATENT_DECODE: ("triton.hopper_latent_decode",),
-}
 
-_TILES: Mapping[TileTable, Callable[[Problem, Target], Tiles]] = {
-    TileTable.DECODE: decode_tiles_of,
-    TileTable.CDNA_DECODE: cdna_tiles_of,
-    TileTable.LATENT_DECODE: latent_decode_tiles_of,
-    TileTable.LATENT_EXTEND: latent_extend_tiles_of,
-    TileTable.HOPPER_EXTEND: hopper_tiles_of,
-    TileTable.HOPPER_LATENT_DECODE: hopper_latent_tiles_of,
+class _Row(NamedTuple):
+    """Where a table's row is, the kernels that have its tiles, and what finds the row; extend has several."""
+
+    file: str
+    kernels: tuple[str, ...]
+    tiles_of: Callable[[Problem, Target], Tiles] | None = None
+
+
+_ROWS = {
+    TileTable.DECODE: _Row("decode.json", ("decode",), decode_tiles_of),
+    TileTable.CDNA_DECODE: _Row("cdna.json", ("cdna_decode",), cdna_tiles_of),
+    TileTable.EXTEND: _Row("extend.json", ("extend", "cdna_extend", "hopper_extend")),
+    TileTable.LATENT_DECODE: _Row("latent.json", ("latent_decode",), latent_decode_tiles_of),
+    TileTable.LATENT_EXTEND: _Row("latent.json", ("latent_extend",), latent_extend_tiles_of),
+    TileTable.HOPPER_EXTEND: _Row("hopper.json", ("hopper_extend", "hopper_decode"), hopper_tiles_of),
+    TileTable.HOPPER_LATENT_DECODE: _Row("latent_tiles.py", ("hopper_latent_decode",), hopper_latent_tiles_of),
 }
 
 
@@ -84,7 +74,7 @@ def tile_choices(selection: Selection) -> list[TileChoice]:
     """Rows of the searched kernels that serve a kind of layer; none if other kernels do."""
     names = {kernel.entry.name for kernel in selection.kernels.values()}
     problem, target = selection.problem, selection.target
-    tables = [table for table, kernels in _KERNELS.items() if names.intersection(kernels)]
+    tables = [table for table, row in _ROWS.items() if names & {f"triton.{kernel}" for kernel in row.kernels}]
     try:
         return [choice for table in tables for choice in _choices(table, problem, target)]
     except NoTiles:
@@ -93,15 +83,16 @@ def tile_choices(selection: Selection) -> list[TileChoice]:
 
 def _choices(table: TileTable, problem: Problem, target: Target) -> Iterator[TileChoice]:
     assert (problem.pool is PoolKind.LATENT) == ("latent" in table.value)
-    if table is TileTable.EXTEND:
+    tiles_of = _ROWS[table].tiles_of
+    if tiles_of is None:
         for choice in extend_choices_of(problem, target):
             few = "" if choice.max_rows == ANY_ROWS else f", up to {choice.max_rows // problem.gqa_ratio} new tokens"
             yield _choice(table, few, choice.tiles, problem, target, choice.max_rows)
         return
-    yield _choice(table, "", _TILES[table](problem, target), problem, target, ANY_ROWS)
+    yield _choice(table, "", tiles_of(problem, target), problem, target, ANY_ROWS)
 
 
 def _choice(table: TileTable, few: str, tiles: Tiles, problem: Problem, target: Target, max_rows: int) -> TileChoice:
     choice = measured_choice(table, problem, target, max_rows)
-    origin = f"the row of {_FILES[table]} for {target.arch}" if choice is None else choice.origin()
+    origin = f"the row of kernels/tuning/{_ROWS[table].file} for {target.arch}" if choice is None else choice.origin()
     return TileChoice(f"{table.value}{few}", tiles, origin, choice is not None)

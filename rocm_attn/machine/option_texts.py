@@ -85,21 +85,17 @@ def option(
     *,
     kind: type | None = None,
     unit: str = "",
-    least: int | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
     choices: Sequence[str] = (),
     default_is: str = "",
     on_generate: bool = True,
 ) -> Any:
     """A field with an OptionText. kind: of its values; None: that of the default"""
-    text = OptionText(help, type(default) if kind is None else kind, unit, least, choices, default_is, on_generate)
+    kind = type(default) if kind is None else kind
+    text = OptionText(help, kind, unit, least, choices, default_is, on_generate, above, most)
     return field(default=default, metadata={"option": text})
-
-
-def bounded(
-    default: float, help: str, unit: str, *, least: float | None = None, above: float | None = None, most: float
-) -> Any:
-    """A field with the OptionText of a number between bounds."""
-    return field(default=default, metadata={"option": OptionText(help, float, unit, least, (), "", True, above, most)})
 
 
 def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
@@ -108,17 +104,15 @@ def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
 
 
 def check_options(options: object) -> None:
-    """Checks each option of a dataclass by itself. Raises BadSetting."""
+    """Raises BadSetting for an option whose value is of another kind, not among its names, or beyond its bounds."""
     for name, (default, text) in option_texts(type(options)).items():
         value = getattr(options, name)
         if value == default or value in text.choices:
             continue
         if text.kind is str and text.choices:
             raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
-        if must_be := text.kind_missed(value):
+        if must_be := text.kind_missed(value) or ("" if text.allows(value) else text.bounds):
             raise BadSetting(f"{name} is {value!r}; it must be {must_be}")
-        if text.least is not None and value < text.least:
-            raise BadSetting(f"{name} is {value}; it must be at least {text.least}")
 
 
 @dataclass(frozen=True, slots=True)

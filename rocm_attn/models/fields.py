@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rocm_attn.errors import BadModel
+from rocm_attn.errors import BadModel, Unsupported
 
 # Every size and id of a model is an int32 on the device.
 _LARGEST = 2**31 - 1
@@ -93,6 +93,15 @@ class Fields:
         if not isinstance(value, list):
             raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be a list")
         return value
+
+    def layer_types(self, num_layers: int, served: Collection[str]) -> tuple[str, ...]:
+        """[layers] The values of layer_types. Raises Unsupported if one is not served."""
+        types = self.list("layer_types")
+        if len(types) != num_layers:
+            raise BadModel(f"{self.source}: {len(types)} layer_types for num_hidden_layers {num_layers}")
+        if unknown := [each for each in types if each not in list(served)]:
+            raise Unsupported(f"layer type {shown(unknown[0])} is not served; layer_types may hold {', '.join(served)}")
+        return tuple(str(each) for each in types)
 
     def ids(self, name: str) -> tuple[int, ...]:
         """One id (of a token, a layer), a list of them, or none at all."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.errors import BadModel
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer, window_left
 from rocm_attn.models.hf_rope import rope_fields
@@ -39,7 +39,7 @@ def window_where(fields: Fields, num_layers: int, slides: Callable[[int], bool])
     if not fields.has("layer_types"):
         return tuple(left if slides(layer) else UNLIMITED_WINDOW for layer in range(num_layers))
     meaning = {"sliding_attention": left, "full_attention": UNLIMITED_WINDOW}
-    return tuple(meaning[layer_type] for layer_type in _layer_types(fields, num_layers, meaning))
+    return tuple(meaning[layer_type] for layer_type in fields.layer_types(num_layers, meaning))
 
 
 def qwen_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def rotated_layers_have_chunks(fields: Fields, num_layers: int) -> tuple[int, ..
     size = fields.count("attention_chunk_size") if fields.has("attention_chunk_size") else 0
     if fields.has("layer_types"):
         meaning = {"chunked_attention": size, "full_attention": 0}
-        types = _layer_types(fields, num_layers, meaning)
+        types = fields.layer_types(num_layers, meaning)
         if not size and "chunked_attention" in types:
             raise BadModel("config.json: layer_types has 'chunked_attention', and there is no attention_chunk_size")
         return tuple(meaning[each] for each in types)
@@ -91,19 +91,6 @@ def rotated_layers_have_chunks(fields: Fields, num_layers: int) -> tuple[int, ..
             f"a 0 for each other one of {num_layers}"
         )
     return tuple(size if each else 0 for each in turns[:num_layers])
-
-
-def _layer_types(fields: Fields, num_layers: int, meaning: Mapping[str, int]) -> list[str]:
-    """[layers] The file's layer_types, which must be among those that have a meaning. Raises BadModel, Unsupported."""
-    types = fields.list("layer_types")
-    if len(types) != num_layers:
-        raise BadModel(f"config.json: {len(types)} layer_types for num_hidden_layers {num_layers}")
-    for layer_type in types:
-        if layer_type not in list(meaning):
-            raise Unsupported(
-                f"layer type {shown(layer_type)} is not served; layer_types may hold {', '.join(meaning)}"
-            )
-    return [str(layer_type) for layer_type in types]
 
 
 def of_the_last_like_it(fields: Fields, windows: Sequence[int]) -> tuple[int, ...]:

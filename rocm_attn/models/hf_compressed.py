@@ -63,16 +63,12 @@ def _compressions(fields: Fields) -> list[tuple[int, bool]]:
     sparse, heavy = rates.count(_SPARSE, 4), rates.count(_HEAVY, 128)
     if fields.has("layer_types"):
         kinds = {"sliding_attention": (0, False), _SPARSE: (sparse, True), _HEAVY: (heavy, False)}
-        types = fields.list("layer_types")
-        if unknown := [each for each in types if each not in list(kinds)]:
-            raise Unsupported(f"layer type {shown(unknown[0])} is not served; layer_types may hold {', '.join(kinds)}")
-        found = [kinds[str(each)] for each in types]
-    else:  # published files have more of them, for draft layers
-        is_shared = fields.has("kv_source_layer_ids")
-        ratios = fields.ids("compress_ratios")[:num_layers]
-        if not is_shared and not set(ratios) <= {0, sparse, heavy}:
-            raise Unsupported(f"compress_ratios {shown(ratios)} are not served; they may be 0, {sparse} and {heavy}")
-        found = [(ratio, is_shared or ratio == sparse) for ratio in ratios]
-    if len(found) != num_layers:
-        raise BadModel(f"config.json: kinds of {len(found)} layers for num_hidden_layers {num_layers}")
-    return found
+        return [kinds[each] for each in fields.layer_types(num_layers, kinds)]
+    # Published files have more ratios, for draft layers.
+    is_shared = fields.has("kv_source_layer_ids")
+    ratios = fields.ids("compress_ratios")[:num_layers]
+    if not is_shared and not set(ratios) <= {0, sparse, heavy}:
+        raise Unsupported(f"compress_ratios {shown(ratios)} are not served; they may be 0, {sparse} and {heavy}")
+    if len(ratios) != num_layers:
+        raise BadModel(f"config.json: kinds of {len(ratios)} layers for num_hidden_layers {num_layers}")
+    return [(ratio, is_shared or ratio == sparse) for ratio in ratios]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rocm_attn.errors import BadModel, Unsupported
+from rocm_attn.errors import BadModel
 from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.models.config import RecurrentProjections
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
@@ -65,11 +65,7 @@ def _recurrent_places(fields: Fields) -> tuple[int, ...]:
     """
     num_layers, kimi = fields.count("num_hidden_layers", most=MAX_LAYERS), fields.inner("linear_attn_config")
     if fields.has("layer_types"):
-        types = fields.list("layer_types")
-        if unknown := [each for each in types if each not in _TYPES]:
-            raise Unsupported(f"layer type {shown(unknown[0])} is not served; layer_types may hold {', '.join(_TYPES)}")
-        if len(types) != num_layers:
-            raise BadModel(f"config.json: {len(types)} layer_types for num_hidden_layers {num_layers}")
+        types = fields.layer_types(num_layers, _TYPES)
         return tuple(place for place, each in enumerate(types) if each == _LINEAR)
     if kimi.has("kda_layers"):
         numbers = set(kimi.ids("kda_layers"))

@@ -85,6 +85,11 @@ class ContestantResult:
         """True if it gave a wrong result, or none."""
         return self.status in (WRONG, FAILED)
 
+    def judged(self, verdict: Comparison) -> ContestantResult:
+        """Returns the row with a verdict."""
+        status = OK if verdict.is_right else WRONG if verdict.compared else FAILED
+        return replace(self, status=status, reason=verdict.wrong, verdict=verdict)
+
     def as_json(self) -> dict[str, Any]:
         """Returns the row for a result file."""
         found: dict[str, Any] = {
@@ -141,39 +146,38 @@ class Race:
         work = work_of(case.problem, case.batch)
         data = random_steps(case.problem, case.batch, self._sets(work), self.device, self.options.seed)
         truths: dict[bool, ExpectedOutput] = {}
-        runners: list[_Runner] = []
-        for name, contestant in self.contestants.items():
-            runners.append(self._prepared(name, contestant, data, truths))
-        timed = [runner.timed for runner in runners if runner.timed is not None]
-        samples = iter(in_turn(timed, self.options.rounds, self.meter.mhz))
         lower_bound_us = work.lower_bound_us(
             bytes_per_s=self.ceilings.bytes_per_s, flops_per_s=self.ceilings.flops_per_s
         )
-        rows = []
-        for runner in runners:
-            row = ContestantResult(
-                case, runner.name, runner.status, work, lower_bound_us, runner.kernel, runner.reason, runner.verdict
-            )
-            if runner.timed is not None:
-                row = self._checked(replace(row, samples=next(samples)), runner, data, truths)
-                row = replace(row, joules_a_token=self._joules_a_token(runner, row))
-            rows.append(row)
-        return rows
+        prepared = [
+            self._prepared(ContestantResult(case, name, OK, work, lower_bound_us), contestant, data, truths)
+            for name, contestant in self.contestants.items()
+        ]
+        samples = in_turn([run.timed for _, run in prepared if run is not None], self.options.rounds, self.meter.mhz)
+        of_run = iter(samples)
+        return [
+            row if run is None else self._timed(replace(row, samples=next(of_run)), run, data, truths)
+            for row, run in prepared
+        ]
 
-    def _checked(
-        self, row: ContestantResult, runner: _Runner, data: Sequence[StepData], truths: Mapping[bool, ExpectedOutput]
+    def _timed(
+        self, row: ContestantResult, run: _Run, data: Sequence[StepData], truths: Mapping[bool, ExpectedOutput]
     ) -> ContestantResult:
         """Returns the row, without times if the output is wrong after timing, or was faster than the device can be."""
-        assert runner.timed is not None
-        assert runner.launch is not None
-        truth = truths[runner.launch.rounds_queries]
-        verdict = self._judged(truth, runner.launch, data, runner.timed.microseconds)
+        verdict = self._judged(truths[run.launch.rounds_queries], run.launch, data, run.timed.microseconds)
         wrong = "" if verdict.is_right else f"after it was timed, {verdict.wrong}"
         if not wrong and self._is_past_cache(row.work, len(data)) and row.share > _MOST_SHARE:
             wrong = (
                 f"it ran at {row.share:.2f} times the speed that memory and products allow, so it did not do the work"
             )
-        return replace(row, status=WRONG, reason=wrong, samples=_NO_SAMPLES) if wrong else row
+        if wrong:
+            return replace(row, status=WRONG, reason=wrong, samples=_NO_SAMPLES)
+        if not self.options.energy_s or self.meter.why_not:
+            return row
+        before = self.meter.joules()
+        launches = run.timed.run(self.options.energy_s)
+        joules = self.meter.joules() - before
+        return replace(row, joules_a_token=joules / (launches * row.case.batch.num_tokens))
 
     def _sets(self, work: LayerWork) -> int:
         """Returns the number of steps, each over pages of its own."""
@@ -186,22 +190,27 @@ class Race:
         return self.device.type == "cuda" and work.kv_bytes * sets >= 2 * cache_bytes(self.device)
 
     def _prepared(
-        self, name: str, contestant: Contestant, data: Sequence[StepData], truths: dict[bool, ExpectedOutput]
-    ) -> _Runner:
+        self,
+        row: ContestantResult,
+        contestant: Contestant,
+        data: Sequence[StepData],
+        truths: dict[bool, ExpectedOutput],
+    ) -> tuple[ContestantResult, _Run | None]:
         """Checks an eager run. If that is right, captures it, and checks the output of the launches to be timed."""
         try:
             launches = [contestant.prepare(each) for each in data]
         except NotServed as refusal:
-            return _Runner(name, NOT_SERVED, reason=str(refusal))
+            return replace(row, status=NOT_SERVED, reason=str(refusal)), None
         except Exception as error:
-            return _Runner(name, FAILED, verdict=failed(error), reason=failed(error).wrong)
+            return row.judged(failed(error)), None
         first = launches[0]
+        row = replace(row, kernel=first.kernel)
         if first.rounds_queries not in truths:
             truths[first.rounds_queries] = ExpectedOutput.of(data[0], rounds_queries=first.rounds_queries)
         truth = truths[first.rounds_queries]
         verdict = self._judged(truth, first, data, first.run)
         if not verdict.is_right:
-            return _not_timed(name, first, verdict)
+            return row.judged(verdict), None
         timed: list[Timed] = []
 
         def timed_run() -> None:
@@ -210,10 +219,8 @@ class Race:
                 each.out.fill_(float("nan"))
             timed[0].microseconds()
 
-        verdict = self._judged(truth, first, data, timed_run)
-        if not verdict.is_right:
-            return _not_timed(name, first, verdict)
-        return _Runner(name, OK, first.kernel, verdict=verdict, timed=timed[0], launch=first)
+        row = row.judged(self._judged(truth, first, data, timed_run))
+        return row, _Run(first, timed[0]) if row.status == OK else None
 
     def _judged(
         self, truth: ExpectedOutput, launch: LayerLaunch, data: Sequence[StepData], run: Callable[[], object]
@@ -227,30 +234,13 @@ class Race:
             return failed(error)
         return truth.judge(out, rounds_products=launch.rounds_products)
 
-    def _joules_a_token(self, runner: _Runner, row: ContestantResult) -> float:
-        if runner.timed is None or not row.samples.us or not self.options.energy_s or self.meter.why_not:
-            return float("nan")
-        before = self.meter.joules()
-        launches = runner.timed.run(self.options.energy_s)
-        return (self.meter.joules() - before) / (launches * row.case.batch.num_tokens)
-
 
 @dataclass(frozen=True, slots=True)
-class _Runner:
-    """A contestant that was checked. timed and launch are set if it is right."""
+class _Run:
+    """The launches of a contestant that is right. launch: the first of them"""
 
-    name: str
-    status: str
-    kernel: str = ""
-    reason: str = ""
-    verdict: Comparison | None = None
-    timed: Timed | None = None
-    launch: LayerLaunch | None = None
-
-
-def _not_timed(name: str, launch: LayerLaunch, verdict: Comparison) -> _Runner:
-    status = WRONG if verdict.compared else FAILED
-    return _Runner(name, status, launch.kernel, verdict.wrong, verdict)
+    launch: LayerLaunch
+    timed: Timed
 
 
 def compile_ahead(

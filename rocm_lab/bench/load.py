@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.request_trace import PREFIX_BLOCK, RequestTrace, TracedRequest
 
@@ -73,10 +75,9 @@ class Quantiles:
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Quantiles:
         """Computes them by linear interpolation between the two nearest."""
-        ordered = sorted(seconds)
-        if not ordered:
+        if not seconds:
             return cls(0, float("nan"), (float("nan"),) * len(_PERCENTS))
-        return cls(len(ordered), sum(ordered) / len(ordered), tuple(_percentile(ordered, p) for p in _PERCENTS))
+        return cls(len(seconds), float(np.mean(seconds)), tuple(np.percentile(seconds, _PERCENTS).tolist()))
 
     def as_json(self) -> dict[str, float]:
         """Returns them for a result file, in milliseconds."""
@@ -227,10 +228,3 @@ def _prompt(
 
 def _ids(chooser: random.Random, count: int, vocabulary: int) -> list[int]:
     return [chooser.randrange(FIRST_TOKEN_ID, vocabulary) for _ in range(max(0, count))]
-
-
-def _percentile(ordered: Sequence[float], percent: float) -> float:
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -2,7 +2,8 @@
 
 python -m rocm_lab.benchmarks.step_profile --out rocm_lab/benchmarks/results/step_profile_h200.json
 
-An engine serves a Llama of 1.1B with random weights in bfloat16, greedily, over graphs. Each row is one load:
+An engine serves a model with random weights in bfloat16, greedily, over graphs: Llamas of 1.1B and 8B, and eight layers
+of models with experts, which take a step's time in the same proportions as all of them. Each row is one load:
 
 decode: all requests have their prompts of 512 tokens behind them, and a step brings each one token
 prompt: one prompt of 8,192 tokens, in one step
@@ -12,8 +13,9 @@ mixed:  all but one request decode, and the step holds as many tokens of a long 
 step_us:   the median time between two steps, on the wall
 busy_us:   the time in which a kernel runs, of one step
 host_us:   the host's time in Engine.step() less the waits for the device
-floor_us:  of decode the bytes of weights and of K and V over the bandwidth that a large copy reaches in this run; of
-           prompts the operations of the layers' products and of causal attention over the rate of a large product
+floor_us:  StepTimes, with the bandwidth that a large read and the rate that a large product reaches in this run: of
+           decode that is the bytes of weights, of K and V and of states, where a step reads the experts that its tokens
+           are expected to choose; of prompts the operations of the layers' products and of causal attention
 kernels:   microseconds and launches of a step, by kernel
 """
 
@@ -21,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import statistics
 import time
 from collections import Counter
@@ -30,21 +31,67 @@ from collections.abc import Iterator
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rocm_attn.models.config import ModelConfig
-from rocm_lab.bench.ceilings import measured_ceilings
+from rocm_attn.capture.step_times import StepTimes
+from rocm_attn.machine.gpus import Rates
+from rocm_attn.models.hf_config import config_from_json
+from rocm_lab.bench.ceilings import Ceilings, measured_ceilings
 from rocm_lab.bench.clocks import clock_of
 from rocm_lab.benchmarks.random_models import LLAMA_8B, model_of, random_model
 from rocm_lab.benchmarks.round_time import prompt_of, python_us, watch
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 from rocm_serve.engine import Engine
+from rocm_serve.engine_runtime import problems_of
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.models.weights import expected_shapes
+from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 
+_WITH_EXPERTS = {
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e7,
+    "eos_token_id": 2,
+    "norm_topk_prob": True,
+}
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+_QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "intermediate_size": 5120,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
 MODELS = {
     "1.1B": model_of((32, 8, 64), 2048, 8192, 32000, 16, 65536),
     "8B": dataclasses.replace(LLAMA_8B, context_len=65536),
+    "8 layers of Qwen3-30B-A3B": config_from_json(_WITH_EXPERTS | _QWEN3_MOE),
+    "8 layers of Qwen3-Next-80B-A3B": config_from_json(_WITH_EXPERTS | _QWEN3_NEXT),
 }
 PROMPT, LONG_PROMPT, MIXED_CHUNK = 512, 8192, 2048
 DECODES = (1, 32, 256)
@@ -82,10 +129,10 @@ def decode(loaded: LoadedModel, num_seqs: int) -> Row:
         engine.step()
     for _ in range(PROFILED):
         engine.step()
-    tokens = sum(each.num_tokens for each in running) + num_seqs * STEPS // 2
+    tokens = sum(each.num_tokens for each in running) // num_seqs + STEPS // 2
     found = steps_of(engine, STEPS)
     assert len(running) == num_seqs, "a request ended while steps were measured"
-    return {"load": "decode", "requests": num_seqs, **found, "kv_bytes": kv_bytes(engine, tokens)}
+    return {"load": "decode", "requests": num_seqs, **found, "tokens": tokens}
 
 
 def prompts(loaded: LoadedModel) -> Row:
@@ -111,12 +158,6 @@ def mixed(loaded: LoadedModel, num_seqs: int) -> Row:
     for _ in range(4):
         engine.step()
     return {"load": "mixed", "requests": num_seqs, **steps_of(engine, 16)}
-
-
-def kv_bytes(engine: Engine, tokens: int) -> int:
-    """Returns the bytes that K and V of these tokens take."""
-    pool = engine.runtime.pool
-    return tokens * pool.num_bytes // (pool.num_pages * pool.page_size)
 
 
 def steps_of(engine: Engine, num: int) -> Row:
@@ -173,10 +214,17 @@ def busy(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-def attention_operations(config: ModelConfig, tokens: int) -> int:
-    """Returns the operations of causal attention over one prompt."""
-    layers = config.attention.layers
-    return sum(2 * layer.num_q_heads * layer.head_dim for layer in layers) * tokens**2
+def lower_bound(loaded: LoadedModel, limits: Ceilings, row: Row) -> float:
+    """Returns the least seconds of a step of a row, by the rates of this run. Only a prompt's last token has logits."""
+    config, dtype = loaded.config, loaded.weights.dtype
+    rates = Rates(limits.bytes_per_s, limits.flops_per_s, "this run")
+    layers = problems_of(loaded, EngineOptions(max_kv_len=LONG_PROMPT + MOST_TOKENS))
+    times = StepTimes(matrices_of(config, dtype, 1), layers, rates, config.attention.recurrences(dtype))
+    tokens: int = row["tokens"]
+    if row["load"] == "decode":
+        return times.decode(row["requests"], tokens)
+    of_logits = 2 * config.vocab_size * config.hidden_size * (tokens - 1)
+    return times.prompt(tokens) - of_logits / limits.flops_per_s
 
 
 def rows(loaded: LoadedModel) -> Iterator[Row]:
@@ -195,15 +243,9 @@ def main() -> None:
     found = list[Row]()
     for model, config in MODELS.items():
         loaded = random_model(config)
-        sizes = {name: math.prod(shape) for name, shape in expected_shapes(config).items() if "embed" not in name}
         for row in printed(rows(loaded)):
-            if row["load"] == "decode":
-                row["floor_us"] = round((2 * sum(sizes.values()) + row["kv_bytes"]) / limits.bytes_per_s * 1e6, 1)
-            elif row["load"] == "prompt":
-                of_layers = sum(sizes.values()) - sizes["lm_head.weight"]
-                operations = 2 * of_layers * row["tokens"] + attention_operations(config, row["tokens"])
-                row["floor_us"] = round(operations / limits.flops_per_s * 1e6, 1)
-            if "floor_us" in row:
+            if row["load"] != "mixed":
+                row["floor_us"] = round(1e6 * lower_bound(loaded, limits, row), 1)
                 row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
             found.append({"model": model, **row})
         del loaded

@@ -25,7 +25,7 @@ def mixed(gate: Gate, both: Tensor) -> Tensor:
     from rocm_attn.kernels.model.gate import launch_gate
 
     out = torch.empty(both.shape[0], both.shape[1] // 2, dtype=both.dtype, device=both.device)
-    launch_gate(both, out, _form(gate))
+    launch_gate(both, out, form_of(gate))
     return out
 
 
@@ -33,7 +33,7 @@ def multiplied_and_mixed(
     gate: SwiGLU | GeGLU | ClampedSwiGLU, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """[rows, inner]: the products of x [rows, in] and weight [2 * inner, in], combined."""
-    return _by_few_rows(x, weight, bias, 1, _form(gate))[0]
+    return _by_few_rows(x, weight, bias, 1, form_of(gate))[0]
 
 
 def multiplied_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
@@ -80,9 +80,11 @@ def parts_of_few_rows(x: Tensor, weight: Tensor, num_out: int) -> int:
     return parts if is_fast and num_in % (parts * STEP) == 0 else 0
 
 
-def _form(gate: SwiGLU | GeGLU | ClampedSwiGLU) -> GateForm:
+def form_of(gate: Gate) -> GateForm:
+    """The form of a gate for kernels."""
     from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm
 
+    assert not isinstance(gate, ReluSquared), "it has one product"
     if isinstance(gate, ClampedSwiGLU):
         return GateForm(CLAMPED, gate.limit, gate.alpha)
     return GateForm(SILU if isinstance(gate, SwiGLU) else GELU)

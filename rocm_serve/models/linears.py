@@ -6,6 +6,8 @@ computed in blocks of a fixed size, and the last block is padded with zeros.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,8 @@ class Linears:
     This class computes all rows in one product.
     summed: x, summed over ranks in place
     """
+
+    _is_fixed: ClassVar = False  # whether a row's result depends on no other row
 
     def __init__(self, ranks: Ranks = ONE_RANK) -> None:
         self.summed = ranks.sum
@@ -77,13 +81,17 @@ class Linears:
         """[rows, heads, out]: x [rows, heads, in] @ weight [heads, in, out] per head, for a rank's own heads."""
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
-    def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        """[pairs, out]: a row of x for each pair of a token and an expert; see launch_expert_product."""
-        return expert_products(x, weight, bias, groups, rows=ROWS, fixed=False)
+    def of_experts(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, gate: Gate | None = None
+    ) -> Tensor:
+        """[pairs, out]: a row of x for each pair of a token and an expert; see expert_products."""
+        return expert_products(x, weight, bias, groups, gate, rows=ROWS, fixed=self._is_fixed)
 
 
 class BlocksOfRows(Linears):
     """Computes blocks of ROWS rows, one product each, and sums over ranks in their order."""
+
+    _is_fixed: ClassVar = True
 
     def __init__(self, ranks: Ranks = ONE_RANK) -> None:
         super().__init__(ranks)
@@ -107,9 +115,6 @@ class BlocksOfRows(Linears):
         return torch.cat([torch.bmm(block, weight) for block in torch.split(filled, ROWS, 1)], 1)[:, :rows].transpose(
             0, 1
         )
-
-    def of_experts(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups) -> Tensor:
-        return expert_products(x, weight, bias, groups, rows=ROWS, fixed=True)
 
 
 def linears_over(ranks: Ranks, *, deterministic: bool) -> Linears:

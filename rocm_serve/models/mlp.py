@@ -6,12 +6,12 @@ depends on the router's output, so a step with experts is captured like any othe
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, Mlp
 from rocm_serve.models.arithmetic import Arithmetic, Residual
-from rocm_serve.models.gated import mixed
+from rocm_serve.models.expert_products import choice, combined, groups_of
 from rocm_serve.models.linears import Linears
 from rocm_serve.models.mlp_weights import DenseAndExpertWeights, DenseWeights, ExpertWeights
 from rocm_serve.models.weights import LayerWeights
@@ -62,19 +62,19 @@ def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeig
     router_x: [tokens, hidden], the router's input
     """
     logits = linears.linear(router_x.to(weights.router.dtype), weights.router, weights.router_bias)
-    expert, share = mlp.routing.choose(logits, weights.correction)
+    expert, share = choice(mlp.routing, logits, weights.correction)
     if weights.share_scale is not None:
         share = share * weights.share_scale[expert]
-    groups = ExpertGroups.of(expert, mlp.routing.num_experts)
+    groups = groups_of(expert, mlp.routing.num_experts)
     of_experts = x if weights.latent_in is None else linears.linear(x, weights.latent_in)
-    inner = mixed(mlp.gate, linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, groups))
+    inner = linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, groups, mlp.gate)
     parts = linears.of_experts(inner, weights.down, weights.down_bias, groups)
-    total = (parts.view(*share.shape, -1) * share.to(x.dtype)[..., None]).sum(1)
-    if weights.latent_out is not None:
-        total = linears.linear(total, weights.latent_out)
+    shared = shared_share = None
     if weights.shared is not None:
         shared = linears.linear(dense_inner(x, mlp.shared, weights.shared, linears), weights.shared.down)
         if weights.shared_share is not None:
-            shared = shared * linears.linear(x, weights.shared_share).sigmoid()
-        total = total + shared
-    return linears.summed(total)
+            shared_share = linears.linear(x, weights.shared_share)
+    if weights.latent_out is not None:
+        parts = linears.linear(combined(parts, share, None, None), weights.latent_out)
+        share = torch.ones(len(x), 1, device=x.device)  # this is a token's only part
+    return linears.summed(combined(parts, share, shared, shared_share))

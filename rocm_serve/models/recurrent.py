@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.models.config import GatedNorm, RecurrentConfig
@@ -21,6 +20,7 @@ from rocm_attn.models.shards import GroupedRows, Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
 from rocm_attn.step.step import Part
 from rocm_serve.models.arithmetic import Arithmetic, CosSin
+from rocm_serve.models.recurrent_gates import RowGate, gated_norm, gated_norm_of_torch, gates
 from rocm_serve.models.recurrent_parts import RecurrentMixer, RecurrentTensors
 
 
@@ -62,10 +62,9 @@ class GatedDeltaNet(RecurrentMixer[DeltaNetWeights]):
         rows = self.arithmetic.linears.linear(x, weights.first)
         inputs, gate, b, a = torch.split(rows, [form.conv_channels, values, heads, heads], 1)
         q, k, v = self.convolved(step, inputs, weights.convolution, None)
-        decay = weights.decay_factor * F.softplus(a.float() + weights.decay_bias)
-        out = self.recurred(step, q, k, v, decay, b.float().sigmoid())
-        normed = self.arithmetic.norm(out.float(), weights.norm)
-        return (normed * F.silu(gate.float().view(out.shape))).to(out.dtype).flatten(1)
+        decay, beta = gates(a, b, weights.decay_bias, weights.decay_factor)
+        out = self.recurred(step, q, k, v, decay, beta)
+        return gated_norm(out, gate, RowGate(weights.norm, heads, self.arithmetic.eps))
 
 
 def _read_delta(part: RecurrentTensors) -> DeltaNetWeights:
@@ -160,22 +159,18 @@ class StateSpace(RecurrentMixer[StateSpaceWeights]):
         rows = self.arithmetic.linears.linear(x, weights.first, weights.first_bias)
         inputs, gate, dt = torch.split(rows, [form.conv_channels, values, heads], 1)
         q, k, v = self.convolved(step, inputs, weights.convolution, weights.convolution_bias)
-        size = F.softplus(dt.float() + weights.step_bias)
-        out = self.recurred(step, q, k, v, weights.decay_factor * size, size)
-        gate, rows = F.silu(gate.float()), torch.addcmul(out.float(), weights.skip, v.float()).flatten(1)
-        if weights.norm is None:
-            return (rows * gate).to(x.dtype)
-        if self.projections.norm is GatedNorm.BEFORE_GATE:
-            return (self._normed(rows) * weights.norm * gate).to(x.dtype)
-        return (self._normed(rows * gate) * weights.norm).to(x.dtype)
+        decay, size = gates(dt, None, weights.step_bias, weights.decay_factor)
+        out = self.recurred(step, q, k, v, decay, size)
+        gate_first, groups = self.projections.norm is not GatedNorm.BEFORE_GATE, form.num_key_heads
+        row_gate = RowGate(weights.norm, groups, self.arithmetic.eps, gate_first=gate_first)
+        if weights.norm is None or values == groups * weights.num_normed:
+            return gated_norm(out, gate, row_gate, weights.skip, v)
+        # Ranks share the one group.
+        return gated_norm_of_torch(out, gate, row_gate, weights.skip, v, self._mean_of_ranks)
 
-    def _normed(self, rows: Tensor) -> Tensor:
-        """[T, value_heads * value_dim]: each group divided by the root of its mean square. rows: float32"""
-        groups = rows.view(rows.shape[0], self.form.num_key_heads, -1)
-        squares = groups.square().sum(-1, keepdim=True)
-        if groups.shape[2] < self.weights.num_normed:  # ranks share the one group
-            squares = self.arithmetic.linears.summed(squares)
-        return (groups * torch.rsqrt(squares / self.weights.num_normed + self.arithmetic.eps)).flatten(1)
+    def _mean_of_ranks(self, squares: Tensor) -> Tensor:
+        """[T, groups, 1]: the mean of a group's squares [T, groups, elements]."""
+        return self.arithmetic.linears.summed(squares.sum(-1, keepdim=True)) / self.weights.num_normed
 
 
 def _read_state_space(part: RecurrentTensors) -> StateSpaceWeights:
@@ -255,10 +250,10 @@ class KimiDelta(RecurrentMixer[KimiDeltaWeights]):
         rows = linears.linear(x, weights.first)
         inputs, a, g, b = torch.split(rows, [form.conv_channels, dim, dim, heads], 1)
         q, k, v = self.convolved(step, inputs, weights.convolution, None)
-        rates = F.softplus(linears.linear(a, weights.decay).float() + weights.decay_bias)
-        out = self.recurred(step, q, k, v, weights.decay_factor * rates.view(v.shape), b.float().sigmoid())
-        gate = linears.linear(g, weights.gate).float().sigmoid().view(v.shape)
-        return (self.arithmetic.norm(out.float(), weights.norm) * gate).to(out.dtype).flatten(1)
+        decay, beta = gates(linears.linear(a, weights.decay), b, weights.decay_bias, weights.decay_factor)
+        out = self.recurred(step, q, k, v, decay.view(v.shape), beta)
+        row_gate = RowGate(weights.norm, heads, self.arithmetic.eps, silu=False)
+        return gated_norm(out, linears.linear(g, weights.gate), row_gate)
 
 
 def _read_kimi(part: RecurrentTensors) -> KimiDeltaWeights:

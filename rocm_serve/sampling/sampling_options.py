@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from rocm_attn.errors import BadRequest
-from rocm_attn.machine.option_texts import bounded, option, option_texts
+from rocm_attn.machine.option_texts import option, option_texts
 
 # Most tokens of one request that have a bias, and the largest size of one.
 MOST_BIASES, LARGEST_BIAS = 1024, 100
@@ -42,26 +42,26 @@ class Sampling:
     """
 
     temperature: float = option(0.0, "0 takes the likeliest token; above, tokens are sampled", unit="T", least=0)
-    top_p: float = bounded(1.0, "sample among the likeliest tokens of total probability P", "P", above=0, most=1)
+    top_p: float = option(1.0, "sample among the likeliest tokens of total probability P", unit="P", above=0, most=1)
     seed: int = option(0, "seed of the samples; the same seed gives the same text", unit="SEED", least=0)
     top_k: int = option(0, "sample among the K likeliest tokens", unit="K", least=0, default_is="0: all")
-    min_p: float = bounded(
+    min_p: float = option(
         0.0,
         "sample among the tokens whose probability is at least this share of the likeliest one's",
-        "P",
+        unit="P",
         least=0,
         most=1,
     )
-    presence_penalty: float = bounded(
-        0.0, "subtracted from the logits of tokens that the text has", "X", least=-2, most=2
+    presence_penalty: float = option(
+        0.0, "subtracted from the logits of tokens that the text has", unit="X", least=-2, most=2
     )
-    frequency_penalty: float = bounded(
-        0.0, "subtracted from the logit of a token for each time that the text has it", "X", least=-2, most=2
+    frequency_penalty: float = option(
+        0.0, "subtracted from the logit of a token for each time that the text has it", unit="X", least=-2, most=2
     )
-    repetition_penalty: float = bounded(
+    repetition_penalty: float = option(
         1.0,
         "divides the logits of tokens that the prompt or the text has (multiplies negative ones)",
-        "X",
+        unit="X",
         least=0.01,
         most=100,
     )

@@ -30,7 +30,11 @@ class ServerOptions:
 
     host: str = option(LOOPBACK, "address that the server listens on", unit="ADDRESS")
     port: int = option(
-        8000, "port that the server listens on; 0 chooses a free one, which is printed", unit="PORT", least=0
+        8000,
+        "port that the server listens on; 0 chooses a free one, which is printed",
+        unit="PORT",
+        least=0,
+        most=65535,
     )
     served_model_name: str | None = option(
         None, "name of the model in requests and answers", kind=str, unit="NAME", default_is="the value of --model"
@@ -76,9 +80,10 @@ class ServerOptions:
         "share of --max-connections that one address may use, and of --max-waiting-bytes that one key may use, or "
         "one address if there are no keys; use 1 behind a gateway, because all clients then have its address",
         unit="SHARE",
-        least=0,
+        above=0,
+        most=1,
     )
-    head_seconds: float = option(30.0, "time that a client may take to send a request's head", unit="SECONDS", least=0)
+    head_seconds: float = option(30.0, "time that a client may take to send a request's head", unit="SECONDS", above=0)
     max_requests: int = option(
         256, "most prompts that run or wait; further requests are answered 429", unit="REQUESTS", least=1
     )
@@ -103,9 +108,9 @@ class ServerOptions:
         unit="BYTES",
         least=1,
     )
-    body_seconds: float = option(60.0, "time that a client may take to send a request's body", unit="SECONDS", least=0)
+    body_seconds: float = option(60.0, "time that a client may take to send a request's body", unit="SECONDS", above=0)
     deadline_seconds: float = option(
-        600.0, "time that a request may take; clients may ask for less", unit="SECONDS", least=0
+        600.0, "time that a request may take; clients may ask for less", unit="SECONDS", above=0
     )
     constraint_seconds: int = option(
         10, "CPU seconds that compiling a request's constraint may take", unit="SECONDS", least=1
@@ -114,7 +119,7 @@ class ServerOptions:
         60.0,
         "time after which a connection is closed if its client reads nothing of its answer",
         unit="SECONDS",
-        least=0,
+        above=0,
     )
     max_unread_tokens: int = option(
         4096,
@@ -140,7 +145,7 @@ class ServerOptions:
         60.0,
         "time for which /health/truth repeats its last verdict instead of a new run of the truth probe",
         unit="SECONDS",
-        least=0,
+        above=0,
     )
     truth_every: float = option(
         0.0,
@@ -168,14 +173,7 @@ class ServerOptions:
         check_options(self)
         if self.served_model_name == "":
             raise BadSetting("served_model_name is empty; give a name, or leave it out for that of the model")
-        if self.port > 65535:
-            raise BadSetting(f"port is {self.port}; it must be at most 65535")
-        for name in ("truth_seconds", "head_seconds", "body_seconds", "deadline_seconds", "write_seconds"):
-            if not getattr(self, name) > 0:
-                raise BadSetting(f"{name} is {getattr(self, name)}; it must be above 0")
         self._check_tls()
-        if not 0 < self.client_share <= 1:
-            raise BadSetting(f"client_share is {self.client_share}; it must be above 0 and at most 1")
         if self.most_waiting_bytes_of_one < self.max_body_bytes:
             raise BadSetting(
                 f"max_waiting_bytes is {self.max_waiting_bytes} and client_share {self.client_share:g}, so that no "

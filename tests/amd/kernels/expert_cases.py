@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.model.gate import GateForm
 from rocm_attn.oracle.numerics import sum_error
+from tests.amd.kernels.model_cases import exact_gate
+from tests.amd.tolerances import assert_attention_close
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,9 @@ class ExpertProblem:
     def groups(self) -> ExpertGroups:
         return ExpertGroups.of(self.expert, len(self.weight))
 
-    def empty_out(self) -> Tensor:
-        """Returns [pairs, out] of NaN."""
-        size = self.expert.numel(), self.weight.shape[1]
+    def empty_out(self, sides: int = 1) -> Tensor:
+        """Returns [pairs, out] of NaN. sides: matrices of an expert, whose products are combined"""
+        size = self.expert.numel(), self.weight.shape[1] // sides
         return torch.full(size, float("nan"), dtype=self.x.dtype, device=self.x.device)
 
     def assert_served(self, out: Tensor) -> None:
@@ -41,6 +44,16 @@ class ExpertProblem:
                 size = size + self.bias[expert].double().abs().cpu()
             allowed = sum_error(x.shape[1] + 1, size) + torch.finfo(out.dtype).eps * exact.abs()
             assert bool(((result[pair] - exact).abs() <= allowed).all()), f"pair {pair} of expert {expert}"
+
+    def assert_gated(self, out: Tensor, form: GateForm) -> None:
+        """Checks each pair's row against its products, combined."""
+        x, weight = self.x.double(), self.weight.double()
+        for pair, expert in enumerate(self.expert.flatten().tolist()):
+            products = weight[expert] @ x[pair * len(x) // len(out)]
+            if self.bias is not None:
+                products = products + self.bias[expert].double()
+            size = products.square().mean().sqrt()
+            assert_attention_close(out[pair] / size, exact_gate(products, form) / size, out.dtype)
 
 
 def random_problem(

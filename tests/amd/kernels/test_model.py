@@ -122,11 +122,11 @@ def test_a_sum_that_tries_the_memory_ends_without_a_rank_that_never_comes(kernel
 Product = Callable[[ExpertProblem], Tensor]
 
 
-def kernel(problem: ExpertProblem, rows: int = 1) -> Tensor:
+def kernel(problem: ExpertProblem, rows: int = 1, gate: GateForm | None = None) -> Tensor:
     """Computes the product with the kernel, and with tiles for groups of this many rows."""
-    out, x = problem.empty_out(), problem.x
+    out, x = problem.empty_out(1 if gate is None else 2), problem.x
     tiles = expert_tiles(detect_target(x.device).arch, x.dtype, rows)
-    launch_expert_product(x, problem.weight, problem.bias, problem.groups, out, tiles=tiles)
+    launch_expert_product(x, problem.weight, problem.bias, problem.groups, out, gate, tiles=tiles)
     return out
 
 
@@ -158,6 +158,20 @@ def test_each_pair_is_multiplied_with_its_expert_alone(
         problem.assert_served(product(problem))
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.kind))
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_products_of_experts_are_combined(
+    rows: int, has_bias: bool, form: GateForm, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    """Covers halves that fill no block, the second one, and blocks of few pairs and of many."""
+    problem = random_problem(9, 5, 2, (40, 2 * 35), dtype=dtype, device=kernel_device, has_bias=has_bias)
+    problem = replace(problem, x=problem.x / 6)  # products of about one
+    problem.assert_gated(kernel(problem, rows, form), form)
+
+
 @products
 @pytest.mark.parametrize("expert", [0, 3])
 def test_one_expert_may_take_all_tokens(expert: int, product: Product, kernel_device: torch.device) -> None:
@@ -186,7 +200,7 @@ def test_matrices_may_lie_further_apart_than_32_bits_reach(kernel_device: torch.
 
 
 def test_groups_hold_every_pair_once_in_the_order_of_experts() -> None:
-    expert = torch.randint(0, 6, (37, 3))
+    expert = torch.randint(0, 6, (37, 3), dtype=torch.int32)
     groups = ExpertGroups.of(expert, 7)
     assert sorted(groups.order.tolist()) == list(range(111))
     for each in range(7):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
+from rocm_attn.kernels.experts.sort_pairs import MOST_PAIRS
 from rocm_attn.kernels.model.few_rows import MOST_ROWS
 from rocm_attn.kernels.states.arguments import MOST_TOKEN_STRIDE
 from rocm_lab.races.overflow import needed_ranges, prove_no_overflow
@@ -79,6 +80,7 @@ LIMITS = (
     Limits("program_y", 0, 2**12, "drafts of a sequence", "draft_steps"),
     Limits("width", 0, 2**10, "drafts of a sequence", "next_step"),
     Limits("rows", 0, MOST_ROWS, "few_rows.py", "few_rows"),
+    Limits("num_pairs", 0, MOST_PAIRS, "sort_pairs.py", "sort_pairs"),
     Limits("blocks", 0, MOST_TOKENS, "a grid covers tokens, sequences or elements, and a block more"),
     *(
         Limits(f"program_{axis} programs_{axis}", 0, _MOST_PROGRAMS, "a grid has at most a million programs")
@@ -137,6 +139,7 @@ CONDITIONS = (
         "chunk_rows convolve",
     ),
     Limits("%num_blocks", 0, _BLOCKS, "sums over experts are at most all pairs", "expert_product"),
+    Limits("%begin", 0, MOST_PAIRS, "sums over experts are at most all pairs", "sort_pairs"),
     Limits("%place", 0, MOST_TOKENS, "a block is in its expert's pairs", "expert_product"),
     Limits(
         "%low %part %second %span %step %third %fourth %num_third %num_fourth",

@@ -21,8 +21,11 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
+from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
+from rocm_attn.kernels.experts.combine import launch_combine
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
+from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
 from rocm_attn.kernels.model.add_norm import launch_add_norm
 from rocm_attn.kernels.model.few_rows import launch_few_rows
@@ -54,6 +57,9 @@ from tests.amd.worlds.world import padded_to
 SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.
 LARGE_POOL_BYTES = 2 << 30
+
+# Mean rows of an expert: for each tuning choice.
+EXPERT_ROWS = (1, 16, 128, 256)
 
 # More new tokens than any tuning choice for short sequences serves.
 LONG_Q_LEN = 128
@@ -512,15 +518,25 @@ def _launch_fold_rows(row: Row) -> None:
 
 
 def _launch_experts(row: Row) -> None:
-    """Launches experts for few tokens and many, with biases and without."""
+    """Launches experts for few tokens and many, with biases and without, and what chooses and sums them."""
     experts, width = 8, 256
     weight = torch.empty(experts, width, width, dtype=row.dtype)
-    for rows, bias in ((1, weight[:, 0].contiguous()), (128, None)):
-        num_tokens = rows * experts // 2
+    for rows in EXPERT_ROWS:
+        bias, num_tokens = weight[:, 0].contiguous() if rows == 1 else None, rows * experts // 2
         expert = torch.arange(2 * num_tokens).view(num_tokens, 2) % experts
         x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
         tiles = expert_tiles(row.arch, row.dtype, rows)
         launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), out, tiles=tiles)
+        launch_sort_pairs(expert.int(), *ExpertGroups.of(expert, experts))
+        gated = torch.empty(2 * num_tokens, width // 2, dtype=row.dtype)
+        launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), gated, GateForm(SILU), tiles=tiles)
+    share = torch.empty(num_tokens, 2)
+    launch_combine(out, share, None, None, x)
+    launch_combine(out, share, x, x[:, :1].contiguous(), x)
+    for rule in (ChoiceRule(1, 1, 1, True, True, 1.0), ChoiceRule(8, 4, 2, False, True, 2.5)):
+        expert, share = (torch.empty(4, 8, dtype=dtype) for dtype in (torch.int32, torch.float32))
+        correction = None if rule.softmax else torch.empty(256)
+        launch_choose(torch.empty(4, 256, dtype=row.dtype), correction, expert, share, rule)
 
 
 def _launch_model(row: Row) -> None:

@@ -8,6 +8,8 @@ from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.states.arguments import ConvolutionWeights, RecurArgs, StatePlaces, Update
 from rocm_attn.kernels.states.convolve import launch_convolve
+from rocm_attn.kernels.states.gated_norm import GatedForm, launch_gated_norm
+from rocm_attn.kernels.states.gates import launch_gates
 from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StatePool, slot_bytes
@@ -58,6 +60,22 @@ class StateRow:
             launch_recur(RecurArgs(tokens, rule, slots, places, workspace), deterministic=False)
             x, weight, bias, out = inputs.of_convolution(form, num_tokens)
             launch_convolve(x, out, ConvolutionWeights(weight, bias, True), pool.convolution[0], places)
+        self._launch_gates()
+
+    def _launch_gates(self) -> None:
+        """Launches the gates of a few tokens, and gated norms of each form."""
+        form, sums = self.form, self.form.update is Update.SUM
+        heads, dim, num_tokens = form.num_heads, form.v_dim, 4
+        channels = form.k_dim if form.channel_decay else 1
+        x, y, rows = (torch.empty(num_tokens, num, dtype=form.dtype) for num in (heads * channels, heads, heads * dim))
+        bias, factor = torch.empty(heads * channels), torch.empty(heads, 1)
+        launch_gates(x, None if sums else y, bias, factor, torch.empty(x.shape), torch.empty(y.shape))
+        groups = form.num_k_heads if sums else heads
+        weight = torch.empty(heads * dim if sums else dim)
+        of_heads = rows.view(num_tokens, heads, dim)
+        for gate in (GatedForm(not form.channel_decay, sums, 1e-6), GatedForm(True, False, 1e-6)):
+            skip = factor if sums else None
+            launch_gated_norm(of_heads, rows, weight, skip, of_heads, rows, num_groups=groups, form=gate)
 
 
 _QWEN3_NEXT = Recurrence(32, 16, 128, 128, BF16, normalises=True)

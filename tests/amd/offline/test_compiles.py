@@ -36,7 +36,7 @@ from tests.amd.offline.compiling import (
     launched_tiles,
     rows_for,
 )
-from tests.amd.offline.matrix import ROWS, Row, launch_rest, shares_segments
+from tests.amd.offline.matrix import EXPERT_ROWS, ROWS, Row, launch_rest, shares_segments
 from tests.amd.offline.offline_driver import compiled_by
 from tests.amd.offline.test_offline_driver import gather_product
 
@@ -385,7 +385,7 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
 @pytest.mark.parametrize("arch", [*AMD_ARCHS, *NVIDIA_ARCHS])
 def test_every_tuning_row_of_experts_is_in_the_matrix(arch: str) -> None:
     dtypes = {row.dtype for row in ROWS if row.arch == arch and not row.is_large}
-    compiled = {id(expert_tiles(arch, dtype, rows)) for dtype in dtypes for rows in (1, 128)}
+    compiled = {id(expert_tiles(arch, dtype, rows)) for dtype in dtypes for rows in EXPERT_ROWS}
     tuned = [row for row in EXPERT_CHOICES if row.arch == FAMILIES.get(arch, arch)]
     assert tuned, f"no tuning choice for {arch}"
     assert all(id(row.tiles) in compiled for row in tuned)

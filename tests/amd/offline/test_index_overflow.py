@@ -12,6 +12,8 @@ from tests.amd.offline.ttir_of import ttir_by
 
 MAIN = {
     "gfx942-32x8-128-128-bfloat16-page16-below_2gib": {
+        "_choose_experts_kernel",
+        "_combine_experts_kernel",
         "_decode_kernel",
         "_draft_steps_kernel",
         "_expert_product_kernel",
@@ -21,13 +23,20 @@ MAIN = {
         "_merge_kernel",
         "_rope_store_kernel",
         "_schedule_kernel",
+        "_sort_pairs_kernel",
         "_store_kernel",
     },
     "gfx942-32x8-128-128-bfloat16-page16-above_2gib": {"_decode_kernel", "_extend_kernel", "_store_kernel"},
     "gfx942-16x1-576-512-latent-bfloat16-page64-below_2gib": {"_latent_decode_kernel", "_latent_extend_kernel"},
     "gfx942-64_heads": {"_bound_kernel", "_choose_kernel", "_index_scores_kernel"},
     "gfx942-latent_16": {"_selected_attention_kernel"},
-    "gfx942-qwen3_next": {"_chunk_rows_kernel", "_chunk_walk_kernel", "_token_steps_kernel"},
+    "gfx942-qwen3_next": {
+        "_chunk_rows_kernel",
+        "_chunk_walk_kernel",
+        "_gated_norm_kernel",
+        "_gates_kernel",
+        "_token_steps_kernel",
+    },
 }
 LAUNCHES = {each.name: each for each in all_launches()}
 # Kernels that are not proved, and why not.

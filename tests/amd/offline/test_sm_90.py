@@ -5,6 +5,7 @@ Conditions of the speed of decode and extend: loads of page numbers, and the mer
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +26,7 @@ from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.select import select
 from rocm_attn.providers.triton import TritonExtend
 from rocm_attn.providers.triton_hopper import TRITONS
+from tests.amd.offline import state_matrix
 from tests.amd.offline.candidate_kernels import decode_kernels, extend_kernels, storing_decode
 from tests.amd.offline.code_object import read_nvidia_code
 from tests.amd.offline.early_launches import assert_waits
@@ -139,9 +141,22 @@ def test_kernels_of_a_model_wait() -> None:
         assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
 
-def test_the_store_of_keys_reads_nothing_before_it_waits() -> None:
-    row, name = Row("sm_90", (8, 2), (64, 64), torch.bfloat16, 16), "_rope_store_kernel"
-    assert_waits(last_compiled_by(partial(launch_all, row), row.arch, {name})[name], reads_before=False)
+STORE_AND_EXPERTS = ("_rope_store", "_choose_experts", "_combine_experts", "_expert_product", "_sort_pairs")
+OF_STATES = ("_convolve", "_gated_norm", "_gates", "_token_steps")
+
+
+@pytest.mark.parametrize(
+    ("launches", "names"),
+    [
+        (partial(launch_all, Row("sm_90", (8, 2), (64, 64), torch.bfloat16, 16)), STORE_AND_EXPERTS),
+        (next(row for row in state_matrix.ROWS if str(row) == "sm_90-mamba_2").launch, OF_STATES),
+    ],
+)
+def test_these_kernels_read_nothing_before_they_wait(launches: Callable[[], None], names: tuple[str, ...]) -> None:
+    kernels = last_compiled_by(launches, "sm_90", [f"{name}_kernel" for name in names])
+    assert len(kernels) == len(names)
+    for kernel in kernels.values():
+        assert_waits(kernel, reads_before=False)
 
 
 def test_no_launch_starts_early_elsewhere() -> None:

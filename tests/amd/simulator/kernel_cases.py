@@ -20,6 +20,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, 
 from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.experts.choose import ChoiceRule
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
@@ -41,6 +42,7 @@ from tests.amd.kernels.attention_cases import (
     tiles_of,
 )
 from tests.amd.kernels.expert_cases import random_problem
+from tests.amd.kernels.mixture_cases import assert_combined, assert_sorted, random_choice
 from tests.amd.kernels.model_cases import (
     FORMS,
     OneOfRanks,
@@ -155,6 +157,20 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> None:
     again = alone.empty_out()
     launch_expert_product(alone.x, alone.weight, alone.bias, alone.groups, again, tiles=tiles)
     assert torch.equal(again, out[2:10]), "a row's bits depend on no other row"
+
+
+def run_choice(dtype: torch.dtype) -> None:
+    """Runs choices out of groups and out of more experts than a wave has, and sums that do not fill a block."""
+    groups, all_ = ChoiceRule(3, 2, 2, False, True, 2.5), ChoiceRule(1, 1, 1, True, True, 1.0)
+    for sizes, rule in (((3, 60, 3), groups), ((1, 1030, 2), all_)):
+        random_choice(sizes, rule, dtype=dtype, is_corrected=rule is groups).assert_served()
+    assert_combined((3, 2, 520), dtype, has_shared=False, has_weight=False)
+    assert_combined((2, 3, 40), dtype, has_shared=True, has_weight=True)
+
+
+def run_pairs(num_tokens: int) -> None:
+    """Sorts pairs, of which the last expert has none."""
+    assert_sorted(torch.arange(3 * num_tokens).view(-1, 3) % 4, 5)
 
 
 def run_model(dtype: torch.dtype) -> None:
@@ -376,6 +392,8 @@ def cases_by_day(arch: str) -> list[KernelCase]:
         "plain_decode": run_plain_decode,
         **{f"merge_states-{name}": partial(run_merge_states, dtype) for name, dtype in _HALVES.items()},
         **{f"experts-{name}-1": partial(run_experts, arch, dtype, 1) for name, dtype in _HALVES.items()},
+        **{f"choice-{name}": partial(run_choice, dtype) for name, dtype in _HALVES.items()},
+        **{f"pairs-{num}": partial(run_pairs, num) for num in (90, 1500)},
         **{f"model-{name}": partial(run_model, dtype) for name, dtype in _HALVES.items()},
         "row_work-split-below": partial(run_row_work, PoolKind.SPLIT, is_large=False),
         "row_work-latent-above": partial(run_row_work, PoolKind.LATENT, is_large=True),

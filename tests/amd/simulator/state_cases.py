@@ -8,6 +8,7 @@ from rocm_attn.kernels.states.arguments import ConvolutionWeights, Update
 from rocm_attn.kernels.states.convolve import launch_convolve
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.recurrence import Recurrence
+from tests.amd.kernels.recurrent_gate_cases import GATED, assert_gates
 from tests.amd.kernels.state_cases import ConvolutionRun, New, StateRun, assert_states, steps_of
 from tests.amd.simulator.case import KernelCase
 from tests.amd.tolerances import assert_attention_close
@@ -39,11 +40,20 @@ def run_convolution(dtype: torch.dtype) -> None:
         assert_attention_close(found, convolved(x[: len(found)], weight, bias, silu=True), dtype)
 
 
+def run_gates(dtype: torch.dtype) -> None:
+    """Runs gates of each form, and gated norms of each form."""
+    assert_gates((2, 40, 1), dtype, has_y=False)
+    assert_gates((2, 6, 100), dtype, has_y=True)
+    for case in GATED.values():
+        case.assert_served(dtype)
+
+
 def state_cases(arch: str) -> list[KernelCase]:
-    """Every form of the recurrence, and a convolution."""
+    """Every form of the recurrence, a convolution, and gates."""
     return [
         KernelCase("states-delta", arch, partial(run_recurrence, DELTA)),
         KernelCase("states-channels", arch, partial(run_recurrence, CHANNELS)),
         KernelCase("states-plain", arch, partial(run_recurrence, PLAIN)),
         KernelCase("convolution", arch, partial(run_convolution, BF16)),
+        *(KernelCase(f"gates-{str(dtype)[6:]}", arch, partial(run_gates, dtype)) for dtype in (BF16, FP16)),
     ]

@@ -1,0 +1,79 @@
+"""Sorts pairs of tokens and experts by expert: see groups.ExpertGroups.
+
+A program has an expert. It counts the pairs of all experts before it, which is where its own begin, and then places
+its own in their order. It reads all pairs for that; a sort would read and write them several times.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.launch import only_launches, repeated_launches
+
+# Pairs that a program reads at a time, at most: the time of many pairs is that of turns, which wait for memory.
+_FEW, _MANY = 1024, 4096
+# Order is below 2 GiB, so that a variant is right for every number of pairs.
+MOST_PAIRS = 1 << 27
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sort_pairs_kernel(
+    expert, order, indptr, num_pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr
+):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    own = tl.program_id(0)
+    at = tl.arange(0, PAIRS)
+    before = tl.zeros([PAIRS], tl.int32)
+    for first in range(0, num_pairs, PAIRS):
+        owner = tl.load(expert + first + at, mask=first + at < num_pairs, other=EXPERTS)
+        before += (owner < own).to(tl.int32)
+    begin = tl.sum(before, 0)
+    if own == 0:
+        tl.store(indptr, begin.to(tl.int64))
+    for first in range(0, num_pairs, PAIRS):
+        owner = tl.load(expert + first + at, mask=first + at < num_pairs, other=EXPERTS)
+        is_own = owner == own
+        place = begin + tl.cumsum(is_own.to(tl.int32), 0) - 1
+        tl.store(order + place, (first + at).to(tl.int64), mask=is_own)
+        begin += tl.sum(is_own.to(tl.int32), 0)
+    tl.store(indptr + own + 1, begin.to(tl.int64))
+
+
+_variant = repeated_launches(_sort_pairs_kernel)
+
+
+@only_launches
+def launch_sort_pairs(expert: Tensor, order: Tensor, indptr: Tensor) -> None:
+    """Writes order and indptr of ExpertGroups.
+
+    expert: int32 [pairs], contiguous, each 0 to experts - 1; at most MOST_PAIRS
+    order:  int64 [pairs], written
+    indptr: int64 [experts + 1], written
+    All begin at a multiple of 16 bytes.
+    """
+    for tensor, dtype in ((expert, torch.int32), (order, torch.int64), (indptr, torch.int64)):
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 16 == 0
+    assert len(order) == expert.numel() <= MOST_PAIRS
+    num_experts, early, pairs = len(indptr) - 1, starts_early(expert.device), _FEW if len(order) <= _FEW else _MANY
+    _variant(num_experts, pairs)(
+        expert.device,
+        (num_experts, 1, 1),
+        expert,
+        order,
+        indptr,
+        len(order),
+        num_experts,
+        pairs,
+        early,
+        num_warps=pairs // 256,
+        **early_options(early),
+    )

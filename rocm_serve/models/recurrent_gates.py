@@ -1,0 +1,86 @@
+"""The gates around a recurrence: those of its tokens, and those of its output. By a kernel, and by torch on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gates(x: Tensor, y: Tensor | None, bias: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Decays, float32, of the shape of x, and the strengths of changes, float32 [T, heads].
+
+        size = softplus(x + bias)        decay = factor * size        strength = sigmoid(y), or size
+
+    x: [T, heads] or [T, heads * channels]; y: [T, heads] or None; bias: float32, of a row of x
+    factor: float32 [heads] or [heads, 1]
+    """
+    if x.device.type == "cpu":
+        size = F.softplus(x.float() + bias)
+        channels = x.shape[1] // factor.numel()
+        decay = size * factor.view(-1, 1).expand(-1, channels).flatten()
+        return decay, size if y is None else y.float().sigmoid()
+    from rocm_attn.kernels.states.gates import launch_gates
+
+    decay, strength = (torch.empty(len(x), width, device=x.device) for width in (x.shape[1], factor.numel()))
+    launch_gates(x, y, bias, factor, decay, strength)
+    return decay, strength
+
+
+@dataclass(frozen=True, slots=True)
+class RowGate:
+    """The gate of a recurrence's output, and its norm over groups of a row.
+
+    weight:     float32, of a group or of a row; None: nothing is normalised
+    num_groups: of a row
+    eps:        of the norm
+    silu:       whether the gate is silu(gate), and not sigmoid(gate)
+    gate_first: whether a row is gated before it is normalised
+    """
+
+    weight: Tensor | None
+    num_groups: int
+    eps: float
+    silu: bool = True
+    gate_first: bool = False
+
+
+def gated_norm(
+    rows: Tensor, gate: Tensor, form: RowGate, skip: Tensor | None = None, v: Tensor | None = None
+) -> Tensor:
+    """[T, heads * dim], of the dtype of rows: rows + skip * v, normalised and gated.
+
+    rows, v: [T, heads, dim]; gate: [T, heads * dim]; skip: float32 [heads, 1]
+    """
+    if rows.device.type == "cpu":
+        return gated_norm_of_torch(rows, gate, form, skip, v, lambda squares: squares.mean(-1, keepdim=True))
+    from rocm_attn.kernels.states.gated_norm import GatedForm, launch_gated_norm
+
+    out, given = torch.empty(gate.shape, dtype=rows.dtype, device=rows.device), rows if v is None else v
+    of_kernel = GatedForm(form.silu, form.gate_first, form.eps)
+    launch_gated_norm(rows, gate, form.weight, skip, given, out, num_groups=form.num_groups, form=of_kernel)
+    return out
+
+
+def gated_norm_of_torch(
+    rows: Tensor,
+    gate: Tensor,
+    form: RowGate,
+    skip: Tensor | None,
+    v: Tensor | None,
+    mean: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Like gated_norm. mean: of squares [T, groups, elements], over the last dimension, which it keeps"""
+    x = rows.float() if skip is None or v is None else torch.addcmul(rows.float(), skip, v.float())
+    x, opened = x.flatten(1), gate.float()
+    opened = F.silu(opened) if form.silu else opened.sigmoid()
+    if form.gate_first:
+        x = x * opened
+    if form.weight is not None:
+        groups = x.view(len(x), form.num_groups, x.shape[1] // form.num_groups)
+        normed = groups * torch.rsqrt(mean(groups.square()) + form.eps)
+        x = normed.flatten(1) * form.weight.repeat(x.shape[1] // form.weight.numel())
+    return (x if form.gate_first else x * opened).to(rows.dtype)

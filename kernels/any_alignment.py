@@ -8,8 +8,6 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-_INT32_BYTES = 2**31
-
 
 def at_any_alignment(kernel: Any) -> Any:
     """Returns a jitted function that Triton does not compile again for another alignment of an argument.
@@ -26,13 +24,3 @@ def at_any_alignment(kernel: Any) -> Any:
 def begin_at_16(*tensors: Tensor) -> bool:
     """True if the address and the first two strides of each tensor are multiples of 16, which Triton compiles for."""
     return not any(each % 16 for tensor in tensors for each in (tensor.data_ptr(), *tensor.stride()[:2]))
-
-
-def is_far(tensor: Tensor) -> bool:
-    """True if a tensor takes 2 GiB or more, gaps included. Triton's variant of a smaller one may not reach all of it.
-
-    On AMD GPUs places are then computed in 32 bits. So a kept launch is for either kind alone, if a caller's tensor may
-    be as large.
-    """
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.itemsize >= _INT32_BYTES

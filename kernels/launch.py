@@ -29,6 +29,7 @@ Given = ParamSpec("Given")
 
 # Set explicitly, because Triton's default changes: on up to 3.9, off from 3.10.
 _OPTIONS = {"enable_fp_fusion": True}
+_INT32_BYTES = 2**31
 
 observers: list[LaunchObserver] = []  # launches go to the last one; to the device if there is none
 
@@ -133,8 +134,7 @@ def kinds_of(kernel: Any, args: tuple[object, ...]) -> tuple[Hashable, ...] | No
         if parameter.is_constexpr or value is None:
             kinds.append(value)
         elif isinstance(value, torch.Tensor):
-            is_far = torch.version.hip is not None and value.untyped_storage().nbytes() >= 2**31
-            kinds.append((value.dtype, value.is_cuda, value.data_ptr() % 16 == 0, is_far))
+            kinds.append((value.dtype, value.is_cuda, value.data_ptr() % 16 == 0, _is_far(value)))
         elif type(value) is int:
             kinds.append((value % 16 == 0, value == 1, -(2**31) <= value < 2**31, value < 2**63))
         elif type(value) in (bool, float):
@@ -142,6 +142,15 @@ def kinds_of(kernel: Any, args: tuple[object, ...]) -> tuple[Hashable, ...] | No
         else:
             return None
     return tuple(kinds)
+
+
+def _is_far(value: object) -> bool:
+    """True for a tensor on AMD in 2 GiB of memory or more: Triton's variant of a smaller one has places of 32 bits."""
+    return (
+        torch.version.hip is not None
+        and isinstance(value, torch.Tensor)
+        and value.untyped_storage().nbytes() >= _INT32_BYTES
+    )
 
 
 def _note(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[object, ...], options: Any) -> None:
@@ -214,28 +223,29 @@ class RepeatedLaunch:
     """A kernel that is launched once per step with arguments of the same kind.
 
     Triton looks at every argument of every launch to find the compiled variant that it needs, and launch() does too.
-    That costs more than all other host work of a replayed step, so the variant is kept here by device: dtypes and
-    constexpr arguments must always be the same, and the kernel must not be specialised on the values and alignments of
-    the others.
+    That costs more than all other host work of a replayed step, so the variant is kept here by device, and on AMD by
+    which tensors are far: dtypes and constexpr arguments must always be the same, and the kernel must not be
+    specialised on the values and alignments of the others.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._calls: dict[torch.device, _Call] = {}
+        self._calls: dict[Hashable, _Call] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], *args: object, **options: object) -> None:
         """kernel[grid](*args, **options); args are all of the kernel's arguments in order, constexpr ones included."""
         if observers:
             observers[-1](partial(self._kernel[grid], *args, **{**_OPTIONS, **options}))
             return
-        call = self._calls.get(device)
+        variant = device if torch.version.hip is None else (device, *map(_is_far, args))
+        call = self._calls.get(variant)
         if call is not None:
             call(device, grid, args)
             compiled = call.compiled
         else:
             compiled = self._kernel[grid](*args, **{**_OPTIONS, **options})
             if compiled is not None:  # under the interpreter there is nothing to keep
-                self._calls[device] = _Call(compiled, len(args))
+                self._calls[variant] = _Call(compiled, len(args))
         if _notes:
             _note(self._kernel, compiled, grid, args, {**_OPTIONS, **options})
 
@@ -243,7 +253,7 @@ class RepeatedLaunch:
 def repeated_launches(kernel: Any) -> Callable[..., RepeatedLaunch]:
     """Returns a function from a variant of a kernel to its RepeatedLaunch.
 
-    A variant is told apart by dtypes, constexpr arguments, and whether offsets reach beyond 32 bits.
+    A variant is told apart by dtypes and constexpr arguments.
     """
     return functools.cache(lambda *variant: RepeatedLaunch(kernel))
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, StepTensors, shares_of_seq
@@ -116,7 +116,7 @@ def launch_check_pages(
     num_seqs, (_, table_width) = step.kv_len.shape[0], step.table.shape
     shares = shares_of_seq(table_width, num_seqs, _PAGES_AT_ONCE)
     fixed = page_size, spans_pass, spans_pass and step.terms.null_page
-    _variant(is_far(step.table), *fixed)(
+    _variant(*fixed)(
         step.counts.device,
         (num_seqs * shares, 1, 1),
         step.counts,

@@ -38,7 +38,7 @@ from operator import attrgetter
 import triton
 import triton.language as tl
 
-from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.metadata.fill_roles import (
     PAGES_AT_ONCE,
@@ -185,7 +185,7 @@ def launch_fill(step: StepTensors, *, page_size: int, window_left: int = ALL_KEY
         step.mask_indptr.numel() > 0,
         step.group_indptr.numel() > 0,
     )
-    _variant(any(map(is_far, (step.table, step.page_list, step.block_table))), *fixed)(
+    _variant(*fixed)(
         step.counts.device,
         (num_programs, 1, 1),
         *_tensors(step),

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.launch import repeated_launches
 from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 from rocm_attn.kernels.metadata.step_tensors import shares_of_seq
@@ -117,7 +117,7 @@ def launch_gather_table(
     fixed = source.has_slots, csr_indptr is not None, slot_map is not None, page_size, _MOST_PAGE, _PAGES_AT_ONCE
     csr_indptr = kv_len if csr_indptr is None else csr_indptr
     slot_map = kv_len if slot_map is None else slot_map
-    _variant(is_far(entries), entries.dtype, csr_indptr.dtype, slot_map.dtype, *fixed)(
+    _variant(entries.dtype, csr_indptr.dtype, slot_map.dtype, *fixed)(
         table.device,
         (num_seqs * shares, 1, 1),
         entries,

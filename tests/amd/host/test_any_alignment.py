@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rocm_attn.kernels.any_alignment import at_any_alignment, is_far
+from rocm_attn.kernels.any_alignment import at_any_alignment
 from rocm_attn.kernels.attention.arguments import AttendArgs, Queries
 from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.metadata import check_pages, fill, gather_table
-from rocm_attn.kernels.metadata.engine_tensors import GatherSource
 
 
 @triton.jit(do_not_specialize=["num"])  # type: ignore[untyped-decorator]
@@ -31,61 +25,6 @@ def test_no_argument_is_specialised_on_its_alignment_and_numbers_stay_as_they_we
     assert [each.name for each in after if each.do_not_specialize] == ["num"]
     assert [each.name for each in after if each.is_constexpr] == ["BLOCK"]
     assert not any(each.do_not_specialize_on_alignment for each in before)
-
-
-# Rows of a table of slots for 2048 requests of 256k tokens, and one row that stands for all of them.
-ROWS, WIDTH = 2049, 2**18
-TABLE, ROW = (torch.empty(rows, WIDTH, dtype=torch.int32, device="meta") for rows in (ROWS, 1))
-
-
-def test_elements_that_lie_2_gib_apart_are_far_whatever_the_tensor_holds() -> None:
-    assert is_far(TABLE)
-    assert is_far(TABLE[:, :1])
-    assert not is_far(TABLE[:-2])
-    assert not is_far(ROW.expand(ROWS, -1))
-    assert not is_far(TABLE[:0])
-
-
-NONE, OF_SEQ, PAGES = (torch.empty(size, dtype=torch.int32, device="meta") for size in ((0,), (1,), (2, WIDTH)))
-
-
-def step_over(table: Tensor) -> Any:
-    """Returns the fields of a step that launches of metadata look at."""
-    of_seq = dict.fromkeys(
-        ("counts", "row_of_seq", "kv_len", "q_len", "slot_of_token", "span_begin", "span_end"), OF_SEQ
-    )
-    lists = dict.fromkeys(("page_indptr", "kv_len_int64", "mask_indptr", "group_indptr"), NONE)
-    terms, pads = SimpleNamespace(null_page=0, short_kv=False), SimpleNamespace(kv_len=0)
-    return SimpleNamespace(table=table, block_table=PAGES, page_list=OF_SEQ, terms=terms, pads=pads, **of_seq, **lists)
-
-
-LAUNCHES: dict[ModuleType, Callable[[Tensor], None]] = {
-    gather_table: lambda table: gather_table.launch_gather_table(
-        GatherSource(table, has_slots=True), OF_SEQ, OF_SEQ, PAGES, page_size=64
-    ),
-    fill: lambda table: fill.launch_fill(step_over(table), page_size=64),
-    check_pages: lambda table: check_pages.launch_check_pages(
-        step_over(table), OF_SEQ, page_size=64, window_left=0, spans_pass=True
-    ),
-}
-
-
-@pytest.mark.parametrize("module", LAUNCHES, ids=lambda module: module.__name__.rpartition(".")[2])
-def test_a_large_table_is_not_read_by_the_kept_launch_of_a_small_one(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On AMD GPUs Triton's variant for a storage below 2 GiB computes places in 32 bits."""
-    kept: list[tuple[object, ...]] = []
-
-    def variant(*of: object) -> Callable[..., None]:
-        kept.append(of)
-        return lambda *arguments, **options: None
-
-    monkeypatch.setattr(module, "_variant", variant)
-    monkeypatch.setattr(fill, "_tensors", lambda step: ())
-    for table in (ROW, ROW.expand(ROWS, -1), TABLE, TABLE[:, :64]):
-        LAUNCHES[module](table)
-    assert kept[0] == kept[1] != kept[2] == kept[3]
 
 
 def args_of(head_dim: int, *, pages: Tensor | None = None, out: Tensor | None = None) -> AttendArgs:

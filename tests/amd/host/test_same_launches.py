@@ -79,3 +79,18 @@ def test_a_repeated_launch_is_handed_on_too() -> None:
     again()
     assert kernel.ran[before:] == [(4, 1, 1, STREAM, *HANDLES, q.data_ptr(), out.data_ptr(), 1)]
     assert kernel.by_triton == 1
+
+
+def test_on_amd_memory_of_2_gib_is_not_reached_by_the_kept_variant_of_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There Triton's variant for less memory has places of 32 bits."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    far = torch.empty(2**31, dtype=torch.int8)  # which nothing touches
+    for hip, variants in (("7.0", 2), (None, 1)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        kernel = Kernel(("q", "out", "G"))
+        again = repeated_launches(kernel)(1)
+        for tensor in (rows(), far[:8], rows(), far):
+            again(torch.device("cpu"), (4, 1, 1), tensor, rows(), 1)
+        assert kernel.by_triton == variants

@@ -145,7 +145,7 @@ def run_plain_decode() -> None:
 def run_experts(arch: str, dtype: torch.dtype, rows: int) -> None:
     """Runs a full block and one that is not, an expert without tokens, columns and elements that fill no tile.
 
-    Then it runs some of the tokens alone, which get the same bits.
+    Then it runs some of the tokens alone, which get the same bits, and all with a gate.
     """
     tiles = replace(expert_tiles(arch, dtype, rows), columns=64)
     problem = random_problem(tiles.rows + 5, 3, 1, (tiles.step + 24, 72), dtype=dtype, has_bias=rows == 1)
@@ -157,6 +157,10 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> None:
     again = alone.empty_out()
     launch_expert_product(alone.x, alone.weight, alone.bias, alone.groups, again, tiles=tiles)
     assert torch.equal(again, out[2:10]), "a row's bits depend on no other row"
+    small = replace(problem, x=problem.x / 6)  # products of about one
+    gated = small.empty_out(2)
+    launch_expert_product(small.x, small.weight, small.bias, small.groups, gated, FORMS[0], tiles=tiles)
+    small.assert_gated(gated, FORMS[0])
 
 
 def run_choice(dtype: torch.dtype) -> None:

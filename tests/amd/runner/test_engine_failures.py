@@ -28,7 +28,7 @@ from rocm_serve.request import (
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.async_engines import is_empty
 from tests.amd.runner.serving import BASE as EIGHT
-from tests.amd.runner.serving import all_pages_are_free, alone, faults_until_done, short_requests, until_done
+from tests.amd.runner.serving import all_pages_are_free, alone, short_requests, until_done
 from tests.amd.runner.test_ngrams import sequence
 from tests.amd.runner.tiny_model import NAN_TOKEN
 
@@ -124,20 +124,6 @@ def test_requests_that_were_not_in_a_faulty_step_come_out_as_they_are_alone(
     assert all_pages_are_free(engine)
 
 
-def test_a_fault_ends_a_request_that_was_done_but_not_handed_over(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = wiped(monkeypatch, Engine(loaded, replace(BASE, max_batch_size=2)), 1)
-    short, handed_over, late = (engine.submit(Request((3, 4 + n), 1 + 4 * (n == 2))) for n in range(3))
-    engine.step()
-    right = engine.completion(handed_over)
-    (fault,) = faults_until_done(engine)
-    assert fault.step == 1
-    assert right.finish_reason == "length", "what was handed over is the caller's; the exception names its step"
-    assert engine.completion(short).finish_reason == "error"
-    assert engine.completion(late) == alone(loaded, Request((3, 6), 5))
-
-
 def test_faults_that_are_reported_together_fail_the_requests_of_each(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,21 +135,6 @@ def test_faults_that_are_reported_together_fail_the_requests_of_each(
     assert str(RequestsFaulted([], [DeviceFault("page 0 was lost")])) == "0 of 0 requests failed; page 0 was lost"
     assert engine.report().metrics.faults == 2
     assert all_pages_are_free(engine)
-
-
-def test_the_last_steps_fault_reaches_a_step_loop(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = wiped(monkeypatch, Engine(loaded, BASE), 2)
-    number = engine.submit(Request((3, 4), 2))
-    (first,) = engine.step()
-    assert isinstance(first, TokenEvent)
-    with pytest.raises(DeviceFault, match="step 2"):
-        engine.step()
-    last, failure = engine.step()
-    assert isinstance(last, TokenEvent)
-    assert (last.finish_reason, failure.request) == ("length", number)
-    assert isinstance(failure, FailureEvent)
-    assert not engine.has_work
-    assert engine.completion(number).error == failure.error
 
 
 def test_a_fault_of_no_step_ends_all_that_have_run_and_none_that_wait(loaded: LoadedModel) -> None:
@@ -198,17 +169,6 @@ def test_a_fault_that_shows_when_the_last_request_is_done_is_counted_and_leaves_
     assert "1 device faults" in str(engine.report().metrics)
     assert engine.generate([Request((3, 4), 2)])[0] == alone(loaded, Request((3, 4), 2))
     assert engine.report().metrics.faults == 1
-
-
-def test_after_an_exception_of_the_callback_nothing_of_its_requests_is_left(loaded: LoadedModel) -> None:
-    def give_up(event: Event) -> None:
-        raise KeyboardInterrupt
-
-    engine = Engine(loaded, BASE)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(short_requests(6), give_up)
-    assert all_pages_are_free(engine)
-    assert engine.generate(short_requests())[1] == alone(loaded, short_requests()[1])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

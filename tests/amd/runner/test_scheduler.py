@@ -223,18 +223,6 @@ def test_decodes_run_even_where_they_exceed_the_chunk_and_a_prompt_still_moves()
     assert served.steps[-1].num_picks == 3
 
 
-def test_the_youngest_gives_way_and_goes_on_with_the_same_tokens() -> None:
-    roomy, tight = world(chunk=64), world(chunk=64, num_pages=1 + 8, max_kv_len=32)
-    for served in (roomy, tight):
-        for number in range(4):
-            served.add(number, Request((number, 1, 2, 3, 4, 5), 20))
-        served_in_turn(served)
-    assert roomy.metrics.preemptions == 0
-    assert tight.metrics.preemptions > 0
-    assert tight.results == roomy.results
-    assert list(tight.results) == [0, 1, 2, 3], "the oldest never gives way, and one that did goes before newcomers"
-
-
 @pytest.mark.parametrize("window_left", [None, 2**31 - 2])
 def test_a_newcomer_waits_while_those_who_run_would_soon_need_its_pages(window_left: int | None) -> None:
     served = World(4, 1 + 8, 4, 64, 32)
@@ -262,15 +250,6 @@ def served_in_turn(served: World) -> list[int]:
     return list(dict.fromkeys(sequence.number for step in served.steps for sequence in step.sequences))
 
 
-@pytest.mark.parametrize("priority_aging", [0, 1000])
-def test_lower_priorities_are_served_first_and_equal_ones_in_the_order_they_came(priority_aging: int) -> None:
-    served = World(4, 65, max_batch_size=1, chunk=8, max_kv_len=64, priority_aging=priority_aging)
-    for number, priority in enumerate([5, 0, 5, -3, 0]):
-        served.add(number, Request((number, 1, 2), 3, priority=priority))
-    assert served_in_turn(served) == [3, 1, 4, 0, 2]
-    assert served.metrics.preemptions == 0
-
-
 @pytest.mark.parametrize("short_of", ["places", "pages"])
 def test_one_of_better_priority_takes_the_place_of_the_youngest_that_is_worse(short_of: str) -> None:
     served = (
@@ -292,17 +271,6 @@ def test_one_of_better_priority_takes_the_place_of_the_youngest_that_is_worse(sh
     wanted = {n: expected_tokens(sequence.request, served.max_kv_len) for n, sequence in served.sequences.items()}
     assert served.results == wanted
     assert served.metrics.preemptions == 1
-
-
-def test_a_prompt_of_better_priority_is_computed_before_those_that_run() -> None:
-    served = world(chunk=8)
-    served.add(0, Request(tuple(range(40)), 2, priority=1))
-    served.step()
-    served.add(1, Request(tuple(range(10)), 2))
-    served.step()
-    assert (running(served), served.steps[-1].batch.q_len.tolist()) == ([1], [8])
-    served.step()
-    assert (running(served), served.steps[-1].batch.q_len.tolist()) == ([1, 0], [2, 6])
 
 
 def test_none_gives_way_before_the_better_one_gets_tokens() -> None:
@@ -374,18 +342,6 @@ def test_preemptions_for_better_priorities_come_to_an_end(
         served.step()
         assert min(alive, key=lambda sequence: sequence.urgency).number in running(served)
     assert len(served.steps) <= sum(length + new for _, length, new in requests_of) * 4 + 4
-
-
-@pytest.mark.parametrize("num_drafts", [1, 4, 7])
-def test_a_sequence_gets_its_accepted_drafts_and_a_token_more(num_drafts: int) -> None:
-    served = world(chunk=64)
-    served.draft = right(num_drafts)
-    served.add(0, request(5, max_new_tokens=17))
-    served_in_turn(served)
-    assert served.results[0] == expected_tokens(request(5, max_new_tokens=17), 64)
-    assert len(served.steps) == 1 + -(-16 // (1 + num_drafts))
-    longest = max(int(step.batch.kv_len.max()) for step in served.steps)
-    assert longest <= 5 + 17 - 1, "no draft is beyond what the request may come to"
 
 
 @pytest.mark.parametrize("draft", [right(19), wrong(19)], ids=["right", "wrong"])

@@ -13,6 +13,7 @@ from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
 from rocm_serve.request_times import RequestTimes
 from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
 from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.text.characters import require_characters
 from rocm_serve.text.constraint import Constraint
 
 if TYPE_CHECKING:  # a server's front has requests, and imports no torch
@@ -118,6 +119,7 @@ class Request:
                 raise BadRequest(f"stop has {text!r}; give a tuple of texts")
             if not 1 <= len(text) <= LONGEST_STOP:
                 raise BadRequest(f"a text of stop has {len(text)} characters; it must have 1 to {LONGEST_STOP}")
+            require_characters(text, "a text of stop")
         if self.constraint is not None and self.ignore_eos:
             raise BadRequest(
                 "ignore_eos is set together with a constraint, which determines where the text ends; leave "

@@ -17,7 +17,7 @@ from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles, next_power_
 
 # int32 words of a schedule: per program and per sequence (decode_schedule.py), per query block and per program's
 # share (extend_schedule.py).
-PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 2, 8, 10
+PROGRAM_WORDS, SEQ_WORDS, BLOCK_WORDS, SHARE_WORDS = 8, 3, 8, 10
 # Counters of a program, in a decode schedule that has them: one for each part that the program may leave.
 COUNTER_WORDS = 2
 # Parts of a group, so that no two groups of a row have one counter (merge_within.py).

@@ -361,7 +361,7 @@ def _decode_kernel(
         seq, row, done, work, kv_len = work_at(words)
         if M.GROUP > 0:
             share = tl.load(words + PROGRAM_SHARE)
-            position = program * share
+            position = 0  # from the program's start
 
     # q heads of a row, padding included. If rows read two KV heads, each has half of them; QUERY_ROWS is no head.
     HALF: tl.constexpr = QUERY_ROWS // R.HEADS_PER_ROW
@@ -500,12 +500,12 @@ def _decode_kernel(
                     tl.store(sums + (part * R.Q_ROWS + q_row) * 2 + 1, total, mask=is_row)
                 if M.GROUP > 0:
                     first_position = position - done + R.ROW_COST
-                    first_program = first_position // share
-                    num_parts = (first_position + num_blocks - 1) // share - first_program + 1
+                    programs_before = tl.cdiv(tl.maximum(-first_position, 0), share)
+                    num_parts = (first_position + num_blocks - 1) // share + programs_before + 1
                     merge_if_last(
                         Parts(partials, sums),
                         counters,
-                        SharedRow(first_program, program - first_program, num_parts),
+                        SharedRow(program - programs_before, programs_before, num_parts),
                         RowOutput(
                             out,
                             lse,

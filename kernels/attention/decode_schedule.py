@@ -27,8 +27,8 @@ takes part; each OF_ROW of them have rows of their own, and each row costs as mu
 With kv_len 0 a row costs row_cost + row_end, so that some program writes its zeros.
 
 The schedule is int32, flat: PROGRAM_WORDS per program, then SEQ_WORDS per sequence, then the counters by which decode
-that merges within its launch finds who ends last (merge_within.py), all 0. Positions must fit int32: rounds x rows x KV
-tokens / key_block below 2**31.
+that merges within its launch finds who ends last (merge_within.py), all 0. Positions are 64-bit, and not stored: the
+words have programs, and positions counted from where they begin.
 """
 
 from __future__ import annotations
@@ -53,19 +53,23 @@ PROGRAM_ROW = tl.constexpr(1)
 PROGRAM_DONE = tl.constexpr(2)  # offset of its first work in that row
 PROGRAM_WORK = tl.constexpr(3)
 PROGRAM_SHARE = tl.constexpr(4)
-PROGRAM_ROW_START = tl.constexpr(5)  # position where the row starts
+PROGRAM_ROW_START = tl.constexpr(5)  # position where the row starts, cut to 32 bits: only slots of segments need it
 PROGRAM_KV_LEN = tl.constexpr(6)
 PROGRAM_PAD = tl.constexpr(7)  # positions after each row that nothing lies at; 0 unless the cut is even
 # The words of a sequence.
 SEQ_WORDS = tl.constexpr(cuts.SEQ_WORDS)
-SEQ_START = tl.constexpr(0)  # position where its rows start
-SEQ_KV_LEN = tl.constexpr(1)  # -1 if it takes no part
+SEQ_PROGRAM = tl.constexpr(0)  # the program, on its axis, that has the position where the sequence's rows start
+SEQ_OFFSET = tl.constexpr(1)  # that position, from the program's start
+SEQ_KV_LEN = tl.constexpr(2)  # -1 if it takes no part
 _COUNTER_WORDS = tl.constexpr(cuts.COUNTER_WORDS)
 # Sequences that a program handles at a time; a fixed number, so that no batch size needs another compilation.
 _SEQS_AT_ONCE = 512
 # A share may be larger by a sixteenth if all rows are alike.
 _SIXTEEN = tl.constexpr(16)
 _MOST_COST = tl.constexpr(2**31 - 1)
+_PAST_ALL = tl.constexpr(2**62)
+# Positions of a step of this total fit 32 bits, padding included.
+_FITS = tl.constexpr(2**29)
 _FEW_TOKENS = tl.constexpr(8)
 
 
@@ -135,12 +139,6 @@ def number_of_program(launched, num_programs, R: tl.constexpr):
 
 
 @triton.jit
-def positions_before(row, share, num_programs, R: tl.constexpr):
-    """The positions of the rows before this one, if each row has an axis of its own."""
-    return row * (num_programs // R.ROWS) * share
-
-
-@triton.jit
 def next_row(schedule, num_programs, work, seq, row, num_rows, kv_len, R: tl.constexpr):
     """Sequence, row and kv_len of the row after this one; a sequence that takes no part (-1) has no row visited.
 
@@ -183,7 +181,7 @@ class ScheduleGeometry(NamedTuple):
 
 @triton.jit
 def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
-    """Cost of each sequence's rows on an axis, that of one row, and its kv_len or -1."""
+    """Each sequence's rows on an axis, the cost of one of them, and its kv_len or -1."""
     T: tl.constexpr = G.TOKENS
     inside = seq < num_seqs
     first_token = tl.load(q_indptr + seq, mask=inside, other=0)
@@ -197,7 +195,13 @@ def _costs(kv_len, q_indptr, seq, num_seqs, window_left, G: tl.constexpr):
     length = tl.where(takes_part, tl.load(kv_len + seq, mask=inside, other=0), -1)
     _, _, num_blocks = visible_blocks(length, window_left, G.KEY_BLOCK, G.WINDOWED)
     row_cost = num_blocks + (G.ROW_COST + G.ROW_END)
-    return tl.where(takes_part, row_cost * num_rows, 0), row_cost, length
+    return tl.where(takes_part, num_rows, 0).to(tl.int64), row_cost, length
+
+
+@triton.jit
+def _quotient(position, size, total):
+    """position // size, in 32 bits if the step's total allows: in 64 it takes ten times as many instructions."""
+    return position.to(tl.int32) // size if total < _FITS else (position // size).to(tl.int32)
 
 
 @triton.jit
@@ -233,41 +237,40 @@ def _schedule_kernel(
     lane = tl.arange(0, SEQS)
     of_axis = num_programs // G.AXES
 
-    total = 0
+    total = tl.full([], 0, tl.int64)
     longest = 0
     shortest = _MOST_COST
     for first in range(0, num_seqs, SEQS):
-        cost, cost_of_row, length = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
-        total += tl.sum(cost, 0)
+        rows, cost_of_row, length = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
+        total += tl.sum(rows * cost_of_row, 0)
         if G.IS_EVEN:
             longest = tl.maximum(longest, tl.max(tl.where(length < 0, 0, cost_of_row), 0))
             shortest = tl.minimum(shortest, tl.min(tl.where(length < 0, _MOST_COST, cost_of_row), 0))
-    share = tl.maximum(tl.cdiv(total, of_axis), 1)
+    share = tl.maximum(_quotient(total + of_axis - 1, of_axis, total), 1)
     pad = 0
     if G.IS_EVEN:
         share, pad, is_even = _even_share(share, shortest, longest, G.ROW_END)
         if G.IN_ROUNDS:
-            share_of_first = tl.maximum(tl.cdiv(total, of_axis // rounds), 1)
+            of_first = of_axis // rounds
+            share_of_first = tl.maximum(_quotient(total + of_first - 1, of_first, total), 1)
             share_of_first, pad_of_first, _ = _even_share(share_of_first, shortest, longest, G.ROW_END)
             share, pad = tl.where(is_even, share, share_of_first), tl.where(is_even, pad, pad_of_first)
     axis = program // of_axis
     # The position where the program begins on its axis; programs that are left over begin past all work.
-    start = program * share
+    start = (program - axis * of_axis).to(tl.int64) * share
     if G.AXES > 1:
-        start = tl.where(axis < G.AXES, program % of_axis * share, _MOST_COST)
+        start = tl.where(axis < G.AXES, start, _PAST_ALL)
 
     # The sequence whose positions contain `start`: the number of sequences that end at or before it.
     seq = 0
-    seq_start = 0
+    seq_start = tl.full([], 0, tl.int64)
     row_cost = 0
     seq_len = 0
-    before = 0
+    before = tl.full([], 0, tl.int64)
     for first in range(0, num_seqs, SEQS):
-        # cost, cost_of_row, length: [SEQS]
-        cost, cost_of_row, length = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
-        if G.IS_EVEN:
-            # Padding follows rows that are alike.
-            cost += cost // tl.maximum(longest, 1) * pad
+        # rows, cost_of_row, length, cost: [SEQS]
+        rows, cost_of_row, length = _costs(kv_len, q_indptr, first + lane, num_seqs, window_left, G)
+        cost = rows * (cost_of_row + pad)
         end = before + tl.cumsum(cost, 0)
         here = (end > start) & (end - cost <= start)
         seq += tl.sum((end <= start).to(tl.int32), 0)
@@ -276,12 +279,15 @@ def _schedule_kernel(
         seq_len += tl.sum(tl.where(here, length, 0), 0)
         if (first // SEQS) % num_programs == program:
             words = words_of_seq(schedule, num_programs, first + lane)
-            tl.store(words + SEQ_START, end - cost, mask=first + lane < num_seqs)
-            tl.store(words + SEQ_KV_LEN, length, mask=first + lane < num_seqs)
+            inside = first + lane < num_seqs
+            first_program = _quotient(end - cost, share, total)
+            tl.store(words + SEQ_PROGRAM, first_program, mask=inside)
+            tl.store(words + SEQ_OFFSET, end - cost - first_program.to(tl.int64) * share, mask=inside)
+            tl.store(words + SEQ_KV_LEN, length, mask=inside)
         before += tl.sum(cost, 0)
     row_size = tl.maximum(row_cost + pad, 1)
-    row = (start - seq_start) // row_size
-    row_start = seq_start + row * row_size
+    row = _quotient(start - seq_start, row_size, total)
+    row_start = seq_start + row.to(tl.int64) * row_size
     work = tl.maximum(tl.minimum(share, before - start), 0)
     if G.IS_EVEN:
         # If padding follows rows, a program has only the rest of its row.
@@ -293,7 +299,7 @@ def _schedule_kernel(
     tl.store(words + PROGRAM_DONE, start - row_start)
     tl.store(words + PROGRAM_WORK, work)
     tl.store(words + PROGRAM_SHARE, share)
-    tl.store(words + PROGRAM_ROW_START, row_start if G.AXES == 1 else axis * of_axis * share + row_start)
+    tl.store(words + PROGRAM_ROW_START, row_start)
     tl.store(words + PROGRAM_KV_LEN, seq_len)
     tl.store(words + PROGRAM_PAD, pad)
     if G.COUNTERS:

@@ -23,15 +23,14 @@ from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_KV_LEN,
     PROGRAM_PAD,
     PROGRAM_ROW,
-    PROGRAM_ROW_START,
     PROGRAM_SEQ,
     PROGRAM_SHARE,
     PROGRAM_WORK,
     SEQ_KV_LEN,
-    SEQ_START,
+    SEQ_OFFSET,
+    SEQ_PROGRAM,
     first_of_row,
     new_tokens,
-    positions_before,
     rows_of_tokens,
     words_of_program,
     words_of_seq,
@@ -155,9 +154,19 @@ def _merge_kernel(
         share = tl.load(schedule + PROGRAM_SHARE)
         _, _, num_blocks = visible_blocks(tl.load(seq_words + SEQ_KV_LEN), window_left, R.KEY_BLOCK, R.WINDOWED)
         row_size = num_blocks + (R.ROW_COST + R.ROW_END) + tl.load(schedule + PROGRAM_PAD)
-        before = positions_before(row, share, num_programs, R) if R.SIDE_BY_SIDE else row * row_size
-        first_position = tl.load(seq_words + SEQ_START) + before + R.ROW_COST
-        first_program = first_position // share
+        # Counted from the start of the program, on its axis, in which the sequence's rows start.
+        first_position = tl.load(seq_words + SEQ_OFFSET) + R.ROW_COST
+        first_program = tl.load(seq_words + SEQ_PROGRAM)
+        if R.SIDE_BY_SIDE:
+            first_program += row * (num_programs // R.ROWS)
+        elif T.MOST > 1 or R.ROWS >= 4 * R.KEY_BLOCK:
+            # A sequence of 2^28 tokens may have as many positions.
+            first_position += row.to(tl.int64) * row_size
+        else:
+            first_position += row * row_size
+        programs_before = first_position // share
+        first_program += programs_before.to(tl.int32)
+        first_position = (first_position - programs_before * share).to(tl.int32)
         mine = num_blocks > 0
         if T.MOST > 1:
             mine = mine & (row < rows_of_tokens(new_tokens(q_indptr, seq, T), R.ROWS, T))
@@ -168,11 +177,13 @@ def _merge_kernel(
         row = tl.load(words + PROGRAM_ROW)
         share = tl.load(words + PROGRAM_SHARE)
         _, _, num_blocks = visible_blocks(tl.load(words + PROGRAM_KV_LEN), window_left, R.KEY_BLOCK, R.WINDOWED)
-        first_position = tl.load(words + PROGRAM_ROW_START) + R.ROW_COST
-        first_program = first_position // share
-        goes_on = (tl.load(words + PROGRAM_WORK) > 0) & (tl.load(words + PROGRAM_DONE) > R.ROW_COST)
-        mine = goes_on & (first_program == index)
-    num_parts = (first_position + num_blocks - 1) // share - first_program + 1
+        done = tl.load(words + PROGRAM_DONE)
+        goes_on = (tl.load(words + PROGRAM_WORK) > 0) & (done > R.ROW_COST)
+        # Counted from the start of program `index`.
+        first_program = index
+        first_position = share - done + R.ROW_COST
+        mine = goes_on & (first_position >= 0)
+    num_parts = (first_position + num_blocks - 1) // share + 1
     mine = mine & (num_parts > 1)
     # Memory that decode does not write is loaded while decode still runs, if launches are early.
     token = tl.load(q_indptr + seq, mask=mine, other=0)

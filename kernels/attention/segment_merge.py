@@ -14,7 +14,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
-from rocm_attn.kernels.attention.decode_schedule import SEQ_KV_LEN, SEQ_START, words_of_seq
+from rocm_attn.kernels.attention.decode_schedule import (
+    PROGRAM_SHARE,
+    SEQ_KV_LEN,
+    SEQ_OFFSET,
+    SEQ_PROGRAM,
+    words_of_seq,
+)
 from rocm_attn.kernels.attention.merge import Parts
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink, visible_blocks
@@ -78,7 +84,9 @@ def _segment_merge_kernel(
         gdc_wait()
     if kv_len >= 0:
         _, _, num_parts = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
-        first_part = (tl.load(seq_words + SEQ_START) + row * (num_parts + R.ROW_COST) + R.ROW_COST).to(tl.int64)
+        seq_start = tl.load(seq_words + SEQ_PROGRAM).to(tl.int64) * tl.load(schedule + PROGRAM_SHARE)
+        seq_start += tl.load(seq_words + SEQ_OFFSET)
+        first_part = seq_start + row * (num_parts + R.ROW_COST) + R.ROW_COST
         q_row = tl.program_id(1) * G.HEADS + tl.arange(0, G.HEADS)
         column = tl.program_id(2) * G.COLUMNS + tl.arange(0, G.COLUMNS)
         # The last block of a KV head's query heads may be shorter.

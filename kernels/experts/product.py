@@ -137,6 +137,8 @@ def launch_expert_product(
     """
     (num_pairs, num_out), early, sides = out.shape, starts_early(x.device), 1 if gate is None else 2
     assert weight.shape == (groups.num_experts, sides * num_out, x.shape[1])
+    assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
+    assert x.stride(1) == weight.stride(2) == out.stride(1) == 1
     # Each expert with a pair may have one block that is not full.
     most_blocks = num_pairs // tiles.rows + min(num_pairs, groups.num_experts)
     launch(

@@ -32,6 +32,8 @@ from rocm_attn.machine.settings import whole_number
 # The bytes that a launch copies are counted in 32 bits, with room for its last stride.
 _MOST_BYTES = 1 << 30
 _LAST_KEY = 2**31 - 1
+# Keys of a sequence with cells: kernels count those of a query block's tokens in 32 bits.
+_MOST_KEYS = 1 << 24
 # Nodes of a tree, whose cells are counted in 32 bits.
 _MOST_NODES = 1 << 15
 
@@ -96,6 +98,11 @@ class StepMask:
 
     def check(self, kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32]) -> None:
         """Refuses a mask that is too short for a step of these lengths. Raises BadBatch."""
+        most = int(_keys_with_cells(kv_len, q_len, self.keys_before).max(initial=0))
+        if most > _MOST_KEYS:
+            raise BadBatch(
+                f"{most} keys of a sequence have cells, and at most {_MOST_KEYS} may; lower keys_before of the mask"
+            )
         num_bytes, num_tokens = bytes_of_cells(self.num_cells(kv_len, q_len)), int(q_len.sum())
         if num_bytes > _MOST_BYTES:
             raise BadBatch(
@@ -272,8 +279,16 @@ NO_MASK = NoMask()
 
 def mask_cells(kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], keys_before: int) -> int:
     """Cells that sequences with these lengths have together."""
+    return int(np.dot(q_len.astype(np.int64), _keys_with_cells(kv_len, q_len, keys_before)))
+
+
+def _keys_with_cells(
+    kv_len: npt.NDArray[np.int32], q_len: npt.NDArray[np.int32], keys_before: int
+) -> npt.NDArray[np.int64]:
+    """The keys of each sequence that have cells."""
     new = q_len.astype(np.int64)
-    return int(np.dot(new, new + np.minimum(kv_len - new, keys_before)))
+    keys: npt.NDArray[np.int64] = new + np.minimum(kv_len - new, keys_before)
+    return keys
 
 
 def bytes_of_cells(num_cells: int) -> int:

@@ -6,7 +6,7 @@ torch.
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -18,9 +18,17 @@ from rocm_attn.machine.choices import AUTO, DEFAULT_PAGE_SIZE, KV_DTYPES, KV_SCA
 _KINDS: Mapping[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
-    float: (Real, "a number"),
+    float: (Real, "a finite number"),
     str: (str, "a text"),
 }
+
+
+def _is_finite(number: Any) -> bool:
+    """True if a number is a finite float, or becomes one."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +60,11 @@ class OptionText:
         """The kind of value in words, to follow "it must be", if this one is of another; else empty."""
         kind, words = _KINDS.get(self.kind, (object, ""))
         is_right = isinstance(value, kind) and (not isinstance(value, bool) or self.kind is bool or not words)
+        if is_right and self.kind is float:
+            is_right = _is_finite(value)
         return "" if is_right else words
 
     def allows(self, number: float) -> bool:
-        """True if a number is finite, as a float if it is to be one, and within the bounds."""
-        return (self.kind is int or abs(number) <= sys.float_info.max) and self.is_within(number)
-
-    def is_within(self, number: float) -> bool:
         """True if a number is within the bounds."""
         return (
             (self.least is None or number >= self.least)
@@ -105,7 +111,7 @@ def check_options(options: object) -> None:
             continue
         if text.kind is str and text.choices:
             raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
-        if must_be := text.kind_missed(value) or ("" if text.is_within(value) else text.bounds):
+        if must_be := text.kind_missed(value) or ("" if text.allows(value) else text.bounds):
             raise BadSetting(f"{name} is {value!r}; it must be {must_be}")
 
 

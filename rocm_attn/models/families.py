@@ -428,7 +428,7 @@ FAMILIES: Mapping[str, Family] = {
     "BambaForCausalLM": _BAMBA_FAMILY,
     "FalconH1ForCausalLM": _FALCON_H1_FAMILY,
     "Gemma2ForCausalLM": Family(
-        GroupedAttention(even_layers_slide),
+        GroupedAttention(even_layers_slide, may_cap=True),
         _GEMMA2,
         Decoder(geglu, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0),
     ),

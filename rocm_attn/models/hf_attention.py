@@ -120,6 +120,7 @@ class GroupedAttention:
     chunks:    keys of a chunk in each layer; 0: no chunks
     reads:     AttentionGeometry.reads, from the windows; each layer reads what it stores, if nothing else is said
     has_scale: whether scores are scaled at all
+    may_cap:   whether attn_logit_softcapping is read; transformers does not for Gemma 3, which has the field
     """
 
     windows: Callable[[Fields, int], tuple[int, ...]]
@@ -127,17 +128,19 @@ class GroupedAttention:
     reads: Callable[[Fields, Sequence[int]], tuple[int, ...]] = lambda fields, windows: tuple(range(len(windows)))
     has_scale: bool = True
     chunks: Callable[[Fields, int], tuple[int, ...]] = lambda fields, num_layers: (0,) * num_layers
+    may_cap: bool = False
 
     def __call__(self, fields: Fields) -> AttentionGeometry:
         """The layers that the fields of a text model describe. Raises BadModel, Unsupported."""
         num_q_heads = fields.count("num_attention_heads")
         head_dim = _head_dim(fields, num_q_heads)
+        is_capped = self.may_cap and fields.has("attn_logit_softcapping")
         layer = AttentionLayer(
             num_q_heads=num_q_heads,
             num_kv_heads=_num_kv_heads(fields, num_q_heads),
             head_dim=head_dim,
             scale=fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5 if self.has_scale else 1.0,
-            logits_soft_cap=fields.positive("attn_logit_softcapping") if fields.has("attn_logit_softcapping") else 0.0,
+            logits_soft_cap=fields.positive("attn_logit_softcapping") if is_capped else 0.0,
             has_sinks=self.has_sinks,
         )
         num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)

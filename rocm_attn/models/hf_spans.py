@@ -47,7 +47,7 @@ def gemma4_image_layers(fields: Fields) -> AttentionGeometry:
 
 
 _GEMMA = GroupedAttention(no_window)
-_GEMMA2 = GroupedAttention(even_layers_slide)
+_GEMMA2 = GroupedAttention(even_layers_slide, may_cap=True)
 # GemmaConfig and Gemma2Config: their numbers fill a text model that leaves some out.
 _GEMMA_FIELDS: dict[str, object] = {
     "num_hidden_layers": 28,

@@ -133,7 +133,8 @@ class RuntimeOptions:
             return ()
         # A row of several tokens is folded from tokens before its last one.
         reaches = [max(problem.window_left, problem.row.span - 1) for problem in problems]
-        window_left = max([0, *reaches])
+        # A row keeps its last token, which transfers send, even if no later one sees it.
+        window_left = max([1, *reaches])
         return (SpacePages(Space.SWA, self.swa_pages, "swa_pages", window_left, self.swa_kept, self.first_swa_page),)
 
     def padding(self, problems: Sequence[Problem]) -> PaddingPolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from torch.nn.functional import pad
 from rocm_attn.problem import AllKeys, Indexer, PoolKind, Problem
 from rocm_attn.step.protocols import Attended, LayerCalls
 from rocm_attn.truth.choosers import ByIndexer, Chooser, ChosenLayer, NewChooser
-from rocm_attn.truth.needles import Haystack, NeedleQueries, Sizes, sharpness_of
+from rocm_attn.truth.needles import Haystack, NeedleQueries, Sizes, margin_of, sharpness_of
 
 # A result that is not a key's value is about sqrt(2) away from it; the sum of many other values is about 1 away.
 _NOT_ITS_VALUE = 0.5
+# How many times the mean query's weight of other keys one query may have: in short rows a key may lie near another.
+_TIMES_THE_MEAN = 20
 # The most wrong needles that are named per sequence and comparison.
 _MOST_NAMED = 8
 # Tokens whose outputs are compared at once.
@@ -94,7 +97,8 @@ class NeedleLayer:
         self.problem = problem
         self._generator = generator
         self._sharpness = sharpness_of(problem, max(kv_len))
-        self._tolerance = tolerance(problem)
+        others = math.exp(-margin_of(problem, max(kv_len), self._sharpness))
+        self._tolerance = tolerance(problem) + _TIMES_THE_MEAN * others
         self._haystacks = [Haystack.random(problem, length, generator, sizes) for length in kv_len]
         self._requested: list[NeedleQueries] = []
         self._chooser, self._source = Chooser(), earlier

@@ -48,12 +48,9 @@ def sharpness_of(problem: Problem, kv_len: int) -> float:
 
     Raises BadProblem if rows are too short for that.
     """
-    length, noise = math.sqrt(problem.head_dim), math.log(max(kv_len, 2))
 
     def margin(sharpness: float) -> float:
-        """Returns ln(weight of the key / weight of all others). A soft cap lowers it."""
-        score, cap = sharpness * length, problem.logits_soft_cap
-        return (cap * math.tanh(score / cap) if cap else score) - sharpness**2 / 2 - noise
+        return margin_of(problem, kv_len, sharpness)
 
     best = max(_SHARPNESS, key=margin)
     if margin(best) < _LEAST_MARGIN:
@@ -63,6 +60,12 @@ def sharpness_of(problem: Problem, kv_len: int) -> float:
         )
     # A margin of 12 is enough: rounding of larger logits costs more than a larger margin gains.
     return next(sharpness for sharpness in _SHARPNESS if margin(sharpness) >= min(margin(best), 12.0))
+
+
+def margin_of(problem: Problem, kv_len: int, sharpness: float) -> float:
+    """Returns ln(weight of the key / weight of all others) of the mean query. A soft cap lowers it."""
+    score, cap = sharpness * math.sqrt(problem.head_dim), problem.logits_soft_cap
+    return (cap * math.tanh(score / cap) if cap else score) - sharpness**2 / 2 - math.log(max(kv_len, 2))
 
 
 def check_indexer(indexer: Indexer, kv_len: int) -> None:

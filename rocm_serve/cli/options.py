@@ -33,7 +33,7 @@ def biases(text: str) -> tuple[tuple[int, float], ...]:
 def _within(text: OptionText, word: str) -> Any:
     """Parses a number within an option's bounds. Raises ArgumentTypeError."""
     parsed = number(text.kind, word)
-    if not text.allows(parsed):
+    if text.kind_missed(parsed) or not text.allows(parsed):
         raise argparse.ArgumentTypeError(f"{word} is not {text.bounds}")
     return parsed
 

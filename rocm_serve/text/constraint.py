@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_attn.errors import BadRequest
 from rocm_attn.machine.distributions import installing
+from rocm_serve.text.characters import require_characters
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -46,10 +47,7 @@ class Constraint:
             raise BadRequest(f"the constraint has {len(self.text)} characters; at most {MOST_CHARACTERS} are allowed")
         if not self.text:
             raise BadRequest("the constraint is empty; leave it out, or give the text's pattern")
-        try:
-            self.text.encode()
-        except UnicodeEncodeError as error:  # JSON can write a lone surrogate
-            raise BadRequest(f"the constraint is not Unicode text ({error.reason} at {error.start})") from error
+        require_characters(self.text, "the constraint")
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Constraint:

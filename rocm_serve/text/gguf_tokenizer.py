@@ -62,7 +62,8 @@ def tokenizer_from_gguf(fields: Fields) -> Tokenizer:
 
 def _byte_level_bpe(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
     """GPT-2's scheme: every byte is written as a printable character, and the file lists the merges in order."""
-    pre = fields.text("tokenizer.ggml.pre", "gpt-2")
+    # "default" is llama.cpp's name for files without one, which may be of any model.
+    pre = fields.text("tokenizer.ggml.pre", "default")
     if pre not in _PRE_TOKENIZERS:
         raise BadModel(
             f"{fields.source}: tokenizer.ggml.pre {shown(pre)} is not known; "

@@ -12,7 +12,8 @@ from typing import Any
 
 import tokenizers
 
-from rocm_serve.text.tokenizer import encoding_of, require_characters
+from rocm_serve.text.characters import require_characters
+from rocm_serve.text.tokenizer import encoding_of
 
 # Characters that are tokenised in one call. Between two calls, other threads can have Python's lock.
 PIECE = 2**16

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from rocm_attn.errors import BadRequest
+from rocm_serve.text.characters import require_characters
 from rocm_serve.text.chat_template import PLAIN, ChatTemplate, Rendering
 from rocm_serve.text.token_bytes import TokenBytes
 from rocm_serve.text.written_forms import kept_marks
@@ -182,17 +183,6 @@ class TextStream:
     def _text_of_held(self) -> str:
         before = self.tokenizer.decode(self._context)
         return self.tokenizer.decode(self._context + self._held)[len(before) :]
-
-
-def require_characters(text: str) -> None:
-    """Raises BadRequest for a text with half of a character."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadRequest(
-            f"character {error.start + 1} of the text is the surrogate U+{ord(text[error.start]):04X}, half of a "
-            "character; give whole characters"
-        ) from error
 
 
 def encoding_of(backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:

@@ -36,7 +36,7 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
     words_of_seqs: list[int] = []
     position = 0
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
-        words_of_seqs += [position, length if fewest <= new <= most else -1]
+        words_of_seqs += [*divmod(position, share), length if fewest <= new <= most else -1]
         for row in range(rows_of[seq]):
             rows.append((seq, row))
             starts.append(position)
@@ -50,8 +50,8 @@ def decode_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: DecodeCut)
             words += [0, 0, 0, 0, share, 0, 0, 0]
             continue
         seq, row = rows[index]
-        work, row_start = min(share, end - start), axis * of_axis * share + starts[index]
-        words += [seq, max(row, axis), start - starts[index], work, share, row_start, kv_len[seq], pad]
+        work = min(share, end - start)
+        words += [seq, max(row, axis), start - starts[index], work, share, _low_word(starts[index]), kv_len[seq], pad]
     words += words_of_seqs
     return words + [0] * (cut.words(len(kv_len)) - len(words))
 
@@ -204,6 +204,10 @@ def _longest_rounds(whole: Sequence[int], slots: int, first: int) -> int:
     """
     places = [k * slots + first * (1 - k % 2) for k in range(16)]
     return max(((k + 1) * whole[place] for k, place in enumerate(places) if place < len(whole)), default=0)
+
+
+def _low_word(number: int) -> int:
+    return _halves(number)[0]
 
 
 def _halves(number: int) -> tuple[int, int]:

@@ -16,9 +16,11 @@ from triton.runtime.jit import create_function_from_signature
 from rocm_attn.kernels.launch import kinds_of
 
 
-@triton.jit(do_not_specialize=["free"])
-def _some_kernel(tensor, number, free, fraction, flag, NUMBER: tl.constexpr):
+def _some_kernel(tensor: Any, number: int, free: int, fraction: float, flag: bool, NUMBER: tl.constexpr) -> None:
     pass
+
+
+KERNEL: Any = triton.jit(_some_kernel, do_not_specialize=["free"])
 
 
 MEMORY = torch.empty(64)
@@ -34,7 +36,7 @@ def specialised(request: pytest.FixtureRequest) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "7.0" if request.param.backend == "hip" else None)
         backend = make_backend(request.param)
-        yield create_function_from_signature(_some_kernel.signature, _some_kernel.params, backend)
+        yield create_function_from_signature(KERNEL.signature, KERNEL.params, backend)
 
 
 @given(first=ARGUMENTS, second=ARGUMENTS)
@@ -46,9 +48,9 @@ def specialised(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_arguments_of_one_kind_have_one_variant(
     specialised: Any, first: tuple[object, ...], second: tuple[object, ...]
 ) -> None:
-    if kinds_of(_some_kernel, first) == kinds_of(_some_kernel, second):
+    if kinds_of(KERNEL, first) == kinds_of(KERNEL, second):
         assert specialised(*first)[1] == specialised(*second)[1]
 
 
 def test_arguments_that_only_triton_knows_have_no_kind() -> None:
-    assert kinds_of(_some_kernel, ((MEMORY,), 1, 1, 0.0, True, 0)) is None
+    assert kinds_of(KERNEL, ((MEMORY,), 1, 1, 0.0, True, 0)) is None

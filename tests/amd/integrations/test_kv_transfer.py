@@ -86,6 +86,17 @@ def test_a_windows_space_takes_the_tokens_that_are_still_seen(
     assert all(map(torch.equal, story.decode(target, stayed, 29), story.decode(target, new_row, 29)))
 
 
+def test_whole_pages_are_sent_of_a_window_of_one_key(device: torch.device) -> None:
+    """No later token sees them."""
+    problems = [small_problem(), small_problem(window_left=0)]
+    source, target = (runtime_of(problems, device, "torch", swa_pages=40) for _ in range(2))
+    story = Story(problems, device)
+    row = story.prefill(source, 8)
+    source.table.evict([row], [8])
+    new_row = moved(source, row, 8, target)
+    assert all(map(torch.equal, story.decode(source, row, 8), story.decode(target, new_row, 8)))
+
+
 def test_tokens_of_a_page_that_were_not_sent_are_not_gone_back_to(device: torch.device) -> None:
     """The sender's pages are smaller: of the receiver's first page some tokens are 0, as if their K and V were."""
     there, here = ([small_problem(size, window_left=window) for window in (6, -1)] for size in (4, 8))

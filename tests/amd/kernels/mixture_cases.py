@@ -51,7 +51,8 @@ class Choice:
         groups = [range(first, first + of_group) for first in range(0, len(ranks), of_group)]
 
         def best(group: Sequence[int]) -> float:
-            return sum(sorted((ranks[each] for each in group), reverse=True)[: rule.best_of_group])
+            total: float = sum(sorted((ranks[each] for each in group), reverse=True)[: rule.best_of_group])
+            return total
 
         allowed = sorted(groups, key=best, reverse=True)[: rule.num_groups_chosen]
         among = sorted(expert for group in allowed for expert in group)

@@ -35,7 +35,7 @@ def assert_gates(
     launch_gates(put(x), put(y) if has_y else None, put(bias), put(factor), decay, beta)
     biased = x.float().double() + bias.double()
     size = biased.clamp(min=0) + (-biased.abs()).exp().log1p()
-    rates = (size.unflatten(1, (heads, channels)) * factor.double()[None]).flatten(1)
+    rates = (size.view(num_tokens, heads, channels) * factor.double()[None]).flatten(1)
     # The sum with the bias is rounded: half a unit of 64 at most, which is relative where a size is a power.
     torch.testing.assert_close(decay.double(), rates, rtol=1e-5, atol=0)
     strength = 1 / (1 + (-y.double()).exp()) if has_y else size
@@ -65,7 +65,7 @@ class GatedCase:
             device, dtype
         )
         more = torch.randn(num_tokens, 2 * width + 8, generator=random).to(device, dtype)
-        gate, v = more[:, :width], more[:, width : 2 * width].unflatten(1, (heads, dim))
+        gate, v = more[:, :width], more[:, width : 2 * width].view(self.sizes)
         weight = torch.rand(width if self.by_row else width // self.num_groups, generator=random).to(device) + 0.5
         skip = torch.randn(heads, 1, generator=random).to(device)
         out = put(torch.full((num_tokens, width), float("nan"), dtype=dtype, device=device))
@@ -80,7 +80,7 @@ class GatedCase:
             form=self.form,
         )
         x = rows.double() + (skip.double() * v.double() if self.has_skip else 0)
-        groups, opened = x.flatten(1).unflatten(1, (self.num_groups, -1)), gate.double()
+        groups, opened = x.view(num_tokens, self.num_groups, -1), gate.double()
         opened = (opened if self.form.silu else 1) / (1 + (-opened).exp())
         opened = opened.view(groups.shape)
         if self.form.gate_first:

@@ -104,7 +104,7 @@ def walk(batch: Batch, program: int) -> list[tuple[Row, int, int]]:
     row_end = batch.tiles.row_end
     visits = []
     while work > 0:
-        length = words[8 * batch.num_programs + 2 * seq + 1]
+        length = words[8 * batch.num_programs + 3 * seq + 2]
         num_blocks = len(visible_blocks(max(length, 0), batch.cut))
         cost = 0 if length < 0 else num_blocks + row_cost + row_end
         take = min(work, cost - done)
@@ -164,20 +164,20 @@ def test_the_merge_finds_the_programs_of_every_row_that_is_shared(batch: Batch) 
                 programs_of[row].append(program)
     share, pad = words[4], words[7]
 
-    def holders(row_start: int, num_blocks: int) -> list[int]:
-        first = row_start + row_cost
-        return list(range(first // share, (first + num_blocks - 1) // share + 1))
+    def holders(program: int, offset: int, num_blocks: int) -> list[int]:
+        """The programs with a row's keys, which begin `offset` after the start of a program."""
+        return [program + before for before in range(offset // share, (offset + num_blocks - 1) // share + 1)]
 
     for (seq, row_of_seq), programs in programs_of.items():
         of_axis = batch.num_programs // batch.cut.axes
         apart = batch.blocks_of(seq) + row_cost + batch.tiles.row_end + pad if batch.cut.axes == 1 else of_axis * share
-        start = words[8 * batch.num_programs + 2 * seq] + row_of_seq * apart
-        assert holders(start, batch.blocks_of(seq)) == programs
+        program, offset, _ = words[8 * batch.num_programs + 3 * seq :][:3]
+        assert holders(program, offset + row_of_seq * apart + row_cost, batch.blocks_of(seq)) == programs
 
     found: dict[Row, list[int]] = {}
     for boundary in range(batch.num_programs - 1):
-        seq, row_of_seq, done, work, _, row_start, length, _ = words[8 * (boundary + 1) : 8 * (boundary + 2)]
-        programs = holders(row_start, len(visible_blocks(length, batch.cut)))
+        seq, row_of_seq, done, work, _, _, length, _ = words[8 * (boundary + 1) : 8 * (boundary + 2)]
+        programs = holders(boundary, share - done + row_cost, len(visible_blocks(length, batch.cut)))
         if work > 0 and done > row_cost and len(programs) > 1 and programs[0] == boundary:
             assert (seq, row_of_seq) not in found, "two boundaries would merge the same row"
             found[seq, row_of_seq] = programs
@@ -211,7 +211,7 @@ def device_words(batch: Batch, device: torch.device) -> list[int]:
             words[first + 5 : first + 8] = [0, 0, 0]
     if batch.cut.merge_group:
         # The kernel does not write the words that align the counters.
-        end, first_counter = 8 * batch.num_programs + 2 * len(batch.kv_len), batch.cut.first_counter(len(batch.kv_len))
+        end, first_counter = 8 * batch.num_programs + 3 * len(batch.kv_len), batch.cut.first_counter(len(batch.kv_len))
         assert words[end:first_counter] == [GARBAGE] * (first_counter - end)
         words[end:first_counter] = [0] * (first_counter - end)
     return words[:size]
@@ -240,6 +240,16 @@ def test_the_device_writes_the_words_of_the_host_twin(
     q_len[0] = 1
     tiles = replace(TILES, side_by_side=side_by_side)
     batch = Batch(kv_len, q_len, num_kv_heads, num_programs, tiles, window_left, rounds)
+    assert device_words(batch, kernel_device) == batch.words
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("last", [1 << 25, (1 << 25) - 16])
+def test_positions_of_a_step_may_exceed_32_bits(last: int, side_by_side: bool, kernel_device: torch.device) -> None:
+    """The last sequence's length decides whether rows are alike. Sums in 32 bits gave programs no work."""
+    kv_len = [1 << 25] * 63 + [last]
+    batch = Batch(kv_len, [1] * 64, 16, 304, replace(TILES, side_by_side=side_by_side))
+    assert sum(map(batch.blocks_of, range(64))) * 16 > 2**31 - 32
     assert device_words(batch, kernel_device) == batch.words
 
 

@@ -96,7 +96,7 @@ CONDITIONS = (
         0,
         _MOST_SHARING,
         "rows are shared among at most 8192 programs",
-        f"{_BY_SCHEDULE} {_BY_SHARES} {_MERGES}",
+        f"schedule {_BY_SCHEDULE} {_BY_SHARES} {_MERGES}",
     ),
     Limits("%take %work", 0, MOST_TOKENS, "a program's work is in its row", f"{_BY_SCHEDULE} {_BY_SHARES}"),
     Limits("%done", 0, _BLOCKS, "a program's work is in its row", _BY_SCHEDULE),

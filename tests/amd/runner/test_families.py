@@ -203,6 +203,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3_one_kind": ("gemma3", {"layer_types": ["full_attention"] * 3}),
     "gemma3_final_cap": ("gemma3", {"final_logit_softcapping": 3.0}),
+    # Gemma 3 has the field, and transformers does not read it.
+    "gemma3_unread_cap": ("gemma3", {"attn_logit_softcapping": 0.5}),
     "gemma3_yarn": (
         "gemma3",
         {

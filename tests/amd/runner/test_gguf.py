@@ -224,6 +224,7 @@ def _reader(data: bytes, path: Path) -> gguf.GGUFReader:
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not known"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken' is not known"),
+        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre 'default' is not known; .*tokenizer.json"),
         ({"tokenizer.ggml.merges": ["t1"]}, "'t1' in tokenizer.ggml.merges is not two tokens"),
         ({"tokenizer.ggml.merges": ["t 999"]}, "is not in the vocabulary"),
         (

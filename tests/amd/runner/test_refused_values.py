@@ -1,5 +1,6 @@
 """Options, requests and samplings without sense are refused in one sentence, before anything has them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 
-NAN = float("nan")
+NAN = math.nan
 
 
 def request(**fields: Any) -> Request:
@@ -25,7 +26,7 @@ def request(**fields: Any) -> Request:
         (Sampling, {"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
         (Sampling, {"top_k": -1}, "top_k is -1; it must be at least 0"),
         (Sampling, {"min_p": 1.5}, "min_p is 1.5; it must be at least 0 and at most 1"),
-        (Sampling, {"presence_penalty": NAN}, "presence_penalty is nan; it must be at least -2"),
+        (Sampling, {"presence_penalty": NAN}, "presence_penalty is nan; it must be a finite number"),
         (Sampling, {"repetition_penalty": 5e-324}, "repetition_penalty is 5e-324; it must be at least 0.01"),
         (Sampling, {"logit_bias": ((1, 200.0),)}, "logit_bias of token 1 is 200.0"),
         (Sampling, {"logit_bias": ((1, 2.0), (1, 3.0))}, "logit_bias has a token twice"),
@@ -43,14 +44,19 @@ def request(**fields: Any) -> Request:
         (request, {"stop": ("a" * 1025,)}, "has 1025 characters"),
         (request, {"stop": ("a",) * 65}, "stop has 65 texts"),
         (request, {"stop": "abc"}, "give a tuple of texts"),
+        (
+            request,
+            {"stop": ("a\ud800",)},
+            "character 2 of a text of stop is the surrogate U[+]D800, half of a character",
+        ),
         (request, {"stop": (b"a",)}, "stop has b'a'; give a tuple of texts"),
         (Sampling, {"logit_bias": ((1, "2"),)}, "logit_bias of token 1 is '2'"),
         (Sampling, {"seed": 1.5}, r"seed is 1\.5; it must be a whole number"),
         (Sampling, {"top_k": True}, "top_k is True; it must be a whole number"),
-        (Sampling, {"temperature": "1"}, "temperature is '1'; it must be a number"),
+        (Sampling, {"temperature": "1"}, "temperature is '1'; it must be a finite number"),
         (Sampling, {"temperature": 10**400}, "temperature is 1000"),
-        (Sampling, {"min_p": None}, "min_p is None; it must be a number"),
-        (Sampling, {"presence_penalty": 10**400}, "it must be at least -2 and at most 2"),
+        (Sampling, {"min_p": None}, "min_p is None; it must be a finite number"),
+        (Sampling, {"presence_penalty": 10**400}, "it must be a finite number"),
         (request, {"max_new_tokens": 1.5}, r"max_new_tokens is 1\.5; it must be a whole number"),
         (request, {"priority": None}, "priority is None; it must be a whole number"),
         (request, {"logprobs": True}, "logprobs is True; it must be a whole number"),
@@ -60,7 +66,7 @@ def request(**fields: Any) -> Request:
         (EngineOptions, {"chunk": "16"}, "chunk is '16'; it must be a whole number"),
         (EngineOptions, {"kv_bytes": 1e9}, "kv_bytes is 1000000000.0; it must be a whole number"),
         (EngineOptions, {"graphs": "off"}, "graphs is 'off'; it must be True or False"),
-        (EngineOptions, {"latency": "5"}, "latency is '5'; it must be a number"),
+        (EngineOptions, {"latency": "5"}, "latency is '5'; it must be a finite number"),
         (EngineOptions, {"speculative": None}, "speculative is None; it must be a text"),
         (EngineOptions, {"speculative": "other"}, "speculative 'other' is not known; give off, ngram, draft:MODEL"),
         (EngineOptions, {"speculative": "ngram", "topk": 5}, "topk is 5 and draft_tokens is 4"),
@@ -72,7 +78,8 @@ def request(**fields: Any) -> Request:
         (EngineOptions, {"steps_ahead": 2}, "steps_ahead is 2; it must be"),
         (EngineOptions, {"num_pages": 9, "kv_bytes": 1}, "each says how large the pool is; leave one of them out"),
         (EngineOptions, {"gpu_memory_share": 0}, "gpu_memory_share is 0; it must be above 0 and at most 1"),
-        (EngineOptions, {"latency": NAN}, "latency is nan; it must be at least 0"),
+        (EngineOptions, {"latency": NAN}, "latency is nan; it must be a finite number"),
+        (EngineOptions, {"latency": math.inf}, "latency is inf; it must be a finite number"),
         (EngineOptions, {"num_pages": 1}, "num_pages is 1; it must be at least 2"),
         (EngineOptions, {"max_kv_len": 1}, "max_kv_len is 1; it must be at least 2"),
         (EngineOptions, {"hang_after": -0.5}, r"hang_after is -0\.5; it must be at least 0"),
@@ -91,3 +98,8 @@ def request(**fields: Any) -> Request:
 def test_a_value_without_sense_is_refused(make: Callable[..., object], values: dict[str, Any], sentence: str) -> None:
     with pytest.raises((BadRequest, BadSetting), match=sentence):
         make(**values)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_number_of_numpy_is_taken_without_a_warning() -> None:
+    assert Sampling(temperature=np.float32(0.5)).temperature == 0.5

@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import math
 import os
 import signal
 import socket
@@ -168,7 +167,7 @@ def test_a_host_that_cannot_be_is_named(host: str) -> None:
         bind(ServerOptions(host=host))
 
 
-@pytest.mark.parametrize("seconds", [1e9, math.inf])
+@pytest.mark.parametrize("seconds", [1e9, 1e300])
 def test_clients_may_be_given_any_time_to_read(seconds: float) -> None:
     with bind(ServerOptions(port=0, write_seconds=seconds)) as bound:
         assert bound.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2**31 - 1

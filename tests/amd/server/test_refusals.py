@@ -65,7 +65,7 @@ def locked() -> Iterator[Running]:
         (
             b'{"model": "tiny", "prompt": "w1", "response_format": '
             b'{"type": "json_schema", "json_schema": {"schema": {"const": "\\ud800"}}}}',
-            "the constraint is not Unicode text",
+            "of the constraint is the surrogate",
         ),
         (b'"\xff"', "the body is not JSON: byte 1 is not UTF-8"),
         (b"[" * 15_000, "the body is not JSON: it is nested too deeply"),
@@ -373,7 +373,8 @@ def test_keys_are_read_from_a_file(tmp_path: Any) -> None:
     "wrong",
     [
         *({"port": -1}, {"port": 65536}, {"max_requests": 0}, {"deadline_seconds": 0}, {"drain_seconds": -1}),
-        *({"deadline_seconds": math.nan}, {"drain_seconds": math.nan}),
+        *({"deadline_seconds": math.nan}, {"drain_seconds": math.nan}, {"truth_every": math.nan}),
+        *({"truth_every": math.inf}, {"port": "8000"}),
     ],
     ids=str,
 )

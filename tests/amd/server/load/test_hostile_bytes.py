@@ -34,13 +34,13 @@ BODIES = {
     "NaN": chat().replace(b'"max_tokens": 2', b'"temperature": NaN'),
     "Infinity": chat().replace(b'"max_tokens": 2', b'"top_p": Infinity'),
     "half of a pair of surrogates as the model": chat(model="\ud800"),
+    "half of a pair as a stop": chat(stop="\udfff"),
     "a key that is no word": chat().replace(b'"model"', b'"\\ud800"'),
     "gzip": gzip.compress(chat()),
 }
 # Bodies that may be served or refused, but break nothing.
 ODD_BODIES = {
     "half of a pair of surrogates": chat(messages=[{"role": "user", "content": "\ud800 w1"}]),
-    "half of a pair as a stop": chat(stop="\udfff"),
     "half of a pair as a salt": chat(cache_salt="\ud800"),
     "a NUL in the text": chat(messages=[{"role": "user", "content": "w1 \x00 w2"}]),
     "a field twice": chat().replace(b'"max_tokens": 2', b'"max_tokens": 2, "max_tokens": 1'),

@@ -105,12 +105,11 @@ class _Analysis:
 
     def faults(self) -> Iterator[str]:
         """A line for each operation that may overflow on the way to an access or a condition."""
-        causes: dict[Operation, None] = {}
-        for each in self._operations:
-            causes |= dict.fromkeys(sorted(self._of_access(each), key=lambda op: op.place))
+        causes = NO_CAUSES.union(*map(self._of_access, self._operations))
         lines = {
             f"{self._kernel.source_line(each)}: {_stem((each.results or each.inner)[0])}: {self._examples[each]}": None
-            for each in causes
+            for each in self._operations
+            if each in causes
         }
         yield from lines
 

@@ -185,5 +185,13 @@ def test_intervals_of_small_kernels(
     assert bool(proof.faults) != is_proved, proof.line()
 
 
+def test_faults_are_in_the_order_of_the_kernel() -> None:
+    """They have one place here, like operations of one line."""
+    products = [f"%p{at} = arith.muli %{f'p{at - 1}' if at else 'page'}, %stride : i32" for at in range(9)]
+    store = "%at = tt.addptr %out, %p8 : !tt.ptr<i32>, i32\ntt.store %at, %x : !tt.ptr<i32>"
+    proof = prove_no_overflow(TTIR.format(lines="\n".join((*products, store)), block=1), {})
+    assert [re.findall(r"%p\d", fault)[0] for fault in proof.faults] == [f"%p{at}" for at in range(9)]
+
+
 def test_what_is_no_ttir_is_not_proved() -> None:
     assert prove_no_overflow("s_endpgm", {}).faults

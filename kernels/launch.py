@@ -100,21 +100,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object)
     if observers:
         observers[-1](partial(kernel[grid], *args, **options))
         return
-    named = kernel.arg_names[len(args) :] if hasattr(kernel, "params") else ()
-    whole = (*args, *[options[name] for name in named])
-    device, kinds = _device_of(whole), kinds_of(kernel, whole)
-    variant = id(kernel), device, kinds, tuple(each for each in options.items() if each[0] not in named)
-    call = _calls.get(variant)
-    if device is not None and call is not None:
-        call(device, grid, whole)
-        compiled = call.compiled
-    else:
-        compiled = kernel[grid](*args, **options)
-        if compiled is not None and device is not None and kinds is not None:
-            _calls[variant] = _Call(compiled, len(whole))
-            _kernels.append(kernel)
+    # Without parameters it is the interpreter's, or another library's function.
+    compiled = _launched(kernel, grid, args, options) if hasattr(kernel, "params") else kernel[grid](*args, **options)
     if _notes:
         _note(kernel, compiled, grid, args, options)
+
+
+def _launched(kernel: Any, grid: tuple[int, ...], args: tuple[object, ...], options: dict[str, object]) -> Any:
+    """Launches a kernel, and returns its variant. Triton looks for that once for each kind of arguments."""
+    named = kernel.arg_names[len(args) :]
+    whole = (*args, *[options[name] for name in named])
+    device, kinds = _device_of(whole), kinds_of(kernel, whole)
+    if device is None or kinds is None:
+        return kernel[grid](*args, **options)
+    variant = id(kernel), device, kinds, tuple(each for each in options.items() if each[0] not in named)
+    call = _calls.get(variant)
+    if call is not None:
+        call(device, grid, whole)
+        return call.compiled
+    compiled = kernel[grid](*args, **options)
+    _calls[variant] = _Call(compiled, len(whole))
+    _kernels.append(kernel)
+    return compiled
 
 
 def _device_of(args: tuple[object, ...]) -> torch.device | None:
@@ -130,7 +137,7 @@ def kinds_of(kernel: Any, args: tuple[object, ...]) -> tuple[Hashable, ...] | No
     args: all of the kernel's arguments in order
     """
     kinds: list[Any] = []
-    for parameter, value in zip(getattr(kernel, "params", ()), args, strict=False):
+    for parameter, value in zip(kernel.params, args, strict=True):
         if parameter.is_constexpr or value is None:
             kinds.append(value)
         elif isinstance(value, torch.Tensor):

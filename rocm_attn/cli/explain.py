@@ -376,22 +376,27 @@ def _geometry(problem: Problem) -> str:
     return ", ".join(parts)
 
 
-# Fields of a problem that JSON has as they are.
-_PLAIN_FIELDS = (
-    *("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size", "scale", "window_left", "window_right"),
-    *("chunk", "custom_mask", "spans_pass_window", "logits_soft_cap", "has_sinks"),
-)
-
-
 def _as_json(kind: LayerKind) -> dict[str, Any]:
     problem = kind.problem
     described: dict[str, Any] = {
         "layers": list(kind.layers),
         "reads": list(kind.reads),
         "problem": {
-            **{name: getattr(problem, name) for name in _PLAIN_FIELDS},
+            "num_q_heads": problem.num_q_heads,
+            "num_kv_heads": problem.num_kv_heads,
+            "head_dim": problem.head_dim,
+            "v_head_dim": problem.v_head_dim,
             "dtype": str(problem.dtype).removeprefix("torch."),
             "kv_dtype": problem.page_format.encoding.value,
+            "page_size": problem.page_size,
+            "scale": problem.scale,
+            "window_left": problem.window_left,
+            "logits_soft_cap": problem.logits_soft_cap,
+            "has_sinks": problem.has_sinks,
+            "window_right": problem.window_right,
+            "chunk": problem.chunk,
+            "custom_mask": problem.custom_mask,
+            "spans_pass_window": problem.spans_pass_window,
             "pool": problem.pool.name.lower(),
         },
         "compressed_rows": [

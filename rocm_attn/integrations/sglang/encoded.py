@@ -134,9 +134,17 @@ class CrossHooks(AttentionHooks):
         if step is not None:
             self.begin(step, None)
 
-    def _run(self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: RadixAttentionView, *call: Any) -> Tensor:
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttentionView,
+        batch: ForwardBatchView,
+        saves: bool,
+        more: dict[str, Any],
+    ) -> Tensor:
         """Stores K and V of encoders that are new in the step, and returns the attention of its tokens."""
-        batch, saves, more = call
         slots = batch.encoder_out_cache_loc
         if saves and k is not None and v is not None and slots is not None and len(slots):
             heads, place = layer.tp_k_head_num, self._place(layer)

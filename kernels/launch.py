@@ -221,7 +221,7 @@ class _Call:
         run(*arguments((*(*grid, 1, 1)[:3], stream, *given, *constants)))
 
 
-# Of launch(), by kernel, device, kinds of arguments and options. Kernels are held, so that no other one has their id.
+# Calls that launch() makes, by kernel, device, kinds of arguments and options. Kernels are held: no other has their id.
 _calls: dict[Hashable, _Call] = {}
 _kernels: list[Any] = []
 

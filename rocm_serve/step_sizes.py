@@ -45,22 +45,28 @@ class StepSizes:
             chunk, expected = options.chunk or _CHUNK_ON_CPU, []
             budget = StepBudget(options.max_batch_size or _SEQS_ON_CPU, chunk, (chunk,))
         else:
-            stored = problems_of(loaded, options)
-            layers = [stored[read] for read in loaded.config.attention.reads]
-            matrices = matrices_of(loaded.config, weights.dtype, ranks.shard.num_ranks)
             rates = rates_of(weights.device, weights.dtype)
             # Ranks may have measured different rates, and have to schedule the same steps.
             bytes_per_s, flops_per_s = ranks.least(int(rates.bytes_per_s)), ranks.least(int(rates.flops_per_s))
             rates = replace(rates, bytes_per_s=bytes_per_s, flops_per_s=flops_per_s)
-            recurrences = loaded.config.attention.recurrences(weights.dtype)
-            times = StepTimes(matrices, layers, rates, recurrences)
-            states = slot_bytes(RecurrentLayers(recurrences, kept=options.rows_of_each))
-            of_seq = TOKENS_OF_EACH * page_bytes(stored) + SLOTS_OF_ROW * states
+            times = times_of(loaded, options, rates)
+            states = slot_bytes(RecurrentLayers(times.recurrent, kept=options.rows_of_each))
+            of_seq = TOKENS_OF_EACH * page_bytes(problems_of(loaded, options)) + SLOTS_OF_ROW * states
             most = options.max_batch_size or ranks.least(_fitting(loaded, options, of_seq))
             budget = StepBudget.chosen(times, most, options.chunk, options.latency)
             expected = times.lines(most)
         sizes = replace(options, max_batch_size=budget.max_batch_size, chunk=budget.chunk)
         return cls(sizes, budget, (*budget.lines(), *expected))
+
+
+def times_of(loaded: LoadedModel, options: EngineOptions, rates: Rates) -> StepTimes:
+    """The least times of a model's steps by these rates. Raises BadSetting, Unsupported."""
+    config, dtype = loaded.config, loaded.weights.dtype
+    stored, attention = problems_of(loaded, options), config.attention
+    layers = [stored[read] for read in attention.reads]
+    return StepTimes(
+        matrices_of(config, dtype, loaded.ranks.shard.num_ranks), layers, rates, attention.recurrences(dtype)
+    )
 
 
 def _fitting(loaded: LoadedModel, options: EngineOptions, seq_bytes: int) -> int:

@@ -1,8 +1,8 @@
 """Chooses the experts of each token, and its shares of them, as rocm_attn.models.routing.Routing says.
 
 A program has a token. An expert's rank, as an integer of the same order, and its number make one key; the largest key
-is chosen, and then that of the others. Of equal ranks the first expert's is larger. NaN counts as the largest rank, so
-that a token of NaN has experts too; its shares are NaN.
+is chosen, and then that of the others. The first expert has the larger key among equal ranks. NaN counts as the largest
+rank, so that a token of NaN has experts too; its shares are NaN.
 """
 
 from __future__ import annotations

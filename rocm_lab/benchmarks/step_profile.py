@@ -31,7 +31,6 @@ from collections.abc import Iterator
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rocm_attn.capture.step_times import StepTimes
 from rocm_attn.machine.gpus import Rates
 from rocm_attn.models.hf_config import config_from_json
 from rocm_lab.bench.ceilings import Ceilings, measured_ceilings
@@ -40,11 +39,10 @@ from rocm_lab.benchmarks.random_models import LLAMA_8B, model_of, random_model
 from rocm_lab.benchmarks.round_time import prompt_of, python_us, watch
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 from rocm_serve.engine import Engine
-from rocm_serve.engine_runtime import problems_of
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
+from rocm_serve.step_sizes import times_of
 
 _WITH_EXPERTS = {
     "hidden_act": "silu",
@@ -216,14 +214,12 @@ def busy(spans: list[tuple[int, int]]) -> int:
 
 def lower_bound(loaded: LoadedModel, limits: Ceilings, row: Row) -> float:
     """Returns the least seconds of a step of a row, by the rates of this run. Only a prompt's last token has logits."""
-    config, dtype = loaded.config, loaded.weights.dtype
     rates = Rates(limits.bytes_per_s, limits.flops_per_s, "this run")
-    layers = problems_of(loaded, EngineOptions(max_kv_len=LONG_PROMPT + MOST_TOKENS))
-    times = StepTimes(matrices_of(config, dtype, 1), layers, rates, config.attention.recurrences(dtype))
+    times = times_of(loaded, EngineOptions(max_kv_len=LONG_PROMPT + MOST_TOKENS), rates)
     tokens: int = row["tokens"]
     if row["load"] == "decode":
         return times.decode(row["requests"], tokens)
-    of_logits = 2 * config.vocab_size * config.hidden_size * (tokens - 1)
+    of_logits = 2 * loaded.config.vocab_size * loaded.config.hidden_size * (tokens - 1)
     return times.prompt(tokens) - of_logits / limits.flops_per_s
 
 

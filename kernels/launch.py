@@ -141,23 +141,22 @@ def kinds_of(kernel: Any, args: tuple[object, ...]) -> tuple[Hashable, ...] | No
         if parameter.is_constexpr or value is None:
             kinds.append(value)
         elif isinstance(value, torch.Tensor):
-            kinds.append((value.dtype, value.is_cuda, value.data_ptr() % 16 == 0, _is_far(value)))
+            kinds.append((value.dtype, value.is_cuda, value.data_ptr() % 16 == 0))
         elif type(value) is int:
             kinds.append((value % 16 == 0, value == 1, -(2**31) <= value < 2**31, value < 2**63))
         elif type(value) in (bool, float):
             kinds.append(type(value))
         else:
             return None
-    return tuple(kinds)
+    return (*kinds, *_are_far(args))
 
 
-def _is_far(value: object) -> bool:
-    """True for a tensor on AMD in 2 GiB of memory or more: Triton's variant of a smaller one has places of 32 bits."""
-    return (
-        torch.version.hip is not None
-        and isinstance(value, torch.Tensor)
-        and value.untyped_storage().nbytes() >= _INT32_BYTES
-    )
+def _are_far(args: tuple[object, ...]) -> tuple[bool, ...]:
+    """On AMD, for each tensor, whether it is in 2 GiB of memory or more: places in a smaller one have 32 bits."""
+    if torch.version.hip is None:
+        return ()
+    # A list, and no call for each: repeated launches are in every step.
+    return tuple([each.untyped_storage().nbytes() >= _INT32_BYTES for each in args if isinstance(each, torch.Tensor)])
 
 
 def _note(kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[object, ...], options: Any) -> None:
@@ -244,7 +243,7 @@ class RepeatedLaunch:
         if observers:
             observers[-1](partial(self._kernel[grid], *args, **{**_OPTIONS, **options}))
             return
-        variant = device if torch.version.hip is None else (device, *map(_is_far, args))
+        variant = device, _are_far(args)
         call = self._calls.get(variant)
         if call is not None:
             call(device, grid, args)

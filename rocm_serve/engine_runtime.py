@@ -81,22 +81,30 @@ class StepForms:
         if not captures_all_steps(options, device) or (device.type == "cpu" and not options.speculates):
             return cls(masks=has_masks, beside=beside)
         matrices = matrices_of(config, loaded.weights.dtype, loaded.ranks.shard.num_ranks)
-        sizes = prompt_sizes(options.chunk, matrices.flops / 2 / config.num_layers)
+        elements = matrices.flops / 2 / config.num_layers
+        sizes = prompt_sizes(options.chunk, elements, has_states=bool(config.attention.recurrent))
         return cls(verify_tokens, sizes, has_masks, beside=beside)
 
 
 # A host takes 0.35 ms to launch a layer (16 layers of 61 million elements, H100), in which a GPU multiplies this many
 # elements with a token each, at 400 TFLOP/s. Longer steps gain nothing by a graph, whose memory K and V would miss.
 _PRODUCTS_OF_A_LAUNCHED_LAYER = 7e10
+# Layers of a model with recurrent layers, of which most have experts too, take about this many times as long to launch
+# (8 layers of Qwen3-Next-80B-A3B, H200).
+_TIMES_WITH_STATES = 4
+# The small sizes are for the last parts of a long prompt next to many sequences that decode.
+_SIXTEENTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
-def prompt_sizes(chunk: int, elements: float) -> tuple[int, ...]:
+def prompt_sizes(chunk: int, elements: float, *, has_states: bool = False) -> tuple[int, ...]:
     """Token counts that steps with prompts are padded to: the chunk, up to a bound, and shares of that.
 
-    elements: of a layer's matrices that a token is multiplied with
+    elements:   of a layer's matrices that a token is multiplied with
+    has_states: whether layers are recurrent
     """
-    most = min(chunk, next_power_of_2(int(_PRODUCTS_OF_A_LAUNCHED_LAYER / elements) + 1))
-    return tuple(sorted({-(-most * share // 8) for share in (1, 2, 3, 4, 6, 8)} - {1}))
+    launched = _PRODUCTS_OF_A_LAUNCHED_LAYER * (_TIMES_WITH_STATES if has_states else 1)
+    most = min(chunk, next_power_of_2(int(launched / elements) + 1))
+    return tuple(sorted({-(-most * share // 16) for share in _SIXTEENTHS} - {1}))
 
 
 def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rocm_attn.kernels.backend import on_hopper
 from rocm_attn.kernels.early import early_options, starts_early
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.launch import launch
@@ -115,6 +116,15 @@ def _expert_product_kernel(
             acc.to(out.dtype.element_ty),
             mask=is_pair & (column < G.OUT)[None, :],
         )
+
+
+def suits_hopper(x: Tensor, weight: Tensor) -> bool:
+    """True if hopper/expert_product.py may be launched: on such a GPU, with rows that its copies may begin at.
+
+    A step's number of rows plays no part in it.
+    """
+    aligned = x.data_ptr(), x.stride(0), x.shape[1], weight.data_ptr(), *weight.stride()[:2]
+    return on_hopper() and x.dtype.itemsize == 2 and not any(each % 16 for each in aligned)
 
 
 def launch_expert_product(

@@ -11,7 +11,7 @@ from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.refs.experts import expert_product
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
-from rocm_attn.machine.target import detect_target
+from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_attn.models.routing import ExpertScores, Routing
 from rocm_serve.models.gated import form_of, mixed
@@ -19,6 +19,8 @@ from rocm_serve.models.gated import form_of, mixed
 # The kernel compares each pair with each expert (H200): 57 us for 65,536 pairs and 128 experts, where torch takes 76,
 # and 232 for 81,920 and 512.
 _MOST_COMPARED = 2**24
+# With fewer rows of an expert on average, blocks of 64 columns keep more multiprocessors at work (H200).
+_LEAST_ROWS_FOR_HOPPER = 2
 
 
 def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -77,11 +79,19 @@ def expert_products(
     if is_cpu:
         run_as_launch(expert_product, x, weight, bias, groups, out, rows=rows if fixed else 0)
         return out
-    from rocm_attn.kernels.experts.product import launch_expert_product
+    from rocm_attn.kernels.experts.product import launch_expert_product, suits_hopper
 
-    group_rows = rows if fixed else -(-num_pairs // groups.num_experts)
-    tiles = expert_tiles(_arch(x.device), x.dtype, group_rows)
-    launch_expert_product(x, weight, bias, groups, out, None if gate is None else form_of(gate), tiles=tiles)
+    group_rows, form = rows if fixed else -(-num_pairs // groups.num_experts), None if gate is None else form_of(gate)
+    target = _target(x.device)
+    if group_rows >= _LEAST_ROWS_FOR_HOPPER and suits_hopper(x, weight):
+        # Not every release of Triton has the Gluon that it is written in.
+        from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
+
+        units = target.compute_units
+        launch_hopper_expert_product(x, weight, bias, groups, out, form, compute_units=units)
+    else:
+        tiles = expert_tiles(target.arch, x.dtype, group_rows)
+        launch_expert_product(x, weight, bias, groups, out, form, tiles=tiles)
     return out
 
 
@@ -104,5 +114,5 @@ def combined(parts: Tensor, share: Tensor, shared: Tensor | None, weight: Tensor
 
 
 @cache
-def _arch(device: torch.device) -> str:
-    return detect_target(device).arch
+def _target(device: torch.device) -> Target:
+    return detect_target(device)

@@ -11,7 +11,9 @@ from triton.compiler import CompiledKernel
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, RowSharing
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
+from rocm_attn.kernels.model.gate import SILU, GateForm
 from rocm_attn.kernels.sparse.arguments import Indexing, SelectedArgs
 from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HEAD_DIMS, HopperTiles, hopper_segment_tiles, hopper_tiles
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
@@ -220,6 +222,25 @@ def test_chunks_of_recurrent_layers_do_too(layer: str) -> None:
         assert_sound(kernels[name], SPILLED_OF_STATES)
         waits = len(re.findall(r"wgmma\.wait_group", kernels[name].asm["ptx"]))
         assert [each.opcode for each in machine_code(kernels[name]).steps].count("WARPGROUP.DEPBAR.LE") == waits
+
+
+@pytest.mark.parametrize("gate", [GateForm(SILU), None], ids=["gated", "plain"])
+def test_the_product_of_experts_does_too(gate: GateForm | None) -> None:
+    from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
+
+    x = torch.empty(64, 256, dtype=torch.bfloat16)
+    weight, expert = x.new_empty(512, 512, 256), torch.arange(640).view(64, 10) % 512
+    out, bias = x.new_empty(640, 256 if gate is not None else 512), weight[:, :, 0].contiguous()
+    groups = ExpertGroups.of(expert, 512)
+
+    def launch() -> None:
+        launch_hopper_expert_product(x, weight, bias, groups, out, gate, compute_units=132)
+
+    (kernel,) = compiled_by(launch, "sm_90")
+    assert_waits(kernel, reads_before=False)
+    assert_sound(kernel, 0)
+    waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))
+    assert [each.opcode for each in machine_code(kernel).steps].count("WARPGROUP.DEPBAR.LE") == waits
 
 
 def blank_selected(case: SelectedCase) -> SelectedArgs:

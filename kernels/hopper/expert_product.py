@@ -1,0 +1,403 @@
+"""The product of rows with the matrices of their experts for Hopper, in Gluon: experts/product.py's results.
+
+A program has two consumers, groups of four warps with 64 pairs of a block each, and four warps that load for them: one
+thread loads rows of a matrix by TMA, and all of them copy the pairs' rows of x, 16 bytes per lane, from wherever they
+lie. Both pass through one ring in shared memory, which runs on from block to block: the first steps of the next block
+arrive while results are written. A consumer without a pair in its half of a block multiplies nothing.
+
+There are as many programs as run at a time. Programs that run next to each other have the same rows or the same
+columns, which then come from the L2 cache. Each group of warps finds the expert of a block by itself: the lanes of
+every warp hold all experts, so that no warp waits for another.
+
+Sums are in the order of experts/product.py, so the bits are the same wherever that uses the same matrix instructions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.hopper.warp_groups import leave
+from rocm_attn.kernels.launch import launch
+from rocm_attn.kernels.model.gate import GateForm, gated
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+_GROUP_ROWS = gl.constexpr(64)
+# Rows of the matrix, of which a TMA instruction loads half; elements of x that are multiplied at a time.
+_COLUMNS = gl.constexpr(256)
+_HALF = gl.constexpr(128)
+_STEP = gl.constexpr(64)
+_LOADING_THREADS = gl.constexpr(128)
+_GROUPS = gl.constexpr(2)
+_ROWS = gl.constexpr(_GROUPS.value * _GROUP_ROWS.value)
+# 48 KiB each. Copies are under way during three steps.
+_STAGES = gl.constexpr(4)
+# Blocks of an expert that are multiplied with the same columns before others are: their rows of x stay in the L2 cache,
+# and a matrix is read once for all of them.
+_PANEL = gl.constexpr(16)
+# A program's step from its place in one turn to that in the next one. It has no divisor in common with 132.
+_NEXT_PLACE = gl.constexpr(7)
+_CONSUMER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(216), gl.constexpr(80)
+# Lanes of eight elements: a warp has 128 bytes of four rows.
+_COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS.value, 16]))
+_OF_SIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF.value, 16]))
+_SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+_BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
+
+
+def _stored(columns: int) -> gl.DistributedLinearLayout:
+    """A layout in which four lanes have 64 bytes of a row: products lie in pairs of columns, and move within a warp."""
+    blocks = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *blocks],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [_GROUP_ROWS.value, columns],
+    )
+
+
+_STORED = gl.constexpr(_stored(_COLUMNS.value))
+_STORED_SIDE = gl.constexpr(_stored(_HALF.value))
+
+
+class HopperProductGeometry(NamedTuple):
+    """The values that the product is compiled for.
+
+    EXPERTS, EXPERTS_BLOCK: experts, and a power of 2, 32 or more
+    IN, OUT:                elements of a row of x and of out
+    PAIRS_OF_ROW:           pairs that read one row of x
+    EARLY:                  whether it starts early (early.py)
+    GATE:                   how a row's two halves are combined; None if it has one
+    """
+
+    EXPERTS: int
+    EXPERTS_BLOCK: int
+    IN: int
+    OUT: int
+    PAIRS_OF_ROW: int
+    EARLY: bool
+    GATE: GateForm | None
+
+
+class _Room(NamedTuple):
+    """Shared memory: rows of x and of matrices, by stages; barriers of stages that are loaded, and of those read."""
+
+    x: Any
+    weight: Any
+    full: Any
+    free: Any
+
+
+class _Rows(NamedTuple):
+    """The rows that are loaded: x, boxes of matrices, the pairs by expert, elements from row to row; programs."""
+
+    x: Any
+    weight: Any
+    order: Any
+    indptr: Any
+    x_row: Any
+    num_programs: Any
+
+
+class _Outputs(NamedTuple):
+    """The pairs by expert, a bias, and the rows that are written, with elements from row to row; programs."""
+
+    order: Any
+    indptr: Any
+    bias: Any
+    out: Any
+    out_row: Any
+    num_programs: Any
+
+
+class _Block(NamedTuple):
+    """A block: an expert, the first pair's place in order, the end of the expert's pairs, and the first column of out.
+
+    expert: EXPERTS if there is no block with such a number
+    """
+
+    expert: Any
+    first: Any
+    end: Any
+    column: Any
+
+
+@gluon.jit
+def _number(turn, num_programs):
+    """The number of the program's block in a turn. Full blocks and others may alternate, so programs change places."""
+    return turn * num_programs + (gl.program_id(0) + turn * _NEXT_PLACE) % num_programs
+
+
+@gluon.jit
+def _add(left, right):
+    return left + right
+
+
+@gluon.jit
+def _block_of(number, indptr, G: gl.constexpr):
+    """The block with a number."""
+    SIDES: gl.constexpr = 1 if G.GATE is None else 2
+    layout: gl.constexpr = gl.BlockedLayout([G.EXPERTS_BLOCK // 32], [32], [4], [0])
+    OUTPUTS: gl.constexpr = _COLUMNS // SIDES
+    COLUMN_BLOCKS: gl.constexpr = (G.OUT + OUTPUTS - 1) // OUTPUTS
+    each = gl.arange(0, G.EXPERTS_BLOCK, layout=layout)
+    is_expert = each < G.EXPERTS
+    begin = gl.load(indptr + each, mask=is_expert, other=0).to(gl.int32)
+    end = gl.load(indptr + each + 1, mask=is_expert, other=0).to(gl.int32)
+    until = gl.associative_scan((end - begin + (_ROWS - 1)) // _ROWS * COLUMN_BLOCKS, 0, _add)
+    is_before = (until <= number) & is_expert
+    expert = gl.sum(is_before.to(gl.int32), 0)
+    within = number - gl.max(gl.where(is_before, until, 0), 0)
+    # Both ascend from expert to expert.
+    is_other = is_before | (each >= G.EXPERTS)
+    first = gl.min(gl.where(is_other, 0x7FFFFFFF, begin), 0)
+    end = gl.min(gl.where(is_other, 0x7FFFFFFF, end), 0)
+    panel = within // (_PANEL * COLUMN_BLOCKS) * _PANEL
+    within -= panel * COLUMN_BLOCKS
+    blocks = gl.maximum(gl.minimum((end - first + (_ROWS - 1)) // _ROWS - panel, _PANEL), 1)
+    return _Block(expert, first + (panel + within % blocks) * _ROWS, end, within // blocks * OUTPUTS)
+
+
+@gluon.jit
+def _load(source, room, G: gl.constexpr):
+    """Loads the rows of all the program's blocks."""
+    SIDES: gl.constexpr = 1 if G.GATE is None else 2
+    column = gl.expand_dims(gl.arange(0, _STEP, layout=gl.SliceLayout(0, _COPIED)), 0)
+    SECOND: gl.constexpr = _HALF if SIDES == 1 else G.OUT
+    turn = 0
+    block = _block_of(_number(turn, source.num_programs), source.indptr, G)
+    n = 0
+    while block.expert < G.EXPERTS:
+        rows = ()
+        is_pair = ()
+        for group in gl.static_range(_GROUPS):
+            place = block.first + group * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, _COPIED))
+            is_there = place < block.end
+            pair = gl.load(source.order + place, mask=is_there, other=0)
+            rows += (gl.expand_dims((pair // G.PAIRS_OF_ROW).to(gl.int32), 1),)  # type: ignore[assignment]
+            is_pair += (gl.expand_dims(is_there, 1),)  # type: ignore[assignment]
+        for first in range(0, G.IN, _STEP):
+            stage = n % _STAGES
+            full = room.full.index(stage)
+            mbarrier.wait(room.free.index(stage), ((n // _STAGES) & 1) ^ 1)
+            mbarrier.expect(full, _COLUMNS * _STEP * 2)
+            for half in gl.static_range(2):
+                box = room.weight.index(stage).slice(half * _HALF, _HALF)
+                box = box._reinterpret(room.weight.dtype, [1, _HALF, _STEP], _BOX)
+                tma.async_copy_global_to_shared(
+                    source.weight, [block.expert, block.column + half * SECOND, first], full, box
+                )
+            for group in gl.static_range(_GROUPS):
+                at = source.x + (rows[group].to(gl.int64) * source.x_row + (first + column))
+                is_element = is_pair[group] & (first + column < G.IN)
+                async_copy.async_copy_global_to_shared(room.x.index(stage * _GROUPS + group), at, mask=is_element)
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            n += 1
+        turn += 1
+        block = _block_of(_number(turn, source.num_programs), source.indptr, G)
+    # No thread ends before its copies do.
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    leave()
+
+
+@gluon.jit
+def _free(room, n):
+    """Notes that this group has read the stage of the n-th step."""
+    gl.thread_barrier()
+    mbarrier.arrive(room.free.index(n % _STAGES), count=1)
+
+
+@gluon.jit
+def _products(GROUP: gl.constexpr, room, n, G: gl.constexpr):
+    """Returns the products of 64 rows with a block's columns, and n, the steps that have passed through the ring."""
+    acc = gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, layout=_PRODUCTS)
+    for first in range(0, G.IN, _STEP):
+        stage = n % _STAGES
+        mbarrier.wait(room.full.index(stage), (n // _STAGES) & 1)
+        # Copies of lanes are ordinary writes.
+        fence_async_shared()
+        matrix = room.weight.index(stage).permute((1, 0))
+        acc = warpgroup_mma(room.x.index(stage * _GROUPS + GROUP), matrix, acc, is_async=True)
+        # The step before is done; this one goes on.
+        acc = warpgroup_mma_wait(1, (acc,))
+        if first > 0:
+            _free(room, n - 1)
+        n += 1
+    acc = warpgroup_mma_wait(0, (acc,))
+    _free(room, n - 1)
+    return acc, n
+
+
+@gluon.jit
+def _pass(room, n, G: gl.constexpr):
+    """Passes over the steps of a block of which this group has no pair; returns n after them.
+
+    It waits all the same: barriers count in turns of two.
+    """
+    for _ in range(0, G.IN, _STEP):
+        mbarrier.wait(room.full.index(n % _STAGES), (n // _STAGES) & 1)
+        _free(room, n)
+        n += 1
+    return n
+
+
+@gluon.jit
+def _store(GROUP: gl.constexpr, results, block, to, HAS_BIAS: gl.constexpr, G: gl.constexpr):
+    """Adds the bias to 64 rows of products, combines their halves, and writes them."""
+    GATE: gl.constexpr = G.GATE
+    SIDES: gl.constexpr = 1 if GATE is None else 2
+    OUTPUTS: gl.constexpr = _COLUMNS // SIDES
+    if HAS_BIAS:
+        lane = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, _PRODUCTS))
+        within = block.column + lane % OUTPUTS
+        of_column = to.bias + block.expert.to(gl.int64) * (SIDES * G.OUT) + lane // OUTPUTS * G.OUT + within
+        results += gl.expand_dims(gl.load(of_column, mask=within < G.OUT, other=0.0).to(gl.float32), 0)
+    if GATE is None:
+        stored = gl.convert_layout(results.to(to.out.dtype.element_ty), _STORED)
+    else:
+        gate, up = gl.split(gl.permute(results.reshape([_GROUP_ROWS, 2, OUTPUTS]), (0, 2, 1)))
+        gate = gl.convert_layout(gate, _OF_SIDE, assert_trivial=True)
+        up = gl.convert_layout(up, _OF_SIDE, assert_trivial=True)
+        combined = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
+        stored = gl.convert_layout(combined.to(to.out.dtype.element_ty), _STORED_SIDE)
+    layout: gl.constexpr = stored.type.layout
+    place = block.first + GROUP * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, layout))
+    is_pair = place < block.end
+    pair = gl.load(to.order + place, mask=is_pair, other=0)
+    column = block.column + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, layout))
+    gl.store(
+        to.out + (gl.expand_dims(pair * to.out_row, 1) + gl.expand_dims(column, 0)),
+        stored,
+        mask=gl.expand_dims(is_pair, 1) & gl.expand_dims(column < G.OUT, 0),
+    )
+
+
+@gluon.jit
+def _multiply(GROUP: gl.constexpr, to, room, HAS_BIAS: gl.constexpr, G: gl.constexpr):
+    """Computes 64 pairs of each of the program's blocks."""
+    turn = 0
+    block = _block_of(_number(turn, to.num_programs), to.indptr, G)
+    n = 0
+    while block.expert < G.EXPERTS:
+        if block.first + GROUP * _GROUP_ROWS < block.end:
+            acc, n = _products(GROUP, room, n, G)
+            _store(GROUP, acc, block, to, HAS_BIAS, G)
+        else:
+            n = _pass(room, n, G)
+        turn += 1
+        block = _block_of(_number(turn, to.num_programs), to.indptr, G)
+    leave()
+
+
+@gluon.jit(do_not_specialize=["num_programs"])
+def _hopper_expert_product_kernel(
+    x,
+    weight,
+    bias,
+    order,
+    indptr,
+    out,
+    x_row,
+    out_row,
+    num_programs,
+    G: gl.constexpr,
+):
+    if G.EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    DTYPE: gl.constexpr = x.dtype.element_ty
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    room = _Room(
+        gl.allocate_shared_memory(DTYPE, [_STAGES * _GROUPS, _GROUP_ROWS, _STEP], _SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [_STAGES, _COLUMNS, _STEP], _SWIZZLED),
+        gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars),
+    )
+    for i in gl.static_range(_STAGES):
+        mbarrier.init(room.full.index(i), count=_LOADING_THREADS + 1)
+        mbarrier.init(room.free.index(i), count=_GROUPS)
+    fence_async_shared()
+    gl.thread_barrier()
+    HAS_BIAS: gl.constexpr = bias is not None
+    # Gluon passes no None to warp groups: without a bias it is not read.
+    added = out
+    if HAS_BIAS:
+        added = bias
+    to = _Outputs(order, indptr, added, out, out_row, num_programs)
+    source = _Rows(x, weight, order, indptr, x_row, num_programs)
+    gl.warp_specialize(
+        [
+            (_multiply, (0, to, room, HAS_BIAS, G)),
+            (_multiply, (1, to, room, HAS_BIAS, G)),
+            (_load, (source, room, G)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
+    )
+
+
+def launch_hopper_expert_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: ExpertGroups,
+    out: Tensor,
+    gate: GateForm | None = None,
+    *,
+    compute_units: int,
+) -> None:
+    """Does the same as `launch_expert_product`, for tensors of which `suits_hopper` is true.
+
+    compute_units: multiprocessors of the GPU, each of which has room for one program
+    """
+    (num_pairs, num_out), early, sides = out.shape, starts_early(x.device), 1 if gate is None else 2
+    assert weight.shape == (groups.num_experts, sides * num_out, x.shape[1])
+    assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
+    most_blocks = num_pairs // _ROWS.value + min(num_pairs, groups.num_experts)
+    programs = min(compute_units, most_blocks * triton.cdiv(num_out, _COLUMNS.value // sides))
+    boxes = TensorDescriptor(
+        weight, list(weight.shape), list(weight.stride()), [1, _HALF.value, _STEP.value], _BOX.value
+    )
+    launch(
+        _hopper_expert_product_kernel,
+        (programs,),
+        x,
+        boxes,
+        bias,
+        groups.order,
+        groups.indptr,
+        out,
+        x.stride(0),
+        out.stride(0),
+        programs,
+        G=HopperProductGeometry(
+            EXPERTS=groups.num_experts,
+            EXPERTS_BLOCK=max(32, next_power_of_2(groups.num_experts)),
+            IN=x.shape[1],
+            OUT=num_out,
+            PAIRS_OF_ROW=num_pairs // max(1, x.shape[0]),
+            EARLY=early,
+            GATE=gate,
+        ),
+        num_warps=4,
+        **early_options(early),
+    )

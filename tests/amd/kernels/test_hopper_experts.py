@@ -1,0 +1,143 @@
+"""Products of rows with their experts' matrices for Hopper against float64, with NaN in all that may not be read.
+
+It needs that GPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rocm_attn.kernels.experts.product import launch_expert_product, suits_hopper
+from rocm_attn.kernels.launch import note_launches
+from rocm_attn.kernels.model.gate import GateForm
+from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
+from rocm_serve.models.expert_products import expert_products
+from rocm_serve.models.linears import BlocksOfRows, Linears
+from tests.amd.kernels.expert_cases import ExpertProblem, random_problem
+from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
+from tests.amd.kernels.model_cases import FORMS
+
+pytestmark = OF_HOPPERS_KERNELS
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+# tokens, experts, experts of a token, (in, out): sizes that fill no step, no box of a matrix and no block of columns;
+# experts with up to a hundred pairs, with several blocks, and more than a warp has lanes.
+SHAPES = [
+    (1, 1, 1, (16, 8)),
+    (40, 5, 2, (80, 40)),
+    (300, 3, 2, (144, 272)),
+    (17, 9, 8, (64, 512)),
+    (90, 70, 4, (320, 129)),
+]
+
+
+def among_nan(rows: Tensor) -> Tensor:
+    """The same rows, with NaN between them, before them and after them."""
+    room = rows.new_full((*rows.shape[:-2], rows.shape[-2] + 2, rows.shape[-1] + 16), float("nan"))
+    placed = room[..., 1:-1, : rows.shape[-1]]
+    return placed.copy_(rows)
+
+
+def product(problem: ExpertProblem, gate: GateForm | None = None) -> Tensor:
+    """The product by Hopper's kernel, whose rows of x, matrices and results lie among NaN."""
+    from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
+
+    x, weight = among_nan(problem.x), among_nan(problem.weight)
+    out = among_nan(problem.empty_out(1 if gate is None else 2))
+    assert suits_hopper(x, weight)
+    launch_hopper_expert_product(x, weight, problem.bias, problem.groups, out, gate, compute_units=132)
+    assert out._base is not None
+    assert int(out._base.isnan().sum()) == out._base.numel() - out.numel()
+    return out
+
+
+@HALVES
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_each_pair_is_multiplied_with_its_expert_alone(
+    shape: tuple[int, int, int, tuple[int, int]], dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    for of_pairs in (False, True):
+        problem = random_problem(*shape, dtype=dtype, device=kernel_device, has_bias=of_pairs, of_pairs=of_pairs)
+        problem.assert_served(product(problem))
+
+
+@HALVES
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.kind))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_combined(has_bias: bool, form: GateForm, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """Halves end within a block of columns, and the second one begins there."""
+    problem = random_problem(150, 3, 2, (48, 2 * 168), dtype=dtype, device=kernel_device, has_bias=has_bias)
+    problem = replace(problem, x=problem.x / 7)  # products of about one
+    problem.assert_gated(product(problem, form), form)
+
+
+@pytest.mark.parametrize("counts", [(2500, 1, 0, 63, 0, 2049, 129), (0, 0, 0, 1), (64, 128, 192, 65, 127)], ids=str)
+def test_bits_are_those_of_the_plain_kernel(counts: Sequence[int], kernel_device: torch.device) -> None:
+    """Covers experts with more blocks than a panel has, and with blocks of which one group has no pair."""
+    expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    expert = expert[torch.randperm(len(expert), generator=torch.Generator().manual_seed(1))].to(kernel_device)
+    problem = random_problem(len(expert), len(counts), 1, (208, 600), dtype=torch.bfloat16, device=kernel_device)
+    problem = replace(problem, expert=expert[:, None])
+    plain = problem.empty_out()
+    tiles = expert_tiles("sm_90", torch.bfloat16, 64)
+    launch_expert_product(problem.x, problem.weight, None, problem.groups, plain, tiles=tiles)
+    assert torch.equal(product(problem), plain)
+
+
+def test_rows_that_are_not_finite_harm_no_other(kernel_device: torch.device) -> None:
+    problem = random_problem(200, 4, 2, (64, 48), dtype=torch.bfloat16, device=kernel_device)
+    expected = product(problem)
+    from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
+
+    x, again = problem.x.clone(), problem.empty_out()
+    x[7] = float("nan")
+    launch_hopper_expert_product(x, problem.weight, None, problem.groups, again, compute_units=3)
+    rest = [pair for pair in range(400) if pair // 2 != 7]
+    assert torch.equal(again[rest], expected[rest])
+
+
+def test_matrices_may_lie_further_apart_than_32_bits_reach(kernel_device: torch.device) -> None:
+    """The second of two experts begins 2**31 elements after the first."""
+    problem = random_problem(9, 2, 2, (32, 16), dtype=torch.float16, device=kernel_device)
+    far = torch.empty((1 << 31) + 512, dtype=torch.float16, device=kernel_device)
+    weight = far.as_strided((2, 16, 32), (1 << 31, 32, 1))
+    weight.copy_(problem.weight)
+    problem.assert_served(expert_products(problem.x, weight, None, problem.groups, rows=16, fixed=True))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "width", "name"),
+    [
+        (64, 64, "_hopper_expert_product_kernel"),
+        (2, 64, "_expert_product_kernel"),
+        (64, 72, "_expert_product_kernel"),
+    ],
+)
+def test_models_get_it_for_several_rows_of_an_expert(
+    num_tokens: int, width: int, name: str, kernel_device: torch.device
+) -> None:
+    problem = random_problem(num_tokens, 8, 2, (width, 64), dtype=torch.bfloat16, device=kernel_device)
+    with note_launches() as notes:
+        out = Linears().of_experts(problem.x, problem.weight, None, problem.groups)
+    assert [launch.kernel.__name__ for launch in notes.launches] == [name]
+    problem.assert_served(out)
+
+
+def test_a_rows_bits_depend_on_no_number_of_rows_in_a_deterministic_model(kernel_device: torch.device) -> None:
+    problem = random_problem(200, 4, 2, (96, 80), dtype=torch.bfloat16, device=kernel_device)
+    linears = BlocksOfRows()
+    together = linears.of_experts(problem.x, problem.weight, None, problem.groups)
+    for first, end in ((0, 1), (3, 70), (150, 200)):
+        part = replace(problem, x=problem.x[first:end], expert=problem.expert[first:end])
+        alone = linears.of_experts(part.x, part.weight, None, part.groups)
+        assert torch.equal(alone, together[2 * first : 2 * end])
+
+
+def test_there_may_be_no_tokens(kernel_device: torch.device) -> None:
+    problem = random_problem(1, 4, 2, (64, 48), dtype=torch.bfloat16, device=kernel_device)
+    none = replace(problem, x=problem.x[:0], expert=problem.expert[:0])
+    assert Linears().of_experts(none.x, none.weight, None, none.groups).shape == (0, 48)
+    assert BlocksOfRows().of_experts(none.x, none.weight, None, none.groups).shape == (0, 48)

@@ -1,5 +1,7 @@
 """The product of rows with the matrices of their experts for Hopper, in Gluon: experts/product.py's results.
 
+All rows may have one matrix: that is a layer of one expert, in which nothing has to be looked up.
+
 A program has two consumers, groups of four warps with 64 pairs of a block each, and four warps that load for them: one
 thread loads rows of a matrix by TMA, and all of them copy the pairs' rows of x, 16 bytes per lane, from wherever they
 lie. Both pass through one ring in shared memory, which runs on from block to block: the first steps of the next block
@@ -9,7 +11,8 @@ There are as many programs as run at a time. Programs that run next to each othe
 columns, which then come from the L2 cache. Each group of warps finds the expert of a block by itself: the lanes of
 every warp hold all experts, so that no warp waits for another.
 
-Sums are in the order of experts/product.py, so the bits are the same wherever that uses the same matrix instructions.
+Sums are in the order of experts/product.py and of model/few_rows.py: the bits are the same where the first one uses the
+same matrix instructions, and where the second one has one part.
 """
 
 from __future__ import annotations
@@ -107,24 +110,27 @@ class _Room(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The rows that are loaded: x, boxes of matrices, the pairs by expert, elements from row to row; programs."""
+    """The rows that are loaded: x, with elements from row to row, and boxes of matrices."""
 
     x: Any
-    weight: Any
-    order: Any
-    indptr: Any
     x_row: Any
-    num_programs: Any
+    weight: Any
 
 
 class _Outputs(NamedTuple):
-    """The pairs by expert, a bias, and the rows that are written, with elements from row to row; programs."""
+    """The rows that are written, with elements from row to row, and a bias."""
+
+    out: Any
+    out_row: Any
+    bias: Any
+
+
+class _Pairs(NamedTuple):
+    """The pairs by expert (ExpertGroups), which are not read if there is one expert; their number; programs."""
 
     order: Any
     indptr: Any
-    bias: Any
-    out: Any
-    out_row: Any
+    num: Any
     num_programs: Any
 
 
@@ -141,35 +147,34 @@ class _Block(NamedTuple):
 
 
 @gluon.jit
-def _number(turn, num_programs):
-    """The number of the program's block in a turn. Full blocks and others may alternate, so programs change places."""
-    return turn * num_programs + (gl.program_id(0) + turn * _NEXT_PLACE) % num_programs
-
-
-@gluon.jit
 def _add(left, right):
     return left + right
 
 
 @gluon.jit
-def _block_of(number, indptr, G: gl.constexpr):
-    """The block with a number."""
+def _block_of(turn, pairs, G: gl.constexpr):
+    """The program's block in a turn. Full blocks and others may alternate, so programs change places."""
+    number = turn * pairs.num_programs + (gl.program_id(0) + turn * _NEXT_PLACE) % pairs.num_programs
     SIDES: gl.constexpr = 1 if G.GATE is None else 2
-    layout: gl.constexpr = gl.BlockedLayout([G.EXPERTS_BLOCK // 32], [32], [4], [0])
     OUTPUTS: gl.constexpr = _COLUMNS // SIDES
     COLUMN_BLOCKS: gl.constexpr = (G.OUT + OUTPUTS - 1) // OUTPUTS
-    each = gl.arange(0, G.EXPERTS_BLOCK, layout=layout)
-    is_expert = each < G.EXPERTS
-    begin = gl.load(indptr + each, mask=is_expert, other=0).to(gl.int32)
-    end = gl.load(indptr + each + 1, mask=is_expert, other=0).to(gl.int32)
-    until = gl.associative_scan((end - begin + (_ROWS - 1)) // _ROWS * COLUMN_BLOCKS, 0, _add)
-    is_before = (until <= number) & is_expert
-    expert = gl.sum(is_before.to(gl.int32), 0)
-    within = number - gl.max(gl.where(is_before, until, 0), 0)
-    # Both ascend from expert to expert.
-    is_other = is_before | (each >= G.EXPERTS)
-    first = gl.min(gl.where(is_other, 0x7FFFFFFF, begin), 0)
-    end = gl.min(gl.where(is_other, 0x7FFFFFFF, end), 0)
+    if G.EXPERTS == 1:
+        first, end, within = 0, pairs.num, number
+        expert = (number >= gl.cdiv(end, _ROWS) * COLUMN_BLOCKS).to(gl.int32)
+    else:
+        layout: gl.constexpr = gl.BlockedLayout([G.EXPERTS_BLOCK // 32], [32], [4], [0])
+        each = gl.arange(0, G.EXPERTS_BLOCK, layout=layout)
+        is_expert = each < G.EXPERTS
+        begins = gl.load(pairs.indptr + each, mask=is_expert, other=0).to(gl.int32)
+        ends = gl.load(pairs.indptr + each + 1, mask=is_expert, other=0).to(gl.int32)
+        until = gl.associative_scan((ends - begins + (_ROWS - 1)) // _ROWS * COLUMN_BLOCKS, 0, _add)
+        is_before = (until <= number) & is_expert
+        expert = gl.sum(is_before.to(gl.int32), 0)
+        within = number - gl.max(gl.where(is_before, until, 0), 0)
+        # Both ascend from expert to expert.
+        is_other = is_before | (each >= G.EXPERTS)
+        first = gl.min(gl.where(is_other, 0x7FFFFFFF, begins), 0)
+        end = gl.min(gl.where(is_other, 0x7FFFFFFF, ends), 0)
     panel = within // (_PANEL * COLUMN_BLOCKS) * _PANEL
     within -= panel * COLUMN_BLOCKS
     blocks = gl.maximum(gl.minimum((end - first + (_ROWS - 1)) // _ROWS - panel, _PANEL), 1)
@@ -177,13 +182,19 @@ def _block_of(number, indptr, G: gl.constexpr):
 
 
 @gluon.jit
-def _load(source, room, G: gl.constexpr):
+def _pairs_at(pairs, place, is_there, G: gl.constexpr):
+    """The pairs at some places of the order, int64."""
+    return place.to(gl.int64) if G.EXPERTS == 1 else gl.load(pairs.order + place, mask=is_there, other=0)
+
+
+@gluon.jit
+def _load(source, pairs, room, G: gl.constexpr):
     """Loads the rows of all the program's blocks."""
     SIDES: gl.constexpr = 1 if G.GATE is None else 2
     column = gl.expand_dims(gl.arange(0, _STEP, layout=gl.SliceLayout(0, _COPIED)), 0)
     SECOND: gl.constexpr = _HALF if SIDES == 1 else G.OUT
     turn = 0
-    block = _block_of(_number(turn, source.num_programs), source.indptr, G)
+    block = _block_of(turn, pairs, G)
     n = 0
     while block.expert < G.EXPERTS:
         rows = ()
@@ -191,7 +202,7 @@ def _load(source, room, G: gl.constexpr):
         for group in gl.static_range(_GROUPS):
             place = block.first + group * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, _COPIED))
             is_there = place < block.end
-            pair = gl.load(source.order + place, mask=is_there, other=0)
+            pair = _pairs_at(pairs, place, is_there, G)
             rows += (gl.expand_dims((pair // G.PAIRS_OF_ROW).to(gl.int32), 1),)  # type: ignore[assignment]
             is_pair += (gl.expand_dims(is_there, 1),)  # type: ignore[assignment]
         for first in range(0, G.IN, _STEP):
@@ -212,7 +223,7 @@ def _load(source, room, G: gl.constexpr):
             async_copy.mbarrier_arrive(full, increment_count=False)
             n += 1
         turn += 1
-        block = _block_of(_number(turn, source.num_programs), source.indptr, G)
+        block = _block_of(turn, pairs, G)
     # No thread ends before its copies do.
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -261,7 +272,7 @@ def _pass(room, n, G: gl.constexpr):
 
 
 @gluon.jit
-def _store(GROUP: gl.constexpr, results, block, to, HAS_BIAS: gl.constexpr, G: gl.constexpr):
+def _store(GROUP: gl.constexpr, results, block, pairs, to, HAS_BIAS: gl.constexpr, G: gl.constexpr):
     """Adds the bias to 64 rows of products, combines their halves, and writes them."""
     GATE: gl.constexpr = G.GATE
     SIDES: gl.constexpr = 1 if GATE is None else 2
@@ -282,7 +293,7 @@ def _store(GROUP: gl.constexpr, results, block, to, HAS_BIAS: gl.constexpr, G: g
     layout: gl.constexpr = stored.type.layout
     place = block.first + GROUP * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, layout))
     is_pair = place < block.end
-    pair = gl.load(to.order + place, mask=is_pair, other=0)
+    pair = _pairs_at(pairs, place, is_pair, G)
     column = block.column + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, layout))
     gl.store(
         to.out + (gl.expand_dims(pair * to.out_row, 1) + gl.expand_dims(column, 0)),
@@ -292,23 +303,23 @@ def _store(GROUP: gl.constexpr, results, block, to, HAS_BIAS: gl.constexpr, G: g
 
 
 @gluon.jit
-def _multiply(GROUP: gl.constexpr, to, room, HAS_BIAS: gl.constexpr, G: gl.constexpr):
+def _multiply(GROUP: gl.constexpr, pairs, to, room, HAS_BIAS: gl.constexpr, G: gl.constexpr):
     """Computes 64 pairs of each of the program's blocks."""
     turn = 0
-    block = _block_of(_number(turn, to.num_programs), to.indptr, G)
+    block = _block_of(turn, pairs, G)
     n = 0
     while block.expert < G.EXPERTS:
         if block.first + GROUP * _GROUP_ROWS < block.end:
             acc, n = _products(GROUP, room, n, G)
-            _store(GROUP, acc, block, to, HAS_BIAS, G)
+            _store(GROUP, acc, block, pairs, to, HAS_BIAS, G)
         else:
             n = _pass(room, n, G)
         turn += 1
-        block = _block_of(_number(turn, to.num_programs), to.indptr, G)
+        block = _block_of(turn, pairs, G)
     leave()
 
 
-@gluon.jit(do_not_specialize=["num_programs"])
+@gluon.jit(do_not_specialize=["num_pairs", "num_programs"])
 def _hopper_expert_product_kernel(
     x,
     weight,
@@ -318,6 +329,7 @@ def _hopper_expert_product_kernel(
     out,
     x_row,
     out_row,
+    num_pairs,
     num_programs,
     G: gl.constexpr,
 ):
@@ -342,13 +354,13 @@ def _hopper_expert_product_kernel(
     added = out
     if HAS_BIAS:
         added = bias
-    to = _Outputs(order, indptr, added, out, out_row, num_programs)
-    source = _Rows(x, weight, order, indptr, x_row, num_programs)
+    pairs = _Pairs(order, indptr, num_pairs, num_programs)
+    to, source = _Outputs(out, out_row, added), _Rows(x, x_row, weight)
     gl.warp_specialize(
         [
-            (_multiply, (0, to, room, HAS_BIAS, G)),
-            (_multiply, (1, to, room, HAS_BIAS, G)),
-            (_load, (source, room, G)),
+            (_multiply, (0, pairs, to, room, HAS_BIAS, G)),
+            (_multiply, (1, pairs, to, room, HAS_BIAS, G)),
+            (_load, (source, pairs, room, G)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
@@ -369,10 +381,41 @@ def launch_hopper_expert_product(
 
     compute_units: multiprocessors of the GPU, each of which has room for one program
     """
+    assert groups.num_experts > 1 or len(groups.order) == len(out)
+    _launch(x, weight, bias, groups.order, groups.indptr, out, gate, compute_units)
+
+
+def launch_hopper_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gate: GateForm | None = None, *, compute_units: int
+) -> None:
+    """Writes x @ weight.T + bias, or its halves, combined. A row's bits depend on no other row, nor on their number.
+
+    x:      [rows, in], float16 or bfloat16
+    weight: [out, in]; with a gate [2 * out, in], the gate's rows first
+    bias:   [out] or [2 * out], contiguous
+    out:    [rows, out], of x's dtype, written
+    `suits_hopper` is true of x and of weight[None].
+    """
+    added = None if bias is None else bias[None]
+    _launch(x, weight[None], added, out, out, out, gate, compute_units)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    indptr: Tensor,
+    out: Tensor,
+    gate: GateForm | None,
+    compute_units: int,
+) -> None:
     (num_pairs, num_out), early, sides = out.shape, starts_early(x.device), 1 if gate is None else 2
-    assert weight.shape == (groups.num_experts, sides * num_out, x.shape[1])
+    num_experts = len(weight)
+    assert weight.shape == (num_experts, sides * num_out, x.shape[1])
     assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
-    most_blocks = num_pairs // _ROWS.value + min(num_pairs, groups.num_experts)
+    assert x.stride(1) == weight.stride(2) == out.stride(1) == 1
+    most_blocks = num_pairs // _ROWS.value + min(num_pairs, num_experts)
     programs = min(compute_units, most_blocks * triton.cdiv(num_out, _COLUMNS.value // sides))
     boxes = TensorDescriptor(
         weight, list(weight.shape), list(weight.stride()), [1, _HALF.value, _STEP.value], _BOX.value
@@ -383,15 +426,16 @@ def launch_hopper_expert_product(
         x,
         boxes,
         bias,
-        groups.order,
-        groups.indptr,
+        order,
+        indptr,
         out,
         x.stride(0),
         out.stride(0),
+        num_pairs,
         programs,
         G=HopperProductGeometry(
-            EXPERTS=groups.num_experts,
-            EXPERTS_BLOCK=max(32, next_power_of_2(groups.num_experts)),
+            EXPERTS=num_experts,
+            EXPERTS_BLOCK=max(32, next_power_of_2(num_experts)),
             IN=x.shape[1],
             OUT=num_out,
             PAIRS_OF_ROW=num_pairs // max(1, x.shape[0]),

@@ -57,13 +57,13 @@ def _few_rows_kernel(
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros((SIDES * OUTPUTS, ROWS), tl.float32)
-    if bias is not None:
-        # Parts have one sum.
-        acc += tl.load(bias + weight_row, mask=of_both >= part * SIDES * OUTPUTS, other=0.0).to(tl.float32)[:, None]
     begin = part * (IN // PARTS)
     for at in tl.range(begin, begin + IN // PARTS, STEP, num_stages=STAGES):
         given = tl.load(inputs + at, mask=is_row, other=0.0)
         acc = tl.dot(tl.load(weights + at), tl.trans(given), acc, input_precision="ieee")
+    if bias is not None:
+        # Parts have one sum.
+        acc += tl.load(bias + weight_row, mask=of_both >= part * SIDES * OUTPUTS, other=0.0).to(tl.float32)[:, None]
     if GATE is not None:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, ROWS)), (1, 2, 0)))
         acc = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)

@@ -80,6 +80,40 @@ def parts_of_few_rows(x: Tensor, weight: Tensor, num_out: int) -> int:
     return parts if is_fast and num_in % (parts * STEP) == 0 else 0
 
 
+def has_one_order(x: Tensor, weight: Tensor, num_out: int) -> bool:
+    """True if multiplied_in_one_order takes such rows, wherever they lie and however many there are.
+
+    num_out: outputs of the product; the matrix of a gate has two rows for each
+    """
+    if not x.is_cuda or x.dtype.itemsize != 2 or x.dtype != weight.dtype:
+        return False
+    from rocm_attn.kernels.backend import on_hopper
+    from rocm_attn.kernels.model.few_rows import OUTPUTS, STEP
+
+    lies_right = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    return on_hopper() and lies_right and num_out % OUTPUTS == weight.shape[1] % STEP == 0
+
+
+def multiplied_in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate | None = None) -> Tensor:
+    """[rows, out]: x @ weight.T + bias, or its halves, combined. A row's bits depend on no other row.
+
+    Two kernels have the same order of sums: one is for a few rows and one for many.
+    """
+    from rocm_attn.kernels.model.few_rows import MOST_ROWS
+
+    x, form = x.contiguous(), None if gate is None else form_of(gate)
+    if x.data_ptr() % 16:
+        x = x.clone()
+    if 0 < len(x) <= MOST_ROWS:
+        return _by_few_rows(x, weight, bias, 1, form)[0]
+    # Not every release of Triton has the Gluon that it is written in.
+    from rocm_attn.kernels.hopper.expert_product import launch_hopper_product
+
+    out = torch.empty(len(x), len(weight) // (1 if gate is None else 2), dtype=x.dtype, device=x.device)
+    launch_hopper_product(x, weight, bias, out, form, compute_units=_compute_units(x.device))
+    return out
+
+
 def form_of(gate: Gate) -> GateForm:
     """The form of a gate for kernels."""
     from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm

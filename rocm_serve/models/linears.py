@@ -1,7 +1,8 @@
 """Linear layers whose result for a row does not depend on other rows.
 
-A BLAS picks its kernel, and with it the order of a sum, by the number of rows. In deterministic mode rows are therefore
-computed in blocks of a fixed size, and the last block is padded with zeros.
+A BLAS picks its kernel, and with it the order of a sum, by the number of rows. So in deterministic mode kernels for
+Hopper add up in one order. Elsewhere rows are computed in blocks of a fixed size, and the last block is padded with
+zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from torch import Tensor
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_serve.models.expert_products import expert_products
-from rocm_serve.models.gated import lie_right, mixed, multiplied_and_mixed, multiplied_in_parts, parts_of_few_rows
+from rocm_serve.models.gated import (
+    has_one_order,
+    lie_right,
+    mixed,
+    multiplied_and_mixed,
+    multiplied_in_one_order,
+    multiplied_in_parts,
+    parts_of_few_rows,
+)
 from rocm_serve.ranks import ONE_RANK, Ranks
 
 # Rows per block. 16 fill a matrix instruction; more would be wasted on small batches.
@@ -88,8 +97,8 @@ class Linears:
         return expert_products(x, weight, bias, groups, gate, rows=ROWS, fixed=self._is_fixed)
 
 
-class BlocksOfRows(Linears):
-    """Computes blocks of ROWS rows, one product each, and sums over ranks in their order."""
+class BatchInvariantLinears(Linears):
+    """Computes each sum in one order, or blocks of ROWS rows, one product each; and sums over ranks in their order."""
 
     _is_fixed: ClassVar = True
 
@@ -98,12 +107,16 @@ class BlocksOfRows(Linears):
         self.summed = ranks.sum_in_order
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if has_one_order(x, weight, len(weight)):
+            return multiplied_in_one_order(x, weight, bias)
         rows = x.shape[0]
         filled = F.pad(x, (0, 0, 0, -rows % ROWS))
         blocks = torch.split(filled, ROWS)
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        if not isinstance(gate, ReluSquared) and has_one_order(x, weight, len(weight) // 2):
+            return multiplied_in_one_order(x, weight, bias, gate)
         return mixed(gate, self.linear(x, weight, bias))
 
     def terms(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,4 +132,4 @@ class BlocksOfRows(Linears):
 
 def linears_over(ranks: Ranks, *, deterministic: bool) -> Linears:
     """The linear layers of a model that ranks share. deterministic: a row's result does not depend on other rows"""
-    return BlocksOfRows(ranks) if deterministic else Linears(ranks)
+    return BatchInvariantLinears(ranks) if deterministic else Linears(ranks)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_serve.engine import Engine
-from rocm_serve.models.linears import ROWS, BlocksOfRows, Linears
+from rocm_serve.models.linears import ROWS, BatchInvariantLinears, Linears
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling import Draw, PickedTokens, Sampler, TokenPicker
 from rocm_serve.sampling.sampling_options import Sampling
@@ -71,7 +71,7 @@ def test_a_requests_logits_are_those_that_it_gets_alone(
 def test_a_row_of_a_linear_layer_is_the_same_in_any_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(576, 333, generator=generator), torch.randn(576, generator=generator)
-    x, linears = torch.randn(40, 333, generator=generator), BlocksOfRows()
+    x, linears = torch.randn(40, 333, generator=generator), BatchInvariantLinears()
     whole = linears.linear(x, weight, bias)
     for first, end in ((0, 1), (3, 4), (5, 22), (39, 40), (1, 40)):
         assert torch.equal(linears.linear(x[first:end], weight, bias), whole[first:end])

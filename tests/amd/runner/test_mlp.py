@@ -10,7 +10,7 @@ from rocm_attn.errors import BadModel
 from rocm_attn.models.gates import SwiGLU
 from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors
 from rocm_attn.models.routing import Routing
-from rocm_serve.models.linears import BlocksOfRows, Linears
+from rocm_serve.models.linears import BatchInvariantLinears, Linears
 from rocm_serve.models.mlp import experts_sum
 from rocm_serve.models.mlp_weights import ExpertWeights
 
@@ -36,9 +36,9 @@ def output(x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears |
 
 def test_the_bits_of_a_token_depend_on_no_other_token_where_that_is_asked_for() -> None:
     weights, x = random_weights(), torch.randn(37, HIDDEN)
-    together = output(x, MLP, weights, BlocksOfRows())
+    together = output(x, MLP, weights, BatchInvariantLinears())
     for first, end in ((0, 1), (3, 20), (36, 37)):
-        assert torch.equal(output(x[first:end], MLP, weights, BlocksOfRows()), together[first:end])
+        assert torch.equal(output(x[first:end], MLP, weights, BatchInvariantLinears()), together[first:end])
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -53,10 +53,10 @@ def test_an_expert_that_overflows_harms_no_token_that_did_not_choose_it(bad: flo
 
 def test_a_token_that_is_not_finite_harms_no_other() -> None:
     weights, x = random_weights(), torch.randn(9, HIDDEN)
-    expected = output(x, MLP, weights, BlocksOfRows())
+    expected = output(x, MLP, weights, BatchInvariantLinears())
     x[4] = float("nan")
     rest = [token for token in range(9) if token != 4]
-    torch.testing.assert_close(output(x, MLP, weights, BlocksOfRows())[rest], expected[rest], atol=0, rtol=0)
+    torch.testing.assert_close(output(x, MLP, weights, BatchInvariantLinears())[rest], expected[rest], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("num_chosen", [0, EXPERTS + 1])

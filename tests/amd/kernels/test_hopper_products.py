@@ -1,4 +1,4 @@
-"""Products of rows with their experts' matrices for Hopper against float64, with NaN in all that may not be read.
+"""Products of rows with one matrix or their experts' for Hopper against float64, with NaN in all that may not be read.
 
 It needs that GPU.
 """
@@ -14,8 +14,10 @@ from rocm_attn.kernels.experts.product import launch_expert_product, suits_hoppe
 from rocm_attn.kernels.launch import note_launches
 from rocm_attn.kernels.model.gate import GateForm
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
+from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, SwiGLU
 from rocm_serve.models.expert_products import expert_products
-from rocm_serve.models.linears import BlocksOfRows, Linears
+from rocm_serve.models.gated import form_of
+from rocm_serve.models.linears import BatchInvariantLinears, Linears
 from tests.amd.kernels.expert_cases import ExpertProblem, random_problem
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
 from tests.amd.kernels.model_cases import FORMS
@@ -128,7 +130,7 @@ def test_models_get_it_for_several_rows_of_an_expert(
 
 def test_a_rows_bits_depend_on_no_number_of_rows_in_a_deterministic_model(kernel_device: torch.device) -> None:
     problem = random_problem(200, 4, 2, (96, 80), dtype=torch.bfloat16, device=kernel_device)
-    linears = BlocksOfRows()
+    linears = BatchInvariantLinears()
     together = linears.of_experts(problem.x, problem.weight, None, problem.groups)
     for first, end in ((0, 1), (3, 70), (150, 200)):
         part = replace(problem, x=problem.x[first:end], expert=problem.expert[first:end])
@@ -136,8 +138,61 @@ def test_a_rows_bits_depend_on_no_number_of_rows_in_a_deterministic_model(kernel
         assert torch.equal(alone, together[2 * first : 2 * end])
 
 
+ONE_MATRIX = [(64, 64), (448, 192), (2048, 1088)]
+
+
+@HALVES
+@pytest.mark.parametrize("sizes", ONE_MATRIX, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_rows_bits_depend_on_no_number_of_rows(
+    has_bias: bool, sizes: tuple[int, int], dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    """Covers both kernels, and rows of a wider tensor, of which one alone begins at no multiple of 16 bytes."""
+    problem = random_problem(300, 1, 1, sizes, dtype=dtype, device=kernel_device, has_bias=has_bias)
+    weight, bias = problem.weight[0], None if problem.bias is None else problem.bias[0]
+    x = problem.x.new_full((300, sizes[0] + 3), float("nan"))[:, 3:].copy_(problem.x)
+    linears = BatchInvariantLinears()
+    together = linears.linear(x, weight, bias)
+    problem.assert_served(together)
+    for first, end in ((0, 1), (7, 8), (3, 67), (3, 68), (100, 117), (40, 300)):
+        assert torch.equal(linears.linear(x[first:end], weight, bias), together[first:end])
+    x[65] = float("nan")
+    rest = [row for row in range(300) if row != 65]
+    assert torch.equal(linears.linear(x, weight, bias)[rest], together[rest])
+    assert linears.linear(x[:0], weight, bias).shape == (0, sizes[1])
+
+
+@HALVES
+@pytest.mark.parametrize("gate", [SwiGLU(), GeGLU(), ClampedSwiGLU(0.7, 1.3)], ids=lambda gate: type(gate).__name__)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_combined_rows_bits_do_not_either(
+    has_bias: bool, gate: Gate, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    problem = random_problem(200, 1, 1, (192, 2 * 320), dtype=dtype, device=kernel_device, has_bias=has_bias)
+    problem = replace(problem, x=problem.x / 14)  # products of about one
+    weight, bias = problem.weight[0], None if problem.bias is None else problem.bias[0]
+    linears = BatchInvariantLinears()
+    together = linears.gated(problem.x, weight, bias, gate)
+    problem.assert_gated(together, form_of(gate))
+    for first, end in ((0, 1), (3, 67), (3, 68), (150, 200)):
+        assert torch.equal(linears.gated(problem.x[first:end], weight, bias, gate), together[first:end])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [((72, 64), torch.bfloat16), ((64, 40), torch.bfloat16), ((64, 64), torch.float32)]
+)
+def test_other_matrices_are_multiplied_by_blocks_of_rows(
+    sizes: tuple[int, int], dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    problem = random_problem(90, 1, 1, sizes, dtype=dtype, device=kernel_device)
+    with note_launches() as notes:
+        out = BatchInvariantLinears().linear(problem.x, problem.weight[0])
+    assert not notes.launches
+    assert torch.equal(BatchInvariantLinears().linear(problem.x[30:31], problem.weight[0]), out[30:31])
+
+
 def test_there_may_be_no_tokens(kernel_device: torch.device) -> None:
     problem = random_problem(1, 4, 2, (64, 48), dtype=torch.bfloat16, device=kernel_device)
     none = replace(problem, x=problem.x[:0], expert=problem.expert[:0])
     assert Linears().of_experts(none.x, none.weight, None, none.groups).shape == (0, 48)
-    assert BlocksOfRows().of_experts(none.x, none.weight, None, none.groups).shape == (0, 48)
+    assert BatchInvariantLinears().of_experts(none.x, none.weight, None, none.groups).shape == (0, 48)

@@ -6,6 +6,7 @@
 Pairs lie by expert (groups.py). A program takes a block of one expert's pairs and a block of columns. It finds its
 expert by counting blocks, so the grid follows from sizes alone: it has room for the most blocks that experts can have,
 and programs without one end at once. A row's bits depend on no other row: a matrix instruction computes it from itself.
+All rows may have one matrix: that is a layer of one expert, in which nothing has to be looked up.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ProductGeometry(NamedTuple):
     EARLY: bool
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["all_pairs"])
 def _expert_product_kernel(
     x,
     weight,
@@ -55,6 +56,7 @@ def _expert_product_kernel(
     order,
     indptr,
     out,
+    all_pairs,
     x_row,
     weight_expert,
     weight_row,
@@ -73,17 +75,29 @@ def _expert_product_kernel(
         gdc_wait()
         gdc_launch_dependents()
     block = tl.program_id(0)
-    each = tl.arange(0, G.EXPERTS_BLOCK)
-    is_expert = each < G.EXPERTS
-    num_pairs = tl.load(indptr + each + 1, mask=is_expert, other=0) - tl.load(indptr + each, mask=is_expert, other=0)
-    num_blocks = tl.cdiv(num_pairs.to(tl.int32), ROWS)
-    expert = tl.sum((tl.cumsum(num_blocks, 0) <= block).to(tl.int32), 0)
-    if expert < G.EXPERTS:
+    if G.EXPERTS == 1:
+        first_place, end_place = block * ROWS, all_pairs
+        expert = (first_place >= end_place).to(tl.int32)
+    else:
+        each = tl.arange(0, G.EXPERTS_BLOCK)
+        is_expert = each < G.EXPERTS
+        num_pairs = tl.load(indptr + each + 1, mask=is_expert, other=0) - tl.load(
+            indptr + each, mask=is_expert, other=0
+        )
+        num_blocks = tl.cdiv(num_pairs.to(tl.int32), ROWS)
+        expert = tl.sum((tl.cumsum(num_blocks, 0) <= block).to(tl.int32), 0)
         own_block = block - tl.sum(tl.where(each < expert, num_blocks, 0), 0)
-        place = tl.load(indptr + expert) + own_block * ROWS + tl.arange(0, ROWS)
-        is_pair = (place < tl.load(indptr + expert + 1))[:, None]
+        is_any = expert < G.EXPERTS
+        first_place = tl.load(indptr + expert, mask=is_any, other=0) + own_block * ROWS
+        end_place = tl.load(indptr + expert + 1, mask=is_any, other=0)
+    if first_place < end_place:
+        place = first_place + tl.arange(0, ROWS)
+        is_pair = (place < end_place)[:, None]
         # pair: [ROWS, 1]; column: [COLUMNS]
-        pair = tl.load(order + place[:, None], mask=is_pair, other=0)
+        if G.EXPERTS == 1:
+            pair = tl.where(is_pair, place[:, None].to(tl.int64), 0)
+        else:
+            pair = tl.load(order + place[:, None], mask=is_pair, other=0)
         first_column = tl.program_id(1) * OUTPUTS
         of_both = tl.arange(0, COLUMNS)
         within = first_column + of_both % OUTPUTS
@@ -145,28 +159,58 @@ def launch_expert_product(
     out:    [pairs, out], of x's dtype, written
     The last dimension of each is contiguous.
     """
+    assert groups.num_experts > 1 or len(groups.order) == len(out)
+    _launch(x, weight, bias, groups.order, groups.indptr, out, gate, tiles)
+
+
+def launch_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gate: GateForm | None = None, *, tiles: ExpertTiles
+) -> None:
+    """Writes x @ weight.T + bias, or its halves, combined. A row's bits depend on no other row.
+
+    x:      [rows, in]; weight: [out, in], with a gate [2 * out, in], the gate's rows first
+    bias:   [out] or [2 * out], contiguous
+    out:    [rows, out], of x's dtype, written
+    The last dimension of each is contiguous.
+    """
+    _launch(x, weight[None], None if bias is None else bias[None], out, out, out, gate, tiles)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    indptr: Tensor,
+    out: Tensor,
+    gate: GateForm | None,
+    tiles: ExpertTiles,
+) -> None:
+    """order, indptr: of ExpertGroups; anything if there is one expert"""
     (num_pairs, num_out), early, sides = out.shape, starts_early(x.device), 1 if gate is None else 2
-    assert weight.shape == (groups.num_experts, sides * num_out, x.shape[1])
+    num_experts = len(weight)
+    assert weight.shape == (num_experts, sides * num_out, x.shape[1])
     assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
     assert x.stride(1) == weight.stride(2) == out.stride(1) == 1
     # Each expert with a pair may have one block that is not full.
-    most_blocks = num_pairs // tiles.rows + min(num_pairs, groups.num_experts)
+    most_blocks = num_pairs // tiles.rows + min(num_pairs, num_experts)
     launch(
         _expert_product_kernel,
         (most_blocks, triton.cdiv(num_out, tiles.columns // sides)),
         x,
         weight,
         bias,
-        groups.order,
-        groups.indptr,
+        order,
+        indptr,
         out,
+        num_pairs,
         x.stride(0),
         weight.stride(0),
         weight.stride(1),
         out.stride(0),
         G=ProductGeometry(
-            EXPERTS=groups.num_experts,
-            EXPERTS_BLOCK=next_power_of_2(groups.num_experts),
+            EXPERTS=num_experts,
+            EXPERTS_BLOCK=next_power_of_2(num_experts),
             IN=x.shape[1],
             OUT=num_out,
             PAIRS_OF_ROW=num_pairs // max(1, x.shape[0]),
@@ -178,5 +222,6 @@ def launch_expert_product(
         GATE=gate,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **tiles.options(),
         **early_options(early),
     )

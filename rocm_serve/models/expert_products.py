@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.refs.experts import expert_product
-from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
-from rocm_attn.machine.target import Target, detect_target
+from rocm_attn.kernels.tuning.expert_tiles import ONE_ORDER_CHOICES, expert_tiles, have_one_order
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_attn.models.routing import ExpertScores, Routing
-from rocm_serve.models.gated import form_of, mixed
+from rocm_serve.models.gated import form_of, mixed, target_of
 
 # The kernel compares each pair with each expert (H200): 57 us for 65,536 pairs and 128 experts, where torch takes 76,
 # and 232 for 81,920 and 512.
@@ -68,7 +65,8 @@ def expert_products(
     """[pairs, out]: each pair's row of x times the matrix of its expert; see launch_expert_product.
 
     gate:  combines the products, whose matrices are then twice as large; see mixed()
-    rows:  of a block; if they are not fixed, a GPU takes blocks by the mean size of a group, a CPU whole groups
+    rows:  of a block, if bits are fixed and blocks of other sizes would give others; otherwise a GPU takes blocks by
+           the mean size of a group, and a CPU whole groups
     fixed: whether a row's bits must not depend on the number of rows
     """
     is_cpu = x.device.type == "cpu"
@@ -81,16 +79,21 @@ def expert_products(
         return out
     from rocm_attn.kernels.experts.product import launch_expert_product, suits_hopper
 
-    group_rows, form = rows if fixed else -(-num_pairs // groups.num_experts), None if gate is None else form_of(gate)
-    target = _target(x.device)
-    if group_rows >= _LEAST_ROWS_FOR_HOPPER and suits_hopper(x, weight):
+    mean_rows, form = -(-num_pairs // groups.num_experts), None if gate is None else form_of(gate)
+    target = target_of(x.device)
+    if (fixed or mean_rows >= _LEAST_ROWS_FOR_HOPPER) and suits_hopper(x, weight):
         # Not every release of Triton has the Gluon that it is written in.
         from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
 
         units = target.compute_units
         launch_hopper_expert_product(x, weight, bias, groups, out, form, compute_units=units)
     else:
-        tiles = expert_tiles(target.arch, x.dtype, group_rows)
+        if not fixed:
+            tiles = expert_tiles(target.arch, x.dtype, mean_rows)
+        elif have_one_order(target.arch, x.dtype):
+            tiles = expert_tiles(target.arch, x.dtype, mean_rows, ONE_ORDER_CHOICES)
+        else:
+            tiles = expert_tiles(target.arch, x.dtype, rows)
         launch_expert_product(x, weight, bias, groups, out, form, tiles=tiles)
     return out
 
@@ -111,8 +114,3 @@ def combined(parts: Tensor, share: Tensor, shared: Tensor | None, weight: Tensor
     out = torch.empty(share.shape[0], parts.shape[1], dtype=parts.dtype, device=parts.device)
     launch_combine(parts, share, shared, weight, out)
     return out
-
-
-@cache
-def _target(device: torch.device) -> Target:
-    return detect_target(device)

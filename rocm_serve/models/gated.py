@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rocm_attn.machine.target import detect_target
+from rocm_attn.kernels.tuning.expert_tiles import ONE_ORDER_CHOICES, expert_tiles, have_one_order
+from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, ReluSquared, SwiGLU
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, gat
     num_out = len(weight) if gate is None else len(weight) // 2
     dtype = x.dtype if parts == 1 else torch.float32
     out = torch.empty(parts, len(x), num_out, dtype=dtype, device=x.device)
-    launch_few_rows(x, weight, bias, out, _compute_units(x.device), gate)
+    launch_few_rows(x, weight, bias, out, target_of(x.device).compute_units, gate)
     return out
 
 
@@ -73,7 +74,7 @@ def parts_of_few_rows(x: Tensor, weight: Tensor, num_out: int) -> int:
     programs, rest = divmod(num_out, OUTPUTS)
     if rest or not 1 < rows <= MOST_ROWS or not starts_early(x.device):
         return 0
-    units, parts = _compute_units(x.device), 1
+    units, parts = target_of(x.device).compute_units, 1
     while 10 * programs * parts < 7 * units:
         parts *= 2
     is_fast = num_out < len(weight) or rows <= MOST_ROWS // 2 or programs * parts <= units
@@ -85,32 +86,40 @@ def has_one_order(x: Tensor, weight: Tensor, num_out: int) -> bool:
 
     num_out: outputs of the product; the matrix of a gate has two rows for each
     """
-    if not x.is_cuda or x.dtype.itemsize != 2 or x.dtype != weight.dtype:
+    if not x.is_cuda or x.dtype != weight.dtype:
         return False
     from rocm_attn.kernels.backend import on_hopper
     from rocm_attn.kernels.model.few_rows import OUTPUTS, STEP
 
+    if not on_hopper():
+        return have_one_order(target_of(x.device).arch, x.dtype)
     lies_right = weight.is_contiguous() and weight.data_ptr() % 16 == 0
-    return on_hopper() and lies_right and num_out % OUTPUTS == weight.shape[1] % STEP == 0
+    return x.dtype.itemsize == 2 and lies_right and num_out % OUTPUTS == weight.shape[1] % STEP == 0
 
 
 def multiplied_in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate | None = None) -> Tensor:
     """[rows, out]: x @ weight.T + bias, or its halves, combined. A row's bits depend on no other row.
 
-    Two kernels have the same order of sums: one is for a few rows and one for many.
+    Kernels or tiles for a few rows have the same order of sums as those for many.
     """
+    from rocm_attn.kernels.backend import on_hopper
+    from rocm_attn.kernels.experts.product import launch_product
     from rocm_attn.kernels.model.few_rows import MOST_ROWS
 
-    x, form = x.contiguous(), None if gate is None else form_of(gate)
+    x, form, target = x.contiguous(), None if gate is None else form_of(gate), target_of(x.device)
     if x.data_ptr() % 16:
         x = x.clone()
-    if 0 < len(x) <= MOST_ROWS:
+    if on_hopper() and 0 < len(x) <= MOST_ROWS:
         return _by_few_rows(x, weight, bias, 1, form)[0]
-    # Not every release of Triton has the Gluon that it is written in.
-    from rocm_attn.kernels.hopper.expert_product import launch_hopper_product
-
     out = torch.empty(len(x), len(weight) // (1 if gate is None else 2), dtype=x.dtype, device=x.device)
-    launch_hopper_product(x, weight, bias, out, form, compute_units=_compute_units(x.device))
+    if on_hopper():
+        # Not every release of Triton has the Gluon that it is written in.
+        from rocm_attn.kernels.hopper.expert_product import launch_hopper_product
+
+        launch_hopper_product(x, weight, bias, out, form, compute_units=target.compute_units)
+    else:
+        tiles = expert_tiles(target.arch, x.dtype, len(x), ONE_ORDER_CHOICES)
+        launch_product(x, weight, bias, out, form, tiles=tiles)
     return out
 
 
@@ -125,5 +134,6 @@ def form_of(gate: Gate) -> GateForm:
 
 
 @functools.cache
-def _compute_units(device: torch.device) -> int:
-    return detect_target(device).compute_units
+def target_of(device: torch.device) -> Target:
+    """Returns detect_target(), without asking the driver again."""
+    return detect_target(device)

@@ -1,8 +1,8 @@
 """Linear layers whose result for a row does not depend on other rows.
 
-A BLAS picks its kernel, and with it the order of a sum, by the number of rows. So in deterministic mode kernels for
-Hopper add up in one order. Elsewhere rows are computed in blocks of a fixed size, and the last block is padded with
-zeros.
+A BLAS picks its kernel, and with it the order of a sum, by the number of rows. So in deterministic mode kernels add up in
+one order, where there are tiles for many rows that give the same bits as those for a few. Elsewhere rows are computed
+in blocks of a fixed size, and the last block is padded with zeros.
 """
 
 from __future__ import annotations

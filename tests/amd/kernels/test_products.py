@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rocm_attn.kernels import early
+from rocm_attn.machine.target import known_target
 from rocm_attn.models.gates import SwiGLU
 from rocm_serve.models import gated
 from rocm_serve.models.linears import Linears
@@ -34,7 +35,7 @@ def test_a_product_is_cut_into_the_parts_that_fill_a_gpu(
     rows: int, out: int, num_in: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early, "starts_early", lambda device: True)
-    monkeypatch.setattr(gated, "_compute_units", lambda device: 132)
+    monkeypatch.setattr(gated, "target_of", lambda device: known_target("sm_90"))
     x, weight = (torch.zeros(size, num_in, dtype=torch.bfloat16) for size in (rows, out))
     assert gated.parts_of_few_rows(x, weight, out) == parts
     assert gated.parts_of_few_rows(x.float(), weight.float(), out) == 0

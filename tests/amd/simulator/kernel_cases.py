@@ -21,13 +21,13 @@ from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.experts.choose import ChoiceRule
-from rocm_attn.kernels.experts.product import launch_expert_product
+from rocm_attn.kernels.experts.product import launch_expert_product, launch_product
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.merge_states import merge_states
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES
-from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
+from rocm_attn.kernels.tuning.expert_tiles import ONE_ORDER_CHOICES, expert_tiles
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, zeros
 from rocm_lab.simulator.launcher import ARCHS
@@ -161,6 +161,23 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> None:
     gated = small.empty_out(2)
     launch_expert_product(small.x, small.weight, small.bias, small.groups, gated, FORMS[0], tiles=tiles)
     small.assert_gated(gated, FORMS[0])
+
+
+def run_one_order(arch: str, dtype: torch.dtype) -> None:
+    """Runs a product with one matrix by the tiles for few rows and those for many, which give a row the same bits."""
+    few, many = (replace(expert_tiles(arch, dtype, rows, ONE_ORDER_CHOICES), columns=64) for rows in (1, 1000))
+    problem = random_problem(many.rows + 5, 1, 1, (2 * few.step + 24, 72), dtype=dtype, has_bias=True)
+    assert problem.bias is not None
+    weight, bias = problem.weight[0], problem.bias[0]
+    together, gated = problem.empty_out(), problem.empty_out(2)
+    launch_product(problem.x, weight, bias, together, tiles=many)
+    launch_product(problem.x, weight, bias, gated, FORMS[0], tiles=many)
+    problem.assert_served(together)
+    alone, alone_gated = (torch.empty_like(out[: few.rows + 1]) for out in (together, gated))
+    launch_product(problem.x[: len(alone)], weight, bias, alone, tiles=few)
+    launch_product(problem.x[: len(alone)], weight, bias, alone_gated, FORMS[0], tiles=few)
+    assert torch.equal(alone, together[: len(alone)])
+    assert torch.equal(alone_gated, gated[: len(alone)])
 
 
 def run_choice(dtype: torch.dtype) -> None:
@@ -396,6 +413,7 @@ def cases_by_day(arch: str) -> list[KernelCase]:
         "plain_decode": run_plain_decode,
         **{f"merge_states-{name}": partial(run_merge_states, dtype) for name, dtype in _HALVES.items()},
         **{f"experts-{name}-1": partial(run_experts, arch, dtype, 1) for name, dtype in _HALVES.items()},
+        **{f"one-order-{name}": partial(run_one_order, arch, dtype) for name, dtype in _HALVES.items()},
         **{f"choice-{name}": partial(run_choice, dtype) for name, dtype in _HALVES.items()},
         **{f"pairs-{num}": partial(run_pairs, num) for num in (90, 1500)},
         **{f"model-{name}": partial(run_model, dtype) for name, dtype in _HALVES.items()},

@@ -52,14 +52,11 @@ class ExpertTileChoice:
     max_rows: int = 2**31
 
 
+# If the tiles for other numbers of rows may give other bits, those for so few serve any: 16 fill a matrix instruction.
+_ROWS_OF_ANY = 16
 # The first row that serves wins.
 EXPERT_CHOICES = TableFile(ExpertTileChoice, "expert.json", "expert")
 ONE_ORDER_CHOICES = TableFile(ExpertTileChoice, "expert.json", "one_order")
-
-
-def have_one_order(arch: str, dtype: torch.dtype) -> bool:
-    """True if there are tiles for many rows and for few that give the same bits."""
-    return any(choices_of(ONE_ORDER_CHOICES, arch, dtype))
 
 
 def expert_tiles(
@@ -72,3 +69,10 @@ def expert_tiles(
                 return row.tiles
     archs = ", ".join(dict.fromkeys(row.arch for row in table))
     raise NoTiles(f"no tiles of experts for {arch} with {dtype}; rows exist for {archs}")
+
+
+def tiles_of_fixed_bits(arch: str, dtype: torch.dtype, rows: int) -> ExpertTiles:
+    """The tiles for groups of `rows` rows on average, whose bits are the same for any. Raises NoTiles."""
+    if any(choices_of(ONE_ORDER_CHOICES, arch, dtype)):
+        return expert_tiles(arch, dtype, rows, ONE_ORDER_CHOICES)
+    return expert_tiles(arch, dtype, _ROWS_OF_ANY)

@@ -8,7 +8,7 @@ from torch import Tensor
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.refs.experts import expert_product
-from rocm_attn.kernels.tuning.expert_tiles import ONE_ORDER_CHOICES, expert_tiles, have_one_order
+from rocm_attn.kernels.tuning.expert_tiles import expert_tiles, tiles_of_fixed_bits
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_attn.models.routing import ExpertScores, Routing
 from rocm_serve.models.gated import form_of, mixed, target_of
@@ -65,8 +65,7 @@ def expert_products(
     """[pairs, out]: each pair's row of x times the matrix of its expert; see launch_expert_product.
 
     gate:  combines the products, whose matrices are then twice as large; see mixed()
-    rows:  of a block, if bits are fixed and blocks of other sizes would give others; otherwise a GPU takes blocks by
-           the mean size of a group, and a CPU whole groups
+    rows:  of a block on a CPU, if bits are fixed; else it takes whole groups
     fixed: whether a row's bits must not depend on the number of rows
     """
     is_cpu = x.device.type == "cpu"
@@ -88,12 +87,8 @@ def expert_products(
         units = target.compute_units
         launch_hopper_expert_product(x, weight, bias, groups, out, form, compute_units=units)
     else:
-        if not fixed:
-            tiles = expert_tiles(target.arch, x.dtype, mean_rows)
-        elif have_one_order(target.arch, x.dtype):
-            tiles = expert_tiles(target.arch, x.dtype, mean_rows, ONE_ORDER_CHOICES)
-        else:
-            tiles = expert_tiles(target.arch, x.dtype, rows)
+        tiles_for = tiles_of_fixed_bits if fixed else expert_tiles
+        tiles = tiles_for(target.arch, x.dtype, mean_rows)
         launch_expert_product(x, weight, bias, groups, out, form, tiles=tiles)
     return out
 

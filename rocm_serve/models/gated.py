@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.tuning.expert_tiles import ONE_ORDER_CHOICES, expert_tiles, have_one_order
+from rocm_attn.kernels.tuning.expert_tiles import tiles_of_fixed_bits
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, ReluSquared, SwiGLU
 
@@ -81,45 +81,33 @@ def parts_of_few_rows(x: Tensor, weight: Tensor, num_out: int) -> int:
     return parts if is_fast and num_in % (parts * STEP) == 0 else 0
 
 
-def has_one_order(x: Tensor, weight: Tensor, num_out: int) -> bool:
-    """True if multiplied_in_one_order takes such rows, wherever they lie and however many there are.
-
-    num_out: outputs of the product; the matrix of a gate has two rows for each
-    """
-    if not x.is_cuda or x.dtype != weight.dtype:
-        return False
-    from rocm_attn.kernels.backend import on_hopper
-    from rocm_attn.kernels.model.few_rows import OUTPUTS, STEP
-
-    if not on_hopper():
-        return have_one_order(target_of(x.device).arch, x.dtype)
-    lies_right = weight.is_contiguous() and weight.data_ptr() % 16 == 0
-    return x.dtype.itemsize == 2 and lies_right and num_out % OUTPUTS == weight.shape[1] % STEP == 0
-
-
 def multiplied_in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate | None = None) -> Tensor:
-    """[rows, out]: x @ weight.T + bias, or its halves, combined. A row's bits depend on no other row.
+    """[rows, out] on a GPU: x @ weight.T + bias, or its halves, combined. A row's bits depend on no other row.
 
-    Kernels or tiles for a few rows have the same order of sums as those for many.
+    Kernels or tiles for many rows are used where they have the order of sums of those for a few; else one tile serves
+    any number of rows.
     """
     from rocm_attn.kernels.backend import on_hopper
     from rocm_attn.kernels.experts.product import launch_product
-    from rocm_attn.kernels.model.few_rows import MOST_ROWS
+    from rocm_attn.kernels.model.few_rows import MOST_ROWS, OUTPUTS, STEP
 
     x, form, target = x.contiguous(), None if gate is None else form_of(gate), target_of(x.device)
     if x.data_ptr() % 16:
         x = x.clone()
-    if on_hopper() and 0 < len(x) <= MOST_ROWS:
+    num_out, num_in = len(weight) // (1 if gate is None else 2), weight.shape[1]
+    # Whatever follows depends on the matrix alone, and only then on the number of rows.
+    lies_right = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    takes = x.dtype.itemsize == 2 and lies_right and num_out % OUTPUTS == num_in % STEP == 0
+    if takes and on_hopper() and 0 < len(x) <= MOST_ROWS:
         return _by_few_rows(x, weight, bias, 1, form)[0]
-    out = torch.empty(len(x), len(weight) // (1 if gate is None else 2), dtype=x.dtype, device=x.device)
-    if on_hopper():
+    out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
+    if takes and on_hopper():
         # Not every release of Triton has the Gluon that it is written in.
         from rocm_attn.kernels.hopper.expert_product import launch_hopper_product
 
         launch_hopper_product(x, weight, bias, out, form, compute_units=target.compute_units)
     else:
-        tiles = expert_tiles(target.arch, x.dtype, len(x), ONE_ORDER_CHOICES)
-        launch_product(x, weight, bias, out, form, tiles=tiles)
+        launch_product(x, weight, bias, out, form, tiles=tiles_of_fixed_bits(target.arch, x.dtype, len(x)))
     return out
 
 

@@ -1,8 +1,8 @@
 """Linear layers whose result for a row does not depend on other rows.
 
-A BLAS picks its kernel, and with it the order of a sum, by the number of rows. So in deterministic mode kernels add up in
-one order, where there are tiles for many rows that give the same bits as those for a few. Elsewhere rows are computed
-in blocks of a fixed size, and the last block is padded with zeros.
+A BLAS picks its kernel, and with it the order of a sum, by the number of rows. In deterministic mode, kernels on a GPU
+therefore add up in one order. On a CPU rows are computed in blocks of a fixed size, and the last block is padded with
+zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_serve.models.expert_products import expert_products
 from rocm_serve.models.gated import (
-    has_one_order,
     lie_right,
     mixed,
     multiplied_and_mixed,
@@ -98,7 +97,7 @@ class Linears:
 
 
 class BatchInvariantLinears(Linears):
-    """Computes each sum in one order, or blocks of ROWS rows, one product each; and sums over ranks in their order."""
+    """Computes each sum in one order, by kernels or in blocks of ROWS rows; and sums over ranks in their order."""
 
     _is_fixed: ClassVar = True
 
@@ -107,7 +106,7 @@ class BatchInvariantLinears(Linears):
         self.summed = ranks.sum_in_order
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if has_one_order(x, weight, len(weight)):
+        if x.is_cuda:
             return multiplied_in_one_order(x, weight, bias)
         rows = x.shape[0]
         filled = F.pad(x, (0, 0, 0, -rows % ROWS))
@@ -115,7 +114,7 @@ class BatchInvariantLinears(Linears):
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
-        if not isinstance(gate, ReluSquared) and has_one_order(x, weight, len(weight) // 2):
+        if x.is_cuda and not isinstance(gate, ReluSquared):
             return multiplied_in_one_order(x, weight, bias, gate)
         return mixed(gate, self.linear(x, weight, bias))
 

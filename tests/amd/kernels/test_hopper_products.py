@@ -181,13 +181,14 @@ def test_a_combined_rows_bits_do_not_either(
 @pytest.mark.parametrize(
     ("sizes", "dtype"), [((72, 64), torch.bfloat16), ((64, 40), torch.bfloat16), ((64, 64), torch.float32)]
 )
-def test_other_matrices_are_multiplied_by_blocks_of_rows(
+def test_one_tile_serves_other_matrices(
     sizes: tuple[int, int], dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
     problem = random_problem(90, 1, 1, sizes, dtype=dtype, device=kernel_device)
     with note_launches() as notes:
         out = BatchInvariantLinears().linear(problem.x, problem.weight[0])
-    assert not notes.launches
+    assert [launch.kernel.__name__ for launch in notes.launches] == ["_expert_product_kernel"]
+    problem.assert_served(out)
     assert torch.equal(BatchInvariantLinears().linear(problem.x[30:31], problem.weight[0]), out[30:31])
 
 

@@ -151,6 +151,7 @@ def experts(memory: Memory) -> None:
     problem = replace(problem, x=rows_with_gaps(problem.x), weight=rows_with_gaps(problem.weight))
     x, weight, bias = placed(memory, (problem.x, problem.weight, problem.bias))
     out = memory.put(rows_with_gaps(problem.empty_out()))
+    assert bias is not None
     launch_product(x, weight[0], bias[0], out, tiles=tiles)
     problem.assert_served(out)
     memory.assert_surroundings_untouched()

@@ -32,7 +32,7 @@ from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
 from rocm_attn.kernels.model.peer_sum import PeerMemory, launch_peer_sum, memory_bytes
 from rocm_attn.kernels.model.row_product import launch_row_product
-from rocm_attn.kernels.tuning.expert_tiles import ONE_ORDER_CHOICES, expert_tiles, have_one_order
+from rocm_attn.kernels.tuning.expert_tiles import expert_tiles, tiles_of_fixed_bits
 from rocm_attn.kernels.tuning.extend_tiles import extend_choices
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
@@ -530,14 +530,10 @@ def _launch_experts(row: Row) -> None:
         launch_sort_pairs(expert.int(), *ExpertGroups.of(expert, experts))
         gated = torch.empty(2 * num_tokens, width // 2, dtype=row.dtype)
         launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), gated, GateForm(SILU), tiles=tiles)
-    if have_one_order(row.arch, row.dtype):
-        for rows in EXPERT_ROWS:
-            x, tiles = (
-                torch.empty(rows, width, dtype=row.dtype),
-                expert_tiles(row.arch, row.dtype, rows, ONE_ORDER_CHOICES),
-            )
-            launch_product(x, weight[0], weight[0, 0], x.clone(), tiles=tiles)
-            launch_product(x, weight[0], None, x[:, : width // 2].clone(), GateForm(SILU), tiles=tiles)
+    for rows in EXPERT_ROWS:
+        x, tiles = torch.empty(rows, width, dtype=row.dtype), tiles_of_fixed_bits(row.arch, row.dtype, rows)
+        launch_product(x, weight[0], weight[0, 0], x.clone(), tiles=tiles)
+        launch_product(x, weight[0], None, x[:, : width // 2].clone(), GateForm(SILU), tiles=tiles)
     x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
     share = torch.empty(num_tokens, 2)
     launch_combine(out, share, None, None, x)

@@ -12,7 +12,8 @@ from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.tuning import latent_tiles
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES
-from rocm_attn.kernels.tuning.expert_tiles import EXPERT_CHOICES, ONE_ORDER_CHOICES, expert_tiles, have_one_order
+from rocm_attn.kernels.tuning.expert_tiles import EXPERT_CHOICES, ONE_ORDER_CHOICES, expert_tiles
+from rocm_attn.kernels.tuning.tile_choices import choices_of
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES
 from rocm_attn.kernels.tuning.latent_tiles import (
     LatentTiles,
@@ -389,7 +390,7 @@ def test_every_latent_tuning_row_is_in_the_matrix(arch: str) -> None:
 def test_every_tuning_row_of_experts_is_in_the_matrix(arch: str) -> None:
     dtypes = {row.dtype for row in ROWS if row.arch == arch and not row.is_large}
     for table in (EXPERT_CHOICES, ONE_ORDER_CHOICES):
-        served = [dtype for dtype in dtypes if table is EXPERT_CHOICES or have_one_order(arch, dtype)]
+        served = [dtype for dtype in dtypes if table is EXPERT_CHOICES or any(choices_of(table, arch, dtype))]
         compiled = {id(expert_tiles(arch, dtype, rows, table)) for dtype in served for rows in EXPERT_ROWS}
         tuned = [row for row in table if row.arch == FAMILIES.get(arch, arch)]
         assert tuned or table is ONE_ORDER_CHOICES, f"no tuning choice for {arch}"

@@ -27,7 +27,7 @@ from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.refs.merge_states import merge_states
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES
-from rocm_attn.kernels.tuning.expert_tiles import ONE_ORDER_CHOICES, expert_tiles
+from rocm_attn.kernels.tuning.expert_tiles import expert_tiles, tiles_of_fixed_bits
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, zeros
 from rocm_lab.simulator.launcher import ARCHS
@@ -165,7 +165,7 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> None:
 
 def run_one_order(arch: str, dtype: torch.dtype) -> None:
     """Runs a product with one matrix by the tiles for few rows and those for many, which give a row the same bits."""
-    few, many = (replace(expert_tiles(arch, dtype, rows, ONE_ORDER_CHOICES), columns=64) for rows in (1, 1000))
+    few, many = (replace(tiles_of_fixed_bits(arch, dtype, rows), columns=64) for rows in (1, 1000))
     problem = random_problem(many.rows + 5, 1, 1, (2 * few.step + 24, 72), dtype=dtype, has_bias=True)
     assert problem.bias is not None
     weight, bias = problem.weight[0], problem.bias[0]

@@ -13,7 +13,6 @@ from triton.compiler import CompiledKernel
 from rocm_attn.kernels.tuning import latent_tiles
 from rocm_attn.kernels.tuning.decode_tiles import DECODE_CHOICES
 from rocm_attn.kernels.tuning.expert_tiles import EXPERT_CHOICES, ONE_ORDER_CHOICES, expert_tiles
-from rocm_attn.kernels.tuning.tile_choices import choices_of
 from rocm_attn.kernels.tuning.extend_tiles import EXTEND_CHOICES
 from rocm_attn.kernels.tuning.latent_tiles import (
     LatentTiles,
@@ -22,6 +21,7 @@ from rocm_attn.kernels.tuning.latent_tiles import (
     latent_segment_tiles,
 )
 from rocm_attn.kernels.tuning.segment_tiles import SEGMENT_ROWS
+from rocm_attn.kernels.tuning.tile_choices import choices_of
 from rocm_attn.kernels.tuning.tiles import CodeKind, DecodeTiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.machine.target import known_target

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
@@ -76,7 +75,7 @@ from rocm_attn.kernels.attention.new_rows import NewToken, store_new_rows
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E, add_sink, capped, in_range, visible_blocks
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES, decoded, decoded_pairs
-from rocm_attn.kernels.early import early_options
+from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 
@@ -342,11 +341,9 @@ def _decode_kernel(
         vp_page, vp_token, vp_head = vp_page * G.STRIDE_UNIT, vp_token * G.STRIDE_UNIT, vp_head * G.STRIDE_UNIT
         out_token, out_head = out_token * G.STRIDE_UNIT, out_head * G.STRIDE_UNIT
     program = tl.program_id(0)
-    if G.EARLY:
-        # The launch before this one may write anything that is read here. The merge may start when every program is
-        # past this point, and so finds the schedule.
-        gdc_wait()
-        gdc_launch_dependents()
+    # The launch before this one may write anything that is read here. The merge may start when every program is
+    # past this point, and so finds the schedule.
+    wait_for_launch(G.EARLY)
     if G.WHOLE_ROWS:
         seq = program // R.ROWS
         row = program % R.ROWS

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, KeyValues, Logits, PagePointers, TableLine
@@ -55,7 +54,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segments import attend_segments
 from rocm_attn.kernels.attention.softmax import LOG2_E
 from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys, key_arguments
-from rocm_attn.kernels.early import early_options
+from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
@@ -219,11 +218,9 @@ def walk_rows(x, to, max_blocks, G: tl.constexpr):
     """Attends for the rows of a program: its shares of rows, or whole ones. max_blocks: query blocks of the schedule"""
     ROWS: tl.constexpr = G.KV_HEADS * G.HEAD_BLOCKS
     program = tl.program_id(0)
-    if G.EARLY:
-        # The launch before this one may write anything that is read here. The merge may start when every program is
-        # past this point, and so finds the schedule.
-        gdc_wait()
-        gdc_launch_dependents()
+    # The launch before this one may write anything that is read here. The merge may start when every program is
+    # past this point, and so finds the schedule.
+    wait_for_launch(G.EARLY)
     shares = x.schedule + max_blocks * BLOCK_WORDS
     if G.SHARES:
         share = shares + (tl.minimum(program, to.num_programs - 1) if G.WHOLE_ROWS else program) * SHARE_WORDS

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
@@ -36,7 +35,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
 from rocm_attn.kernels.attention.merge import Parts, merge_parts
 from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.softmax import store_rows
-from rocm_attn.kernels.early import early_options
+from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -159,10 +158,8 @@ def _extend_merge_kernel(
     if G.ALIKE:
         # The first part has the cost of beginning the row in addition to as many keys as others.
         num_parts = tl.where(parts_of_alike > 0, tl.cdiv(cost - G.ROW_KEYS, size).to(tl.int32), num_parts)
-    if G.EARLY:
-        # The schedule was complete before extend's programs passed their wait; their results are read after this one.
-        gdc_wait()
-        gdc_launch_dependents()
+    # The schedule was complete before extend's programs passed their wait; their results are read after this one.
+    wait_for_launch(G.EARLY)
     if G.DRAWS:
         # Programs that store it at the same time store the same value. Until the wait rows are still drawn.
         tl.store(schedule + COUNTER, 0)

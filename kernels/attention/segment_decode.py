@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, KeyValues, Logits, PagePointers, TableLine
@@ -34,7 +33,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_merge import launch_segment_merge, segment_memory
 from rocm_attn.kernels.attention.segments import UNFUSED, attend_segment
 from rocm_attn.kernels.attention.softmax import LOG2_E, visible_blocks
-from rocm_attn.kernels.early import early_options
+from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 
@@ -92,10 +91,8 @@ def _segment_decode_kernel(
     R: tl.constexpr = G.rows
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
-    if G.EARLY:
-        # The launch before this one may write what is read, as in decode.py.
-        gdc_wait()
-        gdc_launch_dependents()
+    # The launch before this one may write what is read, as in decode.py.
+    wait_for_launch(G.EARLY)
     words = words_of_program(schedule, tl.program_id(0))
     seq = tl.load(words + PROGRAM_SEQ)
     row = tl.load(words + PROGRAM_ROW)

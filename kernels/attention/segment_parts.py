@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import Softmax
@@ -36,7 +35,7 @@ from rocm_attn.kernels.attention.extend_schedule import (
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.attention.segments import UNFUSED, merge_segment
 from rocm_attn.kernels.attention.softmax import LN_2, add_sink
-from rocm_attn.kernels.early import early_options
+from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 
@@ -157,10 +156,8 @@ def _segment_parts_kernel(
     start = tl.load((share + SHARE_START).to(tl.pointer_type(tl.int64)))
     size = tl.load(share + SHARE_SIZE)
     goes_on = (tl.load(share + SHARE_WORK) > 0) & (tl.load(share + SHARE_DONE) > 0)
-    if G.EARLY:
-        # See extend_merge.py.
-        gdc_wait()
-        gdc_launch_dependents()
+    # See extend_merge.py.
+    wait_for_launch(G.EARLY)
     line = tl.program_id(1) * G.LINES + tl.arange(0, G.LINES)
     if goes_on & (start // size == tl.program_id(0)):
         words = schedule + tl.load(share + SHARE_BLOCK) * BLOCK_WORDS

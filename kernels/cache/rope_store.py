@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.cache.cells import element_cell, token_cell
 from rocm_attn.kernels.cache.codes import (
@@ -38,7 +37,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, 
 from rocm_attn.kernels.cache.page_rows import PageRows
 from rocm_attn.kernels.cache.rope import RowGeometry, angles_at, places_of_pairs, turned, warps_in_place
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, TokenPlaces
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -284,9 +283,7 @@ def _rope_store_kernel(
     V: tl.constexpr = G.v
     # The rows of q that turn have the same pairs as those of K.
     R: tl.constexpr = K.row
-    if G.EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(G.EARLY)
     token = tl.program_id(0)
     t = token.to(tl.int64)
     angles = None

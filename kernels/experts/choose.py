@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -85,9 +84,7 @@ def _choose_experts_kernel(logits, correction, expert, share, G: tl.constexpr):
     GROUPS_CHOSEN: tl.constexpr = G.GROUPS_CHOSEN
     CHOSEN: tl.constexpr = G.CHOSEN
     CHOSEN_BLOCK: tl.constexpr = G.CHOSEN_BLOCK
-    if G.EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(G.EARLY)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_BLOCK)
     within = tl.arange(0, G.OF_GROUP_BLOCK)

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.backend import on_hopper
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.model.gate import GateForm, gated
@@ -71,9 +70,7 @@ def _expert_product_kernel(
     # A gate has rows of the matrix first, then those of up.
     SIDES: tl.constexpr = 1 if GATE is None else 2
     OUTPUTS: tl.constexpr = COLUMNS // SIDES
-    if G.EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(G.EARLY)
     block = tl.program_id(0)
     if G.EXPERTS == 1:
         first_place, end_place = block * ROWS, all_pairs

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 
 # Pairs that a program reads at a time, at most: the time of many pairs is that of turns, which wait for memory.
@@ -25,9 +24,7 @@ MOST_PAIRS = 1 << 27
 def _sort_pairs_kernel(
     expert, order, indptr, num_pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, EARLY: tl.constexpr
 ):
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(EARLY)
     own = tl.program_id(0)
     at = tl.arange(0, PAIRS)
     before = tl.zeros([PAIRS], tl.int32)

@@ -32,9 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
@@ -333,9 +332,7 @@ def _hopper_expert_product_kernel(
     num_programs,
     G: gl.constexpr,
 ):
-    if G.EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(G.EARLY)
     DTYPE: gl.constexpr = x.dtype.element_ty
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     room = _Room(

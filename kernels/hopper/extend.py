@@ -28,7 +28,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange
@@ -45,7 +44,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
-from rocm_attn.kernels.early import early_options
+from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.hopper.codes import ProductScales, decode, new_codes, produce_codes, row_scale
 from rocm_attn.kernels.hopper.draws import draw_rows, new_draws
 from rocm_attn.kernels.hopper.gather import gather
@@ -250,10 +249,8 @@ def _hopper_extend_kernel(
     lse_head,
     G: gl.constexpr,
 ):
-    if G.EARLY:
-        # Like in decode.py: the launch before this one may write what is read.
-        gdc_wait()
-        gdc_launch_dependents()
+    # Like in decode.py: the launch before this one may write what is read.
+    wait_for_launch(G.EARLY)
     cut = gl.load(schedule + max_blocks * BLOCK_WORDS + SHARE_CUT)
     # If there is nothing to do, nothing is drawn.
     begun = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, schedule)

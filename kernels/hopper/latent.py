@@ -15,14 +15,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.merge import launch_merge
 from rocm_attn.kernels.attention.scores import Scores
-from rocm_attn.kernels.early import early_options
+from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.hopper.latent_groups import (
     V_DIM,
     LatentOutputs,
@@ -63,10 +62,8 @@ def _hopper_latent_kernel(
     lse_head,
     G: gl.constexpr,
 ):
-    if G.EARLY:
-        # Like in decode.py: the launch before this one may write what is read.
-        gdc_wait()
-        gdc_launch_dependents()
+    # Like in decode.py: the launch before this one may write what is read.
+    wait_for_launch(G.EARLY)
     step = ScheduledRows(schedule, num_programs, q_indptr)
     todo = work_of_program(step, G)
     if todo.work > 0:

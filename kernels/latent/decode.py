@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
@@ -35,7 +34,7 @@ from rocm_attn.kernels.attention.query_block import KeysOfStep, keys_of_block, r
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.softmax import visible_blocks
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys, key_arguments
-from rocm_attn.kernels.early import early_options
+from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
 from rocm_attn.kernels.latent.key_loop import (
     LatentGeometry,
@@ -137,11 +136,9 @@ def _latent_decode_kernel(
     T: tl.constexpr = R.TOKENS
     program = tl.program_id(0) // G.HEAD_BLOCKS
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
-    if G.EARLY:
-        # The launch before this one may write anything that is read here. The merge may start when every program is
-        # past this point, and so finds the schedule.
-        gdc_wait()
-        gdc_launch_dependents()
+    # The launch before this one may write anything that is read here. The merge may start when every program is
+    # past this point, and so finds the schedule.
+    wait_for_launch(G.EARLY)
     words = words_of_program(schedule, program)
     seq, row, done, work, kv_len = work_at(words)
     scale_value = row_scale(scale, 0, C)

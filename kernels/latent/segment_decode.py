@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import KeyRange, Logits, TableLine
@@ -31,7 +30,7 @@ from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_merge import launch_segment_merge, segment_memory
 from rocm_attn.kernels.attention.segments import UNFUSED
 from rocm_attn.kernels.attention.softmax import visible_blocks
-from rocm_attn.kernels.early import early_options
+from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.latent.cuts import latent_row_cut
 from rocm_attn.kernels.latent.decode import LatentDecodeGeometry
 from rocm_attn.kernels.latent.key_loop import (
@@ -77,10 +76,8 @@ def _latent_segment_decode_kernel(
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
     pages, p_page, p_token = as_loaded(pages, p_page, p_token, K)
-    if G.EARLY:
-        # Like in attention/decode.py: the launch before this one may write what is read.
-        gdc_wait()
-        gdc_launch_dependents()
+    # Like in attention/decode.py: the launch before this one may write what is read.
+    wait_for_launch(G.EARLY)
     words = words_of_program(schedule, tl.program_id(0) // G.HEAD_BLOCKS)
     head_block = tl.program_id(0) % G.HEAD_BLOCKS
     seq = tl.load(words + PROGRAM_SEQ)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -39,9 +38,7 @@ def _add_norm_kernel(
     column = tl.arange(0, BLOCK)
     is_column = column < WIDTH
     factors = tl.load(weight + column, mask=is_column, other=0.0)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(EARLY)
     x = tl.load(residual + row + column, mask=is_column, other=0.0).to(tl.float32)
     y = tl.load(output + row + column, mask=is_column, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):

@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.model.gate import GateForm, gated
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
@@ -53,9 +52,7 @@ def _few_rows_kernel(
     is_row = (row < rows)[:, None]
     weights = weight + weight_row[:, None].to(tl.int64) * IN + element[None, :]
     inputs = x + row[:, None].to(tl.int64) * IN + element[None, :]
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(EARLY)
     acc = tl.zeros((SIDES * OUTPUTS, ROWS), tl.float32)
     begin = part * (IN // PARTS)
     for at in tl.range(begin, begin + IN // PARTS, STEP, num_stages=STAGES):

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 
 SILU, GELU, CLAMPED = range(3)
@@ -57,9 +56,7 @@ def _gate_kernel(
     ALPHA: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < INNER

@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -42,9 +41,7 @@ def _row_product_kernel(
     element = tl.arange(0, STEP)
     is_element = element < IN
     w = tl.load(rows + element[None, :], mask=is_row[:, None] & is_element[None, :], other=0.0)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(EARLY)
     acc = w.to(tl.float32) * tl.load(x + element, mask=is_element, other=0.0).to(tl.float32)[None, :]
     for first in range(STEP, IN, STEP):
         element = first + tl.arange(0, STEP)

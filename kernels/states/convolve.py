@@ -12,9 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import ConvolutionSlots, ConvolutionWeights, StatePlaces
@@ -72,9 +71,7 @@ def _convolve_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(EARLY)
     place = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channel < CHANNELS

@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import launch, only_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -63,9 +62,7 @@ class GatedGeometry(NamedTuple):
 @triton.jit(do_not_specialize=["num_groups", "gate_row", "v_row"])
 def _gated_norm_kernel(rows, gate, weight, skip, v, out, num_groups, gate_row, v_row, G: tl.constexpr):
     WIDTH: tl.constexpr = G.WIDTH
-    if G.EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(G.EARLY)
     number = tl.program_id(0).to(tl.int64) * G.ROWS + tl.arange(0, G.ROWS)
     token = number // G.GROUPS
     within = tl.arange(0, G.BLOCK)

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import launch, only_launches
 
 _BLOCK = 512
@@ -46,9 +45,7 @@ def _gates_kernel(
     EARLY: tl.constexpr,
 ):
     WIDTH: tl.constexpr = HEADS * CHANNELS
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < WIDTH

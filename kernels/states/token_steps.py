@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rocm_attn.kernels.backend import on_nvidia
-from rocm_attn.kernels.early import early_options, starts_early
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.states import arguments
 from rocm_attn.kernels.states.arguments import RecurArgs, RecurrenceRule
@@ -117,9 +116,7 @@ def _token_steps_kernel(
     kept_decay_head,
     G: tl.constexpr,
 ):
-    if G.EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_launch(G.EARLY)
     seq = tl.program_id(1)
     COLUMNS: tl.constexpr = G.COLUMNS
     DK_BLOCK: tl.constexpr = G.DK_BLOCK

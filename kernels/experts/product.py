@@ -15,13 +15,11 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from rocm_attn.kernels.backend import on_hopper
 from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
-from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.experts.arguments import ProductArgs
 from rocm_attn.kernels.launch import launch
-from rocm_attn.kernels.model.gate import GateForm, gated
+from rocm_attn.kernels.model.gate import gated
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -129,94 +127,37 @@ def _expert_product_kernel(
         )
 
 
-def suits_hopper(x: Tensor, weight: Tensor) -> bool:
-    """True if hopper/expert_product.py may be launched: on such a GPU, with rows that its copies may begin at.
-
-    A step's number of rows plays no part in it.
-    """
-    aligned = x.data_ptr(), x.stride(0), x.shape[1], weight.data_ptr(), *weight.stride()[:2]
-    return on_hopper() and x.dtype.itemsize == 2 and not any(each % 16 for each in aligned)
-
-
-def launch_expert_product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    groups: ExpertGroups,
-    out: Tensor,
-    gate: GateForm | None = None,
-    *,
-    tiles: ExpertTiles,
-) -> None:
-    """Writes each pair's row of x times the matrix of its expert to the pair's row of out.
-
-    x:      [rows, in]; each row belongs to as many pairs, in a row, as there are pairs for each row
-    weight: [experts, out, in]; with a gate [experts, 2 * out, in], the gate's rows first
-    bias:   [experts, out] or [experts, 2 * out], contiguous
-    out:    [pairs, out], of x's dtype, written
-    The last dimension of each is contiguous.
-    """
-    assert groups.num_experts > 1 or len(groups.order) == len(out)
-    _launch(x, weight, bias, groups.order, groups.indptr, out, gate, tiles)
-
-
-def launch_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gate: GateForm | None = None, *, tiles: ExpertTiles
-) -> None:
-    """Writes x @ weight.T + bias, or its halves, combined. A row's bits depend on no other row.
-
-    x:      [rows, in]; weight: [out, in], with a gate [2 * out, in], the gate's rows first
-    bias:   [out] or [2 * out], contiguous
-    out:    [rows, out], of x's dtype, written
-    The last dimension of each is contiguous.
-    """
-    _launch(x, weight[None], None if bias is None else bias[None], out, out, out, gate, tiles)
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    order: Tensor,
-    indptr: Tensor,
-    out: Tensor,
-    gate: GateForm | None,
-    tiles: ExpertTiles,
-) -> None:
-    """order, indptr: of ExpertGroups; anything if there is one expert"""
-    (num_pairs, num_out), early, sides = out.shape, starts_early(x.device), 1 if gate is None else 2
-    num_experts = len(weight)
-    assert weight.shape == (num_experts, sides * num_out, x.shape[1])
-    assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
-    assert x.stride(1) == weight.stride(2) == out.stride(1) == 1
-    # Each expert with a pair may have one block that is not full.
-    most_blocks = num_pairs // tiles.rows + min(num_pairs, num_experts)
+def launch_expert_product(args: ProductArgs, *, tiles: ExpertTiles) -> None:
+    """Writes each pair's row of x times the matrix of its expert to the pair's row of out."""
+    args.check()
+    x, weight, out, early = args.x, args.weight, args.out, starts_early(args.x.device)
+    num_out = out.shape[1]
     launch(
         _expert_product_kernel,
-        (most_blocks, triton.cdiv(num_out, tiles.columns // sides)),
+        (args.most_blocks(tiles.rows), triton.cdiv(num_out, tiles.columns // args.sides)),
         x,
         weight,
-        bias,
-        order,
-        indptr,
+        args.bias,
+        args.order,
+        args.indptr,
         out,
-        num_pairs,
+        len(out),
         x.stride(0),
         weight.stride(0),
         weight.stride(1),
         out.stride(0),
         G=ProductGeometry(
-            EXPERTS=num_experts,
-            EXPERTS_BLOCK=next_power_of_2(num_experts),
+            EXPERTS=len(weight),
+            EXPERTS_BLOCK=next_power_of_2(len(weight)),
             IN=x.shape[1],
             OUT=num_out,
-            PAIRS_OF_ROW=num_pairs // max(1, x.shape[0]),
+            PAIRS_OF_ROW=args.pairs_of_row,
             ROWS=tiles.rows,
             COLUMNS=tiles.columns,
             STEP=tiles.step,
             EARLY=early,
         ),
-        GATE=gate,
+        GATE=args.gate,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **tiles.options(),

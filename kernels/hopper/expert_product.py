@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -34,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
-from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.experts.arguments import ProductArgs
 from rocm_attn.kernels.hopper.warp_groups import leave
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.model.gate import GateForm, gated
@@ -364,56 +363,16 @@ def _hopper_expert_product_kernel(
     )
 
 
-def launch_hopper_expert_product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    groups: ExpertGroups,
-    out: Tensor,
-    gate: GateForm | None = None,
-    *,
-    compute_units: int,
-) -> None:
-    """Does the same as `launch_expert_product`, for tensors of which `suits_hopper` is true.
+def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> None:
+    """Does the same as `launch_expert_product`, for arguments that suit it.
 
     compute_units: multiprocessors of the GPU, each of which has room for one program
     """
-    assert groups.num_experts > 1 or len(groups.order) == len(out)
-    _launch(x, weight, bias, groups.order, groups.indptr, out, gate, compute_units)
-
-
-def launch_hopper_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gate: GateForm | None = None, *, compute_units: int
-) -> None:
-    """Writes x @ weight.T + bias, or its halves, combined. A row's bits depend on no other row, nor on their number.
-
-    x:      [rows, in], float16 or bfloat16
-    weight: [out, in]; with a gate [2 * out, in], the gate's rows first
-    bias:   [out] or [2 * out], contiguous
-    out:    [rows, out], of x's dtype, written
-    `suits_hopper` is true of x and of weight[None].
-    """
-    added = None if bias is None else bias[None]
-    _launch(x, weight[None], added, out, out, out, gate, compute_units)
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    order: Tensor,
-    indptr: Tensor,
-    out: Tensor,
-    gate: GateForm | None,
-    compute_units: int,
-) -> None:
-    (num_pairs, num_out), early, sides = out.shape, starts_early(x.device), 1 if gate is None else 2
-    num_experts = len(weight)
-    assert weight.shape == (num_experts, sides * num_out, x.shape[1])
-    assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
-    assert x.stride(1) == weight.stride(2) == out.stride(1) == 1
-    most_blocks = num_pairs // _ROWS.value + min(num_pairs, num_experts)
-    programs = min(compute_units, most_blocks * triton.cdiv(num_out, _COLUMNS.value // sides))
+    args.check()
+    x, weight, out, early = args.x, args.weight, args.out, starts_early(args.x.device)
+    num_out = out.shape[1]
+    blocks = args.most_blocks(_ROWS.value) * triton.cdiv(num_out, _COLUMNS.value // args.sides)
+    programs = min(compute_units, blocks)
     boxes = TensorDescriptor(
         weight, list(weight.shape), list(weight.stride()), [1, _HALF.value, _STEP.value], _BOX.value
     )
@@ -422,22 +381,22 @@ def _launch(
         (programs,),
         x,
         boxes,
-        bias,
-        order,
-        indptr,
+        args.bias,
+        args.order,
+        args.indptr,
         out,
         x.stride(0),
         out.stride(0),
-        num_pairs,
+        len(out),
         programs,
         G=HopperProductGeometry(
-            EXPERTS=num_experts,
-            EXPERTS_BLOCK=max(32, next_power_of_2(num_experts)),
+            EXPERTS=len(weight),
+            EXPERTS_BLOCK=max(32, next_power_of_2(len(weight))),
             IN=x.shape[1],
             OUT=num_out,
-            PAIRS_OF_ROW=num_pairs // max(1, x.shape[0]),
+            PAIRS_OF_ROW=args.pairs_of_row,
             EARLY=early,
-            GATE=gate,
+            GATE=args.gate,
         ),
         num_warps=4,
         **early_options(early),

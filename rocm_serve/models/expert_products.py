@@ -76,20 +76,19 @@ def expert_products(
     if is_cpu:
         run_as_launch(expert_product, x, weight, bias, groups, out, rows=rows if fixed else 0)
         return out
-    from rocm_attn.kernels.experts.product import launch_expert_product, suits_hopper
+    from rocm_attn.kernels.experts.arguments import ProductArgs
+    from rocm_attn.kernels.experts.product import launch_expert_product
 
-    mean_rows, form = -(-num_pairs // groups.num_experts), None if gate is None else form_of(gate)
-    target = target_of(x.device)
-    if (fixed or mean_rows >= _LEAST_ROWS_FOR_HOPPER) and suits_hopper(x, weight):
+    args = ProductArgs.of_experts(x, weight, bias, groups, out, None if gate is None else form_of(gate))
+    mean_rows, target = -(-num_pairs // groups.num_experts), target_of(x.device)
+    if (fixed or mean_rows >= _LEAST_ROWS_FOR_HOPPER) and args.suits_hopper:
         # Not every release of Triton has the Gluon that it is written in.
         from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
 
-        units = target.compute_units
-        launch_hopper_expert_product(x, weight, bias, groups, out, form, compute_units=units)
+        launch_hopper_expert_product(args, compute_units=target.compute_units)
     else:
         tiles_for = tiles_of_fixed_bits if fixed else expert_tiles
-        tiles = tiles_for(target.arch, x.dtype, mean_rows)
-        launch_expert_product(x, weight, bias, groups, out, form, tiles=tiles)
+        launch_expert_product(args, tiles=tiles_for(target.arch, x.dtype, mean_rows))
     return out
 
 

@@ -88,7 +88,8 @@ def multiplied_in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None, gate
     any number of rows.
     """
     from rocm_attn.kernels.backend import on_hopper
-    from rocm_attn.kernels.experts.product import launch_product
+    from rocm_attn.kernels.experts.arguments import ProductArgs
+    from rocm_attn.kernels.experts.product import launch_expert_product
     from rocm_attn.kernels.model.few_rows import MOST_ROWS, OUTPUTS, STEP
 
     x, form, target = x.contiguous(), None if gate is None else form_of(gate), target_of(x.device)
@@ -101,13 +102,14 @@ def multiplied_in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None, gate
     if takes and on_hopper() and 0 < len(x) <= MOST_ROWS:
         return _by_few_rows(x, weight, bias, 1, form)[0]
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
+    args = ProductArgs.of_all(x, weight, bias, out, form)
     if takes and on_hopper():
         # Not every release of Triton has the Gluon that it is written in.
-        from rocm_attn.kernels.hopper.expert_product import launch_hopper_product
+        from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
 
-        launch_hopper_product(x, weight, bias, out, form, compute_units=target.compute_units)
+        launch_hopper_expert_product(args, compute_units=target.compute_units)
     else:
-        launch_product(x, weight, bias, out, form, tiles=tiles_of_fixed_bits(target.arch, x.dtype, len(x)))
+        launch_expert_product(args, tiles=tiles_of_fixed_bits(target.arch, x.dtype, len(x)))
     return out
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.experts.arguments import ProductArgs
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.model.gate import GateForm
 from rocm_attn.oracle.numerics import sum_error
@@ -27,6 +28,10 @@ class ExpertProblem:
     @property
     def groups(self) -> ExpertGroups:
         return ExpertGroups.of(self.expert, len(self.weight))
+
+    def args(self, out: Tensor, gate: GateForm | None = None) -> ProductArgs:
+        """Returns the arguments of a launch that writes out."""
+        return ProductArgs.of_experts(self.x, self.weight, self.bias, self.groups, out, gate)
 
     def empty_out(self, sides: int = 1) -> Tensor:
         """Returns [pairs, out] of NaN. sides: matrices of an expert, whose products are combined"""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.experts.product import launch_expert_product, suits_hopper
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.launch import note_launches
 from rocm_attn.kernels.model.gate import GateForm
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles
@@ -49,8 +49,9 @@ def product(problem: ExpertProblem, gate: GateForm | None = None) -> Tensor:
 
     x, weight = among_nan(problem.x), among_nan(problem.weight)
     out = among_nan(problem.empty_out(1 if gate is None else 2))
-    assert suits_hopper(x, weight)
-    launch_hopper_expert_product(x, weight, problem.bias, problem.groups, out, gate, compute_units=132)
+    args = replace(problem, x=x, weight=weight).args(out, gate)
+    assert args.suits_hopper
+    launch_hopper_expert_product(args, compute_units=132)
     assert out._base is not None
     assert int(out._base.isnan().sum()) == out._base.numel() - out.numel()
     return out
@@ -85,7 +86,7 @@ def test_bits_are_those_of_the_plain_kernel(counts: Sequence[int], kernel_device
     problem = replace(problem, expert=expert[:, None])
     plain = problem.empty_out()
     tiles = expert_tiles("sm_90", torch.bfloat16, 64)
-    launch_expert_product(problem.x, problem.weight, None, problem.groups, plain, tiles=tiles)
+    launch_expert_product(problem.args(plain), tiles=tiles)
     assert torch.equal(product(problem), plain)
 
 
@@ -96,7 +97,7 @@ def test_rows_that_are_not_finite_harm_no_other(kernel_device: torch.device) -> 
 
     x, again = problem.x.clone(), problem.empty_out()
     x[7] = float("nan")
-    launch_hopper_expert_product(x, problem.weight, None, problem.groups, again, compute_units=3)
+    launch_hopper_expert_product(replace(problem, x=x).args(again), compute_units=3)
     rest = [pair for pair in range(400) if pair // 2 != 7]
     assert torch.equal(again[rest], expected[rest])
 

@@ -126,7 +126,7 @@ def kernel(problem: ExpertProblem, rows: int = 1, gate: GateForm | None = None) 
     """Computes the product with the kernel, and with tiles for groups of this many rows."""
     out, x = problem.empty_out(1 if gate is None else 2), problem.x
     tiles = expert_tiles(detect_target(x.device).arch, x.dtype, rows)
-    launch_expert_product(x, problem.weight, problem.bias, problem.groups, out, gate, tiles=tiles)
+    launch_expert_product(replace(problem, x=x).args(out, gate), tiles=tiles)
     return out
 
 

@@ -11,7 +11,8 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
 from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
-from rocm_attn.kernels.experts.product import launch_expert_product, launch_product
+from rocm_attn.kernels.experts.arguments import ProductArgs
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.refs import rope as rope_twins
 from rocm_attn.kernels.tuning.expert_tiles import ExpertTiles
 from tests.amd.kernels.expert_cases import random_problem
@@ -144,7 +145,7 @@ def experts(memory: Memory) -> None:
     )
     x, weight, bias, groups = placed(memory, (problem.x, problem.weight, problem.bias, problem.groups))
     out = memory.put(rows_with_gaps(problem.empty_out()))
-    launch_expert_product(x, weight, bias, groups, out, tiles=tiles)
+    launch_expert_product(ProductArgs.of_experts(x, weight, bias, groups, out), tiles=tiles)
     problem.assert_served(out)
     # One matrix has all rows, which do not fill the last block.
     problem = random_problem(25, 1, 1, (19, 21), has_bias=True)
@@ -152,7 +153,7 @@ def experts(memory: Memory) -> None:
     x, weight, bias = placed(memory, (problem.x, problem.weight, problem.bias))
     out = memory.put(rows_with_gaps(problem.empty_out()))
     assert bias is not None
-    launch_product(x, weight[0], bias[0], out, tiles=tiles)
+    launch_expert_product(ProductArgs.of_all(x, weight[0], bias[0], out), tiles=tiles)
     problem.assert_served(out)
     memory.assert_surroundings_untouched()
 

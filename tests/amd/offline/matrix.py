@@ -21,10 +21,11 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
+from rocm_attn.kernels.experts.arguments import ProductArgs
 from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
 from rocm_attn.kernels.experts.combine import launch_combine
 from rocm_attn.kernels.experts.groups import ExpertGroups
-from rocm_attn.kernels.experts.product import launch_expert_product, launch_product
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
 from rocm_attn.kernels.model.add_norm import launch_add_norm
@@ -526,14 +527,21 @@ def _launch_experts(row: Row) -> None:
         expert = torch.arange(2 * num_tokens).view(num_tokens, 2) % experts
         x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
         tiles = expert_tiles(row.arch, row.dtype, rows)
-        launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), out, tiles=tiles)
+        launch_expert_product(
+            ProductArgs.of_experts(x, weight, bias, ExpertGroups.of(expert, experts), out), tiles=tiles
+        )
         launch_sort_pairs(expert.int(), *ExpertGroups.of(expert, experts))
         gated = torch.empty(2 * num_tokens, width // 2, dtype=row.dtype)
-        launch_expert_product(x, weight, bias, ExpertGroups.of(expert, experts), gated, GateForm(SILU), tiles=tiles)
+        launch_expert_product(
+            ProductArgs.of_experts(x, weight, bias, ExpertGroups.of(expert, experts), gated, GateForm(SILU)),
+            tiles=tiles,
+        )
     for rows in EXPERT_ROWS:
         x, tiles = torch.empty(rows, width, dtype=row.dtype), tiles_of_fixed_bits(row.arch, row.dtype, rows)
-        launch_product(x, weight[0], weight[0, 0], x.clone(), tiles=tiles)
-        launch_product(x, weight[0], None, x[:, : width // 2].clone(), GateForm(SILU), tiles=tiles)
+        launch_expert_product(ProductArgs.of_all(x, weight[0], weight[0, 0], x.clone()), tiles=tiles)
+        launch_expert_product(
+            ProductArgs.of_all(x, weight[0], None, x[:, : width // 2].clone(), GateForm(SILU)), tiles=tiles
+        )
     x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
     share = torch.empty(num_tokens, 2)
     launch_combine(out, share, None, None, x)

@@ -11,6 +11,7 @@ from triton.compiler import CompiledKernel
 from rocm_attn.kernels.attention.cuts import NEVER_SPLIT, RowSharing
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, Scales
+from rocm_attn.kernels.experts.arguments import ProductArgs
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.kernels.model.gate import SILU, GateForm
@@ -234,7 +235,7 @@ def test_the_product_of_experts_does_too(gate: GateForm | None) -> None:
     groups = ExpertGroups.of(expert, 512)
 
     def launch() -> None:
-        launch_hopper_expert_product(x, weight, bias, groups, out, gate, compute_units=132)
+        launch_hopper_expert_product(ProductArgs.of_experts(x, weight, bias, groups, out, gate), compute_units=132)
 
     (kernel,) = compiled_by(launch, "sm_90")
     assert_waits(kernel, reads_before=False)

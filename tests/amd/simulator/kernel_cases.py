@@ -20,8 +20,9 @@ from rocm_attn.kernels.cache.page_format import Encoding, PageFormat, PoolKind, 
 from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
+from rocm_attn.kernels.experts.arguments import ProductArgs
 from rocm_attn.kernels.experts.choose import ChoiceRule
-from rocm_attn.kernels.experts.product import launch_expert_product, launch_product
+from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import rope as rope_twins
@@ -151,15 +152,15 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> None:
     problem = random_problem(tiles.rows + 5, 3, 1, (tiles.step + 24, 72), dtype=dtype, has_bias=rows == 1)
     problem = replace(problem, expert=torch.zeros_like(problem.expert).index_fill_(0, torch.tensor([2, 9]), 1))
     out = problem.empty_out()
-    launch_expert_product(problem.x, problem.weight, problem.bias, problem.groups, out, tiles=tiles)
+    launch_expert_product(problem.args(out), tiles=tiles)
     problem.assert_served(out)
     alone = replace(problem, x=problem.x[2:10], expert=problem.expert[2:10])
     again = alone.empty_out()
-    launch_expert_product(alone.x, alone.weight, alone.bias, alone.groups, again, tiles=tiles)
+    launch_expert_product(alone.args(again), tiles=tiles)
     assert torch.equal(again, out[2:10]), "a row's bits depend on no other row"
     small = replace(problem, x=problem.x / 6)  # products of about one
     gated = small.empty_out(2)
-    launch_expert_product(small.x, small.weight, small.bias, small.groups, gated, FORMS[0], tiles=tiles)
+    launch_expert_product(small.args(gated, FORMS[0]), tiles=tiles)
     small.assert_gated(gated, FORMS[0])
 
 
@@ -170,12 +171,12 @@ def run_one_order(arch: str, dtype: torch.dtype) -> None:
     assert problem.bias is not None
     weight, bias = problem.weight[0], problem.bias[0]
     together, gated = problem.empty_out(), problem.empty_out(2)
-    launch_product(problem.x, weight, bias, together, tiles=many)
-    launch_product(problem.x, weight, bias, gated, FORMS[0], tiles=many)
+    launch_expert_product(ProductArgs.of_all(problem.x, weight, bias, together), tiles=many)
+    launch_expert_product(ProductArgs.of_all(problem.x, weight, bias, gated, FORMS[0]), tiles=many)
     problem.assert_served(together)
     alone, alone_gated = (torch.empty_like(out[: few.rows + 1]) for out in (together, gated))
-    launch_product(problem.x[: len(alone)], weight, bias, alone, tiles=few)
-    launch_product(problem.x[: len(alone)], weight, bias, alone_gated, FORMS[0], tiles=few)
+    launch_expert_product(ProductArgs.of_all(problem.x[: len(alone)], weight, bias, alone), tiles=few)
+    launch_expert_product(ProductArgs.of_all(problem.x[: len(alone)], weight, bias, alone_gated, FORMS[0]), tiles=few)
     assert torch.equal(alone, together[: len(alone)])
     assert torch.equal(alone_gated, gated[: len(alone)])
 

@@ -1,0 +1,84 @@
+"""ProductArgs: the tensors of a product of rows with the matrices of their experts, or with one matrix for all rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rocm_attn.kernels.backend import on_hopper
+from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.model.gate import GateForm
+
+
+class ProductArgs(NamedTuple):
+    """The tensors of a product. The last dimension of each is contiguous.
+
+    x:      [rows, in]; each row belongs to as many pairs, in a row, as there are pairs for each row
+    weight: [experts, out, in]; with a gate [experts, 2 * out, in], the gate's rows first
+    bias:   [experts, out] or [experts, 2 * out], contiguous; None: there is none
+    out:    [pairs, out], of x's dtype, written
+    order, indptr: of ExpertGroups; with one expert they are not read
+    gate:   combines the two halves of a row; None: a row has one part
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    out: Tensor
+    order: Tensor
+    indptr: Tensor
+    gate: GateForm | None
+
+    @classmethod
+    def of_experts(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        groups: ExpertGroups,
+        out: Tensor,
+        gate: GateForm | None = None,
+    ) -> ProductArgs:
+        """The product of each pair's row with the matrix of its expert."""
+        assert len(groups.order) == len(out)
+        return cls(x, weight, bias, out, *groups, gate)
+
+    @classmethod
+    def of_all(
+        cls, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gate: GateForm | None = None
+    ) -> ProductArgs:
+        """The product of all rows with one matrix, weight [out, in], plus bias [out]: that of the only expert."""
+        return cls(x, weight[None], None if bias is None else bias[None], out, out, out, gate)
+
+    @property
+    def sides(self) -> int:
+        """Rows of a matrix for each column of out."""
+        return 1 if self.gate is None else 2
+
+    @property
+    def pairs_of_row(self) -> int:
+        """Pairs that read one row of x."""
+        return len(self.out) // max(1, len(self.x))
+
+    def most_blocks(self, rows: int) -> int:
+        """Blocks of pairs, at most: each expert with a pair may have one block that is not full."""
+        num_pairs = len(self.out)
+        return num_pairs // rows + min(num_pairs, len(self.weight))
+
+    def check(self) -> None:
+        """Asserts that the tensors fit each other."""
+        x, weight, bias, out = self[:4]
+        assert weight.shape[1:] == (self.sides * out.shape[1], x.shape[1])
+        assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
+        assert x.stride(1) == weight.stride(2) == out.stride(1) == 1
+
+    @property
+    def suits_hopper(self) -> bool:
+        """True if hopper/expert_product.py may be launched: on such a GPU, with rows that its copies may begin at.
+
+        The number of rows plays no part in it.
+        """
+        x, weight = self[:2]
+        aligned = x.data_ptr(), x.stride(0), x.shape[1], weight.data_ptr(), *weight.stride()[:2]
+        return on_hopper() and x.dtype.itemsize == 2 and not any(each % 16 for each in aligned)

@@ -113,6 +113,7 @@ def _publish_engine_kernel(
     live_tokens = tl.zeros([1], tl.int64)
     left_out = tl.zeros([SEQS], tl.int32) + num_seqs_padded
     errors = tl.zeros([SEQS], tl.int32)
+    moved = tl.zeros([SEQS], tl.int32)
     if Q_FORM == _Q_BOUNDARIES:
         errors += tl.where(tl.load(given_q, mask=num_seqs > 0, other=0) != 0, _BEYOND_BOUND, 0)
     for first in range(0, num_seqs_padded, SEQS):
@@ -132,6 +133,7 @@ def _publish_engine_kernel(
             bound = tl.minimum(bound, (list_end - list_begin) * PAGE_SIZE)
         # `errors` reports every cut here and below, and left_out new tokens of a sequence without KV.
         kept = tl.minimum(tl.maximum(length, 0), tl.maximum(bound, 0))
+        errors |= tl.where(in_table & (kept != length), _BEYOND_BOUND, 0)
         new = tl.where(in_table, 1, 0).to(tl.int64)
         if Q_FORM == _Q_LENGTHS:
             new = tl.load(given_q + seq.to(tl.int64) * q_stride, mask=in_table, other=0).to(tl.int64)
@@ -152,7 +154,7 @@ def _publish_engine_kernel(
         room = num_tokens_padded - tokens_before - (tl.cumsum(taken, 0) - taken)
         taken = tl.minimum(taken, tl.maximum(room, 0))
         few = (taken > 0) & (taken < min_q_len)
-        errors |= tl.where(in_table & ((kept != length) | (is_live & ((taken != new) | few))), _BEYOND_BOUND, 0)
+        errors |= tl.where(is_live & ((taken != new) | few), _BEYOND_BOUND, 0)
         # Left out, its tokens lie between those of others in the engine's tensors.
         left_out = tl.minimum(left_out, tl.where(in_table & ~is_live & (new != 0), seq, num_seqs_padded))
         if HAS_ROWS:
@@ -162,8 +164,7 @@ def _publish_engine_kernel(
             errors |= tl.where(stores & (found == step), _ROW_TWICE, 0)
         num_live = tl.maximum(num_live, tl.max(tl.where(is_live, seq + 1, 0), 0))
         token_end = tokens_before + tl.cumsum(taken, 0)
-        is_moved = (min_q_len == 1) & (max_q_len == 1) & (taken > 0) & (token_end != seq + 1)
-        errors |= tl.where(is_moved, _BEYOND_BOUND, 0)
+        moved |= tl.where((taken > 0) & (token_end != seq + 1), _BEYOND_BOUND, 0)
         live_tokens = tl.maximum(live_tokens, tl.max(tl.where(is_live, token_end, 0), 0))
         tokens_before += tl.sum(taken, 0)
         own_row = seq + 1 if GATHERED else row.to(tl.int32)
@@ -176,6 +177,7 @@ def _publish_engine_kernel(
     tl.debug_barrier()
     word = tl.arange(0, COUNTS)
     words = tl.load(slot + word)
+    errors |= tl.where((min_q_len == 1) & (max_q_len == 1), moved, 0)
     if Q_FORM != 0:
         errors |= tl.where(left_out < num_live, _BEYOND_BOUND, 0)
     error = tl.max(errors & _BEYOND_BOUND, 0) | tl.max(errors & _NO_ROW, 0) | tl.max(errors & _ROW_TWICE, 0)

@@ -297,14 +297,18 @@ def is_uniform(shape: PaddedShape) -> bool:
 def typical_new_tokens(runtime: AttentionRuntime, shape: PaddedShape) -> Int32Array | None:
     """Calls typical_q_len() with the limits of the runtime's table at the moment."""
     table, most = runtime.table, runtime.padding.most_q_len(shape)
-    return typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len)
+    fewest = 1 if shape in runtime.padding.prompt_shapes() else 2
+    return typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len, fewest=fewest)
 
 
-def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: int) -> Int32Array | None:
+def typical_q_len(
+    shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: int, fewest: int = 2
+) -> Int32Array | None:
     """New tokens of the sequences of a step that is padded to shape, or None if there is no such step.
 
     most:     new tokens that a sequence may have
     max_seqs: sequences that the step may have; fewer than the padded ones if there are few requests
+    fewest:   sequences that steps of the shape have at least, if it mixes
     """
     num_seqs = min(shape.num_seqs, max_seqs)
     if num_seqs == 0:
@@ -327,7 +331,7 @@ def typical_q_len(shape: PaddedShape, *, most: int, max_seqs: int, max_kv_len: i
         # A serving step: every sequence decodes, except the one that brings a prompt.
         num_seqs = min(num_seqs, num_tokens - 1)
         q_len = [1] * (num_seqs - 1) + [num_tokens - num_seqs + 1]
-    if not q_len or max(q_len) > max_kv_len or (shape.kind.mixes and len(q_len) < 2):
+    if not q_len or max(q_len) > max_kv_len or (shape.kind.mixes and len(q_len) < fewest):
         return None
     return np.tile(np.array(q_len, np.int32), halves)
 

@@ -93,15 +93,14 @@ SPILLED_IN_FLOAT32 = {"_chunk_rows_kernel": 220, "_chunk_walk_kernel": 970}
 
 # Scalar registers that programs with shares of rows keep in lanes of vector registers and read back once per row: their
 # pointers and strides do not all fit. None of them goes to memory. Heads of 64 over codes have the most; in
-# deterministic attention those with scales of tokens. Those of a kernel of states are addresses and masks; steps of
-# engines and with spans have a dozen pointers and as many numbers.
+# deterministic attention those with scales of tokens. Those of a kernel of states are addresses and masks; steps with
+# spans have a dozen pointers and as many numbers.
 SCALARS_IN_LANES = {
     "_extend_kernel": 39,
     "_segment_extend_kernel": 21,
     "_token_steps_kernel": 10,
     "_chunk_rows_kernel": 168,
     "_place_spans_kernel": 4,
-    "_publish_engine_kernel": 1,
 }
 
 # Vector registers, and bytes of memory for them, that programs with shares of rows of deterministic attention spill by

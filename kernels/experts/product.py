@@ -70,27 +70,27 @@ def _expert_product_kernel(
     OUTPUTS: tl.constexpr = COLUMNS // SIDES
     wait_for_launch(G.EARLY)
     block = tl.program_id(0)
+    own_block = block
     if G.EXPERTS == 1:
-        first_place, end_place = block * ROWS, all_pairs
-        expert = (first_place >= end_place).to(tl.int32)
+        expert = (block * ROWS >= all_pairs).to(tl.int32)
     else:
         each = tl.arange(0, G.EXPERTS_BLOCK)
         is_expert = each < G.EXPERTS
-        num_pairs = tl.load(indptr + each + 1, mask=is_expert, other=0) - tl.load(
-            indptr + each, mask=is_expert, other=0
-        )
+        begins = tl.load(indptr + each, mask=is_expert, other=0)
+        num_pairs = tl.load(indptr + each + 1, mask=is_expert, other=0) - begins
         num_blocks = tl.cdiv(num_pairs.to(tl.int32), ROWS)
         expert = tl.sum((tl.cumsum(num_blocks, 0) <= block).to(tl.int32), 0)
-        own_block = block - tl.sum(tl.where(each < expert, num_blocks, 0), 0)
-        is_any = expert < G.EXPERTS
-        first_place = tl.load(indptr + expert, mask=is_any, other=0) + own_block * ROWS
-        end_place = tl.load(indptr + expert + 1, mask=is_any, other=0)
-    if first_place < end_place:
-        place = first_place + tl.arange(0, ROWS)
-        is_pair = (place < end_place)[:, None]
+        own_block -= tl.sum(tl.where(each < expert, num_blocks, 0), 0)
+    if expert < G.EXPERTS:
+        place = own_block * ROWS + tl.arange(0, ROWS)
+        end = all_pairs
+        if G.EXPERTS > 1:
+            place += tl.load(indptr + expert)
+            end = tl.load(indptr + expert + 1)
+        is_pair = (place < end)[:, None]
         # pair: [ROWS, 1]; column: [COLUMNS]
         if G.EXPERTS == 1:
-            pair = tl.where(is_pair, place[:, None].to(tl.int64), 0)
+            pair = tl.where(is_pair, place[:, None], 0).to(tl.int64)
         else:
             pair = tl.load(order + place[:, None], mask=is_pair, other=0)
         first_column = tl.program_id(1) * OUTPUTS

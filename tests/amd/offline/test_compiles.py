@@ -81,6 +81,8 @@ SPILLED_ON_SM_90 = {
     "_merge_kernel": 24,
     "_store_kernel": 8,
     "_choose_kernel": 8,
+    # Blocks of 128 pairs and 256 columns with a gate.
+    "_expert_product_kernel": 8,
     # Deterministic, with heads of 256; nothing smaller was measured.
     "_selected_attention_kernel": 544,
     # These of states are faster than with more warps or fewer columns.

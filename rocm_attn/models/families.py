@@ -52,6 +52,7 @@ from rocm_attn.models.hf_mlp import (
     geglu,
     gpt_oss_experts,
     kimi_experts,
+    qwen3_5_experts,
     qwen_experts,
     swiglu,
     swiglu_with_bias,
@@ -310,11 +311,10 @@ _QWEN_HYBRID: dict[str, object] = {
     "rope_theta": 1e4,
     "partial_rotary_factor": 0.25,
     "full_attention_interval": 4,
-    "norm_topk_prob": True,
 }
 _QWEN3_NEXT_FAMILY = Family(
     _QWEN_LAYERS,
-    {**_QWEN_HYBRID, "num_key_value_heads": 2},
+    {**_QWEN_HYBRID, "num_key_value_heads": 2, "norm_topk_prob": True},
     Decoder(
         qwen_experts,
         gated_heads,
@@ -332,7 +332,7 @@ _QWEN3_5_FAMILY = Family(
 _QWEN3_5_EXPERTS_FAMILY = Family(
     _QWEN_LAYERS,
     {**_QWEN_HYBRID, "num_key_value_heads": 2},
-    Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
+    Decoder(qwen3_5_experts, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
 )
 # Bamba's and Falcon-H1's names.
 _FEED_FORWARD = {

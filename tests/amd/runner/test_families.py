@@ -261,6 +261,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear_own_head": ("kimi_linear", {"tie_word_embeddings": True}),
     "nemotron_h_own_head": ("nemotron_h", {"tie_word_embeddings": True}),
     "qwen3_5_one_interval": ("qwen3_5", {"layer_types": None, "full_attention_interval": 2, "rms_norm_eps": 0.05}),
+    # Some older models of Qwen have these fields, and transformers does not read them here.
+    "qwen3_5_moe_unread": ("qwen3_5_moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
     "qwen3_next_shares_of_all": ("qwen3_next", {"norm_topk_prob": False, "attention_bias": False}),
     "qwen3_next_yarn": (
         "qwen3_next",

@@ -114,7 +114,8 @@ def of_the_last_like_it(fields: Fields, windows: Sequence[int]) -> tuple[int, ..
 
 def by_query_scalar(fields: Fields, head_dim: int) -> float:
     """The scale of scores by query_pre_attn_scalar, which transformers reads for Gemma 2 and 3 alone."""
-    return fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5
+    scale: float = fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5
+    return scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,21 @@ def test_graphs_made_ahead_serve_every_step_that_can_be_replayed(loaded: LoadedM
     assert results == engine(loaded).generate(some_requests(5))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_pages": 4},
+        {"num_pages": 7, "chunk": 64, "max_kv_len": 64, "speculative": "ngram", "graphs": True, "capture_after": 0},
+    ],
+)
+def test_kernels_are_compiled_ahead_where_sequences_have_not_a_page_each(
+    options: dict[str, Any], loaded: LoadedModel
+) -> None:
+    served = engine(loaded, page_size=16, max_batch_size=6, **options)
+    served.compile_all(lambda done, total, name: None)
+    assert served.generate(some_requests(3)) == engine(loaded, max_batch_size=6).generate(some_requests(3))
+
+
 def test_a_step_that_fails_leaves_a_flight_record(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

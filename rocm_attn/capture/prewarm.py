@@ -312,7 +312,7 @@ def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, attend: 
     batch = replace(batch, mask=TreeMask(parents))
     with runtime.step(batch, runtime.plan(batch, pad_to)) as step:
         (part,) = step.parts
-        attend(part)
+        attend(part, everywhere=True)  # accepted tokens move once all layers have stored
         accept_drawn(torch.zeros_like(part.token_ids), verified(part, parents))
     nothing = Accepted.empty(batch.num_seqs, width, device)
     for tensor in nothing:
@@ -346,8 +346,9 @@ class _Attend:
         recurrent = runtime.states.recurrent.layers
         self._recurrent = {recurrent.index(form): form for form in dict.fromkeys(recurrent)}
 
-    def __call__(self, part: Part) -> None:
-        for layer, problem in self._layers.items():
+    def __call__(self, part: Part, *, everywhere: bool = False) -> None:
+        """everywhere: in every layer with pages, also where another one is of the same kind"""
+        for layer, problem in (dict(enumerate(self._problems)) if everywhere else self._layers).items():
             q, k, v, out = self._inputs.of(problem, len(part.token_ids))
             if problem.state_format is not None:
                 given, rows = self._inputs.of_fold(problem.state_format, problem.fold_columns, len(part.token_ids))

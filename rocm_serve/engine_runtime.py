@@ -104,7 +104,8 @@ def prompt_sizes(chunk: int, elements: float, *, has_states: bool = False) -> tu
     """
     launched = _PRODUCTS_OF_A_LAUNCHED_LAYER * (_TIMES_WITH_STATES if has_states else 1)
     most = min(chunk, next_power_of_2(int(launched / elements) + 1))
-    return tuple(sorted({-(-most * share // 16) for share in _SIXTEENTHS} - {1}))
+    # A token that is decoded and two of a prompt are the least: with one of each a step only decodes.
+    return tuple(sorted({-(-most * share // 16) for share in _SIXTEENTHS} - {1, 2}))
 
 
 def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:

@@ -129,11 +129,13 @@ class PromptRoom:
             most = min(most, -(-of_attention * doubles_after // stored))
         num_left = min(num_left, ends_at - stored)
         q_len = min(num_left, self.tokens, max(most, 1))
-        if q_len < num_left:
-            # Its other tokens come later, so no pads are computed in their place now.
-            filled = [size for size in sizes if self.taken < size <= self.taken + q_len]
-            if filled and self.taken + q_len <= sizes[-1]:
-                q_len = filled[-1] - self.taken
+        if q_len < num_left and sizes and (end := self.taken + q_len) <= sizes[-1]:
+            # Its other tokens come later, so no pads are computed in their place now, unless the larger step has more
+            # of its tokens for each one that is computed.
+            padded = next(size for size in sizes if size >= end)
+            filled = max((size for size in sizes if size <= end), default=0)
+            if (filled - self.taken) * padded >= q_len * filled > 0:
+                q_len = filled - self.taken
         self.tokens -= q_len
         self.taken += q_len
         self.prompt_tokens -= q_len + q_len * (stored + q_len) // doubles_after

@@ -24,7 +24,7 @@ from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name, takes_inputs
-from rocm_attn.capture.probe_requests import as_steps_of, evenly, give_states, typical_new_tokens
+from rocm_attn.capture.probe_requests import as_steps_of, evenly, give_states, typical_q_len
 from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
@@ -219,7 +219,7 @@ def _steps(runtime: AttentionRuntime, most_tokens: int) -> Iterator[tuple[Padded
     """
     table, has_states = runtime.table, not runtime.states.is_empty
     for shape in (*draft_shapes(runtime.padding), *capture_shapes(runtime.padding)):
-        q_len = typical_new_tokens(runtime, shape)
+        q_len = _typical_with_room(runtime, shape)
         if q_len is not None and not (has_states and _goes_on_in_trees(shape)):
             yield shape, q_len
     if not runtime.target.is_gpu:
@@ -236,6 +236,16 @@ def _steps(runtime: AttentionRuntime, most_tokens: int) -> Iterator[tuple[Padded
         # A pool for windows may have fewer pages than a step of all these tokens takes; no such step is served then.
         if _fits(runtime, np.array(each)) and not (has_states and _goes_on_in_trees(shape)):
             yield shape, np.array(each, np.int32)
+
+
+def _typical_with_room(runtime: AttentionRuntime, shape: PaddedShape) -> Int32Array | None:
+    """New tokens of as many sequences as there are rows and pages for; None if there is no such step of the shape."""
+    table, most = runtime.table, runtime.padding.most_q_len(shape)
+    for max_seqs in range(table.most_new_seqs, 0, -1):
+        q_len = typical_q_len(shape, most=most, max_seqs=max_seqs, max_kv_len=table.max_kv_len)
+        if q_len is None or _fits(runtime, q_len):
+            return q_len
+    return None
 
 
 def _goes_on_in_trees(shape: PaddedShape) -> bool:
@@ -302,7 +312,7 @@ def _verify(runtime: AttentionRuntime, batch: StepBatch, pad_to: PadTo, attend: 
     batch = replace(batch, mask=TreeMask(parents))
     with runtime.step(batch, runtime.plan(batch, pad_to)) as step:
         (part,) = step.parts
-        attend(part)
+        attend(part, everywhere=True)  # accepted tokens move once all layers have stored
         accept_drawn(torch.zeros_like(part.token_ids), verified(part, parents))
     nothing = Accepted.empty(batch.num_seqs, width, device)
     for tensor in nothing:
@@ -336,8 +346,9 @@ class _Attend:
         recurrent = runtime.states.recurrent.layers
         self._recurrent = {recurrent.index(form): form for form in dict.fromkeys(recurrent)}
 
-    def __call__(self, part: Part) -> None:
-        for layer, problem in self._layers.items():
+    def __call__(self, part: Part, *, everywhere: bool = False) -> None:
+        """everywhere: in every layer with pages, also where another one is of the same kind"""
+        for layer, problem in (dict(enumerate(self._problems)) if everywhere else self._layers).items():
             q, k, v, out = self._inputs.of(problem, len(part.token_ids))
             if problem.state_format is not None:
                 given, rows = self._inputs.of_fold(problem.state_format, problem.fold_columns, len(part.token_ids))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentProjections, RowFactors
@@ -16,6 +17,7 @@ from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import (
     GroupedAttention,
     all_but_one_in_a_pattern_slide,
+    by_query_scalar,
     even_layers_slide,
     latent_layers,
     no_window,
@@ -52,6 +54,7 @@ from rocm_attn.models.hf_mlp import (
     geglu,
     gpt_oss_experts,
     kimi_experts,
+    qwen3_5_experts,
     qwen_experts,
     swiglu,
     swiglu_with_bias,
@@ -70,9 +73,10 @@ from rocm_attn.models.hf_projections import (
     bias_everywhere_if_said,
     bias_on_qkv,
     gated_heads,
-    interleaved_rows,
+    latent_rows,
     no_bias,
     normed_heads,
+    rows_as_said,
     rows_with_indexers,
 )
 from rocm_attn.models.hf_recurrent import (
@@ -109,6 +113,7 @@ class Decoder:
     ropes:    the rotary embedding of each layer
     out_norms: whether the output of attention and MLP is normalised before it is added
     multipliers: on embeddings, on terms of the residual, on the input of the output matrix
+    may_cap:  whether final_logit_softcapping is read
     norm_offset: added to the weights of norms: 1 if a file holds their difference from 1
     own_inputs: the inputs that each layer gets for a token in addition to the residual
     has_layer_factors: whether each layer's sum has a learned factor
@@ -126,6 +131,7 @@ class Decoder:
     ropes: Callable[[Fields, AttentionGeometry], tuple[Rope, ...]] = one_rope
     out_norms: bool = False
     multipliers: Callable[[Fields], Multipliers] = lambda fields: Multipliers()
+    may_cap: bool = False
     norm_offset: float = 0.0
     own_inputs: Callable[[Fields], OwnInputs] = lambda fields: OwnInputs()
     has_layer_factors: bool = False
@@ -262,10 +268,19 @@ _GEMMA3N: dict[str, object] = {
 _MTP = ("mtp.",)
 
 _GEMMA3_DECODER = Decoder(
-    geglu, normed_heads, rope_of_each_kind, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0
+    geglu,
+    normed_heads,
+    rope_of_each_kind,
+    out_norms=True,
+    multipliers=embeddings_by_width,
+    may_cap=True,
+    norm_offset=1.0,
 )
 _GEMMA3_FAMILY = Family(
-    GroupedAttention(all_but_one_in_a_pattern_slide), _GEMMA3, _GEMMA3_DECODER, derived=half_if_bidirectional
+    GroupedAttention(all_but_one_in_a_pattern_slide, scale=by_query_scalar),
+    _GEMMA3,
+    _GEMMA3_DECODER,
+    derived=half_if_bidirectional,
 )
 _GEMMA3_IMAGE_FAMILY = replace(_GEMMA3_FAMILY, attention=WithSpans(_GEMMA3_FAMILY.attention))
 _GEMMA4_FAMILY = Family(
@@ -277,6 +292,7 @@ _GEMMA4_FAMILY = Family(
         rope_of_each_kind,
         out_norms=True,
         multipliers=embeddings_by_width,
+        may_cap=True,
         own_inputs=own_inputs,
         has_layer_factors=True,
     ),
@@ -302,7 +318,8 @@ _MINIMAX_M3_FAMILY = Family(
     Decoder(minimax_m3_mlps, minimax_m3_heads, rope_of_first_elements, norm_offset=1.0, unread=(*_MTP, "model.mtp.")),
 )
 _GEMMA3N_FAMILY = Family(
-    GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, has_scale=False), _GEMMA3N
+    GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, scale=lambda fields, head_dim: 1.0),
+    _GEMMA3N,
 )
 _QWEN_LAYERS = HybridAttention(GroupedAttention(no_window), gated_delta)
 _QWEN_HYBRID: dict[str, object] = {
@@ -310,11 +327,10 @@ _QWEN_HYBRID: dict[str, object] = {
     "rope_theta": 1e4,
     "partial_rotary_factor": 0.25,
     "full_attention_interval": 4,
-    "norm_topk_prob": True,
 }
 _QWEN3_NEXT_FAMILY = Family(
     _QWEN_LAYERS,
-    {**_QWEN_HYBRID, "num_key_value_heads": 2},
+    {**_QWEN_HYBRID, "num_key_value_heads": 2, "norm_topk_prob": True},
     Decoder(
         qwen_experts,
         gated_heads,
@@ -332,7 +348,7 @@ _QWEN3_5_FAMILY = Family(
 _QWEN3_5_EXPERTS_FAMILY = Family(
     _QWEN_LAYERS,
     {**_QWEN_HYBRID, "num_key_value_heads": 2},
-    Decoder(qwen_experts, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
+    Decoder(qwen3_5_experts, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
 )
 # Bamba's and Falcon-H1's names.
 _FEED_FORWARD = {
@@ -384,10 +400,10 @@ _NEMOTRON_H_FAMILY = Family(
 _QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
 _KIMI_LINEAR_FAMILY = Family(
     HybridAttention(latent_layers, kimi_delta),
-    {"rms_norm_eps": 1e-5, "rope_interleave": False, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446},
+    {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446},
     Decoder(
         kimi_experts,
-        interleaved_rows,
+        partial(latent_rows, interleaved=False),
         no_rope,
         renamed={
             ".block_sparse_moe.": ".mlp.",
@@ -428,9 +444,9 @@ FAMILIES: Mapping[str, Family] = {
     "BambaForCausalLM": _BAMBA_FAMILY,
     "FalconH1ForCausalLM": _FALCON_H1_FAMILY,
     "Gemma2ForCausalLM": Family(
-        GroupedAttention(even_layers_slide, may_cap=True),
+        GroupedAttention(even_layers_slide, scale=by_query_scalar, may_cap=True),
         _GEMMA2,
-        Decoder(geglu, out_norms=True, multipliers=embeddings_by_width, norm_offset=1.0),
+        Decoder(geglu, out_norms=True, multipliers=embeddings_by_width, may_cap=True, norm_offset=1.0),
     ),
     "Gemma3ForCausalLM": _GEMMA3_FAMILY,
     "Gemma3TextModel": replace(_GEMMA3_FAMILY, decoder=None),
@@ -459,7 +475,7 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": Family(
         GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts), derived=gpt_oss_rope
     ),
-    "DeepseekV2ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v2_experts, interleaved_rows)),
+    "DeepseekV2ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v2_experts, latent_rows)),
     "DeepseekV32ForCausalLM": Family(
         indexed_latent_layers, decoder=Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=False))
     ),
@@ -468,7 +484,7 @@ FAMILIES: Mapping[str, Family] = {
         {"rms_norm_eps": 1e-5},
         Decoder(deepseek_v3_experts, rows_with_indexers(index_interleaved=True)),
     ),
-    "DeepseekV3ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v3_experts, interleaved_rows)),
+    "DeepseekV3ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v3_experts, rows_as_said)),
     "DeepseekV4ForCausalLM": Family(compressed_layers),
     "DeepseekV41ForCausalLM": Family(compressed_layers),
     "Glm5NextForConditionalGeneration": _GLM_HYBRID,

@@ -112,6 +112,12 @@ def of_the_last_like_it(fields: Fields, windows: Sequence[int]) -> tuple[int, ..
     return (*range(num_storing), *(last[window] for window in windows[num_storing:]))
 
 
+def by_query_scalar(fields: Fields, head_dim: int) -> float:
+    """The scale of scores by query_pre_attn_scalar, which transformers reads for Gemma 2 and 3 alone."""
+    scale: float = fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5
+    return scale
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedAttention:
     """Layers with K and V heads.
@@ -119,14 +125,14 @@ class GroupedAttention:
     windows:   window_left of each layer
     chunks:    keys of a chunk in each layer; 0: no chunks
     reads:     AttentionGeometry.reads, from the windows; each layer reads what it stores, if nothing else is said
-    has_scale: whether scores are scaled at all
+    scale:     of scores, by the elements of a head
     may_cap:   whether attn_logit_softcapping is read; transformers does not for Gemma 3, which has the field
     """
 
     windows: Callable[[Fields, int], tuple[int, ...]]
     has_sinks: bool = False
     reads: Callable[[Fields, Sequence[int]], tuple[int, ...]] = lambda fields, windows: tuple(range(len(windows)))
-    has_scale: bool = True
+    scale: Callable[[Fields, int], float] = lambda fields, head_dim: head_dim**-0.5
     chunks: Callable[[Fields, int], tuple[int, ...]] = lambda fields, num_layers: (0,) * num_layers
     may_cap: bool = False
 
@@ -139,7 +145,7 @@ class GroupedAttention:
             num_q_heads=num_q_heads,
             num_kv_heads=_num_kv_heads(fields, num_q_heads),
             head_dim=head_dim,
-            scale=fields.positive("query_pre_attn_scalar", float(head_dim)) ** -0.5 if self.has_scale else 1.0,
+            scale=self.scale(fields, head_dim),
             logits_soft_cap=fields.positive("attn_logit_softcapping") if is_capped else 0.0,
             has_sinks=self.has_sinks,
         )

@@ -22,6 +22,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
     _refuse_quantised(whole)
     attention = attention_geometry(config).over_text()
+    is_capped = decoder.may_cap and fields.has("final_logit_softcapping")
     if not all(layer.window_right == 0 for layer in attention.layers):
         raise BadModel(f"config.json: {architecture} is not causal here; the runner generates text, token after token")
     return ModelConfig(
@@ -44,7 +45,7 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
         has_layer_factors=decoder.has_layer_factors,
         multipliers=decoder.multipliers(fields),
         factors=decoder.factors(fields),
-        logits_soft_cap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else 0.0,
+        logits_soft_cap=fields.positive("final_logit_softcapping") if is_capped else 0.0,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rocm_attn.models.config import Multipliers
 from rocm_attn.models.fields import Fields
-from rocm_attn.models.hf_projections import Projections, interleaved_rows
+from rocm_attn.models.hf_projections import Projections, latent_rows
 
 # Defaults of transformers' MiniCPM3Config for absent fields.
 MINICPM3_DEFAULTS: dict[str, object] = {
@@ -29,8 +29,7 @@ MINICPM3_DEFAULTS: dict[str, object] = {
 def minicpm3_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
     """[layers] Latent rows whose first half turns with the second. V's default size is hidden_size / heads."""
     v_dim = fields.count("v_head_dim", fields.count("hidden_size") // fields.count("num_attention_heads"))
-    given = {**fields.values, "v_head_dim": v_dim, "rope_interleave": False}
-    return interleaved_rows(Fields(given, fields.source), num_layers)
+    return latent_rows(Fields({**fields.values, "v_head_dim": v_dim}, fields.source), num_layers, interleaved=False)
 
 
 def minicpm3_multipliers(fields: Fields) -> Multipliers:

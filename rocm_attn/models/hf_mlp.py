@@ -35,14 +35,29 @@ def geglu(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
 
 def qwen_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     """Experts in every decoder_sparse_step-th layer that mlp_only_layers does not name."""
+    experts = _qwen_experts(fields, normalised=fields.flag("norm_topk_prob", False))
+    period = fields.count("decoder_sparse_step", 1)
+    named = set(fields.ids("mlp_only_layers"))
+    is_dense = [layer in named or (layer + 1) % period > 0 for layer in range(num_layers)]
+    dense = swiglu(fields, num_layers) if any(is_dense) else ()
+    return tuple(dense[layer] if is_dense[layer] else experts for layer in range(num_layers))
+
+
+def qwen3_5_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
+    """[layers] The same experts in every layer. Their shares sum to 1: transformers reads no norm_topk_prob here."""
+    return (_qwen_experts(fields, normalised=True),) * num_layers
+
+
+def _qwen_experts(fields: Fields, *, normalised: bool) -> ExpertMlp:
+    activation(fields, "hidden_act", "silu")
     routing = Routing(
         # transformers 5 writes the second name
         num_experts=fields.count("num_experts" if fields.has("num_experts") else "num_local_experts"),
         num_chosen=fields.count("num_experts_per_tok"),
-        normalised=fields.flag("norm_topk_prob", False),
+        normalised=normalised,
     )
     shared = "shared_expert_intermediate_size"
-    experts = ExpertMlp(
+    return ExpertMlp(
         routing,
         fields.count("moe_intermediate_size"),
         SwiGLU(),
@@ -50,12 +65,6 @@ def qwen_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
         shared_size=fields.count(shared) if fields.has(shared) else 0,
         has_shared_share=fields.has(shared),
     )
-    activation(fields, "hidden_act", "silu")
-    period = fields.count("decoder_sparse_step", 1)
-    named = set(fields.ids("mlp_only_layers"))
-    is_dense = [layer in named or (layer + 1) % period > 0 for layer in range(num_layers)]
-    dense = swiglu(fields, num_layers) if any(is_dense) else ()
-    return tuple(dense[layer] if is_dense[layer] else experts for layer in range(num_layers))
 
 
 def gpt_oss_experts(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:

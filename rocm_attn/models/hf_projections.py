@@ -36,10 +36,10 @@ def no_bias(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
 
 
 def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple[Projections, ...]]:
-    """[layers] Like interleaved_rows, with an indexer in each layer that selects its own keys."""
+    """[layers] Like latent_rows, with an indexer in each layer that selects its own keys."""
 
     def projections(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-        (rows,) = set(interleaved_rows(fields, num_layers))
+        (rows,) = set(latent_rows(fields, num_layers))
         assert isinstance(rows, LatentProjections), "latent rows"
         if not rows.q_rank:
             raise BadModel("config.json has no q_lora_rank, and an indexer's queries need it")
@@ -49,13 +49,18 @@ def rows_with_indexers(index_interleaved: bool) -> Callable[[Fields, int], tuple
     return projections
 
 
-def interleaved_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
-    """[layers] Latent rows, whose elements that turn together are adjacent unless rope_interleave is false."""
+def latent_rows(fields: Fields, num_layers: int, *, interleaved: bool = True) -> tuple[Projections, ...]:
+    """[layers] Latent rows. interleaved: whether elements that turn together are adjacent"""
     projections = LatentProjections(
         q_rank=fields.count("q_lora_rank") if fields.has("q_lora_rank") else 0,
         nope_dim=fields.count("qk_nope_head_dim"),
         v_dim=fields.count("v_head_dim"),
-        interleaved=fields.flag("rope_interleave", True),
+        interleaved=interleaved,
         has_bias=fields.flag("attention_bias", False),
     )
     return (projections,) * num_layers
+
+
+def rows_as_said(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
+    """[layers] Latent rows, interleaved as rope_interleave says, which transformers reads for DeepSeek-V3 alone."""
+    return latent_rows(fields, num_layers, interleaved=fields.flag("rope_interleave", True))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from rocm_attn.errors import Unsupported
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
-from rocm_attn.models.hf_attention import GroupedAttention, even_layers_slide, no_window
+from rocm_attn.models.hf_attention import GroupedAttention, by_query_scalar, even_layers_slide, no_window
 from rocm_attn.models.hf_gemma4 import gemma4_layers
 
 
@@ -47,7 +47,7 @@ def gemma4_image_layers(fields: Fields) -> AttentionGeometry:
 
 
 _GEMMA = GroupedAttention(no_window)
-_GEMMA2 = GroupedAttention(even_layers_slide, may_cap=True)
+_GEMMA2 = GroupedAttention(even_layers_slide, scale=by_query_scalar, may_cap=True)
 # GemmaConfig and Gemma2Config: their numbers fill a text model that leaves some out.
 _GEMMA_FIELDS: dict[str, object] = {
     "num_hidden_layers": 28,

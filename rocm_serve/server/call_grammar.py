@@ -93,10 +93,14 @@ def _call(form: CallForm, function: Json, lark: _Lark) -> str:
         return lark.exact(f'{{"name": "{function["name"]}", "{key}": ') + arguments() + lark.exact("}")
 
     def parameters(_: str) -> str:
-        required = schema.get("required", ())
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping) or not isinstance(required, list):
+            raise BadRequest(
+                f"the constraint cannot be used: of the parameters of {function['name']}, properties must be an object "
+                "and required a list"
+            )
         rules = {
-            key: lark.rule(_parameter(form, key, schema, described, lark))
-            for key, described in schema.get("properties", {}).items()
+            key: lark.rule(_parameter(form, key, schema, described, lark)) for key, described in properties.items()
         }
         return " ".join(rule if key in required else f"{rule}?" for key, rule in rules.items())
 

@@ -41,6 +41,8 @@ _REFUSED_FOR = {
     "too_many_requests": "queue",
     "draining": "draining",
 }
+# Values of Content-Encoding. Others, such as a charset, are put there by mistake, and the body is read.
+_COMPRESSED = frozenset({b"gzip", b"x-gzip", b"deflate", b"compress", b"br", b"zstd"})
 # The key of a job in an ASGI scope.
 JOB = "rocm_attn.job"
 # A body that is too long is read up to this multiple of its bound. Otherwise the client would lose its connection while
@@ -113,6 +115,14 @@ class ServerGate:
             raise ApiError(
                 415,
                 "the body must be a JSON object, sent with Content-Type: application/json",
+                code="unsupported_media_type",
+            )
+        coding = headers.get(b"content-encoding", b"").strip().lower()
+        if _has_body(scope) and coding in _COMPRESSED:
+            raise ApiError(
+                415,
+                f"the body is compressed (Content-Encoding: {coding.decode()}), and this server reads none that is; "
+                "send it as it is",
                 code="unsupported_media_type",
             )
         return salt

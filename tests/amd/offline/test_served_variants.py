@@ -80,7 +80,11 @@ def compiled_and_served(
     return compiled, served
 
 
-@pytest.mark.parametrize("changes", [{}, {"speculative": "ngram", "draft_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"speculative": "ngram", "draft_tokens": 3}, {"speculative": "ngram", "draft_tokens": 3, "topk": 2}],
+    ids=str,
+)
 def test_served_steps_launch_nothing_that_was_not_compiled_before(changes: dict[str, Any]) -> None:
     compiled, served = compiled_and_served(wide_model(dtype=torch.bfloat16), **changes)
     assert names_of(served - compiled) == []

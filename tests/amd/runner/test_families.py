@@ -174,6 +174,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_yarn_rope": ("Llama", {"rope_parameters": YARN}),
     "llama_yarn_rope_details": ("Llama", {"rope_parameters": {**YARN, "truncate": False, "beta_fast": 9.0}}),
     "llama_yarn_attention_factor": ("Llama", {"rope_parameters": {**YARN, "attention_factor": 1.7}}),
+    # Fields of other families, which transformers does not read here.
+    "llama_unread": ("Llama", {"final_logit_softcapping": 0.5, "query_pre_attn_scalar": 100}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3_bias": ("Qwen3", {"attention_bias": True, "head_dim": 24}),
@@ -261,6 +263,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear_own_head": ("kimi_linear", {"tie_word_embeddings": True}),
     "nemotron_h_own_head": ("nemotron_h", {"tie_word_embeddings": True}),
     "qwen3_5_one_interval": ("qwen3_5", {"layer_types": None, "full_attention_interval": 2, "rms_norm_eps": 0.05}),
+    "qwen3_5_moe_unread": ("qwen3_5_moe", {"norm_topk_prob": False, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
     "qwen3_next_shares_of_all": ("qwen3_next", {"norm_topk_prob": False, "attention_bias": False}),
     "qwen3_next_yarn": (
         "qwen3_next",
@@ -272,6 +275,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_sparse_step": ("qwen3_moe", {"decoder_sparse_step": 2}),
     "qwen3_moe_window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}),
     "deepseek_v2_nothing_turns": ("deepseek_v2", {"qk_rope_head_dim": 0, "attention_bias": True}),
+    "deepseek_v2_unread": ("deepseek_v2", {"rope_interleave": False}),
+    "deepseek_v3_halves_turn": ("deepseek_v3", {"rope_interleave": False}),
     "deepseek_v32_nothing_turns": ("deepseek_v32", {"qk_rope_head_dim": 0}),
 }
 

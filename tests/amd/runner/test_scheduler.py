@@ -11,12 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_attn.capture.step_times import NEVER
+from rocm_attn.capture.step_times import NEVER, StepBudget
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
 from rocm_attn.recurrence import Recurrence
+from rocm_serve.engine_runtime import prompt_sizes
 from rocm_serve.request import Request
+from rocm_serve.scheduled_step import PromptRoom
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.scheduler_world import (
     VOCAB,
@@ -185,6 +187,15 @@ def test_a_prompt_that_goes_on_leaves_no_room_for_pads() -> None:
     assert steps[1:] == [[1, 11], [1, 13], [1, 1]]  # the step in which it ends has pads
     # a step beyond the largest size is not padded
     assert q_len_of_steps([3, 24], 1, 2, chunk=64, beside=15, sizes=(4, 8, 12))[1:] == [[1, 15]]
+
+
+@given(st.integers(2, 2048), st.integers(1, 256), st.integers(1, 2048))
+def test_a_prompt_that_goes_on_gets_half_of_its_tokens_at_least_whatever_its_step_is_padded_to(
+    most: int, num_decoding: int, beside: int
+) -> None:
+    budget = StepBudget(256, 8192, (beside,), sizes=prompt_sizes(most, elements=1.0))
+    got = PromptRoom.beside(num_decoding, 0, budget).take(9999, 0, 9999)
+    assert beside <= 2 * got <= 2 * beside
 
 
 def test_a_prompt_goes_on_by_a_token_however_far_it_is() -> None:

@@ -1,5 +1,7 @@
 """Requests that cannot be served are refused with a sentence in OpenAI's form, and never with a status of 5xx."""
 
+import gzip
+import json
 import math
 import socket
 from collections.abc import Iterator
@@ -276,6 +278,13 @@ def test_a_body_of_another_type_is_refused(server: Running) -> None:
         assert "Content-Type: application/json" in reply.error["message"]
     for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
         assert post(server, requested(), Content_Type=kind).status == 200
+
+
+def test_a_compressed_body_is_refused_by_its_header(server: Running) -> None:
+    reply = post(server, gzip.compress(json.dumps(requested()).encode()), Content_Encoding="gzip")
+    assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+    assert "the body is compressed (Content-Encoding: gzip)" in reply.error["message"]
+    assert post(server, requested(), Content_Encoding="utf-8").status == 200
 
 
 @pytest.mark.parametrize("extra", [1, MOST_BYTES, 9 * MOST_BYTES])

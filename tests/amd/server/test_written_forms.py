@@ -458,6 +458,14 @@ def test_calls_in_python_cannot_be_required() -> None:
         calls_only(form_named("pythonic", CALL_FORMS), TOOLS, letters().special_mark, several=True)
 
 
+@pytest.mark.parametrize("form", ["qwen3_coder", "deepseek_v32"])
+@pytest.mark.parametrize("wrong", [{"properties": ["a"]}, {"properties": {"a": {"type": "string"}}, "required": None}])
+def test_parameters_that_are_no_schema_are_refused_where_a_call_is_required(wrong: dict[str, Any], form: str) -> None:
+    tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", **wrong}}}
+    with pytest.raises(BadRequest, match="parameters of a, properties must be an object and required a list"):
+        calls_only(form_named(form, CALL_FORMS), [tool], letters().special_mark, several=True)
+
+
 @pytest.mark.parametrize("as_tokens", [False, True])
 @pytest.mark.parametrize(
     "constraint",

@@ -24,7 +24,7 @@ from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import Int32Array, StepBatch
 from rocm_attn.batch.step_kinds import Extra, StepKind
 from rocm_attn.capture.graphs import Progress, capture_shapes, draft_shapes, shape_name, takes_inputs
-from rocm_attn.capture.probe_requests import as_steps_of, evenly, give_states, typical_q_len
+from rocm_attn.capture.probe_requests import as_steps_of, evenly, give_states, new_tokens_of
 from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.errors import BadSetting
 from rocm_attn.guards.registry import guards_from_settings
@@ -240,9 +240,8 @@ def _steps(runtime: AttentionRuntime, most_tokens: int) -> Iterator[tuple[Padded
 
 def _typical_with_room(runtime: AttentionRuntime, shape: PaddedShape) -> Int32Array | None:
     """New tokens of as many sequences as there are rows and pages for; None if there is no such step of the shape."""
-    table, most = runtime.table, runtime.padding.most_q_len(shape)
-    for max_seqs in range(table.most_new_seqs, 0, -1):
-        q_len = typical_q_len(shape, most=most, max_seqs=max_seqs, max_kv_len=table.max_kv_len)
+    for max_seqs in range(runtime.table.most_new_seqs, 0, -1):
+        q_len = new_tokens_of(runtime, shape, max_seqs)
         if q_len is None or _fits(runtime, q_len):
             return q_len
     return None

@@ -296,9 +296,14 @@ def is_uniform(shape: PaddedShape) -> bool:
 
 def typical_new_tokens(runtime: AttentionRuntime, shape: PaddedShape) -> Int32Array | None:
     """Calls typical_q_len() with the limits of the runtime's table at the moment."""
-    table, most = runtime.table, runtime.padding.most_q_len(shape)
+    return new_tokens_of(runtime, shape, runtime.table.most_new_seqs)
+
+
+def new_tokens_of(runtime: AttentionRuntime, shape: PaddedShape, max_seqs: int) -> Int32Array | None:
+    """Calls typical_q_len() for steps of the runtime. Those that bring a prompt may have nothing else."""
+    most, max_kv_len = runtime.padding.most_q_len(shape), runtime.table.max_kv_len
     fewest = 1 if shape in runtime.padding.prompt_shapes() else 2
-    return typical_q_len(shape, most=most, max_seqs=table.most_new_seqs, max_kv_len=table.max_kv_len, fewest=fewest)
+    return typical_q_len(shape, most=most, max_seqs=max_seqs, max_kv_len=max_kv_len, fewest=fewest)
 
 
 def typical_q_len(

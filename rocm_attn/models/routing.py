@@ -80,7 +80,7 @@ class Routing:
 
     def _is_in_chosen_group(self, rank: Tensor) -> Tensor:
         """bool [tokens, experts]."""
-        of_group = rank.view(rank.shape[0], self.num_groups, -1)
+        of_group = rank.unflatten(1, (self.num_groups, -1))
         group = of_group.topk(self.best_of_group, -1).values.sum(-1).topk(self.num_groups_chosen, -1).indices
         # by comparison: on a GPU a scatter sorts to be deterministic
         is_chosen = (group[..., None] == torch.arange(self.num_groups, device=rank.device)).any(-2)

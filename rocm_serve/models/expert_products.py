@@ -99,7 +99,7 @@ def combined(parts: Tensor, share: Tensor, shared: Tensor | None, weight: Tensor
     shared: [tokens, width] or None; weight: [tokens, 1], or None for a factor of 1
     """
     if parts.device.type == "cpu":
-        total = (parts.view(*share.shape, -1) * share.to(parts.dtype)[..., None]).sum(1)
+        total = (parts.view(*share.shape, parts.shape[1]) * share.to(parts.dtype)[..., None]).sum(1)
         if shared is not None:
             total = total + (shared if weight is None else shared * weight.sigmoid())
         return total

@@ -96,7 +96,7 @@ def multiplied_in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None, gate
     if x.data_ptr() % 16:
         x = x.clone()
     num_out, num_in = len(weight) // (1 if gate is None else 2), weight.shape[1]
-    # Whatever follows depends on the matrix alone, and only then on the number of rows.
+    # The choice depends on the matrix alone, and only then on the number of rows.
     lies_right = weight.is_contiguous() and weight.data_ptr() % 16 == 0
     takes = x.dtype.itemsize == 2 and lies_right and num_out % OUTPUTS == num_in % STEP == 0
     if takes and on_hopper() and 0 < len(x) <= MOST_ROWS:

@@ -59,6 +59,12 @@ def test_a_token_that_is_not_finite_harms_no_other() -> None:
     torch.testing.assert_close(output(x, MLP, weights, BatchInvariantLinears())[rest], expected[rest], atol=0, rtol=0)
 
 
+def test_there_may_be_no_token() -> None:
+    assert output(torch.empty(0, HIDDEN), MLP, random_weights()).shape == (0, HIDDEN)
+    expert, share = Routing(6, 2, num_groups=3, num_groups_chosen=2).choose(torch.empty(0, 6), None)
+    assert expert.shape == share.shape == (0, 2)
+
+
 @pytest.mark.parametrize("num_chosen", [0, EXPERTS + 1])
 def test_more_experts_a_token_than_there_are_is_refused(num_chosen: int) -> None:
     with pytest.raises(BadModel, match=f"{num_chosen} of 5 experts"):

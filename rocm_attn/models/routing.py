@@ -80,7 +80,7 @@ class Routing:
 
     def _is_in_chosen_group(self, rank: Tensor) -> Tensor:
         """bool [tokens, experts]."""
-        of_group = rank.unflatten(1, (self.num_groups, -1))
+        of_group = rank.view(len(rank), self.num_groups, self.num_experts // self.num_groups)
         group = of_group.topk(self.best_of_group, -1).values.sum(-1).topk(self.num_groups_chosen, -1).indices
         # by comparison: on a GPU a scatter sorts to be deterministic
         is_chosen = (group[..., None] == torch.arange(self.num_groups, device=rank.device)).any(-2)

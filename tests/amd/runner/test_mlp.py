@@ -61,7 +61,7 @@ def test_a_token_that_is_not_finite_harms_no_other() -> None:
 
 def test_there_may_be_no_token() -> None:
     assert output(torch.empty(0, HIDDEN), MLP, random_weights()).shape == (0, HIDDEN)
-    expert, share = Routing(6, 2, num_groups=3, num_groups_chosen=2).choose(torch.empty(0, 6), None)
+    expert, share = Routing(6, 2, normalised=True, num_groups=3, num_groups_chosen=2).choose(torch.empty(0, 6), None)
     assert expert.shape == share.shape == (0, 2)
 
 

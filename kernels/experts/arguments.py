@@ -41,7 +41,7 @@ class ProductArgs(NamedTuple):
         gate: GateForm | None = None,
     ) -> ProductArgs:
         """The product of each pair's row with the matrix of its expert."""
-        assert len(groups.order) == len(out)
+        assert (len(groups.order), groups.num_experts) == (len(out), len(weight))
         return cls(x, weight, bias, out, *groups, gate)
 
     @classmethod

@@ -8,10 +8,9 @@ from torch import Tensor
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.launch import run_as_launch
 from rocm_attn.kernels.refs.experts import expert_product
-from rocm_attn.kernels.tuning.expert_tiles import expert_tiles, tiles_of_fixed_bits
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_attn.models.routing import ExpertScores, Routing
-from rocm_serve.models.gated import form_of, mixed, target_of
+from rocm_serve.models.gated import form_of, mixed, multiply
 
 # The kernel compares each pair with each expert (H200): 57 us for 65,536 pairs and 128 experts, where torch takes 76,
 # and 232 for 81,920 and 512.
@@ -77,18 +76,11 @@ def expert_products(
         run_as_launch(expert_product, x, weight, bias, groups, out, rows=rows if fixed else 0)
         return out
     from rocm_attn.kernels.experts.arguments import ProductArgs
-    from rocm_attn.kernels.experts.product import launch_expert_product
 
     args = ProductArgs.of_experts(x, weight, bias, groups, out, None if gate is None else form_of(gate))
-    mean_rows, target = -(-num_pairs // groups.num_experts), target_of(x.device)
-    if (fixed or mean_rows >= _LEAST_ROWS_FOR_HOPPER) and args.suits_hopper:
-        # Not every release of Triton has the Gluon that it is written in.
-        from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
-
-        launch_hopper_expert_product(args, compute_units=target.compute_units)
-    else:
-        tiles_for = tiles_of_fixed_bits if fixed else expert_tiles
-        launch_expert_product(args, tiles=tiles_for(target.arch, x.dtype, mean_rows))
+    mean_rows = -(-num_pairs // groups.num_experts)
+    by_hopper = (fixed or mean_rows >= _LEAST_ROWS_FOR_HOPPER) and args.suits_hopper
+    multiply(args, mean_rows, by_hopper=by_hopper, fixed=fixed)
     return out
 
 

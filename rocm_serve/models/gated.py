@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.tuning.expert_tiles import tiles_of_fixed_bits
+from rocm_attn.kernels.tuning.expert_tiles import expert_tiles, tiles_of_fixed_bits
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, ReluSquared, SwiGLU
 
 if TYPE_CHECKING:
+    from rocm_attn.kernels.experts.arguments import ProductArgs
     from rocm_attn.kernels.model.gate import GateForm
 
 
@@ -89,28 +90,39 @@ def multiplied_in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None, gate
     """
     from rocm_attn.kernels.backend import on_hopper
     from rocm_attn.kernels.experts.arguments import ProductArgs
-    from rocm_attn.kernels.experts.product import launch_expert_product
     from rocm_attn.kernels.model.few_rows import MOST_ROWS, OUTPUTS, STEP
 
-    x, form, target = x.contiguous(), None if gate is None else form_of(gate), target_of(x.device)
+    x, form = x.contiguous(), None if gate is None else form_of(gate)
     if x.data_ptr() % 16:
         x = x.clone()
     num_out, num_in = len(weight) // (1 if gate is None else 2), weight.shape[1]
     # The choice depends on the matrix alone, and only then on the number of rows.
-    lies_right = weight.is_contiguous() and weight.data_ptr() % 16 == 0
-    takes = x.dtype.itemsize == 2 and lies_right and num_out % OUTPUTS == num_in % STEP == 0
-    if takes and on_hopper() and 0 < len(x) <= MOST_ROWS:
+    has_two = on_hopper() and x.dtype.itemsize == 2 and lie_right(x, weight) and num_out % OUTPUTS == num_in % STEP == 0
+    if has_two and 0 < len(x) <= MOST_ROWS:
         return _by_few_rows(x, weight, bias, 1, form)[0]
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
-    args = ProductArgs.of_all(x, weight, bias, out, form)
-    if takes and on_hopper():
+    multiply(ProductArgs.of_all(x, weight, bias, out, form), len(x), by_hopper=has_two, fixed=True)
+    return out
+
+
+def multiply(args: ProductArgs, rows: int, *, by_hopper: bool, fixed: bool) -> None:
+    """Launches a product of rows with the matrices of their experts.
+
+    rows:      of a group on average
+    by_hopper: whether by the kernel for Hopper, which `args` then suit
+    fixed:     whether a row's bits must not depend on `rows`
+    """
+    from rocm_attn.kernels.experts.product import launch_expert_product
+
+    target = target_of(args.x.device)
+    if by_hopper:
         # Not every release of Triton has the Gluon that it is written in.
         from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
 
         launch_hopper_expert_product(args, compute_units=target.compute_units)
     else:
-        launch_expert_product(args, tiles=tiles_of_fixed_bits(target.arch, x.dtype, len(x)))
-    return out
+        tiles_for = tiles_of_fixed_bits if fixed else expert_tiles
+        launch_expert_product(args, tiles=tiles_for(target.arch, args.x.dtype, rows))
 
 
 def form_of(gate: Gate) -> GateForm:

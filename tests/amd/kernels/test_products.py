@@ -59,3 +59,19 @@ def test_linear_layers_are_right(rows: int, out: int, num_in: int, has_bias: boo
     # By several launches, both inner products are rounded before they are combined.
     mixed = linears.gated(x, weight, given, SwiGLU()).double()
     torch.testing.assert_close(mixed, exact_gate(exact, FORMS[0]), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17, 70])
+@pytest.mark.parametrize(("out", "num_in", "dtype"), [(64, 128, torch.float16), (40, 33, torch.float32)], ids=str)
+def test_products_in_one_order_are_right(
+    out: int, num_in: int, dtype: torch.dtype, rows: int, kernel_device: torch.device
+) -> None:
+    random = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(size, num_in, generator=random) for size in (rows, out))
+    x, weight = x.to(kernel_device, dtype), (weight * num_in**-0.5).to(kernel_device, dtype)
+    bias = weight[:, 0].contiguous()
+    exact = x.double() @ weight.double().T + bias.double()
+    assert_attention_close(gated.multiplied_in_one_order(x, weight, bias), exact, dtype)
+    # Rows of a wider tensor, which begin at no multiple of 16 bytes.
+    wider = torch.cat((bias.new_full((rows, 1), float("nan")), x), 1)[:, 1:]
+    assert_attention_close(gated.multiplied_in_one_order(wider, weight, bias), exact, dtype)

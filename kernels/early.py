@@ -20,12 +20,19 @@ from triton.runtime import driver
 
 def starts_early(device: torch.device) -> bool:
     """True if a launch on the device, or for the GPU that is compiled for, may start early."""
-    if device.type != "cuda" and triton.knobs.runtime.interpret:
+    if device.type == "cuda":
+        return _starts_early_on(device)
+    if triton.knobs.runtime.interpret:
         return False
     try:
         return _is_early(driver.active.get_current_target())
     except RuntimeError:  # there is no GPU: the launch is only recorded
         return False
+
+
+@functools.cache
+def _starts_early_on(device: torch.device) -> bool:
+    return _is_early(driver.active.get_current_target())
 
 
 @functools.cache

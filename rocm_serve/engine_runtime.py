@@ -86,14 +86,15 @@ class StepForms:
         return cls(verify_tokens, sizes, has_masks, beside=beside)
 
 
-# A host takes 0.35 ms to launch a layer (16 layers of 61 million elements, H100), in which a GPU multiplies this many
-# elements with a token each, at 400 TFLOP/s. Longer steps gain nothing by a graph, whose memory K and V would miss.
-_PRODUCTS_OF_A_LAUNCHED_LAYER = 7e10
+# A host takes 0.35 to 1 ms to launch a layer (16 layers of 61 million elements, H100 and H200, prompts and sequences
+# that decode), and in 0.7 a GPU multiplies this many elements with a token each, at 400 TFLOP/s. Longer steps gain
+# nothing by a graph, whose memory K and V would miss.
+_PRODUCTS_OF_A_LAUNCHED_LAYER = 1.4e11
 # Layers of a model with recurrent layers, of which most have experts too, take about this many times as long to launch
 # (8 layers of Qwen3-Next-80B-A3B, H200).
 _TIMES_WITH_STATES = 4
 # The small sizes are for the last parts of a long prompt next to many sequences that decode.
-_SIXTEENTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+_SHARES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def prompt_sizes(chunk: int, elements: float, *, has_states: bool = False) -> tuple[int, ...]:
@@ -105,7 +106,7 @@ def prompt_sizes(chunk: int, elements: float, *, has_states: bool = False) -> tu
     launched = _PRODUCTS_OF_A_LAUNCHED_LAYER * (_TIMES_WITH_STATES if has_states else 1)
     most = min(chunk, next_power_of_2(int(launched / elements) + 1))
     # A token that is decoded and two of a prompt are the least: with one of each a step only decodes.
-    return tuple(sorted({-(-most * share // 16) for share in _SIXTEENTHS} - {1, 2}))
+    return tuple(sorted({-(-most * share // _SHARES[-1]) for share in _SHARES} - {1, 2}))
 
 
 def captures_all_steps(options: EngineOptions, device: torch.device) -> bool:

@@ -8,6 +8,8 @@ A program has a row. Sums are float32, and normed is made of summed as it is sto
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,11 +58,9 @@ def _add_norm_kernel(
 _variant = repeated_launches(_add_norm_kernel)
 
 
-@only_launches
-def launch_add_norm(
-    residual: Tensor, output: Tensor, weight: Tensor, summed: Tensor, normed: Tensor, *, factor: float, eps: float
-) -> None:
-    """Writes the sum of each row, and the row normalised.
+@dataclass(frozen=True, slots=True, eq=False)
+class NormedSum:
+    """The tensors of a sum and of its norm.
 
     residual:       [rows, width], float32, float16 or bfloat16
     output:         [rows, width], of that dtype; or parts of it, float32 [parts, rows, width]
@@ -68,21 +68,46 @@ def launch_add_norm(
     summed, normed: [rows, width], of the residual's dtype, written; neither overlaps an input
     All are contiguous and begin at a multiple of 16 bytes.
     """
-    rows, width = residual.shape
-    parts = len(output) if output.dim() == 3 else 1
-    tensors = (residual, output, weight, summed, normed)
-    assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+    residual: Tensor
+    output: Tensor
+    weight: Tensor
+    summed: Tensor
+    normed: Tensor
+    factor: float
+    eps: float
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of the output."""
+        return len(self.output) if self.output.dim() == 3 else 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, in the order in which kernels take them."""
+        return self.residual, self.output, self.weight, self.summed, self.normed
+
+    def check(self) -> None:
+        """Raises AssertionError for tensors that kernels do not take."""
+        assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in self.tensors)
+
+
+@only_launches
+def launch_add_norm(args: NormedSum) -> None:
+    """Writes the sum of each row, and the row normalised."""
+    args.check()
+    rows, width = args.residual.shape
     if rows:
-        block, early = next_power_of_2(width), starts_early(residual.device)
-        _variant(residual.dtype, weight.dtype, parts, width, factor, eps)(
-            residual.device,
+        block, early = next_power_of_2(width), starts_early(args.residual.device)
+        _variant(args.residual.dtype, args.weight.dtype, args.num_parts, width, args.factor, args.eps)(
+            args.residual.device,
             (rows, 1, 1),
-            *tensors,
-            parts,
+            *args.tensors,
+            args.num_parts,
             width,
             block,
-            factor,
-            eps,
+            args.factor,
+            args.eps,
             early,
             num_warps=min(16, max(1, block // (64 * _ELEMENTS))),
             **early_options(early),

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.models.rope import Rope
+from rocm_serve.models.layer_input import LayerInput, input_of
 from rocm_serve.models.linears import Linears
+
+if TYPE_CHECKING:
+    from rocm_attn.kernels.model.add_norm import NormedSum
 
 # The cos and sin of each rope for index keys: [T, 2, dim], see rotate. The runtime turns all other rows.
 CosSin = Mapping[Rope, Tensor]
@@ -61,13 +66,12 @@ class Arithmetic:
             return self.linears.terms(x, weight, bias)
         return self.norm(self.linears.summed_linear(x, weight, bias), norm)
 
-    def sum_and_norm(self, residual: Tensor, output: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """sum(), and its RMS norm, in one pass of a GPU."""
-        from rocm_attn.kernels.model.add_norm import launch_add_norm
+    def normed_sum(self, residual: Tensor, output: Tensor, weight: Tensor) -> NormedSum:
+        """sum(), and its RMS norm, which kernels of a GPU compute together."""
+        from rocm_attn.kernels.model.add_norm import NormedSum
 
         summed, normed = torch.empty_like(residual), torch.empty_like(residual)
-        launch_add_norm(residual, output, weight, summed, normed, factor=self.residual_factor, eps=self.eps)
-        return summed, normed
+        return NormedSum(residual, output, weight, summed, normed, self.residual_factor, self.eps)
 
     def sum(self, residual: Tensor, output: Tensor) -> Tensor:
         """residual + factor * output(), or its sum."""
@@ -90,26 +94,32 @@ class Residual:
     def __init__(self, arithmetic: Arithmetic, rows: Tensor) -> None:
         self._arithmetic, self._rows = arithmetic, rows
         self._coming: Tensor | None = None  # an output that is not added yet
+        self._input = LayerInput(arithmetic.linears, rows)  # of the last layer: it may be what makes _rows
 
     def add(self, output: Tensor) -> None:
         """Adds factor * output, [tokens, hidden], or the sum of its terms; see Arithmetic.output."""
         if self._coming is not None:
-            self._rows = self._arithmetic.sum(self._rows, self._coming)
+            self._rows = self.rows
         self._coming = output
 
     @property
     def rows(self) -> Tensor:
         """The sum of all outputs so far."""
+        self._input.make()
         if self._coming is not None:
             self._rows, self._coming = self._arithmetic.sum(self._rows, self._coming), None
         return self._rows
 
-    def normed(self, weight: Tensor) -> Tensor:
+    def normed(self, weight: Tensor) -> LayerInput:
         """The RMS norm of the sum."""
         arithmetic, output, self._coming = self._arithmetic, self._coming, None
-        if output is not None and output.device.type != "cpu":
-            self._rows, normed = arithmetic.sum_and_norm(self._rows, output, weight)
-            return normed
-        if output is not None:  # a CPU's have one term
-            self._rows = torch.add(self._rows, output, alpha=arithmetic.residual_factor)
-        return arithmetic.norm(self._rows, weight)
+        linears, rows = arithmetic.linears, self.rows
+        if output is None:
+            self._input = LayerInput(linears, arithmetic.norm(rows, weight))
+        elif output.device.type == "cpu":  # it has one term
+            self._rows = torch.add(rows, output, alpha=arithmetic.residual_factor)
+            self._input = LayerInput(linears, arithmetic.norm(self._rows, weight))
+        else:
+            made = arithmetic.normed_sum(rows, output, weight)
+            self._rows, self._input = made.summed, input_of(linears, made)
+        return self._input

@@ -17,6 +17,7 @@ from rocm_attn.step.protocols import LayerCalls
 from rocm_attn.step.step import Part
 from rocm_serve.models.arithmetic import Arithmetic, CosSin
 from rocm_serve.models.attention_weights import BlockIndexWeights, IndexWeights, KVHeadWeights, LatentWeights
+from rocm_serve.models.layer_input import LayerInput
 from rocm_serve.models.weights import MixerWeights
 
 # The epsilon of norms on rows that q is made of, on latent rows and on index keys. transformers' DeepSeek, GLM-5 and
@@ -43,15 +44,12 @@ class OverHeads:
     rope: Rope
     work: QkvWork
 
-    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
-        """[T, num_q_heads * head_dim]: the attention output of the step's tokens; every layer has this method.
-
-        x: [T, hidden], normalised
-        """
+    def attended(self, step: Part, given: LayerInput, cos_sin: CosSin) -> Tensor:
+        """[T, num_q_heads * head_dim]: the attention output of the step's tokens; every layer has this method."""
         heads, weights, attention = self.heads, self.weights, step.layers
         if weights.index is not None:
-            self._select(attention, weights.index, x, cos_sin[self.rope])
-        x = self.arithmetic.linears.linear(x, weights.qkv, weights.qkv_bias)
+            self._select(attention, weights.index, given, cos_sin[self.rope])
+        x = given.linear(weights.qkv, weights.qkv_bias)
         x = x.view(x.shape[0], -1, heads.head_dim)
         gates = x[:, x.shape[1] - self.num_gates :] if self.num_gates else None
         if gates is not None:
@@ -72,12 +70,13 @@ class OverHeads:
             attention.finish(self.number, out, gate=gates)
         return out.flatten(1)
 
-    def _select(self, attention: LayerCalls, weights: BlockIndexWeights, x: Tensor, cos_sin: Tensor) -> None:
-        """Selects the step's keys. x: [T, hidden], normalised"""
-        linears, norm, indexer = self.arithmetic.linears, self.arithmetic.norm, self.heads.indexer
+    def _select(self, attention: LayerCalls, weights: BlockIndexWeights, given: LayerInput, cos_sin: Tensor) -> None:
+        """Selects the step's keys."""
+        norm, indexer = self.arithmetic.norm, self.heads.indexer
         assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
-        q = linears.linear(x, weights.q).view(x.shape[0], indexer.num_heads, indexer.head_dim)
-        k = norm(linears.linear(x, weights.k), weights.k_norm)
+        q = given.linear(weights.q)
+        q = q.view(q.shape[0], indexer.num_heads, indexer.head_dim)
+        k = norm(given.linear(weights.k), weights.k_norm)
         turned = rotate(torch.cat((norm(q, weights.q_norm), k[:, None]), 1), cos_sin)
         attention.store_index(self.number, turned[:, -1])
         attention.select(self.number, turned[:, :-1])
@@ -105,16 +104,16 @@ class OverLatentRows:
     rope: Rope
     work: QkvWork
 
-    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: Part, given: LayerInput, cos_sin: CosSin) -> Tensor:
         """[T, num_q_heads * v_dim]; see OverHeads."""
         attention = step.layers
         heads, weights, linears = self.heads, self.weights, self.arithmetic.linears
-        first = linears.linear(x, weights.first, weights.first_bias)
+        first = given.linear(weights.first, weights.first_bias)
         row, q = first[:, None, -heads.head_dim :], first[:, : -heads.head_dim]
         if weights.q is not None and weights.q_norm is not None:
             q = self.arithmetic.norm(q, weights.q_norm)
             if weights.index is not None:
-                self._select(attention, weights.index, x, q, cos_sin[self.rope])
+                self._select(attention, weights.index, given, q, cos_sin[self.rope])
             q = linears.linear(q, weights.q)
         q = q.view(q.shape[0], heads.num_q_heads, -1)
         nope_dim, latent_dim = self.projections.nope_dim, heads.latent_dim
@@ -133,16 +132,18 @@ class OverLatentRows:
             attention.attend_selected(self.number, q, out)
         return linears.of_heads(out, weights.absorbed_v).flatten(1)
 
-    def _select(self, attention: LayerCalls, weights: IndexWeights, x: Tensor, q_row: Tensor, cos_sin: Tensor) -> None:
-        """Selects the step's keys. x: [T, hidden], normalised; q_row: [T, q_rank], the row that queries are made of"""
+    def _select(
+        self, attention: LayerCalls, weights: IndexWeights, given: LayerInput, q_row: Tensor, cos_sin: Tensor
+    ) -> None:
+        """Selects the step's keys. q_row: [T, q_rank], the row that queries are made of"""
         linears, indexer = self.arithmetic.linears, self.heads.indexer
         assert isinstance(indexer, Indexer), "a layer with an indexer's weights has its geometry"
-        k = linears.linear(x, weights.k)
+        k = given.linear(weights.k)
         k = F.layer_norm(k, k.shape[-1:], weights.k_norm, weights.k_norm_bias, _LATENT_NORM_EPS)
-        q = linears.linear(q_row, weights.q).view(x.shape[0], indexer.num_heads, indexer.head_dim)
+        q = linears.linear(q_row, weights.q).view(q_row.shape[0], indexer.num_heads, indexer.head_dim)
         turned = rotate(torch.cat((q, k[:, None]), 1), cos_sin)
         attention.store_index(self.number, turned[:, -1])
-        of_heads = linears.linear(x, weights.head_weights).float() * indexer.num_heads**-0.5
+        of_heads = given.linear(weights.head_weights).float() * indexer.num_heads**-0.5
         attention.select(self.number, turned[:, :-1], of_heads)
 
 

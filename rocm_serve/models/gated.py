@@ -14,6 +14,7 @@ from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, ReluSquared, SwiG
 
 if TYPE_CHECKING:
     from rocm_attn.kernels.experts.arguments import ProductArgs
+    from rocm_attn.kernels.model.add_norm import NormedSum
     from rocm_attn.kernels.model.gate import GateForm
 
 
@@ -53,6 +54,16 @@ def _by_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, gat
     return out
 
 
+def multiplied_as_normed(row: NormedSum, weight: Tensor, bias: Tensor | None, gate: Gate | None = None) -> Tensor:
+    """[1, out]: the product of a normalised row, which is made too; or its halves, combined."""
+    from rocm_attn.kernels.model.normed_product import launch_normed_product
+
+    num_out, form = len(weight) // (1 if gate is None else 2), None if gate is None else form_of(gate)
+    out = torch.empty(1, num_out, dtype=weight.dtype, device=weight.device)
+    launch_normed_product(row, weight, bias, out, target_of(weight.device).compute_units, form)
+    return out
+
+
 def lie_right(x: Tensor, weight: Tensor) -> bool:
     """True if x and a matrix lie as the kernels for one row and for a few take them."""
     are_whole = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
@@ -66,14 +77,14 @@ def parts_of_few_rows(x: Tensor, weight: Tensor, num_out: int) -> int:
     start early, and is faster with many rows if some processors have two programs.
     num_out: outputs of the product; the matrix of a gate has two rows for each
     """
-    if x.dtype.itemsize != 2 or not lie_right(x, weight):
-        return 0
     from rocm_attn.kernels.early import starts_early
     from rocm_attn.kernels.model.few_rows import MOST_ROWS, OUTPUTS, STEP
 
-    rows, num_in = x.shape
+    rows, num_in = len(x), weight.shape[1]
     programs, rest = divmod(num_out, OUTPUTS)
-    if rest or not 1 < rows <= MOST_ROWS or not starts_early(x.device):
+    if not 1 < rows <= MOST_ROWS or rest or x.dtype.itemsize != 2:
+        return 0
+    if not (lie_right(x, weight) and starts_early(x.device)):
         return 0
     units, parts = target_of(x.device).compute_units, 1
     while 10 * programs * parts < 7 * units:

@@ -40,7 +40,7 @@ class Linears:
     summed: x, summed over ranks in place
     """
 
-    _is_fixed: ClassVar = False  # whether a row's result depends on no other row
+    is_fixed: ClassVar = False  # whether a row's result depends on no other row
 
     def __init__(self, ranks: Ranks = ONE_RANK) -> None:
         self.summed = ranks.sum
@@ -93,13 +93,13 @@ class Linears:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, gate: Gate | None = None
     ) -> Tensor:
         """[pairs, out]: a row of x for each pair of a token and an expert; see expert_products."""
-        return expert_products(x, weight, bias, groups, gate, rows=ROWS, fixed=self._is_fixed)
+        return expert_products(x, weight, bias, groups, gate, rows=ROWS, fixed=self.is_fixed)
 
 
 class BatchInvariantLinears(Linears):
     """Computes each sum in one order, by kernels or in blocks of ROWS rows; and sums over ranks in their order."""
 
-    _is_fixed: ClassVar = True
+    is_fixed: ClassVar = True
 
     def __init__(self, ranks: Ranks = ONE_RANK) -> None:
         super().__init__(ranks)

@@ -12,6 +12,7 @@ from torch import Tensor
 from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, Mlp
 from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.expert_products import choice, combined, groups_of
+from rocm_serve.models.layer_input import LayerInput
 from rocm_serve.models.linears import Linears
 from rocm_serve.models.mlp_weights import DenseAndExpertWeights, DenseWeights, ExpertWeights
 from rocm_serve.models.weights import LayerWeights
@@ -21,60 +22,61 @@ def add_mlp(residual: Residual, mlp: Mlp, weights: LayerWeights, arithmetic: Ari
     """Adds the output of a layer's MLP to the residual, if it has one."""
     if weights.mlp_norm is None:
         return
-    x, norm, linears = residual.normed(weights.mlp_norm), weights.mlp_out_norm, arithmetic.linears
-    of_mlp = weights.mlp
+    given, norm, of_mlp = residual.normed(weights.mlp_norm), weights.mlp_out_norm, weights.mlp
     if isinstance(mlp, DenseMlp):
         assert isinstance(of_mlp, DenseWeights), "weights are read by their config"
-        inner = dense_inner(x, mlp, of_mlp, linears)
+        inner = dense_inner(given, mlp, of_mlp)
         residual.add(arithmetic.output(inner, of_mlp.down, of_mlp.down_bias, norm))
         return
     if isinstance(mlp, ExpertMlp):
         assert isinstance(of_mlp, ExpertWeights), "weights are read by their config"
-        total = experts_sum(x, x, mlp, of_mlp, linears)
+        total = experts_sum(given, given, mlp, of_mlp, arithmetic.linears)
     else:
         assert isinstance(mlp, DenseAndExperts), "a layer without an MLP has no norm before it"
         assert isinstance(of_mlp, DenseAndExpertWeights), "weights are read by their config"
-        total = _dense_and_experts(residual.rows, x, mlp, of_mlp, arithmetic)
+        total = _dense_and_experts(residual.rows, given, mlp, of_mlp, arithmetic)
     residual.add(total if norm is None else arithmetic.norm(total, norm))
 
 
 def _dense_and_experts(
-    hidden: Tensor, x: Tensor, mlp: DenseAndExperts, weights: DenseAndExpertWeights, arithmetic: Arithmetic
+    hidden: Tensor, given: LayerInput, mlp: DenseAndExperts, weights: DenseAndExpertWeights, arithmetic: Arithmetic
 ) -> Tensor:
     linears, norm = arithmetic.linears, arithmetic.norm
-    inner = dense_inner(x, mlp.dense, weights.dense, linears)
+    inner = dense_inner(given, mlp.dense, weights.dense)
     dense = linears.summed_linear(inner, weights.dense.down, weights.dense.down_bias)
+    of_each, of_router = norm(hidden, weights.experts_norm), arithmetic.plain_norm(hidden)
     of_experts = experts_sum(
-        norm(hidden, weights.experts_norm), arithmetic.plain_norm(hidden), mlp.experts, weights.experts, linears
+        LayerInput(linears, of_each), LayerInput(linears, of_router), mlp.experts, weights.experts, linears
     )
     return norm(dense, weights.dense_out_norm) + norm(of_experts, weights.experts_out_norm)
 
 
-def dense_inner(x: Tensor, mlp: DenseMlp, weights: DenseWeights, linears: Linears) -> Tensor:
-    """[tokens, inner]: the input of `weights.down`. x: [tokens, hidden], normalised"""
-    return linears.gated(x, weights.gate_up, weights.gate_up_bias, mlp.gate)
+def dense_inner(given: LayerInput, mlp: DenseMlp, weights: DenseWeights) -> Tensor:
+    """[tokens, inner]: the input of `weights.down`."""
+    return given.gated(weights.gate_up, weights.gate_up_bias, mlp.gate)
 
 
-def experts_sum(x: Tensor, router_x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears) -> Tensor:
+def experts_sum(
+    given: LayerInput, of_router: LayerInput, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears
+) -> Tensor:
     """[tokens, hidden]: the outputs of each token's experts by their shares, plus the shared MLP's, summed over ranks.
 
-    x:        [tokens, hidden], normalised
-    router_x: [tokens, hidden], the router's input
+    of_router: the router's input
     """
-    logits = linears.linear(router_x.to(weights.router.dtype), weights.router, weights.router_bias)
+    logits = of_router.linear(weights.router, weights.router_bias)
     expert, share = choice(mlp.routing, logits, weights.correction)
     if weights.share_scale is not None:
         share = share * weights.share_scale[expert]
     groups = groups_of(expert, mlp.routing.num_experts)
-    of_experts = x if weights.latent_in is None else linears.linear(x, weights.latent_in)
+    of_experts = given.rows if weights.latent_in is None else given.linear(weights.latent_in)
     inner = linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, groups, mlp.gate)
     parts = linears.of_experts(inner, weights.down, weights.down_bias, groups)
     shared = shared_share = None
     if weights.shared is not None:
-        shared = linears.linear(dense_inner(x, mlp.shared, weights.shared, linears), weights.shared.down)
+        shared = linears.linear(dense_inner(given, mlp.shared, weights.shared), weights.shared.down)
         if weights.shared_share is not None:
-            shared_share = linears.linear(x, weights.shared_share)
+            shared_share = given.linear(weights.shared_share)
     if weights.latent_out is not None:
         parts = linears.linear(combined(parts, share, None, None), weights.latent_out)
-        share = torch.ones(len(x), 1, device=x.device)  # this is a token's only part
+        share = torch.ones(len(expert), 1, device=expert.device)  # this is a token's only part
     return linears.summed(combined(parts, share, shared, shared_share))

@@ -20,6 +20,7 @@ from rocm_attn.models.shards import GroupedRows, Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorPart, TensorReader
 from rocm_attn.step.step import Part
 from rocm_serve.models.arithmetic import Arithmetic, CosSin
+from rocm_serve.models.layer_input import LayerInput
 from rocm_serve.models.recurrent_gates import RowGate, gated_norm, gated_norm_of_torch, gates
 from rocm_serve.models.recurrent_parts import RecurrentMixer, RecurrentTensors
 
@@ -55,11 +56,11 @@ class GatedDeltaNet(RecurrentMixer[DeltaNetWeights]):
 
     __slots__ = ()
 
-    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: Part, given: LayerInput, cos_sin: CosSin) -> Tensor:
         """[T, value_heads * value_dim]; see OverHeads."""
         form, weights = self.form, self.weights
         heads, values = form.num_value_heads, form.num_value_heads * form.value_dim
-        rows = self.arithmetic.linears.linear(x, weights.first)
+        rows = given.linear(weights.first)
         inputs, gate, b, a = torch.split(rows, [form.conv_channels, values, heads, heads], 1)
         q, k, v = self.convolved(step, inputs, weights.convolution, None)
         decay, beta = gates(a, b, weights.decay_bias, weights.decay_factor)
@@ -152,11 +153,11 @@ class StateSpace(RecurrentMixer[StateSpaceWeights]):
 
     __slots__ = ()
 
-    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: Part, given: LayerInput, cos_sin: CosSin) -> Tensor:
         """[T, value_heads * value_dim]; see OverHeads."""
         form, weights = self.form, self.weights
         heads, values = form.num_value_heads, form.num_value_heads * form.value_dim
-        rows = self.arithmetic.linears.linear(x, weights.first, weights.first_bias)
+        rows = given.linear(weights.first, weights.first_bias)
         inputs, gate, dt = torch.split(rows, [form.conv_channels, values, heads], 1)
         q, k, v = self.convolved(step, inputs, weights.convolution, weights.convolution_bias)
         decay, size = gates(dt, None, weights.step_bias, weights.decay_factor)
@@ -243,11 +244,11 @@ class KimiDelta(RecurrentMixer[KimiDeltaWeights]):
 
     __slots__ = ()
 
-    def attended(self, step: Part, x: Tensor, cos_sin: CosSin) -> Tensor:
+    def attended(self, step: Part, given: LayerInput, cos_sin: CosSin) -> Tensor:
         """[T, value_heads * value_dim]; see OverHeads."""
         form, weights, linears = self.form, self.weights, self.arithmetic.linears
         heads, dim = form.num_value_heads, form.value_dim
-        rows = linears.linear(x, weights.first)
+        rows = given.linear(weights.first)
         inputs, a, g, b = torch.split(rows, [form.conv_channels, dim, dim, heads], 1)
         q, k, v = self.convolved(step, inputs, weights.convolution, None)
         decay, beta = gates(linears.linear(a, weights.decay), b, weights.decay_bias, weights.decay_factor)

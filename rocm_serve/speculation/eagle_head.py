@@ -27,6 +27,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.step import Part
 from rocm_serve.models.arithmetic import Arithmetic, Residual
 from rocm_serve.models.attention import layer_attention
+from rocm_serve.models.layer_input import LayerInput
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp import add_mlp
@@ -126,7 +127,7 @@ class EagleHead(DraftingModel):
     def through_layer(self, step: Part, x: Tensor, residual: Tensor) -> Tensor:
         """[T, hidden]: the residual with attention over x, and with the MLP of that."""
         arithmetic, weights = self._arithmetic, self._of_layer
-        x = self._attention.attended(step, x, {})
+        x = self._attention.attended(step, LayerInput(arithmetic.linears, x), {})
         out, out_bias = self._of_attention.out, self._of_attention.out_bias
         sums = Residual(arithmetic, residual)
         sums.add(arithmetic.output(x, out, out_bias, weights.attention_out_norm))

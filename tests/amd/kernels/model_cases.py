@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.model.add_norm import launch_add_norm
+from rocm_attn.kernels.model.add_norm import NormedSum, launch_add_norm
 from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
+from rocm_attn.kernels.model.normed_product import launch_normed_product
 from rocm_attn.kernels.model.peer_sum import PROGRAMS, REGION_BYTES, PeerMemory, launch_peer_sum, memory_bytes
 from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.oracle.numerics import sum_error
@@ -32,7 +33,26 @@ class SumOfRows:
     def assert_served(self, put: Put = Tensor.clone) -> None:
         """Checks both results of the kernel. put: where a tensor lies"""
         summed, normed = (put(torch.full_like(self.residual, float("nan"))) for _ in range(2))
-        launch_add_norm(put(self.residual), put(self.output), put(self.weight), summed, normed, factor=FACTOR, eps=EPS)
+        launch_add_norm(NormedSum(put(self.residual), put(self.output), put(self.weight), summed, normed, FACTOR, EPS))
+        self._assert_right(summed, normed)
+
+    def assert_multiplied(
+        self, num_out: int, form: GateForm | None, put: Put = Tensor.clone, *, has_bias: bool = False
+    ) -> None:
+        """Checks both results, and the product of the norm with a random matrix, by one kernel."""
+        random, width, dtype = torch.Generator().manual_seed(num_out), len(self.weight), self.weight.dtype
+        matrix = (1 if form is None else 2) * num_out, width
+        weight, bias = (torch.randn(*shape, generator=random) for shape in (matrix, matrix[:1]))
+        weight, bias = (put(each.to(self.weight)) for each in (weight * width**-0.5, bias))
+        summed, normed = (put(torch.full_like(self.residual, float("nan"))) for _ in range(2))
+        out = put(torch.full((1, num_out), float("nan"), dtype=dtype, device=self.weight.device))
+        row = NormedSum(put(self.residual), put(self.output), put(self.weight), summed, normed, FACTOR, EPS)
+        launch_normed_product(row, weight, bias if has_bias else None, out, 2, form)
+        self._assert_right(summed, normed)
+        exact = normed.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
+        assert_attention_close(out, exact if form is None else exact_gate(exact, form), dtype)
+
+    def _assert_right(self, summed: Tensor, normed: Tensor) -> None:
         residual, output, weight = (each.double() for each in (self.residual, self.output, self.weight))
         output = output if output.dim() == 2 else output.sum(0)
         assert_attention_close(summed, residual + FACTOR * output, self.residual.dtype)

@@ -38,6 +38,17 @@ def test_a_row_is_the_sum_and_its_norm(rows: int, width: int, dtype: torch.dtype
 
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("form", [None, *FORMS], ids=str)
+@pytest.mark.parametrize(("width", "num_out"), [(40, 7), (1000, 64), (2048, 37)])
+def test_a_row_is_the_sum_and_its_norm_is_multiplied(
+    width: int, num_out: int, form: GateForm | None, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    """The launcher is given two processors, so that programs have several turns."""
+    sum_of_rows(1, width, dtype, kernel_device).assert_multiplied(num_out, form, has_bias=num_out == 64)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.kind))
 @pytest.mark.parametrize(("rows", "inner"), [(1, 64), (3, 1032), (2, 2048)])
 def test_the_halves_of_a_row_are_combined(

@@ -122,6 +122,13 @@ def row_product(memory: Memory) -> None:
     memory.assert_surroundings_untouched()
 
 
+def normed_product(memory: Memory) -> None:
+    """Checks a row that fills no block, and matrices whose rows fill no turn of the programs, gated and not."""
+    for form, num_out in ((None, 37), (FORMS[0], 19)):
+        sum_of_rows(1, 40, torch.float32).assert_multiplied(num_out, form, memory.put, has_bias=True)
+    memory.assert_surroundings_untouched()
+
+
 def few_rows(memory: Memory) -> None:
     """Checks rows that do not fill a block, combined and in parts."""
     assert_few_rows_multiplied((3, 64, 128), FORMS[0], torch.float32, put=memory.put)

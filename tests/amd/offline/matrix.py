@@ -28,9 +28,10 @@ from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
-from rocm_attn.kernels.model.add_norm import launch_add_norm
+from rocm_attn.kernels.model.add_norm import NormedSum, launch_add_norm
 from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import CLAMPED, GELU, SILU, GateForm, launch_gate
+from rocm_attn.kernels.model.normed_product import launch_normed_product
 from rocm_attn.kernels.model.peer_sum import PeerMemory, launch_peer_sum, memory_bytes
 from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.kernels.tuning.expert_tiles import expert_tiles, tiles_of_fixed_bits
@@ -556,13 +557,16 @@ def _launch_model(row: Row) -> None:
     """Launches sums with norms, gates of each form, products of one row and of a few, and sums over ranks."""
     rows, matrix = torch.empty(4, 2048, dtype=row.dtype), torch.empty(2048, 2048, dtype=row.dtype)
     for terms in (rows[None], torch.empty(4, 4, 2048)):
-        launch_add_norm(rows, terms, rows[0], rows, rows, factor=1.0, eps=1e-5)
+        launch_add_norm(NormedSum(rows, terms, rows[0], rows, rows, 1.0, 1e-5))
         launch_few_rows(rows, matrix, rows[0], terms, 132)
     for form in (GateForm(SILU), GateForm(GELU), GateForm(CLAMPED, 7.0, 1.702)):
         launch_gate(rows, torch.empty(4, 1024, dtype=row.dtype), form)
         launch_few_rows(rows, matrix, None, torch.empty(1, 4, 1024, dtype=row.dtype), 132, form)
+    normed = NormedSum(rows[:1], rows[:1], rows[0], rows[:1], rows[:1], 1.0, 1e-5)
+    launch_normed_product(normed, matrix, None, rows[1:2, :1024].clone(), 132, GateForm(SILU))
     for bias in (None, rows[0]):
         launch_row_product(rows[:1], matrix, bias, rows[1:2])
+        launch_normed_product(normed, matrix, bias, rows[1:2], 132)
     for ranks in (2, 8):
         memory = PeerMemory.of(torch.zeros(memory_bytes(ranks), dtype=torch.uint8), [0] * ranks, 0)
         for num in (512, 1 << 19):

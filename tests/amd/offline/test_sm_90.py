@@ -14,9 +14,10 @@ import torch
 from triton.compiler import CompiledKernel
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.model.add_norm import launch_add_norm
+from rocm_attn.kernels.model.add_norm import NormedSum, launch_add_norm
 from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.model.gate import SILU, GateForm, launch_gate
+from rocm_attn.kernels.model.normed_product import launch_normed_product
 from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.machine.releases import Releases
@@ -124,7 +125,9 @@ def test_tiles_of_short_prefills_are_launched_once_and_early_and_spill_hardly_an
 
 def _launch_all() -> None:
     rows, matrix = torch.empty(2, 2048, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16)
-    launch_add_norm(rows, rows[None], rows[0], rows, rows, factor=1.0, eps=1e-5)
+    row = matrix[:1]
+    launch_add_norm(NormedSum(rows, rows[None], rows[0], rows, rows, 1.0, 1e-5))
+    launch_normed_product(NormedSum(row, row, matrix[0], row, row, 1.0, 1e-5), matrix, None, row, 132)
     launch_gate(rows, torch.empty(2, 1024, dtype=rows.dtype), GateForm(SILU))
     launch_few_rows(matrix[:2], matrix, None, rows[None], 132, GateForm(SILU))
     launch_row_product(matrix[:1], matrix, None, matrix[1:2])
@@ -134,9 +137,10 @@ def _launch_all() -> None:
 def test_kernels_of_a_model_wait() -> None:
     """Norms and products of one row load weights before they wait, which no launch of a step writes."""
     kernels = {kernel.metadata.name: kernel for kernel in compiled_by(_launch_all, "sm_90")}
-    assert kernels.keys() == {"_add_norm_kernel", "_few_rows_kernel", "_gate_kernel", "_row_product_kernel"}
+    of_one_row = {"_add_norm_kernel", "_normed_product_kernel", "_row_product_kernel"}
+    assert kernels.keys() == {"_few_rows_kernel", "_gate_kernel"} | of_one_row
     for name, kernel in kernels.items():
-        assert_waits(kernel, reads_before=name in ("_add_norm_kernel", "_row_product_kernel"))
+        assert_waits(kernel, reads_before=name in of_one_row)
         ptx = kernel.asm["ptx"]
         assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 

@@ -10,6 +10,7 @@ from rocm_attn.errors import BadModel
 from rocm_attn.models.gates import SwiGLU
 from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors
 from rocm_attn.models.routing import Routing
+from rocm_serve.models.layer_input import LayerInput
 from rocm_serve.models.linears import BatchInvariantLinears, Linears
 from rocm_serve.models.mlp import experts_sum
 from rocm_serve.models.mlp_weights import ExpertWeights
@@ -31,7 +32,9 @@ def random_weights() -> ExpertWeights:
 
 
 def output(x: Tensor, mlp: ExpertMlp, weights: ExpertWeights, linears: Linears | None = None) -> Tensor:
-    return experts_sum(x, x, mlp, weights, Linears() if linears is None else linears)
+    linears = Linears() if linears is None else linears
+    given = LayerInput(linears, x)
+    return experts_sum(given, given, mlp, weights, linears)
 
 
 def test_the_bits_of_a_token_depend_on_no_other_token_where_that_is_asked_for() -> None:

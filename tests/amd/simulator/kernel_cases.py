@@ -205,6 +205,8 @@ def run_model(dtype: torch.dtype) -> None:
     assert_few_rows_multiplied((3, 64, 128), FORMS[0], dtype)
     assert_few_rows_multiplied((3, 64, 128), None, dtype, parts=2, has_bias=True)
     assert_row_multiplied((5, 2056), dtype, has_bias=True)
+    sum_of_rows(1, 1000, dtype).assert_multiplied(37, None, has_bias=True)
+    sum_of_rows(1, 1000, dtype).assert_multiplied(19, FORMS[0])
     OneOfRanks(3, 1).assert_sums(dtype, 520)
 
 

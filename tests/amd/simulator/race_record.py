@@ -73,6 +73,7 @@ CASES_OF_BARRIERS = {
     "_place_mask_kernel": "gfx942-metadata/place_mask",
     "_place_spans_kernel": "gfx950-metadata/place_spans",
     "_place_trees_kernel": "gfx942-metadata/place_trees",
+    "_normed_product_kernel": "gfx950-model-float16",
     "_plain_decode_kernel": "gfx950-plain_decode",
     "_publish_engine_kernel": "gfx942-metadata/publish_engine",
     "_publish_kernel": "gfx950-metadata/publish",

@@ -1,0 +1,136 @@
+"""Adds an output to one row of the residual, normalises the sum, and multiplies it with a matrix.
+
+The sum and its norm are those of add_norm.py. Each program computes both for itself, which takes less time than a
+launch that computes them for all, and the first one stores them. It then takes rows of the matrix in turn, and loads
+the next ones while it multiplies. With a gate, see gate.py, a row of the gate's product and one of up's are combined.
+The first rows are loaded while the launch before still runs, if this one may start early (early.py): no launch writes
+weights.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
+from rocm_attn.kernels.launch import only_launches, repeated_launches
+from rocm_attn.kernels.model.add_norm import NormedSum
+from rocm_attn.kernels.model.gate import GateForm, gated
+from rocm_attn.kernels.tuning.tiles import next_power_of_2
+
+# A program holds the whole row.
+MOST_WIDTH = 8192
+# Rows of the matrix that a program reads at a time, warps of a program, and programs of a processor. H200, a layer's
+# products with their norms and its gate, of 1.1B, 8B and a Qwen3-30B-A3B's attention: 33.5, 105.8 and 17.0 us; with 8
+# warps, 4 programs and up to 4 rows 33.5, 106.1 and 17.9; with launches of their own for norms and gates 37.7, 109.4
+# and 21.1.
+_LINES, _WARPS, _PROGRAMS = 2, 4, 8
+
+
+@triton.jit
+def _lines(weight, tile, element, OUT: tl.constexpr, IN: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr):
+    """The rows of the matrix for a tile of outputs; with two sides, those of the gate come first."""
+    line = tl.arange(0, SIDES * ROWS)
+    output = tile * ROWS + line % ROWS
+    row = output + line // ROWS * OUT
+    places = weight + row[:, None].to(tl.int64) * IN + element[None, :]
+    return tl.load(places, mask=(output < OUT)[:, None] & (element < IN)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["bias", "out"])
+def _normed_product_kernel(
+    residual,
+    output,
+    factors,
+    summed,
+    normed,
+    weight,
+    bias,
+    out,
+    tiles,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FACTOR: tl.constexpr,
+    EPS: tl.constexpr,
+    GATE: tl.constexpr,
+    LINES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    SIDES: tl.constexpr = 1 if GATE is None else 2
+    ROWS: tl.constexpr = LINES // SIDES
+    program = tl.program_id(0)
+    element, line = tl.arange(0, BLOCK), tl.arange(0, LINES)
+    is_element = element < IN
+    coming = _lines(weight, program, element, OUT, IN, SIDES, ROWS)
+    factor = tl.load(factors + element, mask=is_element, other=0.0)
+    wait_for_launch(EARLY)
+    x = tl.load(residual + element, mask=is_element, other=0.0).to(tl.float32)
+    x += FACTOR * tl.load(output + element, mask=is_element, other=0.0).to(tl.float32)
+    total = x.to(summed.dtype.element_ty)
+    x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / IN + EPS)
+    given = (x * scale * factor.to(tl.float32)).to(normed.dtype.element_ty)
+    if program == 0:
+        tl.store(summed + element, total, mask=is_element)
+        tl.store(normed + element, given, mask=is_element)
+    x = given.to(tl.float32)
+    for tile in range(program, tiles, tl.num_programs(0)):
+        lines = coming
+        coming = _lines(weight, tile + tl.num_programs(0), element, OUT, IN, SIDES, ROWS)
+        found = tl.sum(lines.to(tl.float32) * x[None, :], 1)
+        if bias is not None:
+            at = tile * ROWS + line % ROWS
+            found += tl.load(bias + at + line // ROWS * OUT, mask=at < OUT, other=0.0).to(tl.float32)
+        if GATE is not None:
+            gate, up = tl.split(tl.trans(tl.reshape(found, (2, ROWS))))
+            found = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
+        row = tile * ROWS + tl.arange(0, ROWS)
+        tl.store(out + row, found.to(out.dtype.element_ty), mask=row < OUT)
+
+
+_variant = repeated_launches(_normed_product_kernel)
+
+
+@only_launches
+def launch_normed_product(
+    row: NormedSum, weight: Tensor, bias: Tensor | None, out: Tensor, compute_units: int, gate: GateForm | None = None
+) -> None:
+    """Writes the sum, its norm, and the products of the norm with each row of a matrix; sums are float32.
+
+    row:           of one row with one part, at most MOST_WIDTH elements; all of one dtype with the others
+    weight:        [out, width]; with a gate [2 * out, width], the gate's rows first
+    bias:          [out] or [2 * out]
+    out:           [1, out], written
+    compute_units: of the GPU
+    All are contiguous, and weight begins at a multiple of 16 bytes.
+    """
+    row.check()
+    (rows, width), num_out, sides = row.residual.shape, out.shape[1], 1 if gate is None else 2
+    assert rows == len(out) == row.num_parts == 1
+    assert width <= MOST_WIDTH
+    assert weight.shape == (sides * num_out, width)
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (weight, bias, out))
+    assert weight.data_ptr() % 16 == 0
+    assert row.residual.dtype == row.output.dtype == row.weight.dtype == weight.dtype == out.dtype
+    tiles, early = triton.cdiv(num_out, _LINES // sides), starts_early(out.device)
+    _variant(weight.dtype, bias is None, num_out, width, row.factor, row.eps, gate)(
+        out.device,
+        (min(tiles, _PROGRAMS * compute_units), 1, 1),
+        *row.tensors,
+        weight,
+        bias,
+        out,
+        tiles,
+        num_out,
+        width,
+        next_power_of_2(width),
+        row.factor,
+        row.eps,
+        gate,
+        _LINES,
+        early,
+        num_warps=_WARPS,
+        **early_options(early),
+    )

@@ -9,6 +9,7 @@ weights.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,12 +20,12 @@ from rocm_attn.kernels.model.add_norm import NormedSum
 from rocm_attn.kernels.model.gate import GateForm, gated
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-# A program holds the whole row.
-MOST_WIDTH = 8192
-# Rows of the matrix that a program reads at a time, warps of a program, and programs of a processor. H200, a layer's
-# products with their norms and its gate, of 1.1B, 8B and a Qwen3-30B-A3B's attention: 33.5, 105.8 and 17.0 us; with 8
-# warps, 4 programs and up to 4 rows 33.5, 106.1 and 17.9; with launches of their own for norms and gates 37.7, 109.4
-# and 21.1.
+# A program holds the whole row. Launches that start early cost little by themselves: H200, decode steps of one request
+# with this kernel and without: 792 and 845 us of a model of 1.1B (2048 elements), 566 and 582 of 8 layers of a
+# Qwen3-30B-A3B (2048), and 4,390 and 4,182 of one of 8B (4096).
+_MOST_WIDTH, _MOST_WIDTH_IF_EARLY = 8192, 2048
+# Rows of the matrix that a program reads at a time, warps of a program, and programs of a processor. H200, the same
+# steps of 1.1B and 30B: with 8 warps, 4 programs and 2 or 4 rows 813 and 793, 566 and 567; with 12 programs 810, 566.
 _LINES, _WARPS, _PROGRAMS = 2, 4, 8
 
 
@@ -93,13 +94,18 @@ def _normed_product_kernel(
 _variant = repeated_launches(_normed_product_kernel)
 
 
+def pays_off(width: int, device: torch.device) -> bool:
+    """True if launch_normed_product() takes less time than launches for the sum, its product and its gate."""
+    return width <= (_MOST_WIDTH_IF_EARLY if starts_early(device) else _MOST_WIDTH)
+
+
 @only_launches
 def launch_normed_product(
     row: NormedSum, weight: Tensor, bias: Tensor | None, out: Tensor, compute_units: int, gate: GateForm | None = None
 ) -> None:
     """Writes the sum, its norm, and the products of the norm with each row of a matrix; sums are float32.
 
-    row:           of one row with one part, at most MOST_WIDTH elements; all of one dtype with the others
+    row:           of one row with one part, at most 8,192 elements, of one dtype with the others
     weight:        [out, width]; with a gate [2 * out, width], the gate's rows first
     bias:          [out] or [2 * out]
     out:           [1, out], written
@@ -109,13 +115,13 @@ def launch_normed_product(
     row.check()
     (rows, width), num_out, sides = row.residual.shape, out.shape[1], 1 if gate is None else 2
     assert rows == len(out) == row.num_parts == 1
-    assert width <= MOST_WIDTH
+    assert width <= _MOST_WIDTH
     assert weight.shape == (sides * num_out, width)
     assert all(tensor is None or tensor.is_contiguous() for tensor in (weight, bias, out))
     assert weight.data_ptr() % 16 == 0
-    assert row.residual.dtype == row.output.dtype == row.weight.dtype == weight.dtype == out.dtype
+    assert row.residual.dtype == row.output.dtype == weight.dtype == out.dtype
     tiles, early = triton.cdiv(num_out, _LINES // sides), starts_early(out.device)
-    _variant(weight.dtype, bias is None, num_out, width, row.factor, row.eps, gate)(
+    _variant(weight.dtype, row.weight.dtype, bias is None, num_out, width, row.factor, row.eps, gate)(
         out.device,
         (min(tiles, _PROGRAMS * compute_units), 1, 1),
         *row.tensors,

@@ -73,10 +73,10 @@ class ComingInput(LayerInput):
 
 def input_of(linears: Linears, made: NormedSum) -> LayerInput:
     """The input of a layer for tokens of a GPU; its sum is in made.summed once the input is made."""
-    from rocm_attn.kernels.model.normed_product import MOST_WIDTH
+    from rocm_attn.kernels.model.normed_product import pays_off
 
     rows, width = made.residual.shape
     coming = ComingInput(linears, made)
-    if rows > 1 or width > MOST_WIDTH or linears.is_fixed:
+    if rows > 1 or linears.is_fixed or not pays_off(width, made.residual.device):
         coming.make()
     return coming

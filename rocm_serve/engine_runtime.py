@@ -94,7 +94,7 @@ _PRODUCTS_OF_A_LAUNCHED_LAYER = 1.4e11
 # (8 layers of Qwen3-Next-80B-A3B, H200).
 _TIMES_WITH_STATES = 4
 # The small sizes are for the last parts of a long prompt next to many sequences that decode.
-_SHARES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_SHARES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def prompt_sizes(chunk: int, elements: float, *, has_states: bool = False) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 python -m rocm_lab.benchmarks.step_profile --out rocm_lab/benchmarks/results/step_profile_h200.json
 
 An engine serves a model with random weights in bfloat16, greedily, over graphs: Llamas of 1.1B and 8B, and eight layers
-of models with experts, which take a step's time in the same proportions as all of them. Each row is one load:
+of models with experts, which take a step's time in the same proportions as all of them. One model is served in
+deterministic mode too. Each row is one load:
 
 decode: all requests have their prompts of 512 tokens behind them, and a step brings each one token
 prompt: one prompt of 8,192 tokens, in one step
@@ -91,6 +92,7 @@ MODELS = {
     "8 layers of Qwen3-30B-A3B": config_from_json(_WITH_EXPERTS | _QWEN3_MOE),
     "8 layers of Qwen3-Next-80B-A3B": config_from_json(_WITH_EXPERTS | _QWEN3_NEXT),
 }
+DETERMINISTIC = "1.1B"  # is also served so that a request's tokens depend on no other request
 PROMPT, LONG_PROMPT, MIXED_CHUNK = 512, 8192, 2048
 DECODES = (1, 32, 256)
 STEPS, PROFILED = 96, 16
@@ -99,11 +101,12 @@ MOST_KERNELS = 24
 ROUND_US = 2000.0  # of a round of the limits' clock
 
 
-def engine_of(loaded: LoadedModel, num_seqs: int, chunk: int) -> Engine:
+def engine_of(loaded: LoadedModel, options: EngineOptions, num_seqs: int, chunk: int) -> Engine:
     """Returns an engine with all its graphs. The engine before it gives its memory back."""
     gc.collect()
     torch.cuda.empty_cache()
-    options = EngineOptions(
+    options = dataclasses.replace(
+        options,
         max_batch_size=num_seqs,
         max_kv_len=LONG_PROMPT + MOST_TOKENS,
         prefix_caching=False,
@@ -116,9 +119,9 @@ def engine_of(loaded: LoadedModel, num_seqs: int, chunk: int) -> Engine:
     return engine
 
 
-def decode(loaded: LoadedModel, num_seqs: int) -> Row:
+def decode(loaded: LoadedModel, options: EngineOptions, num_seqs: int) -> Row:
     """Returns the figures of steps in which each of num_seqs requests gets one token."""
-    engine = engine_of(loaded, num_seqs, 0)
+    engine = engine_of(loaded, options, num_seqs, 0)
     for number in range(num_seqs):
         prompt = prompt_of(PROMPT, number, loaded.config.vocab_size)
         engine.submit(Request(prompt, MOST_TOKENS, ignore_eos=True))
@@ -133,9 +136,9 @@ def decode(loaded: LoadedModel, num_seqs: int) -> Row:
     return {"load": "decode", "requests": num_seqs, **found, "tokens": tokens}
 
 
-def prompts(loaded: LoadedModel) -> Row:
+def prompts(loaded: LoadedModel, options: EngineOptions) -> Row:
     """Returns the figures of steps that each hold one whole long prompt."""
-    engine = engine_of(loaded, 2, 0)  # the second prompt is launched while the first one runs
+    engine = engine_of(loaded, options, 2, 0)  # the second prompt is launched while the first one runs
     for number in range(16 + PROFILED):
         engine.submit(Request(prompt_of(LONG_PROMPT, number, loaded.config.vocab_size), 1, ignore_eos=True))
     for _ in range(4):
@@ -143,9 +146,9 @@ def prompts(loaded: LoadedModel) -> Row:
     return {"load": "prompt", "requests": 1, **steps_of(engine, 8), "tokens": LONG_PROMPT}
 
 
-def mixed(loaded: LoadedModel, num_seqs: int) -> Row:
+def mixed(loaded: LoadedModel, options: EngineOptions, num_seqs: int) -> Row:
     """Returns the figures of steps in which requests decode and a part of a long prompt is computed."""
-    engine = engine_of(loaded, num_seqs, MIXED_CHUNK)
+    engine = engine_of(loaded, options, num_seqs, MIXED_CHUNK)
     vocabulary = loaded.config.vocab_size
     for number in range(num_seqs - 1):
         engine.submit(Request(prompt_of(PROMPT, number, vocabulary), 1024, ignore_eos=True))
@@ -223,29 +226,33 @@ def lower_bound(loaded: LoadedModel, limits: Ceilings, row: Row) -> float:
     return times.prompt(tokens) - of_logits / limits.flops_per_s
 
 
-def rows(loaded: LoadedModel) -> Iterator[Row]:
+def rows(loaded: LoadedModel, options: EngineOptions) -> Iterator[Row]:
     """Yields the figures of each load."""
     for num_seqs in DECODES:
-        yield decode(loaded, num_seqs)
-    yield prompts(loaded)
-    yield mixed(loaded, 32)
+        yield decode(loaded, options, num_seqs)
+    yield prompts(loaded, options)
+    yield mixed(loaded, options, 32)
 
 
 def main() -> None:
     """Measures all loads."""
-    options = parser_of(__doc__).parse_args()
+    out = parser_of(__doc__).parse_args().out
     device = torch.device("cuda")
     limits = measured_ceilings(device, torch.bfloat16, clock_of(device, ROUND_US))
     found = list[Row]()
     for model, config in MODELS.items():
         loaded = random_model(config)
-        for row in printed(rows(loaded)):
-            if row["load"] != "mixed":
-                row["floor_us"] = round(1e6 * lower_bound(loaded, limits, row), 1)
-                row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
-            found.append({"model": model, **row})
+        served = {model: EngineOptions()}
+        if model == DETERMINISTIC:
+            served[f"{model}, deterministic"] = EngineOptions(deterministic=True)
+        for name, options in served.items():
+            for row in printed(rows(loaded, options)):
+                if row["load"] != "mixed":
+                    row["floor_us"] = round(1e6 * lower_bound(loaded, limits, row), 1)
+                    row["by_floor"] = round(row["step_us"] / row["floor_us"], 2)
+                found.append({"model": name, **row})
         del loaded
-    write(options.out, of_machine={**dataclasses.asdict(limits), "python_loop_us": python_us()}, rows=found)
+    write(out, of_machine={**dataclasses.asdict(limits), "python_loop_us": python_us()}, rows=found)
 
 
 if __name__ == "__main__":

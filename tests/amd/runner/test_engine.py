@@ -278,10 +278,10 @@ def test_steps_with_many_new_tokens_are_no_graphs() -> None:
     assert [prompt_sizes(chunk, 1000) for chunk in (2, 3, 300)] == [
         (),
         (3,),
-        (10, 19, 29, 38, 57, 75, 113, 150, 225, 300),
+        (5, 10, 19, 29, 38, 57, 75, 113, 150, 225, 300),
     ]
     of_a_small_model, of_a_large_one = (prompt_sizes(8192, elements) for elements in (61_000_000, 875_000_000))
-    assert of_a_small_model == (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-    assert of_a_large_one == (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    assert of_a_small_model == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    assert of_a_large_one == (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     assert prompt_sizes(8192, 61_000_000, has_states=True)[-1] == 8192
     assert prompt_sizes(512, 61_000_000)[-1] == 512

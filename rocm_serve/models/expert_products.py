@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,25 @@ _MOST_COMPARED = 2**24
 _LEAST_ROWS_FOR_HOPPER = 2
 
 
-def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The experts of every token, and their shares: see Routing.choose."""
+class Choice(NamedTuple):
+    """The experts of a step's tokens.
+
+    expert: integer [tokens, chosen], share: float32 [tokens, chosen]; see Routing.choose
+    groups: the pairs of both by expert
+    """
+
+    expert: Tensor
+    share: Tensor
+    groups: ExpertGroups
+
+
+def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> Choice:
+    """Chooses the experts of every token."""
     if logits.device.type == "cpu":
-        return routing.choose(logits, correction)
+        expert, share = routing.choose(logits, correction)
+        return Choice(expert, share, ExpertGroups.of(expert, routing.num_experts))
     from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
+    from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 
     rule = ChoiceRule(
         routing.num_groups,
@@ -35,20 +51,16 @@ def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> tuple
     )
     shape, device = (len(logits), routing.num_chosen), logits.device
     expert, share = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-    launch_choose(logits, correction, expert, share, rule)
-    return expert, share
-
-
-def groups_of(expert: Tensor, num_experts: int) -> ExpertGroups:
-    """The pairs of tokens and experts by expert: see ExpertGroups.of."""
-    if expert.device.type == "cpu" or expert.numel() * num_experts > _MOST_COMPARED:
-        return ExpertGroups.of(expert, num_experts)
-    from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
-
-    sizes = expert.numel(), num_experts + 1
-    groups = ExpertGroups(*(torch.empty(size, dtype=torch.int64, device=expert.device) for size in sizes))
-    launch_sort_pairs(expert, *groups)
-    return groups
+    is_alone = len(logits) == 1
+    if expert.numel() * routing.num_experts > _MOST_COMPARED:
+        launch_choose(logits, correction, expert, share, rule)
+        return Choice(expert, share, ExpertGroups.of(expert, routing.num_experts))
+    sizes = expert.numel(), routing.num_experts + 1
+    groups = ExpertGroups(*(torch.empty(size, dtype=torch.int64, device=device) for size in sizes))
+    launch_choose(logits, correction, expert, share, rule, groups if is_alone else None)
+    if not is_alone:
+        launch_sort_pairs(expert, *groups)
+    return Choice(expert, share, groups)
 
 
 def expert_products(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rocm_attn.models.mlp_config import DenseAndExperts, DenseMlp, ExpertMlp, Mlp
 from rocm_serve.models.arithmetic import Arithmetic, Residual
-from rocm_serve.models.expert_products import choice, combined, groups_of
+from rocm_serve.models.expert_products import choice, combined
 from rocm_serve.models.layer_input import LayerInput
 from rocm_serve.models.linears import Linears
 from rocm_serve.models.mlp_weights import DenseAndExpertWeights, DenseWeights, ExpertWeights
@@ -64,10 +64,9 @@ def experts_sum(
     of_router: the router's input
     """
     logits = of_router.linear(weights.router, weights.router_bias)
-    expert, share = choice(mlp.routing, logits, weights.correction)
+    expert, share, groups = choice(mlp.routing, logits, weights.correction)
     if weights.share_scale is not None:
         share = share * weights.share_scale[expert]
-    groups = groups_of(expert, mlp.routing.num_experts)
     of_experts = given.rows if weights.latent_in is None else given.linear(weights.latent_in)
     inner = linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, groups, mlp.gate)
     parts = linears.of_experts(inner, weights.down, weights.down_bias, groups)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
 from rocm_attn.kernels.experts.combine import launch_combine
+from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 from tests.amd.tolerances import assert_attention_close
 
@@ -30,7 +31,14 @@ class Choice:
         expert = put(torch.full(shape, NONE, dtype=torch.int32, device=device))
         share = put(torch.full(shape, float("nan"), device=device))
         correction = None if self.correction is None else put(self.correction)
-        launch_choose(put(self.logits), correction, expert, share, self.rule)
+        is_alone = len(self.logits) == 1
+        sizes = self.num_chosen, self.logits.shape[1] + 1
+        order, indptr = (put(torch.full((size,), NONE, dtype=torch.int64, device=device)) for size in sizes)
+        groups = ExpertGroups(order, indptr) if is_alone else None
+        launch_choose(put(self.logits), correction, expert, share, self.rule, groups)
+        if is_alone:
+            assert order.tolist() == sorted(range(self.num_chosen), key=lambda place: int(expert[0, place]))
+            assert indptr.tolist() == [int((expert < each).sum()) for each in range(sizes[1])]
         return expert, share
 
     def assert_served(self, put: Put = Tensor.clone) -> None:

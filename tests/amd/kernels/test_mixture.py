@@ -17,6 +17,8 @@ RULES = {
     "groups of 20": ((4, 160, 6), ChoiceRule(8, 3, 1, softmax=True, normalised=False, scale=16.0)),
     "three groups": ((4, 12, 2), ChoiceRule(3, 1, 2, softmax=True, normalised=True, scale=1.0)),
     "many": ((2, 513, 10), SOFTMAX),
+    "one token": ((1, 512, 10), SOFTMAX),
+    "one token of groups": ((1, 60, 3), ChoiceRule(3, 2, 2, softmax=False, normalised=True, scale=2.5)),
 }
 
 

@@ -12,8 +12,8 @@ from tests.amd.mutation.memory import Memory
 
 
 def choose(memory: Memory) -> None:
-    """Checks groups that fill no block, and a token that has no whole block of experts."""
-    for sizes, groups in (((4, 12, 3), 3), ((4, 20, 5), 1)):
+    """Checks groups that fill no block, a token that has no whole block of experts, and the pairs of a lone token."""
+    for sizes, groups in (((4, 12, 3), 3), ((4, 20, 5), 1), ((1, 20, 12), 1)):
         rule = ChoiceRule(groups, 1, 2, softmax=groups == 1, normalised=True, scale=2.0)
         random_choice(sizes, rule, is_corrected=True).assert_served(memory.put)
     memory.assert_surroundings_untouched()

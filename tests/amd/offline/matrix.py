@@ -551,6 +551,8 @@ def _launch_experts(row: Row) -> None:
         expert, share = (torch.empty(4, 8, dtype=dtype) for dtype in (torch.int32, torch.float32))
         correction = None if rule.softmax else torch.empty(256)
         launch_choose(torch.empty(4, 256, dtype=row.dtype), correction, expert, share, rule)
+        groups = ExpertGroups.of(torch.arange(8), 256)
+        launch_choose(torch.empty(1, 256, dtype=row.dtype), correction, expert[:1], share[:1], rule, groups)
 
 
 def _launch_model(row: Row) -> None:

@@ -282,11 +282,11 @@ class PrefixCache:
         held = pages[is_own]
         columns.num_rows[_FULL, held] -= 1
         for page_no in (~is_own).nonzero()[0].tolist():
-            pages[page_no] = self._pages.get(row.keys[page_no], NO_PAGE)
+            pages[page_no] = page = self._pages.get(row.keys[page_no], NO_PAGE)
+            idle.pop(page, None)  # its turn comes anew
         used = pages[pages != NO_PAGE][::-1]
         for page in used[columns.num_rows[_FULL, used] == 0].tolist():
             idle[page] = None
-            idle.move_to_end(page)
         columns.free_unused(named[columns.num_rows[_FULL, named] == NOT_KEPT].tolist())
         row.pages, row.newest_state = [], NO_PAGE
 

@@ -269,11 +269,11 @@ class PageTable:
 
     def hold(self, pages: Int32Array) -> None:
         """Adds one holder to each of these pages, as often as it is named."""
-        np.add.at(self._holders, pages, 1)
+        np.add.at(self._holders, pages.astype(np.int64), ONE)  # with other types NumPy takes 30 times as long
 
     def let_go(self, pages: Int32Array) -> None:
         """Removes one holder from each of these pages, as often as it is named; a page without holders is free."""
-        np.subtract.at(self._holders, pages, 1)
+        np.subtract.at(self._holders, pages.astype(np.int64), ONE)
         free = list(dict.fromkeys(pages[self._holders[pages] == 0].tolist()))
         if self.pending.copies:
             for page in free:

@@ -102,7 +102,7 @@ ROUND_US = 2000.0  # of a round of the limits' clock
 
 
 def engine_of(loaded: LoadedModel, options: EngineOptions, num_seqs: int, chunk: int) -> Engine:
-    """Returns an engine with all its graphs. The engine before it gives its memory back."""
+    """Returns an engine that captures a graph where it needs one. The engine before it gives its memory back."""
     gc.collect()
     torch.cuda.empty_cache()
     options = dataclasses.replace(
@@ -114,9 +114,7 @@ def engine_of(loaded: LoadedModel, options: EngineOptions, num_seqs: int, chunk:
         kv_bytes=48 << 30,
         chunk=chunk,
     )
-    engine = Engine(loaded, options)
-    engine.capture_all(lambda *_: None)
-    return engine
+    return Engine(loaded, options)
 
 
 def decode(loaded: LoadedModel, options: EngineOptions, num_seqs: int) -> Row:
@@ -139,6 +137,7 @@ def decode(loaded: LoadedModel, options: EngineOptions, num_seqs: int) -> Row:
 def prompts(loaded: LoadedModel, options: EngineOptions) -> Row:
     """Returns the figures of steps that each hold one whole long prompt."""
     engine = engine_of(loaded, options, 2, 0)  # the second prompt is launched while the first one runs
+    engine.capture_all(lambda *_: None)
     for number in range(16 + PROFILED):
         engine.submit(Request(prompt_of(LONG_PROMPT, number, loaded.config.vocab_size), 1, ignore_eos=True))
     for _ in range(4):
@@ -149,6 +148,7 @@ def prompts(loaded: LoadedModel, options: EngineOptions) -> Row:
 def mixed(loaded: LoadedModel, options: EngineOptions, num_seqs: int) -> Row:
     """Returns the figures of steps in which requests decode and a part of a long prompt is computed."""
     engine = engine_of(loaded, options, num_seqs, MIXED_CHUNK)
+    engine.capture_all(lambda *_: None)
     vocabulary = loaded.config.vocab_size
     for number in range(num_seqs - 1):
         engine.submit(Request(prompt_of(PROMPT, number, vocabulary), 1024, ignore_eos=True))

@@ -564,6 +564,9 @@ def _launch_model(row: Row) -> None:
     for form in (GateForm(SILU), GateForm(GELU), GateForm(CLAMPED, 7.0, 1.702)):
         launch_gate(rows, torch.empty(4, 1024, dtype=row.dtype), form)
         launch_few_rows(rows, matrix, None, torch.empty(1, 4, 1024, dtype=row.dtype), 132, form)
+    wide = torch.empty(64, 8192, dtype=row.dtype)
+    normed = NormedSum(wide[:1], wide[:1], wide[0], wide[:1], wide[:1], 1.0, 1e-5)
+    launch_normed_product(normed, wide, None, rows[:1, :64].clone(), 132)
     normed = NormedSum(rows[:1], rows[:1], rows[0], rows[:1], rows[:1], 1.0, 1e-5)
     launch_normed_product(normed, matrix, None, rows[1:2, :1024].clone(), 132, GateForm(SILU))
     for bias in (None, rows[0]):

@@ -34,7 +34,7 @@ class SumOfRows:
         """Checks both results of the kernel. put: where a tensor lies"""
         summed, normed = (put(torch.full_like(self.residual, float("nan"))) for _ in range(2))
         launch_add_norm(NormedSum(put(self.residual), put(self.output), put(self.weight), summed, normed, FACTOR, EPS))
-        self._assert_right(summed, normed)
+        self.assert_right(summed, normed)
 
     def assert_multiplied(
         self, num_out: int, form: GateForm | None, put: Put = Tensor.clone, *, has_bias: bool = False
@@ -48,11 +48,12 @@ class SumOfRows:
         out = put(torch.full((1, num_out), float("nan"), dtype=dtype, device=self.weight.device))
         row = NormedSum(put(self.residual), put(self.output), put(self.weight), summed, normed, FACTOR, EPS)
         launch_normed_product(row, weight, bias if has_bias else None, out, 2, form)
-        self._assert_right(summed, normed)
+        self.assert_right(summed, normed)
         exact = normed.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
         assert_attention_close(out, exact if form is None else exact_gate(exact, form), dtype)
 
-    def _assert_right(self, summed: Tensor, normed: Tensor) -> None:
+    def assert_right(self, summed: Tensor, normed: Tensor) -> None:
+        """Checks the sum, and that `normed` is its norm."""
         residual, output, weight = (each.double() for each in (self.residual, self.output, self.weight))
         output = output if output.dim() == 2 else output.sum(0)
         assert_attention_close(summed, residual + FACTOR * output, self.residual.dtype)

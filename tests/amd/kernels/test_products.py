@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from rocm_attn.kernels import early
+from rocm_attn.kernels.model.add_norm import NormedSum
 from rocm_attn.machine.target import known_target
-from rocm_attn.models.gates import SwiGLU
+from rocm_attn.models.gates import Gate, ReluSquared, SwiGLU
 from rocm_serve.models import gated
-from rocm_serve.models.linears import Linears
-from tests.amd.kernels.model_cases import FORMS, exact_gate
+from rocm_serve.models.layer_input import input_of
+from rocm_serve.models.linears import BatchInvariantLinears, Linears
+from tests.amd.kernels.model_cases import EPS, FACTOR, FORMS, exact_gate, sum_of_rows
 from tests.amd.tolerances import assert_attention_close
 
 
@@ -59,6 +61,33 @@ def test_linear_layers_are_right(rows: int, out: int, num_in: int, has_bias: boo
     # By several launches, both inner products are rounded before they are combined.
     mixed = linears.gated(x, weight, given, SwiGLU()).double()
     torch.testing.assert_close(mixed, exact_gate(exact, FORMS[0]), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("first", ["linear", "gated", "rows", "float32", "no gate", "fixed", "two rows"])
+def test_the_first_use_of_a_rows_norm_makes_it_and_the_sum(first: str, kernel_device: torch.device) -> None:
+    """Products of one row make both; a float32 router, a gate of one product and deterministic layers do not."""
+    case = sum_of_rows(2 if first == "two rows" else 1, 128, torch.bfloat16, kernel_device)
+    summed, normed = (torch.full_like(case.residual, float("nan")) for _ in range(2))
+    linears = BatchInvariantLinears() if first == "fixed" else Linears()
+    made = NormedSum(case.residual, case.output, case.weight, summed, normed, FACTOR, EPS)
+    given = input_of(linears, made)
+    weight = torch.randn(64, 128, device=kernel_device).to(torch.bfloat16) / 16
+    assert bool(summed.isnan().all()) == (first not in ("fixed", "two rows"))
+    if first == "rows":
+        assert given.rows is normed
+    of_weight = weight.float() if first == "float32" else weight
+    gates: dict[str, Gate] = {"gated": SwiGLU(), "no gate": ReluSquared()}
+    found = given.gated(weight, None, gates[first]) if first in gates else given.linear(of_weight)
+    case.assert_right(summed, normed)
+    exact = normed.double() @ weight.double().T
+    if first in gates:
+        exact = exact_gate(exact, FORMS[0]) if first == "gated" else exact.relu().square()
+    assert found.dtype == of_weight.dtype
+    torch.testing.assert_close(found.double(), exact, atol=3e-2, rtol=3e-2)
+    # Other uses find what is made.
+    summed.fill_(7.0)
+    torch.testing.assert_close(given.linear(weight).double(), normed.double() @ weight.double().T, atol=3e-2, rtol=3e-2)
+    assert bool((summed == 7.0).all())
 
 
 @pytest.mark.parametrize("rows", [0, 1, 17, 70])

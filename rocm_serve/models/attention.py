@@ -88,7 +88,7 @@ class OverLatentRows:
 
     For head h, with its q = (q_nope, q_rope) and a key's row (c, k_rope), c normalised and both ropes turned:
 
-        q . k = (q_nope @ absorbed_k[h]) . c + q_rope . k_rope        out[h] = (sum of shares * c) @ absorbed_v[h]
+        q . k = (absorbed_k[h] @ q_nope) . c + q_rope . k_rope        out[h] = absorbed_v[h] @ (sum of shares * c)
 
     so attention reads rows as they are stored, and all heads share the one row of a token.
 

@@ -79,8 +79,8 @@ class LatentWeights:
     first:      [q_rank + latent_dim + rope_dim, hidden]; without a rank, rows of q take the place of the first q_rank
     q_norm:     [q_rank], with q: [num_q_heads * (nope_dim + rope_dim), q_rank]; None without a rank
     row_norm:   [latent_dim]
-    absorbed_k: [num_q_heads, nope_dim, latent_dim]
-    absorbed_v: [num_q_heads, latent_dim, v_dim]
+    absorbed_k: [num_q_heads, latent_dim, nope_dim]
+    absorbed_v: [num_q_heads, v_dim, latent_dim]
     out:        [hidden, num_q_heads * v_dim]
     """
 
@@ -177,8 +177,8 @@ def read_latent(tensors: OfAttention, attention: AttentionLayer, projections: La
         q_norm=q_norm,
         q=q,
         row_norm=tensors.join("kv_a_layernorm.weight", (latent_dim,)),
-        absorbed_k=kv[:, :nope_dim].contiguous(),
-        absorbed_v=kv[:, nope_dim:].transpose(1, 2).contiguous(),
+        absorbed_k=kv[:, :nope_dim].transpose(1, 2).contiguous(),
+        absorbed_v=kv[:, nope_dim:].contiguous(),
         out=out,
         out_bias=out_bias,
         index=_read_index(tensors, attention, projections) if projections.indexer else None,

@@ -116,6 +116,23 @@ def multiplied_in_one_order(x: Tensor, weight: Tensor, bias: Tensor | None, gate
     return out
 
 
+def heads_multiplied_in_one_order(x: Tensor, weight: Tensor) -> Tensor:
+    """[rows, heads, out] on a GPU: x [rows, heads, in] @ weight[head].T of each head, as of experts with equal parts.
+
+    A row's bits depend on no other row.
+    """
+    from rocm_attn.kernels.experts.arguments import ProductArgs
+    from rocm_attn.kernels.experts.groups import ExpertGroups
+
+    (rows, heads, _), device = x.shape, x.device
+    order = torch.arange(rows * heads, device=device).view(rows, heads).t().flatten()
+    groups = ExpertGroups(order, rows * torch.arange(heads + 1, device=device))
+    out = torch.empty(rows * heads, weight.shape[1], dtype=x.dtype, device=device)
+    args = ProductArgs.of_experts(x.flatten(0, 1).contiguous(), weight, None, groups, out)
+    multiply(args, rows, by_hopper=args.suits_hopper, fixed=True)
+    return out.view(rows, heads, -1)
+
+
 def multiply(args: ProductArgs, rows: int, *, by_hopper: bool, fixed: bool) -> None:
     """Launches a product of rows with the matrices of their experts.
 

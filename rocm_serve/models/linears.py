@@ -17,6 +17,7 @@ from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_serve.models.expert_products import expert_products
 from rocm_serve.models.gated import (
+    heads_multiplied_in_one_order,
     lie_right,
     mixed,
     multiplied_and_mixed,
@@ -86,8 +87,8 @@ class Linears:
         return multiplied_in_parts(x, weight, bias, parts) if parts > 1 else self.linear(x, weight, bias)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[rows, heads, out]: x [rows, heads, in] @ weight [heads, in, out] per head, for a rank's own heads."""
-        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+        """[rows, heads, out]: x [rows, heads, in] @ weight [heads, out, in] per head, for a rank's own heads."""
+        return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
     def of_experts(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, gate: Gate | None = None
@@ -122,11 +123,12 @@ class BatchInvariantLinears(Linears):
         return self.summed_linear(x, weight, bias)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.is_cuda:
+            return heads_multiplied_in_one_order(x, weight)
         rows = x.shape[0]
-        filled = F.pad(x, (0, 0, 0, 0, 0, -rows % ROWS)).transpose(0, 1)
-        return torch.cat([torch.bmm(block, weight) for block in torch.split(filled, ROWS, 1)], 1)[:, :rows].transpose(
-            0, 1
-        )
+        filled = F.pad(x, (0, 0, 0, 0, 0, -rows % ROWS))
+        blocks = [super(BatchInvariantLinears, self).of_heads(block, weight) for block in torch.split(filled, ROWS)]
+        return torch.cat(blocks)[:rows]
 
 
 def linears_over(ranks: Ranks, *, deterministic: bool) -> Linears:

@@ -179,6 +179,17 @@ def test_a_combined_rows_bits_do_not_either(
         assert torch.equal(linears.gated(problem.x[first:end], weight, bias, gate), together[first:end])
 
 
+@pytest.mark.parametrize("num_in", [128, 72])
+def test_the_bits_of_a_rows_heads_do_not_either(num_in: int, kernel_device: torch.device) -> None:
+    """Covers both kernels; inputs of heads are a part of wider ones."""
+    x = torch.randn(90, 5, num_in + 64, device=kernel_device, dtype=torch.bfloat16)[..., :num_in]
+    weight = torch.randn(5, 64, num_in, device=kernel_device, dtype=torch.bfloat16)
+    linears = BatchInvariantLinears()
+    together = linears.of_heads(x, weight)
+    for first, end in ((0, 1), (3, 67), (3, 68), (40, 90)):
+        assert torch.equal(linears.of_heads(x[first:end], weight), together[first:end])
+
+
 @pytest.mark.parametrize(
     ("sizes", "dtype"), [((72, 64), torch.bfloat16), ((64, 40), torch.bfloat16), ((64, 64), torch.float32)]
 )

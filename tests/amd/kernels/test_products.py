@@ -104,3 +104,17 @@ def test_products_in_one_order_are_right(
     # Rows of a wider tensor, which begin at no multiple of 16 bytes.
     wider = torch.cat((bias.new_full((rows, 1), float("nan")), x), 1)[:, 1:]
     assert_attention_close(gated.multiplied_in_one_order(wider, weight, bias), exact, dtype)
+
+
+@pytest.mark.parametrize(("num_in", "out", "dtype"), [(128, 64, torch.float16), (33, 40, torch.float32)], ids=str)
+def test_products_of_heads_in_one_order_are_right(
+    num_in: int, out: int, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    """The heads' inputs are a part of wider ones."""
+    random = torch.Generator().manual_seed(out)
+    wide, weight = torch.randn(70, 3, num_in + 16, generator=random), torch.randn(3, out, num_in, generator=random)
+    wide, weight = wide.to(kernel_device, dtype), (weight * num_in**-0.5).to(kernel_device, dtype)
+    x = wide[..., :num_in]
+    exact = torch.einsum("thi,hoi->tho", x.double(), weight.double())
+    for rows in (70, 1, 0):
+        assert_attention_close(gated.heads_multiplied_in_one_order(x[:rows], weight), exact[:rows], dtype)

@@ -130,7 +130,7 @@ def heads_multiplied_in_one_order(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(rows * heads, weight.shape[1], dtype=x.dtype, device=device)
     args = ProductArgs.of_experts(x.flatten(0, 1).contiguous(), weight, None, groups, out)
     multiply(args, rows, by_hopper=args.suits_hopper, fixed=True)
-    return out.view(rows, heads, -1)
+    return out.view(rows, heads, weight.shape[1])
 
 
 def multiply(args: ProductArgs, rows: int, *, by_hopper: bool, fixed: bool) -> None:

@@ -23,6 +23,7 @@ from rocm_attn.providers.tiles import (
     latent_extend_tiles_of_table,
     layer_of,
 )
+from rocm_attn.providers.triton import TritonDecode
 from rocm_attn.providers.triton_cdna import CdnaDecode, CdnaExtend
 from rocm_attn.providers.triton_cdna_latent import CdnaLatentDecode
 from rocm_attn.providers.triton_hopper import HopperExtend
@@ -141,11 +142,17 @@ def _jobs_of(problem: Problem, target: Target, shapes: Sequence[BatchSpec]) -> I
 
 
 def _decode_jobs(problem: Problem, static: Target, shapes: tuple[BatchSpec, ...]) -> Iterator[TuneJob]:
-    """Jobs for paged decode, after one for CDNA decode if that serves: both are compared with CDNA decode."""
+    """Jobs for paged decode, after one for CDNA decode if that serves: both are compared with CDNA decode.
+
+    Elsewhere candidates differ from the tiles of these numbers of rows, if all shapes are served by the same ones.
+    """
     tiles = decode_tiles_of(problem, static)
     bound = select(problem, static, "triton").kernel(StepKind.DECODE).bound
     if not isinstance(bound, CdnaDecode):
-        yield TuneJob.of(TileTable.DECODE, problem, tiles, shapes)
+        others = {bound.cut.other_of(shape.num_seqs) for shape in shapes} if isinstance(bound, TritonDecode) else {None}
+        other = others.pop() if len(others) == 1 else None
+        searched = tiles if other is None else other.tiles
+        yield TuneJob(TileTable.DECODE, problem, ANY_ROWS, searched, tiles, shapes)
         return
     yield TuneJob.of(TileTable.CDNA_DECODE, problem, bound.tiles, shapes)
     yield TuneJob(TileTable.DECODE, problem, ANY_ROWS, tiles, bound.tiles, shapes)

@@ -14,6 +14,7 @@ from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.hopper_tiles import DIMS, HopperTiles, hopper_tiles
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES, HopperLatentTiles
 from rocm_attn.kernels.tuning.measured import TileTable, refusal
+from rocm_attn.kernels.tuning.tiles import DecodeTiles
 from rocm_attn.machine.releases import Release, Releases
 from rocm_attn.machine.target import known_target
 from rocm_attn.machine.tuning_file import VERSION, TuningFile, as_json
@@ -157,3 +158,14 @@ def test_a_file_with_tiles_that_the_kernel_does_not_take_is_refused(
 def test_latent_tiles_that_the_kernel_does_not_take_have_a_reason(tiles: HopperLatentTiles) -> None:
     assert refusal(TileTable.HOPPER_LATENT_DECODE, HOPPER_LATENT_TILES, layer_of(LATENT)) == ""
     assert refusal(TileTable.HOPPER_LATENT_DECODE, tiles, layer_of(LATENT))
+
+
+@pytest.mark.parametrize(("batches", "programs_per_cu"), [("256d576", 8), ("1d16k,256d576", 2), ("1d16k", 2)])
+def test_decode_is_searched_around_the_tiles_that_serve_as_many_rows(batches: str, programs_per_cu: int) -> None:
+    """In a table, steps of many rows may have tiles of their own."""
+    (job,), _ = jobs_of([of_dims((64, 64), 16)], H200, list(map(BatchSpec.parse, batches.split(","))))
+    assert isinstance(job.tiles, DecodeTiles)
+    assert isinstance(job.in_use, DecodeTiles)
+    assert (job.tiles.programs_per_cu, job.in_use.programs_per_cu) == (programs_per_cu, 2)
+    first = candidates(job, H200)[0]
+    assert (first.tiles == job.tiles) == (job.tiles != job.in_use)

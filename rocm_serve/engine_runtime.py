@@ -93,7 +93,7 @@ _PRODUCTS_OF_A_LAUNCHED_LAYER = 1.4e11
 # Layers of a model with recurrent layers, of which most have experts too, take about this many times as long to launch
 # (8 layers of Qwen3-Next-80B-A3B, H200).
 _TIMES_WITH_STATES = 4
-# The small sizes are for the last parts of a long prompt next to many sequences that decode.
+# The small sizes are for the last parts of a long prompt next to sequences that decode.
 _SHARES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 

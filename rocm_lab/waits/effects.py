@@ -86,7 +86,7 @@ def _effects(instruction: Instruction) -> Effects:
     name = instruction.name
     if name in control.BUILDERS:
         return _control(instruction)
-    if name in scalar.BUILDERS or name in _SET_A_BIT:
+    if name in scalar.BUILDERS:
         return _scalar(instruction)
     if name in matrix.BUILDERS:
         result, a, b, c, *scales = (registers_of(token) for token in instruction.operands)

@@ -244,6 +244,18 @@ def _test_bit(context: Context, instruction: Instruction) -> Step:
     return step
 
 
+def _set_bit(context: Context, instruction: Instruction) -> Step:
+    core, is_one = context.core, instruction.name == "s_bitset1_b32"
+    index = scalar_register(instruction.operands[0]).index
+    where = scalar_source(core, instruction.operands[1], 32)
+
+    def step() -> None:
+        bit, before = 1 << (where() & 31), int(core.scalar[index])
+        core.write_scalar(index, before | bit if is_one else before & ~bit)
+
+    return step
+
+
 def _save_exec(context: Context, instruction: Instruction) -> Step:
     core, combine = context.core, _SAVE_EXEC[instruction.name]
     index = scalar_register(instruction.operands[0]).index
@@ -271,6 +283,8 @@ BUILDERS: dict[str, Builder] = {
     },
     "s_bitcmp0_b32": _test_bit,
     "s_bitcmp1_b32": _test_bit,
+    "s_bitset0_b32": _set_bit,
+    "s_bitset1_b32": _set_bit,
     "s_addc_u32": _with_carry,
     "s_subb_u32": _with_carry,
     "s_cselect_b32": _select,

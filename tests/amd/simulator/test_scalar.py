@@ -80,6 +80,20 @@ def test_instructions_with_one_source(name: str, a: int, result: int, scc: int |
 @pytest.mark.parametrize(
     ("line", "result"),
     [
+        ("s_bitset0_b32 s0, 31", 0x7FFFFFFF),
+        ("s_bitset0_b32 s0, s1", MINUS_1 - 2),
+        ("s_bitset1_b32 s1, 4", 49),
+        ("s_bitset1_b32 s1, s0", 33 | TOP),
+    ],
+)
+def test_bits_are_set_and_the_others_stay(line: str, result: int) -> None:
+    core = execute(line, scalar={0: MINUS_1, 1: 33}, scc=1)
+    assert (int(core.scalar[int(line[15])]), core.scc) == (result, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "result"),
+    [
         ("s_lshl_b64 s[4:5], s[0:1], 36", 0x1_2345_6789 << 36 & ALL_LANES),
         ("s_lshr_b64 s[4:5], s[0:1], 4", 0x1234_5678),
         ("s_and_b64 s[4:5], s[0:1], -1", 0x1_2345_6789),

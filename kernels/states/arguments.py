@@ -41,6 +41,19 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
+class GatedForm(NamedTuple):
+    """How the rows of a recurrence's output are normalised and gated.
+
+    eps:        added to the mean square
+    silu:       whether the gate is silu(gate), and not sigmoid(gate)
+    gate_first: whether rows are gated before they are normalised
+    """
+
+    eps: float
+    silu: bool = True
+    gate_first: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StatePlaces:
     """The slots that a step of S sequences and T tokens, both padded, reads and writes.

@@ -18,23 +18,11 @@ from torch import Tensor
 
 from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import launch, only_launches
+from rocm_attn.kernels.states.arguments import GatedForm
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Elements of a program, and of a warp.
 _ELEMENTS, _OF_WARP = 1024, 512
-
-
-class GatedForm(NamedTuple):
-    """The form that the kernel is compiled for.
-
-    silu:       whether act is x * sigmoid(x), and not sigmoid
-    gate_first: whether rows are gated before they are normalised
-    eps:        added to the mean square
-    """
-
-    silu: bool
-    gate_first: bool
-    eps: float
 
 
 class GatedGeometry(NamedTuple):
@@ -47,9 +35,9 @@ class GatedGeometry(NamedTuple):
     HEAD:       elements of a head of v
     """
 
+    EPS: float
     SILU: bool
     GATE_FIRST: bool
-    EPS: float
     WIDTH: int
     BLOCK: int
     GROUPS: int

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.states.arguments import GatedForm
 from rocm_attn.models.config import GatedNorm, RecurrentConfig
 from rocm_attn.models.hf_recurrent import GATED_DELTA, KIMI_DELTA, STATE_SPACE
 from rocm_attn.models.recurrent import Rule
@@ -65,7 +66,7 @@ class GatedDeltaNet(RecurrentMixer[DeltaNetWeights]):
         q, k, v = self.convolved(step, inputs, weights.convolution, None)
         decay, beta = gates(a, b, weights.decay_bias, weights.decay_factor)
         out = self.recurred(step, q, k, v, decay, beta)
-        return gated_norm(out, gate, RowGate(weights.norm, heads, self.arithmetic.eps))
+        return gated_norm(out, gate, RowGate(weights.norm, heads, GatedForm(self.arithmetic.eps)))
 
 
 def _read_delta(part: RecurrentTensors) -> DeltaNetWeights:
@@ -163,7 +164,7 @@ class StateSpace(RecurrentMixer[StateSpaceWeights]):
         decay, size = gates(dt, None, weights.step_bias, weights.decay_factor)
         out = self.recurred(step, q, k, v, decay, size)
         gate_first, groups = self.projections.norm is not GatedNorm.BEFORE_GATE, form.num_key_heads
-        row_gate = RowGate(weights.norm, groups, self.arithmetic.eps, gate_first=gate_first)
+        row_gate = RowGate(weights.norm, groups, GatedForm(self.arithmetic.eps, gate_first=gate_first))
         if weights.norm is None or values == groups * weights.num_normed:
             return gated_norm(out, gate, row_gate, weights.skip, v)
         # Ranks share the one group.
@@ -253,7 +254,7 @@ class KimiDelta(RecurrentMixer[KimiDeltaWeights]):
         q, k, v = self.convolved(step, inputs, weights.convolution, None)
         decay, beta = gates(linears.linear(a, weights.decay), b, weights.decay_bias, weights.decay_factor)
         out = self.recurred(step, q, k, v, decay.view(v.shape), beta)
-        row_gate = RowGate(weights.norm, heads, self.arithmetic.eps, silu=False)
+        row_gate = RowGate(weights.norm, heads, GatedForm(self.arithmetic.eps, silu=False))
         return gated_norm(out, linears.linear(g, weights.gate), row_gate)
 
 

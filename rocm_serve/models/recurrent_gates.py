@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rocm_attn.kernels.states.arguments import GatedForm
+
 
 def gates(x: Tensor, y: Tensor | None, bias: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """Decays, float32, of the shape of x, and the strengths of changes, float32 [T, heads].
@@ -36,51 +38,45 @@ class RowGate:
 
     weight:     float32, of a group or of a row; None: nothing is normalised
     num_groups: of a row
-    eps:        of the norm
-    silu:       whether the gate is silu(gate), and not sigmoid(gate)
-    gate_first: whether a row is gated before it is normalised
     """
 
     weight: Tensor | None
     num_groups: int
-    eps: float
-    silu: bool = True
-    gate_first: bool = False
+    form: GatedForm
 
 
 def gated_norm(
-    rows: Tensor, gate: Tensor, form: RowGate, skip: Tensor | None = None, v: Tensor | None = None
+    rows: Tensor, gate: Tensor, row_gate: RowGate, skip: Tensor | None = None, v: Tensor | None = None
 ) -> Tensor:
     """[T, heads * dim], of the dtype of rows: rows + skip * v, normalised and gated.
 
     rows, v: [T, heads, dim]; gate: [T, heads * dim]; skip: float32 [heads, 1]
     """
     if rows.device.type == "cpu":
-        return gated_norm_of_torch(rows, gate, form, skip, v, lambda squares: squares.mean(-1, keepdim=True))
-    from rocm_attn.kernels.states.gated_norm import GatedForm, launch_gated_norm
+        return gated_norm_of_torch(rows, gate, row_gate, skip, v, lambda squares: squares.mean(-1, keepdim=True))
+    from rocm_attn.kernels.states.gated_norm import launch_gated_norm
 
     out, given = torch.empty(gate.shape, dtype=rows.dtype, device=rows.device), rows if v is None else v
-    of_kernel = GatedForm(form.silu, form.gate_first, form.eps)
-    launch_gated_norm(rows, gate, form.weight, skip, given, out, num_groups=form.num_groups, form=of_kernel)
+    launch_gated_norm(rows, gate, row_gate.weight, skip, given, out, num_groups=row_gate.num_groups, form=row_gate.form)
     return out
 
 
 def gated_norm_of_torch(
     rows: Tensor,
     gate: Tensor,
-    form: RowGate,
+    row_gate: RowGate,
     skip: Tensor | None,
     v: Tensor | None,
     mean: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Like gated_norm. mean: of squares [T, groups, elements], over the last dimension, which it keeps"""
     x = rows.float() if skip is None or v is None else torch.addcmul(rows.float(), skip, v.float())
-    x, opened = x.flatten(1), gate.float()
+    x, opened, form = x.flatten(1), gate.float(), row_gate.form
     opened = F.silu(opened) if form.silu else opened.sigmoid()
     if form.gate_first:
         x = x * opened
-    if form.weight is not None:
-        groups = x.view(len(x), form.num_groups, x.shape[1] // form.num_groups)
+    if row_gate.weight is not None:
+        groups = x.view(len(x), row_gate.num_groups, x.shape[1] // row_gate.num_groups)
         normed = groups * torch.rsqrt(mean(groups.square()) + form.eps)
-        x = normed.flatten(1) * form.weight.repeat(x.shape[1] // form.weight.numel())
+        x = normed.flatten(1) * row_gate.weight.repeat(x.shape[1] // row_gate.weight.numel())
     return (x if form.gate_first else x * opened).to(rows.dtype)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.states.gated_norm import GatedForm, launch_gated_norm
+from rocm_attn.kernels.states.arguments import GatedForm
+from rocm_attn.kernels.states.gated_norm import launch_gated_norm
 from rocm_attn.kernels.states.gates import launch_gates
 from tests.amd.tolerances import assert_attention_close
 
@@ -94,9 +95,9 @@ class GatedCase:
 
 
 GATED = {
-    "gated delta net": GatedCase((3, 5, 24), 5, GatedForm(silu=True, gate_first=False, eps=EPS)),
-    "KDA": GatedCase((2, 4, 32), 4, GatedForm(silu=False, gate_first=False, eps=EPS)),
-    "Mamba2": GatedCase((3, 6, 8), 2, GatedForm(silu=True, gate_first=True, eps=EPS), by_row=True, has_skip=True),
-    "norm before gate": GatedCase((2, 6, 200), 1, GatedForm(True, False, EPS), by_row=True, has_skip=True),
-    "no norm": GatedCase((3, 4, 300), 1, GatedForm(True, True, EPS), has_norm=False, has_skip=True),
+    "gated delta net": GatedCase((3, 5, 24), 5, GatedForm(EPS)),
+    "KDA": GatedCase((2, 4, 32), 4, GatedForm(EPS, silu=False)),
+    "Mamba2": GatedCase((3, 6, 8), 2, GatedForm(EPS, gate_first=True), by_row=True, has_skip=True),
+    "norm before gate": GatedCase((2, 6, 200), 1, GatedForm(EPS), by_row=True, has_skip=True),
+    "no norm": GatedCase((3, 4, 300), 1, GatedForm(EPS, gate_first=True), has_norm=False, has_skip=True),
 }

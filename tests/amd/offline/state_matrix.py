@@ -6,9 +6,9 @@ import torch
 
 from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
-from rocm_attn.kernels.states.arguments import ConvolutionWeights, RecurArgs, StatePlaces, Update
+from rocm_attn.kernels.states.arguments import ConvolutionWeights, GatedForm, RecurArgs, StatePlaces, Update
 from rocm_attn.kernels.states.convolve import launch_convolve
-from rocm_attn.kernels.states.gated_norm import GatedForm, launch_gated_norm
+from rocm_attn.kernels.states.gated_norm import launch_gated_norm
 from rocm_attn.kernels.states.gates import launch_gates
 from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
@@ -73,7 +73,7 @@ class StateRow:
         groups = form.num_k_heads if sums else heads
         weight = torch.empty(heads * dim if sums else dim)
         of_heads = rows.view(num_tokens, heads, dim)
-        for gate in (GatedForm(not form.channel_decay, sums, 1e-6), GatedForm(True, False, 1e-6)):
+        for gate in (GatedForm(1e-6, not form.channel_decay, sums), GatedForm(1e-6)):
             skip = factor if sums else None
             launch_gated_norm(of_heads, rows, weight, skip, of_heads, rows, num_groups=groups, form=gate)
 

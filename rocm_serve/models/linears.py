@@ -49,12 +49,14 @@ class Linears:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias."""
-        if not x.is_cuda:  # a CPU has one way to multiply rows, and looks at nothing first
-            return F.linear(x, weight, bias)
-        if x.shape[0] != 1:
-            parts = parts_of_few_rows(x, weight, len(weight))
-            return multiplied_in_parts(x, weight, bias, 1)[0] if parts == 1 else F.linear(x, weight, bias)
-        if not lie_right(x, weight):
+        # A CPU has one way to multiply rows, and looks at nothing first.
+        return self._product(x, weight, bias, parts_of_few_rows(x, weight, len(weight)) if x.is_cuda else 0)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
+        """linear(). parts: those of parts_of_few_rows"""
+        if parts == 1:
+            return multiplied_in_parts(x, weight, bias, 1)[0]
+        if not x.is_cuda or x.shape[0] != 1 or not lie_right(x, weight):
             return F.linear(x, weight, bias)
         from rocm_attn.kernels.model.row_product import launch_row_product
 
@@ -81,10 +83,8 @@ class Linears:
         """summed_linear(); or float32 [terms, rows, out], whose sum it is."""
         if not self._is_whole:
             return self.summed_linear(x, weight, bias)
-        if not x.is_cuda:
-            return F.linear(x, weight, bias)
-        parts = parts_of_few_rows(x, weight, len(weight))
-        return multiplied_in_parts(x, weight, bias, parts) if parts > 1 else self.linear(x, weight, bias)
+        parts = parts_of_few_rows(x, weight, len(weight)) if x.is_cuda else 0
+        return multiplied_in_parts(x, weight, bias, parts) if parts > 1 else self._product(x, weight, bias, parts)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """[rows, heads, out]: x [rows, heads, in] @ weight [heads, out, in] per head, for a rank's own heads."""

@@ -63,7 +63,7 @@ def _rope_store(
     q, k, v, q_out = given
     if work.q_norm is None and work.k_norm is None and _are_adjacent(q, k):
         # One pass over the rows of both.
-        both = q.as_strided((len(q), q.shape[1] + k.shape[1], q.shape[2]), q.stride())
+        both = q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
         turned = _carried(both, tokens.positions, work.rope, None)
         q_out.copy_(turned[:, : q.shape[1]])
         k = turned[:, q.shape[1] :]

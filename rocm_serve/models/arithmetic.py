@@ -94,7 +94,7 @@ class Residual:
     def __init__(self, arithmetic: Arithmetic, rows: Tensor) -> None:
         self._arithmetic, self._rows = arithmetic, rows
         self._coming: Tensor | None = None  # an output that is not added yet
-        self._input = LayerInput(arithmetic.linears, rows)  # of the last layer: it may be what makes _rows
+        self._input: LayerInput | None = None  # it may be what makes _rows
 
     def add(self, output: Tensor) -> None:
         """Adds factor * output, [tokens, hidden], or the sum of its terms; see Arithmetic.output."""
@@ -105,7 +105,8 @@ class Residual:
     @property
     def rows(self) -> Tensor:
         """The sum of all outputs so far."""
-        self._input.make()
+        if self._input is not None:
+            self._input.make()
         if self._coming is not None:
             self._rows, self._coming = self._arithmetic.sum(self._rows, self._coming), None
         return self._rows
@@ -113,13 +114,12 @@ class Residual:
     def normed(self, weight: Tensor) -> LayerInput:
         """The RMS norm of the sum."""
         arithmetic, output, self._coming = self._arithmetic, self._coming, None
-        linears, rows = arithmetic.linears, self.rows
-        if output is None:
-            self._input = LayerInput(linears, arithmetic.norm(rows, weight))
-        elif output.device.type == "cpu":  # it has one term
-            self._rows = torch.add(rows, output, alpha=arithmetic.residual_factor)
-            self._input = LayerInput(linears, arithmetic.norm(self._rows, weight))
-        else:
-            made = arithmetic.normed_sum(rows, output, weight)
-            self._rows, self._input = made.summed, input_of(linears, made)
-        return self._input
+        if self._input is not None:
+            self._input.make()
+        if output is not None and output.device.type != "cpu":
+            made = arithmetic.normed_sum(self._rows, output, weight)
+            self._rows, self._input = made.summed, input_of(arithmetic.linears, made)
+            return self._input
+        if output is not None:  # a CPU's have one term
+            self._rows = torch.add(self._rows, output, alpha=arithmetic.residual_factor)
+        return LayerInput(arithmetic.linears, arithmetic.norm(self._rows, weight))

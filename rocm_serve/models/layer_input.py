@@ -33,12 +33,12 @@ class LayerInput:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[tokens, out], in the dtype of the weight: see Linears.linear."""
-        rows = self.rows
+        rows = self._rows
         return self._linears.linear(rows if rows.dtype == weight.dtype else rows.to(weight.dtype), weight, bias)
 
     def gated(self, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
         """[tokens, inner]: see Linears.gated."""
-        return self._linears.gated(self.rows, weight, bias, gate)
+        return self._linears.gated(self._rows, weight, bias, gate)
 
 
 class ComingInput(LayerInput):
@@ -56,11 +56,16 @@ class ComingInput(LayerInput):
             launch_add_norm(self._row)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._made_by(weight, bias, None) if self._makes(weight) else super().linear(weight, bias)
+        if self._makes(weight):
+            return self._made_by(weight, bias, None)
+        self.make()
+        return super().linear(weight, bias)
 
     def gated(self, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
-        has_two = not isinstance(gate, ReluSquared) and self._makes(weight)
-        return self._made_by(weight, bias, gate) if has_two else super().gated(weight, bias, gate)
+        if not isinstance(gate, ReluSquared) and self._makes(weight):
+            return self._made_by(weight, bias, gate)
+        self.make()
+        return super().gated(weight, bias, gate)
 
     def _makes(self, weight: Tensor) -> bool:
         """True if the product with a matrix can make the row."""

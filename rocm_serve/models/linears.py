@@ -49,14 +49,15 @@ class Linears:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias."""
-        # A CPU has one way to multiply rows, and looks at nothing first.
-        return self._product(x, weight, bias, parts_of_few_rows(x, weight, len(weight)) if x.is_cuda else 0)
+        if not x.is_cuda:  # a CPU has one way to multiply rows, and looks at nothing first
+            return F.linear(x, weight, bias)
+        return self._product(x, weight, bias, parts_of_few_rows(x, weight, len(weight)))
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
-        """linear(). parts: those of parts_of_few_rows"""
+        """linear() on a GPU. parts: those of parts_of_few_rows"""
         if parts == 1:
             return multiplied_in_parts(x, weight, bias, 1)[0]
-        if not x.is_cuda or x.shape[0] != 1 or not lie_right(x, weight):
+        if x.shape[0] != 1 or not lie_right(x, weight):
             return F.linear(x, weight, bias)
         from rocm_attn.kernels.model.row_product import launch_row_product
 
@@ -83,7 +84,9 @@ class Linears:
         """summed_linear(); or float32 [terms, rows, out], whose sum it is."""
         if not self._is_whole:
             return self.summed_linear(x, weight, bias)
-        parts = parts_of_few_rows(x, weight, len(weight)) if x.is_cuda else 0
+        if not x.is_cuda:
+            return F.linear(x, weight, bias)
+        parts = parts_of_few_rows(x, weight, len(weight))
         return multiplied_in_parts(x, weight, bias, parts) if parts > 1 else self._product(x, weight, bias, parts)
 
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def add_mlp(residual: Residual, mlp: Mlp, weights: LayerWeights, arithmetic: Ari
     given, norm, of_mlp = residual.normed(weights.mlp_norm), weights.mlp_out_norm, weights.mlp
     if isinstance(mlp, DenseMlp):
         assert isinstance(of_mlp, DenseWeights), "weights are read by their config"
-        inner = dense_inner(given, mlp, of_mlp)
+        inner = given.gated(of_mlp.gate_up, of_mlp.gate_up_bias, mlp.gate)
         residual.add(arithmetic.output(inner, of_mlp.down, of_mlp.down_bias, norm))
         return
     if isinstance(mlp, ExpertMlp):
@@ -42,18 +42,13 @@ def _dense_and_experts(
     hidden: Tensor, given: LayerInput, mlp: DenseAndExperts, weights: DenseAndExpertWeights, arithmetic: Arithmetic
 ) -> Tensor:
     linears, norm = arithmetic.linears, arithmetic.norm
-    inner = dense_inner(given, mlp.dense, weights.dense)
+    inner = given.gated(weights.dense.gate_up, weights.dense.gate_up_bias, mlp.dense.gate)
     dense = linears.summed_linear(inner, weights.dense.down, weights.dense.down_bias)
     of_each, of_router = norm(hidden, weights.experts_norm), arithmetic.plain_norm(hidden)
     of_experts = experts_sum(
         LayerInput(linears, of_each), LayerInput(linears, of_router), mlp.experts, weights.experts, linears
     )
     return norm(dense, weights.dense_out_norm) + norm(of_experts, weights.experts_out_norm)
-
-
-def dense_inner(given: LayerInput, mlp: DenseMlp, weights: DenseWeights) -> Tensor:
-    """[tokens, inner]: the input of `weights.down`."""
-    return given.gated(weights.gate_up, weights.gate_up_bias, mlp.gate)
 
 
 def experts_sum(
@@ -72,7 +67,8 @@ def experts_sum(
     parts = linears.of_experts(inner, weights.down, weights.down_bias, groups)
     shared = shared_share = None
     if weights.shared is not None:
-        shared = linears.linear(dense_inner(given, mlp.shared, weights.shared), weights.shared.down)
+        inner = given.gated(weights.shared.gate_up, weights.shared.gate_up_bias, mlp.shared.gate)
+        shared = linears.linear(inner, weights.shared.down)
         if weights.shared_share is not None:
             shared_share = given.linear(weights.shared_share)
     if weights.latent_out is not None:

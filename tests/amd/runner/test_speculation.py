@@ -79,7 +79,7 @@ def test_steps_with_prompts_are_replayed_too(most: int, loaded: LoadedModel) -> 
     requests = [replace(each, max_new_tokens=5 + 3 * place) for place, each in enumerate(some_requests(5))]
     engine = speculating(loaded, options, requests)
     padding = engine.runtime.padding
-    assert padding.prompts == (4, 6, 8, 12, 16, 24, 32)
+    assert padding.prompts == (3, 4, 6, 8, 12, 16, 24, 32)
     shapes = [bucket.key.shape for bucket in engine.capture_all(lambda done, total, name: None).buckets]
     assert {*padding.prompt_shapes()} <= {*shapes}
     assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)

@@ -373,7 +373,6 @@ _BAMBA_FAMILY = Family(
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
     },
     Decoder(
         swiglu_with_bias,
@@ -381,6 +380,8 @@ _BAMBA_FAMILY = Family(
         recurrent_projections=of_mamba,
         renamed=_FEED_FORWARD,
     ),
+    # transformers reads the share in rope_parameters alone.
+    derived=lambda fields: {"partial_rotary_factor": 0.5},
 )
 _NEMOTRON_H_FAMILY = Family(
     HybridAttention(GroupedAttention(no_window), nemotron_h_state, nemotron_h_places),

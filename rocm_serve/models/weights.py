@@ -176,9 +176,7 @@ def _read_model(reader: TensorReader, config: ModelConfig, shard: Shard) -> Mode
     rows, shape = shard.span(vocab), (vocab, hidden)
     held = ShardRange(0, vocab, rows.size * shard.num_ranks if config.tied_embeddings else vocab)
     # If it is the head too, it lies as matrices do: the head takes far longer than the look-ups.
-    embedding = (reader.join if config.tied_embeddings else reader.table)(
-        TensorPart(_EMBEDDING, shape, (held,))
-    )
+    embedding = (reader.join if config.tied_embeddings else reader.table)(TensorPart(_EMBEDDING, shape, (held,)))
     return ModelWeights(
         embedding=embedding,
         layers=tuple(read_layer(reader, config, number, shard, hidden) for number in range(config.num_layers)),

@@ -44,7 +44,14 @@ from rocm_attn.models.hf_falcon_h1 import (
     falcon_h1_mamba,
     falcon_h1_multipliers,
 )
-from rocm_attn.models.hf_gemma4 import GEMMA4_DEFAULTS, gemma4_heads, gemma4_layers, gemma4_mlps, own_inputs
+from rocm_attn.models.hf_gemma4 import (
+    GEMMA4_DEFAULTS,
+    gemma4_heads,
+    gemma4_layers,
+    gemma4_mlps,
+    gemma4_rope,
+    own_inputs,
+)
 from rocm_attn.models.hf_indexer import indexed_latent_layers, indexed_layers
 from rocm_attn.models.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
 from rocm_attn.models.hf_minimax_m3 import MINIMAX_M3_DEFAULTS, block_indexed_layers, minimax_m3_heads, minimax_m3_mlps
@@ -296,6 +303,7 @@ _GEMMA4_FAMILY = Family(
         own_inputs=own_inputs,
         has_layer_factors=True,
     ),
+    derived=gemma4_rope,
 )
 _GEMMA4_IMAGE_FAMILY = replace(_GEMMA4_FAMILY, attention=gemma4_image_layers)
 _LLAMA4_FAMILY = Family(

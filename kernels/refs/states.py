@@ -34,7 +34,8 @@ def convolve(
     for back in range(before, -1, -1):
         row = token - places.q_indptr.long()[seq] - back
         total += weight[:, before - back].float() * _stream_rows(x, inputs, places, seq, row, before).float()
-    result = total * total.sigmoid() if convolution.silu else total
+    # In float32 torch's sigmoid gives other bits in its vectors than in the elements that are left after them.
+    result = total * total.double().sigmoid().float() if convolution.silu else total
     out.copy_(torch.where(is_token[:, None], result, 0))
     q_len, is_kept = _lengths(places, slots.most_kept(before + 1))
     # [S, W - 1 + D]: rows before the first new token, and then it and the next ones.

@@ -44,7 +44,14 @@ from rocm_attn.models.hf_falcon_h1 import (
     falcon_h1_mamba,
     falcon_h1_multipliers,
 )
-from rocm_attn.models.hf_gemma4 import GEMMA4_DEFAULTS, gemma4_heads, gemma4_layers, gemma4_mlps, own_inputs
+from rocm_attn.models.hf_gemma4 import (
+    GEMMA4_DEFAULTS,
+    gemma4_heads,
+    gemma4_layers,
+    gemma4_mlps,
+    gemma4_rope,
+    own_inputs,
+)
 from rocm_attn.models.hf_indexer import indexed_latent_layers, indexed_layers
 from rocm_attn.models.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
 from rocm_attn.models.hf_minimax_m3 import MINIMAX_M3_DEFAULTS, block_indexed_layers, minimax_m3_heads, minimax_m3_mlps
@@ -296,6 +303,7 @@ _GEMMA4_FAMILY = Family(
         own_inputs=own_inputs,
         has_layer_factors=True,
     ),
+    derived=gemma4_rope,
 )
 _GEMMA4_IMAGE_FAMILY = replace(_GEMMA4_FAMILY, attention=gemma4_image_layers)
 _LLAMA4_FAMILY = Family(
@@ -373,7 +381,6 @@ _BAMBA_FAMILY = Family(
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
     },
     Decoder(
         swiglu_with_bias,
@@ -381,6 +388,8 @@ _BAMBA_FAMILY = Family(
         recurrent_projections=of_mamba,
         renamed=_FEED_FORWARD,
     ),
+    # transformers reads the share in rope_parameters alone.
+    derived=lambda fields: {"partial_rotary_factor": 0.5},
 )
 _NEMOTRON_H_FAMILY = Family(
     HybridAttention(GroupedAttention(no_window), nemotron_h_state, nemotron_h_places),

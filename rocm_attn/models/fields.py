@@ -74,7 +74,9 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """A bool."""
+        """A bool. A null is refused if an absent one means true: other readers take it for false."""
+        if default and self.values.get(name, default) is None:
+            raise BadModel(f"{self.source}: {name} is null; it must be true or false")
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise BadModel(f"{self.source}: {name} is {shown(value)}; it must be true or false")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rocm_attn.errors import BadModel
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer, window_left
-from rocm_attn.models.hf_rope import rope_fields
+from rocm_attn.models.hf_rope import rope_fields, rope_type
 from rocm_attn.problem import UNLIMITED_WINDOW
 
 
@@ -162,7 +162,7 @@ def latent_layers(fields: Fields) -> AttentionGeometry:
     scaling = rope_fields(fields)
     # YaRN sharpens the softmax of a context that was stretched by `factor`.
     sharper = 1.0
-    if scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:
+    if rope_type(scaling) != "default" and scaling.has("mscale_all_dim") and scaling.values["mscale_all_dim"] != 0:
         sharper = 0.1 * scaling.positive("mscale_all_dim") * math.log(max(1.0, scaling.positive("factor"))) + 1
     scale = (fields.count("qk_nope_head_dim") + rope_dim) ** -0.5 * sharper * sharper
     if not math.isfinite(scale):

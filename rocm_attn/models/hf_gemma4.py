@@ -38,7 +38,15 @@ def gemma4_layers(fields: Fields) -> AttentionGeometry:
                 f"layer {number}"
             )
         layers.append(AttentionLayer(num_q_heads, *heads, scale=1.0, window_left=left))
-    return replace(AttentionGeometry.of(layers), reads=of_the_last_like_it(fields, windows))
+    reads = of_the_last_like_it(fields, windows)
+    for number, read in enumerate(reads):
+        if layers[number] != layers[read]:
+            raise BadModel(
+                f"config.json: layer {number} reads K and V of layer {read}, and the two have "
+                f"{layers[number].num_kv_heads} and {layers[read].num_kv_heads} KV heads of {layers[number].head_dim} "
+                f"and {layers[read].head_dim} elements; per_layer_config must give both the same"
+            )
+    return replace(AttentionGeometry.of(layers), reads=reads)
 
 
 def gemma4_windows(fields: Fields) -> tuple[int, ...]:
@@ -97,6 +105,16 @@ def own_inputs(fields: Fields) -> OwnInputs:
     return OwnInputs(fields.count("hidden_size_per_layer_input"), given)
 
 
+def gemma4_rope(fields: Fields) -> Mapping[str, object]:
+    """The rotary embeddings, if the file leaves them out or says null."""
+    return {} if fields.has("rope_parameters") else {"rope_parameters": _ROPE}
+
+
+_ROPE: Mapping[str, object] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
 GEMMA4_DEFAULTS: Mapping[str, object] = {
     "vocab_size": 262_144,
     "num_attention_heads": 8,
@@ -110,8 +128,4 @@ GEMMA4_DEFAULTS: Mapping[str, object] = {
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": 262_144,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-    },
 }

@@ -35,6 +35,11 @@ def rope_fields(fields: Fields) -> Fields:
     return _only_one(fields, fields.inner("rope_parameters"))
 
 
+def rope_type(fields: Fields) -> str:
+    """The kind of scaling. The key was "type" before it was "rope_type"; some files carry both. Raises BadModel."""
+    return fields.text("rope_type", fields.text("type", "default"))
+
+
 def _only_one(fields: Fields, parameters: Fields) -> Fields:
     """These parameters, or those in rope_scaling if there are none. Raises BadModel if both are there and differ.
 
@@ -77,7 +82,7 @@ def rope_of_first_elements(fields: Fields, attention: AttentionGeometry) -> tupl
     """[layers] One rotary embedding of the first partial_rotary_factor of every row. Raises BadModel."""
     scaling = rope_fields(fields)
     given = Fields({**fields.values, **scaling.values}, scaling.source)
-    share, kind = given.positive("partial_rotary_factor", 1.0), given.text("rope_type", given.text("type", "default"))
+    share, kind = given.positive("partial_rotary_factor", 1.0), rope_type(given)
     if share > 1.0 or kind not in _OF_FIRST_ELEMENTS:
         raise BadModel(
             f"{given.source}: rope type {kind!r} with partial_rotary_factor {share}; the type must be one of "
@@ -123,8 +128,7 @@ def _refuse_partial(fields: Fields) -> None:
 
 
 def _scaling(fields: Fields, context_len: int) -> Scaling:
-    # the key was "type" before it was "rope_type"; some files carry both
-    kind = fields.text("rope_type", fields.text("type", "default"))
+    kind = rope_type(fields)
     if kind == "default":
         return NoScaling()
     if kind == "linear":

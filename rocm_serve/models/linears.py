@@ -2,7 +2,7 @@
 
 A BLAS picks its kernel, and with it the order of a sum, by the number of rows. In deterministic mode, kernels on a GPU
 therefore add up in one order. On a CPU rows are computed in blocks of a fixed size, and the last block is padded with
-zeros.
+zeros, as are few outputs.
 """
 
 from __future__ import annotations
@@ -112,7 +112,10 @@ class BatchInvariantLinears(Linears):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.is_cuda:
             return multiplied_in_one_order(x, weight, bias)
-        rows = x.shape[0]
+        rows, few = x.shape[0], ROWS - weight.shape[0]
+        if few > 0:  # with fewer than 12 outputs, MKL adds up every other row of a block in another order
+            padded = self.linear(x, F.pad(weight, (0, 0, 0, few)), None if bias is None else F.pad(bias, (0, few)))
+            return padded[:, :-few]
         filled = F.pad(x, (0, 0, 0, -rows % ROWS))
         blocks = torch.split(filled, ROWS)
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
@@ -128,7 +131,9 @@ class BatchInvariantLinears(Linears):
     def of_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.is_cuda:
             return heads_multiplied_in_one_order(x, weight)
-        rows = x.shape[0]
+        rows, few = x.shape[0], ROWS - weight.shape[1]
+        if few > 0:  # see linear()
+            return self.of_heads(x, F.pad(weight, (0, 0, 0, few)))[..., :-few]
         filled = F.pad(x, (0, 0, 0, 0, 0, -rows % ROWS))
         blocks = [super(BatchInvariantLinears, self).of_heads(block, weight) for block in torch.split(filled, ROWS)]
         return torch.cat(blocks)[:rows]

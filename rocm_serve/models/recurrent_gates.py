@@ -21,10 +21,12 @@ def gates(x: Tensor, y: Tensor | None, bias: Tensor, factor: Tensor) -> tuple[Te
     factor: float32 [heads] or [heads, 1]
     """
     if x.device.type == "cpu":
-        size = F.softplus(x.float() + bias)
+        # In float32 torch's functions give other bits in its vectors than in the elements that are left after them. The
+        # other tokens decide in which ones a token's elements lie. In float64 both round to the same float32.
+        size = F.softplus((x.float() + bias).double()).float()
         channels = x.shape[1] // factor.numel()
         decay = size * factor.view(-1, 1).expand(-1, channels).flatten()
-        return decay, size if y is None else y.float().sigmoid()
+        return decay, size if y is None else y.double().sigmoid().float()
     from rocm_attn.kernels.states.gates import launch_gates
 
     decay, strength = (torch.empty(len(x), width, device=x.device) for width in (x.shape[1], factor.numel()))
@@ -71,8 +73,8 @@ def gated_norm_of_torch(
 ) -> Tensor:
     """Like gated_norm. mean: of squares [T, groups, elements], over the last dimension, which it keeps"""
     x = rows.float() if skip is None or v is None else torch.addcmul(rows.float(), skip, v.float())
-    x, opened, form = x.flatten(1), gate.float(), row_gate.form
-    opened = F.silu(opened) if form.silu else opened.sigmoid()
+    x, opened, form = x.flatten(1), gate.double(), row_gate.form
+    opened = (F.silu(opened) if form.silu else opened.sigmoid()).float()
     if form.gate_first:
         x = x * opened
     if row_gate.weight is not None:

@@ -28,6 +28,9 @@ from rocm_serve.models.recurrent import RecurrentWeights, read_recurrent
 
 # Six times the tensors of 61 layers with 256 experts; their names alone take a hundred megabytes.
 _MOST_TENSORS = 300_000
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Rows of a stored head that are compared at once.
+_ROWS_AT_ONCE = 4096
 
 
 # The weights of attention, or of a recurrence in its place.
@@ -158,10 +161,13 @@ def load_weights(
     dtype:  of all weights except sinks, norms with an offset, and the decays and norms of recurrences, which are
             float32: 1 + w needs more digits than w
     shard:  the part; each rank holds the whole embedding
-    Raises BadModel for a tensor that is missing, not expected, of another shape, or not finite.
+    Raises BadModel for a tensor that is missing, not expected, of another shape, or not finite, and for a tied head
+    that is stored with other values than the embedding.
     """
     config = _as_stored(source, config)
     _check_shapes(source, config)
+    if config.tied_embeddings and _HEAD in source.shapes():
+        _check_head(source, dtype)
     return _read_model(TensorReader(source, dtype, device), config, shard)
 
 
@@ -170,16 +176,14 @@ def _read_model(reader: TensorReader, config: ModelConfig, shard: Shard) -> Mode
     rows, shape = shard.span(vocab), (vocab, hidden)
     held = ShardRange(0, vocab, rows.size * shard.num_ranks if config.tied_embeddings else vocab)
     # If it is the head too, it lies as matrices do: the head takes far longer than the look-ups.
-    embedding = (reader.join if config.tied_embeddings else reader.table)(
-        TensorPart("model.embed_tokens.weight", shape, (held,))
-    )
+    embedding = (reader.join if config.tied_embeddings else reader.table)(TensorPart(_EMBEDDING, shape, (held,)))
     return ModelWeights(
         embedding=embedding,
         layers=tuple(read_layer(reader, config, number, shard, hidden) for number in range(config.num_layers)),
         final_norm=_norm(reader, config, "model.norm", hidden),
         head=torch.split(embedding, rows.size)[shard.rank]
         if config.tied_embeddings
-        else reader.join(TensorPart("lm_head.weight", shape, (rows,))),
+        else reader.join(TensorPart(_HEAD, shape, (rows,))),
         own_inputs=_own_inputs(reader, config) if config.own_inputs.dim else None,
     )
 
@@ -213,6 +217,21 @@ def _check_shapes(source: TensorSource, config: ModelConfig) -> None:
             )
 
 
+def _check_head(source: TensorSource, dtype: torch.dtype) -> None:
+    """Raises BadModel for a stored head that differs from the embedding as `dtype`; readers of such files differ."""
+    shapes = source.shapes()
+    (vocab, *_), is_same = shapes[_EMBEDDING], shapes[_HEAD] == shapes[_EMBEDDING]
+    for first in range(0, vocab, _ROWS_AT_ONCE) if is_same else ():
+        rows = slice(first, min(first + _ROWS_AT_ONCE, vocab))
+        embedding, head = (source.read(name, rows).to(dtype) for name in (_EMBEDDING, _HEAD))
+        is_same &= torch.equal(embedding, head)
+    if not is_same:
+        raise BadModel(
+            f"{source.name}: {_HEAD} differs from {_EMBEDDING}, and the model's config says tie_word_embeddings; set "
+            f"it to false if the model was trained with a head of its own, or remove {_HEAD}"
+        )
+
+
 def may_be_ignored(config: ModelConfig, name: str) -> bool:
     """True for a tensor that files of such a model may have although the model does not use it."""
     # a tied head may be stored again, old files keep a table that follows from the config, and layers for speculation
@@ -225,7 +244,7 @@ def may_be_ignored(config: ModelConfig, name: str) -> bool:
         attends = int(layer) in config.places
         if attends and part in ("k_proj", "v_proj", "k_norm", "v_norm") and not config.keeps_kv(int(layer)):
             return True
-    is_extra |= name == "lm_head.weight" or name.startswith(config.unread)
+    is_extra |= name == _HEAD or name.startswith(config.unread)
     return is_extra or name.endswith((*KV_SCALES, "rotary_emb.inv_freq"))
 
 

@@ -135,7 +135,7 @@ def test_huge_numbers_elsewhere_are_refused_too(value: int) -> None:
 
 def test_a_scale_that_overflows_is_refused() -> None:
     with pytest.raises(BadModel, match=r"mscale_all_dim 1e\+308 is too large"):
-        attention_geometry({**DEEPSEEK, "rope_scaling": {"factor": 40, "mscale_all_dim": 1e308}})
+        attention_geometry({**DEEPSEEK, "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1e308}})
 
 
 @pytest.mark.parametrize("value", ["x" * 5000, [["x" * 5000] * 5000], {"a": [{}] * 5000}])

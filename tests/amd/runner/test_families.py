@@ -290,6 +290,16 @@ def test_what_a_config_may_change_changes_the_logits_as_in_transformers(variant:
     assert_layers_close(dense_logits(loaded, token_ids), expected)
 
 
+@pytest.mark.parametrize("inside", [{}, {"partial_rotary_factor": 1.0}], ids=str)
+def test_bambas_rows_turn_by_the_share_in_rope_parameters_alone(inside: dict[str, float], tmp_path: Path) -> None:
+    path = save(family_model("bamba"), tmp_path) / "config.json"
+    parameters = {"rope_type": "default", "rope_theta": 1e4, **inside}
+    fields = {**json.loads(path.read_text()), "rope_parameters": parameters, "partial_rotary_factor": 0.25}
+    path.write_text(json.dumps(fields))
+    reference, token_ids = transformers.AutoModelForCausalLM.from_pretrained(tmp_path), random_tokens(20)
+    assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(reference, token_ids))
+
+
 @pytest.mark.fast(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])

@@ -116,9 +116,21 @@ def test_bfloat16_files_are_read_in_the_dtype_asked_for(model_dir: Path) -> None
 def test_a_tied_head_that_is_stored_again_is_passed_over(tmp_path: Path) -> None:
     directory = save(small_hf_model("Llama", tie_word_embeddings=True), tmp_path)
     with changed_tensors(directory) as tensors:
-        tensors["lm_head.weight"] = torch.zeros(101, 48)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     weights = load(directory).weights
     assert weights.head.data_ptr() == weights.embedding.data_ptr()
+
+
+@pytest.mark.parametrize("rows", [101, 100])
+def test_a_tied_head_that_is_stored_with_other_values_is_refused(rows: int, tmp_path: Path) -> None:
+    """transformers takes the stored head since release 5, and took the embedding before."""
+    directory = save(small_hf_model("Llama", tie_word_embeddings=True), tmp_path)
+    with changed_tensors(directory) as tensors:
+        head = tensors["model.embed_tokens.weight"][:rows].clone()
+        head[-1, -1] += 1
+        tensors["lm_head.weight"] = head
+    with pytest.raises(BadModel, match=r"lm_head\.weight differs from .* says tie_word_embeddings; set it to false if"):
+        load(directory)
 
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"

@@ -75,10 +75,19 @@ def test_glm_5_has_the_epsilon_of_its_class() -> None:
     assert config_from_json(config).rms_norm_eps == 1e-5
 
 
-def test_scores_of_deepseek_without_mscale_are_not_sharpened() -> None:
+@pytest.mark.parametrize("change", [{"mscale_all_dim": 0}, {"type": "default"}], ids=str)
+def test_scores_of_deepseek_without_mscale_or_scaling_are_not_sharpened(change: dict[str, object]) -> None:
     config = published("deepseek-v3")
-    flat = {**config, "rope_scaling": {**config["rope_scaling"], "mscale_all_dim": 0}}
+    flat = {**config, "rope_scaling": {**config["rope_scaling"], **change}}
     assert attention_geometry(flat).layers[0].scale == 192**-0.5
+
+
+def test_gemma_4_without_rotary_parameters_has_those_of_its_class() -> None:
+    absent = config_of("gemma4")
+    said = absent.pop("rope_parameters")
+    assert said["full_attention"]["rope_type"] == "proportional"
+    for fields in (absent, {**absent, "rope_parameters": None}):
+        assert config_from_json(fields) == config_from_json({**absent, "rope_parameters": said})
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -98,6 +107,14 @@ def config_of(model: str) -> dict[str, Any]:
             "hidden_activation is 'relu'; it must be 'gelu_pytorch_tanh'",
         ),
         ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0; it must be a positive"),
+        (
+            "gemma4",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            "KV heads of 24 and 16 elements; per_",
+        ),
+        # transformers takes both nulls for false, and absent fields for true.
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is null; it must be true or false"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null; it must be true or false"),
         ("gemma-3-1b", {"sliding_window": None}, "does not say sliding_window"),
         (
             "gemma-3-1b",

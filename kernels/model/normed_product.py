@@ -27,6 +27,8 @@ _MOST_WIDTH, _MOST_WIDTH_IF_EARLY = 8192, 2048
 # Rows of the matrix that a program reads at a time, warps of a program, and programs of a processor. H200, the same
 # steps of 1.1B and 30B: with 8 warps, 4 programs and 2 or 4 rows 813 and 793, 566 and 567; with 12 programs 810, 566.
 _LINES, _WARPS, _PROGRAMS = 2, 4, 8
+# Tiles of outputs, at most: their numbers stay far below 32 bits.
+MOST_TILES = 1 << 28
 # Elements of a warp, at most; more of them have several.
 _ELEMENTS_OF_WARP = 1024
 
@@ -123,6 +125,7 @@ def launch_normed_product(
     assert weight.data_ptr() % 16 == 0
     assert row.residual.dtype == row.output.dtype == weight.dtype == out.dtype
     tiles, block, early = triton.cdiv(num_out, _LINES // sides), next_power_of_2(width), starts_early(out.device)
+    assert tiles <= MOST_TILES
     _variant(weight.dtype, row.weight.dtype, bias is None, num_out, width, row.factor, row.eps, gate)(
         out.device,
         (min(tiles, _PROGRAMS * compute_units), 1, 1),

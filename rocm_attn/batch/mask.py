@@ -168,7 +168,7 @@ class TreeMask:
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class TokenSpans:
-    """A mask of spans: tokens of a span attend to each other in both directions; the rest is causal.
+    """A mask of spans: tokens of a span attend to each other in both directions, all others as in the layer.
 
     A span is an image in a prompt, the first tokens of a prefix-LM, or a block of drafts. All of its tokens must be new
     in the same step: tokens of an earlier step have not seen those of this one. Problem.spans_pass_window says whether

@@ -94,7 +94,7 @@ class BoolCells:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpans:
-    """A mask of spans: tokens of a span attend to each other in both directions; the rest is causal.
+    """A mask of spans: tokens of a span attend to each other in both directions, all others as in the layer.
 
     Problem.spans_pass_window says whether a span overrides a layer's window. Such a layer reads the whole span, so the
     table must still have the span's pages before the window. If one of them is no page of the pool, or page 0 in a

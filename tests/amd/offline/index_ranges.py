@@ -11,6 +11,7 @@ from functools import cache
 from rocm_attn.batch.step_batch import INT32_MAX, MOST_TOKENS
 from rocm_attn.kernels.experts.sort_pairs import MOST_PAIRS
 from rocm_attn.kernels.model.few_rows import MOST_ROWS
+from rocm_attn.kernels.model.normed_product import MOST_TILES
 from rocm_attn.kernels.states.arguments import MOST_TOKEN_STRIDE
 from rocm_lab.races.overflow import needed_ranges, prove_no_overflow
 
@@ -80,6 +81,7 @@ LIMITS = (
     Limits("program_y", 0, 2**12, "drafts of a sequence", "draft_steps"),
     Limits("width", 0, 2**10, "drafts of a sequence", "next_step"),
     Limits("rows", 0, MOST_ROWS, "few_rows.py", "few_rows"),
+    Limits("tiles", 0, MOST_TILES, "normed_product.py", "normed_product"),
     Limits("num_pairs", 0, MOST_PAIRS, "sort_pairs.py", "sort_pairs"),
     Limits("blocks", 0, MOST_TOKENS, "a grid covers tokens, sequences or elements, and a block more"),
     *(

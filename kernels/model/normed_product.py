@@ -1,8 +1,8 @@
 """Adds an output to one row of the residual, normalises the sum, and multiplies it with a matrix.
 
-The sum and its norm are those of add_norm.py. Each program computes both for itself, which takes less time than a
-launch that computes them for all, and the first one stores them. It then takes rows of the matrix in turn, and loads
-the next ones while it multiplies. With a gate, see gate.py, a row of the gate's product and one of up's are combined.
+The sum and its norm are those of add_norm.py. Each program computes both for itself, which takes less time for a short
+row than a launch that computes them for all, and the first one stores them. It then takes rows of the matrix in turn,
+and loads the next ones while it multiplies. With a gate, see gate.py, the products of a row of each half are combined.
 The first rows are loaded while the launch before still runs, if this one may start early (early.py): no launch writes
 weights.
 """

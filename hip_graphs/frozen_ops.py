@@ -27,6 +27,10 @@ _COPIES = frozenset({aten.clone, aten._to_copy})
 _ZEROS = frozenset({aten.zeros, aten.zeros_like, aten.new_zeros})
 _ONES = frozenset({aten.ones, aten.ones_like, aten.new_ones})
 
+# Their out= forms write past their results or mix them up, in a pool: the one resizes a mean or a sum to all elements,
+# the other takes results of one storage for the same memory.
+_WITHOUT_OUT = frozenset({aten.binary_cross_entropy, aten.linalg_qr})
+
 # The same operation through torch's own argument parser, which costs half as much as the generic call.
 _QUICK_CALL: Mapping[OpOverload, Callable[..., object]] = {
     aten.add.out: torch.add,
@@ -83,7 +87,7 @@ def frozen_op(
         return written[0].zero_
     if packet in _ONES:
         return partial(written[0].fill_, 1)
-    out_form = _out_form(func)
+    out_form = None if packet in _WITHOUT_OUT else _out_form(func)
     if out_form is not None and len(written) == len(homes):
         out = dict(zip(_out_names(out_form), written, strict=True))
         return partial(_QUICK_CALL.get(out_form, out_form), *args, **kwargs, **out)

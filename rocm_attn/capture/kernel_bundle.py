@@ -8,7 +8,6 @@ fills.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
@@ -46,15 +45,6 @@ def save_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:
             member.size = len(content)
             bundle.addfile(member, io.BytesIO(content))
     return len(contents)
-
-
-def require_place(file: Path) -> None:
-    """Raises OSError if no bundle can be written to this file. Making one takes long."""
-    if file.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    part = file.with_name(f"{file.name}.part")
-    part.touch()
-    part.unlink()
 
 
 def load_bundle(file: Path, cache: Path, facts: Mapping[str, str]) -> int:

@@ -18,6 +18,8 @@ from rocm_attn.machine.option_texts import AttentionOptions, OptionText, option_
 
 # Sizes are int32 on the device.
 _LARGEST = 2**31 - 1
+# A larger number of GiB or seconds might be infinite as bytes or nanoseconds.
+_MOST = 1e15
 # The largest machines have fewer GPUs in one domain of fast links.
 _MOST_RANKS = 1024
 # Bytes are counted by the host.
@@ -71,8 +73,8 @@ def at_least(least: int, text: str, most: int = _LARGEST) -> int:
 positive, natural = partial(at_least, 1), partial(at_least, 0)
 
 
-def not_negative(text: str, most: float = math.inf) -> float:
-    """Parses a finite number of at least 0. Raises ArgumentTypeError."""
+def not_negative(text: str, most: float = _MOST) -> float:
+    """Parses a number of at least 0, which is finite in any smaller unit too. Raises ArgumentTypeError."""
     parsed: float = number(float, text)
     if not (parsed >= 0 and math.isfinite(parsed)):
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")

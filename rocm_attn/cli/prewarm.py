@@ -14,13 +14,14 @@ from tempfile import TemporaryDirectory, TemporaryFile
 
 import torch
 
-from rocm_attn.capture.kernel_bundle import load_bundle, require_place, save_bundle
+from rocm_attn.capture.kernel_bundle import load_bundle, save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
 from rocm_attn.cli.arguments import pages_as_json, planned_runtime
 from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.target import Target, detect_target, known_target, target_elsewhere
+from rocm_attn.machine.whole_files import require_place
 from rocm_attn.selection.kernels import missing_kernels
 
 
@@ -66,7 +67,7 @@ def _with_bundles(
     from rocm_attn.kernels.compile_only import cache_at
 
     try:
-        require_place(Path(options.bundle))
+        require_place(Path(options.bundle), "--bundle")
         # An empty cache, so that the bundle has the kernels of this model and no others.
         with TemporaryDirectory() as folder, cache_at(folder):
             report = compile_all()

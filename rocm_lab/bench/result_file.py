@@ -17,12 +17,17 @@ import torch
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
 from rocm_lab.bench.ceilings import Ceilings
+from rocm_lab.bench.choices import HOST
 from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions
 from rocm_lab.bench.machine import describe_machine
 
 # Raised by one if a reader of the older form would misread the newer one.
 SCHEMA = "rocm_attn.bench/1"
 KERNELS, SERVING = "kernels", "serving"
+# A machine's words that pictures show.
+_IN_PICTURES = ("device", "commit", "torch", "triton")
+# Longer than any measurement.
+_MOST_US = 1e15
 # Words of a command line that have a / and are not paths: heads as 32/8, and encodings as e4m3fn/token.
 _CODE = "[a-z0-9-]+(/(layer|head|token))?"
 _NO_PATH = re.compile(rf"\d+/\d+|{_CODE}(,{_CODE})*")
@@ -111,19 +116,26 @@ def read_result(path: Path) -> ResultFile:
 
 
 def _is_whole(found: Mapping[str, Any]) -> bool:
-    """True if a result has its parts, and each row of kernels what tells it apart, and samples that are numbers."""
+    """True if a result has its parts, and one of kernels what comparisons and pictures read."""
     machine, rows, is_of_kernels = found.get("machine"), found.get("rows"), found.get("kind") == KERNELS
     if not isinstance(machine, dict) or not isinstance(rows, list):
         return False
     words = ("suite", "case", "batch", "provider", "status") if is_of_kernels else ()
-    if is_of_kernels and not isinstance(machine.get("device"), str):
+    if is_of_kernels and not all(isinstance(machine.get(name), str) for name in _IN_PICTURES):
         return False
     return all(
         isinstance(row, dict)
         and all(isinstance(row.get(name), str) for name in words)
         and _are_numbers(row.get("samples_us", []))
+        and (not is_of_kernels or _has_times(row))
         for row in rows
     )
+
+
+def _has_times(row: Mapping[str, Any]) -> bool:
+    """True if a row of kernels has its times. Times of the host have no lower bound."""
+    times: list[Any] = [row.get("us")] * (row["status"] == OK) + [row.get("lower_bound_us")] * (row["suite"] != HOST)
+    return all(type(time) in (int, float) and 0 < time < _MOST_US for time in times)
 
 
 def _are_numbers(samples: object) -> bool:

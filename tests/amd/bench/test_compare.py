@@ -142,6 +142,10 @@ def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path, caps
         {"rows": [{"suite": "decode"}]},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": [1.0, None]}]},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": 5}]},
+        {"machine": {"device": "NVIDIA H200", "torch": "2.11", "triton": "3.6"}},
+        {"rows": [row("one", samples(100, 0.01, 1)) | {"lower_bound_us": None}]},
+        {"rows": [row("one", samples(100, 0.01, 1)) | {"us": 0}]},
+        {"rows": [row("one", []) | {"lower_bound_us": 10**400}]},
     ],
     ids=str,
 )
@@ -150,8 +154,9 @@ def test_a_damaged_file_is_refused(damage: dict[str, Any], tmp_path: Path, capsy
     good = result_file(tmp_path / "a.json", rows)
     kept = json.loads(good.read_text())
     (tmp_path / "b.json").write_text(json.dumps(kept | damage))
-    assert main(["bench", "compare", str(good), str(tmp_path / "b.json")]) == BAD_INPUT
-    assert "b.json is damaged" in capsys.readouterr().err
+    for command in (["compare", str(good)], ["plot"]):
+        assert main(["bench", *command, str(tmp_path / "b.json")]) == BAD_INPUT
+        assert "b.json is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "complaint"), [("compare", "a file of serving"), ("plot", "no server has made")])

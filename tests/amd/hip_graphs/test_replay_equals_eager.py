@@ -111,6 +111,8 @@ OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     lambda x, y: x.to(torch.bfloat16).float(),
     lambda x, y: F.layer_norm(x, (COLUMNS,)),
     lambda x, y: x.clamp(-1, 1).exp(),
+    lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()) + x,
+    lambda x, y: torch.linalg.qr(x.t()).R @ y,
     lambda x, y: x.add_(y, alpha=0.5),
     lambda x, y: x.mul_(0.5),
     lambda x, y: x.copy_(y.flip(1)),

@@ -35,6 +35,14 @@ def test_a_folder_in_which_the_user_may_not_write_is_refused(tmp_path: Path, mon
         require_place(tmp_path / "file", "record")
 
 
+def test_a_device_or_a_pipe_is_no_older_file_and_stays(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with pytest.raises(BadSetting, match=r"pipe cannot be written \(.*something that is no file is there.*; choose an"):
+        TuningFile(()).write(pipe)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Path]:
     """A place with an older file, where the system writes no byte of a new one."""

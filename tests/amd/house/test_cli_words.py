@@ -62,6 +62,8 @@ from tests.amd.house.test_cli import LLAMA, config_file
         (["soak", "--seed", "9" * 30], f"--seed: {'9' * 30} is above 2147483647"),
         (["generate", "--temperature", "nan", "x"], "--temperature: nan is not at least 0"),
         (["generate", "--top-p", "1.5", "x"], "--top-p: 1.5 is not above 0 and at most 1"),
+        (["capture-plan", "--weights-gib", "1e300", "x"], "argument --weights-gib: 1e300 is above 1e+15"),
+        (["truth", "dense", "--pool-gib", "1e300"], "argument --pool-gib: 1e300 is above 1e+15"),
         (["bench", "traffic", "--spread", "100000"], "argument --spread: 100000 is above 10"),
         (
             ["truth", "dense", "--providers", "torch,cuda"],

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -218,10 +219,12 @@ def test_a_bundle_that_cannot_be_written_is_refused_before_anything_is_compiled(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nothing_is_compiled(monkeypatch)
-    for file in (tmp_path, tmp_path / "none" / "kernels.tgz"):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for file in (tmp_path, pipe, tmp_path / "none" / "kernels.tgz"):
         assert main(["prewarm", str(config), *COMMAND, "--bundle", str(file)]) == BAD_INPUT
-        assert f"--bundle cannot write {file}: " in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())
+        assert f"--bundle {file} cannot be written: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [pipe]
+    assert pipe.is_fifo()
 
 
 def test_a_cache_that_cannot_be_written_is_refused_in_a_sentence(

@@ -23,6 +23,14 @@ _ELEMENTS = 8
 
 
 @triton.jit
+def normed_row(summed, factors, WIDTH: tl.constexpr, EPS: tl.constexpr):
+    """The norm of a row as it is stored, in float32; elements beyond it are 0."""
+    x = summed.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS)
+    return x * scale * factors.to(tl.float32)
+
+
+@triton.jit
 def _add_norm_kernel(
     residual,
     output,
@@ -49,9 +57,7 @@ def _add_norm_kernel(
     x += FACTOR * y
     stored = x.to(summed.dtype.element_ty)
     tl.store(summed + row + column, stored, mask=is_column)
-    x = stored.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS)
-    y = x * scale * factors.to(tl.float32)
+    y = normed_row(stored, factors, WIDTH, EPS)
     tl.store(normed + row + column, y.to(normed.dtype.element_ty), mask=is_column)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
-from rocm_attn.kernels.model.add_norm import NormedSum
+from rocm_attn.kernels.model.add_norm import NormedSum, normed_row
 from rocm_attn.kernels.model.gate import GateForm, gated
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -34,11 +34,17 @@ _ELEMENTS_OF_WARP = 1024
 
 
 @triton.jit
-def _lines(weight, tile, element, OUT: tl.constexpr, IN: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr):
-    """The rows of the matrix for a tile of outputs; with two sides, those of the gate come first."""
+def _rows_of(tile, OUT: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr):
+    """The outputs of a tile's lines, and their rows of the matrix; with two sides, the gate's lines come first."""
     line = tl.arange(0, SIDES * ROWS)
     output = tile * ROWS + line % ROWS
-    row = output + line // ROWS * OUT
+    return output, output + line // ROWS * OUT
+
+
+@triton.jit
+def _lines(weight, tile, element, OUT: tl.constexpr, IN: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr):
+    """The rows of the matrix for a tile of outputs."""
+    output, row = _rows_of(tile, OUT, SIDES, ROWS)
     places = weight + row[:, None].to(tl.int64) * IN + element[None, :]
     return tl.load(places, mask=(output < OUT)[:, None] & (element < IN)[None, :], other=0.0)
 
@@ -66,7 +72,7 @@ def _normed_product_kernel(
     SIDES: tl.constexpr = 1 if GATE is None else 2
     ROWS: tl.constexpr = LINES // SIDES
     program = tl.program_id(0)
-    element, line = tl.arange(0, BLOCK), tl.arange(0, LINES)
+    element = tl.arange(0, BLOCK)
     is_element = element < IN
     coming = _lines(weight, program, element, OUT, IN, SIDES, ROWS)
     factor = tl.load(factors + element, mask=is_element, other=0.0)
@@ -74,9 +80,7 @@ def _normed_product_kernel(
     x = tl.load(residual + element, mask=is_element, other=0.0).to(tl.float32)
     x += FACTOR * tl.load(output + element, mask=is_element, other=0.0).to(tl.float32)
     total = x.to(summed.dtype.element_ty)
-    x = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / IN + EPS)
-    given = (x * scale * factor.to(tl.float32)).to(normed.dtype.element_ty)
+    given = normed_row(total, factor, IN, EPS).to(normed.dtype.element_ty)
     if program == 0:
         tl.store(summed + element, total, mask=is_element)
         tl.store(normed + element, given, mask=is_element)
@@ -86,13 +90,13 @@ def _normed_product_kernel(
         coming = _lines(weight, tile + tl.num_programs(0), element, OUT, IN, SIDES, ROWS)
         found = tl.sum(lines.to(tl.float32) * x[None, :], 1)
         if bias is not None:
-            at = tile * ROWS + line % ROWS
-            found += tl.load(bias + at + line // ROWS * OUT, mask=at < OUT, other=0.0).to(tl.float32)
+            output_of_line, row = _rows_of(tile, OUT, SIDES, ROWS)
+            found += tl.load(bias + row, mask=output_of_line < OUT, other=0.0).to(tl.float32)
         if GATE is not None:
             gate, up = tl.split(tl.trans(tl.reshape(found, (2, ROWS))))
             found = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
-        row = tile * ROWS + tl.arange(0, ROWS)
-        tl.store(out + row, found.to(out.dtype.element_ty), mask=row < OUT)
+        at = tile * ROWS + tl.arange(0, ROWS)
+        tl.store(out + at, found.to(out.dtype.element_ty), mask=at < OUT)
 
 
 _variant = repeated_launches(_normed_product_kernel)

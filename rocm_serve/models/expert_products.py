@@ -39,7 +39,6 @@ def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> Choic
         expert, share = routing.choose(logits, correction)
         return Choice(expert, share, ExpertGroups.of(expert, routing.num_experts))
     from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
-    from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 
     rule = ChoiceRule(
         routing.num_groups,
@@ -51,16 +50,25 @@ def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> Choic
     )
     shape, device = (len(logits), routing.num_chosen), logits.device
     expert, share = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-    is_alone = len(logits) == 1
-    if expert.numel() * routing.num_experts > _MOST_COMPARED:
-        launch_choose(logits, correction, expert, share, rule)
-        return Choice(expert, share, ExpertGroups.of(expert, routing.num_experts))
-    sizes = expert.numel(), routing.num_experts + 1
-    groups = ExpertGroups(*(torch.empty(size, dtype=torch.int64, device=device) for size in sizes))
-    launch_choose(logits, correction, expert, share, rule, groups if is_alone else None)
-    if not is_alone:
-        launch_sort_pairs(expert, *groups)
-    return Choice(expert, share, groups)
+    of_one_token = _empty_groups(expert, routing.num_experts) if len(logits) == 1 else None
+    launch_choose(logits, correction, expert, share, rule, of_one_token)
+    return Choice(expert, share, of_one_token or _sorted(expert, routing.num_experts))
+
+
+def _sorted(expert: Tensor, num_experts: int) -> ExpertGroups:
+    """The pairs of tokens and experts by expert, on a GPU: see ExpertGroups.of."""
+    if expert.numel() * num_experts > _MOST_COMPARED:
+        return ExpertGroups.of(expert, num_experts)
+    from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
+
+    groups = _empty_groups(expert, num_experts)
+    launch_sort_pairs(expert, *groups)
+    return groups
+
+
+def _empty_groups(expert: Tensor, num_experts: int) -> ExpertGroups:
+    sizes = expert.numel(), num_experts + 1
+    return ExpertGroups(*(torch.empty(size, dtype=torch.int64, device=expert.device) for size in sizes))
 
 
 def expert_products(

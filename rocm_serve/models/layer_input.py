@@ -78,10 +78,12 @@ class ComingInput(LayerInput):
 
 def input_of(linears: Linears, made: NormedSum) -> LayerInput:
     """The input of a layer for tokens of a GPU; its sum is in made.summed once the input is made."""
+    from rocm_attn.kernels.model.add_norm import launch_add_norm
     from rocm_attn.kernels.model.normed_product import pays_off
 
     rows, width = made.residual.shape
-    coming = ComingInput(linears, made)
-    if rows > 1 or linears.is_fixed or not pays_off(width, made.residual.device):
-        coming.make()
-    return coming
+    if rows == 1 and not linears.is_fixed and pays_off(width, made.residual.device):
+        return ComingInput(linears, made)
+    launch_add_norm(made)
+    # It holds neither the output nor the residual before: those of a long prompt are large.
+    return LayerInput(linears, made.normed)

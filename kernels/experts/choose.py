@@ -2,8 +2,7 @@
 
 A program has a token. An expert's rank, as an integer of the same order, and its number make one key; the largest key
 is chosen, and then that of the others. The first expert has the larger key among equal ranks. NaN counts as the largest
-rank, so that a token of NaN has experts too; its shares are NaN. The pairs of a lone token are sorted here too, which
-saves a launch.
+rank, so that a token of NaN has experts too; its shares are NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
-from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
@@ -77,8 +75,8 @@ def _number_of(key, COUNT: tl.constexpr):
     return COUNT - 1 - (key & 0x7FFFFFFF).to(tl.int32)
 
 
-@triton.jit(do_not_specialize_on_alignment=["indptr"])
-def _choose_experts_kernel(logits, correction, expert, share, order, indptr, G: tl.constexpr):
+@triton.jit
+def _choose_experts_kernel(logits, correction, expert, share, G: tl.constexpr):
     EXPERTS: tl.constexpr = G.GROUPS * G.OF_GROUP
     GROUPS_BLOCK: tl.constexpr = G.GROUPS_BLOCK
     BLOCK: tl.constexpr = G.GROUPS_BLOCK * G.OF_GROUP_BLOCK
@@ -123,13 +121,10 @@ def _choose_experts_kernel(logits, correction, expert, share, order, indptr, G: 
     place = tl.arange(0, CHOSEN_BLOCK)
     experts = tl.zeros([CHOSEN_BLOCK], tl.int32)
     shares = tl.zeros([CHOSEN_BLOCK], tl.float32)
-    number = tl.arange(0, BLOCK)
-    begins = tl.zeros([BLOCK], tl.int32)  # the number of chosen experts below each
     for chosen in tl.static_range(CHOSEN):
         first = tl.max(keys, 0)
         score = tl.sum(tl.where(keys == first, scores, 0.0), 0)
         experts = tl.where(place == chosen, _number_of(first, EXPERTS), experts)
-        begins += (_number_of(first, EXPERTS) < number).to(tl.int32)
         shares = tl.where(place == chosen, score, shares)
         keys = tl.where(keys == first, _NO_KEY, keys)
     if G.NORMALISED:
@@ -139,35 +134,20 @@ def _choose_experts_kernel(logits, correction, expert, share, order, indptr, G: 
     to = token * CHOSEN + place
     tl.store(expert + to, experts, mask=is_place)
     tl.store(share + to, shares * G.SCALE, mask=is_place)
-    if order is not None:
-        other = experts[None, :]
-        is_before = (other < experts[:, None]) | ((other == experts[:, None]) & (place[None, :] < place[:, None]))
-        to = tl.sum((is_before & is_place[None, :]).to(tl.int32), 1)
-        tl.store(order + to, place.to(tl.int64), mask=is_place)
-        tl.store(indptr + number, begins.to(tl.int64), mask=number < EXPERTS)
-        tl.store(indptr + EXPERTS, CHOSEN)
 
 
 _variant = repeated_launches(_choose_experts_kernel)
 
 
 @only_launches
-def launch_choose(
-    logits: Tensor,
-    correction: Tensor | None,
-    expert: Tensor,
-    share: Tensor,
-    rule: ChoiceRule,
-    groups: ExpertGroups | None = None,
-) -> None:
+def launch_choose(logits: Tensor, correction: Tensor | None, expert: Tensor, share: Tensor, rule: ChoiceRule) -> None:
     """Writes the experts of each token, and its shares.
 
     logits:     float32, float16 or bfloat16 [tokens, experts]
     correction: float32 [experts], added to the scores for the choice, or None
     expert:     int32 [tokens, chosen], written: by falling rank
     share:      float32 [tokens, chosen], written
-    groups:     of the pairs of one token, written; None: not wanted
-    All are contiguous, and those but groups.indptr begin at a multiple of 16 bytes.
+    All are contiguous and begin at a multiple of 16 bytes.
     """
     num_tokens, num_experts = logits.shape
     chosen = expert.shape[1]
@@ -175,9 +155,7 @@ def launch_choose(
     assert expert.dtype == torch.int32
     assert share.dtype == torch.float32
     assert correction is None or (correction.dtype == torch.float32 and correction.shape == (num_experts,))
-    assert groups is None or (num_tokens == 1 and [len(each) for each in groups] == [chosen, num_experts + 1])
-    order, indptr = (None, None) if groups is None else groups
-    given = [each for each in (logits, correction, expert, share, order) if each is not None]
+    given = [each for each in (logits, correction, expert, share) if each is not None]
     assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in given)
     if not num_tokens:
         return
@@ -192,15 +170,13 @@ def launch_choose(
         EARLY=early,
     )
     block = geometry.GROUPS_BLOCK * geometry.OF_GROUP_BLOCK
-    _variant(logits.dtype, correction is None, groups is None, geometry)(
+    _variant(logits.dtype, correction is None, geometry)(
         logits.device,
         (num_tokens, 1, 1),
         logits,
         correction,
         expert,
         share,
-        order,
-        indptr,
         geometry,
         num_warps=min(8, max(1, block // _EXPERTS_OF_WARP)),
         **early_options(early),

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.models.gates import Gate, ReluSquared
-from rocm_serve.models.expert_products import expert_products
+from rocm_serve.models.expert_products import Choice, expert_products, expert_sums
 from rocm_serve.models.gated import (
     heads_multiplied_in_one_order,
     lie_right,
@@ -94,10 +93,22 @@ class Linears:
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
     def of_experts(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, gate: Gate | None = None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Choice, gate: Gate | None = None
     ) -> Tensor:
         """[pairs, out]: a row of x for each pair of a token and an expert; see expert_products."""
-        return expert_products(x, weight, bias, groups, gate, rows=ROWS, fixed=self.is_fixed)
+        return expert_products(x, weight, bias, chosen, gate, rows=ROWS, fixed=self.is_fixed)
+
+    def sums_of_experts(
+        self,
+        inner: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        chosen: Choice,
+        shared: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> Tensor:
+        """[tokens, width]: the sum of a token's pairs by its shares; see expert_sums."""
+        return expert_sums(inner, weight, bias, chosen, shared, factor, rows=ROWS, fixed=self.is_fixed)
 
 
 class BatchInvariantLinears(Linears):

@@ -6,6 +6,8 @@ depends on the router's output, so a step with experts is captured like any othe
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -59,19 +61,21 @@ def experts_sum(
     of_router: the router's input
     """
     logits = of_router.linear(weights.router, weights.router_bias)
-    expert, share, groups = choice(mlp.routing, logits, weights.correction)
+    chosen = choice(mlp.routing, logits, weights.correction)
     if weights.share_scale is not None:
-        share = share * weights.share_scale[expert]
+        chosen = replace(chosen, share=chosen.share * weights.share_scale[chosen.expert])
     of_experts = given.rows if weights.latent_in is None else given.linear(weights.latent_in)
-    inner = linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, groups, mlp.gate)
-    parts = linears.of_experts(inner, weights.down, weights.down_bias, groups)
-    shared = shared_share = None
+    inner = linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, chosen, mlp.gate)
+    shared = factor = None
     if weights.shared is not None:
-        inner = given.gated(weights.shared.gate_up, weights.shared.gate_up_bias, mlp.shared.gate)
-        shared = linears.linear(inner, weights.shared.down)
+        of_shared = given.gated(weights.shared.gate_up, weights.shared.gate_up_bias, mlp.shared.gate)
+        shared = linears.linear(of_shared, weights.shared.down)
         if weights.shared_share is not None:
-            shared_share = given.linear(weights.shared_share)
-    if weights.latent_out is not None:
-        parts = linears.linear(combined(parts, share, None, None), weights.latent_out)
-        share = torch.ones(len(expert), 1, device=expert.device)  # this is a token's only part
-    return linears.summed(combined(parts, share, shared, shared_share))
+            factor = given.linear(weights.shared_share)
+    if weights.latent_out is None:
+        total = linears.sums_of_experts(inner, weights.down, weights.down_bias, chosen, shared, factor)
+    else:
+        latents = linears.sums_of_experts(inner, weights.down, weights.down_bias, chosen)
+        whole = torch.ones(len(latents), 1, device=latents.device)  # these are a token's only part
+        total = combined(linears.linear(latents, weights.latent_out), whole, shared, factor)
+    return linears.summed(total)

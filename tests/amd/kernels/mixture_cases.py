@@ -1,19 +1,22 @@
 """The choice of experts, the sort of pairs, and the sum of their outputs, by brute force and in float64."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
 from rocm_attn.kernels.experts.combine import launch_combine
-from rocm_attn.kernels.experts.groups import ExpertGroups
+from rocm_attn.kernels.experts.few_tokens import launch_expert_sums, launch_inner_products
 from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
+from rocm_attn.kernels.model.gate import GateForm
+from tests.amd.kernels.expert_cases import ExpertProblem, random_problem
 from tests.amd.tolerances import assert_attention_close
 
 Put = Callable[[Tensor], Tensor]
 NONE = -7  # of memory that is not written
+_UNITS = 2  # so that programs take several tiles
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,7 @@ class Choice:
         expert = put(torch.full(shape, NONE, dtype=torch.int32, device=device))
         share = put(torch.full(shape, float("nan"), device=device))
         correction = None if self.correction is None else put(self.correction)
-        is_alone = len(self.logits) == 1
-        sizes = self.num_chosen, self.logits.shape[1] + 1
-        order, indptr = (put(torch.full((size,), NONE, dtype=torch.int64, device=device)) for size in sizes)
-        groups = ExpertGroups(order, indptr) if is_alone else None
-        launch_choose(put(self.logits), correction, expert, share, self.rule, groups)
-        if is_alone:
-            assert order.tolist() == sorted(range(self.num_chosen), key=lambda place: int(expert[0, place]))
-            assert indptr.tolist() == [int((expert < each).sum()) for each in range(sizes[1])]
+        launch_choose(put(self.logits), correction, expert, share, self.rule)
         return expert, share
 
     def assert_served(self, put: Put = Tensor.clone) -> None:
@@ -123,3 +119,103 @@ def assert_combined(
     if has_shared:
         exact = exact + shared.double() / ((1 + (-weight.double()).exp()) if has_weight else 1)
     assert_attention_close(out, exact, dtype)
+
+
+@dataclass(frozen=True)
+class FewTokens:
+    """Tokens that choose some experts each, and dims of their rows: of x, of inner products, and of the sum.
+
+    The first expert is chosen by no token, and its biases are NaN; the last one is chosen by the last token.
+    """
+
+    tokens: int
+    experts: int
+    chosen: int
+    width: int
+    inner: int
+
+    def assert_inner(
+        self,
+        form: GateForm | None,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        put: Put = Tensor.clone,
+        *,
+        has_bias: bool = False,
+    ) -> None:
+        """Checks each pair's inner products, combined if there is a gate."""
+        sizes = self.width, self.inner * (1 if form is None else 2)
+        problem = self._problem(sizes, dtype, device, has_bias=has_bias)
+        problem = replace(problem, x=problem.x / self.width**0.5)  # products of about one
+        out = put(problem.empty_out(1 if form is None else 2))
+        bias = None if problem.bias is None else put(problem.bias)
+        launch_inner_products(put(problem.x), put(problem.weight), bias, put(problem.expert.int()), out, _UNITS, form)
+        if form is None:
+            problem.assert_served(out)
+        else:
+            problem.assert_gated(out, form)
+
+    def assert_sums(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        put: Put = Tensor.clone,
+        *,
+        has_bias: bool,
+        has_shared: bool,
+        has_factor: bool,
+    ) -> None:
+        """Checks the sum of each token's experts."""
+        problem = self._problem((self.inner, self.width), dtype, device, has_bias=has_bias, of_pairs=True)
+        random = torch.Generator().manual_seed(self.width)
+        share = torch.rand(self.tokens, self.chosen, generator=random).to(device)
+        shared, factor = (torch.randn(self.tokens, n, generator=random).to(device, dtype) for n in (self.width, 1))
+        out = put(torch.full((self.tokens, self.width), float("nan"), dtype=dtype, device=device))
+        optional = (problem.bias, shared if has_shared else None, factor if has_factor else None)
+        bias, of_shared, of_factor = (None if each is None else put(each) for each in optional)
+        launch_expert_sums(
+            put(problem.x),
+            put(problem.weight),
+            bias,
+            put(problem.expert.int()),
+            put(share),
+            of_shared,
+            of_factor,
+            out,
+            _UNITS,
+        )
+        x = problem.x.double().view(self.tokens, self.chosen, self.inner)
+        products = torch.einsum("tci,tcwi->tcw", x, problem.weight.double()[problem.expert])
+        if problem.bias is not None:
+            products += problem.bias.double()[problem.expert]
+        exact = (products * share.double()[..., None]).sum(1)
+        if has_shared:
+            exact += shared.double() / ((1 + (-factor.double()).exp()) if has_factor else 1)
+        size = (self.inner * self.chosen) ** 0.5
+        assert_attention_close(out / size, exact / size, dtype)
+
+    def _problem(
+        self,
+        sizes: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        has_bias: bool,
+        of_pairs: bool = False,
+    ) -> ExpertProblem:
+        problem = random_problem(
+            self.tokens,
+            self.experts,
+            self.chosen,
+            sizes,
+            dtype=dtype,
+            device=device,
+            has_bias=has_bias,
+            of_pairs=of_pairs,
+        )
+        # The last expert of a problem has no token.
+        problem = replace(problem, expert=self.experts - 1 - problem.expert)
+        problem.expert[-1, 0] = self.experts - 1
+        if problem.bias is not None:
+            problem.bias[0] = float("nan")
+        return problem

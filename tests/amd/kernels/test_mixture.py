@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from rocm_attn.kernels.experts.choose import ChoiceRule
+from rocm_attn.kernels.model.gate import GateForm
 from tests.amd.kernels.attention_cases import dtypes
-from tests.amd.kernels.mixture_cases import assert_combined, assert_sorted, random_choice
+from tests.amd.kernels.mixture_cases import FewTokens, assert_combined, assert_sorted, random_choice
+from tests.amd.kernels.model_cases import FORMS
 from tests.amd.kernels.recurrent_gate_cases import GATED, GatedCase, assert_gates
 
 SOFTMAX = ChoiceRule(1, 1, 1, softmax=True, normalised=True, scale=1.0)
@@ -17,8 +19,6 @@ RULES = {
     "groups of 20": ((4, 160, 6), ChoiceRule(8, 3, 1, softmax=True, normalised=False, scale=16.0)),
     "three groups": ((4, 12, 2), ChoiceRule(3, 1, 2, softmax=True, normalised=True, scale=1.0)),
     "many": ((2, 513, 10), SOFTMAX),
-    "one token": ((1, 512, 10), SOFTMAX),
-    "one token of groups": ((1, 60, 3), ChoiceRule(3, 2, 2, softmax=False, normalised=True, scale=2.5)),
 }
 
 
@@ -71,6 +71,28 @@ def test_outputs_of_experts_are_summed(
 ) -> None:
     for sizes in ((1, 8, 40), (3, 1, 1030), (5, 6, 512)):
         assert_combined(sizes, dtype, kernel_device, has_shared=has_shared, has_weight=has_weight)
+
+
+FEW_TOKENS = [FewTokens(1, 40, 5, 200, 72), FewTokens(3, 9, 1, 64, 37), FewTokens(2, 24, 3, 1030, 520)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("form", [None, *FORMS], ids=str)
+@pytest.mark.parametrize("case", FEW_TOKENS, ids=str)
+def test_few_tokens_are_multiplied_with_their_experts(
+    case: FewTokens, form: GateForm | None, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    for has_bias in (False, True):
+        case.assert_inner(form, dtype, kernel_device, has_bias=has_bias)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("case", FEW_TOKENS, ids=str)
+def test_outputs_of_few_tokens_are_summed(case: FewTokens, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    for has_bias, has_shared, has_factor in ((False, False, False), (True, True, False), (True, True, True)):
+        case.assert_sums(dtype, kernel_device, has_bias=has_bias, has_shared=has_shared, has_factor=has_factor)
 
 
 @pytest.mark.fast

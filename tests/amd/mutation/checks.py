@@ -59,6 +59,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "cache/tails.py": cache_checks.tails,
     "experts/choose.py": mixture_checks.choose,
     "experts/combine.py": mixture_checks.combine,
+    "experts/few_tokens.py": mixture_checks.few_tokens,
     "experts/product.py": model_checks.experts,
     "experts/sort_pairs.py": mixture_checks.sort_pairs,
     "metadata/check_pages.py": metadata_checks.check_pages,

@@ -6,14 +6,15 @@ Tensors of experts have a multiple of 16 bytes, so that they begin at one where 
 import torch
 
 from rocm_attn.kernels.experts.choose import ChoiceRule
-from tests.amd.kernels.mixture_cases import assert_combined, assert_sorted, random_choice
+from tests.amd.kernels.mixture_cases import FewTokens, assert_combined, assert_sorted, random_choice
+from tests.amd.kernels.model_cases import FORMS
 from tests.amd.kernels.recurrent_gate_cases import GATED, assert_gates
 from tests.amd.mutation.memory import Memory
 
 
 def choose(memory: Memory) -> None:
-    """Checks groups that fill no block, a token that has no whole block of experts, and the pairs of a lone token."""
-    for sizes, groups in (((4, 12, 3), 3), ((4, 20, 5), 1), ((1, 20, 12), 1)):
+    """Checks groups that fill no block, and a token that has no whole block of experts."""
+    for sizes, groups in (((4, 12, 3), 3), ((4, 20, 5), 1)):
         rule = ChoiceRule(groups, 1, 2, softmax=groups == 1, normalised=True, scale=2.0)
         random_choice(sizes, rule, is_corrected=True).assert_served(memory.put)
     memory.assert_surroundings_untouched()
@@ -29,6 +30,17 @@ def sort_pairs(memory: Memory) -> None:
 def combine(memory: Memory) -> None:
     """Checks rows that fill no block, with all parts of the sum."""
     assert_combined((4, 3, 520), torch.float32, put=memory.put, has_shared=True, has_weight=True)
+    memory.assert_surroundings_untouched()
+
+
+def few_tokens(memory: Memory) -> None:
+    """Checks rows, and experts of a token, that fill no block, and matrices whose rows fill no turn of the programs."""
+    case = FewTokens(4, 9, 3, 40, 21)
+    for form in (None, FORMS[0]):
+        case.assert_inner(form, torch.float32, put=memory.put, has_bias=True)
+    FewTokens(4, 9, 3, 37, 40).assert_sums(
+        torch.float32, put=memory.put, has_bias=True, has_shared=True, has_factor=True
+    )
     memory.assert_surroundings_untouched()
 
 

@@ -9,6 +9,7 @@ from rocm_attn.kernels.experts.arguments import ProductArgs
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.model.gate import GateForm
 from rocm_attn.oracle.numerics import sum_error
+from rocm_serve.models.expert_products import Choice
 from tests.amd.kernels.model_cases import exact_gate
 from tests.amd.tolerances import assert_attention_close
 
@@ -28,6 +29,10 @@ class ExpertProblem:
     @property
     def groups(self) -> ExpertGroups:
         return ExpertGroups.of(self.expert, len(self.weight))
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.expert.int(), torch.ones(self.expert.shape, device=self.expert.device), len(self.weight))
 
     def args(self, out: Tensor, gate: GateForm | None = None) -> ProductArgs:
         """Returns the arguments of a launch that writes out."""

@@ -108,7 +108,7 @@ def test_matrices_may_lie_further_apart_than_32_bits_reach(kernel_device: torch.
     far = torch.empty((1 << 31) + 512, dtype=torch.float16, device=kernel_device)
     weight = far.as_strided((2, 16, 32), (1 << 31, 32, 1))
     weight.copy_(problem.weight)
-    problem.assert_served(expert_products(problem.x, weight, None, problem.groups, rows=16, fixed=True))
+    problem.assert_served(expert_products(problem.x, weight, None, problem.choice, None, rows=16, fixed=True))
 
 
 @pytest.mark.parametrize(
@@ -116,15 +116,16 @@ def test_matrices_may_lie_further_apart_than_32_bits_reach(kernel_device: torch.
     [
         (64, 64, "_hopper_expert_product_kernel"),
         (2, 64, "_expert_product_kernel"),
+        (1, 64, "_inner_products_kernel"),
         (64, 72, "_expert_product_kernel"),
     ],
 )
 def test_models_get_it_for_several_rows_of_an_expert(
     num_tokens: int, width: int, name: str, kernel_device: torch.device
 ) -> None:
-    problem = random_problem(num_tokens, 8, 2, (width, 64), dtype=torch.bfloat16, device=kernel_device)
+    problem = random_problem(num_tokens, 16, 2, (width, 64), dtype=torch.bfloat16, device=kernel_device)
     with note_launches() as notes:
-        out = Linears().of_experts(problem.x, problem.weight, None, problem.groups)
+        out = Linears().of_experts(problem.x, problem.weight, None, problem.choice)
     assert [launch.kernel.__name__ for launch in notes.launches] == [name]
     problem.assert_served(out)
 
@@ -132,10 +133,10 @@ def test_models_get_it_for_several_rows_of_an_expert(
 def test_a_rows_bits_depend_on_no_number_of_rows_in_a_deterministic_model(kernel_device: torch.device) -> None:
     problem = random_problem(200, 4, 2, (96, 80), dtype=torch.bfloat16, device=kernel_device)
     linears = BatchInvariantLinears()
-    together = linears.of_experts(problem.x, problem.weight, None, problem.groups)
+    together = linears.of_experts(problem.x, problem.weight, None, problem.choice)
     for first, end in ((0, 1), (3, 70), (150, 200)):
         part = replace(problem, x=problem.x[first:end], expert=problem.expert[first:end])
-        alone = linears.of_experts(part.x, part.weight, None, part.groups)
+        alone = linears.of_experts(part.x, part.weight, None, part.choice)
         assert torch.equal(alone, together[2 * first : 2 * end])
 
 
@@ -207,5 +208,5 @@ def test_one_tile_serves_other_matrices(
 def test_there_may_be_no_tokens(kernel_device: torch.device) -> None:
     problem = random_problem(1, 4, 2, (64, 48), dtype=torch.bfloat16, device=kernel_device)
     none = replace(problem, x=problem.x[:0], expert=problem.expert[:0])
-    assert Linears().of_experts(none.x, none.weight, None, none.groups).shape == (0, 48)
-    assert BatchInvariantLinears().of_experts(none.x, none.weight, None, none.groups).shape == (0, 48)
+    assert Linears().of_experts(none.x, none.weight, None, none.choice).shape == (0, 48)
+    assert BatchInvariantLinears().of_experts(none.x, none.weight, None, none.choice).shape == (0, 48)

@@ -38,9 +38,10 @@ def few_tokens(memory: Memory) -> None:
     case = FewTokens(4, 9, 3, 40, 21)
     for form in (None, FORMS[0]):
         case.assert_inner(form, torch.float32, put=memory.put, has_bias=True)
-    FewTokens(4, 9, 3, 37, 40).assert_sums(
-        torch.float32, put=memory.put, has_bias=True, has_shared=True, has_factor=True
-    )
+    for width in (3, 37):
+        FewTokens(4, 9, 3, width, 40).assert_sums(
+            torch.float32, put=memory.put, has_bias=True, has_shared=True, has_factor=True
+        )
     memory.assert_surroundings_untouched()
 
 

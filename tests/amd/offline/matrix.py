@@ -24,6 +24,7 @@ from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, Rope
 from rocm_attn.kernels.experts.arguments import ProductArgs
 from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
 from rocm_attn.kernels.experts.combine import launch_combine
+from rocm_attn.kernels.experts.few_tokens import launch_expert_sums, launch_inner_products
 from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
@@ -551,8 +552,14 @@ def _launch_experts(row: Row) -> None:
         expert, share = (torch.empty(4, 8, dtype=dtype) for dtype in (torch.int32, torch.float32))
         correction = None if rule.softmax else torch.empty(256)
         launch_choose(torch.empty(4, 256, dtype=row.dtype), correction, expert, share, rule)
-        groups = ExpertGroups.of(torch.arange(8), 256)
-        launch_choose(torch.empty(1, 256, dtype=row.dtype), correction, expert[:1], share[:1], rule, groups)
+    expert, share = torch.empty(2, 8, dtype=torch.int32), torch.empty(2, 8)
+    for x in (torch.empty(2, dim, dtype=row.dtype) for dim in (2048, 7168)):
+        inner, wide = torch.empty(16, 768, dtype=row.dtype), torch.empty(4, 1536, x.shape[1], dtype=row.dtype)
+        down = torch.empty(4, x.shape[1], 768, dtype=row.dtype)
+        launch_inner_products(x, wide, wide[:, :, 0].contiguous(), expert, inner, 132, GateForm(SILU))
+        launch_inner_products(x, wide[:, :768].contiguous(), None, expert, inner, 132)
+        launch_expert_sums(inner, down, None, expert, share, None, None, x, 132)
+        launch_expert_sums(inner, down, down[:, :, 0].contiguous(), expert, share, x, x[:, :1].contiguous(), x, 132)
 
 
 def _launch_model(row: Row) -> None:

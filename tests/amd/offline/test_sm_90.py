@@ -145,7 +145,15 @@ def test_kernels_of_a_model_wait() -> None:
         assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
 
-STORE_AND_EXPERTS = ("_rope_store", "_choose_experts", "_combine_experts", "_expert_product", "_sort_pairs")
+STORE_AND_EXPERTS = (
+    "_rope_store",
+    "_choose_experts",
+    "_combine_experts",
+    "_expert_product",
+    "_expert_sums",
+    "_inner_products",
+    "_sort_pairs",
+)
 OF_STATES = ("_convolve", "_gated_norm", "_gates", "_token_steps")
 
 

@@ -43,7 +43,7 @@ from tests.amd.kernels.attention_cases import (
     tiles_of,
 )
 from tests.amd.kernels.expert_cases import random_problem
-from tests.amd.kernels.mixture_cases import assert_combined, assert_sorted, random_choice
+from tests.amd.kernels.mixture_cases import FewTokens, assert_combined, assert_sorted, random_choice
 from tests.amd.kernels.model_cases import (
     FORMS,
     OneOfRanks,
@@ -182,12 +182,18 @@ def run_one_order(arch: str, dtype: torch.dtype) -> None:
 
 
 def run_choice(dtype: torch.dtype) -> None:
-    """Runs choices out of groups and out of more experts than a wave has, and sums that do not fill a block."""
+    """Runs choices out of groups and out of more experts than a wave has, sums that do not fill a block, and the
+    experts of few tokens.
+    """
     groups, all_ = ChoiceRule(3, 2, 2, False, True, 2.5), ChoiceRule(1, 1, 1, True, True, 1.0)
     for sizes, rule in (((3, 60, 3), groups), ((1, 1030, 2), all_)):
         random_choice(sizes, rule, dtype=dtype, is_corrected=rule is groups).assert_served()
     assert_combined((3, 2, 520), dtype, has_shared=False, has_weight=False)
     assert_combined((2, 3, 40), dtype, has_shared=True, has_weight=True)
+    few = FewTokens(2, 9, 3, 72, 37)
+    few.assert_inner(None, dtype, has_bias=True)
+    few.assert_inner(FORMS[0], dtype)
+    few.assert_sums(dtype, has_bias=True, has_shared=True, has_factor=True)
 
 
 def run_pairs(num_tokens: int) -> None:

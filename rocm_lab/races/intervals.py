@@ -124,11 +124,16 @@ def joined(found: Sequence[Range | None]) -> Range | None:
 
 @dataclass(slots=True)
 class Growth:
-    """How a number that a loop carries grows. by: in a round, at most, down and up; None: not in a way that is known"""
+    """How a number that a loop carries grows, down and up.
+
+    by:    in a round, at most; None: not in a way that is known
+    since: what it would have begun with, had it grown so from the first round on
+    """
 
     limits: tuple[int, int]
     rounds: int = 0
     by: list[int | None] = field(default_factory=lambda: [0, 0])
+    since: list[int] = field(default_factory=lambda: [0, 0])
 
     def after(self, before: Range | None, found: Sequence[Range | None]) -> Range | None:
         """The range after another round. found: what the loop begins with, and what a round makes of before"""
@@ -139,14 +144,13 @@ class Growth:
         limits = []
         for side, sign in ((0, -1), (1, 1)):
             begin, old, new = (sign * each[:2][side] for each in (found[0], before, found[1]))
-            by = self.by[side]
+            by, limit = self.by[side], max(old, begin, new)
             if self.rounds > _ROUNDS and by is not None and new > old and new - old > by:
                 by = self.by[side] = None if by else new - old
-            if self.rounds <= _ROUNDS:
-                limit = max(old, begin, new)
-            elif by is None:
-                limit = max(old, min(each for each in (*_STEPS, max(begin, new)) if each >= max(begin, new)))
-            else:
-                limit = max(old, begin + by * _MOST_ROUNDS)
+                self.since[side] = old - (by or 0) * self.rounds
+            if self.rounds > _ROUNDS and by is None:
+                limit = next((each for each in _STEPS if each >= limit), limit)
+            elif self.rounds > _ROUNDS and by:
+                limit = max(old, max(begin, self.since[side]) + by * _MOST_ROUNDS)
             limits.append(sign * min(limit, sign * self.limits[side]))
         return Range(limits[0], limits[1])

@@ -106,12 +106,9 @@ class _Analysis:
     def faults(self) -> Iterator[str]:
         """A line for each operation that may overflow on the way to an access or a condition."""
         causes = NO_CAUSES.union(*map(self._of_access, self._operations))
-        lines = {
-            f"{self._kernel.source_line(each)}: {_stem((each.results or each.inner)[0])}: {self._examples[each]}": None
-            for each in self._operations
-            if each in causes
-        }
-        yield from lines
+        found = [(each, (each.results or each.inner)[0].name) for each in self._operations if each in causes]
+        lines = [f"{self._kernel.source_line(each)}: {_stem(name)}: {self._examples[each]}" for each, name in found]
+        yield from dict.fromkeys(lines)
 
     def used_by_faults(self) -> set[str]:
         """The names of the ranges that were looked up."""
@@ -435,7 +432,7 @@ class _Analysis:
         return Range(low, high, causes)
 
     def _declared(self, value: Value) -> tuple[int, int] | None:
-        names, op = [f"{self._kernel.name} {_stem(value)}"], value.op
+        names, op = [f"{self._kernel.name} {_stem(value.name)}"], value.op
         if op and op.name == "arith.muli" and op.operands[1].op and op.operands[1].op.name == "arith.constant":
             names += [f"{each.name}*" for each in op.operands if each.op is None]
         for name in names:
@@ -549,6 +546,6 @@ def _shown(operands: Sequence[Range]) -> str:
 
 
 @cache
-def _stem(value: Value) -> str:
+def _stem(name: str) -> str:
     """The name of a value in the source, such as %page; the compiler adds numbers."""
-    return re.sub(r"(_\d+)?(:\d+)?$", "", value.name)
+    return re.sub(r"(_\d+)?(:\d+)?$", "", name)

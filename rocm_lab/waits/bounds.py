@@ -95,7 +95,8 @@ def _xor(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _field(a: Bounds, where: Bounds) -> Bounds:
-    return _field_of_width(a, _NOTHING, within(where.low >> 16 & 127, where.high >> 16 & 127))
+    is_known = where.low >> 16 == where.high >> 16
+    return _field_of_width(a, _NOTHING, exactly(where.low >> 16 & 127) if is_known else ANYTHING)
 
 
 def _field_of_width(a: Bounds, offset: Bounds, width: Bounds) -> Bounds:

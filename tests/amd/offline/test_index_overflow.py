@@ -1,11 +1,12 @@
 """Indices fit 32 bits for all arguments that the runtime lets pass; a product that is made too early is found."""
 
+import gc
 import re
 
 import pytest
 
 from rocm_lab.races.overflow import prove_no_overflow
-from rocm_lab.races.ttir import parse_ttir
+from rocm_lab.races.ttir import Operation, parse_ttir
 from tests.amd.offline.index_ranges import faults_of
 from tests.amd.offline.overflow_record import Launches, all_launches
 from tests.amd.offline.ttir_of import ttir_by
@@ -148,6 +149,20 @@ LOOP = """%0 = scf.for %i = %c0 to %count step %block iter_args(%sum = %c0) -> (
     }
     %2 = tt.addptr %out, %0 : !tt.ptr<i32>, i32
     tt.store %2, %x : !tt.ptr<i32>"""
+JUMP = """%large = arith.constant 2147482648 : i32
+    %0 = scf.for %i = %c0 to %count step %c1 iter_args(%most = %c0) -> (i32)  : i32 {
+      %1 = arith.maxsi %most, %large : i32
+      %2 = arith.addi %1, %block : i32
+      scf.yield %2 : i32
+    }
+    %3 = tt.addptr %out, %0 : !tt.ptr<i32>, i32
+    tt.store %3, %x : !tt.ptr<i32>"""
+EXCHANGED = """%0:2 = scf.for %i = %c0 to %count step %c1 iter_args(%one = %x, %two = %c1) -> (i32, i32)  : i32 {
+      %1 = arith.addi %two, %block : i32
+      scf.yield %1, %one : i32, i32
+    }
+    %2 = tt.addptr %out, %0#0 : !tt.ptr<i32>, i32
+    tt.store %2, %x : !tt.ptr<i32>"""
 MASKED = """%0 = arith.muli %page, %block : i32
     %1 = arith.cmpi slt, %page, %block : i32
     %2 = tt.addptr %out, %0 : !tt.ptr<i32>, i32
@@ -171,6 +186,10 @@ CHOSEN = """%1 = arith.cmpi slt, %page, %block : i32
         (LOOP, 64, {"count": (0, 1 << 20)}, False),
         (LOOP, 1, {}, True),
         (LOOP, 2, {"count": (0, 2**31 - 1)}, False),
+        (JUMP, 0, {"count": (0, 1 << 20)}, True),
+        (JUMP, 1, {"count": (0, 1 << 20)}, False),  # it goes on from where the first round has led
+        (EXCHANGED, 0, {"count": (0, 1 << 20)}, True),
+        (EXCHANGED, 31, {"count": (0, 1 << 20), "program_x": (31, 31)}, False),  # each grows in every other round
         (MASKED, 1 << 15, {"table": (0, 2**31 - 1)}, True),
         (MASKED, 1 << 16, {"table": (0, 2**31 - 1)}, False),
         (MASKED, 1 << 15, {"table": (-(2**31), 0)}, False),
@@ -191,6 +210,16 @@ def test_faults_are_in_the_order_of_the_kernel() -> None:
     store = "%at = tt.addptr %out, %p8 : !tt.ptr<i32>, i32\ntt.store %at, %x : !tt.ptr<i32>"
     proof = prove_no_overflow(TTIR.format(lines="\n".join((*products, store)), block=1), {})
     assert [re.findall(r"%p\d", fault)[0] for fault in proof.faults] == [f"%p{at}" for at in range(9)]
+
+
+def test_a_kernel_that_was_analysed_is_freed() -> None:
+    def num_operations() -> int:
+        gc.collect()
+        return sum(isinstance(each, Operation) for each in gc.get_objects())
+
+    before = num_operations()
+    prove_no_overflow(TTIR.format(lines=EARLY, block=1), {})
+    assert num_operations() == before
 
 
 def test_what_is_no_ttir_is_not_proved() -> None:

@@ -67,6 +67,14 @@ def test_a_constant_is_added_to_the_number_that_is_written_over() -> None:
     assert result_of(parse_instruction("s_addk_i32 s9, 0xffff"), [exactly(64), exactly(0xFFFF)]) == ANYTHING
 
 
+def test_a_field_has_a_width_only_if_all_its_bits_are_known() -> None:
+    """The least and the largest of these places have the same width, 0."""
+    line, places = "s_bfe_u32 s9, s0, s1", (0, 24 << 16, 128 << 16)
+    found = result_of(parse_instruction(line), [exactly(0xABCD), reduce(hull, map(exactly, places))])
+    assert all(holds(found, int(execute(line, scalar={0: 0xABCD, 1: place}).scalar[9])) for place in places)
+    assert result_of(parse_instruction(line), [ANYTHING, exactly(8 | 4 << 16)]) == Bounds(0, 15, 15)
+
+
 def test_a_negative_number_is_added() -> None:
     found = result_of(parse_instruction("s_add_i32 m0, s43, 0xffff9ea0"), [Bounds(67936, 75616), exactly(0xFFFF9EA0)])
     assert (found.low, found.high) == (67936 - 24928, 75616 - 24928)

@@ -20,8 +20,10 @@ from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.model.gate import GateForm, gated
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
-# Rows of matrices that a program reads at a time for inner products, and programs of a processor.
-_LINES, _PROGRAMS = 2, 8
+# Rows of matrices that a program reads at a time for inner products, and programs of a processor. H200, decode steps of
+# one request, 8 layers of a Qwen3-30B-A3B and of a Qwen3-Next: 490 and 620 us; by 2 rows and 8 programs 500 and 628; by
+# product.py, with its sort and combine.py 565 and 722.
+_LINES, _PROGRAMS = 4, 4
 # Elements of a warp, of all rows that a program reads at a time, and the fewest warps.
 _ELEMENTS_OF_WARP, _LEAST_WARPS = 1024, 4
 # The most elements that a program holds of x, or of the inner products of a token.

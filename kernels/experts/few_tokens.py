@@ -183,7 +183,7 @@ def launch_inner_products(
     assert len(out) == num_tokens * chosen
     assert weight.shape[1:] == (sides * num_out, num_in)
     assert fits(1, num_in)
-    _check((x, weight, expert), (bias, out))
+    _check(x, weight, expert, bias, out)
     tiles, block = chosen * triton.cdiv(num_out, _LINES // sides), next_power_of_2(num_in)
     _products(x.dtype, bias is None, chosen, num_out, num_in, gate)(
         x.device,
@@ -236,7 +236,7 @@ def launch_expert_sums(
     assert share.dtype == torch.float32
     assert out.shape == (num_tokens, width)
     assert fits(chosen, num_in)
-    _check((inner, weight, expert), (bias, shared, factor, out))
+    _check(inner, weight, expert, bias, shared, factor, out)
     _sums(inner.dtype, bias is None, shared is None, factor is None, chosen, width, num_in)(
         inner.device,
         (min(width, triton.cdiv(_PROGRAMS * compute_units, num_tokens)), num_tokens, 1),
@@ -259,11 +259,9 @@ def launch_expert_sums(
     )
 
 
-def _check(read_whole: tuple[Tensor, Tensor, Tensor], others: tuple[Tensor | None, ...]) -> None:
+def _check(x: Tensor, weight: Tensor, expert: Tensor, *others: Tensor | None) -> None:
     """Asserts what is the same for both launches."""
-    x, weight, expert = read_whole
     assert expert.dtype == torch.int32
-    assert weight.dtype == x.dtype
-    assert all(each is None or (each.is_contiguous() and each.dtype == x.dtype) for each in (x, weight, *others))
     assert expert.is_contiguous()
-    assert all(each.data_ptr() % 16 == 0 for each in read_whole)
+    assert all(each is None or (each.is_contiguous() and each.dtype == x.dtype) for each in (x, weight, *others))
+    assert all(each.data_ptr() % 16 == 0 for each in (x, weight, expert))

@@ -17,30 +17,20 @@ from torch import Tensor
 
 from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
-from rocm_attn.kernels.model.gate import GateForm, gated
+from rocm_attn.kernels.model.gate import GateForm
+from rocm_attn.kernels.model.matrix_rows import lines_of_tile, store_outputs, warps_of
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Rows of matrices that a program reads at a time for inner products, and programs of a processor. H200, decode steps of
 # one request, 8 layers of a Qwen3-30B-A3B and of a Qwen3-Next: 490 and 620 us; by 2 rows and 8 programs 500 and 628; by
 # product.py, with its sort and combine.py 565 and 722.
 _LINES, _PROGRAMS = 4, 4
-# Elements of a warp, of all rows that a program reads at a time, and the fewest warps.
-_ELEMENTS_OF_WARP, _LEAST_WARPS = 1024, 4
 # The most elements that a program holds of x, or of the inner products of a token.
 _MOST_ELEMENTS = 1 << 14
 
 
 @triton.jit
-def _rows_of_tile(tile, OUT: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr):
-    """A tile's pair, the outputs of its lines, and their rows of the matrix: with two sides the gate's come first."""
-    TILES: tl.constexpr = (OUT + ROWS - 1) // ROWS
-    line = tl.arange(0, SIDES * ROWS)
-    output = tile % TILES * ROWS + line % ROWS
-    return tile // TILES, output, output + line // ROWS * OUT
-
-
-@triton.jit
-def _lines_of_tile(
+def _lines_of(
     weight,
     expert,
     tile,
@@ -51,12 +41,12 @@ def _lines_of_tile(
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The rows of a matrix that a tile multiplies; zeros beyond the last tile."""
-    pair, output, row = _rows_of_tile(tile, OUT, SIDES, ROWS)
+    """The rows of a pair's matrix that a tile multiplies; zeros beyond the last pair's tiles."""
+    TILES: tl.constexpr = (OUT + ROWS - 1) // ROWS
+    pair = tile // TILES
     matrix = weight + tl.load(expert + pair, mask=pair < CHOSEN, other=0).to(tl.int64) * (SIDES * OUT * IN)
-    is_line = output < tl.where(pair < CHOSEN, OUT, 0)
-    places = matrix + row[:, None].to(tl.int64) * IN + element[None, :]
-    return tl.load(places, mask=is_line[:, None] & (element < IN)[None, :], other=0.0)
+    own_tile = tl.where(pair < CHOSEN, tile % TILES, TILES)
+    return lines_of_tile(matrix, own_tile, element, OUT, IN, SIDES, ROWS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["bias", "out"])
@@ -76,27 +66,23 @@ def _inner_products_kernel(
 ):
     SIDES: tl.constexpr = 1 if GATE is None else 2
     ROWS: tl.constexpr = LINES // SIDES
-    TILES: tl.constexpr = CHOSEN * ((OUT + ROWS - 1) // ROWS)
+    TILES: tl.constexpr = (OUT + ROWS - 1) // ROWS
     program, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     element = tl.arange(0, BLOCK)
     wait_for_launch(EARLY)
     expert += token * CHOSEN
-    coming = _lines_of_tile(weight, expert, program, element, CHOSEN, OUT, IN, SIDES, ROWS)
+    coming = _lines_of(weight, expert, program, element, CHOSEN, OUT, IN, SIDES, ROWS)
     given = tl.load(x + token * IN + element, mask=element < IN, other=0.0).to(tl.float32)
-    for tile in range(program, TILES, tl.num_programs(0)):
+    for tile in range(program, CHOSEN * TILES, tl.num_programs(0)):
         lines = coming
         next_tile = tile + tl.num_programs(0)
-        coming = _lines_of_tile(weight, expert, next_tile, element, CHOSEN, OUT, IN, SIDES, ROWS)
-        found = tl.sum(lines.to(tl.float32) * given[None, :], 1)
-        pair, output, row = _rows_of_tile(tile, OUT, SIDES, ROWS)
+        coming = _lines_of(weight, expert, next_tile, element, CHOSEN, OUT, IN, SIDES, ROWS)
+        pair = tile // TILES
+        of_expert = bias
         if bias is not None:
-            of_expert = bias + tl.load(expert + pair).to(tl.int64) * (SIDES * OUT)
-            found += tl.load(of_expert + row, mask=output < OUT, other=0.0).to(tl.float32)
-        if GATE is not None:
-            gate, up = tl.split(tl.trans(tl.reshape(found, (2, ROWS))))
-            found = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
-        at = tile % (TILES // CHOSEN) * ROWS + tl.arange(0, ROWS)
-        tl.store(out + (token * CHOSEN + pair) * OUT + at, found.to(out.dtype.element_ty), mask=at < OUT)
+            of_expert += tl.load(expert + pair).to(tl.int64) * (SIDES * OUT)
+        of_pair = out + (token * CHOSEN + pair) * OUT
+        store_outputs(lines, given, of_expert, of_pair, tile % TILES, OUT, GATE, ROWS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["bias", "share", "shared", "factor", "out"])
@@ -153,11 +139,6 @@ def fits(rows: int, num_in: int) -> bool:
     return next_power_of_2(rows) * next_power_of_2(num_in) <= _MOST_ELEMENTS
 
 
-def _warps(elements: int) -> int:
-    """Warps of a program that reads this number of elements at a time."""
-    return max(_LEAST_WARPS, elements // _ELEMENTS_OF_WARP)
-
-
 @only_launches
 def launch_inner_products(
     x: Tensor,
@@ -200,7 +181,7 @@ def launch_inner_products(
         gate,
         _LINES,
         early,
-        num_warps=_warps(block),
+        num_warps=warps_of(block),
         **early_options(early),
     )
 
@@ -254,7 +235,7 @@ def launch_expert_sums(
         num_in,
         block,
         early,
-        num_warps=_warps(chosen_block * block),
+        num_warps=warps_of(chosen_block * block),
         **early_options(early),
     )
 

@@ -17,36 +17,19 @@ from torch import Tensor
 from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.model.add_norm import NormedSum, normed_row
-from rocm_attn.kernels.model.gate import GateForm, gated
+from rocm_attn.kernels.model.gate import GateForm
+from rocm_attn.kernels.model.matrix_rows import lines_of_tile, store_outputs, warps_of
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # A program holds the whole row. Launches that start early cost little by themselves: H200, decode steps of one request
 # with this kernel and without: 792 and 845 us of a model of 1.1B (2048 elements), 566 and 582 of 8 layers of a
 # Qwen3-30B-A3B (2048), and 4,390 and 4,182 of one of 8B (4096).
 _MOST_WIDTH, _MOST_WIDTH_IF_EARLY = 8192, 2048
-# Rows of the matrix that a program reads at a time, warps of a program, and programs of a processor. H200, the same
-# steps of 1.1B and 30B: with 8 warps, 4 programs and 2 or 4 rows 813 and 793, 566 and 567; with 12 programs 810, 566.
-_LINES, _WARPS, _PROGRAMS = 2, 4, 8
+# Rows of the matrix that a program reads at a time, and programs of a processor. H200, the same steps of 1.1B and 30B:
+# with 8 warps, 4 programs and 2 or 4 rows 813 and 793, 566 and 567; with 12 programs 810, 566.
+_LINES, _PROGRAMS = 2, 8
 # Tiles of outputs, at most: their numbers stay far below 32 bits.
 MOST_TILES = 1 << 28
-# Elements of a warp, at most; more of them have several.
-_ELEMENTS_OF_WARP = 1024
-
-
-@triton.jit
-def _rows_of(tile, OUT: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr):
-    """The outputs of a tile's lines, and their rows of the matrix; with two sides, the gate's lines come first."""
-    line = tl.arange(0, SIDES * ROWS)
-    output = tile * ROWS + line % ROWS
-    return output, output + line // ROWS * OUT
-
-
-@triton.jit
-def _lines(weight, tile, element, OUT: tl.constexpr, IN: tl.constexpr, SIDES: tl.constexpr, ROWS: tl.constexpr):
-    """The rows of the matrix for a tile of outputs."""
-    output, row = _rows_of(tile, OUT, SIDES, ROWS)
-    places = weight + row[:, None].to(tl.int64) * IN + element[None, :]
-    return tl.load(places, mask=(output < OUT)[:, None] & (element < IN)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=["bias", "out"])
@@ -74,7 +57,7 @@ def _normed_product_kernel(
     program = tl.program_id(0)
     element = tl.arange(0, BLOCK)
     is_element = element < IN
-    coming = _lines(weight, program, element, OUT, IN, SIDES, ROWS)
+    coming = lines_of_tile(weight, program, element, OUT, IN, SIDES, ROWS)
     factor = tl.load(factors + element, mask=is_element, other=0.0)
     wait_for_launch(EARLY)
     x = tl.load(residual + element, mask=is_element, other=0.0).to(tl.float32)
@@ -87,16 +70,8 @@ def _normed_product_kernel(
     x = given.to(tl.float32)
     for tile in range(program, tiles, tl.num_programs(0)):
         lines = coming
-        coming = _lines(weight, tile + tl.num_programs(0), element, OUT, IN, SIDES, ROWS)
-        found = tl.sum(lines.to(tl.float32) * x[None, :], 1)
-        if bias is not None:
-            output_of_line, row = _rows_of(tile, OUT, SIDES, ROWS)
-            found += tl.load(bias + row, mask=output_of_line < OUT, other=0.0).to(tl.float32)
-        if GATE is not None:
-            gate, up = tl.split(tl.trans(tl.reshape(found, (2, ROWS))))
-            found = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
-        at = tile * ROWS + tl.arange(0, ROWS)
-        tl.store(out + at, found.to(out.dtype.element_ty), mask=at < OUT)
+        coming = lines_of_tile(weight, tile + tl.num_programs(0), element, OUT, IN, SIDES, ROWS)
+        store_outputs(lines, x, bias, out, tile, OUT, GATE, ROWS)
 
 
 _variant = repeated_launches(_normed_product_kernel)
@@ -146,6 +121,6 @@ def launch_normed_product(
         gate,
         _LINES,
         early,
-        num_warps=max(_WARPS, block // _ELEMENTS_OF_WARP),
+        num_warps=warps_of(block),
         **early_options(early),
     )

@@ -1,7 +1,8 @@
 """The MLPs of a forward pass: dense, mixture of experts (MoE), or both.
 
-Tokens are sorted by expert on the device, and each expert's matrix is multiplied with the tokens that chose it. No size
-depends on the router's output, so a step with experts is captured like any other.
+Tokens are sorted by expert on the device, and each expert's matrix is multiplied with the tokens that chose it; a few
+tokens read the matrices that they chose one by one. No size depends on the router's output, so a step with experts is
+captured like any other.
 """
 
 from __future__ import annotations

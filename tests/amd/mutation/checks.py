@@ -81,6 +81,7 @@ CHECKS: dict[str, Callable[[Memory], None]] = {
     "model/add_norm.py": model_checks.add_norm,
     "model/gate.py": model_checks.gate,
     "model/few_rows.py": model_checks.few_rows,
+    "model/matrix_rows.py": model_checks.normed_product,
     "model/normed_product.py": model_checks.normed_product,
     "model/peer_sum.py": model_checks.peer_sum,
     "model/row_product.py": model_checks.row_product,

@@ -25,21 +25,28 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
+from itertools import repeat
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS
 from rocm_attn.paging.request_table import RequestTable
 from rocm_serve.cached_pages import NO_PAGE, NOT_KEPT, CachedPages
+from rocm_serve.idle_pages import IdlePages
 from rocm_serve.page_tier import NO_TIER, PageTier
 
 # 32 bytes: two chains with one key cannot be found, even by someone who tries in order to read another tenant's pages.
 _KEY_BYTES = 32
 
 _FULL = 0  # of table.spaces
+
+# Numbers of pages in CachedPages, one for each page_no of a prefix.
+Found = NDArray[np.int64]
+NONE_FOUND: Found = np.empty(0, np.int64)
 
 _SALT = blake2b(digest_size=_KEY_BYTES, person=b"salt")
 _PAGE = blake2b(digest_size=_KEY_BYTES, person=b"page")
@@ -111,9 +118,9 @@ class PrefixCache:
         ]
         self._columns = CachedPages(table.full.pages.num_pages, len(table.spaces))
         self._pages: dict[bytes, int] = {}  # key -> the page's number
-        # Per space: pages that only the cache holds, the least recently used first. In the full space the end of a
-        # chain comes before its beginning: a row that held a page also held those before it, and released them later.
-        self._idle: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in table.spaces)
+        # Per space. In the full space the end of a chain comes before its beginning: a row that held a page also held
+        # those before it, and released them later.
+        self._idle = tuple(IdlePages() for _ in table.spaces)
         # The pages with states of recurrent layers, the first to be given back first.
         self._states: OrderedDict[int, None] = OrderedDict()
         self._has_states, self._spacing = not table.states.is_empty, table.states.spacing
@@ -138,7 +145,7 @@ class PrefixCache:
         """Number of pages that only the cache holds. space: by its number in table.spaces"""
         return len(self._idle[space])
 
-    def num_held(self, space: int, pages: Sequence[int]) -> int:
+    def num_held(self, space: int, pages: Found) -> int:
         """Number of these pages that rows hold. space: likewise; pages: of find()"""
         return int(np.count_nonzero(self._columns.num_rows[space].take(pages) > 0))
 
@@ -153,21 +160,16 @@ class PrefixCache:
             row.keys_up_to(min(end, 2 * len(row.keys) + 1), token_ids, self._page_size)
         return True
 
-    def find(self, row: CachedRow, token_ids: Sequence[int]) -> list[int]:
+    def find(self, row: CachedRow, token_ids: Sequence[int]) -> Found:
         """The pages of the longest cached prefix, without the last token, which is always computed."""
         row.states_at = ()
         if not row.is_cached:
-            return []
+            return NONE_FOUND
         self.can_find(row, token_ids, INT32_MAX)
-        found: list[int] = []
-        for key in row.keys[: self._most_found(token_ids)]:
-            page = self._pages.get(key)
-            if page is None:
-                break
-            found.append(page)
-        if found:
-            is_unknown = self._columns.step[found] > self._right_until
-            found = found[: int(is_unknown.argmax())] if is_unknown.any() else found
+        keys = row.keys[: self._most_found(token_ids)]
+        pages = np.fromiter(map(self._pages.get, keys, repeat(NO_PAGE)), np.int64, len(keys))
+        ends_here = (pages == NO_PAGE) | (self._columns.step[pages] > self._right_until)
+        found = pages[: int(ends_here.argmax())] if ends_here.any() else pages
         if self._has_states:
             ends = len(found) * self._page_size, len(token_ids) - 1
             row.states_at = tuple(end // self._spacing * self._spacing for end in ends)
@@ -180,21 +182,19 @@ class PrefixCache:
         """The number of tokens, above num_stored, at which a chunk of the row's prompt is to end; INT32_MAX: any."""
         return min((end for end in row.states_at if end > num_stored), default=INT32_MAX)
 
-    def admit(self, row: CachedRow, found: Sequence[int]) -> int:
+    def admit(self, row: CachedRow, found: Found) -> int:
         """Admits a row of the table that begins with the pages that were found; returns its number."""
         columns, start = self._columns, len(found) * self._page_size
-        number = self._table.kept.admit_over(columns.kept_id[found], start) if found else self._table.admit()
-        row.pages, row.newest_state = list(found), NO_PAGE
-        if found and self._has_states:
-            self._states.move_to_end(found[-1])
+        number = self._table.kept.admit_over(columns.kept_id[found], start) if len(found) else self._table.admit()
+        row.pages, row.newest_state = found.tolist(), NO_PAGE
+        if row.pages and self._has_states:
+            self._states.move_to_end(row.pages[-1])
         row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
         row.moves_at = self._next_move(row)
-        if found:
-            columns.num_named[found] += 1
+        columns.num_named[found] += 1
         for space, first in enumerate(row.first_held):
-            idle, held = self._idle[space], np.array(found[first:], np.int64)
-            for page in held[columns.num_rows[space, held] == 0].tolist():
-                del idle[page]
+            held = found[first:]
+            self._idle[space].remove(held[columns.num_rows[space, held] == 0])
             columns.num_rows[space, held] += 1
         return number
 
@@ -269,8 +269,7 @@ class PrefixCache:
 
     def leave(self, row: CachedRow) -> None:
         """Records that the row is freed. Its pages stay, and count as used now."""
-        columns, idle = self._columns, self._idle[_FULL]
-        pages = np.array(row.pages, np.int64)
+        columns, pages = self._columns, np.array(row.pages, np.int64)
         named = pages[pages != NO_PAGE]
         columns.num_named[named] -= 1
         for space, first in enumerate(row.first_held):
@@ -282,28 +281,23 @@ class PrefixCache:
         held = pages[is_own]
         columns.num_rows[_FULL, held] -= 1
         for page_no in (~is_own).nonzero()[0].tolist():
-            pages[page_no] = page = self._pages.get(row.keys[page_no], NO_PAGE)
-            idle.pop(page, None)  # its turn comes anew
+            pages[page_no] = self._pages.get(row.keys[page_no], NO_PAGE)
         used = pages[pages != NO_PAGE][::-1]
-        for page in used[columns.num_rows[_FULL, used] == 0].tolist():
-            idle[page] = None
+        self._idle[_FULL].add(used[columns.num_rows[_FULL, used] == 0])
         columns.free_unused(named[columns.num_rows[_FULL, named] == NOT_KEPT].tolist())
         row.pages, row.newest_state = [], NO_PAGE
 
     def make_room(self, space: int, num_pages: int) -> None:
         """Gives idle pages back until num_pages are free in a space, or no idle one is left."""
-        idle, missing = self._idle[space], num_pages - self._table.spaces[space].num_free_pages
-        columns = self._columns
+        columns, of_space = self._columns, self._table.spaces[space]
+        given_back = self._idle[space].take(num_pages - of_space.num_free_pages)
         if space == _FULL:
-            removed: list[int] = []
-            while idle and missing > 0:
-                missing -= self._remove(next(iter(idle)), removed)
+            removed = self._remove(given_back.tolist())
             self._move_to_tier([page for page in removed if columns.step[page] <= self._right_until])
             self._drop(removed)
         else:
-            given_back = [idle.popitem(last=False)[0] for _ in range(min(len(idle), max(0, missing)))]
             columns.num_rows[space, given_back] = NOT_KEPT
-            self._table.kept.drop(columns.kept_id[given_back], (self._table.spaces[space].space,))
+            self._table.kept.drop(columns.kept_id[given_back], (of_space.space,))
 
     def end_step(self) -> None:
         """Counts a step that has run without reporting a fault of the steps before it."""
@@ -359,16 +353,16 @@ class PrefixCache:
         old = self._pages.get(key)
         if old is not None:  # it lacks a window or a state, or is not known to be right, as one of the tier is
             columns.move_after(old, page)
-            self._give_up(old)
+            self._give_up([old])
             self._drop([old])
         self._pages[key] = page
         columns.num_rows[:, page] = 1
         columns.link(page)
 
-    def _longest(self, found: Sequence[int]) -> int:
+    def _longest(self, found: Found) -> int:
         """The number of these pages that a row can begin with: every page in its windows is there, and its state."""
         longest, present = 0, [0] * len(self._windowed)
-        for num_pages, page in enumerate(found, 1):
+        for num_pages, page in enumerate(found.tolist(), 1):
             is_whole = not self._has_states or page in self._states
             for at, (space, pages) in enumerate(self._windowed):
                 present[at] = 0 if self._columns.num_rows[space, page] == NOT_KEPT else present[at] + 1
@@ -416,15 +410,10 @@ class PrefixCache:
         held = held[held != NO_PAGE]
         held = held[num_rows[held] > 0]
         num_rows[held] -= 1
-        for page in held[num_rows[held] == 0].tolist():
-            self._idle[space][page] = None
+        self._idle[space].add(held[num_rows[held] == 0])
 
     def _forget(self, pages: Iterable[int]) -> None:
-        removed: list[int] = []
-        for page in pages:
-            if self._columns.num_rows[_FULL, page] != NOT_KEPT:
-                self._remove(page, removed)
-        self._drop(removed)
+        self._drop(self._remove(page for page in pages if self._columns.num_rows[_FULL, page] != NOT_KEPT))
 
     def _move_to_tier(self, pages: Sequence[int]) -> None:
         """Copies pages whose ids are not dropped yet."""
@@ -432,29 +421,30 @@ class PrefixCache:
             of_table = self._table.kept.pages(self._columns.kept_id[pages])
             self._tier.put([self._columns.key[page] for page in pages], of_table)
 
-    def _remove(self, page: int, removed: list[int]) -> int:
-        """Makes a page unavailable, and all pages after it; returns how many pages of the full space become free.
-
-        removed: gets the pages, which are to be dropped
-        """
-        num_free, pages = 0, [page]
-        while pages:
-            page = pages.pop()
-            pages += self._columns.after(page)
-            num_free += int(self._columns.num_rows[_FULL, page] == 0)
-            self._give_up(page)
-            removed.append(page)
+    def _remove(self, pages: Iterable[int]) -> list[int]:
+        """Makes pages unavailable, and all pages after them. Returns them all; they are to be dropped."""
+        removed: dict[int, None] = {}
+        for first in pages:
+            left = [first]
+            while left:
+                page = left.pop()
+                if page not in removed:
+                    removed[page] = None
+                    left += self._columns.after(page)
+        for page in removed:
             del self._pages[self._columns.key[page]]
-        return num_free
+        self._give_up(removed)
+        return list(removed)
 
-    def _give_up(self, page: int) -> None:
-        """Forgets which rows hold a page, which is to be dropped."""
-        for space, num_rows in enumerate(self._columns.num_rows[:, page].tolist()):
-            if num_rows == 0:
-                del self._idle[space][page]
-        self._columns.num_rows[:, page] = NOT_KEPT
-        self._states.pop(page, None)
-        self._columns.unlink(page)
+    def _give_up(self, pages: Collection[int]) -> None:
+        """Forgets which rows hold pages, which are to be dropped."""
+        at = np.fromiter(pages, np.int64, len(pages))
+        for idle in self._idle:
+            idle.remove(at)
+        self._columns.num_rows[:, at] = NOT_KEPT
+        for page in pages:
+            self._states.pop(page, None)
+            self._columns.unlink(page)
 
     def _drop(self, pages: Sequence[int]) -> None:
         """Gives back pages that were given up."""

@@ -50,7 +50,7 @@ from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.step.metrics import Metrics
 from rocm_serve.appended import Appended, Picks, appended_to
 from rocm_serve.page_tier import NO_TIER, PageTier
-from rocm_serve.prefix_cache import PrefixCache
+from rocm_serve.prefix_cache import NONE_FOUND, Found, PrefixCache
 from rocm_serve.request import ALL_READ, Sequence
 from rocm_serve.scheduled_step import (
     NO_SEQUENCE,
@@ -75,9 +75,10 @@ _TOKENS_AHEAD = 64
 # a fraction of a millisecond. Those of a long prompt take several.
 _KEYS_OF_STEP = 256
 
-# Each time that idle pages are given back, a space gives back one more per this number of its pages. Such calls are
-# then rarer, and there is some room for the probe requests on which a fresh graph is checked.
-_PAGES_PER_SPARE_ONE = 64
+# Each time that idle pages are given back, a space gives back one more per this number of its pages, up to a few
+# hundred. Such calls are then rarer, and there is some room for the probe requests on which a fresh graph is checked. A
+# page takes about a microsecond, for which every stream waits.
+_PAGES_PER_SPARE_ONE, _MOST_SPARE = 64, 256
 
 
 class _PendingTokens(Exception):
@@ -511,7 +512,8 @@ class Scheduler:
         """Frees pages until `needed` are free in every space, if the cache alone holds enough of them."""
         for space, pages in enumerate(self._table.spaces):
             if pages.num_free_pages < needed:
-                self._cache.make_room(space, needed + pages.num_usable_pages // _PAGES_PER_SPARE_ONE)
+                spare = min(pages.num_usable_pages // _PAGES_PER_SPARE_ONE, _MOST_SPARE)
+                self._cache.make_room(space, needed + spare)
 
     def _admit_urgent(self) -> None:
         """Admits waiting sequences with a better priority than running ones, which give way if that helps.
@@ -567,9 +569,9 @@ class Scheduler:
         if suspect.row != RESERVED_ROW:
             return
         self._give_back_room()
-        while len(self._running) >= self._max_batch_size or not self._has_room(suspect, []):
+        while len(self._running) >= self._max_batch_size or not self._has_room(suspect, NONE_FOUND):
             self._preempt(self._running[-1])
-        self._admit(suspect, [])
+        self._admit(suspect, NONE_FOUND)
 
     def _require_all_read(self) -> None:
         """Raises _PendingTokens while a step is not finished."""
@@ -600,11 +602,11 @@ class Scheduler:
             if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):
                 self._give_back_room()
 
-    def _has_room(self, newcomer: Sequence, found: Many[int]) -> bool:
+    def _has_room(self, newcomer: Sequence, found: Found) -> bool:
         """True if there are pages for a sequence that begins with the found ones, next to those of running ones."""
         return self._fits(newcomer, found, self._claimed(self._running))
 
-    def _fits(self, newcomer: Sequence, found: Many[int], claimed: NDArray[np.int64]) -> bool:
+    def _fits(self, newcomer: Sequence, found: Found, claimed: NDArray[np.int64]) -> bool:
         """True if there are pages next to those that the running sequences have claimed of each space."""
         for space, pages in enumerate(self._table.spaces):
             needed = self._most_pages(len(newcomer.token_ids), self._chunk, pages)
@@ -638,7 +640,7 @@ class Scheduler:
         """The most pages of a space that a sequence holds on its way to kv_len tokens, in steps of up to q_len."""
         return pages.pages.most_held(kv_len, q_len, self._table.page_size)
 
-    def _admit(self, sequence: Sequence, found: Many[int]) -> None:
+    def _admit(self, sequence: Sequence, found: Found) -> None:
         """Makes a waiting sequence run, which begins with the found pages and those of the tier after them."""
         row = sequence.cached_row
         self._waiting.remove(sequence)

@@ -24,7 +24,9 @@ def check_cache(cache: PrefixCache, table: RequestTable) -> None:
         ids = columns.kept_id[kept]
         holders = table.kept.num_holders_of(ids, pages.space).tolist()
         assert holders == [1 + num_rows[page] for page in kept]
-        assert set(cache._idle[space]) == {page for page in kept if num_rows[page] == 0}
+        idle = cache._idle[space].in_order().tolist()
+        assert len(idle) == len(cache._idle[space]) == num_rows[kept].tolist().count(0) if kept else not idle
+        assert set(idle) == {page for page in kept if num_rows[page] == 0}
         num_kept = len({int(page) for page in table.kept.pages(ids, pages.space)})
         assert num_kept == len(kept)
     _check_order(cache)
@@ -33,7 +35,7 @@ def check_cache(cache: PrefixCache, table: RequestTable) -> None:
 
 def _check_order(cache: PrefixCache) -> None:
     """Checks that in the full space no idle page is given back while an idle one comes after it in its chain."""
-    place = {page: number for number, page in enumerate(cache._idle[0])}
+    place = {page: number for number, page in enumerate(cache._idle[0].in_order().tolist())}
     for page, number in place.items():
         assert all(place.get(after, -1) < number for after in cache._columns.after(page))
 

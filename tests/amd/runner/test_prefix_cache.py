@@ -16,6 +16,7 @@ from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 from rocm_serve.cached_pages import NO_PAGE, NOT_KEPT, CachedPages
+from rocm_serve.idle_pages import IdlePages
 from rocm_serve.prefix_cache import CachedRow, PrefixCache, page_key, salt_key
 from tests.amd.runner.cache_invariants import check_cache
 
@@ -270,6 +271,26 @@ def test_pages_after_one_are_those_that_were_linked(actions: list[tuple[str, int
             assert all(columns.before[one] == each for one in wanted)
 
 
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "take"]), st.lists(st.integers(0, 9), unique=True))))
+def test_idle_pages_are_in_the_order_of_their_last_use(actions: list[tuple[str, list[int]]]) -> None:
+    idle, wanted = IdlePages(most_stale=2), dict[int, None]()
+    for action, pages in actions:
+        if action == "add":
+            idle.add(np.array(pages, np.int64))
+        elif action == "remove":
+            idle.remove(np.array(pages, np.int64))
+        else:
+            first = list(wanted)[: len(pages)]
+            assert idle.take(len(pages)).tolist() == first
+            pages = first
+        for page in pages:
+            wanted.pop(page, None)
+        if action == "add":
+            wanted |= dict.fromkeys(pages)
+        assert idle.in_order().tolist() == list(wanted)
+        assert len(idle) == len(wanted)
+
+
 def test_keys_are_the_same_in_every_process_and_a_salt_is_no_page() -> None:
     content, before = np.array([1, 2], np.int32).tobytes(), salt_key("a")
     assert page_key(salt_key(""), content).hex() == GOLDEN
@@ -278,7 +299,7 @@ def test_keys_are_the_same_in_every_process_and_a_salt_is_no_page() -> None:
 
 def test_a_prompt_that_nothing_is_known_of_has_one_key_made() -> None:
     row = CachedRow()
-    assert Pages(num_pages=8).cache.find(row, range(64)) == []
+    assert Pages(num_pages=8).cache.find(row, range(64)).tolist() == []
     assert len(row.keys) == 1
 
 

@@ -497,6 +497,18 @@ def test_pages_of_a_sequence_that_has_failed_are_not_cached() -> None:
     assert served.metrics.cached_pages == 0
 
 
+def test_a_large_pool_gives_back_a_few_hundred_cached_pages_at_a_time() -> None:
+    """A 64th of its pages would be 1,250."""
+    served = World(1, 80_001, max_batch_size=2, chunk=80_000, max_kv_len=80_000)
+    served.add(0, request(79_990))
+    while served.scheduler.has_work:
+        served.step()
+    served.scheduler.all_is_right()
+    served.add(1, Request((700,) * 100, 2))
+    served.step()
+    assert 0 < served.table.full.num_free_pages <= 256
+
+
 def test_a_suspect_is_served_without_drafts() -> None:
     served = world(chunk=64)
     served.draft = right(4)

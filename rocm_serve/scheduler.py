@@ -597,7 +597,7 @@ class Scheduler:
             takes_place = newcomer.level < self._running[-1].level
             if not (has_place or takes_place):
                 return
-            if not self._can_find(newcomer):
+            if self._has_room(newcomer, NONE_FOUND) or not self._can_find(newcomer):
                 return
             if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):
                 self._give_back_room()

@@ -298,8 +298,10 @@ class PrefixCache:
             removed: list[int] = []
             while idle and missing > 0:
                 missing -= self._remove(next(iter(idle)), removed)
-            self._move_to_tier([page for page in removed if columns.step[page] <= self._right_until])
-            self._drop(removed)
+            try:
+                self._move_to_tier([page for page in removed if columns.step[page] <= self._right_until])
+            finally:  # memory for the copies may run out
+                self._drop(removed)
         else:
             given_back = [idle.popitem(last=False)[0] for _ in range(min(len(idle), max(0, missing)))]
             columns.num_rows[space, given_back] = NOT_KEPT

@@ -44,8 +44,9 @@ from rocm_serve.parallel.messages import how_it_ended, sendable
 _END_SECONDS, _GONE_SECONDS = 20.0, 5.0
 # Bytes of messages that are taken in a row, before the event loop does something else.
 _MOST_AT_ONCE = 2**16
-# The length before each message, as multiprocessing's connections send it.
-_LENGTH = struct.Struct("!i")
+# The length before each message, as multiprocessing's connections send it: that of a long one follows a -1.
+_LENGTH, _LONG_LENGTH, _IS_LONG = struct.Struct("!i"), struct.Struct("!iQ"), -1
+_MOST_OF_LENGTH = (1 << 31) - 1
 
 P = ParamSpec("P")
 EngineMaker = Callable[[], AbstractContextManager[ServingEngine]]
@@ -73,15 +74,14 @@ class EngineProcess:
         self._is_writing = False
         self._unread, self._unsent = bytearray(), bytearray()
 
-    @cached_property
+    @property
     def limits(self) -> RequestLimits:
         """The limits of the engine. Waits until it is built. Raises what make() raises, and EngineDied."""
-        made = self._hear()
+        made = self._made
         if isinstance(made, Ended):
             assert made.error is not None
             raise made.error
-        limits: RequestLimits = made
-        return limits
+        return made
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -120,7 +120,9 @@ class EngineProcess:
                 f"the request cannot be sent to the engine's process ({error}); give each field a value of the type "
                 "that Request names, not of a class derived from it"
             ) from error
-        self._commands.put(_LENGTH.pack(len(message)) + message)
+        length = len(message)
+        is_long = length > _MOST_OF_LENGTH
+        self._commands.put((_LONG_LENGTH.pack(_IS_LONG, length) if is_long else _LENGTH.pack(length)) + message)
         if not self._is_writing:
             self._is_writing = True
             with suppress(RuntimeError):  # the event loop was closed
@@ -157,10 +159,16 @@ class EngineProcess:
         messages: list[Any] = []
         begin, have = 0, len(self._unread)
         while have >= begin + _LENGTH.size:
-            end = begin + _LENGTH.size + _LENGTH.unpack_from(self._unread, begin)[0]
+            first, length = begin + _LENGTH.size, _LENGTH.unpack_from(self._unread, begin)[0]
+            if length == _IS_LONG:
+                first = begin + _LONG_LENGTH.size
+                if have < first:
+                    break
+                length = _LONG_LENGTH.unpack_from(self._unread, begin)[1]
+            end = first + length
             if have < end:
                 break
-            message = pickle.loads(self._unread[begin + _LENGTH.size : end])
+            message = pickle.loads(self._unread[first:end])
             if messages and isinstance(message, StepOutput) and isinstance(messages[-1], StepOutput):
                 messages[-1].add(message)
             else:
@@ -169,12 +177,14 @@ class EngineProcess:
         del self._unread[:begin]
         return messages
 
-    def _hear(self) -> Any:
-        """Returns the first message of the process, which is its limits when it is made."""
+    @cached_property
+    def _made(self) -> RequestLimits | Ended:
+        """The first message of the process: the limits of its engine, or why there is none."""
         try:
-            return self._pipe.recv()
+            made: RequestLimits | Ended = self._pipe.recv()
         except (EOFError, OSError):
             return self._death()
+        return made
 
     def _death(self) -> Ended:
         self._process.join(_GONE_SECONDS)

@@ -3,7 +3,10 @@
 import asyncio
 import gc
 import os
+import pickle
+import queue
 import signal
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,10 +15,12 @@ from dataclasses import replace
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from unittest.mock import Mock
 
 import pytest
 
 from rocm_attn.errors import BadRequest, BadSetting
+from rocm_serve import engine_process
 from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.engine import Engine
 from rocm_serve.engine_process import EngineDied, EngineProcess
@@ -176,6 +181,26 @@ def test_a_message_that_comes_in_parts_is_taken_when_it_is_whole() -> None:
     assert num_reads > 1
 
 
+def test_messages_of_more_than_two_gib_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many completions with logprobs of long prompts may be that long. multiprocessing's form of it is used here."""
+    process, theirs, taken = taking()
+    content = pickle.dumps(Left(7))
+    data = struct.pack("!iQ", -1, len(content)) + content
+    for part in (data[:6], data[6:20], data[20:]):
+        os.write(theirs.fileno(), part)
+        process._take()
+    theirs.send(Left(8))
+    process._take()
+    assert taken == [Left(7), Left(8)]
+    monkeypatch.setattr(engine_process, "_MOST_OF_LENGTH", 5)
+    process._commands, process._is_writing, process._unsent = queue.SimpleQueue(), True, bytearray()
+    process._loop = Mock()
+    process.tell(EngineThread.forget, 7)
+    process._write()
+    assert process._commands.empty()
+    assert theirs.recv() == (EngineThread.forget, (7,))
+
+
 async def test_no_step_waits_for_a_collection_of_all_that_was_made_before(requests: list[Request]) -> None:
     with EngineProcess(without_old_garbage) as process:
         async with EngineClient(process) as client:
@@ -232,6 +257,8 @@ async def test_a_killed_process_ends_all_streams_with_one_error_and_all_question
     assert "the engine's process was killed by SIGKILL" in sentence
 
 
-def test_a_process_that_cannot_make_its_engine_says_why() -> None:
-    with EngineProcess(impossible) as process, pytest.raises(BadSetting, match="there is no such engine"):
-        _ = process.limits
+def test_a_process_that_cannot_make_its_engine_says_why_each_time() -> None:
+    with EngineProcess(impossible) as process:
+        for _ in range(2):
+            with pytest.raises(BadSetting, match="there is no such engine"):
+                _ = process.limits

@@ -153,7 +153,7 @@ class HostPages:
         self._metrics.host_kv_bytes = self._memory.num_bytes
 
     def _checked(self, keys: Sequence[bytes], pages: Int32Array) -> Int32Array:
-        """Returns the pages. Raises BadBatch unless each key has one of them, and page 0 is none."""
+        """Returns the pages. Raises BadBatch unless each key has one of its own, and page 0 is none."""
         pages, end = as_int32("pages", pages), self._runtime.table.full.pages.num_pages
         if len(keys) > len(pages) or any(len(key) != NAME_BYTES for key in keys):
             raise BadBatch(
@@ -162,6 +162,8 @@ class HostPages:
             )
         if len(pages) and not RESERVED_PAGE < pages.min() <= pages.max() < end:
             raise BadBatch(f"pages {pages.min()} to {pages.max()} were given; those of requests are 1 to {end - 1}")
+        if len(np.unique(pages)) < len(pages):
+            raise BadBatch("a page was given twice, and it holds the tokens of one key; give each key its own page")
         return pages
 
     def _in_turn(self, keys: Sequence[bytes], pages: Int32Array) -> Iterator[tuple[Sequence[bytes], Tensor, Tensor]]:

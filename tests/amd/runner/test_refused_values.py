@@ -103,3 +103,17 @@ def test_a_value_without_sense_is_refused(make: Callable[..., object], values: d
 @pytest.mark.filterwarnings("error")
 def test_a_number_of_numpy_is_taken_without_a_warning() -> None:
     assert Sampling(temperature=np.float32(0.5)).temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("kv_bytes", np.int32(1 << 30)), ("chunk", np.int32(16)), ("gpu_memory_share", np.float16(0.5))],
+)
+def test_an_options_number_of_numpy_becomes_pythons(name: str, value: Any) -> None:
+    """Memory in bytes wrapped around to 0, and a step ended with an OverflowError."""
+    taken = getattr(EngineOptions(**{name: value}), name)
+    assert (taken, type(taken)) == (value, type(value.item()))
+
+
+def test_a_default_in_a_type_of_numpys_becomes_pythons_too() -> None:
+    assert type(EngineOptions(draft_tokens=np.uint8(4)).draft_tokens) is int

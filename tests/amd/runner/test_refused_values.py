@@ -115,5 +115,12 @@ def test_an_options_number_of_numpy_becomes_pythons(name: str, value: Any) -> No
     assert (taken, type(taken)) == (value, type(value.item()))
 
 
+def test_a_requests_number_of_numpy_becomes_pythons() -> None:
+    """An answer of up to 250 tokens ended after one: the prompt's length was added in eight bits."""
+    asked = request(max_new_tokens=np.uint8(250), priority=np.int8(-3), min_tokens=np.int16(2))
+    numbers = asked.max_new_tokens, asked.priority, asked.min_tokens
+    assert (numbers, set(map(type, numbers))) == ((250, -3, 2), {int})
+
+
 def test_a_default_in_a_type_of_numpys_becomes_pythons_too() -> None:
     assert type(EngineOptions(draft_tokens=np.uint8(4)).draft_tokens) is int

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
+from io import BytesIO
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec
 
@@ -114,12 +115,9 @@ class EngineProcess:
         Raises BadRequest for arguments that cannot be sent.
         """
         try:
-            message = pickle.dumps((command, arguments))
+            message = pickle.dumps((command, arguments[:1])) + pickle.dumps(arguments[1:])
         except Exception as error:  # a class's own methods may raise anything
-            raise BadRequest(
-                f"the request cannot be sent to the engine's process ({error}); give each field a value of the type "
-                "that Request names, not of a class derived from it"
-            ) from error
+            raise _unsendable(error) from error
         length = len(message)
         is_long = length > _MOST_OF_LENGTH
         self._commands.put((_LONG_LENGTH.pack(_IS_LONG, length) if is_long else _LENGTH.pack(length)) + message)
@@ -244,16 +242,30 @@ def _serve(make: EngineMaker, pipe: Connection) -> None:
         ready_to_serve()
         tell(engine.limits)
         thread = EngineThread(engine)
-        threading.Thread(target=_read, args=(pipe, thread), name="commands", daemon=True).start()
+        threading.Thread(target=_read, args=(pipe, thread, tell), name="commands", daemon=True).start()
         thread.run(lambda message: tell(_sendable(message)))
 
 
-def _read(pipe: Connection, thread: EngineThread) -> None:
+def _read(pipe: Connection, thread: EngineThread, tell: Owner) -> None:
     """Passes on the commands, until the other process ends and this one with it."""
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError, OwnerGone):
         while True:
-            command, arguments = pipe.recv()
-            thread.tell(command, *arguments)
+            message = BytesIO(pipe.recv_bytes())
+            command, first = pickle.load(message)
+            try:
+                arguments = pickle.load(message)
+            except Exception as error:  # this process may lack a class of the other one's
+                assert command is EngineThread.submit, "the arguments of the others are numbers"
+                tell(Left(first[0], _unsendable(error)))
+            else:
+                thread.tell(command, *first, *arguments)
+
+
+def _unsendable(error: Exception) -> BadRequest:
+    return BadRequest(
+        f"the request cannot be sent to the engine's process ({error}); give each field a value of the type that "
+        "Request names, not of a class derived from it"
+    )
 
 
 def _sendable(message: Message) -> Message:

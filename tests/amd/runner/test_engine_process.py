@@ -9,9 +9,11 @@ import signal
 import struct
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import BytesIO
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -198,7 +200,8 @@ def test_messages_of_more_than_two_gib_come_and_go(monkeypatch: pytest.MonkeyPat
     process.tell(EngineThread.forget, 7)
     process._write()
     assert process._commands.empty()
-    assert theirs.recv() == (EngineThread.forget, (7,))
+    message = BytesIO(theirs.recv_bytes())
+    assert [pickle.load(message), pickle.load(message)] == [(EngineThread.forget, (7,)), ()]
 
 
 async def test_no_step_waits_for_a_collection_of_all_that_was_made_before(requests: list[Request]) -> None:
@@ -232,6 +235,24 @@ async def test_a_request_that_cannot_be_sent_is_refused_and_loses_no_other() -> 
             done = await first.completion()
             assert len(done.token_ids) == 2
             assert (client.num_requests, (await client.metrics()).requests_ended["length"]) == (0, 1)
+
+
+async def test_a_request_with_a_class_that_the_other_process_lacks_is_refused_and_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as one of a notebook. The process read no further command, and all requests waited for ever."""
+    module = types.ModuleType("only_in_this_process")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    salt = type("Salt", (str,), {"__module__": module.__name__})
+    module.Salt = salt  # type: ignore[attr-defined]
+    with EngineProcess(held) as process:
+        async with EngineClient(process) as client:
+            short = replace(LONG, max_new_tokens=2)
+            refused, taken = client.streams([replace(short, cache_salt=salt("a")), short])
+            with pytest.raises(BadRequest, match=r"cannot be sent to .*No module named 'only_in"):
+                await refused.completion()
+            assert len((await taken.completion()).token_ids) == 2
+            assert client.num_requests == 0
 
 
 async def test_a_killed_process_ends_all_streams_with_one_error_and_all_questions() -> None:

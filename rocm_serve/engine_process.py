@@ -25,7 +25,7 @@ from io import BytesIO
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec
 
-from rocm_attn.errors import BadRequest, RocmAttnError
+from rocm_attn.errors import RocmAttnError
 from rocm_serve.engine_thread import (
     Answer,
     Ended,
@@ -39,7 +39,7 @@ from rocm_serve.engine_thread import (
 )
 from rocm_serve.limits import RequestLimits
 from rocm_serve.parallel.child_process import end_with_parent, ready_to_serve
-from rocm_serve.parallel.messages import how_it_ended, sendable
+from rocm_serve.parallel.messages import how_it_ended, pickled, sendable, unsendable
 
 # Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
 _END_SECONDS, _GONE_SECONDS = 20.0, 5.0
@@ -114,10 +114,7 @@ class EngineProcess:
 
         Raises BadRequest for arguments that cannot be sent.
         """
-        try:
-            message = pickle.dumps((command, arguments[:1])) + pickle.dumps(arguments[1:])
-        except Exception as error:  # a class's own methods may raise anything
-            raise _unsendable(error) from error
+        message = pickled((command, arguments[:1])) + pickled(arguments[1:])
         length = len(message)
         is_long = length > _MOST_OF_LENGTH
         self._commands.put((_LONG_LENGTH.pack(_IS_LONG, length) if is_long else _LENGTH.pack(length)) + message)
@@ -256,16 +253,9 @@ def _read(pipe: Connection, thread: EngineThread, tell: Owner) -> None:
                 arguments = pickle.load(message)
             except Exception as error:  # this process may lack a class of the other one's
                 assert command is EngineThread.submit, "the arguments of the others are numbers"
-                tell(Left(first[0], _unsendable(error)))
+                tell(Left(first[0], unsendable(error)))
             else:
                 thread.tell(command, *first, *arguments)
-
-
-def _unsendable(error: Exception) -> BadRequest:
-    return BadRequest(
-        f"the request cannot be sent to the engine's process ({error}); give each field a value of the type that "
-        "Request names, not of a class derived from it"
-    )
 
 
 def _sendable(message: Message) -> Message:

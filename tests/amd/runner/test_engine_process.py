@@ -9,7 +9,6 @@ import signal
 import struct
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,7 @@ from rocm_serve.request import Completion, Event, Request
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
 from tests.amd.runner.async_engines import LONG, read
-from tests.amd.runner.serving import engine
+from tests.amd.runner.serving import engine, salt_of_a_class_that_others_lack
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("torch_is_imported")
@@ -241,14 +240,11 @@ async def test_a_request_with_a_class_that_the_other_process_lacks_is_refused_an
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Such as one of a notebook. The process read no further command, and all requests waited for ever."""
-    module = types.ModuleType("only_in_this_process")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    salt = type("Salt", (str,), {"__module__": module.__name__})
-    module.Salt = salt  # type: ignore[attr-defined]
+    salt = salt_of_a_class_that_others_lack(monkeypatch)
     with EngineProcess(held) as process:
         async with EngineClient(process) as client:
             short = replace(LONG, max_new_tokens=2)
-            refused, taken = client.streams([replace(short, cache_salt=salt("a")), short])
+            refused, taken = client.streams([replace(short, cache_salt=salt), short])
             with pytest.raises(BadRequest, match=r"cannot be sent to .*No module named 'only_in"):
                 await refused.completion()
             assert len((await taken.completion()).token_ids) == 2

@@ -120,10 +120,15 @@ class HostPages:
 
         The other pages have no valid content. Records that were loaded or refused are removed from host memory.
 
-        keys, pages: as in put(); nothing else may use these pages
+        keys, pages: as in put(); one row alone has these pages
         Raises WrongState if a step has begun, and BadBatch for other keys or pages.
         """
-        pages, identity = self._checked(keys, pages), self._identity_now()
+        pages, identity = self._checked(keys, pages)[: len(keys)], self._identity_now()
+        if not self._runtime.table.full.may_be_written(pages):
+            raise BadBatch(
+                "a page was given that no row has, or more than one, or that is to be copied; give pages of a row from "
+                "admit()"
+            )
         there = next((at for at, key in enumerate(keys) if key not in self._memory), len(keys))
         keys, checks = keys[:there], list[Tensor]()
         with (

@@ -356,6 +356,25 @@ def test_keys_without_a_page_of_their_own_move_nothing(
     runtime.check_device()
 
 
+def test_pages_that_others_use_are_not_loaded_into(device: torch.device) -> None:
+    """Those of a fork, which share the first page and copy the second in the next step; and those of no row."""
+    problems = [small_problem()]
+    story, runtime = Story(problems, device), runtime_of(problems, device, "torch")
+    tier = tier_of(runtime, memory_for(runtime))
+    row, pages = stored(story, runtime)
+    tier.put(KEYS[:1], pages[:1])
+    page_size = runtime.pool.page_size
+    fork = runtime.table.fork(row, page_size + 1)
+    runtime.table.reserve(fork, page_size + 2)
+    before = [tensor.clone().view(torch.uint8) for tensor in storages(runtime)]
+    for page in (*runtime.table.pages_of(fork), pages[1], runtime.pool.num_pages - 1):
+        with pytest.raises(BadBatch, match="no row has, or more than one"):
+            tier.restore(KEYS[:1], np.array([page], np.int32))
+    assert all(map(torch.equal, (tensor.view(torch.uint8) for tensor in storages(runtime)), before))
+    runtime.table.free(fork)
+    assert tier.restore(KEYS[:1], pages[:1]) == 1
+
+
 def test_a_checksum_is_that_of_its_formula_and_sees_every_bit_and_place(device: torch.device) -> None:
     """The formula, in Python's integers."""
 

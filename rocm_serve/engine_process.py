@@ -72,7 +72,7 @@ class EngineProcess:
         theirs.close()  # so that the pipe ends when the process does
         # SimpleQueue.put may be called from a destructor, which garbage collection runs anywhere.
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._is_writing = False
+        self._is_writing = self._is_read = False
         self._unread, self._unsent = bytearray(), bytearray()
 
     @property
@@ -97,10 +97,11 @@ class EngineProcess:
         return self._process.pid
 
     def close(self) -> None:
-        """Ends the process at once, unless it has ended."""
+        """Ends the process at once, unless it has ended. A client that it still serves gets EngineDied."""
         self._process.kill()
         self._process.join()
-        self._pipe.close()
+        if not self._is_read:  # else the event loop reads its end first
+            self._pipe.close()
 
     def start(self, owner: Owner) -> None:
         """Starts serving once the engine is built. Messages are read in the current event loop. Raises like limits."""
@@ -108,6 +109,7 @@ class EngineProcess:
         self._owner, self._loop = owner, asyncio.get_running_loop()
         os.set_blocking(self._pipe.fileno(), False)  # a process that hangs would hold up the event loop
         self._loop.add_reader(self._pipe.fileno(), self._take)
+        self._is_read = True
 
     def tell(self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs) -> None:
         """Like EngineThread.tell(). A process that does not end after stop() is killed after a while.
@@ -148,6 +150,7 @@ class EngineProcess:
             if isinstance(message, Ended):
                 self._loop.remove_reader(self._pipe.fileno())
                 self._loop.remove_writer(self._pipe.fileno())
+                self._is_read = False
 
     def _messages(self) -> list[Any]:
         """The messages that have come whole."""

@@ -274,6 +274,22 @@ async def test_a_killed_process_ends_all_streams_with_one_error_and_all_question
     assert "the engine's process was killed by SIGKILL" in sentence
 
 
+async def test_a_process_that_is_closed_before_its_client_ends_all_streams() -> None:
+    """They waited for ever, and so did the client's end."""
+    process = EngineProcess(held)
+
+    async def closed_first() -> None:
+        async with EngineClient(process) as client:
+            with process:
+                stream = client.stream(LONG)
+                await anext(stream)
+            with pytest.raises(EngineEnded, match="SIGKILL"):
+                await stream.completion()
+
+    await asyncio.wait_for(closed_first(), 60)
+    assert process._pipe.closed
+
+
 def test_a_process_that_cannot_make_its_engine_says_why_each_time() -> None:
     with EngineProcess(impossible) as process:
         for _ in range(2):

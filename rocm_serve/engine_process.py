@@ -21,10 +21,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
+from io import BytesIO
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, ParamSpec
 
-from rocm_attn.errors import BadRequest, RocmAttnError
+from rocm_attn.errors import RocmAttnError
 from rocm_serve.engine_thread import (
     Answer,
     Ended,
@@ -38,14 +39,15 @@ from rocm_serve.engine_thread import (
 )
 from rocm_serve.limits import RequestLimits
 from rocm_serve.parallel.child_process import end_with_parent, ready_to_serve
-from rocm_serve.parallel.messages import how_it_ended, sendable
+from rocm_serve.parallel.messages import how_it_ended, pickled, sendable, unsendable
 
 # Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
 _END_SECONDS, _GONE_SECONDS = 20.0, 5.0
 # Bytes of messages that are taken in a row, before the event loop does something else.
 _MOST_AT_ONCE = 2**16
-# The length before each message, as multiprocessing's connections send it.
-_LENGTH = struct.Struct("!i")
+# The length before each message, as multiprocessing's connections send it: that of a long one follows a -1.
+_LENGTH, _LONG_LENGTH, _IS_LONG = struct.Struct("!i"), struct.Struct("!iQ"), -1
+_MOST_OF_LENGTH = (1 << 31) - 1
 
 P = ParamSpec("P")
 EngineMaker = Callable[[], AbstractContextManager[ServingEngine]]
@@ -70,18 +72,17 @@ class EngineProcess:
         theirs.close()  # so that the pipe ends when the process does
         # SimpleQueue.put may be called from a destructor, which garbage collection runs anywhere.
         self._commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._is_writing = False
+        self._is_writing = self._is_read = False
         self._unread, self._unsent = bytearray(), bytearray()
 
-    @cached_property
+    @property
     def limits(self) -> RequestLimits:
         """The limits of the engine. Waits until it is built. Raises what make() raises, and EngineDied."""
-        made = self._hear()
+        made = self._made
         if isinstance(made, Ended):
             assert made.error is not None
             raise made.error
-        limits: RequestLimits = made
-        return limits
+        return made
 
     def __enter__(self) -> EngineProcess:
         return self
@@ -96,10 +97,11 @@ class EngineProcess:
         return self._process.pid
 
     def close(self) -> None:
-        """Ends the process at once, unless it has ended."""
+        """Ends the process at once, unless it has ended. A client that it still serves gets EngineDied."""
         self._process.kill()
         self._process.join()
-        self._pipe.close()
+        if not self._is_read:  # else the event loop reads its end first
+            self._pipe.close()
 
     def start(self, owner: Owner) -> None:
         """Starts serving once the engine is built. Messages are read in the current event loop. Raises like limits."""
@@ -107,20 +109,17 @@ class EngineProcess:
         self._owner, self._loop = owner, asyncio.get_running_loop()
         os.set_blocking(self._pipe.fileno(), False)  # a process that hangs would hold up the event loop
         self._loop.add_reader(self._pipe.fileno(), self._take)
+        self._is_read = True
 
     def tell(self, command: Callable[Concatenate[EngineThread, P], None], *arguments: P.args, **_: P.kwargs) -> None:
         """Like EngineThread.tell(). A process that does not end after stop() is killed after a while.
 
         Raises BadRequest for arguments that cannot be sent.
         """
-        try:
-            message = pickle.dumps((command, arguments))
-        except Exception as error:  # a class's own methods may raise anything
-            raise BadRequest(
-                f"the request cannot be sent to the engine's process ({error}); give each field a value of the type "
-                "that Request names, not of a class derived from it"
-            ) from error
-        self._commands.put(_LENGTH.pack(len(message)) + message)
+        message = pickled((command, arguments[:1])) + pickled(arguments[1:])
+        length = len(message)
+        is_long = length > _MOST_OF_LENGTH
+        self._commands.put((_LONG_LENGTH.pack(_IS_LONG, length) if is_long else _LENGTH.pack(length)) + message)
         if not self._is_writing:
             self._is_writing = True
             with suppress(RuntimeError):  # the event loop was closed
@@ -151,16 +150,23 @@ class EngineProcess:
             if isinstance(message, Ended):
                 self._loop.remove_reader(self._pipe.fileno())
                 self._loop.remove_writer(self._pipe.fileno())
+                self._is_read = False
 
     def _messages(self) -> list[Any]:
         """The messages that have come whole."""
         messages: list[Any] = []
         begin, have = 0, len(self._unread)
         while have >= begin + _LENGTH.size:
-            end = begin + _LENGTH.size + _LENGTH.unpack_from(self._unread, begin)[0]
+            first, length = begin + _LENGTH.size, _LENGTH.unpack_from(self._unread, begin)[0]
+            if length == _IS_LONG:
+                first = begin + _LONG_LENGTH.size
+                if have < first:
+                    break
+                length = _LONG_LENGTH.unpack_from(self._unread, begin)[1]
+            end = first + length
             if have < end:
                 break
-            message = pickle.loads(self._unread[begin + _LENGTH.size : end])
+            message = pickle.loads(self._unread[first:end])
             if messages and isinstance(message, StepOutput) and isinstance(messages[-1], StepOutput):
                 messages[-1].add(message)
             else:
@@ -169,12 +175,14 @@ class EngineProcess:
         del self._unread[:begin]
         return messages
 
-    def _hear(self) -> Any:
-        """Returns the first message of the process, which is its limits when it is made."""
+    @cached_property
+    def _made(self) -> RequestLimits | Ended:
+        """The first message of the process: the limits of its engine, or why there is none."""
         try:
-            return self._pipe.recv()
+            made: RequestLimits | Ended = self._pipe.recv()
         except (EOFError, OSError):
             return self._death()
+        return made
 
     def _death(self) -> Ended:
         self._process.join(_GONE_SECONDS)
@@ -234,16 +242,23 @@ def _serve(make: EngineMaker, pipe: Connection) -> None:
         ready_to_serve()
         tell(engine.limits)
         thread = EngineThread(engine)
-        threading.Thread(target=_read, args=(pipe, thread), name="commands", daemon=True).start()
+        threading.Thread(target=_read, args=(pipe, thread, tell), name="commands", daemon=True).start()
         thread.run(lambda message: tell(_sendable(message)))
 
 
-def _read(pipe: Connection, thread: EngineThread) -> None:
+def _read(pipe: Connection, thread: EngineThread, tell: Owner) -> None:
     """Passes on the commands, until the other process ends and this one with it."""
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError, OwnerGone):
         while True:
-            command, arguments = pipe.recv()
-            thread.tell(command, *arguments)
+            message = BytesIO(pipe.recv_bytes())
+            command, first = pickle.load(message)
+            try:
+                arguments = pickle.load(message)
+            except Exception as error:  # this process may lack a class of the other one's
+                assert command is EngineThread.submit, "the arguments of the others are numbers"
+                tell(Left(first[0], unsendable(error)))
+            else:
+                thread.tell(command, *first, *arguments)
 
 
 def _sendable(message: Message) -> Message:

@@ -78,7 +78,10 @@ class RequestLimits:
         """Raises BadRequest for a token that the model does not have."""
         import numpy as np  # here, because an engine's process begins before numpy is imported
 
-        ids = np.asarray(token_ids)  # an array is read in place
+        try:
+            ids = np.asarray(token_ids)  # an array is read in place
+        except ValueError:
+            raise BadRequest("a token id is no number, but a list or an array; give whole numbers") from None
         is_plain = ids.ndim == 1 and ids.dtype.kind in "iu"
         if token_ids and not is_plain and not all(type(token) is int for token in token_ids):  # beyond 64 bits
             raise BadRequest(f"the token ids are of type {ids.dtype}; give whole numbers")

@@ -102,7 +102,8 @@ class LargestSteps:
         for num_seqs in (self.num_seqs, 1):
             q_len = _one_after_the_other(most, num_seqs, self.longest)
             yield [self.longest, *(max(usual, new) for new in q_len[1:])], q_len
-        prompts = [len(part) for part in np.array_split(np.arange(most), min(self.num_seqs, max(1, most // 2)))]
+        num_prompts = max(-(-most // self.longest), min(self.num_seqs, max(1, most // 2)))
+        prompts = [len(part) for part in np.array_split(np.arange(most), num_prompts)]
         yield prompts, prompts
         new = min(self.captured, self.longest)
         yield [self.longest, *[max(usual, new)] * (self.num_seqs - 1)], [new] * self.num_seqs

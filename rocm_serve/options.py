@@ -79,8 +79,8 @@ class EngineOptions(AttentionOptions):
     )
     host_kv_bytes: int = option(
         0,
-        "host memory for pages that the prefix cache evicts because pages run out; they are copied back if a later "
-        "request needs them and their checksums are right",
+        "host memory of each rank for pages that the prefix cache evicts because pages run out; they are copied back "
+        "if a later request needs them and their checksums are right",
         unit="BYTES",
         least=0,
         default_is="0: none",

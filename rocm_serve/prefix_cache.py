@@ -293,8 +293,10 @@ class PrefixCache:
         given_back = self._idle[space].take(num_pages - of_space.num_free_pages)
         if space == _FULL:
             removed = self._remove(given_back.tolist())
-            self._move_to_tier([page for page in removed if columns.step[page] <= self._right_until])
-            self._drop(removed)
+            try:
+                self._move_to_tier([page for page in removed if columns.step[page] <= self._right_until])
+            finally:  # memory for the copies may run out
+                self._drop(removed)
         else:
             columns.num_rows[space, given_back] = NOT_KEPT
             self._table.kept.drop(columns.kept_id[given_back], (of_space.space,))

@@ -83,6 +83,7 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
                 raise BadRequest(f"{name} is {value!r}; it must be a whole number")
+            object.__setattr__(self, name, int(value))  # sums of NumPy's numbers wrap around
         if not isinstance(self.cache_salt, str):
             raise BadRequest(f"cache_salt is {self.cache_salt!r}; it must be a text")
         if not isinstance(self.sampling, Sampling):

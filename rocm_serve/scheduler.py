@@ -642,20 +642,20 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, found: Found) -> None:
         """Makes a waiting sequence run, which begins with the found pages and those of the tier after them."""
-        row = sequence.cached_row
+        row, page_size, is_new = sequence.cached_row, self._table.page_size, not sequence.times.first_step
         self._waiting.remove(sequence)
         sequence.row = self._cache.admit(row, found)
-        num_found = len(found)
-        if not sequence.is_suspect and (num_in_tier := self._cache.num_in_tier(row, sequence.token_ids)):
-            self._make_room(num_in_tier)
-            self._table.reserve(sequence.row, (num_found + num_in_tier) * self._table.page_size)
-            num_found += self._cache.restore(row, sequence.row, num_in_tier)
-        sequence.num_stored = num_found * self._table.page_size
-        if not sequence.times.first_step:
-            sequence.num_cached = sequence.num_stored
+        sequence.num_stored = len(found) * page_size
         sequence.times.begin(self._metrics.queue_seconds)
         insort(self._running, sequence, key=_by_urgency)
         self._stops.update(sequence.stops)
+        # It runs by now, so it is not lost if memory for the copies runs out.
+        if not sequence.is_suspect and (num_in_tier := self._cache.num_in_tier(row, sequence.token_ids)):
+            self._make_room(num_in_tier)
+            self._table.reserve(sequence.row, (len(found) + num_in_tier) * page_size)
+            sequence.num_stored += self._cache.restore(row, sequence.row, num_in_tier) * page_size
+        if is_new:
+            sequence.num_cached = sequence.num_stored
         if row.is_cached and not sequence.is_suspect:
             self._metrics.prefix_lookups += len(sequence.token_ids)
             self._metrics.prefix_hits += sequence.num_stored

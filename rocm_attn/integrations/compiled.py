@@ -24,6 +24,7 @@ from rocm_attn.hip_graphs.host_ops import is_host_code
 from rocm_attn.hip_graphs.record_guard import guard_here
 from rocm_attn.integrations.owners import Owner, problems_of
 from rocm_attn.kernels.cache.row_work import QkvWork, RopePairs, RopeTable, RowNorm
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.problem import PoolKind
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.protocols import LayerCalls, WrappedLayers
@@ -144,7 +145,10 @@ class CompiledLayers(WrappedLayers):
         """Returns V as an argument; None for a latent layer. Its V is part of k, and compiled code might copy it."""
         if not 0 <= layer < len(self._is_latent):
             raise BadTensor(f"layer {layer} does not exist; there are layers 0 to {len(self._is_latent) - 1}")
-        return None if self._is_latent[layer] else v
+        if self._is_latent[layer]:
+            return None
+        require_tensor("v", v)  # an operation would take None for V that is part of k
+        return v
 
 
 def compiled_layers(owner: Owner) -> CompiledLayers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rocm_attn.errors import BadTensor
 from rocm_attn.external import ExternalAttention
 from rocm_attn.machine.devices import on_device
 
@@ -14,7 +15,10 @@ def store_at_slots(attention: ExternalAttention, layer: int, k: Tensor, v: Tenso
 
     k, v:  [n or more, kv_heads, head_dim | v_head_dim]
     slots: int32 or int64 [n]; -1, or one in page 0: this token is not stored
+    Raises BadTensor for fewer rows than slots: the other slots would keep K and V of other tokens.
     """
+    if min(len(k), len(v)) < len(slots):
+        raise BadTensor(f"there are {len(k)} rows of K and {len(v)} of V for {len(slots)} slots; give one of each")
     tokens, counts = len(slots), torch.full((4,), len(slots), dtype=torch.int32, device=k.device)
     with on_device(attention.device):
         pages = attention.pages.layer(layer)

@@ -84,7 +84,7 @@ class HostBlocks:
     """Host memory for blocks of groups of layers.
 
     groups:    for each group the caches of its layers as bytes, int8 or uint8 [num_blocks, bytes of a block], blocks at
-               any stride
+               any stride; a stage of a pipeline may have no layer of a group
     num_slots: blocks that host memory has room for
     guards:    the safeguard of blocks that come back
 
@@ -92,14 +92,15 @@ class HostBlocks:
     """
 
     def __init__(self, groups: Sequence[Sequence[Tensor]], num_slots: int, guards: HostGuards) -> None:
-        for cache in (cache for group in groups for cache in group):
+        caches = [cache for group in groups for cache in group]
+        for cache in caches:
             if cache.dim() != 2 or cache.dtype not in (torch.int8, torch.uint8) or cache.stride(1) != 1:
                 raise BadTensor(
                     f"a cache is {cache.dtype} of shape {list(cache.shape)} and strides {list(cache.stride())}; give "
                     "the bytes of its blocks, int8 or uint8 [num_blocks, bytes], each block without gaps"
                 )
         self._groups = [[cache.view(torch.uint8) for cache in group] for group in groups]
-        self._is_unchanged, self._device = guards.is_unchanged, groups[0][0].device
+        self._is_unchanged, self._device = guards.is_unchanged, caches[0].device
         on_gpu = self._device.type == "cuda"
         self.record_bytes = max(sum(map(_room, group)) for group in self._groups)
         self._records = HostRecords(num_slots, self.record_bytes, pinned=on_gpu)

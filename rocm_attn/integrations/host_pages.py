@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.batch.step_batch import Int32Array, as_int32
+from rocm_attn.batch.step_batch import Int32Array, as_int32, has_repeats
 from rocm_attn.errors import BadBatch, BadSetting, Unsupported
 from rocm_attn.integrations.kv_passport import ALIGNMENT, KVPassport
 from rocm_attn.integrations.kv_transfer import ScaleValues
@@ -120,10 +120,15 @@ class HostPages:
 
         The other pages have no valid content. Records that were loaded or refused are removed from host memory.
 
-        keys, pages: as in put(); nothing else may use these pages
+        keys, pages: as in put(); one row alone has these pages
         Raises WrongState if a step has begun, and BadBatch for other keys or pages.
         """
-        pages, identity = self._checked(keys, pages), self._identity_now()
+        pages, identity = self._checked(keys, pages)[: len(keys)], self._identity_now()
+        if not self._runtime.table.full.may_be_written(pages):
+            raise BadBatch(
+                "a page was given that no row has, or more than one, or that is to be copied; give pages of a row from "
+                "admit()"
+            )
         there = next((at for at, key in enumerate(keys) if key not in self._memory), len(keys))
         keys, checks = keys[:there], list[Tensor]()
         with (
@@ -153,7 +158,7 @@ class HostPages:
         self._metrics.host_kv_bytes = self._memory.num_bytes
 
     def _checked(self, keys: Sequence[bytes], pages: Int32Array) -> Int32Array:
-        """Returns the pages. Raises BadBatch unless each key has one of them, and page 0 is none."""
+        """Returns the pages. Raises BadBatch unless each key has one of its own, and page 0 is none."""
         pages, end = as_int32("pages", pages), self._runtime.table.full.pages.num_pages
         if len(keys) > len(pages) or any(len(key) != NAME_BYTES for key in keys):
             raise BadBatch(
@@ -162,6 +167,8 @@ class HostPages:
             )
         if len(pages) and not RESERVED_PAGE < pages.min() <= pages.max() < end:
             raise BadBatch(f"pages {pages.min()} to {pages.max()} were given; those of requests are 1 to {end - 1}")
+        if has_repeats(pages):
+            raise BadBatch("a page was given twice, and it holds the tokens of one key; give each key its own page")
         return pages
 
     def _in_turn(self, keys: Sequence[bytes], pages: Int32Array) -> Iterator[tuple[Sequence[bytes], Tensor, Tensor]]:

@@ -535,10 +535,7 @@ def _must_be_own(table: RequestTable, pages: _Listed, spaces: Collection[Space])
     if row is None:
         raise BadBatch("no row has these pages; import into the pages of a row from admit()")
     for each in map(table.space, spaces):
-        held = np.array([page for page in pages[each.space] if page != RESERVED_PAGE], np.int32)
-        # Neither page of a pending copy may change.
-        copied = {*each.pending.copies, *each.pending.copies.values()}
-        if (each.num_holders(held) > 1).any() or not copied.isdisjoint(held.tolist()):
+        if not each.may_be_written(np.array([page for page in pages[each.space] if page != RESERVED_PAGE], np.int32)):
             raise BadBatch(
                 f"row {row} shares pages with others, which must not be written; import into a row from admit()"
             )

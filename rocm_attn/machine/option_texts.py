@@ -104,15 +104,20 @@ def option_texts(options: type) -> dict[str, tuple[Any, OptionText]]:
 
 
 def check_options(options: object) -> None:
-    """Raises BadSetting for an option whose value is of another kind, not among its names, or beyond its bounds."""
+    """Raises BadSetting for an option whose value is of another kind, not among its names, or beyond its bounds.
+
+    Numbers become Python's, because NumPy's wrap around.
+    """
     for name, (default, text) in option_texts(type(options)).items():
-        value = getattr(options, name)
-        if value == default or value in text.choices:
-            continue
-        if text.kind is str and text.choices:
-            raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
-        if must_be := text.kind_missed(value) or ("" if text.allows(value) else text.bounds):
-            raise BadSetting(f"{name} is {value!r}; it must be {must_be}")
+        value: Any = getattr(options, name)
+        is_number = isinstance(value, Real)
+        if value != default and value not in text.choices:
+            if text.kind is str and text.choices:
+                raise BadSetting(f"{name} {value!r} is not known; choose one of {', '.join(text.choices)}")
+            if must_be := text.kind_missed(value) or ("" if text.allows(value) else text.bounds):
+                raise BadSetting(f"{name} is {value!r}; it must be {must_be}")
+        if is_number and text.kind in (int, float):
+            object.__setattr__(options, name, text.kind(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class Watchdog:
     def __init__(
         self, seconds: float, *, stream: IO[str] | None = None, on_hang: Callable[[str], object] | None = None
     ) -> None:
-        self._seconds = seconds
+        self._seconds = min(seconds, threading.TIMEOUT_MAX)  # a longer wait ends its thread with an OverflowError
         self._stream = stream
         self._on_hang = on_hang
 

@@ -7,7 +7,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import NeverFits
+from rocm_attn.errors import BadSetting, NeverFits
+from rocm_attn.machine.devices import memory_of
 from rocm_attn.machine.settings import whole_number
 
 # torch rounds pinned allocations up to a power of two.
@@ -20,18 +21,26 @@ class HostRecords:
     num_slots: at least 1
     pinned:    memory that a GPU copies from and to by itself
 
-    Raises NeverFits without a record.
+    Raises NeverFits without a record, and for more than the machine's memory.
     """
 
     def __init__(self, num_slots: int, record_bytes: int, *, pinned: bool) -> None:
         if num_slots < 1:
             raise NeverFits(f"host memory has room for no record of {record_bytes} bytes; give at least as many bytes")
+        num_bytes, has = num_slots * record_bytes, memory_of(torch.device("cpu"))
+        if num_bytes > has:
+            raise NeverFits(f"{num_bytes} bytes of host memory are wanted, and the machine has {has}; ask for fewer")
         self._of_block = max(1, min(num_slots, _BLOCK_BYTES // record_bytes))
         counts = [self._of_block] * (num_slots // self._of_block)
         if rest := num_slots % self._of_block:
             counts.append(rest)
-        with torch.inference_mode(False):
-            self._blocks = [torch.empty(count, record_bytes, dtype=torch.uint8, pin_memory=pinned) for count in counts]
+        try:
+            with torch.inference_mode(False):
+                self._blocks = [
+                    torch.empty(count, record_bytes, dtype=torch.uint8, pin_memory=pinned) for count in counts
+                ]
+        except RuntimeError as error:
+            raise NeverFits(f"the machine does not give {num_bytes} bytes of host memory; ask for fewer") from error
 
     def at(self, slot: int) -> Tensor:
         """The bytes of a record: uint8 [record_bytes]."""
@@ -48,11 +57,14 @@ class HostMemory:
     record_bytes: HostPages.record_bytes(runtime)
     pinned:       memory that a GPU copies from and to by itself
 
-    Raises NeverFits if not even one record fits, BadSetting for a part of a byte.
+    Raises NeverFits if not even one record fits, or the machine has less memory; BadSetting for a part of a byte, and
+    for records without bytes.
     """
 
     def __init__(self, num_bytes: int, record_bytes: int, *, pinned: bool) -> None:
-        self.record_bytes = record_bytes
+        self.record_bytes = record_bytes = whole_number("record_bytes", record_bytes)
+        if record_bytes < 1:
+            raise BadSetting(f"record_bytes is {record_bytes}; it must be at least 1")
         self.num_slots = whole_number("num_bytes", num_bytes) // record_bytes
         self._records = HostRecords(self.num_slots, record_bytes, pinned=pinned)
         self._slots: OrderedDict[bytes, int] = OrderedDict()

@@ -229,6 +229,12 @@ class PageTable:
         """The number of rows and keeps that hold these pages; the shape of pages."""
         return self._holders[pages]
 
+    def may_be_written(self, pages: Int32Array) -> bool:
+        """True if one row alone holds each of these pages, and no pending copy reads or writes one."""
+        copies = self.pending.copies
+        copied = {*copies, *copies.values()}
+        return bool((self.num_holders(pages) == 1).all()) and copied.isdisjoint(pages.tolist())
+
     def first_held(self, pages: Int32Array, kv_len: int, parent: int) -> int:
         """The first page_no that a row of kv_len tokens takes of pages, which begin at page_no 0; 0: missing.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rocm_attn.errors import RocmAttnError
+from rocm_attn.errors import BadRequest, RocmAttnError
 from rocm_serve.options import EngineOptions
 
 if TYPE_CHECKING:  # a server's front imports no torch
@@ -99,6 +99,22 @@ def sendable(error: E) -> E | RankError:
     if type(copy) is type(error) and str(copy) == str(error):
         return error
     return RankError(in_words(error))
+
+
+def pickled(command: object) -> bytes:
+    """Returns a command to another process as bytes. Raises BadRequest if its request cannot be sent."""
+    try:
+        return pickle.dumps(command)
+    except Exception as error:  # a class's own methods may raise anything
+        raise unsendable(error) from error
+
+
+def unsendable(error: Exception) -> BadRequest:
+    """Returns the refusal of a request that one process cannot pickle, or another cannot unpickle."""
+    return BadRequest(
+        f"the request cannot be sent to the engine's process ({error}); give each field a value of the type that "
+        "Request names, not of a class derived from it"
+    )
 
 
 def in_words(error: BaseException) -> str:

@@ -35,6 +35,7 @@ from rocm_serve.parallel.messages import (
     RankWaits,
     how_it_ended,
     in_words,
+    pickled,
 )
 from rocm_serve.parallel.rank_process import CLOSE, run_rank
 
@@ -128,9 +129,10 @@ class RankProcesses:
         """Calls a method of every rank's engine, and returns all results. Ranks other than 0 return only booleans.
 
         A call of another thread waits until this one has ended, and comes before the next one of this thread.
-        Raises the exception that all ranks raise, and RankFailed, after which there are no ranks. An interrupt, or an
-        exception of on_progress, leaves no ranks either.
+        Raises the exception that all ranks raise, BadRequest for arguments that cannot be sent, and RankFailed, after
+        which there are no ranks. An interrupt, or an exception of on_progress, leaves no ranks either.
         """
+        command = pickled(Command(method, arguments))
         with ExitStack() as turn:
             with self._next_turn:
                 turn.enter_context(self._lock)
@@ -139,7 +141,7 @@ class RankProcesses:
             try:
                 for rank in self._ranks:
                     try:
-                        rank.commands.send(Command(method, arguments))
+                        rank.commands.send_bytes(command)
                     except OSError:
                         self._fail_of_dead(rank)
                 return self._collect(on_progress if on_progress is not None else _no_progress)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -31,7 +32,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.limits import RequestLimits
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.child_process import end_with_parent, ready_to_serve
-from rocm_serve.parallel.messages import Command, Done, Progressed, Raised, RankSetup, RankWaits, sendable
+from rocm_serve.parallel.messages import Command, Done, Progressed, Raised, RankSetup, RankWaits, sendable, unsendable
 from rocm_serve.ranks import RanksOfGroup
 
 CLOSE = Command("close")
@@ -65,7 +66,15 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
 
     with suppress(EOFError, OSError):  # the front has closed the pipe
         _answer(commands, setup.rank, build, engine)
-        while (command := commands.recv()) != CLOSE:
+        while True:
+            message = commands.recv_bytes()
+            try:
+                command = pickle.loads(message)
+            except Exception as error:  # this process may lack a class of the other one's
+                commands.send(Raised(unsendable(error), _has_work(engine)))
+                continue
+            if command == CLOSE:
+                break
             given = list(command.arguments)
             if command.method in ("capture_all", "compile_all"):
                 given.append(_progress(commands, setup.rank))

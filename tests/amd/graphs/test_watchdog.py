@@ -57,6 +57,18 @@ def reports(tmp_path: Path) -> Iterator[Reports]:
         yield Reports(stream)
 
 
+def test_a_time_beyond_that_of_a_clock_is_none_to_wait_for(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of each watched step ended with an OverflowError and its stack."""
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    before = set(threading.enumerate())
+    with reports.watchdog(1e30).watch("a step"):
+        (timer,) = set(threading.enumerate()) - before
+        timer.join(SECONDS)
+        assert timer.is_alive()
+    assert not raised
+
+
 class Slow(WrappedRecorder):
     """A recorder that hangs until it has been reported, or does not hang without a watchdog."""
 

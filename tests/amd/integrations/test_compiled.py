@@ -245,6 +245,11 @@ def test_calls_out_of_order_are_refused_as_those_of_a_step_are(provider: str, de
     q, k = rows(step, 6), rows(step, 2)
     with pytest.raises(BadTensor, match="layer 2 does not exist"):
         calls.store(2, k, k)
+    missing: Any = None
+    with pytest.raises(BadTensor, match="v is a NoneType; give a tensor"):
+        calls.store(0, k, missing)  # K was stored as V
+    with pytest.raises(BadTensor, match="v is a NoneType; give a tensor"):
+        calls.rope_and_store(0, q, k, missing, q, work_of(device))
     with pytest.raises(WrongState, match="there is no part 1"):
         OPS.attend(calls.state, q, q.clone(), None, calls.number, 1, 0)
     with pytest.raises(BadTensor, match="slots were given"):

@@ -154,6 +154,18 @@ def test_a_transfer_of_no_block_ends(host: HostBlocks) -> None:
         assert (ended(transfer).refused, transfer.num_bytes) == ([], 0)
 
 
+def test_a_group_without_a_layer_on_this_rank_moves_nothing(caches: list[list[Tensor]]) -> None:
+    """vLLM divides the layers over the stages of a pipeline, and each stage has all groups."""
+    host = HostBlocks([[], caches[1]], NUM_SLOTS, HostGuards())
+    before = [cache.clone() for cache in caches[1]]
+    ended(host.send_out([Moved(0, [1, 2], [0, 1]), Moved(1, [3], [2])]))
+    for cache in caches[1]:
+        cache[3] = 0
+    back = ended(host.bring_back([Moved(0, [5, 6], [0, 1]), Moved(1, [3], [2])]))
+    assert (back.refused, back.num_bytes) == ([], sum(GROUPS[1]))
+    assert all(map(torch.equal, caches[1], before))
+
+
 def test_caches_that_are_no_bytes_of_blocks_and_memory_without_a_slot_are_refused(
     caches: list[list[Tensor]], device: torch.device
 ) -> None:

@@ -296,6 +296,25 @@ def test_pages_that_are_not_everything_are_refused(device: torch.device) -> None
         HostMemory(100, 1 << 12, pinned=False)
     with pytest.raises(BadSetting, match=r"num_bytes is 8000000000.0; it must be a whole number"):
         HostMemory(8e9, 1 << 12, pinned=False)  # type: ignore[arg-type]
+    for wrong in (0, -1, 4096.0, True):
+        with pytest.raises(BadSetting, match=f"record_bytes is {wrong}; it must be"):
+            HostMemory(1 << 16, wrong, pinned=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("record_bytes", [1 << 12, 1 << 50])
+def test_more_than_the_machines_memory_is_refused_before_any_is_taken(record_bytes: int) -> None:
+    """The operating system promises any amount, and ends the process when pages fill it."""
+    with pytest.raises(NeverFits, match=f"{1 << 50} bytes of host memory are wanted, and the machine has"):
+        HostMemory((1 << 50) + 1, record_bytes, pinned=False)
+
+
+def test_memory_that_the_machine_does_not_give_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("HIP error: out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(NeverFits, match="the machine does not give 65536 bytes of host memory; ask for fewer"):
+        HostMemory(1 << 16, 1 << 12, pinned=False)
 
 
 def test_nothing_comes_back_while_a_step_runs(device: torch.device) -> None:
@@ -318,6 +337,7 @@ def test_nothing_comes_back_while_a_step_runs(device: torch.device) -> None:
         (KEYS[:2], [1, 0], "pages 0 to 1 were given"),
         (KEYS[:1], [-1], "pages -1 to -1 were given"),
         (KEYS[:1], [10**6], "pages 1000000 to"),
+        (KEYS[:2], [1, 1], "a page was given twice"),
     ],
 )
 def test_keys_without_a_page_of_their_own_move_nothing(
@@ -334,6 +354,25 @@ def test_keys_without_a_page_of_their_own_move_nothing(
             call(keys, np.array(pages, np.int32))
     assert len(memory) == 2
     runtime.check_device()
+
+
+def test_pages_that_others_use_are_not_loaded_into(device: torch.device) -> None:
+    """Those of a fork, which share the first page and copy the second in the next step; and those of no row."""
+    problems = [small_problem()]
+    story, runtime = Story(problems, device), runtime_of(problems, device, "torch")
+    tier = tier_of(runtime, memory_for(runtime))
+    row, pages = stored(story, runtime)
+    tier.put(KEYS[:1], pages[:1])
+    page_size = runtime.pool.page_size
+    fork = runtime.table.fork(row, page_size + 1)
+    runtime.table.reserve(fork, page_size + 2)
+    before = [tensor.clone().view(torch.uint8) for tensor in storages(runtime)]
+    for page in (*runtime.table.pages_of(fork), pages[1], runtime.pool.num_pages - 1):
+        with pytest.raises(BadBatch, match="no row has, or more than one"):
+            tier.restore(KEYS[:1], np.array([page], np.int32))
+    assert all(map(torch.equal, (tensor.view(torch.uint8) for tensor in storages(runtime)), before))
+    runtime.table.free(fork)
+    assert tier.restore(KEYS[:1], pages[:1]) == 1
 
 
 def test_a_checksum_is_that_of_its_formula_and_sees_every_bit_and_place(device: torch.device) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
+from rocm_attn.errors import BadTensor
 from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
@@ -131,6 +132,9 @@ def test_tokens_see_all_that_was_stored_of_their_encoder(device: torch.device, p
         step = group.begin(layers.common(new, lengths, table))
         if number == 0:
             k, v = (torch.cat(side) for side in zip(*kv, strict=True))
+            for few in ((k[1:], v), (k, v[1:])):
+                with pytest.raises(BadTensor, match=f"rows of K and .* of V for {sum(encoded)} slots"):
+                    group.store_to(name, cache, *few, torch.tensor(slots, device=device))
             group.store_to(name, cache, k, v, torch.tensor(slots, device=device))
         q = layers.rows(sum(new), HEADS)
         out = torch.full_like(q, 7.0)

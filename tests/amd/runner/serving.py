@@ -1,9 +1,13 @@
 """The small engine of the tests here: its options, requests to it, and what must be left of it afterwards."""
 
 import random
+import sys
+import types
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from rocm_attn.errors import DeviceFault
 from rocm_serve.engine import Engine
@@ -34,6 +38,15 @@ def some_requests(num: int = 7, new_tokens: int = 12, longest: int = 30, **optio
 def short_requests(num: int = 3, new_tokens: int = 6, **options: Any) -> list[Request]:
     """Requests with short prompts of different lengths, without NAN_TOKEN."""
     return [Request(tuple(range(10 + number, 14 + 3 * number)), new_tokens, **options) for number in range(num)]
+
+
+def salt_of_a_class_that_others_lack(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Returns a salt of a class that pickle finds in this process only, such as one of a notebook."""
+    module = types.ModuleType("only_in_this_process")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    salt: type[str] = type("Salt", (str,), {"__module__": module.__name__})
+    module.Salt = salt  # type: ignore[attr-defined]
+    return salt("a")
 
 
 def tokens_of(completions: Sequence[Completion]) -> list[tuple[int, ...]]:

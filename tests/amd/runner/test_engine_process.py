@@ -3,19 +3,25 @@
 import asyncio
 import gc
 import os
+import pickle
+import queue
 import signal
+import struct
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import BytesIO
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from unittest.mock import Mock
 
 import pytest
 
 from rocm_attn.errors import BadRequest, BadSetting
+from rocm_serve import engine_process
 from rocm_serve.async_engine import EngineClient, EngineEnded
 from rocm_serve.engine import Engine
 from rocm_serve.engine_process import EngineDied, EngineProcess
@@ -25,7 +31,7 @@ from rocm_serve.request import Completion, Event, Request
 from rocm_serve.sampling.logprobs import TokenLogprobs
 from rocm_serve.text.tokenizer import TextStream, Tokenizer
 from tests.amd.runner.async_engines import LONG, read
-from tests.amd.runner.serving import engine
+from tests.amd.runner.serving import engine, salt_of_a_class_that_others_lack
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("torch_is_imported")
@@ -176,6 +182,27 @@ def test_a_message_that_comes_in_parts_is_taken_when_it_is_whole() -> None:
     assert num_reads > 1
 
 
+def test_messages_of_more_than_two_gib_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many completions with logprobs of long prompts may be that long. multiprocessing's form of it is used here."""
+    process, theirs, taken = taking()
+    content = pickle.dumps(Left(7))
+    data = struct.pack("!iQ", -1, len(content)) + content
+    for part in (data[:6], data[6:20], data[20:]):
+        os.write(theirs.fileno(), part)
+        process._take()
+    theirs.send(Left(8))
+    process._take()
+    assert taken == [Left(7), Left(8)]
+    monkeypatch.setattr(engine_process, "_MOST_OF_LENGTH", 5)
+    process._commands, process._is_writing, process._unsent = queue.SimpleQueue(), True, bytearray()
+    process._loop = Mock()
+    process.tell(EngineThread.forget, 7)
+    process._write()
+    assert process._commands.empty()
+    message = BytesIO(theirs.recv_bytes())
+    assert [pickle.load(message), pickle.load(message)] == [(EngineThread.forget, (7,)), ()]
+
+
 async def test_no_step_waits_for_a_collection_of_all_that_was_made_before(requests: list[Request]) -> None:
     with EngineProcess(without_old_garbage) as process:
         async with EngineClient(process) as client:
@@ -209,6 +236,21 @@ async def test_a_request_that_cannot_be_sent_is_refused_and_loses_no_other() -> 
             assert (client.num_requests, (await client.metrics()).requests_ended["length"]) == (0, 1)
 
 
+async def test_a_request_with_a_class_that_the_other_process_lacks_is_refused_and_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as one of a notebook. The process read no further command, and all requests waited for ever."""
+    salt = salt_of_a_class_that_others_lack(monkeypatch)
+    with EngineProcess(held) as process:
+        async with EngineClient(process) as client:
+            short = replace(LONG, max_new_tokens=2)
+            refused, taken = client.streams([replace(short, cache_salt=salt), short])
+            with pytest.raises(BadRequest, match=r"cannot be sent to .*No module named 'only_in"):
+                await refused.completion()
+            assert len((await taken.completion()).token_ids) == 2
+            assert client.num_requests == 0
+
+
 async def test_a_killed_process_ends_all_streams_with_one_error_and_all_questions() -> None:
     with EngineProcess(held) as process:
         async with EngineClient(process) as client:
@@ -232,6 +274,24 @@ async def test_a_killed_process_ends_all_streams_with_one_error_and_all_question
     assert "the engine's process was killed by SIGKILL" in sentence
 
 
-def test_a_process_that_cannot_make_its_engine_says_why() -> None:
-    with EngineProcess(impossible) as process, pytest.raises(BadSetting, match="there is no such engine"):
-        _ = process.limits
+async def test_a_process_that_is_closed_before_its_client_ends_all_streams() -> None:
+    """They waited for ever, and so did the client's end."""
+    process = EngineProcess(held)
+
+    async def closed_first() -> None:
+        async with EngineClient(process) as client:
+            with process:
+                stream = client.stream(LONG)
+                await anext(stream)
+            with pytest.raises(EngineEnded, match="SIGKILL"):
+                await stream.completion()
+
+    await asyncio.wait_for(closed_first(), 60)
+    assert process._pipe.closed
+
+
+def test_a_process_that_cannot_make_its_engine_says_why_each_time() -> None:
+    with EngineProcess(impossible) as process:
+        for _ in range(2):
+            with pytest.raises(BadSetting, match="there is no such engine"):
+                _ = process.limits

@@ -19,6 +19,7 @@ from rocm_serve.request import Completion, Request
 from tests.amd.runner.cache_invariants import check_cache
 from tests.amd.runner.dense_attention import assert_greedy
 from tests.amd.runner.engine_worlds import Run, World
+from tests.amd.runner.serving import all_pages_are_free, tokens_of
 from tests.amd.runner.serving import engine as small_engine
 from tests.amd.runner.test_prefix_cache import STEPS_UNTIL_KNOWN, Pages, Row
 from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model, with_windows
@@ -130,6 +131,35 @@ def test_flipped_bits_in_host_memory_are_misses_that_are_counted_and_texts_stay_
     text = metrics.as_prometheus()
     assert f'rocm_attn_host_kv_refusals_total{{reason="changed"}} {metrics.host_kv_refusals[CHANGED]}' in text
     assert 'rocm_attn_host_kv_refusals_total{reason="other"} 0' in text
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("copy", ["_gather", "_scatter"])
+def test_memory_that_runs_out_in_a_copy_leaves_the_engine_usable(
+    copy: str, steps_ahead: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """copy: to host memory, or back"""
+    served, plain = (small_engine(loaded, **{**FEW, **more}) for more in ({}, {"host_kv_bytes": 0}))
+    asked, made, real = requests(), list[bool](), getattr(HostPages, copy)
+
+    def copied(*given: Any) -> None:
+        made.append(len(made) % 3 > 0)
+        if not made[-1]:
+            raise MemoryError
+        real(*given)
+
+    monkeypatch.setattr(HostPages, copy, copied)
+    numbers = [served.submit(request) for request in asked]
+    num_failed = 0
+    while served.has_work:
+        try:
+            served.step()
+        except MemoryError:
+            num_failed += 1
+        check_cache(served._scheduler._cache, served.runtime.table)
+    assert num_failed == made.count(False) > 1
+    assert tokens_of([served.completion(number) for number in numbers]) == tokens_of(plain.generate(asked))
+    assert all_pages_are_free(served)
 
 
 class Recorded(NoTier):

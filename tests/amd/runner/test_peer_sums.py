@@ -54,17 +54,17 @@ STAGES = ("share", "compile", "compare")
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("how", ["another rank", "says", "raises"])
+@pytest.mark.parametrize("how", ["another rank", "says", RuntimeError(f"{MISFIT}\nmore"), TypeError(MISFIT), OSError()])
 def test_all_ranks_use_them_or_none(
-    stage: str, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stage: str, how: str | Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All ranks agree after each stage, so none goes on alone."""
+    """All ranks agree after each stage, so none goes on alone. how: another rank says no, or this one, or it raises"""
     done: list[str] = []
 
     def run(name: str) -> str:
         done.append(name)
-        if name == stage and how == "raises":
-            raise RuntimeError(f"{MISFIT}\nmore")
+        if name == stage and isinstance(how, Exception):
+            raise how
         return MISFIT if name == stage and how == "says" else ""
 
     of_trial = {name: (lambda _, name=name: run(name)) for name in STAGES}
@@ -78,7 +78,7 @@ def test_all_ranks_use_them_or_none(
         assert isinstance(small_sums(group, doubled, least), NoSmallSums)
     assert done == list(STAGES[: STAGES.index(stage) + 1])
     said = [record.message.rpartition(": ")[2] for record in caplog.records]
-    assert said == ([] if how == "another rank" else [MISFIT])
+    assert said == ([] if how == "another rank" else ["OSError"] if isinstance(how, OSError) else [MISFIT])
 
 
 def test_they_are_used_if_every_stage_is_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,8 @@ def test_the_most_that_sequences_can_use_is_what_an_endless_memory_gives_them() 
         LargestSteps(4, 16, 40, 100),
         LargestSteps(1, 1, 5, 5),
         LargestSteps(8, 8, 3, 1000),
+        LargestSteps(4, 16, 1, 100),
+        LargestSteps(4, 5, 2, 100),
         LargestSteps(3, 90, 20, 10),
         LargestSteps(4, 20, 40, 100, captured=5),
         LargestSteps(8, 40, 3, 1000, captured=5),

@@ -25,7 +25,7 @@ from rocm_serve.ranks import Ranks
 from rocm_serve.request import AbortEvent, Completion, Event, Request, TokenEvent
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.serving import BASE as OF_EIGHT
-from tests.amd.runner.serving import tokens_of
+from tests.amd.runner.serving import salt_of_a_class_that_others_lack, tokens_of
 from tests.amd.runner.test_prompt_logprobs import TOLERANCE
 from tests.amd.runner.test_ranks_in_step import REQUESTS
 from tests.amd.runner.thread_ranks import LoadSabotaged, assert_all_end, pids
@@ -110,6 +110,20 @@ def test_what_cannot_be_served_is_refused_and_the_ranks_go_on(ranked: RankedEngi
         ranked.generate([Request((1, 64), 4)])
     with pytest.raises(BadRequest, match="there is no request 999"):
         ranked.abort(999)
+    assert ranked.generate(REQUESTS[:1]) == alone[:1]
+
+
+@pytest.mark.parametrize("is_found_here", [False, True])
+def test_a_request_with_a_class_that_no_rank_knows_is_refused_and_the_ranks_go_on(
+    is_found_here: bool, ranked: RankedEngine, alone: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks were ended, and all requests with them. is_found_here: whether pickle finds it in this process"""
+    salt = salt_of_a_class_that_others_lack(monkeypatch)
+    if not is_found_here:
+        monkeypatch.delitem(sys.modules, type(salt).__module__)
+    with pytest.raises(BadRequest, match="the request cannot be sent to the engine's process"):
+        ranked.generate([REQUESTS[0], replace(REQUESTS[1], cache_salt=salt)])
+    assert not ranked.has_work
     assert ranked.generate(REQUESTS[:1]) == alone[:1]
 
 

@@ -103,3 +103,24 @@ def test_a_value_without_sense_is_refused(make: Callable[..., object], values: d
 @pytest.mark.filterwarnings("error")
 def test_a_number_of_numpy_is_taken_without_a_warning() -> None:
     assert Sampling(temperature=np.float32(0.5)).temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("kv_bytes", np.int32(1 << 30)), ("chunk", np.int32(16)), ("gpu_memory_share", np.float16(0.5))],
+)
+def test_an_options_number_of_numpy_becomes_pythons(name: str, value: Any) -> None:
+    """Memory in bytes wrapped around to 0, and a step ended with an OverflowError."""
+    taken = getattr(EngineOptions(**{name: value}), name)
+    assert (taken, type(taken)) == (value, type(value.item()))
+
+
+def test_a_requests_number_of_numpy_becomes_pythons() -> None:
+    """An answer of up to 250 tokens ended after one: the prompt's length was added in eight bits."""
+    asked = request(max_new_tokens=np.uint8(250), priority=np.int8(-3), min_tokens=np.int16(2))
+    numbers = asked.max_new_tokens, asked.priority, asked.min_tokens
+    assert (numbers, set(map(type, numbers))) == ((250, -3, 2), {int})
+
+
+def test_a_default_in_a_type_of_numpys_becomes_pythons_too() -> None:
+    assert type(EngineOptions(draft_tokens=np.uint8(4)).draft_tokens) is int

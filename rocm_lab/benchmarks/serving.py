@@ -5,9 +5,9 @@ python -m rocm_lab.benchmarks.serving --model Qwen/Qwen3-8B --out RESULTS/servin
 
 The script starts the server, and sends the requests of each number in --at-once at once, --turns times: prompts of 512
 tokens, 128 new ones, streamed. The first turn shows what is compiled or made while users wait. Then for each number in
---streams, that many streams run, and a prompt of 32k tokens comes in: the row has the usual gap between a stream's
-pieces before it came, and the longest gaps until it had its token. The result has the server's own lines about its
-start.
+--streams, that many streams run, and a prompt of 32k tokens comes in, --long-turns times: a row has the usual gap
+between a stream's pieces before it came, and the longest gap until it had its token, in which a machine's own delays
+take part. The result has the server's own lines about its start.
 
 --random FOLDER writes a Llama of 1.1B there first, if it is empty: 16 layers of 2048, 32/8 heads of 64, random weights.
 --url measures a server that runs already. Its prefix cache finds nothing: each prompt begins with tokens of its own.
@@ -114,15 +114,16 @@ def measured(args: argparse.Namespace, url: str, model: str) -> Iterator[Row]:
             result = asyncio.run(run_load(url, model, "", trace, how, _NO_METER))
             yield {"load": at_once, "turn": turn, **result.as_json()}
     for streams in args.streams:
-        gap = asyncio.run(long_prompt(OpenAITarget(url, model), streams, args))
-        yield {"load": "long prompt", **asdict(gap)}
+        for turn in range(args.long_turns):
+            gap = asyncio.run(long_prompt(OpenAITarget(url, model), streams, 7000 + 100 * turn + streams, args))
+            yield {"load": "long prompt", "turn": turn, **asdict(gap)}
 
 
-async def long_prompt(target: OpenAITarget, streams: int, args: argparse.Namespace) -> LongPromptGap:
+async def long_prompt(target: OpenAITarget, streams: int, seed: int, args: argparse.Namespace) -> LongPromptGap:
     """Runs streams, sends a long prompt once all of them have had some pieces, and waits for its first token."""
     new = args.long_new
     requests = (*(TracedRequest(0.0, args.prompt, new),) * streams, TracedRequest(0.0, args.long, 1))
-    how = LoadOptions(vocabulary=args.vocabulary, seed=7000 + streams)
+    how = LoadOptions(vocabulary=args.vocabulary, seed=seed)
     *short, long = target.all_prepared(RequestTrace(requests), how)
     outcomes = [RequestRecord(time.perf_counter()) for _ in short]
     tasks = [asyncio.ensure_future(sending(outcome)) for sending, outcome in zip(short, outcomes, strict=True)]
@@ -216,6 +217,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, nargs="*", default=[1, 32, 256])
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 32], help="that run while a long prompt comes")
     parser.add_argument("--turns", type=int, default=2, help="of the loads; the first one is cold")
+    parser.add_argument("--long-turns", type=int, default=5, help="long prompts per number of streams")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=NEW, help="new tokens of a request")
     parser.add_argument("--long", type=int, default=LONG, help="tokens of the long prompt")

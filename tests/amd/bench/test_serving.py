@@ -43,14 +43,15 @@ def test_a_row_is_written_for_each_load_and_each_number_of_streams(
     out = tmp_path / "serving.json"
     with in_a_thread(StandIn()) as url:
         sizes = ["--prompt", "9", "--new", "3", "--long", "40", "--long-new", "400", "--pieces-before", "5"]
-        loads = ["--at-once", "1", "4", "--turns", "2", "--streams", "1", "--processes", "1"]
+        loads = ["--at-once", "1", "4", "--turns", "2", "--streams", "1", "--long-turns", "2", "--processes", "1"]
         monkeypatch.setattr(sys, "argv", ["serving", "--url", url, *sizes, *loads, "--out", str(out)])
         serving.main()
     found = json.loads(out.read_text())
     assert found["model"] == "stand-in"
     assert [(row["load"], row.get("turn")) for row in found["rows"]] == [
         *[(1, 0), (4, 0), (1, 1), (4, 1)],
-        ("long prompt", None),
+        ("long prompt", 0),
+        ("long prompt", 1),
     ]
     assert [row["output_tokens"] for row in found["rows"][:4]] == [3, 12, 3, 12]
     assert {"device", "commit", "torch"} <= found["machine"].keys()

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.experts.arguments import ProductArgs
@@ -40,15 +41,18 @@ from rocm_attn.kernels.model.gate import GateForm, gated
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 _GROUP_ROWS = gl.constexpr(64)
-# Rows of the matrix, of which a TMA instruction loads half; elements of x that are multiplied at a time.
-_COLUMNS = gl.constexpr(256)
-_HALF = gl.constexpr(128)
+# Elements of x that are multiplied at a time.
 _STEP = gl.constexpr(64)
 _LOADING_THREADS = gl.constexpr(128)
 _GROUPS = gl.constexpr(2)
 _ROWS = gl.constexpr(_GROUPS.value * _GROUP_ROWS.value)
-# 48 KiB each. Copies are under way during three steps.
-_STAGES = gl.constexpr(4)
+# Rows of the matrix in a block, of which a TMA instruction loads half, and steps that shared memory has room for: at
+# most 192 KiB. The copies of all steps but one are under way. Narrow blocks leave fewer processors without work. H200,
+# deterministic decode of 96, 128 and 256 requests by a model of 1.1B: 2,259, 2,606 and 3,567 us a step; by 256 columns
+# alone 3,404, 3,664 and 4,547.
+_STAGES_OF_COLUMNS = {256: 4, 128: 6, 64: 8}
+# Columns that take as long as a block's rows of x. Half as many and twice as many give these steps the same time.
+_COLUMNS_OF_ROWS = 48
 # Blocks of an expert that are multiplied with the same columns before others are: their rows of x stay in the L2 cache,
 # and a matrix is read once for all of them.
 _PANEL = gl.constexpr(16)
@@ -57,13 +61,18 @@ _NEXT_PLACE = gl.constexpr(7)
 _CONSUMER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(216), gl.constexpr(80)
 # Lanes of eight elements: a warp has 128 bytes of four rows.
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_PRODUCTS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _COLUMNS.value, 16]))
-_OF_SIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _HALF.value, 16]))
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 
 
-def _stored(columns: int) -> gl.DistributedLinearLayout:
+@constexpr_function
+def _products_layout(columns):
+    """The layout of the products of 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@constexpr_function
+def _stored_layout(columns):
     """A layout in which four lanes have 64 bytes of a row: products lie in pairs of columns, and move within a warp."""
     blocks = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -71,12 +80,8 @@ def _stored(columns: int) -> gl.DistributedLinearLayout:
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
-        [_GROUP_ROWS.value, columns],
+        [64, columns],
     )
-
-
-_STORED = gl.constexpr(_stored(_COLUMNS.value))
-_STORED_SIDE = gl.constexpr(_stored(_HALF.value))
 
 
 class HopperProductGeometry(NamedTuple):
@@ -85,6 +90,7 @@ class HopperProductGeometry(NamedTuple):
     EXPERTS, EXPERTS_BLOCK: experts, and a power of 2, 32 or more
     IN, OUT:                elements of a row of x and of out
     PAIRS_OF_ROW:           pairs that read one row of x
+    COLUMNS, STAGES:        rows of the matrix in a block, and steps that shared memory has room for
     EARLY:                  whether it starts early (early.py)
     GATE:                   how a row's two halves are combined; None if it has one
     """
@@ -94,6 +100,8 @@ class HopperProductGeometry(NamedTuple):
     IN: int
     OUT: int
     PAIRS_OF_ROW: int
+    COLUMNS: int
+    STAGES: int
     EARLY: bool
     GATE: GateForm | None
 
@@ -154,7 +162,7 @@ def _block_of(turn, pairs, G: gl.constexpr):
     """The program's block in a turn. Full blocks and others may alternate, so programs change places."""
     number = turn * pairs.num_programs + (gl.program_id(0) + turn * _NEXT_PLACE) % pairs.num_programs
     SIDES: gl.constexpr = 1 if G.GATE is None else 2
-    OUTPUTS: gl.constexpr = _COLUMNS // SIDES
+    OUTPUTS: gl.constexpr = G.COLUMNS // SIDES
     COLUMN_BLOCKS: gl.constexpr = (G.OUT + OUTPUTS - 1) // OUTPUTS
     if G.EXPERTS == 1:
         first, end, within = 0, pairs.num, number
@@ -190,7 +198,8 @@ def _load(source, pairs, room, G: gl.constexpr):
     """Loads the rows of all the program's blocks."""
     SIDES: gl.constexpr = 1 if G.GATE is None else 2
     column = gl.expand_dims(gl.arange(0, _STEP, layout=gl.SliceLayout(0, _COPIED)), 0)
-    SECOND: gl.constexpr = _HALF if SIDES == 1 else G.OUT
+    HALF: gl.constexpr = G.COLUMNS // 2
+    SECOND: gl.constexpr = HALF if SIDES == 1 else G.OUT
     turn = 0
     block = _block_of(turn, pairs, G)
     n = 0
@@ -204,13 +213,13 @@ def _load(source, pairs, room, G: gl.constexpr):
             rows += (gl.expand_dims((pair // G.PAIRS_OF_ROW).to(gl.int32), 1),)  # type: ignore[assignment]
             is_pair += (gl.expand_dims(is_there, 1),)  # type: ignore[assignment]
         for first in range(0, G.IN, _STEP):
-            stage = n % _STAGES
+            stage = n % G.STAGES
             full = room.full.index(stage)
-            mbarrier.wait(room.free.index(stage), ((n // _STAGES) & 1) ^ 1)
-            mbarrier.expect(full, _COLUMNS * _STEP * 2)
+            mbarrier.wait(room.free.index(stage), ((n // G.STAGES) & 1) ^ 1)
+            mbarrier.expect(full, G.COLUMNS * _STEP * 2)
             for half in gl.static_range(2):
-                box = room.weight.index(stage).slice(half * _HALF, _HALF)
-                box = box._reinterpret(room.weight.dtype, [1, _HALF, _STEP], _BOX)
+                box = room.weight.index(stage).slice(half * HALF, HALF)
+                box = box._reinterpret(room.weight.dtype, [1, HALF, _STEP], _BOX)
                 tma.async_copy_global_to_shared(
                     source.weight, [block.expert, block.column + half * SECOND, first], full, box
                 )
@@ -229,19 +238,20 @@ def _load(source, pairs, room, G: gl.constexpr):
 
 
 @gluon.jit
-def _free(room, n):
+def _free(room, n, G: gl.constexpr):
     """Notes that this group has read the stage of the n-th step."""
     gl.thread_barrier()
-    mbarrier.arrive(room.free.index(n % _STAGES), count=1)
+    mbarrier.arrive(room.free.index(n % G.STAGES), count=1)
 
 
 @gluon.jit
 def _products(GROUP: gl.constexpr, room, n, G: gl.constexpr):
     """Returns the products of 64 rows with a block's columns, and n, the steps that have passed through the ring."""
-    acc = gl.zeros([_GROUP_ROWS, _COLUMNS], gl.float32, layout=_PRODUCTS)
+    COLUMNS: gl.constexpr = G.COLUMNS
+    acc = gl.zeros([_GROUP_ROWS, COLUMNS], gl.float32, layout=_products_layout(COLUMNS))
     for first in range(0, G.IN, _STEP):
-        stage = n % _STAGES
-        mbarrier.wait(room.full.index(stage), (n // _STAGES) & 1)
+        stage = n % G.STAGES
+        mbarrier.wait(room.full.index(stage), (n // G.STAGES) & 1)
         # Copies of lanes are ordinary writes.
         fence_async_shared()
         matrix = room.weight.index(stage).permute((1, 0))
@@ -249,10 +259,10 @@ def _products(GROUP: gl.constexpr, room, n, G: gl.constexpr):
         # The step before is done; this one goes on.
         acc = warpgroup_mma_wait(1, (acc,))
         if first > 0:
-            _free(room, n - 1)
+            _free(room, n - 1, G)
         n += 1
     acc = warpgroup_mma_wait(0, (acc,))
-    _free(room, n - 1)
+    _free(room, n - 1, G)
     return acc, n
 
 
@@ -263,8 +273,8 @@ def _pass(room, n, G: gl.constexpr):
     It waits all the same: barriers count in turns of two.
     """
     for _ in range(0, G.IN, _STEP):
-        mbarrier.wait(room.full.index(n % _STAGES), (n // _STAGES) & 1)
-        _free(room, n)
+        mbarrier.wait(room.full.index(n % G.STAGES), (n // G.STAGES) & 1)
+        _free(room, n, G)
         n += 1
     return n
 
@@ -274,20 +284,21 @@ def _store(GROUP: gl.constexpr, results, block, pairs, to, HAS_BIAS: gl.constexp
     """Adds the bias to 64 rows of products, combines their halves, and writes them."""
     GATE: gl.constexpr = G.GATE
     SIDES: gl.constexpr = 1 if GATE is None else 2
-    OUTPUTS: gl.constexpr = _COLUMNS // SIDES
+    OUTPUTS: gl.constexpr = G.COLUMNS // SIDES
     if HAS_BIAS:
-        lane = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, _PRODUCTS))
+        COLUMNS: gl.constexpr = G.COLUMNS
+        lane = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, _products_layout(COLUMNS)))
         within = block.column + lane % OUTPUTS
         of_column = to.bias + block.expert.to(gl.int64) * (SIDES * G.OUT) + lane // OUTPUTS * G.OUT + within
         results += gl.expand_dims(gl.load(of_column, mask=within < G.OUT, other=0.0).to(gl.float32), 0)
     if GATE is None:
-        stored = gl.convert_layout(results.to(to.out.dtype.element_ty), _STORED)
+        stored = gl.convert_layout(results.to(to.out.dtype.element_ty), _stored_layout(OUTPUTS))
     else:
         gate, up = gl.split(gl.permute(results.reshape([_GROUP_ROWS, 2, OUTPUTS]), (0, 2, 1)))
-        gate = gl.convert_layout(gate, _OF_SIDE, assert_trivial=True)
-        up = gl.convert_layout(up, _OF_SIDE, assert_trivial=True)
+        gate = gl.convert_layout(gate, _products_layout(OUTPUTS), assert_trivial=True)
+        up = gl.convert_layout(up, _products_layout(OUTPUTS), assert_trivial=True)
         combined = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
-        stored = gl.convert_layout(combined.to(to.out.dtype.element_ty), _STORED_SIDE)
+        stored = gl.convert_layout(combined.to(to.out.dtype.element_ty), _stored_layout(OUTPUTS))
     layout: gl.constexpr = stored.type.layout
     place = block.first + GROUP * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, layout))
     is_pair = place < block.end
@@ -333,14 +344,15 @@ def _hopper_expert_product_kernel(
 ):
     wait_for_launch(G.EARLY)
     DTYPE: gl.constexpr = x.dtype.element_ty
+    STAGES: gl.constexpr = G.STAGES
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     room = _Room(
-        gl.allocate_shared_memory(DTYPE, [_STAGES * _GROUPS, _GROUP_ROWS, _STEP], _SWIZZLED),
-        gl.allocate_shared_memory(DTYPE, [_STAGES, _COLUMNS, _STEP], _SWIZZLED),
-        gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars),
-        gl.allocate_shared_memory(gl.int64, [_STAGES, 1], bars),
+        gl.allocate_shared_memory(DTYPE, [STAGES * _GROUPS, _GROUP_ROWS, _STEP], _SWIZZLED),
+        gl.allocate_shared_memory(DTYPE, [STAGES, G.COLUMNS, _STEP], _SWIZZLED),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),
     )
-    for i in gl.static_range(_STAGES):
+    for i in gl.static_range(STAGES):
         mbarrier.init(room.full.index(i), count=_LOADING_THREADS + 1)
         mbarrier.init(room.free.index(i), count=_GROUPS)
     fence_async_shared()
@@ -370,11 +382,19 @@ def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> No
     """
     args.check()
     x, weight, out, early = args.x, args.weight, args.out, starts_early(args.x.device)
-    num_out = out.shape[1]
-    blocks = args.most_blocks(_ROWS.value) * triton.cdiv(num_out, _COLUMNS.value // args.sides)
-    programs = min(compute_units, blocks)
+    num_out, blocks_of_rows = out.shape[1], args.most_blocks(_ROWS.value)
+
+    def blocks(columns: int) -> int:
+        return blocks_of_rows * triton.cdiv(num_out, columns // args.sides)
+
+    def time(columns: int) -> int:
+        """Of as many turns as the last program has; any columns give the same bits."""
+        return triton.cdiv(blocks(columns), compute_units) * (columns + _COLUMNS_OF_ROWS)
+
+    columns = min(_STAGES_OF_COLUMNS, key=time)
+    programs = min(compute_units, blocks(columns))
     boxes = TensorDescriptor(
-        weight, list(weight.shape), list(weight.stride()), [1, _HALF.value, _STEP.value], _BOX.value
+        weight, list(weight.shape), list(weight.stride()), [1, columns // 2, _STEP.value], _BOX.value
     )
     launch(
         _hopper_expert_product_kernel,
@@ -395,6 +415,8 @@ def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> No
             IN=x.shape[1],
             OUT=num_out,
             PAIRS_OF_ROW=args.pairs_of_row,
+            COLUMNS=columns,
+            STAGES=_STAGES_OF_COLUMNS[columns],
             EARLY=early,
             GATE=args.gate,
         ),

@@ -5,6 +5,7 @@ It needs that GPU.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -44,17 +45,25 @@ def among_nan(rows: Tensor) -> Tensor:
 
 
 def product(problem: ExpertProblem, gate: GateForm | None = None) -> Tensor:
-    """The product by Hopper's kernel, whose rows of x, matrices and results lie among NaN."""
-    from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
+    """The product by Hopper's kernel, whose rows of x, matrices and results lie among NaN.
+
+    Blocks of any number of columns give the same bits.
+    """
+    from rocm_attn.kernels.hopper import expert_product
 
     x, weight = among_nan(problem.x), among_nan(problem.weight)
-    out = among_nan(problem.empty_out(1 if gate is None else 2))
-    args = replace(problem, x=x, weight=weight).args(out, gate)
-    assert args.suits_hopper
-    launch_hopper_expert_product(args, compute_units=132)
-    assert out._base is not None
-    assert int(out._base.isnan().sum()) == out._base.numel() - out.numel()
-    return out
+    outs = list[Tensor]()
+    for columns in expert_product._STAGES_OF_COLUMNS.items():
+        out = among_nan(problem.empty_out(1 if gate is None else 2))
+        args = replace(problem, x=x, weight=weight).args(out, gate)
+        assert args.suits_hopper
+        with patch.object(expert_product, "_STAGES_OF_COLUMNS", dict([columns])):
+            expert_product.launch_hopper_expert_product(args, compute_units=132)
+        assert out._base is not None
+        assert int(out._base.isnan().sum()) == out._base.numel() - out.numel()
+        outs.append(out)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    return outs[0]
 
 
 @HALVES

@@ -225,19 +225,24 @@ def test_chunks_of_recurrent_layers_do_too(layer: str) -> None:
         assert [each.opcode for each in machine_code(kernels[name]).steps].count("WARPGROUP.DEPBAR.LE") == waits
 
 
+@pytest.mark.parametrize("columns", [256, pytest.param(128, marks=pytest.mark.nightly), 64])
 @pytest.mark.parametrize("gate", [GateForm(SILU), None], ids=["gated", "plain"])
-def test_the_product_of_experts_does_too(gate: GateForm | None) -> None:
+def test_the_product_of_experts_does_too(gate: GateForm | None, columns: int) -> None:
     from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
 
-    x = torch.empty(64, 256, dtype=torch.bfloat16)
-    weight, expert = x.new_empty(512, 512, 256), torch.arange(640).view(64, 10) % 512
-    out, bias = x.new_empty(640, 256 if gate is not None else 512), weight[:, :, 0].contiguous()
-    groups = ExpertGroups.of(expert, 512)
+    sides = 1 if gate is None else 2
+    x, weight = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(512, 512, 256, dtype=torch.bfloat16)
+    expert = torch.arange(640).view(64, 10) % 512
+    out, bias = x.new_empty(640, 512 // sides), weight[:, :, 0].contiguous()
+    args = ProductArgs.of_experts(x, weight, bias, ExpertGroups.of(expert, 512), out, gate)
+    blocks = args.most_blocks(128)
 
     def launch() -> None:
-        launch_hopper_expert_product(ProductArgs.of_experts(x, weight, bias, groups, out, gate), compute_units=132)
+        # With as many processors as there are blocks of columns, narrower ones are as many turns.
+        launch_hopper_expert_product(args, compute_units=blocks * 512 // columns if columns < 256 else 132)
 
     (kernel,) = compiled_by(launch, "sm_90")
+    assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n{columns}k16", kernel.asm["ptx"])
     assert_waits(kernel, reads_before=False)
     assert_sound(kernel, 0)
     waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))

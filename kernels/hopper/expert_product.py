@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -385,11 +384,11 @@ def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> No
     num_out, blocks_of_rows = out.shape[1], args.most_blocks(_ROWS.value)
 
     def blocks(columns: int) -> int:
-        return blocks_of_rows * triton.cdiv(num_out, columns // args.sides)
+        return blocks_of_rows * -(-num_out * args.sides // columns)
 
     def time(columns: int) -> int:
         """Of as many turns as the last program has; any columns give the same bits."""
-        return triton.cdiv(blocks(columns), compute_units) * (columns + _COLUMNS_OF_ROWS)
+        return -(-blocks(columns) // compute_units) * (columns + _COLUMNS_OF_ROWS)
 
     columns = min(_STAGES_OF_COLUMNS, key=time)
     programs = min(compute_units, blocks(columns))

@@ -58,8 +58,8 @@ def default_ladder(largest: int, alignment: int = 1) -> SizeLadder:
     alignment: a divisor of every size (tensor-parallel ranks, halves of an overlapped step). The last size is largest
     rounded up, so it may exceed the caller's largest work. Raises BadLadder.
     """
-    if largest < 1 or alignment < 1:
-        raise BadLadder(f"largest size {largest} and alignment {alignment} must both be at least 1")
+    if not type(largest) is type(alignment) is int or min(largest, alignment) < 1:
+        raise BadLadder(f"largest size {largest} and alignment {alignment} must both be whole numbers, at least 1")
     sizes = {round_up(largest, alignment)}
     size = 1
     while size < largest:

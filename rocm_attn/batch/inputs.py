@@ -87,12 +87,12 @@ class DeviceInputs:
     ahead: int = 0
 
     def __post_init__(self) -> None:
+        if self.ahead.__class__ is not int or not 0 <= self.ahead <= _MOST_AHEAD:
+            object.__setattr__(self, "ahead", _checked_ahead(self.ahead))
         if self.ahead and self.kv_len is ON_HOST:
             raise BadTensor(
                 f"ahead is {self.ahead}, but kv_len is on the host and already counts all tokens; leave ahead out"
             )
-        if self.ahead.__class__ is not int or not 0 <= self.ahead <= _MOST_AHEAD:
-            object.__setattr__(self, "ahead", _checked_ahead(self.ahead))
         # Every step of a round makes one of these, so no message is built unless something is wrong.
         device = None
         for name, tensor in (("kv_len", self.kv_len), ("q_len", self.q_len), ("token_ids", self.token_ids)):

@@ -257,8 +257,9 @@ def spans_of_blocks(kv_len: npt.ArrayLike, q_len: npt.ArrayLike, block: int, dev
 
     Raises BadBatch, and BadSetting for a part of a token.
     """
-    if whole_number("block", block) < 1:
-        raise BadBatch(f"a block is of {block} tokens; give 1 or more")
+    block = whole_number("block", block)
+    if not 1 <= block <= _LAST_KEY:
+        raise BadBatch(f"a block is of {block} tokens; give 1 or more, and at most {_LAST_KEY}")
     kv_len, q_len = np.asarray(kv_len), np.asarray(q_len)
     are_whole = {kv_len.dtype.kind, q_len.dtype.kind} <= {"i", "u"} or kv_len.size == 0
     if not are_whole or kv_len.shape != q_len.shape or kv_len.ndim != 1 or ((q_len < 0) | (q_len > kv_len)).any():
@@ -266,7 +267,8 @@ def spans_of_blocks(kv_len: npt.ArrayLike, q_len: npt.ArrayLike, block: int, dev
             f"kv_len is {kv_len.tolist()} and q_len {q_len.tolist()}; give whole numbers, one of each per sequence, "
             "and 0 <= q_len <= kv_len"
         )
-    counts = (-(-q_len // block)).astype(np.int64)
+    kv_len, q_len = kv_len.astype(np.int64), q_len.astype(np.int64)  # unsigned ones have no negatives
+    counts = -(-q_len // block)
     seq = np.repeat(np.arange(len(q_len)), counts)
     number = np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = (kv_len - q_len)[seq] + number * block

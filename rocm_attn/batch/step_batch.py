@@ -269,7 +269,10 @@ def has_repeats(numbers: npt.NDArray[np.integer[Any]]) -> bool:
 
 def as_int32(name: str, values: object) -> Int32Array:
     """Returns values as a contiguous int32 vector, without wrapping a value that does not fit."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of unequal lengths, tensors of a GPU or of bfloat16
+        raise BadBatch(f"{name} cannot be read as integers on the host: {error}") from None
     if array.dtype == _INT32 and array.ndim == 1 and array.flags.c_contiguous:
         return array
     if array.ndim != 1:

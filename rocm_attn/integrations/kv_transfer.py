@@ -239,7 +239,8 @@ class KVExporter(_Mover):
         super().__init__(owner, passport, passport)
 
     def extent(self, pages: Pages, kv_len: int) -> KVExtent:
-        """Returns which of the first kv_len tokens these pages still have. Raises BadBatch."""
+        """Returns which of the first kv_len tokens these pages still have. Raises BadBatch, BadSetting."""
+        kv_len = whole_number("kv_len", kv_len)
         lists, first = self._checked(pages, kv_len, self._all), {}
         table = self._owner.table if isinstance(self._owner, AttentionRuntime) else None
         row = _row_of(table, lists, set(self._spaces)) if table is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -58,7 +58,7 @@ def from_json(form: Any, value: Any, name: str) -> Any:
         _require(isinstance(found, torch.dtype), name, value, "a dtype of torch")
         return found
     if form is float:
-        _require(type(value) in (int, float) and math.isfinite(value), name, value, "a finite number")
+        _require(type(value) in (int, float) and abs(value) <= sys.float_info.max, name, value, "a finite number")
         return float(value)
     _require(type(value) is form, name, value, f"of type {form.__name__}")
     return value

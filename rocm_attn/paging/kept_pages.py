@@ -60,7 +60,7 @@ class KeptPages:
         nothing is changed then. For a length that only the device knows, the bound counts: keep only pages known to be
         stored.
         """
-        self._rows.must_be_admitted(row)
+        row = self._rows.must_be_admitted(row)
         first, end = whole_number("first_page_no", first_page_no), whole_number("end_page_no", end_page_no)
         if not 0 <= first <= end:
             raise BadBatch(
@@ -77,9 +77,9 @@ class KeptPages:
 
         rows, page_no: integers [n]
         """
+        rows, page_no = one_each(rows, "page_no", page_no)
         if len(rows) == 0:
             return np.empty(0, np.int64)
-        rows, page_no = one_each(rows, "page_no", page_no)
         self._rows.must_all_be_admitted(rows)
         stored_len = self._rows.tokens.stored_len[rows]
         wrong = page_no >= stored_len // self._rows.page_size
@@ -222,7 +222,7 @@ class KeptPages:
 
     def num_holders(self, page: int, space: Space = Space.FULL) -> int:
         """Rows that hold a page, and keeps of it: 0 for a free page. Raises BadBatch, BadSetting."""
-        table = self._rows.space(space)
+        table, page = self._rows.space(space), whole_number("page", page)
         if not RESERVED_PAGE < page < table.pages.num_pages:
             raise BadBatch(
                 f"{page} is not a page{table.pages.of}; pages run from {RESERVED_PAGE + 1} to "

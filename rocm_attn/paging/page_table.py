@@ -16,6 +16,7 @@ import torch
 from rocm_attn.batch.step_batch import Int32Array
 from rocm_attn.errors import BadBatch, NeverFits, OutOfPages
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, OWN_TABLE
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, RESERVED_ROW, Index, Space, num_pages
 from rocm_attn.paging.state_record import RecordHead, must_be_after
 from rocm_attn.paging.stored_tokens import StoredTokens
@@ -88,6 +89,9 @@ class SpacePages:
     first_page: int = RESERVED_PAGE + 1
 
     def __post_init__(self) -> None:
+        for name in ("num_pages", "window_left", "kept", "first_page"):
+            of = self.knob if name == "num_pages" else name
+            object.__setattr__(self, name, whole_number(of, getattr(self, name)))
         if not RESERVED_PAGE < self.first_page < self.num_pages:
             raise NeverFits(
                 f"{self.knob} is {self.num_pages} and the first page handed out is {self.first_page}; at least one "

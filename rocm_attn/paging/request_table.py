@@ -60,9 +60,14 @@ class RequestTable:
         recurrent: RecurrentLayers = NO_RECURRENT_LAYERS,
         guards: TableGuards = ALL_TABLE_GUARDS,
     ) -> None:
+        max_num_seqs, max_kv_len = whole_number("max_num_seqs", max_num_seqs), whole_number("max_kv_len", max_kv_len)
+        page_size, max_num_rows = whole_number("page_size", page_size), whole_number("max_num_rows", max_num_rows)
         num_rows = (max_num_rows or max_num_seqs) + 1
-        if max_num_seqs < 1 or max_kv_len < 1:
-            raise NeverFits(f"max_num_seqs is {max_num_seqs} and max_kv_len is {max_kv_len}; both must be at least 1")
+        if min(max_num_seqs, max_kv_len, page_size) < 1:
+            raise NeverFits(
+                f"max_num_seqs is {max_num_seqs}, max_kv_len is {max_kv_len} and page_size is {page_size}; each must "
+                "be at least 1"
+            )
         if num_rows > INT32_MAX:
             raise NeverFits(f"{num_rows - 1} rows were asked for; rows are int32, so use at most {INT32_MAX - 1}")
         if num_rows <= max_num_seqs:
@@ -125,7 +130,7 @@ class RequestTable:
 
     def is_admitted(self, row: int) -> bool:
         """True if a row was admitted and not freed."""
-        return 0 <= row < len(self._rows.reserved_len) and bool(self._rows.reserved_len[row] >= 0)
+        return self._rows.is_admitted(row)
 
     def reserve(self, row: int, kv_len: int) -> None:
         """Allocates pages so that row has room for kv_len tokens in every space. It never frees pages of the row.
@@ -137,7 +142,7 @@ class RequestTable:
         if length < 0:
             raise BadSetting(f"kv_len is {length}; it must be 0 or more")
         rows = self._rows
-        rows.must_be_admitted(row)
+        row = rows.must_be_admitted(row)
         rows.must_fit(length)
         if length < rows.look_from[row]:  # there is mostly room
             rows.reserved_len[row] = max(length, int(rows.reserved_len[row]))
@@ -150,8 +155,6 @@ class RequestTable:
         rows, kv_len: integers [num_seqs]
         Raises what reserve() raises, and BadBatch for a row that is named twice.
         """
-        if len(rows) == 0:
-            return
         # Each step reserves, so arrays of the right type cost no call.
         is_array = rows.__class__ is kv_len.__class__ is np.ndarray
         if (
@@ -159,9 +162,11 @@ class RequestTable:
             or rows.dtype is not _INT32  # type: ignore[union-attr]
             or kv_len.dtype is not _INT32  # type: ignore[union-attr]
             or rows.shape != kv_len.shape  # type: ignore[union-attr]
+            or rows.ndim != 1  # type: ignore[union-attr]
         ):
             rows, kv_len = one_each(rows, "kv_len", kv_len)
-        self._reserve_all(rows, kv_len)  # type: ignore[arg-type]
+        if len(rows):
+            self._reserve_all(rows, kv_len)  # type: ignore[arg-type]
 
     def _reserve_all(self, rows: Int32Array, kv_len: Int32Array) -> None:
         state, named = self._rows, rows.tobytes()
@@ -239,9 +244,11 @@ class RequestTable:
         Raises WrongState for a row that is not admitted, and BadBatch for one that is named twice, or without a length
         for each.
         """
-        if not self._rows.windowed or len(rows) == 0:
+        if not self._rows.windowed:
             return
         rows, kv_len = one_each(rows, "kv_len", kv_len)
+        if len(rows) == 0:
+            return
         self._rows.must_all_be_admitted(rows)
         self._rows.must_be_distinct(rows)
         for table in self._rows.windowed:
@@ -254,6 +261,7 @@ class RequestTable:
         Raises OutOfRows, and BadBatch for tokens that row has no room for, or whose window pages were freed. With
         recurrent layers, if row has no state after kv_len tokens, the new row has none: the step that needs it raises.
         """
+        row = self._rows.must_be_admitted(row)
         kv_len = self._rows.must_have_room(row, kv_len, f"{kv_len} of them cannot be shared")
         self.generations.share(row)
         self._rows.look_from[row] = ALWAYS
@@ -272,6 +280,7 @@ class RequestTable:
         kv_len if another row holds it too, and allocates new pages after it. A row that shares no page may also simply
         begin a step at an earlier token. Raises WrongState, and BadBatch for more tokens than row has room for.
         """
+        row = self._rows.must_be_admitted(row)
         kv_len = self._rows.must_have_room(row, kv_len, f"it cannot go back to {kv_len}")
         end, new_end = self._rows.end(row), num_pages(kv_len, self.page_size)
         if kv_len < self.tokens.stored_len[row]:
@@ -304,9 +313,9 @@ class RequestTable:
         rows, kv_len: integers [num_seqs]; rows are distinct and have room for kv_len
         Raises WrongState, BadBatch.
         """
+        rows, kv_len = one_each(rows, "kv_len", kv_len)
         if len(rows) == 0:
             return
-        rows, kv_len = one_each(rows, "kv_len", kv_len)
         self._rows.must_all_be_admitted(rows)
         self._rows.must_be_distinct(rows)
         short = (kv_len > self._rows.reserved_len[rows]) | (kv_len < 0)
@@ -319,15 +328,14 @@ class RequestTable:
 
     def free(self, row: int) -> None:
         """Frees a row and its pages. Raises WrongState for a row that is not admitted, a second free included."""
-        self._rows.must_be_admitted(row)
-        self._rows.forget(row)
+        self._rows.forget(self._rows.must_be_admitted(row))
 
     def num_held(self, row: int, space: Space = Space.FULL) -> int:
         """Pages that row holds in a space. Raises WrongState for a row that is not admitted, BadSetting."""
-        self._rows.must_be_admitted(row)
+        row = self._rows.must_be_admitted(row)
         return int(self.space(space).num_held(np.array([row]), np.array([self._rows.end(row)]))[0])
 
     def pages_of(self, row: int, space: Space = Space.FULL) -> Int32Array:
         """The page ids of a row in a space, in order; 0 for pages that were freed because they left the window."""
-        self._rows.must_be_admitted(row)
+        row = self._rows.must_be_admitted(row)
         return np.array(self.space(space).entries_host[row, : self._rows.end(row)], np.int32)

@@ -103,7 +103,8 @@ class Rows:
         for table in self.spaces:
             if table.space is space:
                 return table
-        raise BadSetting(f"rows have no pages in the {space.name} space; build the runtime with swa_pages")
+        name = getattr(space, "name", repr(space))
+        raise BadSetting(f"rows have no pages in the {name} space; build the runtime with swa_pages")
 
     @property
     def next_row(self) -> int:
@@ -143,13 +144,19 @@ class Rows:
         """One past the last page_no for which row has room."""
         return max(0, int(self.capacity[row])) // self.page_size
 
-    def must_be_admitted(self, row: int) -> None:
+    def is_admitted(self, row: int) -> bool:
+        """True if a row was admitted and not freed. A bool, a float, an array or None is no row."""
         try:
-            is_admitted = RESERVED_ROW < index(row) < len(self.capacity) and bool(self.capacity[row] >= 0)
-        except (TypeError, ValueError):  # a float, an array or None is no row; nor is a bool, a mask of all rows
-            is_admitted = False
-        if not is_admitted:
+            number = RESERVED_ROW if isinstance(row, bool) else index(row)
+        except TypeError:
+            return False
+        return RESERVED_ROW < number < len(self.capacity) and bool(self.capacity[number] >= 0)
+
+    def must_be_admitted(self, row: int) -> int:
+        """Returns the row as an int, which the table may keep. Raises WrongState."""
+        if not self.is_admitted(row):
             raise WrongState(f"row {row} is not admitted: it was never handed out, or it was freed already")
+        return index(row)
 
     def must_all_be_admitted(self, rows: Places) -> None:
         outside = int(rows.min()) <= RESERVED_ROW or int(rows.max()) >= len(self.capacity)
@@ -166,11 +173,7 @@ class Rows:
             raise BadBatch(f"row {rows[seq]} occurs twice in one step; give each sequence its own row")
 
     def must_have_room(self, row: int, kv_len: int, refused: str) -> int:
-        """Returns kv_len as an int.
-
-        Raises WrongState unless the row is admitted, BadSetting for a part of a token, and BadBatch without room.
-        """
-        self.must_be_admitted(row)
+        """Returns kv_len as an int. Raises BadSetting for a part of a token, and BadBatch without room."""
         length = whole_number("kv_len", kv_len)
         if not 0 <= length <= self.reserved_len[row]:
             raise BadBatch(f"row {row} has room for {self.reserved_len[row]} tokens; {refused}")

@@ -99,6 +99,10 @@ class RuntimeOptions:
                 f"first_swa_page is {self.first_swa_page}; it must be at least 1, because page {RESERVED_PAGE} is "
                 "reserved"
             )
+        sequences = ("capture_sizes", Sequence | None), ("capture_tokens", Sequence), ("prompt_tokens", Sequence)
+        for name, kind in sequences:
+            if not isinstance(getattr(self, name), kind):
+                raise BadSetting(f"{name} is {getattr(self, name)!r}; give a list of sizes")
         if self.capture_sizes is not None:
             if not self.capture_sizes:
                 raise BadSetting(
@@ -161,8 +165,6 @@ class RuntimeOptions:
 
 
 def _ladder(name: str, sizes: Sequence[int]) -> SizeLadder:
-    if not isinstance(sizes, Sequence):
-        raise BadSetting(f"{name} is {sizes!r}; give a list of sizes")
     try:
         ladder = SizeLadder(tuple(sizes))
     except BadLadder as bad:

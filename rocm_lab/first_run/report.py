@@ -111,11 +111,13 @@ class GpuReport:
         versions = {name: version or "" for name, version in environment["versions"].items()}
         if arch not in _ARCHS:
             raise BadSetting(f"the report is of {device} ({arch}); reports of {' and '.join(_ARCHS)} are read")
+        if from_json(int, units, "compute_units") < 1:
+            raise ValueError(f"{device} has {units} compute units")
         known = known_target(arch)
         releases = replace(known.releases, triton=Release.of(versions["triton"]))
         return cls(
             device=str(device),
-            target=replace(known, compute_units=from_json(int, units, "compute_units"), releases=releases),
+            target=replace(known, compute_units=units, releases=releases),
             versions=versions,
             commit=content["commit"],
             date=content["started"],
@@ -147,11 +149,16 @@ class GpuReport:
 
 
 def _test(name: str, given: Mapping[str, Any]) -> ReportedTest:
-    return ReportedTest(name, given["outcome"], dict(given["measured"]), tuple(given.get("kernels", ())))
+    measured = dict(given["measured"])
+    if not isinstance(measured.get("tile trials", []), list):
+        raise ValueError(f"the tile trials of {name} are no list")
+    return ReportedTest(name, given["outcome"], measured, tuple(given.get("kernels", ())))
 
 
 def _kernel(given: Mapping[str, Any]) -> ReportedKernel:
     kernel: ReportedKernel = from_json(ReportedKernel, given, f"kernel {given.get('kernel')}")
+    if kernel.num_waves < 1:
+        raise ValueError(f"{kernel.kernel} has {kernel.num_waves} waves")
     return kernel
 
 
@@ -166,7 +173,6 @@ def problem_in(given: object) -> Problem:
             getattr(torch, layer.dtype),
             layer.page_size,
             v_head_dim=layer.v_head_dim,
-            scale=layer.head_dim**-0.5,
             kv_encoding=KVEncoding[layer.kv_encoding],
             kv_scales=Scales[layer.kv_scales],
             window_left=layer.window_left,
@@ -175,7 +181,7 @@ def problem_in(given: object) -> Problem:
             has_alibi_slopes=layer.alibi,
             window_right=0 if layer.causal else UNLIMITED_WINDOW,
         )
-    except (ValueError, KeyError, AttributeError, BadProblem) as error:
+    except (ValueError, KeyError, AttributeError, ArithmeticError, BadProblem) as error:
         raise BadSetting(f"a layer of the report is not one that this release knows ({error})") from error
 
 

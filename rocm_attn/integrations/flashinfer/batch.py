@@ -12,6 +12,8 @@ from rocm_attn.integrations.flashinfer.cells import NO_MASKS, Masks, given_cells
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Int64Array, on_host, paged_kv_len
 from rocm_attn.integrations.flashinfer.page_lists import page_bounds
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
+from rocm_attn.machine.devices import require_tensor
+from rocm_attn.problem import whole_field
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class PagedKVLists:
     seq_lens: Tensor | None = None
 
     def batch(self, q_indptr: Tensor, page_size: int, masks: Masks = NO_MASKS) -> PlannedBatch:
-        """Returns the batch with these new tokens of each sequence. Raises BadBatch, BadTensor."""
+        """Returns the batch with these new tokens of each sequence. Raises BadBatch, BadTensor, BadProblem."""
+        page_size = whole_field("page_size", page_size)
         given = [q_indptr, self.indptr, self.last_page_len]
         if self.seq_lens is not None:
             given.append(self.seq_lens.flatten())
@@ -92,6 +95,7 @@ class PagedKVLists:
 def listed_batch(lengths: BatchLengths, indices: Tensor, indptr: Int64Array, masks: Masks = NO_MASKS) -> PlannedBatch:
     """Makes a batch whose lengths are known on the host. Raises BadTensor."""
     count = int(indptr[-1])
+    require_tensor("page indices", indices)
     if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64) or len(indices) < count:
         raise BadTensor(
             f"page indices are {indices.dtype} {list(indices.shape)}; they must be int32 or int64 in one dimension, "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import MOST_TOKENS
 from rocm_attn.errors import BadBatch, BadTensor
+from rocm_attn.machine.devices import require_tensor
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -95,6 +96,7 @@ class BatchLengths:
 def on_host(*tensors: Tensor) -> list[Int64Array]:
     """Returns one-dimensional integers on the host. All that are on a device come in one copy. Raises BadTensor."""
     for tensor in tensors:
+        require_tensor("a list of lengths or boundaries", tensor)
         if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
             raise BadTensor(
                 f"lengths and boundaries are {tensor.dtype} {list(tensor.shape)}; they must be integers of one "

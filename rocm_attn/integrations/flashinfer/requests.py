@@ -12,7 +12,15 @@ from torch import Tensor
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, Unsupported
 from rocm_attn.integrations.flashinfer.signatures import NVFP4, Given
 from rocm_attn.machine.choices import PROVIDERS
-from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import (
+    UNLIMITED_WINDOW,
+    KVEncoding,
+    PoolKind,
+    Problem,
+    Scales,
+    number_field,
+    whole_field,
+)
 
 LAYOUTS = ("NHD", "HND")
 NO_POSITIONS, ROPE, ALIBI = "NONE", "ROPE_LLAMA", "ALIBI"
@@ -117,6 +125,11 @@ class Geometry:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        sizes = "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size"
+        for name in (*sizes, "window_left", "window_right"):
+            object.__setattr__(self, name, whole_field(name, getattr(self, name)))
+        for name in ("scale", "soft_cap"):
+            object.__setattr__(self, name, number_field(name, getattr(self, name)))
         if self.dtype.itemsize == 1:
             raise Unsupported(f"queries in {self.dtype} are not served; pass them in 16 bits")
         if self.kv_dtype == torch.uint8:

@@ -1,3 +1,6 @@
+import math
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,8 +43,11 @@ def test_sizes_that_make_no_ladder_are_refused(sizes: tuple[int, ...]) -> None:
         SizeLadder(sizes)
 
 
-@pytest.mark.parametrize(("largest", "alignment"), [(0, 1), (8, 0), (-1, 4)])
-def test_a_default_ladder_of_nothing_is_refused(largest: int, alignment: int) -> None:
+@pytest.mark.parametrize(
+    ("largest", "alignment"), [(0, 1), (8, 0), (-1, 4), (math.inf, 1), (8.0, 1), (None, 1), (8, math.nan), (True, 1)]
+)
+def test_a_default_ladder_of_nothing_is_refused(largest: Any, alignment: Any) -> None:
+    """The ladder up to infinity had no end."""
     with pytest.raises(BadLadder, match="at least 1"):
         default_ladder(largest, alignment)
 

@@ -171,6 +171,9 @@ NO_REPORT = "is no report of this release"
         (lambda content: content["kernels"][0]["driver"].pop("registers"), NO_REPORT),
         (lambda content: content.update(tests=[]), NO_REPORT),
         (lambda content: content["environment"]["devices"][0].update(compute_units="many"), NO_REPORT),
+        (lambda content: content["environment"]["devices"][0].update(compute_units=-1), NO_REPORT),
+        (lambda content: content["kernels"][0].update(num_waves=0), NO_REPORT),
+        (lambda content: content["tests"]["tiles"]["measured"].update({"tile trials": 3}), NO_REPORT),
         (
             lambda content: content["kernels"].append({**kernel("_merge_kernel"), "arch": "gfx90a"}),
             "is of gfx942, and kernels in it were compiled for gfx90a",
@@ -187,7 +190,10 @@ def test_a_damaged_report_and_one_with_kernels_for_another_gpu_are_refused(
 
 
 SHAPES: list[Content] = [{"shapes": [shape, shape]} for shape in ([1, 2], [0, 1, 1], [1, 2, 3], [1, 8, 0])]
-OF_LAYERS: list[Content] = [{"layer": {**layer_fields(LAYER), "dtype": dtype}} for dtype in ("nn", "none of torch's")]
+OF_LAYERS: list[Content] = [
+    *({"layer": {**layer_fields(LAYER), "dtype": dtype}} for dtype in ("nn", "none of torch's")),
+    *({"layer": {**layer_fields(LAYER), "head_dim": dim, "v_head_dim": dim}} for dim in (0, 10**400)),
+]
 CANDIDATE_LISTS: list[Content] = [{"candidates": listed} for listed in (None, [7], [{"table": "decode"}])]
 
 
@@ -203,7 +209,15 @@ def test_damaged_trials_of_tiles_are_refused(damage: Content, read: Read) -> Non
             differences(report)
 
 
-@pytest.mark.parametrize("damage", [lambda us: us.pop(), lambda us: us[0].pop(), lambda us: us[0].__setitem__(0, -1.0)])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda us: us.pop(),
+        lambda us: us[0].pop(),
+        lambda us: us[0].__setitem__(0, -1.0),
+        lambda us: us[0].__setitem__(0, 10**400),
+    ],
+)
 def test_damaged_times_of_tiles_are_refused(damage: Callable[[list[list[float]]], object], read: Read) -> None:
     content = Report().content
     damage(trial(content)["candidates"][1]["us"])

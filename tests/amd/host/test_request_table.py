@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rocm_attn.batch.step_batch import StepBatch
-from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, OutOfPages, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded, NeverFits, OutOfPages, WrongState
 from rocm_attn.paging.index_spaces import Space
+from rocm_attn.paging.page_table import SpacePages
 from rocm_attn.paging.request_table import RequestTable
 
 
@@ -112,6 +113,78 @@ def test_a_length_in_a_tensor_is_a_length() -> None:
     assert (len(table.pages_of(row)), len(table.pages_of(child))) == (2, 1)
     with pytest.raises(WrongState, match="is not admitted"):
         table.truncate(np.array([row]), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("of", [np.int8, np.uint64, np.array, torch.tensor], ids=lambda of: of.__name__)
+def test_a_row_is_handed_out_again_as_an_int_however_it_was_freed(of: Callable[[int], Any]) -> None:
+    """The table kept what it was given: the next request's row was a tensor, which its owner could change."""
+    table = make_table(page_size=1)
+    row = holding(table, 5)
+    given = of(row)
+    table.truncate(given, 3)
+    table.free(given)
+    assert table.next_row.__class__ is table.admit().__class__ is int
+
+
+@pytest.mark.parametrize("row", [True, 1.0, "1", None, float("nan"), np.True_, np.array([1]), 2**64], ids=repr)
+def test_what_names_no_row_is_not_admitted(row: Any) -> None:
+    table = make_table()
+    table.admit()
+    assert not table.is_admitted(row)
+
+
+@pytest.mark.parametrize(
+    "rows", [1, np.array(1, np.int32), [[1], [2, 3]], torch.ones(1, dtype=torch.bfloat16)], ids=str
+)
+def test_what_is_no_vector_of_integers_is_refused(rows: Any) -> None:
+    windowed = RequestTable(
+        max_num_seqs=3,
+        max_kv_len=20,
+        num_pages=9,
+        page_size=4,
+        device=torch.device("cpu"),
+        windows=(SpacePages(Space.SWA, 9, "swa_pages", 4),),
+    )
+    holding(windowed, 8)
+    with pytest.raises(BadBatch, match="rows "):
+        StepBatch(rows, rows, rows)
+    for call in (windowed.reserve_all, windowed.mark_stored, windowed.evict, windowed.kept.keep_all):
+        with pytest.raises(BadBatch, match="rows "):
+            call(rows, rows)
+    square = np.ones((2, 2), np.int32)
+    with pytest.raises(BadBatch, match="rows has shape"):
+        windowed.reserve_all(square, square)
+
+
+def test_sizes_of_narrow_types_count_as_their_values() -> None:
+    """255 rows of np.uint8 and one were none, and the pages of a window were counted in 8 bits too."""
+    sizes: dict[str, Any] = {"max_num_seqs": np.uint8(255), "max_kv_len": np.uint8(20), "page_size": np.int8(4)}
+    window: Any = np.uint8(200)
+    table = RequestTable(
+        num_pages=9,
+        device=torch.device("cpu"),
+        windows=(SpacePages(Space.SWA, 9, "swa_pages", window, window),),
+        **sizes,
+    )
+    assert (table.num_free_rows, table.width, table.page_size.__class__) == (255, 5, int)
+    assert table.spaces[1].pages.first_needed(404, 4) == 1
+    for name, value in (("max_kv_len", 20.0), ("page_size", True), ("max_num_rows", None), ("max_num_seqs", "3")):
+        with pytest.raises(BadSetting, match=f"^{name} is .*; it must be a whole number"):
+            RequestTable(num_pages=9, device=torch.device("cpu"), **{**sizes, name: value})
+    with pytest.raises(BadSetting, match=r"^swa_pages is 9\.0; it must be a whole number"):
+        SpacePages(Space.SWA, 9.0, "swa_pages")  # type: ignore[arg-type]
+    with pytest.raises(NeverFits, match="page_size is 0; each must be at least 1"):
+        RequestTable(num_pages=9, device=torch.device("cpu"), **{**sizes, "page_size": 0})
+
+
+def test_a_space_by_another_name_and_a_part_of_a_page_are_refused() -> None:
+    table = make_table()
+    row = holding(table, 5)
+    with pytest.raises(BadSetting, match="rows have no pages in the 'full' space"):
+        table.pages_of(row, "full")  # type: ignore[arg-type]
+    for page in (1.0, True, "1", None):
+        with pytest.raises(BadSetting, match=r"^page is .*; it must be a whole number"):
+            table.kept.num_holders(page)  # type: ignore[arg-type]
 
 
 def test_a_second_free_is_an_error() -> None:

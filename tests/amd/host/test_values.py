@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -116,10 +117,10 @@ def test_none_is_no_part_of_a_batch(name: str, instead: str) -> None:
         StepBatch([1], [3], [1], **{name: None})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ahead", [-1, 2.5, "1", 2**31])
+@pytest.mark.parametrize("ahead", [-1, 2.5, "1", 2**31, np.array([1, 2])])
 def test_tokens_ahead_are_a_whole_number(ahead: object) -> None:
     """They are published as an int32, which 2**32 would have made 0."""
-    with pytest.raises(BadTensor, match=f"ahead is {ahead!r}; it must be a"):
+    with pytest.raises(BadTensor, match=f"ahead is {re.escape(repr(ahead))}; it must be a"):
         DeviceInputs(kv_len=torch.ones(1, dtype=torch.int32), ahead=ahead)  # type: ignore[arg-type]
 
 
@@ -134,6 +135,12 @@ def test_numbers_of_groups_and_of_blocks_are_whole_and_fit() -> None:
         TokenSpans([[0, 1, 2], [0, 3]], CPU)
     assert spans_of_blocks([5, 0], [4, 0], 3, CPU).spans.tolist() == [[0, 1, 4], [0, 4, 5]]
     assert len(spans_of_blocks([], [], 3, CPU).spans) == 0
+    for dtype in (np.uint8, np.int8, np.uint64):  # 4 was 252 below zero
+        narrow = spans_of_blocks(np.array([5, 0], dtype), np.array([4, 0], dtype), torch.tensor(3), CPU)  # type: ignore[arg-type]
+        assert narrow.spans.tolist() == [[0, 1, 4], [0, 4, 5]]
+    for block in (0, 2**31, 2**63):
+        with pytest.raises(BadBatch, match=f"a block is of {block} tokens"):
+            spans_of_blocks([5], [4], block, CPU)
     for kv_len, q_len in (([3], [4]), ([3], [-1]), ([3], [1, 1]), ([3.5], [2])):
         with pytest.raises(BadBatch, match="give whole numbers, one of each per sequence"):
             spans_of_blocks(kv_len, q_len, 2, CPU)

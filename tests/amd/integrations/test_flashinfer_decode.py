@@ -4,6 +4,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -165,6 +166,8 @@ REFUSED_PLANS = [
     ({"sm_scale": -1.0}, ValueError, "must be a positive number"),
     ({"sm_scale": 0.0}, BadProblem, "the scale of logits is 0; it must be a positive number"),
     ({"logits_soft_cap": 1e30}, BadProblem, "logits_soft_cap is 1e.30; it must be a positive number from"),
+    ({"sm_scale": np.array(0.25)}, BadProblem, "scale is array.0.25.; it must be a number"),
+    ({"logits_soft_cap": [30.0]}, BadProblem, "soft_cap is .30.0.; it must be a number"),
     ({"jit_args": [1]}, TypeError, "unexpected keyword argument 'jit_args'"),
 ]
 
@@ -235,10 +238,32 @@ def test_lists_that_contradict_each_other_are_refused(device: torch.device) -> N
         ((starts, pages, last[:1]), {}, BadBatch, "give one for each"),
         ((starts, pages, last), {"seq_lens": ints([6, 4], device)}, BadBatch, "seq_lens are .6, 4."),
         ((starts.float(), pages, last), {}, BadTensor, "integers of one dimension"),
+        ((starts.tolist(), pages, last), {}, BadTensor, "boundaries is a list; give a tensor"),  # type: ignore[list-item]
+        ((starts, pages.tolist(), last), {}, BadTensor, "page indices is a list; give a tensor"),  # type: ignore[list-item]
     ]
     for lists, more, error, message in cases:
         with pytest.raises(error, match=message):
             wrapper.plan(*lists, *SIZES, 4, **more)
+
+
+def test_sizes_of_narrow_types_count_as_their_values(device: torch.device) -> None:
+    """The tables of 200 tokens in pages of np.int8(4) were counted in 8 bits."""
+    batch, q = new_batch((200, 3), 4, device=device), queries(2, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    found = list[Tensor]()
+    for of in (int, np.int8):
+        wrapper.plan(*batch.lists, *map(of, SIZES), of(4), q_data_type="float32")
+        out = wrapper.run(q, batch.cache)
+        assert isinstance(out, Tensor)
+        found.append(out)
+    assert torch.equal(*found)
+    for sizes, page_size, name in (
+        ((None, *SIZES[1:]), 4, "num_q_heads"),
+        ((*SIZES[:2], "16"), 4, "head_dim"),
+        (SIZES, 4.0, "page_size"),
+    ):
+        with pytest.raises(BadProblem, match=f"^{name} is .*; it must be a whole number"):
+            wrapper.plan(*batch.lists, *sizes, page_size)
 
 
 def test_providers_are_chosen_by_name(device: torch.device) -> None:

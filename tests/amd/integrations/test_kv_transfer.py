@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -340,6 +341,7 @@ def test_page_0_of_an_engine_to_which_it_is_a_page_like_others_is_moved_too(
         assert torch.equal(side[[3, 0, 5]], new[[0, 2, 1]])
     with pytest.raises(BadBatch, match="which means none"):
         exporter.extent({Space.FULL: [3, 0, -1]}, 12)
+    assert exporter.extent({Space.FULL: [3, 0] * 16}, np.int8(127)).kv_len == 127  # and not 127 + 3 in 8 bits
     other.pages.bind(0, new_k.view(6, 4, 2, 16), new_v)
     importer.import_pages(there, extent, buffer)  # bound again in the same way
 

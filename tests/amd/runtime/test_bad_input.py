@@ -257,6 +257,12 @@ def test_a_number_that_is_none_is_named(name: str, value: object, device: torch.
         ({"first_swa_page": 0}, "first_swa_page is 0"),
         ({"capture_sizes": (2**31,)}, "capture_sizes goes up to 2147483648; counts are int32"),
         *(
+            ({name: sizes}, f"{name} is .*; give a list of sizes")
+            for name in ("capture_sizes", "capture_tokens", "prompt_tokens")
+            for sizes in (np.array([1, 2]), torch.tensor([1, 2]), False)
+        ),
+        ({"capture_tokens": None}, "capture_tokens is None; give a list of sizes"),
+        *(
             ({name: sizes}, name)
             for name in ("capture_sizes", "capture_tokens")
             for sizes in ((), (0,), (4, 2), (3, 3), (1.5,))

@@ -387,7 +387,7 @@ def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> No
         return blocks_of_rows * -(-num_out * args.sides // columns)
 
     def time(columns: int) -> int:
-        """Of as many turns as the last program has; any columns give the same bits."""
+        """The time of the turns of the last program. Any columns give the same bits."""
         return -(-blocks(columns) // compute_units) * (columns + _COLUMNS_OF_ROWS)
 
     columns = min(_STAGES_OF_COLUMNS, key=time)

@@ -81,7 +81,7 @@ class RequestLimits:
         try:
             ids = np.asarray(token_ids)  # an array is read in place
         except ValueError:
-            raise BadRequest("a token id is no number, but a list or an array; give whole numbers") from None
+            raise BadRequest("a token id is a list or an array; give whole numbers") from None
         is_plain = ids.ndim == 1 and ids.dtype.kind in "iu"
         if token_ids and not is_plain and not all(type(token) is int for token in token_ids):  # beyond 64 bits
             raise BadRequest(f"the token ids are of type {ids.dtype}; give whole numbers")

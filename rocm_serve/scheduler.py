@@ -597,9 +597,10 @@ class Scheduler:
             takes_place = newcomer.level < self._running[-1].level
             if not (has_place or takes_place):
                 return
-            if self._has_room(newcomer, NONE_FOUND) or not self._can_find(newcomer):
+            claimed = self._claimed(self._running)
+            if self._fits(newcomer, NONE_FOUND, claimed) or not self._can_find(newcomer):
                 return
-            if not self._has_room(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids)):
+            if not self._fits(newcomer, self._cache.find(newcomer.cached_row, newcomer.token_ids), claimed):
                 self._give_back_room()
 
     def _has_room(self, newcomer: Sequence, found: Found) -> bool:

@@ -79,7 +79,7 @@ def _stored_layout(columns):
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
-        [64, columns],
+        [_GROUP_ROWS.value, columns],
     )
 
 

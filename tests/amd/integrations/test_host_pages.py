@@ -5,6 +5,7 @@ Two public threads are replayed here, each as a copy that goes wrong in the way 
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -42,6 +43,24 @@ def stored(story: Story, runtime: AttentionRuntime) -> tuple[int, Int32Array]:
     pages = runtime.table.pages_of(row)
     assert len(pages) == NUM_PAGES
     return row, pages
+
+
+class PutPage(NamedTuple):
+    """A row, its pages, and a tier that has the first of them."""
+
+    runtime: AttentionRuntime
+    tier: HostPages
+    row: int
+    pages: Int32Array
+
+    @classmethod
+    def by_a_row(cls, device: torch.device) -> "PutPage":
+        problems = [small_problem()]
+        runtime = runtime_of(problems, device, "torch")
+        tier = tier_of(runtime, memory_for(runtime))
+        row, pages = stored(Story(problems, device), runtime)
+        tier.put(KEYS[:1], pages[:1])
+        return cls(runtime, tier, row, pages)
 
 
 def free_and_fill(runtime: AttentionRuntime, row: int) -> None:
@@ -318,11 +337,7 @@ def test_memory_that_the_machine_does_not_give_is_refused_in_a_sentence(monkeypa
 
 
 def test_nothing_comes_back_while_a_step_runs(device: torch.device) -> None:
-    problems = [small_problem()]
-    story, runtime = Story(problems, device), runtime_of(problems, device, "torch")
-    tier = tier_of(runtime, memory_for(runtime))
-    row, pages = stored(story, runtime)
-    tier.put(KEYS[:1], pages[:1])
+    runtime, tier, row, pages = PutPage.by_a_row(device)
     runtime.table.reserve(row, NUM_TOKENS + 1)
     runtime.step(StepBatch([row], [NUM_TOKENS + 1], [1]))
     with pytest.raises(WrongState, match="pages cannot come back from host memory"):
@@ -358,11 +373,7 @@ def test_keys_without_a_page_of_their_own_move_nothing(
 
 def test_pages_that_others_use_are_not_loaded_into(device: torch.device) -> None:
     """Those of a fork, which share the first page and copy the second in the next step; and those of no row."""
-    problems = [small_problem()]
-    story, runtime = Story(problems, device), runtime_of(problems, device, "torch")
-    tier = tier_of(runtime, memory_for(runtime))
-    row, pages = stored(story, runtime)
-    tier.put(KEYS[:1], pages[:1])
+    runtime, tier, row, pages = PutPage.by_a_row(device)
     page_size = runtime.pool.page_size
     fork = runtime.table.fork(row, page_size + 1)
     runtime.table.reserve(fork, page_size + 2)

@@ -68,7 +68,7 @@ def test_a_prompt_that_is_an_array_is_gone_through_nowhere_and_sent_as_it_is(loa
             engine(loaded).submit(Request(wrong))
     wrong = (1, (2,))
     for request in (Request(wrong), Request((1,), stop_token_ids=wrong)):
-        with pytest.raises(BadRequest, match="a token id is no number, but a list or an array; give whole numbers"):
+        with pytest.raises(BadRequest, match="a token id is a list or an array; give whole numbers"):
             engine(loaded).submit(request)
     with pytest.raises(BadRequest, match=f"token {2**70} is not in the model's vocabulary"):
         engine(loaded).submit(Request((1, 2**70)))

@@ -47,17 +47,17 @@ def among_nan(rows: Tensor) -> Tensor:
 def product(problem: ExpertProblem, gate: GateForm | None = None) -> Tensor:
     """The product by Hopper's kernel, whose rows of x, matrices and results lie among NaN.
 
-    Blocks of any number of columns give the same bits.
+    Blocks of any size give the same bits.
     """
     from rocm_attn.kernels.hopper import expert_product
 
     x, weight = among_nan(problem.x), among_nan(problem.weight)
     outs = list[Tensor]()
-    for columns in expert_product._STAGES_OF_COLUMNS.items():
+    for size in expert_product.BLOCK_SIZES:
         out = among_nan(problem.empty_out(1 if gate is None else 2))
         args = replace(problem, x=x, weight=weight).args(out, gate)
         assert args.suits_hopper
-        with patch.object(expert_product, "_STAGES_OF_COLUMNS", dict([columns])):
+        with patch.object(expert_product, "_block_size", return_value=size):
             expert_product.launch_hopper_expert_product(args, compute_units=132)
         assert out._base is not None
         assert int(out._base.isnan().sum()) == out._base.numel() - out.numel()

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -76,6 +77,8 @@ SPILLED = {
 }
 # Heads that fill no tile, with their masks.
 SPILLED_OF_PADDED = {(40, 40): 0, (72, 72): 24, (144, 144): 24, (224, 224): 256, (96, 64): 0, (80, 128): 0}
+# Products of many experts with 192 pairs in a block: values of the warps that load, between blocks.
+SPILLED_OF_PRODUCTS = 24
 # Deterministic attention, around the merge of segments.
 SPILLED_AROUND_MERGES = {64: 16, 96: 64, 128: 80, 192: 40, 256: 272}
 # Groups that walk latents spill values of the program and its row over their loops.
@@ -225,27 +228,26 @@ def test_chunks_of_recurrent_layers_do_too(layer: str) -> None:
         assert [each.opcode for each in machine_code(kernels[name]).steps].count("WARPGROUP.DEPBAR.LE") == waits
 
 
-@pytest.mark.parametrize("columns", [256, pytest.param(128, marks=pytest.mark.nightly), 64])
+@pytest.mark.parametrize("size", range(4))
 @pytest.mark.parametrize("gate", [GateForm(SILU), None], ids=["gated", "plain"])
-def test_the_product_of_experts_does_too(gate: GateForm | None, columns: int) -> None:
-    from rocm_attn.kernels.hopper.expert_product import launch_hopper_expert_product
+def test_the_product_of_experts_does_too(gate: GateForm | None, size: int) -> None:
+    from rocm_attn.kernels.hopper import expert_product
 
     sides = 1 if gate is None else 2
     x, weight = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(512, 512, 256, dtype=torch.bfloat16)
     expert = torch.arange(640).view(64, 10) % 512
     out, bias = x.new_empty(640, 512 // sides), weight[:, :, 0].contiguous()
     args = ProductArgs.of_experts(x, weight, bias, ExpertGroups.of(expert, 512), out, gate)
-    blocks = args.most_blocks(128)
-
-    def launch() -> None:
-        # With as many processors as there are blocks of columns, narrower ones are as many turns.
-        launch_hopper_expert_product(args, compute_units=blocks * 512 // columns if columns < 256 else 132)
-
-    (kernel,) = compiled_by(launch, "sm_90")
-    assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n{columns}k16", kernel.asm["ptx"])
+    columns, groups, _ = chosen = expert_product.BLOCK_SIZES[size]
+    with patch.object(expert_product, "_block_size", return_value=chosen):
+        (kernel,) = compiled_by(lambda: expert_product.launch_hopper_expert_product(args, compute_units=132), "sm_90")
+    ptx = kernel.asm["ptx"]
+    wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n{}k16"
+    assert re.search(wgmma.format(columns), ptx)
+    assert bool(re.search(wgmma.format(columns // 2), ptx)) == (groups > 2)
     assert_waits(kernel, reads_before=False)
-    assert_sound(kernel, 0)
-    waits = len(re.findall(r"wgmma\.wait_group", kernel.asm["ptx"]))
+    assert_sound(kernel, SPILLED_OF_PRODUCTS if groups > 2 else 0)
+    waits = len(re.findall(r"wgmma\.wait_group", ptx))
     assert [each.opcode for each in machine_code(kernel).steps].count("WARPGROUP.DEPBAR.LE") == waits
 
 

@@ -75,6 +75,8 @@ _NEXT_PLACE = gl.constexpr(7)
 _CONSUMER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
 # Lanes of eight elements: a warp has 128 bytes of four rows.
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+# One number, which all lanes have.
+_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=3))
 
@@ -248,8 +250,13 @@ def _pass_on(block, turn, room, G: gl.constexpr):
     slot = turn % _SLOTS * 4
     numbers = (block.expert, block.first, block.end, block.column // _outputs(G))
     for i in gl.static_range(4):
-        room.blocks.index(slot + i).store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        room.blocks.index(slot + i).store(gl.full([1], numbers[i], gl.int32, _ONE))
     gl.thread_barrier()
+
+
+@gluon.jit
+def _number(room, at):
+    return gl.max(room.blocks.index(at).load(_ONE), 0)
 
 
 @gluon.jit
@@ -257,12 +264,9 @@ def _passed_on(turn, n, room, G: gl.constexpr):
     """The block of a turn, whose first step is the n-th."""
     mbarrier.wait(room.full.index(n % G.STAGES), (n // G.STAGES) & 1)
     slot = turn % _SLOTS * 4
-    numbers = ()
-    for i in gl.static_range(4):
-        number = gl.max(room.blocks.index(slot + i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        numbers += (number,)  # type: ignore[assignment]
+    expert, first, end = _number(room, slot), _number(room, slot + 1), _number(room, slot + 2)
     # The compiler stores 16 bytes at a time, as it sees what the first column is a multiple of.
-    return _Block(numbers[0], numbers[1], numbers[2], numbers[3] * _outputs(G))
+    return _Block(expert, first, end, _number(room, slot + 3) * _outputs(G))
 
 
 @gluon.jit

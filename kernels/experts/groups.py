@@ -29,6 +29,8 @@ class ExpertGroups(NamedTuple):
 
         expert: integer [tokens, chosen], each 0 to num_experts - 1
         """
-        by_expert, order = expert.flatten().sort(stable=True)
-        numbers = torch.arange(num_experts + 1, dtype=expert.dtype, device=expert.device)
+        # A GPU sorts by a byte at a time.
+        dtype = torch.int16 if num_experts < 1 << 15 else expert.dtype
+        by_expert, order = expert.flatten().to(dtype).sort(stable=True)
+        numbers = torch.arange(num_experts + 1, dtype=dtype, device=expert.device)
         return cls(order, torch.searchsorted(by_expert, numbers))

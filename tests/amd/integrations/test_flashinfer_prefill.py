@@ -143,6 +143,8 @@ def test_a_mask_of_another_size_is_refused(device: torch.device) -> None:
         ({"custom_mask": cells[1:]}, "custom_mask has 150 cells; the batch has 151"),
         ({"packed_custom_mask": cells[:20].to(torch.uint8)}, "packed_custom_mask is torch.uint8 .20."),
         ({"packed_custom_mask": cells[:21]}, "packed_custom_mask is torch.bool"),
+        ({"custom_mask": cells.tolist()}, "custom_mask is a list; give a tensor"),
+        ({"packed_custom_mask": 1}, "packed_custom_mask is a int; give a tensor"),
     ]
     for more, message in cases:
         with pytest.raises(BadTensor, match=message):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.problem import Problem
 
 
@@ -116,6 +117,7 @@ class LayerHeadWeights:
         }
 
     def _check(self, name: str, tensor: Tensor, problem: Problem) -> None:
+        require_tensor(name, tensor)
         if tensor.shape != (problem.num_q_heads,):
             raise BadTensor(
                 f"{name} has shape {list(tensor.shape)}; the layer needs [{problem.num_q_heads}], one per query head"

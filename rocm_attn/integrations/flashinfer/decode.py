@@ -32,6 +32,7 @@ def single_decode_with_kv_cache(q: Tensor, given: Given) -> Result:
     q: [q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
     Raises Unsupported, BadTensor.
     """
+    require_tensor("q", q)
     kv, call = as_nhd(given.k, given.v, given.kv_layout), RunArguments.of(given)
     result = attend_alone(q.unsqueeze(0), kv, ScoreRules.of(given), call, causal=True)
     return result.squeeze(0) if isinstance(result, Tensor) else (result[0].squeeze(0), result[1].squeeze(0))

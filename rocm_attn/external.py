@@ -436,7 +436,13 @@ class ExternalAttention:
 
 
 def _check_layers(problems: Sequence[Problem], spaces: Sequence[Space], tables: Mapping[Space, Source]) -> None:
-    """Layers must have one page size, every space of a layer a table, and every table a layer. Raises BadProblem."""
+    """Layers must have one page size, every space of a layer a table, and every table a layer.
+
+    Raises BadProblem, and BadTensor for a table that is given without its source.
+    """
+    for source in tables.values():
+        if not isinstance(source, Source):
+            raise BadTensor(f"a table is a {type(source).__name__}; give a TableSource or a CsrSource of it")
     if not problems:
         raise BadProblem("there are no layers; give one LayerSource for each attention layer of the model")
     if any(problem.row.tokens > 1 for problem in problems):

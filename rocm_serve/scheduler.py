@@ -644,10 +644,10 @@ class Scheduler:
     def _admit(self, sequence: Sequence, found: Found) -> None:
         """Makes a waiting sequence run, which begins with the found pages and those of the tier after them."""
         row, page_size, is_new = sequence.cached_row, self._table.page_size, not sequence.times.first_step
-        self._waiting.remove(sequence)
         sequence.row = self._cache.admit(row, found)
         sequence.num_stored = len(found) * page_size
         sequence.times.begin(self._metrics.queue_seconds)
+        self._waiting.remove(sequence)
         insort(self._running, sequence, key=_by_urgency)
         self._stops.update(sequence.stops)
         # It runs by now, so it is not lost if memory for the copies runs out.

@@ -22,7 +22,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
 from rocm_attn.kernels.cache.page_format import PoolKind, Scales
 from rocm_attn.kernels.cache.page_rows import key_rows, value_rows
-from rocm_attn.machine.devices import on_device
+from rocm_attn.machine.devices import on_device, require_tensor
 from rocm_attn.machine.sending import sent
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.paging.convert import code_tables, token_factor
@@ -136,6 +136,10 @@ class _Mover:
 
         Raises BadBatch for wrong ones, and WrongState if pages or scales of the layers have changed.
         """
+        if not isinstance(pages, Mapping):
+            raise BadBatch(
+                f"pages is a {type(pages).__name__}; give the pages of each space, as pages_of() returns them"
+            )
         found, count = dict[Space, list[int]](), num_pages(kv_len, self._page_size)
         for space in {self._spaces[layer] for layer in layers}:
             name = f"the list of pages in the space {space.value!r}"
@@ -175,6 +179,7 @@ class _Mover:
 
     def _buffer(self, buffer: Tensor, num_bytes: int) -> Tensor:
         """Returns the bytes that are used. Raises BadTensor."""
+        require_tensor("the buffer", buffer)
         if (
             buffer.dtype != torch.uint8
             or buffer.dim() != 1

@@ -22,6 +22,7 @@ from rocm_attn.errors import BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.page_format import PageFormat
 from rocm_attn.kernels.metadata.engine_tensors import EngineRows, GatherSource
 from rocm_attn.kernels.metadata.step_tensors import ALL_KEYS, TableTerms
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
@@ -96,6 +97,7 @@ Source = TableSource | CsrSource
 
 
 def _check_integers(name: str, tensor: Tensor, dims: int) -> None:
+    require_tensor(name, tensor)
     if tensor.dim() != dims or tensor.dtype not in _INTEGERS or 0 in tensor.shape:
         raise BadTensor(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be int32 or int64 with {dims} dimensions, and "

@@ -11,6 +11,7 @@ from torch import Tensor
 from rocm_attn.errors import BadProblem, BadTensor, NeverFits, WrongState
 from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
 from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.paging.adopted import ChangeGate
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, PoolKind, Problem, Scales
@@ -169,6 +170,7 @@ class AdoptedPages:
         form = self._problem(layer).index_format
         if form is None:
             raise BadTensor(f"layer {layer} has no indexer, so it has no index pages; leave them out")
+        require_tensor(f"the index pages of layer {layer}", keys)
         if keys.dim() != 3:
             raise BadTensor(f"the index pages of layer {layer} are {list(keys.shape)}; give [pages, keys, elements]")
         rows = keys.unsqueeze(2)
@@ -207,8 +209,8 @@ class AdoptedPages:
         return self._problems[layer].page_format
 
     def _problem(self, layer: int) -> Problem:
-        if not 0 <= layer < len(self._problems):
-            raise BadTensor(f"layer {layer} does not exist; there are layers 0 to {len(self._problems) - 1}")
+        if layer not in range(len(self._problems)):
+            raise BadTensor(f"layer {layer!r} does not exist; there are layers 0 to {len(self._problems) - 1}")
         return self._problems[layer]
 
     def _adopt(self, of_layers: list[LayerPages | None], layer: int, name: str, pages: LayerPages) -> None:
@@ -244,6 +246,10 @@ class AdoptedPages:
     ) -> LayerPages:
         """A layer's pages, if they have the format of its kernels. name: of the pages, for messages"""
         encoding = wanted.encoding
+        for side in (k, v):
+            require_tensor(f"a side of the {name}", side)
+            if side.dim() != 4:
+                raise BadTensor(f"a side of the {name} is {list(side.shape)}; give [pages, page_size, heads, elements]")
         if declared is not None:
             self._gate.guards.formats(name, declared, wanted)
             if encoding.is_fp8 and k.dtype == v.dtype == torch.uint8:

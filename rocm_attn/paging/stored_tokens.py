@@ -151,6 +151,8 @@ class StepStores:
     ) -> None:
         self._tokens = tokens
         self._sides = sides
+        # Looked up, not shifted: a shift by a number of NumPy's is one of 64 bits.
+        self._bit_of = tuple(1 << side for side in range(len(sides)))
         self._all = (1 << len(sides)) - 1
         self._require_stored = require_stored
         self._batch: StepBatch | None = None
@@ -202,7 +204,7 @@ class StepStores:
         """
         if self.refusal:
             raise BadBatch(self.refusal)
-        if self._in_turn > 1 and child % self._in_turn and not self._done[child - 1] >> layer & 1:
+        if self._in_turn > 1 and child % self._in_turn and not self._done[child - 1] & self._bit_of[layer]:
             step = child % self._in_turn
             raise WrongState(
                 f"draft step {step} stores in layer {layer} before draft step {step - 1}; run the draft steps of a "
@@ -225,11 +227,11 @@ class StepStores:
 
     def after_store(self, child: int, layer: int) -> None:
         """Notes that a child of the step has stored in a layer."""
-        self._done[child] |= 1 << layer
+        self._done[child] |= self._bit_of[layer]
 
     def before_attend(self, child: int, layer: int) -> None:
         """Raises BadBatch for a child that attends to tokens that were stored neither before nor by this step."""
-        if not self._done[child] >> layer & 1 and self._batch is not None:
+        if not self._done[child] & self._bit_of[layer] and self._batch is not None:
             self._require_stored(self._batch, self._batch.kv_len)
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.problem import Problem
 
 
@@ -48,6 +49,11 @@ def written_in_place(owned: Tensor, given: Tensor) -> Tensor:
 NewHeadWeights = Callable[[Tensor, Tensor], Tensor]
 
 
+def no_such_layer(layer: object, count: int) -> BadTensor:
+    """The error of a call for a layer that a runtime with this number of layers does not have."""
+    return BadTensor(f"layer {layer!r} does not exist; the runtime has layers 0 to {count - 1}")
+
+
 class _Given(dict[int, HeadWeights]):
     """Layer -> its weights. A layer that needs weights has no entry until it has them."""
 
@@ -56,6 +62,8 @@ class _Given(dict[int, HeadWeights]):
         self._wanted = wanted
 
     def __missing__(self, layer: int) -> HeadWeights:
+        if layer not in range(len(self._wanted)):
+            raise no_such_layer(layer, len(self._wanted))
         names = " and ".join(self._wanted[layer])
         raise WrongState(f"layer {layer} has {names} that were never given; call head_weights.set() before a step")
 
@@ -84,8 +92,8 @@ class LayerHeadWeights:
         The values are copied, on the current stream. To change them, call set() again: writing to the given tensors has
         no effect. Raises BadTensor; nothing has changed then.
         """
-        if not 0 <= layer < len(self._problems):
-            raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._problems) - 1}")
+        if layer not in range(len(self._problems)):
+            raise no_such_layer(layer, len(self._problems))
         for name, tensor in (("sinks", weights.sinks), ("alibi_slopes", weights.alibi_slopes)):
             is_wanted = name in self._wanted[layer]
             if is_wanted and tensor is None:
@@ -109,6 +117,7 @@ class LayerHeadWeights:
         }
 
     def _check(self, name: str, tensor: Tensor, problem: Problem) -> None:
+        require_tensor(name, tensor)
         if tensor.shape != (problem.num_q_heads,):
             raise BadTensor(
                 f"{name} has shape {list(tensor.shape)}; the layer needs [{problem.num_q_heads}], one per query head"

@@ -18,7 +18,7 @@ from rocm_attn.kernels.launch import does_only_launch, observers
 from rocm_attn.kernels.metadata.error_word import BAD_SELECTION, ERROR_WORD
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, IndexPages, SelectedArgs, SelectedKeys
-from rocm_attn.machine.devices import is_current, on_device
+from rocm_attn.machine.devices import is_current, on_device, require_tensor
 from rocm_attn.machine.settings import settings
 from rocm_attn.paging.storage import PagePool
 from rocm_attn.paging.stored_tokens import Sides, StepStores
@@ -26,7 +26,7 @@ from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StoringKernel
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.mixed import MixedAtOnce, is_capturing
-from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
+from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, no_such_layer, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan
@@ -260,6 +260,7 @@ class Layers(TensorChecks):
         scale = pages.k_scale
         if scale is not None and pages.format.scales is Scales.TOKEN:
             scale = scale[:, 0]
+        require_tensor("index q", q)
         coded = pages.format.encoding.is_fp8 and q.dtype == pages.format.encoding.dtype
         shape = tensors.slot_of_token.shape[0], indexer.num_heads, indexer.head_dim
         self._check("index q", q, shape, q.dtype if coded else problem.dtype)
@@ -349,9 +350,12 @@ class Layers(TensorChecks):
 
     def _kind_of(self, layer: int) -> int:
         """The kind of a layer. Raises BadTensor for a layer that does not exist."""
-        if not 0 <= layer < len(self._kind_of_layer):
-            raise BadTensor(f"layer {layer} does not exist; the runtime has layers 0 to {len(self._kind_of_layer) - 1}")
-        return self._kind_of_layer[layer]
+        try:
+            if 0 <= layer < len(self._kind_of_layer):
+                return self._kind_of_layer[layer]
+        except (TypeError, ValueError):  # it is no number
+            pass
+        raise no_such_layer(layer, len(self._kind_of_layer))
 
     def _after_store(self, plan: StepPlan, layer: int, problem: Problem, tensors: StepTensors) -> None:
         """Zeroes the rest of a sequence's last page for kernels that multiply V after its end."""
@@ -371,6 +375,7 @@ class Layers(TensorChecks):
     def _check_queries(
         self, layer: int, problem: Problem, q: Tensor, q_out: Tensor, work: QkvWork, num_tokens: int
     ) -> None:
+        require_tensor("q", q)
         dim = q.shape[-1]
         if self._work_of_layer.get(layer) is not work:
             _check_work(problem, work, self._device)
@@ -386,6 +391,7 @@ class Layers(TensorChecks):
             raise BadTensor(f"q_norm has {work.q_norm.dim} weights; rows of q have {dim} elements")
 
     def _check_gate(self, gate: Tensor, shape: tuple[int, int, int]) -> None:
+        require_tensor("gate", gate)
         if not gate.is_floating_point():
             raise BadTensor(f"gate is {gate.dtype}; it must be floating point")
         if tuple(gate.shape) not in (shape, shape[:2]):
@@ -408,6 +414,13 @@ class Layers(TensorChecks):
             self._check_written("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
             require_apart("lse", lse, "q", q)
             require_apart("lse", lse, "out", out)
+
+
+def _are_apart(out: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True if out lies in memory of its own. Raises BadTensor."""
+    for name, tensor in (("out", out), ("k", k), ("v", v)):
+        require_tensor(name, tensor)
+    return not (may_overlap(out, k) or may_overlap(out, v))
 
 
 # A call that is not prepared.
@@ -499,6 +512,7 @@ class StepLayers(LayerCalls):
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         self._require_running()
+        self._layers.problem(layer)
         self._stores.before_attend(self._part, layer)
         self._layers.attend(self._step, self._plan, layer, q, out, lse)
 
@@ -507,20 +521,20 @@ class StepLayers(LayerCalls):
     ) -> None:
         self._require_running()
         self._stores.before_store(self._part, layer)
-        layers, step, plan = self._layers, self._step, self._plan
+        layers, step = self._layers, self._step
         # A joined call was prepared for these views, and so for their plan's kernels.
         if lse is None and layers.prepares() and layers.forms.both_again(step.prepared, layer, q, k, v, out):
             self._stores.after_store(self._part, layer)
-        elif layers.stores_within(plan, layer) and not (may_overlap(out, k) or may_overlap(out, v)):
+        elif layers.stores_within(self._plan, layer) and _are_apart(out, k, v):
             # In one launch a program may write to out before another one has read its rows there.
-            layers.store_and_attend(step, plan, layer, q, k, v, out, lse)
+            layers.store_and_attend(step, self._plan, layer, q, k, v, out, lse)
             self._stores.after_store(self._part, layer)
         else:
-            layers.store(step, plan, layer, k, v)
+            layers.store(step, self._plan, layer, k, v)
             self._stores.after_store(self._part, layer)
-            layers.attend(step, plan, layer, q, out, lse)
+            layers.attend(step, self._plan, layer, q, out, lse)
             if lse is None:
-                layers.join(step, plan, layer)
+                layers.join(step, self._plan, layer)
 
     def rope_and_store(self, layer: int, q: Tensor, k: Tensor, v: Tensor, q_out: Tensor, work: QkvWork) -> None:
         self._require_running()

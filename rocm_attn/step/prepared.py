@@ -376,7 +376,10 @@ class LayerForms:
 
         Raises WrongState for a layer that lacks head weights.
         """
-        addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
+        try:
+            addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
+        except AttributeError:  # one is no tensor, which the call's checks refuse
+            return False
         return self._again(prepared.both, layer, addresses, (k, v, q, out), self._weights_of(layer))
 
     def join(self, prepared: PreparedCalls, layer: int) -> None:
@@ -425,7 +428,10 @@ class LayerForms:
         other: QkvWork | HeadWeights | None,
     ) -> AddressedCall | None:
         """Makes a call of a form that was prepared, and keeps it as the layer's last one; returns any other call."""
-        own = tuple(map(Tensor.data_ptr, tensors))
+        try:
+            own = tuple(map(Tensor.data_ptr, tensors))
+        except TypeError:  # one is no tensor, which the call's checks refuse
+            return AddressedCall(None, (), 0)
         if self._again(calls, layer, own, tensors, other):
             return None
         owners, memory = (self._pages_of(layer), other), self._memories.get((operation, layer))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.attention.arguments import rows_are_contiguous
+from rocm_attn.machine.devices import require_tensor
 
 
 class TensorChecks:
@@ -16,11 +17,12 @@ class TensorChecks:
         self._device = device
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Raises BadTensor for another shape, dtype or device, or a last dimension that is not contiguous."""
+        """Raises BadTensor for no tensor, another shape, dtype or device, or gaps in the last dimension."""
         # One check if all is well, because this runs at every layer of every step.
-        is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.stride(-1) == 1
-        if is_right and tensor.device == self._device:
+        is_right = isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype is dtype
+        if is_right and tensor.stride(-1) == 1 and tensor.device == self._device:
             return
+        require_tensor(name, tensor)
         if tuple(tensor.shape) != shape:
             raise BadTensor(f"{name} has shape {list(tensor.shape)}; this step and layer need {list(shape)}")
         if tensor.dtype != dtype:
@@ -32,8 +34,8 @@ class TensorChecks:
 
     def _check_written(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Does the same for a tensor that a launch writes, whose elements must be memory of their own."""
-        is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.device == self._device
-        if is_right and tensor.is_contiguous():
+        is_right = isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype is dtype
+        if is_right and tensor.device == self._device and tensor.is_contiguous():
             return
         self._check(name, tensor, shape, dtype)
         if not _has_room(tensor):

@@ -41,13 +41,16 @@ class RowDrafter(Drafter, Generic[Held]):
     def draft(self, decoding: Many[tuple[Sequence, int]], alive: Set[int]) -> Mapping[int, DraftTree]:
         """Like Drafter.draft. A sequence that the model has no room for, or that is too long for it, gets no drafts.
 
-        After a fault of the device there are none either, and the model starts anew: no request needs drafts.
+        After a fault of the device there are none either: no request needs drafts. After any error the model starts
+        anew, because its rows may count tokens that no step has stored.
         """
         try:
             return self._draft(decoding, alive)
-        except DeviceFault:
+        except BaseException as error:
             self._keep(frozenset())
-            return {}
+            if isinstance(error, DeviceFault):
+                return {}
+            raise
 
     @property
     def probabilities(self) -> Tensor:

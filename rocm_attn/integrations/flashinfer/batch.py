@@ -84,6 +84,7 @@ class PagedKVLists:
         page_size = whole_field("page_size", page_size)
         given = [q_indptr, self.indptr, self.last_page_len]
         if self.seq_lens is not None:
+            require_tensor("seq_lens", self.seq_lens)
             given.append(self.seq_lens.flatten())
         q, indptr, last_page_len, *seq_lens = on_host(*given)
         kv_len = paged_kv_len(indptr, last_page_len, page_size)

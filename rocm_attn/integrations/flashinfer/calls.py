@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadSetting, BadTensor
+from rocm_attn.errors import BadProblem, BadSetting, BadTensor
 from rocm_attn.integrations.flashinfer.planned import LOG2_E, Inputs, PlannedAttention
 from rocm_attn.integrations.flashinfer.requests import Geometry, check_rows
 from rocm_attn.integrations.flashinfer.signatures import Given
-from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE
+from rocm_attn.machine.devices import require_tensor
+from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, number_field
 
 Scale = float | Tensor | None
 # K and V in one tensor, or in two.
@@ -61,12 +63,15 @@ def pages_of(paged_kv_cache: PagedKV, kv_layout: str) -> tuple[Tensor, Tensor]:
                 "HND"
             )
         k, v = paged_kv_cache.unbind(1)
-    else:
+    elif isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
         k, v = paged_kv_cache
+    else:
+        raise BadTensor(f"the KV cache is a {type(paged_kv_cache).__name__}; give one tensor, or a tuple of K and V")
     return _as_nhd(k, kv_layout), _as_nhd(v, kv_layout)
 
 
 def _as_nhd(side: Tensor, kv_layout: str) -> Tensor:
+    require_tensor("a side of the KV cache", side)
     if side.dim() == 3:
         return side.unsqueeze(1)
     if side.dim() != 4:
@@ -106,6 +111,8 @@ def attend(
         k_scale, v_scale = _factor(call.k_scale, planned.device), _factor(call.v_scale, planned.device)
     else:
         scale_value *= _number(call.k_scale)
+    if call.sinks is not None:
+        require_tensor("sinks", call.sinks)
     q = q if q.stride(-1) == 1 else q.contiguous()
     planned.run(geometry, Inputs(q, *pages, computed, lse, call.sinks, k_scale, v_scale), scale_value=scale_value)
     if computed is not out:
@@ -139,13 +146,13 @@ def _lse_rows(call: RunArguments, shape: tuple[int, int], device: torch.device) 
 
 
 def _number(scale: Scale) -> float:
-    """Returns a scale as a float on the host; waits for a tensor. Raises BadTensor for one of several elements."""
+    """Returns a scale as a float on the host; waits for a tensor. Raises as _check_one() does."""
     _check_one(scale)
     return 1.0 if scale is None else float(scale)
 
 
 def _factor(scale: Scale, device: torch.device) -> Tensor:
-    """Returns a scale as float32 [1] on the device. Raises BadTensor."""
+    """Returns a scale as float32 [1] on the device. Raises BadTensor, BadProblem."""
     _check_one(scale)
     if isinstance(scale, Tensor):
         return scale.to(device, torch.float32).reshape(1)
@@ -155,5 +162,9 @@ def _factor(scale: Scale, device: torch.device) -> Tensor:
 
 
 def _check_one(scale: Scale) -> None:
-    if isinstance(scale, Tensor) and scale.numel() != 1:
-        raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; q, K and V have one scale each")
+    """Raises BadTensor for a scale of several elements, and BadProblem for one that is no number of a float's range."""
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; q, K and V have one scale each")
+    elif scale is not None and math.isinf(number_field("a scale of q, K or V", scale)):
+        raise BadProblem("a scale of q, K or V is infinite; give a finite number")

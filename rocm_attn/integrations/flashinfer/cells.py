@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.problem import UNLIMITED_WINDOW
 
 
@@ -94,9 +95,11 @@ NO_MASKS = Masks()
 def given_cells(lengths: BatchLengths, masks: Masks, device: torch.device) -> Tensor | None:
     """Returns a caller's mask as bool [cells], or None if there is none. Raises BadTensor."""
     if masks.packed is not None:
+        require_tensor("packed_custom_mask", masks.packed)
         return _unpacked(lengths, masks.packed).to(device)
     if masks.custom is None:
         return None
+    require_tensor("custom_mask", masks.custom)
     if masks.custom.numel() != lengths.num_cells:
         raise BadTensor(
             f"custom_mask has {masks.custom.numel()} cells; the batch has {lengths.num_cells}, one for each new token "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import MOST_TOKENS
 from rocm_attn.errors import BadBatch, Unsupported
 from rocm_attn.integrations.flashinfer.batch import PagedKVLists
 from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, pages_of
@@ -17,7 +18,8 @@ from rocm_attn.integrations.flashinfer.requests import ScoreRules, as_dtype, geo
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan, deprecated
-from rocm_attn.problem import UNLIMITED_WINDOW
+from rocm_attn.machine.devices import require_tensor
+from rocm_attn.problem import UNLIMITED_WINDOW, whole_field
 
 # Arguments of _plan_impl() that plan() never took by position after page_size; the others it did, in this order.
 _BY_NAME_ONLY = ("window_right", "is_causal")
@@ -30,6 +32,7 @@ def single_decode_with_kv_cache(q: Tensor, given: Given) -> Result:
     q: [q_heads, head_dim]; k, v: [kv_len, kv_heads, dim] in NHD, [kv_heads, kv_len, dim] in HND
     Raises Unsupported, BadTensor.
     """
+    require_tensor("q", q)
     kv, call = as_nhd(given.k, given.v, given.kv_layout), RunArguments.of(given)
     result = attend_alone(q.unsqueeze(0), kv, ScoreRules.of(given), call, causal=True)
     return result.squeeze(0) if isinstance(result, Tensor) else (result[0].squeeze(0), result[1].squeeze(0))
@@ -88,17 +91,18 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
 
         window_left, window_right: keys before and after its own that a token sees; -1: all of them
         """
-        each = given.q_len_per_req
-        if each < 1:
-            raise BadBatch(f"q_len_per_req is {each}; it must be at least 1")
+        each = whole_field("q_len_per_req", given.q_len_per_req)
+        if not 1 <= each <= MOST_TOKENS:
+            raise BadBatch(f"q_len_per_req is {each}; it must be from 1 to {MOST_TOKENS}")
         if given.is_causal is not None and given.is_causal != (each > 1):
             raise Unsupported(f"is_causal={given.is_causal} with q_len_per_req={each} is not served; leave it None")
         geometry = geometry_of(
             given,
-            window_right=max(given.window_right, UNLIMITED_WINDOW),
+            window_right=max(whole_field("window_right", given.window_right), UNLIMITED_WINDOW),
             # A request's last token has none after it.
             causal=given.window_right == 0 or each == 1,
         )
+        require_tensor("last_page_len", given.last_page_len)
         lists = PagedKVLists(given.indptr, given.indices, given.last_page_len, given.seq_lens)
         batch = lists.batch(torch.arange(len(given.last_page_len) + 1) * each, given.page_size)
         if each > 1 and (batch.lengths.kv_len < each).any():
@@ -163,5 +167,6 @@ def fast_decode_plan(wrapper: Any, given: Given) -> None:
     if on_host is not None:
         values["indptr"] = on_host
     if given.page_size == 1:
+        require_tensor("last_page_len", given.last_page_len)
         values["last_page_len"] = torch.ones(len(given.last_page_len), dtype=torch.int32)
     wrapper._plan_impl(**values)

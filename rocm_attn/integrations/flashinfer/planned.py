@@ -286,10 +286,10 @@ class PlannedAttention:
                 )
         if self._lists is not None and self._room.holds(needs) and self._page_size == page_size:
             return
-        self._room = self._fixed or self._room.grown(needs)
-        self._page_size = page_size
+        room = self._fixed or self._room.grown(needs)
+        lists = PageLists(room.num_entries, room.width, self.device)  # memory may run out, and nothing has changed then
         self._built.clear()
-        self._lists = PageLists(self._room.num_entries, self._room.width, self.device)
+        self._lists, self._room, self._page_size = lists, room, page_size
 
     def _refuse_capture(self) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

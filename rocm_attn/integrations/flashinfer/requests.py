@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, Unsupported
 from rocm_attn.integrations.flashinfer.signatures import NVFP4, Given
 from rocm_attn.machine.choices import PROVIDERS
+from rocm_attn.machine.devices import require_tensor
 from rocm_attn.problem import (
     UNLIMITED_WINDOW,
     KVEncoding,
@@ -148,6 +150,8 @@ class Geometry:
             )
         if self.scale == 0:
             raise BadProblem("the scale of logits is 0; it must be a positive number, or None for head_dim ** -0.5")
+        if (largest := max(getattr(self, name) for name in sizes)) > INT32_MAX:
+            raise BadProblem(f"a size is {largest}; use at most {INT32_MAX}")
         if min(self.head_dim, self.v_head_dim) < 1:
             raise BadProblem(f"head dims are {self.head_dim} and {self.v_head_dim}; each must be at least 1")
         if not 1 <= self.num_kv_heads <= self.num_q_heads:
@@ -207,7 +211,7 @@ class ScoreRules:
         return replace(
             geometry,
             alibi=check_positions(self.pos_encoding_mode),
-            window_left=max(self.window_left, UNLIMITED_WINDOW),
+            window_left=max(whole_field("window_left", self.window_left), UNLIMITED_WINDOW),
             soft_cap=self.logits_soft_cap or 0.0,
             scale=self.sm_scale if self.sm_scale is not None else 1.0 / math.sqrt(geometry.head_dim),
         )
@@ -247,7 +251,8 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises BadTensor if a tensor has another shape, dtype or device than it must have."""
+    """Raises BadTensor if a tensor has another shape, dtype or device than it must have, or if it is none."""
+    require_tensor(name, tensor)
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
         raise BadTensor(
             f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; it must be {dtype} "

@@ -14,6 +14,7 @@ probabilities sum to 0 or to no number, and for one that does not exist; its tok
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from rocm_attn.errors import BadSetting, BadTensor
 from rocm_attn.integrations.flashinfer.philox import uniforms
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
+from rocm_attn.machine.devices import require_tensor
 
 Limit = Tensor | float
 Seed = Tensor | int | None
@@ -59,6 +61,7 @@ def _each_row(given: Tensor | int, rows: int, device: torch.device) -> Tensor:
 
 def _rows(name: str, values: Tensor, *, check_nan: bool = False) -> Tensor:
     """Returns probabilities or logits as float32. Raises BadTensor."""
+    require_tensor(name, values)
     if values.dim() != 2 or not values.is_floating_point() or not values.shape[1]:
         raise BadTensor(f"{name} is {values.dtype} {list(values.shape)}; it must be floats of [rows, vocab]")
     if check_nan and values.isnan().any():
@@ -72,6 +75,8 @@ def _limits(name: str, given: Limit, rows: int, least: float) -> Tensor | float:
         if given.shape != (rows,):
             raise BadTensor(f"{name} is {list(given.shape)}; it must be a number, or [{rows}], one for each row")
         return given[:, None]
+    if not isinstance(given, Real):
+        raise BadSetting(f"{name} is {given!r}; it must be a number, or a tensor of one for each row")
     if not given >= least:
         raise BadSetting(f"{name} is {given}; it must be at least {least:g}")
     return given
@@ -214,7 +219,8 @@ def top_k_renorm_probs(probs: Tensor, top_k: Limit, is_deterministic: bool = Fal
 
 def top_k_mask_logits(logits: Tensor, top_k: Limit) -> Tensor:
     """Returns the logits of the top_k likeliest tokens, and -inf for others. Raises BadTensor, BadSetting."""
-    return logits.where(_in_top_k(_rows("logits", logits), top_k), float("-inf"))
+    rows = _rows("logits", logits)
+    return logits.where(_in_top_k(rows, top_k), float("-inf"))
 
 
 @as_in_flashinfer

@@ -17,7 +17,7 @@ from rocm_attn.integrations.flashinfer.cells import NO_MASKS, Masks
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_out_dtype, check_layout, provider_of
-from rocm_attn.machine.devices import with_index
+from rocm_attn.machine.devices import require_tensor, with_index
 
 
 @functools.lru_cache(maxsize=8)
@@ -27,7 +27,12 @@ def _planned_alone(device: torch.device, provider: str, thread: int) -> PlannedA
 
 
 def as_nhd(k: Tensor, v: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
-    """Returns K and V of a sequence as [kv_len, kv_heads, dim]; HND is [kv_heads, kv_len, dim]. Raises BadSetting."""
+    """Returns K and V of a sequence as [kv_len, kv_heads, dim]; HND is [kv_heads, kv_len, dim].
+
+    Raises BadSetting, BadTensor.
+    """
+    require_tensor("k", k)
+    require_tensor("v", v)
     return (k, v) if check_layout(kv_layout) == "NHD" else (k.transpose(0, 1), v.transpose(0, 1))
 
 
@@ -47,6 +52,7 @@ def attend_alone(
     q: [tokens, q_heads, head_dim]; kv: K and V, [kv_len, kv_heads, dim]
     """
     k, v = kv
+    require_tensor("q", q)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3 or k.shape[:2] != v.shape[:2]:
         raise BadTensor(
             f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} as NHD; each must have 3 dimensions, and "

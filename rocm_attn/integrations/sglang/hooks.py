@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import is_not
 from typing import Any, ClassVar
 
 import torch
@@ -142,7 +143,7 @@ class AttentionHooks:
     def _sources(self) -> dict[Space, Source]:
         slots = TableSource(self._table(), TableUnit.SLOT)
         spaces = dict.fromkeys(source.space for source in self._layers.sources)
-        mapped = self._map = slot_map(self.token_to_kv_pool)
+        mapped = slot_map(self.token_to_kv_pool)
         if Space.SWA in spaces and mapped is None:
             raise Unsupported("the pool of layers with a window has no map from slots when backends are made")
         with_map = TableSource(self._table(), TableUnit.SLOT, mapped)
@@ -167,7 +168,8 @@ class AttentionHooks:
             guards=serving.guards,
             agree=serving.agree,
         )
-        self._is_sealed, self._sealed_tokens, self._table_seen = False, 0, table
+        self._is_sealed, self._sealed_tokens = False, 0
+        self._tables_seen = table, slot_map(self.token_to_kv_pool)
         images = ImageSpans(self._device) if self._layers.see_images else CausalImages()
         self._steps = StepMaker(num_seqs, attention.tables.max_kv_len, self._device, images)
         serving.tried(attention, lambda count: self._bind(attention, self._layers.lent(self.token_to_kv_pool, count)))
@@ -182,11 +184,12 @@ class AttentionHooks:
         self.on_fault(fault)
 
     def _bind(self, attention: ExternalAttention, pool: KVPoolView) -> None:
-        self._addresses: list[tuple[int, int]] = []
+        addresses: list[tuple[int, int]] = []
         for place in range(len(self._layers.layers)):
             pages = self._layers.pages(place, pool)
             attention.pages.bind(place, pages.k, pages.v, pages.coded)
-            self._addresses.append(self._layers.addresses(place, pool))
+            addresses.append(self._layers.addresses(place, pool))
+        self._addresses = addresses
         self._index_keys: dict[int, int] = {}
         self._scale_values: dict[int, Tensor] = {}
         for place in self._layers.index_pages:
@@ -204,17 +207,17 @@ class AttentionHooks:
     def _follow(self) -> None:
         """Adopts the present thread, pool and tables. SGLang may change each of them, but runs one step at a time.
 
-        Raises WrongState if graphs read the old ones.
+        Raises WrongState if graphs read the old ones, as long as they do.
         """
         self._attention.take_over()
         if self.token_to_kv_pool is not self._pool_seen:
+            self._bind(self._attention, self.token_to_kv_pool)
             self._pool_seen = self.token_to_kv_pool
-            self._bind(self._attention, self._pool_seen)
-        table, mapped = self._table(), slot_map(self.token_to_kv_pool)
-        if table is not self._table_seen or mapped is not self._map:
+        seen = self._table(), slot_map(self.token_to_kv_pool)
+        if any(map(is_not, seen, self._tables_seen)):
             for space, source in self._sources().items():
                 self._attention.tables.use(source, space)
-            self._table_seen = table
+            self._tables_seen = seen
 
     # Hooks of a step.
 

@@ -75,7 +75,7 @@ class OwnTokens:
                 kv_len=starts[1:] - starts[:-1],
                 q=Boundaries(starts),
                 rows=None,
-                min_q_len=1,
+                min_q_len=shape.min_q_len,
                 max_q_len=shape.max_q_len,
                 max_kv_len=shape.max_q_len,
             )

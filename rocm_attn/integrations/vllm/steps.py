@@ -73,6 +73,11 @@ class ReplayShape:
         """True if each sequence has one new token, padding included."""
         return self.max_q_len == 1 and self.num_seqs == self.num_tokens
 
+    @property
+    def min_q_len(self) -> int:
+        """The fewest new tokens of a sequence. If tokens and sequences differ in number, one may have none."""
+        return int(self.decodes or self.max_q_len > 1)
+
     def widest(self) -> ReplayShape:
         """Returns the shape of steps of this size in which one sequence may have all new tokens."""
         return ReplayShape(self.num_seqs, self.num_tokens, self.num_tokens)
@@ -116,8 +121,7 @@ def external_step(
         kv_len=kv_len,
         q=ONE_EACH if shape.decodes else Boundaries(common.query_start_loc),
         rows=None,
-        # If tokens and sequences differ in number, a sequence may have none.
-        min_q_len=int(shape.decodes or shape.max_q_len > 1),
+        min_q_len=shape.min_q_len,
         max_q_len=shape.max_q_len,
         max_kv_len=max(1, common.max_seq_len),
         captured=captured,

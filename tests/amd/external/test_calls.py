@@ -358,11 +358,15 @@ def test_pages_that_kernels_cannot_read_are_refused(device: torch.device, provid
         ),
         (filled.k.half(), filled.v, "k is torch.float16; its pages are"),
         (torch.cat([filled.k, filled.k]), filled.v, "kernels were chosen for 20; raise num_pages"),
+        (None, filled.v, "a side of the pages of layer 0 is a NoneType; give a tensor"),
+        (filled.k, filled.v.tolist(), "a side of the pages of layer 0 is a list; give a tensor"),
+        (filled.k, filled.v[0, 0, 0], "a side of the pages of layer 0 is .24.; give .pages, page_size, heads, elem"),
     ):
         with pytest.raises((BadTensor, CapacityExceeded), match=why):
-            filled.attention.pages.bind(0, k, v)
-    with pytest.raises(BadTensor, match="layer 1 does not exist"):
-        filled.attention.pages.bind(1, filled.k, filled.v)
+            filled.attention.pages.bind(0, k, v)  # type: ignore[arg-type]
+    for layer in (1, -1, None, "0"):
+        with pytest.raises(BadTensor, match=f"layer {layer!r} does not exist"):
+            filled.attention.pages.bind(layer, filled.k, filled.v)  # type: ignore[arg-type]
 
 
 def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> None:
@@ -501,5 +505,9 @@ def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str
         Bounds(num_seqs=1, num_tokens=1, kv_len=1, num_pages=0)
     with pytest.raises(BadTensor, match=r"entries is torch.float32 \[2, 2\]"):
         TableSource(torch.zeros(2, 2))
+    with pytest.raises(BadTensor, match="entries is a list; give a tensor"):
+        TableSource([[1, 2]])  # type: ignore[arg-type]
+    with pytest.raises(BadTensor, match="a table is a Tensor; give a TableSource or a CsrSource of it"):
+        build([LayerSource(problem())], {Space.FULL: table.entries})  # type: ignore[dict-item]
     with pytest.raises(BadTensor, match="indptr has 1 elements"):
         CsrSource(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from threading import Thread
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm
 from rocm_attn.kernels.launch import (
@@ -256,6 +258,18 @@ def forms_of(*problems: Problem) -> tuple[LayerForms, HybridKVPool, LayerHeadWei
     weights = LayerHeadWeights(problems, CPU)
     kinds = sorted(set(problems), key=problems.index)
     return LayerForms([kinds.index(problem) for problem in problems], pool, weights, stream), pool, weights
+
+
+def test_a_call_without_a_tensor_is_left_to_its_checks() -> None:
+    forms, _, _ = forms_of(PLAIN)
+    call, nothing = AddressedCall(None, (), 0), cast(Tensor, None)
+    assert forms.store(NOTHING_PREPARED, 0, *kv()) != call
+    assert forms.store(NOTHING_PREPARED, 0, kv()[0], nothing) == call
+    assert forms.attend(NOTHING_PREPARED, 0, nothing, q_and_out()[1], None) == call
+    assert not forms.both_again(NOTHING_PREPARED, 0, q_and_out()[0], nothing, kv()[1], q_and_out()[1])
+    for layer in (-1, 1):
+        with pytest.raises(BadTensor, match=f"layer {layer} does not exist; the runtime has layers 0 to 0"):
+            forms.both_again(NOTHING_PREPARED, layer, q_and_out()[0], *kv(), q_and_out()[1])
 
 
 def kv(tokens: int = 4) -> tuple[Tensor, Tensor]:

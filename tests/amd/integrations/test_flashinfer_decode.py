@@ -13,6 +13,7 @@ from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, Unsupp
 from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import DIM, SIZES, SLOPES, check, ints, new_batch, queries, wanted, workspace
 from tests.amd.integrations.oracle import Scores
+from tests.amd.runtime.interrupts import OutOfMemory
 
 LENS = (1, 17, 0, 33, 16)
 
@@ -96,6 +97,27 @@ def test_a_wrapper_is_planned_in_one_thread_and_run_in_another(device: torch.dev
             check(other.submit(wrapper.run, q, batch.cache, return_lse=True).result(), expected)
 
 
+def test_after_memory_has_run_out_in_a_plan_of_longer_lists_it_may_be_made_again(device: torch.device) -> None:
+    """The wrapper kept its short lists, and believed that they were long."""
+    q, short, long = (
+        queries(2, device=device),
+        new_batch((6, 3), 4, device=device),
+        new_batch((40, 30), 4, device=device),
+    )
+    more: dict[str, Any] = {"q_data_type": torch.float32, "sm_scale": 0.3}
+    expected, operation, ran_out = wanted(long, q, [1, 1], [Scores(0.3)] * 2), 0, True
+    while ran_out:
+        operation, wrapper = operation + 1, flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+        wrapper.plan(*short.lists, *SIZES, 4, **more)
+        try:
+            with OutOfMemory(operation):
+                wrapper.plan(*long.lists, *SIZES, 4, **more)
+            ran_out = False
+        except torch.OutOfMemoryError:
+            wrapper.plan(*long.lists, *SIZES, 4, **more)
+        check(wrapper.run(q, long.cache, return_lse=True), expected)
+
+
 def test_functions_without_a_plan_may_be_called_in_several_threads_at_a_time(device: torch.device) -> None:
     batch = new_batch((40, 23), 1, device=device)
     q = queries(2, device=device)
@@ -161,13 +183,18 @@ REFUSED_PLANS = [
     ({"kv_data_type": "nvfp4"}, BadSetting, "'nvfp4' is no dtype"),
     ({"pos_encoding_mode": "ALIBI", "logits_soft_cap": 1.0}, Unsupported, "after the cap here"),
     ({"is_causal": True}, Unsupported, "leave it None"),
-    ({"q_len_per_req": 0}, BadBatch, "it must be at least 1"),
+    ({"q_len_per_req": 0}, BadBatch, "q_len_per_req is 0; it must be from 1 to"),
     ({"q_len_per_req": 4}, BadBatch, "fewer tokens in its KV than q_len_per_req, 4"),
     ({"sm_scale": -1.0}, ValueError, "must be a positive number"),
     ({"sm_scale": 0.0}, BadProblem, "the scale of logits is 0; it must be a positive number"),
     ({"logits_soft_cap": 1e30}, BadProblem, "logits_soft_cap is 1e.30; it must be a positive number from"),
     ({"sm_scale": np.array(0.25)}, BadProblem, "scale is array.0.25.; it must be a number"),
     ({"logits_soft_cap": [30.0]}, BadProblem, "soft_cap is .30.0.; it must be a number"),
+    ({"window_left": None}, BadProblem, "window_left is None; it must be a whole number"),
+    ({"window_right": "2"}, BadProblem, "window_right is '2'; it must be a whole number"),
+    ({"q_len_per_req": None}, BadProblem, "q_len_per_req is None; it must be a whole number"),
+    ({"q_len_per_req": 10**400}, BadBatch, r"q_len_per_req is 10+; it must be from 1 to"),
+    ({"seq_lens": [6, 3]}, BadTensor, "seq_lens is a list; give a tensor"),
     ({"jit_args": [1]}, TypeError, "unexpected keyword argument 'jit_args'"),
 ]
 
@@ -197,6 +224,11 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
         ({"out": torch.empty_like(q).half()}, BadTensor, "out is torch.float16"),
         ({"lse": torch.empty(2, device=device), "return_lse": True}, BadTensor, "lse is torch.float32 .2."),
         ({"q_scale": 0.0}, BadProblem, "the scale of logits is 0"),
+        ({"out": q.tolist()}, BadTensor, "out is a list; give a tensor"),
+        ({"lse": 0}, BadTensor, "lse is a int; give a tensor"),
+        ({"sinks": [0.0]}, BadTensor, "sinks is a list; give a tensor"),
+        ({"k_scale": "3"}, BadProblem, "a scale of q, K or V is '3'; it must be a number"),
+        ({"v_scale": 10**400}, BadProblem, "a scale of q, K or V is infinite"),
         *[({name: q[0, 0]}, BadTensor, f"a scale of shape .{DIM}.") for name in ("q_scale", "k_scale", "v_scale")],
     ]
     for more, error, message in cases:
@@ -213,6 +245,9 @@ def test_what_is_not_served_is_refused_by_run(device: torch.device) -> None:
         (q, cache[:, :, :2], "pages of 2 tokens"),
         (q, cache[0], "a tuple of K and V"),
         (q, (cache[0, 0, 0], cache[0, 0, 0]), "it must have 4 dimensions"),
+        (None, cache, "q is a NoneType; give a tensor"),  # type: ignore[list-item]
+        (q, None, "the KV cache is a NoneType; give one tensor, or a tuple"),  # type: ignore[list-item]
+        (q, (cache[:, 0], None), "a side of the KV cache is a NoneType"),  # type: ignore[list-item]
     ]
     for rows, kv, message in bad:
         with pytest.raises(BadTensor, match=message):
@@ -240,6 +275,7 @@ def test_lists_that_contradict_each_other_are_refused(device: torch.device) -> N
         ((starts.float(), pages, last), {}, BadTensor, "integers of one dimension"),
         ((starts.tolist(), pages, last), {}, BadTensor, "boundaries is a list; give a tensor"),  # type: ignore[list-item]
         ((starts, pages.tolist(), last), {}, BadTensor, "page indices is a list; give a tensor"),  # type: ignore[list-item]
+        ((starts, pages, None), {}, BadTensor, "last_page_len is a NoneType; give a tensor"),  # type: ignore[list-item]
     ]
     for lists, more, error, message in cases:
         with pytest.raises(error, match=message):
@@ -263,6 +299,9 @@ def test_sizes_of_narrow_types_count_as_their_values(device: torch.device) -> No
         (SIZES, 4.0, "page_size"),
     ):
         with pytest.raises(BadProblem, match=f"^{name} is .*; it must be a whole number"):
+            wrapper.plan(*batch.lists, *sizes, page_size)
+    for sizes, page_size in ((SIZES, 10**400), ((*SIZES[:2], 10**400), 4)):
+        with pytest.raises(BadProblem, match=r"a size is 10+; use at most 2147483647"):
             wrapper.plan(*batch.lists, *sizes, page_size)
 
 

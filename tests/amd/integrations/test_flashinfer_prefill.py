@@ -143,6 +143,8 @@ def test_a_mask_of_another_size_is_refused(device: torch.device) -> None:
         ({"custom_mask": cells[1:]}, "custom_mask has 150 cells; the batch has 151"),
         ({"packed_custom_mask": cells[:20].to(torch.uint8)}, "packed_custom_mask is torch.uint8 .20."),
         ({"packed_custom_mask": cells[:21]}, "packed_custom_mask is torch.bool"),
+        ({"custom_mask": cells.tolist()}, "custom_mask is a list; give a tensor"),
+        ({"packed_custom_mask": 1}, "packed_custom_mask is a int; give a tensor"),
     ]
     for more, message in cases:
         with pytest.raises(BadTensor, match=message):
@@ -200,6 +202,12 @@ def test_one_sequence_needs_no_plan(layout: str, device: torch.device) -> None:
     found = flashinfer.single_decode_with_kv_cache(q[0], k, v, layout, sm_scale=0.3, window_left=4, return_lse=True)
     out, lse = wanted(batch, q, [1], [Scores(0.3, window_left=4)])
     check(found, (out[0], lse[0]))
+    for name in ("q", "k", "v"):
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, name: None}
+        with pytest.raises(BadTensor, match=f"{name} is a NoneType; give a tensor"):
+            flashinfer.single_prefill_with_kv_cache(**given, kv_layout=layout)
+        with pytest.raises(BadTensor, match=f"{name} is a NoneType; give a tensor"):
+            flashinfer.single_decode_with_kv_cache(**given, kv_layout=layout)
 
 
 def test_scales_and_sinks_are_those_of_the_call(device: torch.device) -> None:

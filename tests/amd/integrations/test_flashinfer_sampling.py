@@ -300,6 +300,8 @@ def test_wrong_inputs_are_refused(device: torch.device) -> None:
     probs = probabilities(0, device)
     sample = flashinfer.sampling_from_probs
     seed = torch.zeros(3, dtype=torch.int64, device=device)
+    wrong: tuple[Any, ...] = "3", None, [1.0]
+    text, nothing, numbers = wrong
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: sample(probs[0]), BadTensor, "probs is torch.float32 .23.; it must be floats of .rows, vocab."),
         (lambda: sample(probs.int()), BadTensor, "probs is torch.int32"),
@@ -312,6 +314,14 @@ def test_wrong_inputs_are_refused(device: torch.device) -> None:
         (lambda: sample(probs, seed=1, offset=seed), BadSetting, "not of one kind"),
         (lambda: sample(probs, seed=seed, offset=seed), BadTensor, r"it must be torch.int64 \[1\] or \[4\]"),
         (lambda: sample(probs, seed=seed[:1].int(), offset=seed[:1]), BadTensor, "seed or offset is torch.int32"),
+        (lambda: sample(nothing), BadTensor, "probs is a NoneType; give a tensor"),
+        (lambda: flashinfer.top_k_mask_logits(numbers, 1), BadTensor, "logits is a list; give a tensor"),
+        (
+            lambda: flashinfer.top_p_renorm_probs(probs, nothing),
+            BadSetting,
+            "top_p is None; it must be a number, or a t",
+        ),
+        (lambda: flashinfer.top_k_renorm_probs(probs, text), BadSetting, "top_k is '3'; it must be a number, or a ten"),
         (lambda: flashinfer.top_k_renorm_probs(probs, 0), BadSetting, "top_k is 0; it must be at least 1"),
         (
             lambda: flashinfer.top_k_renorm_probs(probs, seed),

@@ -220,6 +220,10 @@ def test_what_does_not_fit_is_refused_with_every_reason_before_anything_is_writt
         exporter.export(pages, extent, torch.empty(len(buffer) + 8, dtype=torch.uint8, device=device)[8:])
     with pytest.raises(BadTensor, match="give contiguous uint8"):
         exporter.export(pages, extent, buffer.view(torch.int16))
+    with pytest.raises(BadTensor, match="the buffer is a NoneType; give a tensor"):
+        exporter.export(pages, extent, None)  # type: ignore[arg-type]
+    with pytest.raises(BadBatch, match=r"pages is a list; give the pages of each space, as pages_of\(\) returns them"):
+        exporter.export(pages[Space.FULL], extent, buffer)  # type: ignore[arg-type]
     with pytest.raises(BadBatch, match="11 stored tokens; 12 of them"):
         exporter.export_row(row, 12, buffer)
     with pytest.raises(BadBatch, match="2 pages are given"):

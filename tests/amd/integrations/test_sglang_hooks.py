@@ -28,6 +28,7 @@ from tests.amd.integrations.sglang_stand_in import (
     Request,
     SplitPool,
     Step,
+    WindowPool,
 )
 
 POOLS: list[Any] = [
@@ -319,6 +320,31 @@ def test_a_pool_that_moves_is_followed_until_graphs_read_it(side: str, provider:
     rows[0] = rows[0].clone()
     with pytest.raises(WrongState, match="pages of layer 0 have moved"):
         engine.run(Mode.DECODE, [one], [1])
+
+
+@pytest.mark.parametrize("moved", ["map", "pool"])
+def test_steps_are_refused_for_as_long_as_graphs_read_an_old_pool(
+    moved: str, provider: str, device: torch.device
+) -> None:
+    """Only the first one was: the second read the old map without a word."""
+    engine = Engine(provider, device, windows=(-1, 5), with_window_pool=True)
+    one = engine.admit()
+    engine.run(Mode.EXTEND, [one], [3])
+    engine.hooks.init_cuda_graph_state(2, 2)
+    graph = Graph(engine, 1)
+    graph.replay([one])
+    pool, mapped = engine.pool, engine.pool.full_to_swa_index_mapping
+    if moved == "map":
+        pool.full_to_swa_index_mapping = mapped.clone()
+    else:
+        other = WindowPool((-1, 5), engine.num_slots, torch.float32, device, DIM)
+        other.full_to_swa_index_mapping = mapped
+        engine.hooks.token_to_kv_pool = other
+    for _ in range(2):
+        with pytest.raises(WrongState, match="and graphs read the old one"):
+            engine.hooks.init_forward_metadata(engine.batch(Mode.DECODE, [one], [0]))
+    engine.hooks.token_to_kv_pool, pool.full_to_swa_index_mapping = pool, mapped
+    graph.replay([one])
 
 
 def test_a_pool_that_is_swapped_for_drafts_is_read(provider: str, device: torch.device) -> None:

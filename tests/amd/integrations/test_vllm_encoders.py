@@ -96,7 +96,7 @@ def test_tokens_of_an_encoder_see_all_of_their_prompt_and_no_other(
     layers = Layers([plain, plain, with_sinks, *local], device)
     group = OwnTokens(layers.of_group, SIZES, device, options(provider))
     nothing = torch.zeros(4, 1, dtype=torch.int32, device=device)
-    for new in ([9, 1, 17], [5], [1, 1, 1, 1]):
+    for new in ([9, 1, 17], [5], [1, 1, 1, 1], [1, 0, 1]):
         step = group.begin(layers.common(new, torch.tensor(new, device=device), nothing))
         for name in layers.terms:
             q, k, v = (layers.rows(sum(new), heads) for heads in (HEADS, KV_HEADS, KV_HEADS))

@@ -3,6 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -59,17 +60,22 @@ def test_a_second_ctrl_c_does_not_wait_and_the_engine_says_that_it_is_unusable(l
             call()
 
 
+@pytest.mark.parametrize(
+    "name", ["_run", "_scheduler._cache.admit", "_scheduler._cache.find", "_scheduler._reserve_first"]
+)
 def test_memory_that_runs_out_in_a_step_leaves_the_engine_usable(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    name: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(loaded, BASE)
+    *path, method = name.split(".")
+    owner = reduce(getattr, path, engine)
     numbers = [engine.submit(request) for request in short_requests()]
 
     def run_out(*_: Any) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_run", run_out)
+        patch.setattr(owner, method, run_out)
         with pytest.raises(MemoryError):
             engine.step()
     while engine.has_work:

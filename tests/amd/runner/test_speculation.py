@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch.overrides import TorchFunctionMode
 
 from rocm_attn.errors import BadModel, DeviceFault
@@ -16,10 +17,11 @@ from rocm_serve.request import Completion, Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.draft_model import ModelDrafter
 from rocm_serve.speculation.engines import model_drafter
+from rocm_serve.speculation.row_drafter import RowDrafter
 from rocm_serve.speculation.speculation import Speculation
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.serving import BASE as CHUNKS_OF_16
-from tests.amd.runner.serving import all_pages_are_free, some_requests
+from tests.amd.runner.serving import all_pages_are_free, served_to_the_end, some_requests
 from tests.amd.runner.tiny_model import CONFIG, tiny_model
 
 BASE = replace(CHUNKS_OF_16, chunk=64)
@@ -252,6 +254,30 @@ def test_after_a_fault_in_its_own_step_a_model_drafts_anew(
     monkeypatch.setattr(drafter, "_found", faulty)
     assert engine.generate(requests) == Engine(loaded, without_speculation(options)).generate(requests)
     assert engine.report().metrics.accepted_drafts > 10
+
+
+@pytest.mark.parametrize("speculative", ["ngram", "eagle:seeded"], ids=["model", "head"])
+def test_after_memory_has_run_out_in_its_own_step_a_model_drafts_anew(
+    speculative: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows counted tokens that it had not stored, and no later step of the engine ran."""
+    options, requests = replace(BASE, speculative=speculative), some_requests(3)
+    engine = Engine(loaded, options) if speculative != "ngram" else drafting(loaded, loaded, options)
+    drafter = engine._speculation._drafter
+    assert isinstance(drafter, RowDrafter)
+    numbers = [engine.submit(request) for request in requests]
+
+    def run_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter.runners._runner, "run", run_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step()
+    wanted = Engine(loaded, without_speculation(options)).generate(requests)
+    assert served_to_the_end(engine, numbers) == wanted
+    assert engine.report().metrics.drafts > 10
 
 
 def test_sequences_that_the_small_pool_of_a_draft_model_has_no_room_for_get_no_drafts(loaded: LoadedModel) -> None:

@@ -73,14 +73,18 @@ def test_a_step_that_the_device_has_no_memory_for_is_refused_before_it_takes_any
     world.step(world.requests, [1, 1])
 
 
-def broken(name: str, tensor: Tensor) -> Tensor:
-    return {
+def broken(name: str, tensor: Tensor) -> Any:
+    ways: dict[str, Callable[[], Any]] = {
         "shape": lambda: tensor[:-1],
         "heads": lambda: tensor[:, :1],
         "dtype": lambda: tensor.to(torch.float16),
         "strides": lambda: tensor.transpose(1, 2).contiguous().transpose(1, 2),
         "device": lambda: tensor.to("meta"),
-    }[name]()
+        "nothing": lambda: None,
+        "list": lambda: tensor.tolist(),
+        "array": lambda: tensor.cpu().numpy(),
+    }
+    return ways[name]()
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,9 @@ def broken(name: str, tensor: Tensor) -> Tensor:
             ("dtype", "float16"),
             ("strides", "contiguous"),
             ("device", "meta"),
+            ("nothing", "is a NoneType; give a tensor"),
+            ("list", "is a list; give a tensor"),
+            ("array", "is a ndarray; give a tensor"),
         )
     ],
 )
@@ -139,6 +146,13 @@ def test_a_layer_that_does_not_exist_is_named(world: World) -> None:
     _, k, v = world.qkv(world.problems[0], step)
     with pytest.raises(BadTensor, match="layer 1 does not exist"):
         step.layers.store(1, k, v)
+    q, *_ = world.qkv(world.problems[0], step)
+    for number in (-1, 1, 10**400, None, "0", 0.0, [0]):
+        named = re.escape(f"layer {number!r} does not exist; the runtime has layers 0 to 0")
+        with pytest.raises(BadTensor, match=named):
+            step.layers.store(number, k, v)  # type: ignore[arg-type]
+        with pytest.raises(BadTensor, match=named):
+            step.layers.attend(number, q, torch.empty_like(q))  # type: ignore[arg-type]
     world.runtime.end_step()
 
 
@@ -282,6 +296,18 @@ def test_options_that_cannot_be_are_refused(changes: dict[str, Any], message: st
 def test_integers_of_numpy_are_numbers(device: torch.device) -> None:
     numbers: dict[str, Any] = {"num_pages": np.int64(8), "max_num_seqs": np.int32(2), "max_kv_len": np.uint8(16)}
     assert built_of([small_problem()], device, **numbers).max_kv_len == 16
+
+
+def test_numbers_of_numpy_name_layers(device: torch.device) -> None:
+    """Layers from 63 on were noted in 64 bits: the call raised OverflowError."""
+    runtime = built_of([small_problem()] * 65, device)
+    row = runtime.table.admit()
+    runtime.table.reserve(row, 2)
+    q, k = torch.zeros(2, 6, 16, device=device), torch.zeros(2, 2, 16, device=device)
+    with runtime.step(StepBatch([row], [2], [2])) as step:
+        for layer in np.arange(65):
+            step.parts[0].layers.store_and_attend(layer, q, k, k, torch.empty_like(q))  # type: ignore[arg-type]
+    assert runtime.table.tokens.stored_len[row] == 2
 
 
 def test_pages_join_no_graph_of_gradients(world: World) -> None:

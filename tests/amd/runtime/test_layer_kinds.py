@@ -87,6 +87,7 @@ BAD_WEIGHTS = {
     "one for each row": (HeadWeights(torch.zeros(6, 1)), r"sinks has shape \[6, 1\]"),
     "whole numbers": (HeadWeights(torch.zeros(6, dtype=torch.int32)), "sinks is torch.int32; it must be floating poin"),
     "on meta": (HeadWeights(torch.zeros(6, device="meta")), "sinks is on the meta device"),
+    "a list": (HeadWeights([0.0] * 6), "sinks is a list; give a tensor"),  # type: ignore[arg-type]
 }
 
 

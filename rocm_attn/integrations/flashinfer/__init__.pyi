@@ -10,6 +10,7 @@ from rocm_attn.integrations.flashinfer import (
 )
 from rocm_attn.integrations.flashinfer.attention import (
     BatchAttention as BatchAttention, BatchAttentionWithAttentionSinkWrapper as BatchAttentionWithAttentionSinkWrapper,
+    BatchDecodeWithAttentionSinkWrapper as BatchDecodeWithAttentionSinkWrapper,
     BatchPrefillWithCausalBidirectionalRangesWrapper as BatchPrefillWithCausalBidirectionalRangesWrapper,
 )
 from rocm_attn.integrations.flashinfer.cascade import (

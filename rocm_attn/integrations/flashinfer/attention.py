@@ -12,6 +12,7 @@ from torch import Tensor
 from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.integrations.flashinfer.batch import listed_batch
 from rocm_attn.integrations.flashinfer.calls import PagedKV, Result, RunArguments, pages_of
+from rocm_attn.integrations.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, on_host
 from rocm_attn.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from rocm_attn.integrations.flashinfer.ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
@@ -22,6 +23,7 @@ from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan
 __all__ = [
     "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeWithAttentionSinkWrapper",
     "BatchPrefillWithCausalBidirectionalRangesWrapper",
 ]
 
@@ -83,17 +85,70 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         of_prefill = inspect.signature(BatchPrefillWithPagedKVCacheWrapper).parameters
         super().__init__(**{name: value for name, value in vars(given).items() if name in of_prefill})
 
-    def run(self, q: Tensor, paged_kv_cache: PagedKV, *args: Any, **kwargs: Any) -> Result:
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        **kwargs: Any,
+    ) -> Result:
         """Returns attention as BatchPrefillWithPagedKVCacheWrapper.run does, with its keywords.
 
         args: the sinks, float [q_heads], in units of logits, and then the scale of logits in place of the plan's
-        Raises BadBatch if they are missing, BadSetting, and what that run() raises.
+        Raises BadBatch if they are missing, and what that run() raises.
         """
-        if len(args) != 2 or not isinstance(args[0], Tensor):
-            raise BadBatch(f"run() got {len(args)} arguments after the cache; give the sinks and the scale of logits")
-        if kwargs.keys() & {"q_scale", "k_scale"}:
-            raise BadSetting("run() got q_scale or k_scale with a scale of logits; multiply that scale by them")
-        sinks, sm_scale = args
-        return super().run(q, paged_kv_cache, q_scale=sm_scale / self._ready()[1].scale, sinks=sinks, **kwargs)
+        sinks, scale = _sinks_and_scale(self, args, q_scale, k_scale)
+        return super().run(q, paged_kv_cache, q_scale=scale, sinks=sinks, **kwargs)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+class BatchDecodeWithAttentionSinkWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """Decode over lists of pages, with a sink of each head in the denominator.
+
+    The arguments after backend choose FlashInfer's kernel before a plan; here plan() fixes them, and they are ignored.
+    kwargs: others of BatchDecodeWithPagedKVCacheWrapper
+    Raises Unsupported, BadSetting, BadTensor.
+    """
+
+    @as_in_flashinfer
+    def __init__(self, given: Given) -> None:
+        buffer, layout, backend = given.float_workspace_buffer, given.kv_layout, given.backend
+        super().__init__(buffer, layout, use_tensor_cores=True, backend=backend, **given.kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        """Plans as BatchDecodeWithPagedKVCacheWrapper.plan does, and raises what that raises."""
+        super().plan(*args, **kwargs)
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedKV,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        **kwargs: Any,
+    ) -> Result:
+        """Returns attention as BatchDecodeWithPagedKVCacheWrapper.run does, with its keywords.
+
+        args: the sinks, float [q_heads], in units of logits, and then the scale of logits in place of the plan's
+        Raises BadBatch if they are missing, and what that run() raises.
+        """
+        sinks, scale = _sinks_and_scale(self, args, q_scale, k_scale)
+        return super().run(q, paged_kv_cache, q_scale=scale, sinks=sinks, **kwargs)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+def _sinks_and_scale(
+    wrapper: PlannedWrapper, args: tuple[Any, ...], q_scale: float | None, k_scale: float | None
+) -> tuple[Tensor, float]:
+    """Returns the sinks that run() got, and its scale of logits as a factor of the plan's."""
+    if len(args) != 2 or not isinstance(args[0], Tensor):
+        raise BadBatch(f"run() got {len(args)} arguments after the cache; give the sinks and the scale of logits")
+    scale = args[1] / wrapper._ready()[1].scale
+    for factor in (q_scale, k_scale):
+        scale *= 1.0 if factor is None else factor
+    return args[0], scale

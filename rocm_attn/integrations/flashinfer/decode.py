@@ -22,7 +22,7 @@ from rocm_attn.machine.devices import require_tensor
 from rocm_attn.problem import UNLIMITED_WINDOW, whole_field
 
 # Arguments of _plan_impl() that plan() never took by position after page_size; the others it did, in this order.
-_BY_NAME_ONLY = ("window_right", "is_causal")
+_BY_NAME_ONLY = ("window_right", "is_causal", "use_token_head_sf")
 
 
 @as_in_flashinfer

@@ -50,7 +50,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedWrapper):
     """Prefill over lists of pages.
 
     use_cuda_graph: whether run() is captured. Batches then have as many sequences as paged_kv_last_page_len_buf has
-                    entries, and no more new tokens than the first batch; the buffers keep the arguments of plan()
+                    entries, and no more new tokens than the first batch, or than max_total_num_rows; the buffers keep
+                    the arguments of plan()
     Raises Unsupported, BadSetting, BadTensor.
     """
 

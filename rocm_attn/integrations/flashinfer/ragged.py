@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+from torch import Tensor
 
 from rocm_attn.errors import BadTensor, Unsupported
 from rocm_attn.integrations.flashinfer.batch import token_batch
@@ -17,6 +18,20 @@ from rocm_attn.integrations.flashinfer.lengths import BatchLengths, on_host
 from rocm_attn.integrations.flashinfer.requests import as_dtype, geometry_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer, refuse
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan, deprecated
+from rocm_attn.machine.devices import require_tensor
+
+
+def _nearest(indptr: Tensor, name: str, on_cpu: Tensor | None) -> Tensor:
+    """Returns the copy on the host if there is one."""
+    if on_cpu is None:
+        return indptr
+    require_tensor(name, on_cpu)
+    if on_cpu.shape != indptr.shape or on_cpu.dtype != indptr.dtype or on_cpu.device.type != "cpu":
+        raise BadTensor(
+            f"{name} is {on_cpu.dtype} {list(on_cpu.shape)} on {on_cpu.device}; it must be the indptr on the CPU, "
+            f"{indptr.dtype} {list(indptr.shape)}"
+        )
+    return on_cpu
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
@@ -40,10 +55,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedWrapper):
         """Plans a batch for later calls of run().
 
         qo_indptr, kv_indptr: int [S + 1], the first new token of each sequence, and its first row of K and V
+        qo_indptr_cpu, kv_indptr_cpu: the same on the host, which are then not copied from the device
         Other arguments: see BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch, BadTensor.
         """
         geometry = geometry_of(given)
-        q, kv = on_host(given.qo_indptr, given.kv_indptr)
+        q, kv = on_host(
+            _nearest(given.qo_indptr, "qo_indptr_cpu", given.qo_indptr_cpu),
+            _nearest(given.kv_indptr, "kv_indptr_cpu", given.kv_indptr_cpu),
+        )
         lengths = BatchLengths(q, kv[:-1], np.diff(kv))
         batch = token_batch(lengths, kv, Masks(given.custom_mask, given.packed_custom_mask), self.device)
         self._plan(batch, geometry, as_dtype(given.o_data_type or geometry.dtype))

@@ -195,6 +195,7 @@ def top_k_top_p_sampling_from_probs(probs: Tensor, given: Given) -> Samples:
     """Returns samples of tokens that both filters leave; limits are numbers or [rows]. Raises BadTensor, BadSetting.
 
     filter_apply_order: top_k_first: top_p is of the sum of the top_k tokens; joint: of the whole
+    top_k_max: a bound of top_k, ignored; FlashInfer has a faster kernel with it
     """
     order = given.filter_apply_order
     if order not in ("top_k_first", "joint"):

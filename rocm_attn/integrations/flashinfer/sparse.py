@@ -120,6 +120,7 @@ class VariableBlockSparseAttentionWrapper(PlannedWrapper):
                                     all heads are equal
         Raises Unsupported, BadBatch, BadTensor. Then nothing is planned.
         """
+        refuse(q_scale=given.q_scale, k_scale=given.k_scale, v_scale=given.v_scale)
         _refuse_causal(given.causal)
         num_qo_heads, num_kv_heads = given.num_qo_heads, given.num_kv_heads
         block_mask_map, block_row_sz, block_col_sz = given.block_mask_map, given.block_row_sz, given.block_col_sz

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from rocm_attn.batch.step_batch import MOST_TOKENS
 from rocm_attn.errors import BadSetting, BadTensor, NeverFits, WrongState
 from rocm_attn.integrations.flashinfer.batch import BatchCapacity, PlannedBatch
 from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
@@ -18,6 +19,7 @@ from rocm_attn.integrations.flashinfer.names import REFUSED_ATTRIBUTES, NotServe
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_out_dtype, check_layout, provider_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
+from rocm_attn.machine.settings import whole_number
 
 
 class Wrapper:
@@ -79,8 +81,9 @@ class PlannedWrapper(Wrapper):
 
     BUFFERS: the constructor's names of the caller's buffers. If run() is captured, they keep the arguments of plan().
              The last but one is for page indices, and the last one has an entry for each sequence of every batch
-    given:   the constructor's arguments. use_cuda_graph: whether run() is captured; backend: a provider of ours, or a
-             name of FlashInfer's, which stands for the best one
+    given:   the constructor's arguments. use_cuda_graph: whether run() is captured; max_total_num_rows: the most new
+             tokens of a captured batch, else those of the first one; backend: a provider of ours, or a name of
+             FlashInfer's, which stands for the best one
     Raises BadSetting, BadTensor.
     """
 
@@ -92,6 +95,12 @@ class PlannedWrapper(Wrapper):
         self._kv_layout = check_layout(getattr(given, "kv_layout", "NHD"))
         self._provider = provider_of(getattr(given, "backend", "auto"))
         self._use_cuda_graph: bool = getattr(given, "use_cuda_graph", False)
+        most_tokens = getattr(given, "max_total_num_rows", None)
+        if most_tokens is not None and not self._use_cuda_graph:
+            raise BadSetting("max_total_num_rows is of captured batches; give it with use_cuda_graph, or leave it None")
+        self._most_tokens = whole_number("max_total_num_rows", most_tokens or 0)
+        if not 0 <= self._most_tokens <= MOST_TOKENS:
+            raise BadSetting(f"max_total_num_rows is {most_tokens}; it must be from 0 to {MOST_TOKENS}")
         of_caller = {name: getattr(given, name) for name in self.BUFFERS}
         if self._use_cuda_graph and any(each is None for each in of_caller.values()):
             raise BadTensor(f"with use_cuda_graph give {', '.join(of_caller)}")
@@ -120,7 +129,8 @@ class PlannedWrapper(Wrapper):
         fixed = None
         if self._buffers:
             *_, indices, per_seq = self._buffers.values()
-            fixed = BatchCapacity(len(per_seq), max(batch.lengths.num_tokens, 1), len(indices), len(indices))
+            num_tokens = self._most_tokens or max(batch.lengths.num_tokens, 1)
+            fixed = BatchCapacity(len(per_seq), num_tokens, len(indices), len(indices))
         return PlannedAttention(self.device, self._provider, fixed=fixed, each_one=each_one)
 
     def _plan(self, batch: PlannedBatch, geometry: Geometry, out_dtype: torch.dtype, *, each_one: bool = False) -> None:

@@ -17,7 +17,7 @@ from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer.signatures import DATA
 
 NAMES_DATA = Path(__file__).with_name("flashinfer_names.json")
-RELEASE = "0.7.2.post1"
+RELEASE = "0.7.4"
 
 # Methods of FlashInfer that mean nothing here, because they concern its own memory and kernels.
 LEFT_OUT = {"workspace_size", "prewarm_paged_kv_stride_variant", "resolved_backend"}
@@ -67,9 +67,10 @@ def names_of_flashinfer(folder: Path) -> dict[str, str]:
     for node in ast.walk(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             found[node.module or "."] |= {each.asname or each.name for each in node.names}
-        # Names of fused_moe that its __getattr__ imports are in a set.
-        if isinstance(node, ast.Set):
-            found["fused_moe"] |= {str(ast.literal_eval(each)) for each in node.elts}
+        # Names that its __getattr__ imports are in sets: those of fused_moe, and modules.
+        if isinstance(node, ast.Assign) and (names := [each for each in ast.walk(node) if isinstance(each, ast.Set)]):
+            module = "." if "_COMPAT_SUBMODULES" in ast.unparse(node.targets[0]) else "fused_moe"
+            found[module] |= {str(ast.literal_eval(each)) for each in names[0].elts}
     public = {module: sorted(name for name in names if not name.startswith("_")) for module, names in found.items()}
     return {module: " ".join(names) for module, names in sorted(public.items()) if names}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.errors import BadBatch, BadSetting
+from rocm_attn.errors import BadBatch
 from rocm_attn.integrations import flashinfer
 from rocm_attn.integrations.flashinfer.names import NotServed
 from tests.amd.integrations.batches import (
@@ -308,10 +308,27 @@ def test_vllm_prefills(sinks: bool, device: torch.device) -> None:
         check(wrapper.run_return_lse(q, batch.cache, values, 0.3), expected)
         halved = [Scores(0.15, window_left=9, sinks=SINKS)] * 3
         check(wrapper.run(q, batch.cache, values, 0.15, return_lse=True), wanted(batch, q, q_lens, halved))
+        check(wrapper.run_return_lse(q, batch.cache, values, 0.1, q_scale=0.5, k_scale=6.0), expected)
         with pytest.raises(BadBatch, match=r"run\(\) got 1 arguments after the cache; give the sinks and the scale"):
             wrapper.run(q, batch.cache, values)
-        with pytest.raises(BadSetting, match="multiply that scale by them"):
-            wrapper.run(q, batch.cache, values, 0.3, q_scale=0.5)
+
+
+def test_a_decode_wrapper_has_the_scale_of_its_plan_and_takes_others_with_sinks(device: torch.device) -> None:
+    values = torch.from_numpy(SINKS).float().to(device)
+    batch = new_batch((6, 21, 3), PAGE_SIZE, device=device)
+    buffers = indptr((1, 1, 1), device), torch.zeros(16, dtype=torch.int32, device=device), ints((1, 1, 1), device)
+    named = dict(zip(flashinfer.BatchDecodeWithPagedKVCacheWrapper.BUFFERS, buffers, strict=True))
+    wrapper = flashinfer.BatchDecodeWithAttentionSinkWrapper(
+        workspace(device), head_dim_qk=DIM, head_dim_vo=DIM, window_left=9, use_cuda_graph=True, **named
+    )
+    assert wrapper.use_tensor_cores
+    assert wrapper.is_cuda_graph_enabled
+    sizes: dict[str, Any] = {"window_left": 9, "sm_scale": 0.6, "q_data_type": torch.float32}
+    wrapper.plan(*batch.lists, Q_HEADS, KV_HEADS, DIM, PAGE_SIZE, **sizes)
+    q = queries(3, device=device)
+    expected = wanted(batch, q, (1, 1, 1), [Scores(0.3, window_left=9, sinks=SINKS)] * 3)
+    check(wrapper.run_return_lse(q, batch.cache, values, 0.3), expected)
+    check(wrapper.run(q, batch.cache, values, 0.1, q_scale=0.5, k_scale=6.0, return_lse=True), expected)
 
 
 def test_sglang_decodes_in_a_graph(device: torch.device) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.errors import BadBatch, BadTensor, NeverFits, WrongState
+from rocm_attn.errors import BadBatch, BadSetting, BadTensor, NeverFits, WrongState
 from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import (
     DIM,
@@ -99,9 +99,14 @@ def test_what_a_recording_does_not_serve_is_refused(device: torch.device) -> Non
         assert out[0].equal(before)
 
 
-def test_a_captured_prefill_serves_any_new_tokens_up_to_the_first_ones(device: torch.device) -> None:
+@pytest.mark.parametrize(("first", "most"), [((2, 2, 2), None), ((1, 1, 0), 6)])
+def test_a_captured_prefill_serves_any_new_tokens_up_to_the_first_ones_or_to_a_bound(
+    first: tuple[int, ...], most: int | None, device: torch.device
+) -> None:
     buffers = buffer(4, device), buffer(4, device), buffer(ROOM, device), buffer(3, device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "HND", True, *buffers)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace(device), "HND", True, *buffers, max_total_num_rows=most
+    )
     cache = torch.zeros((ROOM, 2, KV_HEADS, PAGE_SIZE, DIM), device=device)
     q = torch.zeros((6, Q_HEADS, DIM), device=device)
 
@@ -119,6 +124,7 @@ def test_a_captured_prefill_serves_any_new_tokens_up_to_the_first_ones(device: t
         q.copy_(queries(6, device=device, seed=seed))
         return batch
 
+    plan((2, 2, 2), first, seed=0)
     plan((2, 2, 2), (2, 2, 2), seed=0)
     recording, out = recorder_for(device).record(run)
     for seed, (kv_lens, q_lens) in enumerate([((9, 20, 3), (4, 1, 1)), ((6, 5, 0), (6, 0, 0)), ((7, 1, 5), (1, 1, 1))]):
@@ -131,6 +137,14 @@ def test_a_captured_prefill_serves_any_new_tokens_up_to_the_first_ones(device: t
         check(wrapper.run(q[:count], cache, return_lse=True), expected)
     with pytest.raises(NeverFits, match="make a wrapper with larger buffers"):
         plan((7, 7, 7), (3, 3, 1), seed=0)
+
+
+def test_a_bound_of_new_tokens_is_of_captured_batches(device: torch.device) -> None:
+    with pytest.raises(BadSetting, match="max_total_num_rows is of captured batches; give it with use_cuda_graph"):
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), max_total_num_rows=6)
+    buffers = buffer(4, device), buffer(4, device), buffer(ROOM, device), buffer(3, device)
+    with pytest.raises(BadSetting, match="max_total_num_rows is -1; it must be from 0 to "):
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *buffers, max_total_num_rows=-1)
 
 
 def test_buffers_come_with_the_wrapper(device: torch.device) -> None:

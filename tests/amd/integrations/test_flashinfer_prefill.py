@@ -167,6 +167,13 @@ def test_ragged_k_and_v_are_read_where_they_lie(scores: Scores, layout: str, dev
     check(wrapper.run(q, k, v, return_lse=True), (out, lse))
     found = wrapper.run(q, k, v, return_lse=True, lse_base="ln", lse_layout="HN")
     check(found, (out, (lse * np.log(2)).T))
+    cpu = torch.device("cpu")
+    copies = {"qo_indptr_cpu": indptr(Q_LENS, cpu), "kv_indptr_cpu": indptr(KV_LENS, cpu)}
+    unread = torch.zeros(len(Q_LENS) + 1, dtype=torch.int32, device=device)
+    wrapper.plan(unread, unread, *SIZES, q_data_type=torch.float32, **said, **copies)
+    check(wrapper.run(q, k, v, return_lse=True), (out, lse))
+    with pytest.raises(BadTensor, match=r"kv_indptr_cpu is torch.int64 \[.\] on cpu; it must be the indptr on the CPU"):
+        wrapper.plan(*(indptr(lens, device) for lens in (Q_LENS, KV_LENS)), *SIZES, kv_indptr_cpu=torch.zeros(3).long())
 
 
 @pytest.mark.parametrize("base", ["log2", "ln"])

@@ -6,9 +6,9 @@ A program has two consumers, groups of four warps, and four warps that load for 
 by TMA, and all of them copy the pairs' rows of x, 16 bytes per lane, from wherever they lie. Both pass through one ring
 in shared memory, which runs on from block to block: the first steps of the next block arrive while results are written.
 
-Each consumer has 64 pairs of a block with all columns. The rate at which the L2 cache gives tiles limits large
-products, so if experts have many pairs a block has 64 more, as many as the consumers' registers hold: each has half of
-the columns of these. A consumer without a pair multiplies nothing.
+Each consumer has 64 pairs of a block with all columns. If experts have many pairs, a block has 64 more, as many as the
+consumers' registers hold: each consumer has half of the columns of these, and a matrix is loaded fewer times. A
+consumer without a pair multiplies nothing.
 
 There are as many programs as run at a time. Programs that run next to each other have the same rows or the same
 columns, which then come from the L2 cache. The warps that load find the expert of a block while the consumers multiply
@@ -510,10 +510,12 @@ def _blocks(args: ProductArgs, size: BlockSize) -> int:
 def _block_size(args: ProductArgs, compute_units: int) -> BlockSize:
     """The fastest size. Any of them gives the same bits.
 
-    If experts have more than 128 pairs on average, a matrix is loaded for 192 of them. H200: 512 experts of 2048 x 512
-    with 160 pairs take 1,208 us, and 1,362 with 128 in a block; 8 experts of 4096 x 7168 with 1,024 pairs 2,454 and
-    2,588. Narrow blocks leave fewer processors without work. H200, deterministic decode of 96, 128 and 256 requests by
-    a model of 1.1B: 2,259, 2,606 and 3,567 us a step; by 256 columns alone 3,404, 3,664 and 4,547.
+    If experts have more than 128 pairs on average, a block has 192 of them. H200: 512 experts of 2048 x 512 with 160
+    pairs take 1,208 us, and 1,362 with 128 in a block; 8 experts of 4096 x 7168 with 1,024 pairs 2,454 and 2,588; but
+    if a third of the 512 experts have all pairs, 1,196 and 1,106.
+
+    Narrow blocks leave fewer processors without work. H200, deterministic decode of 96, 128 and 256 requests by a model
+    of 1.1B: 2,259, 2,606 and 3,567 us a step; by 256 columns alone 3,404, 3,664 and 4,547.
     """
     if 1 < len(args.weight) < len(args.out) // (_WIDE.groups * _GROUP_ROWS.value):
         return _TALL

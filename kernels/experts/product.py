@@ -134,7 +134,7 @@ def launch_expert_product(args: ProductArgs, *, tiles: ExpertTiles) -> None:
     num_out = out.shape[1]
     launch(
         _expert_product_kernel,
-        (args.most_blocks(tiles.rows), triton.cdiv(num_out, tiles.columns // args.sides)),
+        (args.most_blocks(tiles.rows, len(out)), triton.cdiv(num_out, tiles.columns // args.sides)),
         x,
         weight,
         args.bias,

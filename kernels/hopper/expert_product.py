@@ -502,12 +502,13 @@ def _hopper_expert_product_kernel(
     )
 
 
-def _blocks(args: ProductArgs, size: BlockSize) -> int:
+def _blocks(args: ProductArgs, size: BlockSize, num_pairs: int) -> int:
     """Blocks, at most."""
-    return args.most_blocks(size.groups * _GROUP_ROWS.value) * -(-args.out.shape[1] * args.sides // size.columns)
+    row_blocks = args.most_blocks(size.groups * _GROUP_ROWS.value, num_pairs)
+    return row_blocks * -(-args.out.shape[1] * args.sides // size.columns)
 
 
-def _block_size(args: ProductArgs, compute_units: int) -> BlockSize:
+def block_size(args: ProductArgs, compute_units: int) -> BlockSize:
     """The fastest size. Any of them gives the same bits.
 
     If experts have more than 128 pairs on average, a block has 192 of them. H200: 512 experts of 2048 x 512 with 160
@@ -516,13 +517,18 @@ def _block_size(args: ProductArgs, compute_units: int) -> BlockSize:
 
     Narrow blocks leave fewer processors without work. H200, deterministic decode of 96, 128 and 256 requests by a model
     of 1.1B: 2,259, 2,606 and 3,567 us a step; by 256 columns alone 3,404, 3,664 and 4,547.
+
+    With experts, the size of any number of tokens is that of a power of 2 too: kernels are compiled ahead for these.
     """
-    if 1 < len(args.weight) < len(args.out) // (_WIDE.groups * _GROUP_ROWS.value):
-        return _TALL
+    num_pairs, num_experts = len(args.out), len(args.weight)
+    if num_experts > 1:
+        num_pairs = next_power_of_2(num_pairs)
+        if num_pairs // (_WIDE.groups * _GROUP_ROWS.value) > num_experts:
+            return _TALL
 
     def time(size: BlockSize) -> int:
         """The time of the turns of the last program."""
-        return -(-_blocks(args, size) // compute_units) * (size.columns + _COLUMNS_OF_ROWS)
+        return -(-_blocks(args, size, num_pairs) // compute_units) * (size.columns + _COLUMNS_OF_ROWS)
 
     return min(_WIDE, _HALF, _QUARTER, key=time)
 
@@ -534,8 +540,8 @@ def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> No
     """
     args.check()
     x, weight, out, early = args.x, args.weight, args.out, starts_early(args.x.device)
-    size = _block_size(args, compute_units)
-    programs = min(compute_units, _blocks(args, size))
+    size = block_size(args, compute_units)
+    programs = min(compute_units, _blocks(args, size, len(out)))
     box = [1, size.columns // (2 * args.sides), _STEP.value]
     boxes = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), box, _BOX.value)
     launch(

@@ -57,7 +57,7 @@ def product(problem: ExpertProblem, gate: GateForm | None = None) -> Tensor:
         out = among_nan(problem.empty_out(1 if gate is None else 2))
         args = replace(problem, x=x, weight=weight).args(out, gate)
         assert args.suits_hopper
-        with patch.object(expert_product, "_block_size", return_value=size):
+        with patch.object(expert_product, "block_size", return_value=size):
             expert_product.launch_hopper_expert_product(args, compute_units=132)
         assert out._base is not None
         assert int(out._base.isnan().sum()) == out._base.numel() - out.numel()

@@ -239,7 +239,7 @@ def test_the_product_of_experts_does_too(gate: GateForm | None, size: int) -> No
     out, bias = x.new_empty(640, 512 // sides), weight[:, :, 0].contiguous()
     args = ProductArgs.of_experts(x, weight, bias, ExpertGroups.of(expert, 512), out, gate)
     columns, groups, _ = chosen = expert_product.BLOCK_SIZES[size]
-    with patch.object(expert_product, "_block_size", return_value=chosen):
+    with patch.object(expert_product, "block_size", return_value=chosen):
         (kernel,) = compiled_by(lambda: expert_product.launch_hopper_expert_product(args, compute_units=132), "sm_90")
     ptx = kernel.asm["ptx"]
     wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n{}k16"
@@ -249,6 +249,23 @@ def test_the_product_of_experts_does_too(gate: GateForm | None, size: int) -> No
     assert_sound(kernel, SPILLED_OF_PRODUCTS if groups > 2 else 0)
     waits = len(re.findall(r"wgmma\.wait_group", ptx))
     assert [each.opcode for each in machine_code(kernel).steps].count("WARPGROUP.DEPBAR.LE") == waits
+
+
+@pytest.mark.parametrize("experts", [(8, 2, 4160), (8, 2, 12800), (64, 6, 1856), (512, 10, 1088)], ids=str)
+def test_a_product_of_experts_has_no_variant_that_powers_of_two_have_not(experts: tuple[int, int, int]) -> None:
+    """Kernels are compiled ahead for prompts of 1, 2, 4, ... tokens."""
+    from rocm_attn.kernels.hopper.expert_product import block_size
+
+    num, chosen, width = experts
+    weight = torch.empty(1, device="meta").expand(num, width, 64)
+
+    def size_of(tokens: int) -> tuple[int, ...]:
+        x, out = weight[0, :1].expand(tokens, 64), weight[0, :, :1].t().expand(tokens * chosen, width)
+        return block_size(ProductArgs(x, weight, None, out, x, x, None), 132)
+
+    ahead = {size_of(1 << power) for power in range(13)}
+    assert {size_of(tokens) for tokens in range(1, 1 << 12)} <= ahead
+    assert len(ahead) > 1
 
 
 def blank_selected(case: SelectedCase) -> SelectedArgs:

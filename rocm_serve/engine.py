@@ -259,9 +259,9 @@ class Engine:
         prefix cache. A request that has already ended is left unchanged.
         Raises BadRequest for a number that submit() has not given.
         """
-        if not 0 <= number < self._num_submitted:
+        if number not in range(self._num_submitted):
             raise BadRequest(
-                f"there is no request {number}; submit() has returned the numbers below {self._num_submitted}"
+                f"there is no request {number!r}; submit() has returned the numbers below {self._num_submitted}"
             )
         output = self._outputs.get(number)
         if output is not None:

@@ -143,8 +143,8 @@ class CompiledLayers(WrappedLayers):
 
     def _v(self, layer: int, v: Tensor) -> Tensor | None:
         """Returns V as an argument; None for a latent layer. Its V is part of k, and compiled code might copy it."""
-        if not 0 <= layer < len(self._is_latent):
-            raise BadTensor(f"layer {layer} does not exist; there are layers 0 to {len(self._is_latent) - 1}")
+        if layer not in range(len(self._is_latent)):
+            raise BadTensor(f"layer {layer!r} does not exist; there are layers 0 to {len(self._is_latent) - 1}")
         if self._is_latent[layer]:
             return None
         require_tensor("v", v)  # an operation would take None for V that is part of k

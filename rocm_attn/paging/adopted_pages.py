@@ -248,7 +248,7 @@ class AdoptedPages:
         encoding = wanted.encoding
         for side in (k, v):
             require_tensor(f"a side of the {name}", side)
-            if side.dim() != 4:
+            if side.dim() < 4:  # a vectorised side has five
                 raise BadTensor(f"a side of the {name} is {list(side.shape)}; give [pages, page_size, heads, elements]")
         if declared is not None:
             self._gate.guards.formats(name, declared, wanted)

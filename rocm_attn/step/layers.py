@@ -375,8 +375,10 @@ class Layers(TensorChecks):
     def _check_queries(
         self, layer: int, problem: Problem, q: Tensor, q_out: Tensor, work: QkvWork, num_tokens: int
     ) -> None:
-        require_tensor("q", q)
-        dim = q.shape[-1]
+        try:
+            dim = q.shape[-1]
+        except AttributeError:  # it is no tensor, which its check refuses
+            dim = problem.head_dim
         if self._work_of_layer.get(layer) is not work:
             _check_work(problem, work, self._device)
             self._work_of_layer[layer] = work
@@ -414,13 +416,6 @@ class Layers(TensorChecks):
             self._check_written("lse", lse, (num_tokens, problem.num_q_heads), torch.float32)
             require_apart("lse", lse, "q", q)
             require_apart("lse", lse, "out", out)
-
-
-def _are_apart(out: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True if out lies in memory of its own. Raises BadTensor."""
-    for name, tensor in (("out", out), ("k", k), ("v", v)):
-        require_tensor(name, tensor)
-    return not (may_overlap(out, k) or may_overlap(out, v))
 
 
 # A call that is not prepared.
@@ -512,7 +507,7 @@ class StepLayers(LayerCalls):
 
     def attend(self, layer: int, q: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
         self._require_running()
-        self._layers.problem(layer)
+        self._layers._kind_of(layer)  # raises for a layer that does not exist
         self._stores.before_attend(self._part, layer)
         self._layers.attend(self._step, self._plan, layer, q, out, lse)
 
@@ -525,7 +520,7 @@ class StepLayers(LayerCalls):
         # A joined call was prepared for these views, and so for their plan's kernels.
         if lse is None and layers.prepares() and layers.forms.both_again(step.prepared, layer, q, k, v, out):
             self._stores.after_store(self._part, layer)
-        elif layers.stores_within(self._plan, layer) and _are_apart(out, k, v):
+        elif layers.stores_within(self._plan, layer) and not (may_overlap(out, k) or may_overlap(out, v)):
             # In one launch a program may write to out before another one has read its rows there.
             layers.store_and_attend(step, self._plan, layer, q, k, v, out, lse)
             self._stores.after_store(self._part, layer)

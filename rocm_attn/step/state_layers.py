@@ -64,9 +64,9 @@ class StateLayers(TensorChecks):
 
     def of(self, layer: int) -> Recurrence:
         """A layer's recurrence. Raises BadTensor for a layer that does not exist."""
-        if not 0 <= layer < len(self._layers):
+        if layer not in range(len(self._layers)):
             there = f"0 to {len(self._layers) - 1}" if self._layers else "none"
-            raise BadTensor(f"recurrent layer {layer} does not exist; the runtime has {there}")
+            raise BadTensor(f"recurrent layer {layer!r} does not exist; the runtime has {there}")
         return self._layers[layer]
 
     def number(self, layer: int, part: str) -> int:

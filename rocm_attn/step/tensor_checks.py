@@ -19,8 +19,11 @@ class TensorChecks:
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raises BadTensor for no tensor, another shape, dtype or device, or gaps in the last dimension."""
         # One check if all is well, because this runs at every layer of every step.
-        is_right = isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype is dtype
-        if is_right and tensor.stride(-1) == 1 and tensor.device == self._device:
+        try:
+            is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.stride(-1) == 1
+        except AttributeError:  # it is no tensor
+            is_right = False
+        if is_right and tensor.device == self._device:
             return
         require_tensor(name, tensor)
         if tuple(tensor.shape) != shape:
@@ -34,8 +37,11 @@ class TensorChecks:
 
     def _check_written(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Does the same for a tensor that a launch writes, whose elements must be memory of their own."""
-        is_right = isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype is dtype
-        if is_right and tensor.device == self._device and tensor.is_contiguous():
+        try:
+            is_right = tensor.shape == shape and tensor.dtype is dtype and tensor.device == self._device
+        except AttributeError:  # it is no tensor
+            is_right = False
+        if is_right and tensor.is_contiguous():
             return
         self._check(name, tensor, shape, dtype)
         if not _has_room(tensor):
@@ -56,7 +62,10 @@ def may_overlap(one: Tensor, other: Tensor) -> bool:
 
     The last stride of both is 1. Rows of different strides overlap if their tensors' first and last bytes do.
     """
-    begin, other_begin = one.data_ptr(), other.data_ptr()
+    try:
+        begin, other_begin = one.data_ptr(), other.data_ptr()
+    except AttributeError:  # one is no tensor, which the call's checks refuse
+        return True
     size, other_size = one.dtype.itemsize, other.dtype.itemsize
     end, other_end = begin + size, other_begin + other_size
     for count, stride in zip(one.shape, one.stride(), strict=False):

@@ -10,6 +10,7 @@ import torch
 
 from rocm_attn.capture.graphs import CaptureReport, Progress
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.settings import whole_number
 from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.messages import ModelLoader, RankSetup
@@ -38,6 +39,7 @@ class RankedEngine:
     def __init__(
         self, load: ModelLoader, options: EngineOptions | None = None, *, num_ranks: int, device_type: str = "cpu"
     ) -> None:
+        num_ranks = whole_number("num_ranks", num_ranks)
         _check(num_ranks, device_type)
         self.options = options if options is not None else EngineOptions()
         self._processes = processes = RankProcesses()

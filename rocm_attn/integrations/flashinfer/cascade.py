@@ -13,7 +13,7 @@ from rocm_attn.integrations.flashinfer.shared_prefix import (
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
 )
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
-from rocm_attn.integrations.flashinfer.wrapped import Wrapper
+from rocm_attn.integrations.flashinfer.wrapped import Wrapper, as_plan
 
 _LISTS = "qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len"
 
@@ -59,13 +59,17 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
     ) -> None:
         """Does nothing: no workspace of the caller's is used."""
 
-    @as_in_flashinfer
+    def _forget_plan(self) -> None:
+        for level in self._levels:
+            level._forget_plan()
+
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans batches for later calls of run(), one per level; all have the same new tokens.
 
         causal: for the last level; tokens see all of the levels before it
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan. Raises Unsupported, BadBatch,
-        BadTensor, NeverFits.
+        BadTensor, NeverFits. Then nothing is planned.
         """
         values = vars(given)
         lists = [values.pop(name) for name in _LISTS]

@@ -16,7 +16,7 @@ from rocm_attn.integrations.flashinfer.decode import BatchDecodeWithPagedKVCache
 from rocm_attn.integrations.flashinfer.lengths import on_host
 from rocm_attn.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer, refuse
-from rocm_attn.integrations.flashinfer.wrapped import Wrapper
+from rocm_attn.integrations.flashinfer.wrapped import Wrapper, as_plan
 
 # Arguments of single_prefill_with_kv_cache whose names end with _p here.
 _OF_PREFILL = (
@@ -40,7 +40,10 @@ class PODWithPagedKVCacheWrapper(Wrapper):
         """True if run() is captured."""
         return self._decode.is_cuda_graph_enabled
 
-    @as_in_flashinfer
+    def _forget_plan(self) -> None:
+        self._decode._forget_plan()
+
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans the decode batch. Raises the same as BatchDecodeWithPagedKVCacheWrapper.plan."""
         self._decode.plan(**vars(given))
@@ -79,7 +82,10 @@ class BatchPODWithPagedKVCacheWrapper(Wrapper):
         """False, as in FlashInfer: run() of this wrapper is not captured."""
         return False
 
-    @as_in_flashinfer
+    def _forget_plan(self) -> None:
+        self._both._forget_plan()
+
+    @as_plan
     def plan(self, given: Given) -> None:
         """Plans both batches as one. Raises the same as BatchPrefillWithPagedKVCacheWrapper.plan."""
         bounds = given.qo_indptr_p, given.kv_indptr_p, given.qo_indptr_d, given.kv_indptr_d

@@ -65,13 +65,16 @@ def deprecated(name: str) -> Callable[..., Result]:
 
 
 def as_plan(function: Callable[[Any, Given], None]) -> Callable[..., None]:
-    """Gives a PlannedWrapper's plan the parameters of FlashInfer's. Whatever it raises, nothing is planned then."""
+    """Gives a wrapper's plan the parameters of FlashInfer's. Whatever it raises, nothing is planned then."""
     plan = as_in_flashinfer(function)
 
     @functools.wraps(plan)
-    def planning(wrapper: PlannedWrapper, *args: Any, **named: Any) -> None:
-        wrapper._forget_plan()
-        plan(wrapper, *args, **named)
+    def planning(wrapper: Any, *args: Any, **named: Any) -> None:
+        try:
+            plan(wrapper, *args, **named)
+        except BaseException:
+            wrapper._forget_plan()  # it may have been made before buffers were found too small
+            raise
 
     return planning
 

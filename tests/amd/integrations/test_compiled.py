@@ -243,9 +243,10 @@ def test_calls_out_of_order_are_refused_as_those_of_a_step_are(provider: str, de
     model = Tiny.build(device, provider, layers=2)
     step, calls = running(model)
     q, k = rows(step, 6), rows(step, 2)
-    with pytest.raises(BadTensor, match="layer 2 does not exist"):
-        calls.store(2, k, k)
     missing: Any = None
+    for layer in (2, -1, missing):
+        with pytest.raises(BadTensor, match=f"layer {layer} does not exist"):
+            calls.store(layer, k, k)
     with pytest.raises(BadTensor, match="v is a NoneType; give a tensor"):
         calls.store(0, k, missing)  # K was stored as V
     with pytest.raises(BadTensor, match="v is a NoneType; give a tensor"):

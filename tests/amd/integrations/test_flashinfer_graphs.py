@@ -137,6 +137,12 @@ def test_a_captured_prefill_serves_any_new_tokens_up_to_the_first_ones_or_to_a_b
         check(wrapper.run(q[:count], cache, return_lse=True), expected)
     with pytest.raises(NeverFits, match="make a wrapper with larger buffers"):
         plan((7, 7, 7), (3, 3, 1), seed=0)
+    buffers = buffer(3, device), *buffers[1:]
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "HND", True, *buffers)
+    with pytest.raises(NeverFits, match="4 entries do not fit qo_indptr_buf, which has 3; make it larger"):
+        plan((2, 2, 2), (2, 2, 2), seed=0)
+    with pytest.raises(WrongState, match=r"call plan.. before run"):
+        run()
 
 
 def test_a_bound_of_new_tokens_is_of_captured_batches(device: torch.device) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadBatch, BadTensor, Unsupported
+from rocm_attn.errors import BadBatch, BadTensor, Unsupported, WrongState
 from rocm_attn.integrations import flashinfer
 from tests.amd.integrations.batches import (
     DIM,
@@ -207,6 +207,10 @@ def test_levels_of_shared_kv_are_attention_over_all_of_them(layout: str, device:
     torch.testing.assert_close(found.cpu().double(), torch.from_numpy(out), atol=2e-5, rtol=2e-5)
     with pytest.raises(BadBatch, match="one of each kind per level"):
         flashinfer.MultiLevelCascadeAttentionWrapper(0, torch.empty(16, device=device))
+    with pytest.raises(BadBatch, match="one of each kind per level"):
+        wrapper.plan([], [], [], [], Q_HEADS, KV_HEADS, DIM, 4)
+    with pytest.raises(WrongState, match=r"call plan.. before run"):  # not the older plan
+        wrapper.run(q, batch.cache)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

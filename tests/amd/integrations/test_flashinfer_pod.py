@@ -143,6 +143,11 @@ def test_wrong_inputs_are_refused(device: torch.device) -> None:
         wrapper.run(q_p, cache, q_d, torch.full_like(cache, NAN))
     with pytest.raises(BadTensor, match="q_p has 2 tokens, and 3 are planned"):
         wrapper.run(q_d, cache, q_d, cache)
+    # A refused plan of 2 tokens and 3 decodes: the older one, of 3 and 2, is not run in its place.
+    with pytest.raises(BadBatch, match="qo_indptr_d has 4 entries"):
+        wrapper.plan(indptr([1, 1], device), *of_p[1:], indptr([1, 1, 1], device), *of_d[1:], *SIZES, PAGE_SIZE)
+    with pytest.raises(WrongState, match=r"call plan.. before run"):
+        wrapper.run(q_d, cache, q_p, cache)
     single = flashinfer.PODWithPagedKVCacheWrapper(workspace(device))
     k = torch.ones(3, KV_HEADS, DIM, device=device)
     with pytest.raises(WrongState, match=r"call plan.. before run"):

@@ -237,6 +237,8 @@ async def test_more_requests_than_are_allowed_are_refused_until_one_is_done(load
 def test_a_front_for_no_requests_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(BadSetting, match="max_requests is 0; it must be at least 1"):
         AsyncEngine(engine(loaded), max_requests=0)
+    with pytest.raises(BadSetting, match="max_requests is None; it must be a whole number"):
+        AsyncEngine(engine(loaded), max_requests=None)  # type: ignore[arg-type]
 
 
 async def test_no_step_runs_while_it_is_paused(loaded: LoadedModel) -> None:

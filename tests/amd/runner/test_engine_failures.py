@@ -214,7 +214,8 @@ def test_an_abort_of_what_has_ended_changes_nothing_and_one_of_no_request_is_ref
     assert not engine.has_work
     assert engine.completion(number) == alone(loaded, Request((3, 4), 2))
     engine.abort(number)
-    for unknown in (-1, number + 1):
+    nothing: Any = None
+    for unknown in (-1, number + 1, nothing):
         with pytest.raises(
             BadRequest, match=rf"there is no request {unknown}; submit\(\) has returned the numbers below 1"
         ):

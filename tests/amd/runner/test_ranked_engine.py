@@ -222,6 +222,8 @@ def test_a_rank_that_cannot_load_its_part_ends_all_with_a_sentence(monkeypatch: 
 def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadSetting, match="num_ranks is 0; it must be at least 1"):
         RankedEngine(load_poisoned, BASE, num_ranks=0)
+    with pytest.raises(BadSetting, match=r"num_ranks is 2\.0; it must be a whole number"):
+        RankedEngine(load_poisoned, BASE, num_ranks=2.0)  # type: ignore[arg-type]
     with pytest.raises(BadSetting, match="device_type 'xpu' is not served"):
         RankedEngine(load_poisoned, BASE, num_ranks=2, device_type="xpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -331,8 +331,9 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
         part = step.parts[0]
         rows = torch.zeros(len(part.token_ids), 2, 8, device=device)
         scalars = torch.zeros(len(part.token_ids), 2, device=device)
-        with pytest.raises(BadTensor, match=r"recurrent layer 3 does not exist; the runtime has 0 to 2"):
-            part.states.recur(3, rows, rows, rows, rows, scalars, rows)
+        for layer in (3, -1, None):
+            with pytest.raises(BadTensor, match=rf"recurrent layer {layer} does not exist; the runtime has 0 to 2"):
+                part.states.recur(layer, rows, rows, rows, rows, scalars, rows)  # type: ignore[arg-type]
         with pytest.raises(BadTensor, match="decay has shape"):
             part.states.recur(1, rows, rows, rows, scalars, scalars, rows)
         with pytest.MonkeyPatch.context() as patch:

@@ -129,7 +129,13 @@ def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: 
         (lambda s, x: s.rope_and_store(0, x(6, 16), x(2, 16), x(2, 16), x(6, 8), QkvWork()), "q_out has shape"),
         (lambda s, x: s.rope_and_store(0, x(6, 16), x(2, 8), x(2, 16), x(6, 16), QkvWork()), "k has shape"),
         (lambda s, x: s.rope_and_store(1, x(6, 16), x(2, 16), x(2, 16), x(6, 16), QkvWork()), "layer 1 does not exist"),
+        (
+            lambda s, x: s.rope_and_store(0, None, x(2, 16), x(2, 16), x(6, 16), QkvWork()),
+            "q is a NoneType; give a tensor",
+        ),
+        (lambda s, x: s.rope_queries(0, [1.0], x(6, 16), QkvWork()), "q is a list; give a tensor"),
         (lambda s, x: s.finish(0, x(6, 8)), "out has shape"),
+        (lambda s, x: s.finish(0, x(6, 16), gate=[1.0]), "gate is a list; give a tensor"),
         (
             lambda s, x: s.finish(0, x(6, 16), gate=x(6, 8)),
             r"gate has shape .*; it must be \[\d+, 6, 16\] or \[\d+, 6\]",

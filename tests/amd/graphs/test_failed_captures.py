@@ -1,4 +1,4 @@
-"""Exceptions during a capture: serving continues, other ranks learn of it, and nothing is reported twice."""
+"""Exceptions during a capture or a replay: serving continues, other ranks learn of it, nothing is reported twice."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,13 @@ from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import DeviceFault
+from rocm_attn.errors import DeviceFault, GraphStale
 from rocm_attn.hip_graphs.recorder import Recording
 from rocm_attn.machine.agreement import found_by_any
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, WrappedRecorder, same, serve
 from tests.amd.ranks import among_all, on_every_rank
@@ -320,3 +322,26 @@ def test_a_step_without_new_tokens_has_a_graph_of_its_own_kernels(device: torch.
         assert len(runner.run(requests.batch([0]))) == 1
     assert runner.counters.replays >= 2
     assert not runner.counters.graphs_off
+
+
+def test_a_replay_over_memory_that_moved_is_a_stale_graph() -> None:
+    """The recording has seen the model's own tensors too."""
+    tiny = Tiny.build(CPU, "torch", [2])
+    runner = tiny.runner(check=NO_CHECK)
+    requests = tiny.admitted(2)
+    requests.run(runner, [3, 4])
+    requests.run(runner, [1, 1])
+    assert runner.counters.replays == 1
+    tiny.embedding.untyped_storage().resize_(0)
+    with pytest.raises(GraphStale, match="resized in place"):
+        requests.run(runner, [1, 1])
+    assert runner.counters.replays == 1
+
+
+def test_addresses_that_moved_are_a_stale_graph() -> None:
+    tiny = Tiny.build(CPU, "torch", [2])
+    runner = tiny.runner()
+    table = tiny.runtime.table.space(Space.FULL)
+    table.entries = table.entries.clone()
+    with pytest.raises(GraphStale, match="table was int32"):
+        runner.check_addresses()

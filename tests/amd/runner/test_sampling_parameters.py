@@ -12,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rocm_attn.errors import BadLogits, BadRequest
+from rocm_attn.kernels.sampling.parameter_columns import IN_PROMPT
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
@@ -26,6 +29,7 @@ from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters
 from rocm_serve.sampling.sampling import Sampler, TokenPicker, pick_tokens
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
+from rocm_serve.sampling.token_counts import CountedText, TokenCounts
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.runner.with_parameters import ASKING, BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
@@ -335,3 +339,48 @@ def test_two_steps_may_be_picked_from_before_the_first_is_read() -> None:
     assert picker.tokens.tolist() == [2, 0, 2]
     assert (first.read(), second.read()) == ([0, 1, 2], [2, 0])
     assert picker.pick(torch.eye(3)[:0], {}).read() == []
+
+
+NUM_WORDS, MOST = 9, 3
+
+
+def counted(prompt: list[int], new: list[int]) -> list[int]:
+    """By definition."""
+    counts = np.bincount(np.array(new, np.int64), minlength=NUM_WORDS)
+    counts[sorted(set(prompt))] += IN_PROMPT
+    found: list[int] = counts.tolist()
+    return found
+
+
+token = st.integers(0, NUM_WORDS - 1)
+prompts = st.lists(st.lists(token, min_size=1, max_size=5), min_size=5, max_size=5)
+# The texts of a step; for each, whether its last token is unknown, the number of its lost tokens, and its new tokens.
+steps = st.lists(
+    st.dictionaries(st.integers(0, 4), st.tuples(st.booleans(), st.integers(0, 2), token), min_size=1, max_size=MOST),
+    max_size=12,
+)
+
+
+@given(prompts, steps)
+def test_each_texts_row_has_the_counts_of_its_tokens(
+    prompts: list[list[int]], steps: list[dict[int, tuple[bool, int, int]]]
+) -> None:
+    """Five texts share three rows. In each step one gets a token or has lost some: none comes before the next pick."""
+    counts = TokenCounts(CPU, NUM_WORDS, MOST)
+    news: list[list[int]] = [[] for _ in prompts]
+    for step in steps:
+        texts, picked = [], torch.full((MOST,), NUM_WORDS - 1, dtype=torch.int32)
+        for place, (number, (is_pending, lost, last)) in enumerate(step.items()):
+            new = news[number]
+            if lost:
+                del new[max(0, len(new) - lost) :]
+            else:
+                new.append(last)
+            picked[place] = last
+            is_pending = is_pending and not lost
+            known = [*prompts[number], *(new[:-1] if is_pending else new)]
+            texts.append(CountedText(number, known, len(prompts[number]), place if is_pending else -1))
+        rows = counts.rows(texts, picked)
+        assert len(set(rows)) == len(rows)
+        for row, number in zip(rows, step, strict=True):
+            assert counts.table[row].tolist() == counted(prompts[number], news[number])

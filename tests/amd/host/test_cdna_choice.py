@@ -13,19 +13,19 @@ from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadTensor
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES
 from rocm_attn.machine.releases import Release
-from rocm_attn.machine.target import Target
 from rocm_attn.problem import Indexer, Indexing, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.by_tokens import KernelByTokens
 from rocm_attn.providers.contract import SMALLEST_POOL, BoundKernel
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.providers.triton import TRITON, TritonExtend
-from rocm_attn.providers.triton_cdna import TRITONS, CdnaDecode, CdnaExtend
+from rocm_attn.providers.triton_cdna import CdnaDecode, CdnaExtend
 from rocm_attn.providers.triton_sparse import SELECTED_ENTRIES, CdnaSelected
 from rocm_attn.selection import probe, probe_runs
 from rocm_attn.selection.kernels import choose_kernels
 from rocm_attn.selection.probe_runs import FailedProbe
-from tests.amd.host.choices import LAYER, adopting, reasons, with_triton
+from tests.amd.host.choices import LAYER, adopting, reasons
+from tests.amd.host.choices import with_triton as on
 from tests.amd.host.test_measured_rows import row_of
 
 KINDS = (StepKind.DECODE, StepKind.MIXED)
@@ -36,10 +36,6 @@ PLAIN = ("triton.decode", "triton.extend+decode")
 # Where extend for CDNA serves what its decode does not.
 EXTEND_ALONE = (PLAIN[0], "triton.cdna_extend+decode")
 ARCHS = ("gfx942", "gfx950")
-
-
-def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
-    return with_triton(arch, triton)
 
 
 def names(selection: Selection) -> tuple[str, ...]:

@@ -5,7 +5,7 @@
 A program serves one sequence and one KV head: it walks the sequence's keys block by block, finds each key's page in the
 block table, and keeps a running maximum, sum and accumulator (online softmax, in base 2). decode.py shares a sequence
 out among programs and merges their parts, keeps eight-bit pages, and adds sinks, slopes and caps. Both are compared in
-tests/amd/kernels/test_plain_decode.py.
+tests/amd/kernels/test_paged_decode.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Separate processes that begin with torch imported: forked from one that has done nothing else."""
+"""Separate processes: forked from one that has done nothing but import torch, or fresh."""
 
 import multiprocessing
 import os
 import subprocess
+import sys
 import tempfile
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+
+from tests.amd.house.source_tree import ROOT
 
 
 def context() -> ForkServerContext:
@@ -22,6 +25,13 @@ def context() -> ForkServerContext:
         ]
     )
     return forking
+
+
+def run_python(*arguments: str) -> str:
+    """Returns the output of a fresh interpreter at the root of the checkout, which has to end well."""
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def run_forked(code: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,7 @@
 """Windows, soft caps, sinks, ALiBi slopes and non-causal attention through AITER's kernels, against the reference.
 
 The stand-in takes its scores from each function's own arguments, so a conversion that is off by one key shows.
+Logits below -87 would vanish by a running maximum of 0, which the binding keeps out of unified_attention.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
@@ -17,7 +19,7 @@ from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
 from tests.amd.aiter.serving import GFX942, plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import StandIn
-from tests.amd.worlds.world import page_zero_is_zero
+from tests.amd.worlds.world import World, page_zero_is_zero
 
 SMALL = plain_problem(16, dims=(64, 64))  # as in gpt-oss: no mha_batch_prefill_func
 WIDE = plain_problem(16, dims=(128, 128))
@@ -202,3 +204,62 @@ TOGETHER = [
 @pytest.mark.parametrize(("problem", "line"), TOGETHER)
 def test_scores_that_a_function_gets_wrong_together_are_refused_with_the_reason(problem: Problem, line: str) -> None:
     assert line in select(problem, GFX942, "auto").lines()
+
+
+# unified_attention is the only AITER function for head_dim 64 over these pages.
+PLAIN = plain_problem(16, dims=(64, 64), heads=(2, 1))
+LOW: Mapping[str, Problem] = {
+    "no window": PLAIN,
+    "a window": replace(PLAIN, window_left=20),
+    "a window and slopes": replace(PLAIN, window_left=20, has_alibi_slopes=True),
+    "a window and sinks": replace(PLAIN, window_left=20, has_sinks=True),
+    "a window, vectorised": replace(vectorised_problem(heads=(2, 1), dims=(64, 64)), window_left=20),
+}
+
+
+class LowWorld(World):
+    """A world in which every product of q and k is about -150 before anything is added."""
+
+    def _held(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        away = (150 / (problem.scale * problem.head_dim)) ** 0.5
+        return (0.1 * q + away).to(q.dtype), (0.1 * k - away).to(k.dtype), v
+
+
+def serve(problem: Problem) -> None:
+    built = world(problem, max_kv_len=900)
+    serving = LowWorld(built.runtime, built.problems, built.generator)
+    serving.served([70, 31, 600], [9, 40, 130], [1, 25, 3], [1, 1, 1])
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("problem", LOW.values(), ids=LOW)
+def test_low_logits_are_those_of_the_oracle(problem: Problem, aiter: StandIn) -> None:
+    serve(problem)
+    assert "unified_attention" in aiter.calls
+
+
+# The binding's arguments against it, taken away.
+WITHOUT = {
+    "sinks far below": (LOW["a window"], {"sinks": None}),
+    "one piece": (LOW["no window"], {"max_seqlen_k": 900}),
+}
+
+
+@pytest.mark.parametrize(("problem", "change"), WITHOUT.values(), ids=WITHOUT)
+def test_without_what_the_binding_does_low_logits_vanish(
+    problem: Problem, change: Mapping[str, Any], aiter: StandIn
+) -> None:
+    world(problem, max_kv_len=900)  # after its probe, whose logits are higher
+    aiter.change("unified_attention", lambda call: change)
+    with pytest.raises(AssertionError, match="not close"):
+        serve(problem)
+
+
+def test_layers_that_have_sinks_keep_their_own(aiter: StandIn) -> None:
+    built = world(LOW["a window and sinks"], max_kv_len=900)
+    seen = aiter.noted("unified_attention")
+    built.served([40, 50], [2, 3], [1, 1])
+    own = built.runtime.head_weights.of(0).sinks
+    assert own is not None
+    assert seen
+    assert all(torch.equal(call["sinks"], own) for call in seen)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from rocm_attn.cli.doctor.machine import ImportFailure, LoadedLibrary, TorchBuil
 from rocm_attn.cli.doctor.probe import probe
 from rocm_attn.cli.doctor.reading import read_machine
 from rocm_attn.cli.doctor.registry import diagnose
-from tests.amd.house.source_tree import ROOT
+from tests.amd.forked import run_python
 
 HIP = "int hipRuntimeGetVersion(int *v) { *v = 70253211; return 0; }"
 OLD_HIP = "int hipRuntimeGetVersion(int *v) { *v = 60443483; return 0; }"
@@ -119,8 +118,7 @@ def test_no_library_is_loaded_to_be_asked(tmp_path: Path) -> None:
     )
     imports = "import json; from rocm_attn.cli.doctor.loaded_libraries import loaded_libraries"
     code = f"{imports}; print(json.dumps(loaded_libraries({maps!r})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    (facts,) = json.loads(done.stdout)
+    (facts,) = json.loads(run_python("-c", code))
     assert facts["version"] == "7", "its name alone says something"
 
 

@@ -1,4 +1,4 @@
-"""Exceptions during a capture: serving continues, other ranks learn of it, and nothing is reported twice."""
+"""Exceptions during a capture or a replay: serving continues, other ranks learn of it, nothing is reported twice."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,13 @@ from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.check import NO_CHECK
 from rocm_attn.capture.graphs import recorder_for
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import DeviceFault
+from rocm_attn.errors import DeviceFault, GraphStale
 from rocm_attn.hip_graphs.recorder import Recording
 from rocm_attn.machine.agreement import found_by_any
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.step import Part
 from tests.amd.graphs.small_models import SERVED, Requests, Tiny, WrappedRecorder, same, serve
 from tests.amd.ranks import among_all, on_every_rank
@@ -55,15 +57,6 @@ def eager_of(tiny: Tiny, served: Sequence[Sequence[int]]) -> list[Tensor]:
 
 # Prompts, and decode steps of one length bucket, until a graph whose forward has raised was tried again.
 UNTIL_TRIED_AGAIN = [[130, 129, 131], *[[1, 1, 1]] * 70]
-
-
-def test_recording_that_runs_out_of_memory_switches_graphs_off_and_serving_goes_on() -> None:
-    tiny = Tiny.build(CPU, "torch", [4])
-    runner = StepRunner(tiny.runtime, tiny.forward, Fails(torch.OutOfMemoryError("the pool is full")))
-    assert same(serve(runner, tiny.runtime), eager())
-    assert runner.counters.graphs_off == "OutOfMemoryError: the pool is full"
-    assert runner.counters.graphs_off.word == "refused"
-    assert runner.counters.replays == 0
 
 
 @pytest.mark.fast(1)
@@ -254,6 +247,7 @@ def test_graphs_that_were_switched_off_come_back_by_reopen(caplog: pytest.LogCap
     runner = StepRunner(tiny.runtime, tiny.forward, Fails(torch.OutOfMemoryError("the pool is full"), times=1))
     assert same(serve(runner, tiny.runtime), eager())
     assert "graphs are switched off until reopen(): OutOfMemoryError: the pool is full" in caplog.text
+    assert runner.counters.graphs_off.word == "refused"
     assert runner.counters.replays == 0
     runner.reopen([4])
     assert runner.counters.graphs_off == ""
@@ -320,3 +314,26 @@ def test_a_step_without_new_tokens_has_a_graph_of_its_own_kernels(device: torch.
         assert len(runner.run(requests.batch([0]))) == 1
     assert runner.counters.replays >= 2
     assert not runner.counters.graphs_off
+
+
+def test_a_replay_over_memory_that_moved_is_a_stale_graph() -> None:
+    """The recording has seen the model's own tensors too."""
+    tiny = Tiny.build(CPU, "torch", [2])
+    runner = tiny.runner(check=NO_CHECK)
+    requests = tiny.admitted(2)
+    requests.run(runner, [3, 4])
+    requests.run(runner, [1, 1])
+    assert runner.counters.replays == 1
+    tiny.embedding.untyped_storage().resize_(0)
+    with pytest.raises(GraphStale, match="resized in place"):
+        requests.run(runner, [1, 1])
+    assert runner.counters.replays == 1
+
+
+def test_addresses_that_moved_are_a_stale_graph() -> None:
+    tiny = Tiny.build(CPU, "torch", [2])
+    runner = tiny.runner()
+    table = tiny.runtime.table.space(Space.FULL)
+    table.entries = table.entries.clone()
+    with pytest.raises(GraphStale, match="table was int32"):
+        runner.check_addresses()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 
 class LateDevice:
@@ -14,6 +15,10 @@ class LateDevice:
     def launch(self, work: Callable[[], object]) -> None:
         """Queues work."""
         self._queue.append(work)
+
+    def later(self, launch: Callable[..., None]) -> Callable[..., None]:
+        """Returns a launcher whose work is queued."""
+        return lambda *args, **kwargs: self.launch(partial(launch, *args, **kwargs))
 
     def fence(self) -> LateFence:
         """Returns a fence that was not recorded."""

@@ -118,24 +118,6 @@ def overfull(world: DraftWorld, prefix: int) -> tuple[bool, bool]:
     return refused, whole and (refused or world.round_is_right([request]))
 
 
-def drafting_of(
-    device: torch.device, guards: Guards, drafts: Drafts, page_size: int, provider: str = "torch"
-) -> DraftWorld:
-    """Returns three rows of three pages each."""
-    return drafting(
-        device,
-        guards,
-        drafts=drafts,
-        graphs=False,
-        provider=provider,
-        page_size=page_size,
-        max_kv_len=3 * page_size,
-        num_pages=16,
-        max_num_seqs=3,
-        capture_sizes=(1,),
-    )
-
-
 @pytest.mark.parametrize("page_size", [2, pytest.param(16, marks=pytest.mark.nightly)])
 def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, device: torch.device) -> None:
     """Seed 002: the drafts of K branches and S steps span more pages than a row has left.
@@ -143,9 +125,13 @@ def test_drafts_stay_in_their_row_at_every_last_page_length(page_size: int, devi
     Every length of the last page is tried; the rows before and after, full of tokens, are the sentinels.
     """
     refusals = []
+    rows = {"max_num_seqs": 3, "page_size": page_size, "max_kv_len": 3 * page_size}
     for branches in (1, 3, 8):
         for steps in (1, 2, 4):
-            world = drafting_of(device, ALL_ON, Drafts(branches, steps), page_size)
+            drafts = Drafts(branches, steps)
+            world = drafting(
+                device, ALL_ON, drafts=drafts, graphs=False, provider="torch", num_pages=16, capture_sizes=(1,), **rows
+            )
             for last in range(page_size):
                 prefix = page_size + 1 + last
                 refused, whole = overfull(world, prefix)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,10 @@ def faults(call: Callable[[], None], times: int) -> list[tuple[int | None, tuple
         except DeviceFault as fault:
             reported.append((fault.step, fault.rows))
     return reported
+
+
+def fails(*arguments: Any, **named: Any) -> None:
+    raise RuntimeError("the launch failed")
 
 
 def test_a_fault_of_the_last_step_is_reported_when_serving_ends() -> None:
@@ -79,9 +82,6 @@ def test_a_fault_is_kept_when_a_launch_of_the_next_step_fails(launch: str) -> No
     run_whole(made, decode_of_both(10, 99))
     ops = made.gate._publisher._ops
 
-    def fails(*arguments: Any, **named: Any) -> None:
-        raise RuntimeError("the launch failed")
-
     broken: dict[str, Any] = {launch: fails}
     made.gate._publisher._ops = replace(ops, **broken)
     # Only one failure if the first launch succeeds: the next try has the echo.
@@ -98,13 +98,7 @@ def test_the_host_leaves_a_slot_alone_that_a_late_device_has_yet_to_echo_into() 
     serving, late = World.one_layer(CPU, graphs=False), LateDevice()
     publisher = serving.runtime.gate._publisher
 
-    def later(launch: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args, **kwargs: late.launch(partial(launch, *args, **kwargs))
-
-    def fails(*arguments: Any, **named: Any) -> None:
-        raise RuntimeError("the launch failed")
-
-    ops = replace(publisher._ops, publish=later(publisher._ops.publish))
+    ops = replace(publisher._ops, publish=late.later(publisher._ops.publish))
     publisher._ops = ops
     publisher._lines[0].ring = HostRing(CPU, depth=2, new_fence=late.fence)
     (request,) = serving.admit_all(1)

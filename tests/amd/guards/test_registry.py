@@ -5,8 +5,6 @@ import dataclasses
 import json
 import logging
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from rocm_serve.engine import Engine
 from rocm_serve.options import EngineOptions
 from rocm_serve.request import Request
 from tests.amd.docs.guards import PAGE, page
+from tests.amd.forked import run_python
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.tiny_model import tiny_model
 from tests.amd.worlds.problems import small_problem
@@ -207,5 +206,4 @@ def test_help_of_the_command_needs_no_torch() -> None:
         "try:\n    main(['guards', '--help'])\n"
         "finally:\n    assert 'torch' not in sys.modules"
     )
-    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert finished.stdout.startswith("usage: rocm-attn guards")
+    assert run_python("-c", code).startswith("usage: rocm-attn guards")

@@ -10,11 +10,12 @@ from rocm_attn.machine.target import Target, known_target
 from rocm_attn.paging.adopted import TableSource
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import Selection
+from rocm_attn.providers.triton_cdna import TRITONS
 
 LAYER = Problem(32, 8, 128, torch.bfloat16, v_head_dim=128, page_size=16, scale=128**-0.5)
 
 
-def with_triton(arch: str, triton: Release) -> Target:
+def with_triton(arch: str, triton: Release = TRITONS[-1]) -> Target:
     return replace(known_target(arch), releases=Releases(triton=triton))
 
 

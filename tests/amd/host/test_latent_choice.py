@@ -22,14 +22,14 @@ from rocm_attn.providers.contract import OWN_POOL, SMALLEST_POOL, PoolTerms
 from rocm_attn.providers.mixed import TritonMixed
 from rocm_attn.providers.select import select
 from rocm_attn.providers.sparse import BoundSelected
-from rocm_attn.providers.triton_cdna import TRITONS
 from rocm_attn.providers.triton_cdna_latent import CdnaLatentDecode
 from rocm_attn.providers.triton_hopper_latent import HopperLatentDecode
 from rocm_attn.providers.triton_latent import LatentDecode
 from rocm_attn.providers.triton_sparse import HopperSelected, TritonEveryRow, TritonSelected
 from rocm_attn.step.prepared import works_by_launches
 from rocm_lab.tune.jobs import jobs_of, shapes_named
-from tests.amd.host.choices import reasons, with_triton
+from tests.amd.host.choices import reasons
+from tests.amd.host.choices import with_triton as on
 from tests.amd.host.test_measured_rows import row_of
 
 # DeepSeek-V3's layer on one of eight GPUs.
@@ -37,11 +37,7 @@ LAYER = Problem(16, 1, 576, torch.bfloat16, v_head_dim=512, page_size=64, scale=
 KINDS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
 CDNA = ("triton.cdna_latent_decode", "triton.latent_extend", "triton.latent_extend+cdna_latent_decode")
 PLAIN = ("triton.latent_decode", "triton.latent_extend", "triton.latent_extend+decode")
-HOPPER = with_triton("sm_90", triton_hopper.TRITONS[0])
-
-
-def on(arch: str, triton: Release = TRITONS[-1]) -> Target:
-    return with_triton(arch, triton)
+HOPPER = on("sm_90", triton_hopper.TRITONS[0])
 
 
 def names(problem: Problem, target: Target, terms: PoolTerms = OWN_POOL) -> tuple[str, ...]:
@@ -155,8 +151,8 @@ def test_hoppers_attends_to_selections(problem: Problem, heads: int) -> None:
         (replace(IN_RECORDS, kv_encoding=KVEncoding.E4M3FNUZ), HOPPER, OWN_POOL),
         (CHOSEN, HOPPER, UNEVEN),
         (CHOSEN, HOPPER, ANYWHERE),
-        (CHOSEN, with_triton("sm_80", triton_hopper.TRITONS[0]), OWN_POOL),
-        (CHOSEN, with_triton("sm_90", Release((9, 9))), OWN_POOL),
+        (CHOSEN, on("sm_80", triton_hopper.TRITONS[0]), OWN_POOL),
+        (CHOSEN, on("sm_90", Release((9, 9))), OWN_POOL),
     ],
     ids=["sinks", "float32", "dims", "codes", "encoding", "strides", "addresses", "arch", "triton"],
 )

@@ -11,9 +11,8 @@ from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, token_places
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.capture.graphs import capture_shapes, shape_name
 from rocm_attn.errors import BadBatch, CapacityExceeded
-from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
+from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.kernels.metadata.step_tensors import Need, Unit
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
@@ -27,16 +26,6 @@ def batch(q_len: list[int]) -> StepBatch:
     counts = np.array(q_len, np.int32)
     rows = np.arange(1, len(q_len) + 1, dtype=np.int32)
     return StepBatch(rows, counts + rows, counts, np.arange(sum(q_len), dtype=np.int32))
-
-
-@given(NEW_TOKENS, st.integers(0, 3))
-def test_the_halves_are_the_batch_in_its_order(q_len: list[int], spare: int) -> None:
-    whole, most = batch(q_len), (len(q_len) + 1) // 2 + spare
-    first, second = split_batch(whole, most)
-    assert max(first.num_seqs, second.num_seqs) <= most
-    for name in ("rows", "kv_len", "q_len", "token_ids"):
-        assert np.array_equal(np.concatenate([getattr(half, name) for half in (first, second)]), getattr(whole, name))
-    assert (first.num_tokens, second.num_tokens) == (len(first.token_ids), len(second.token_ids))
 
 
 def test_what_the_device_knows_is_cut_where_the_host_cuts() -> None:
@@ -96,14 +85,6 @@ def test_a_forced_size_must_be_even_and_large_enough() -> None:
         policy.split_shape(batch([1]), pad_to=PadTo(5))
     with pytest.raises(CapacityExceeded, match="pad to at least 3"):
         policy.split_shape(batch([1] * 3), pad_to=PadTo(2))
-
-
-@pytest.mark.parametrize("alignment", [8, 16])
-def test_captured_shapes_are_split_too_where_steps_may_be(alignment: int) -> None:
-    ladder = default_ladder(5, alignment)
-    names = [shape_name(shape) for shape in capture_shapes(PaddingPolicy(ladder, SizeLadder((1,)), 2))]
-    assert names == [f"decode of {alignment} sequences", f"decode of {alignment} sequences in two halves"]
-    assert len(capture_shapes(PaddingPolicy(ladder, SizeLadder((1,))))) == 1
 
 
 @given(NEW_TOKENS)

@@ -45,23 +45,6 @@ def order() -> tuple[StreamOrder, Streams]:
     return StreamOrder(torch.device("cuda", 0), streams), streams
 
 
-def test_steps_of_one_stream_wait_for_nothing() -> None:
-    streams_in_order, streams = order()
-    for _ in range(3):
-        streams_in_order.follow()
-        streams_in_order.join()
-    assert streams.take_log() == []
-
-
-def test_a_step_on_another_stream_starts_after_the_last_one() -> None:
-    streams_in_order, streams = order()
-    streams_in_order.follow()
-    streams.now = 7
-    streams_in_order.follow()
-    streams_in_order.join()
-    assert streams.take_log() == ["7 waits for 0"]
-
-
 def test_layers_on_another_stream_than_their_step_began_on_start_after_its_beginning() -> None:
     """They wait once per step; the next step starts after all of them."""
     streams_in_order, streams = order()

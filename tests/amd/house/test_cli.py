@@ -18,6 +18,7 @@ from rocm_serve.cli.options import ON_GENERATE, ON_SERVE, SERVER
 from rocm_serve.models.places import find_model
 from rocm_serve.options import EngineOptions
 from rocm_serve.server.options import ServerOptions
+from tests.amd.forked import run_python
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.hf_models import small_hf_model, write_gguf
 
@@ -94,8 +95,7 @@ def test_help_is_printed_without_importing_torch() -> None:
         "        main([*command.split(), '--help'])\n"
         "assert not {'torch', 'triton', 'numpy'} & set(sys.modules)"
     )
-    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert finished.stdout.count("usage: rocm-attn") == len(commands)
+    assert run_python("-c", code).count("usage: rocm-attn") == len(commands)
 
 
 # From SmolLM2-135M-Instruct's config.json.

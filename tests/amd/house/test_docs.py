@@ -1,10 +1,11 @@
-"""Claims of the pages: links, files, names, the levels, the ids that safeguards cite. The pages' code runs."""
+"""Claims of the README and the pages: links, files, names, stages, ids that safeguards cite. Their code runs."""
 
 import ast
 import re
 from collections import Counter
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,3 +168,28 @@ def test_the_code_of_a_page_runs_with_what_the_page_says_to_install(page: Path, 
     with against_a_server(text) if ADDRESS in text else nullcontext(text) as program:
         code, output = reader_of(page).run(program, name=name_of(page), folder=tmp_path)
     assert code == 0, output
+
+
+README = (ROOT / "README.md").read_text()
+
+
+def code_blocks(language: str) -> list[str]:
+    """Returns the README's code blocks in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_python_example_runs() -> None:
+    (example,) = code_blocks("python")
+    namespace: dict[str, Any] = {}
+    exec(compile(example, "README.md", "exec"), namespace)
+    assert namespace["out"].isfinite().all()
+    assert namespace["out"].abs().sum() > 0
+
+
+def test_every_folder_of_tests_belongs_to_a_stage() -> None:
+    script = (ROOT / "scripts" / "test.sh").read_text()
+    stages = {name for names in re.findall(r"tests/amd/(?:\{([\w,]+)\}|\w+)", script) for name in names.split(",")}
+    stages |= set(re.findall(r"tests/amd/(\w+)", script))
+    with_tests = {path.parent.name for path in (ROOT / "tests" / "amd").glob("*/test_*.py")}
+    assert with_tests
+    assert with_tests <= stages

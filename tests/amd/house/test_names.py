@@ -2,8 +2,6 @@
 
 import importlib
 import inspect
-import subprocess
-import sys
 from collections import Counter
 from operator import attrgetter
 
@@ -12,16 +10,8 @@ import pytest
 import rocm_attn as ra
 import rocm_serve
 from rocm_attn import errors
+from tests.amd.forked import run_python
 from tests.amd.house import interface
-from tests.amd.house.source_tree import ROOT
-
-
-def run_python(code: str) -> str:
-    """Returns the output of code in a fresh interpreter, at the root of the checkout."""
-    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout.strip()
-
 
 NAMES = [name for names in interface.groups().values() for name in names]
 
@@ -72,7 +62,7 @@ def test_importing_rocm_attn_imports_no_torch() -> None:
         "ra.errors.BadBatch\n"
         "print([name for name in sys.modules if name.startswith('rocm_attn.')], 'torch' in sys.modules)\n"
     )
-    assert run_python(code).splitlines() == [
+    assert run_python("-c", code).splitlines() == [
         "[]",
         "['rocm_attn.stable_names']",
         "['rocm_attn.stable_names', 'rocm_attn.errors'] False",
@@ -87,7 +77,7 @@ def test_a_name_below_the_top_is_reported_with_its_module_and_imports_nothing() 
         "    except AttributeError as error: print(str(error).partition('; ')[2])\n"
         "print('torch' in sys.modules)\n"
     )
-    assert run_python(code).splitlines() == [
+    assert run_python("-c", code).splitlines() == [
         "it is rocm_attn.drafts.Drafts",
         "it is rocm_attn.errors.BadTensor",
         "False",
@@ -106,7 +96,7 @@ def test_an_author_of_a_runner_needs_no_extra_and_no_triton() -> None:
         "from operator import attrgetter\n"
         "print(len([attrgetter(name)(ra) for name in names]) == len(names) > 50)\n"
     )
-    assert run_python(code) == "True"
+    assert run_python("-c", code) == "True"
 
 
 def test_a_name_that_is_not_there_is_refused_as_python_does() -> None:

@@ -16,7 +16,7 @@ import pytest
 from rocm_attn.cli import BAD_INPUT
 from tests.amd.forked import run_forked
 from tests.amd.house.source_tree import HOUSES, ROOT, SCRIPTS, files_of, python_files, sources_of
-from tests.amd.house.test_readme import code_blocks
+from tests.amd.house.test_docs import code_blocks
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -7,10 +7,8 @@ from functools import partial
 
 import torch
 
-from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, cdna_tiles
 from rocm_attn.kernels.tuning.tiles import CdnaTiles
@@ -64,11 +62,6 @@ def cdna_cut(arch: str, case: Case, num_programs: int = NUM_PROGRAMS) -> DecodeC
     return DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
 
 
-def launch_cdna_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut, tiles: CdnaTiles) -> None:
-    """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
-    cdna_launches.launch_cdna_decode(args, arch=arch, scores=scores, cut=cut, tiles=tiles)
-
-
 def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
     """Runs schedule, decode and merge, with scratch memory of NaN or garbage, and no page before windows."""
     case, tensors = tensors.case, _without_pages_before_windows(tensors)
@@ -77,7 +70,7 @@ def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
     launch_decode_schedule(tensors.queries, schedule, cut)
     args = tensors.args(schedule, torch.full((words,), float("nan"), device=tensors.q.device))
-    launch_cdna_decode(args, arch=arch, scores=tensors.scores, cut=cut, tiles=tiles)
+    cdna_launches.launch_cdna_decode(args, arch=arch, scores=tensors.scores, cut=cut, tiles=tiles)
 
 
 def _without_pages_before_windows(tensors: Tensors) -> Tensors:

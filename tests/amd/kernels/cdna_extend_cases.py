@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES, EXTEND_TILES
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -55,11 +53,6 @@ def case_of(name: str, arch: str) -> Case:
     return CASES[name] if name in CASES else replace(CODED[name], kv=EXTEND_CODES[arch])
 
 
-def launch_cdna_extend(args: AttendArgs, *, arch: str, scores: Scores, cut: ExtendCut) -> None:
-    """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
-    cdna_launches.launch_cdna_extend(args, arch=arch, scores=scores, cut=cut)
-
-
 def cdna_extend_cut(tensors: Tensors) -> ExtendCut:
     """The cut of a step's layer."""
     return ExtendCut.of(EXTEND_TILES, gqa_ratio=tensors.gqa_ratio, min_q_len=LEAST_Q_LEN)
@@ -70,7 +63,7 @@ def run_cdna_extend(arch: str, tensors: Tensors) -> None:
     cut = cdna_extend_cut(tensors)
     schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
     launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_cdna_extend(tensors.args(schedule, None), arch=arch, scores=tensors.scores, cut=cut)
+    cdna_launches.launch_cdna_extend(tensors.args(schedule, None), arch=arch, scores=tensors.scores, cut=cut)
 
 
 def assert_extended(tensors: Tensors) -> None:

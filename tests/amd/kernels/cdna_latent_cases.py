@@ -5,10 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
-from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.kernels.tuning.latent_tiles import cdna_latent_tiles
@@ -86,15 +83,10 @@ def after_a_large_weight(arch: str, device: torch.device, heads: int = 16) -> Te
     return tensors
 
 
-def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cut: DecodeCut) -> None:
-    """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
-    cdna_launches.launch_cdna_latent_decode(args, arch=arch, scores=scores, cut=cut)
-
-
 def launch_cdna_latent(arch: str, tensors: Tensors, compute_units: int = 3) -> None:
     """Runs schedule, decode and merge, with scratch memory of NaN or garbage."""
     case = tensors.case
     tiles = cdna_latent_tiles(tensors.q.shape[1], case.page_size, is_coded=case.kv is not None)
     args, cut = latent_decode_args(tensors, tiles, compute_units=compute_units)
     launch_decode_schedule(tensors.queries, args.schedule, cut)
-    launch_cdna_latent_decode(args, arch=arch, scores=tensors.scores, cut=cut)
+    cdna_launches.launch_cdna_latent_decode(args, arch=arch, scores=tensors.scores, cut=cut)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 
 from rocm_attn.kernels.cache.page_format import Scales
-from rocm_attn.kernels.sparse.arguments import SelectedArgs, SelectedKeys
+from rocm_attn.kernels.sparse.arguments import SelectedKeys
 from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
-from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles, cdna_selected_tiles
+from rocm_attn.kernels.tuning.sparse_tiles import cdna_selected_tiles
 from rocm_attn.providers.triton_later import cdna_launches
 from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, build_selected
 
@@ -40,11 +40,6 @@ def cases_of(arch: str) -> dict[str, SelectedCase]:
     return CASES | {name: replace(case, encoding=EXTEND_CODES[arch]) for name, case in RECORDS.items()}
 
 
-def launch_cdna_selected(args: SelectedArgs, *, arch: str, scale: float, tiles: SelectedTiles, programs: int) -> None:
-    """The launcher, imported when it is called: Triton 3.6 has no such Gluon."""
-    cdna_launches.launch_cdna_selected(args, arch=arch, scale=scale, tiles=tiles, programs=programs)
-
-
 def run_cdna_selected(arch: str, problem: SelectedProblem, programs: int) -> None:
     """Attends, with scratch memory of NaN."""
     args = problem.args
@@ -52,7 +47,7 @@ def run_cdna_selected(arch: str, problem: SelectedProblem, programs: int) -> Non
     cut = selected_cut(len(args.q), args.selection.width, heads=args.heads, tiles=tiles, programs=programs)
     words = cut.words(len(args.q), args.out.shape[2])
     given = args._replace(workspace=torch.full((words,), float("nan"), device=args.q.device))
-    launch_cdna_selected(given, arch=arch, scale=problem.scale, tiles=tiles, programs=programs)
+    cdna_launches.launch_cdna_selected(given, arch=arch, scale=problem.scale, tiles=tiles, programs=programs)
 
 
 def after_unseen(case: SelectedCase, device: torch.device) -> SelectedProblem:

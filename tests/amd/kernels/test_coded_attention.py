@@ -1,4 +1,4 @@
-"""Attention over 8-bit pages, with every encoding and every kind of scale, against float64."""
+"""8-bit codes against torch's own casts, and attention over them, with every kind of scale, against float64."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.amd.kernels.attention_cases import (
     run_extend_twin,
     run_shared_extend,
 )
-from tests.amd.kernels.codes_kernels import FP8
+from tests.amd.kernels.codes_kernels import FP8, decode_all, encode, numbers_to_encode
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 SCALES = (Scales.LAYER, Scales.HEAD, Scales.TOKEN)
@@ -242,3 +242,52 @@ def test_deterministic_decode_and_extend_give_a_token_the_same_bits(
     assert_served(decoded)
     segment_cases.assert_same_bits(decoded, extended)
     assert_serves(segment_cases.run_extend_twin, case, kernel_device)
+
+
+each_encoding = pytest.mark.parametrize("encoding", FP8, ids=lambda encoding: encoding.name)
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+@each_encoding
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_code_is_read_exactly(encoding: Encoding, dtype: torch.dtype, kernel_device: torch.device) -> None:
+    numbers, wanted = decode_all(encoding, dtype, kernel_device)
+    assert torch.equal(numbers.isnan(), wanted.isnan())
+    as_bits = _INTEGERS[dtype.itemsize]
+    is_number = ~wanted.isnan()
+    assert torch.equal(numbers.view(as_bits)[is_number], wanted.view(as_bits)[is_number])
+
+
+def test_the_codes_that_are_no_numbers_are_those_of_the_specifications(kernel_device: torch.device) -> None:
+    nan = {e: decode_all(e, torch.float32, kernel_device)[0].isnan().nonzero().flatten().tolist() for e in FP8}
+    assert nan[Encoding.E4M3FN] == [0x7F, 0xFF]
+    assert nan[Encoding.E4M3FNUZ] == [0x80]
+    assert nan[Encoding.E5M2] == [0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]
+
+
+@each_encoding
+def test_numbers_between_codes_become_the_nearest_and_the_even_one_of_two(
+    encoding: Encoding, kernel_device: torch.device
+) -> None:
+    codes, wanted = encode(numbers_to_encode(encoding).to(kernel_device), encoding)
+    assert torch.equal(codes, wanted)
+
+
+@pytest.mark.fast
+@each_encoding
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_sixteen_bits_is_written_as_torch_writes_it(
+    encoding: Encoding, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    codes, wanted = encode(numbers[~numbers.isnan()].to(kernel_device), encoding)
+    assert torch.equal(codes, wanted)
+
+
+@each_encoding
+def test_what_is_beyond_the_largest_is_the_largest_and_never_infinite(
+    encoding: Encoding, kernel_device: torch.device
+) -> None:
+    codes, _ = encode(torch.tensor([1e30, -1e30, float("inf"), encoding.largest], device=kernel_device), encoding)
+    numbers = codes[:4].cpu().view(encoding.dtype).float()
+    assert numbers.tolist() == [encoding.largest, -encoding.largest, encoding.largest, encoding.largest]

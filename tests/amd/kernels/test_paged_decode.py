@@ -9,12 +9,14 @@ import torch
 from rocm_attn.kernels.attention import merge
 from rocm_attn.kernels.attention.cuts import DecodeCut, merge_shape
 from rocm_attn.kernels.attention.decode_geometry import has_whole_rows
+from rocm_attn.kernels.attention.plain_decode import launch_plain_decode
 from rocm_attn.kernels.tuning.decode_tiles import decode_tiles, others_of
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, next_power_of_2
 from tests.amd.kernels.attention_cases import (
     UNTOUCHED,
     Case,
     Run,
+    assert_served,
     assert_serves,
     build,
     dtypes,
@@ -288,3 +290,36 @@ def test_a_row_is_whole_where_there_is_nothing_to_balance(window_left: int, num_
     for head_dim in (64, 256):
         whole = has_whole_rows(num_rows, num_programs=264, window_left=window_left, head_dim=head_dim)
         assert whole == (is_whole and head_dim == 64)
+
+
+# An empty sequence, one key, a page and a key block more or less, and several new tokens, which are not served.
+UNEVEN = Case(kv_len=[33, 0, 1, 16, 70, 15, 40], q_len=[1, 1, 1, 1, 1, 1, 3], dims=(32, 32))
+DECODES = replace(UNEVEN, kv_len=UNEVEN.kv_len[:-1], q_len=UNEVEN.q_len[:-1])
+CASES = {
+    "mha": replace(DECODES, heads=(2, 2)),
+    "gqa_3": replace(DECODES, heads=(6, 2), page_size=5),
+    "mqa_20": replace(DECODES, heads=(20, 1), page_size=1),
+    "dims": replace(DECODES, dims=(80, 48), page_size=3, spread=True),
+    "window": replace(DECODES, window_left=20, dims=(40, 24)),
+}
+
+
+@pytest.mark.fast(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_plain_kernel_equals_the_reference_and_the_fast_one(
+    case: Case, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    plain, fast = (build(replace(case, dtype=dtype), kernel_device) for _ in range(2))
+    launch_plain_decode(plain.args(), scores=plain.scores)
+    run_decode(fast)
+    assert_served(plain)
+    assert_attention_close(plain.out, fast.out.double(), dtype)
+    assert_lse_close(plain.lse, fast.lse.double(), dtype)
+
+
+def test_tokens_of_other_sequences_stay_unchanged(kernel_device: torch.device) -> None:
+    tensors = build(UNEVEN, kernel_device)
+    launch_plain_decode(tensors.args(), scores=tensors.scores)
+    assert (tensors.out[-3:] == UNTOUCHED).all()
+    assert (tensors.lse[-3:] == UNTOUCHED).all()

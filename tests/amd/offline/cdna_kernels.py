@@ -9,11 +9,11 @@ from triton.compiler import CompiledKernel
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.tuning.tiles import CdnaTiles
 from rocm_attn.machine.target import known_target
+from rocm_attn.providers.triton_later import cdna_launches
 from rocm_lab.cycles.traffic import LoopTraffic, loop_traffic
 from rocm_lab.simulator.assembly import parse_assembly
 from tests.amd.kernels.attention_cases import Case, build, garbage
-from tests.amd.kernels.cdna_cases import launch_cdna_decode
-from tests.amd.kernels.cdna_extend_cases import cdna_extend_cut, launch_cdna_extend
+from tests.amd.kernels.cdna_extend_cases import cdna_extend_cut
 from tests.amd.kernels.cdna_latent_cases import SMALL, coded, launch_cdna_latent
 from tests.amd.offline.offline_driver import compiled_by, last_compiled_by
 
@@ -29,7 +29,7 @@ def compiled_decode(arch: str, case: Case, tiles: CdnaTiles) -> CompiledKernel:
     args = tensors.args(garbage(cut.words(tensors.num_seqs), tensors.q.device), torch.empty(words))
 
     def launch() -> None:
-        launch_cdna_decode(args, arch=arch, scores=tensors.scores, cut=cut, tiles=tiles)
+        cdna_launches.launch_cdna_decode(args, arch=arch, scores=tensors.scores, cut=cut, tiles=tiles)
 
     return next(kernel for kernel in compiled_by(launch, arch) if kernel.name == "_cdna_decode_kernel")
 
@@ -39,7 +39,9 @@ def compiled_extend(arch: str, case: Case) -> CompiledKernel:
     tensors = build(case, torch.device("cpu"))
     cut = cdna_extend_cut(tensors)
     args = tensors.args(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device), None)
-    (kernel,) = compiled_by(lambda: launch_cdna_extend(args, arch=arch, scores=tensors.scores, cut=cut), arch)
+    (kernel,) = compiled_by(
+        lambda: cdna_launches.launch_cdna_extend(args, arch=arch, scores=tensors.scores, cut=cut), arch
+    )
     return kernel
 
 

@@ -1,7 +1,8 @@
-"""Decode and extend for CDNA compile: nothing spills.
+"""Decode, extend, latent decode and attention over a selection for CDNA compile: nothing spills, waits are proved.
 
 Keys and values of decode pass no LDS, and its numbers of pages are scalar loads. Extend keeps the matrix units busy, by
-the count of docs/cycles.md, and waits for all that it uses.
+the count of docs/cycles.md, and waits for all that it uses. Latent decode's loop needs no more than AITER's assembly;
+that of a selection takes few more clocks, and far fewer than that of the kernel for every layer.
 """
 
 import re
@@ -10,9 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from triton.compiler import CompiledKernel
 
 from rocm_attn.kernels.cache.page_format import Scales
+from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, EXTEND_CODES, HEAD_DIMS
+from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
+from rocm_attn.kernels.tuning.sparse_tiles import cdna_selected_tiles, selected_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -23,10 +28,13 @@ from tests.amd.kernels.attention_cases import Case
 from tests.amd.kernels.cdna_cases import tiles_of_case
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import PLAIN
-from tests.amd.offline.cdna_kernels import compiled_decode, compiled_extend
+from tests.amd.kernels.cdna_selected_cases import CASES, cases_of, run_cdna_selected
+from tests.amd.kernels.sparse_cases import SelectedCase, build_selected
+from tests.amd.offline.cdna_kernels import Latents, compiled_decode, compiled_extend, compiled_latents, latent_traffic
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.cycle_counts import DECODES, DecodedLayer, count_of, decode_traffic
-from tests.amd.offline.hot_loop import hot_loop_of, lds_bytes
+from tests.amd.offline.hot_loop import bytes_in_flight, hot_loop_of, lds_bytes, loaded_bytes
+from tests.amd.offline.offline_driver import last_compiled_by
 
 pytestmark = pytest.mark.skipif(
     Release.of(triton_version()) not in TRITONS, reason=f"it needs Triton {' or '.join(map(str, TRITONS))}"
@@ -192,3 +200,190 @@ def test_extend_keeps_the_matrix_units_busy_and_waits(layer: str, arch: str) -> 
     assert count.waves == 2
     assert count.share >= LEAST_SHARES.get(layer, LEAST_SHARE), count
     assert check_waits(parse_assembly(kernel.asm["amdgcn"]), arch).word is Word.PROVED
+
+
+# A wave's loop over as many keys in mla_dec_stage1_bf16_a16w16_subQ16_mqa16.co of ROCm/aiter e4048607a5, the same
+# code for both archs, by llvm-objdump: instructions, waits, the fewest bytes of a lane that a wait leaves in flight.
+AITER_INSTRUCTIONS, AITER_WAITS, AITER_IN_FLIGHT = 849, 16, 128
+TILES = CDNA_LATENT_TILES[0]
+LANES = 64 * TILES.num_warps
+LATENT_LAYERS = {
+    "pages_of_64": Latents(16),
+    "tokens": Latents(16, page_size=1),
+    "float16": Latents(16, page_size=16, dtype=torch.float16),
+    "few_heads": Latents(5, page_size=48),
+}
+# For a KiB of rows, of AITER's files for 64 heads (docs/cycles.md): instructions, waits, barriers, bytes of LDS; and
+# KiB in flight of a wave.
+AITER_OF_64 = {"gfx942": (69.22, 2.44, 0.67, 10866, 9), "gfx950": (38.26, 0.56, 0.12, 6030, 18)}
+# The same of AITER's files over codes, by the rows of q: with 64 of those for four tokens that have the fewest waits.
+AITER_OVER_CODES = {
+    ("gfx942", 16): (37.14, 0.87, 0.55, 2602, 13),
+    ("gfx942", 32): (49.89, 1.30, 0.76, 3210, 13),
+    ("gfx942", 64): (73.45, 1.34, 0.23, 10866, 9),
+    ("gfx950", 64): (35.14, 0.78, 0.34, 3726, 9),
+    ("gfx950", 16): (19.19, 0.78, 0.17, 2375, 27),
+}
+# Bounds of 32 heads on gfx950, which lie between AITER's files for fewer and more.
+OF_32_OVER_CODES = (35.14, 0.78, 0.34, 3726, 9)
+
+
+def assert_whole(kernel: CompiledKernel, arch: str) -> None:
+    """Asserts that nothing spills to memory, and that every wait is proved."""
+    code = read_amd_code(kernel)
+    assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
+    assert check_waits(parse_assembly(kernel.asm["amdgcn"]), arch).word is Word.PROVED
+
+
+@pytest.mark.parametrize(
+    ("layer", "arch"),
+    [
+        pytest.param(layer, arch, marks=[pytest.mark.nightly] * ((layer, arch) != ("pages_of_64", "gfx942")))
+        for layer in LATENT_LAYERS
+        for arch in ARCHS
+    ],
+)
+def test_its_loop_needs_no_more_than_assembly(layer: str, arch: str) -> None:
+    kernel = compiled_latents(arch, LATENT_LAYERS[layer])
+    assert_whole(kernel, arch)
+    loop = hot_loop_of(kernel)
+    names = [each.name for each in loop.body]
+    assert len(names) <= AITER_INSTRUCTIONS * 0.75
+    assert names.count("s_waitcnt") <= AITER_WAITS
+    # Waves exchange nothing. On CDNA 3 lanes exchange maxima by LDS, two words of a chunk.
+    assert names.count("s_barrier") == 0
+    assert lds_bytes(loop) <= 2 * 4 * TILES.num_stages
+    # A row as K and, without its rest, as V; and the numbers of the pages of a lane's keys, one and four of a chunk.
+    rows = TILES.key_block * TILES.num_stages * (576 + 512) * 2
+    assert loaded_bytes(loop) == rows // LANES + 5 * 4 * TILES.num_stages
+    # V of rows whose K has come is in a cache; the K of a whole block is always on its way from memory.
+    assert bytes_in_flight(loop) >= max(TILES.key_block * 576 * 2 // LANES, AITER_IN_FLIGHT)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Latents(64),
+        *(
+            pytest.param(layer, marks=pytest.mark.nightly)
+            for layer in (
+                Latents(32),
+                Latents(20, page_size=1),
+                Latents(100, page_size=24, dtype=torch.float16),
+                Latents(128, page_size=1),
+                Latents(64, is_coded=True),
+                Latents(16, is_coded=True),
+                Latents(32, is_coded=True),
+                Latents(32, is_coded=True, page_size=1),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_waves_that_share_rows_need_no_more_than_assembly(layer: Latents, arch: str) -> None:
+    kernel = compiled_latents(arch, layer)
+    assert_whole(kernel, arch)
+    found = latent_traffic(kernel, layer)
+    bounds = AITER_OF_64[arch]
+    if layer.is_coded:
+        bounds = AITER_OVER_CODES.get((arch, layer.num_heads), OF_32_OVER_CODES)
+    instructions, waits, barriers, lds, flight = bounds
+    assert found.of_kib(found.instructions) <= instructions
+    assert found.of_kib(found.waits) <= waits
+    assert found.of_kib(found.barriers) <= barriers
+    assert found.of_kib(found.lds_bytes) <= lds
+    assert found.in_flight >= flight * 1024
+
+
+_CPU = torch.device("cpu")
+_IN_EVERY_RUN = (("4_tiles", 1), ("records_4_tiles", 1))
+# 64 heads on CDNA 4 have an address in accumulators until the loop begins, which counts as spilled.
+_IN_ACCUMULATORS = 2
+
+
+def _compiled(arch: str, case: SelectedCase, programs: int) -> CompiledKernel:
+    name = "_cdna_selected_kernel"
+    problem = build_selected(case, _CPU)
+    return last_compiled_by(lambda: run_cdna_selected(arch, problem, programs), arch, [name])[name]
+
+
+def _clocks_of_key(kernel: CompiledKernel, arch: str, keys: int) -> float:
+    """Clocks of a SIMD for a key of all heads of a program. keys: those of an iteration"""
+    count = count_of(kernel, arch)
+    assert count is not None
+    return float(count.clocks * kernel.metadata.num_warps / (4 * count.waves * keys))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [
+        pytest.param(name, programs, marks=[pytest.mark.nightly] * ((name, programs) not in _IN_EVERY_RUN))
+        for name in cases_of(ARCHS[0])
+        for programs in (1, 4, 60)
+    ],
+)
+def test_it_fits_and_its_waits_are_proved(name: str, programs: int, arch: str) -> None:
+    kernel = _compiled(arch, cases_of(arch)[name], programs)
+    code = read_amd_code(kernel)
+    assert (code.sgpr_spills, code.scratch_bytes) == (0, 0)
+    assert code.vgpr_spills <= _IN_ACCUMULATORS
+    assert check_waits(parse_assembly(kernel.asm["amdgcn"]), arch).word is Word.PROVED
+
+
+@pytest.mark.parametrize(
+    ("heads", "arch"),
+    [
+        pytest.param(heads, arch, marks=[pytest.mark.nightly] * ((heads, arch) != (64, "gfx950")))
+        for heads in (64, 32, 16)
+        for arch in ARCHS
+    ],
+)
+def test_a_key_takes_few_more_clocks_than_in_latent_decode(heads: int, arch: str) -> None:
+    """Widths are those of published models: slots of a whole selection are in LDS."""
+    tiles = cdna_selected_tiles(arch, heads, is_record=False)
+    keys = tiles.key_block * tiles.num_stages
+    case = replace(CASES["4_tiles"], heads=(heads, 1), width=2048)
+    ours = _clocks_of_key(_compiled(arch, case, 1), arch, keys)
+    dense = _clocks_of_key(compiled_latents(arch, Latents(heads)), arch, keys)
+    assert ours <= dense * 1.1
+    assert ours * 2 <= _plain_clocks_of_key(arch, case)
+
+
+@pytest.mark.parametrize(
+    ("heads", "arch", "fewer"),
+    [
+        (64, "gfx950", 5.5),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in ((16, "gfx950", 3.5), (16, "gfx942", 4), (32, "gfx942", 4.5))
+        ),
+    ],
+)
+def test_a_key_in_a_record_takes_far_fewer_clocks_than_in_the_plain_kernel(heads: int, arch: str, fewer: float) -> None:
+    """The plain kernel has 32 heads of a program at most."""
+    tiles = cdna_selected_tiles(arch, heads, is_record=True)
+    case = replace(cases_of(arch)["records_4_tiles"], heads=(heads, 1), width=2048)
+    ours = _clocks_of_key(_compiled(arch, case, 1), arch, tiles.key_block * tiles.num_stages)
+    assert ours * fewer <= _plain_clocks_of_key(arch, case) * (2 if heads == 64 else 1)
+
+
+def _plain_clocks_of_key(arch: str, case: SelectedCase) -> float:
+    """Clocks of a SIMD for a key of all heads of a program of the kernel for every layer."""
+    problem = build_selected(replace(case, width=64), _CPU)
+    is_record = case.scales is not Scales.NONE
+    tiles = selected_tiles(
+        arch,
+        gqa_ratio=case.heads[0],
+        head_dim=576,
+        v_head_dim=512,
+        dtype=torch.bfloat16,
+        is_coded=is_record,
+        is_record=is_record,
+    )
+    name = "_selected_attention_kernel"
+    kernel = last_compiled_by(
+        lambda: launch_selected_attention(problem.args, scale=1.0, tiles=tiles, programs=1), arch, [name]
+    )[name]
+    return _clocks_of_key(kernel, arch, tiles.key_block)

@@ -26,7 +26,7 @@ from tests.amd.offline.matrix import ROWS, Row
 
 PAGE = Path(__file__).parents[3] / "docs/cycles.md"
 SHOWN_ROWS = [row for row in ROWS if str(row) in SHOWN]
-# Those of the first runs of test_cdna_compiles.py and test_cdna_latent_compiles.py: each is compiled once.
+# Those of the first runs of test_cdna_compiles.py: each is compiled once.
 EXTENDS_BY_DAY = ((EXTENDS[2], "gfx942"), (EXTENDS[1], "gfx950"))
 DECODES_BY_DAY = (DECODES[0], DECODES[-2])
 

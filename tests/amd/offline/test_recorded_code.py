@@ -1,7 +1,5 @@
 """A recorded step is run by a process that has compiled nothing, as `read-report` and `replay-step` are."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import torch
 from rocm_attn.machine.target import known_target
 from rocm_attn.watch.sampled_check import LayerTap
 from rocm_lab.simulator.launcher import simulated
-from tests.amd.house.source_tree import ROOT
+from tests.amd.forked import run_python
 from tests.amd.offline.compiling import ONLY_OLDEST
 from tests.amd.rocm.test_simulated import LAYERS, record
 
@@ -33,5 +31,4 @@ def test_a_process_that_has_compiled_nothing_runs_recorded_code(tmp_path: Path) 
     with simulated(ARCH):
         target = replace(known_target(ARCH), compute_units=2)
         record(LAYERS["heads of 64"], "prompt", torch.device("cpu"), target, path, LayerTap())
-    done = subprocess.run([sys.executable, "-c", RUN, str(path)], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+    assert run_python("-c", RUN, str(path)) == "True"

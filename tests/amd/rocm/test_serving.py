@@ -1,8 +1,6 @@
 """Graphs of a real model's layers, a soak, and the kernels that prewarming leaves to be compiled."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from rocm_lab.soak.scenario import Scenario
 from rocm_lab.soak.soak import Soak
-from tests.amd.house.source_tree import ROOT
+from tests.amd.forked import run_python
 from tests.amd.rocm.models import Measured, layer
 
 pytestmark = pytest.mark.gpu
@@ -118,16 +116,9 @@ def test_a_process_that_serves_compiles_nothing_that_was_prewarmed(
     sizes, tokens = (",".join(map(str, numbers)) for numbers in (SIZES, TOKENS))
     prewarm = ["prewarm", str(config), "--max-batch-size", str(max(SIZES)), "--num-pages", "4096"]
     command = [*prewarm, "--capture-sizes", sizes, "--capture-tokens", tokens, "--json"]
-    first, second = (json.loads(run_python("-m", "rocm_attn.cli", *command)) for _ in range(2))
+    first, second = (json.loads(run_python("-m", "rocm_attn.cli", *command).splitlines()[-1]) for _ in range(2))
     measured("prewarm", first)
     assert first["ran"]
     assert first["compiled"]["_decode_kernel"] >= 1
     assert second["compiled"] == {}
-    assert json.loads(run_python("-m", "tests.amd.rocm.serve_once")) == []
-
-
-def run_python(*arguments: str) -> str:
-    """Returns the last line that a separate Python process prints."""
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()[-1]
+    assert json.loads(run_python("-m", "tests.amd.rocm.serve_once").splitlines()[-1]) == []

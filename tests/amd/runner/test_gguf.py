@@ -164,11 +164,6 @@ def good_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write_gguf(small_hf_model("Llama", num_hidden_layers=1), path).read_bytes()
 
 
-def test_the_good_file_is_good(good_file: bytes, tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(good_file)
-    load(tmp_path / "m.gguf")
-
-
 @pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.03, 0.1, 0.5, 0.9, 0.999])
 def test_a_file_cut_short_is_refused(share: float, good_file: bytes, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"

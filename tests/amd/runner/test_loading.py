@@ -41,35 +41,38 @@ def test_a_package_without_its_file_says_the_same(tmp_path: Path, monkeypatch: p
         find_model("smollm2")
 
 
-def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        BadModel,
-        match=r"there is no model at .*nowhere; give a directory, a \.gguf file, an id of Hugging Face's hub, or",
-    ):
-        load_model(tmp_path / "nowhere", dtype=torch.float32, device=CPU)
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return save(small_hf_model("Llama"), tmp_path)
 
 
-def test_a_lone_safetensors_file_is_refused(tmp_path: Path) -> None:
-    path = save(small_hf_model("Llama"), tmp_path) / "model.safetensors"
-    with pytest.raises(BadModel, match="give their directory"):
-        load_model(path, dtype=torch.float32, device=CPU)
+WEIGHTS = "model.safetensors"
 
 
-def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadModel, match=r"has no config\.json"):
-        load_model(tmp_path, dtype=torch.float32, device=CPU)
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        ("nowhere", r"no model at .*nowhere; give a directory, a \.gguf file, an id of Hugging Face's hub, or"),
+        (WEIGHTS, "give their directory"),
+        ("empty", r"has no config\.json"),
+    ],
+)
+def test_a_place_without_a_model_is_refused(place: str, sentence: str, model_dir: Path) -> None:
+    (model_dir / "empty").mkdir()
+    with pytest.raises(BadModel, match=sentence):
+        load_model(model_dir / place, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
-def test_a_dtype_without_kernels_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_dtype_without_kernels_is_refused(dtype: torch.dtype, model_dir: Path) -> None:
     with pytest.raises(BadSetting, match=f"dtype {dtype} is not one of"):
-        load_model(save(small_hf_model("Llama"), tmp_path), dtype=dtype, device=CPU)
+        load_model(model_dir, dtype=dtype, device=CPU)
 
 
 @pytest.mark.parametrize("device", ["cuda:64", "meta"])
-def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
+def test_a_device_that_is_not_there_is_refused(device: str, model_dir: Path) -> None:
     with pytest.raises(BadSetting, match=f"device '{device}' "):
-        load_model(save(small_hf_model("Llama"), tmp_path), dtype=torch.float32, device=torch.device(device))
+        load_model(model_dir, dtype=torch.float32, device=torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -91,11 +94,6 @@ def test_a_quantised_model_runs_in_float16_on_a_gpu(
 
 
 Tensors = dict[str, Tensor]
-
-
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    return save(small_hf_model("Llama"), tmp_path)
 
 
 def test_shards_give_what_a_single_file_gives(tmp_path: Path) -> None:
@@ -167,14 +165,14 @@ def test_a_weight_too_large_for_the_dtype_is_refused(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, 3, 8, 200, -1])
 def test_a_file_cut_short_is_refused(keep: int, model_dir: Path) -> None:
-    path = model_dir / "model.safetensors"
+    path = model_dir / WEIGHTS
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(BadModel, match="is not a whole safetensors file"):
         load(model_dir)
 
 
 def test_a_damaged_header_is_refused(model_dir: Path) -> None:
-    path = model_dir / "model.safetensors"
+    path = model_dir / WEIGHTS
     data = bytearray(path.read_bytes())
     data[30] ^= 0xFF
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""The pool gets the memory that a model's largest step and its graphs leave, and an engine always stays within it.
+"""The pool gets the memory that a model's largest step and its graphs leave; windows share it and change no token.
 
 The memory is that of tensors on the CPU, metered, of a made-up size; tests/amd/system/test_pool_on_gpu.py has a GPU's.
 """
@@ -14,9 +14,10 @@ import torch
 
 from rocm_attn.capture.graphs import capture_shapes, draft_shapes
 from rocm_attn.capture.step_runner import StepRunner
-from rocm_attn.errors import CapacityExceeded
+from rocm_attn.errors import BadSetting, CapacityExceeded
 from rocm_attn.hip_graphs import host_pool
 from rocm_attn.models.config import ModelConfig
+from rocm_attn.paging.kv_pool import page_bytes
 from rocm_attn.problem import PoolKind, Problem
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -24,13 +25,23 @@ from rocm_serve import engine_runtime, pool_size
 from rocm_serve.engine import Engine
 from rocm_serve.engine_runtime import runtime_for
 from rocm_serve.measured_memory import LargestSteps, memory_of
+from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
-from rocm_serve.pool_size import NOT_MEASURED, MeasuredMemory, is_small, most_kv_bytes
+from rocm_serve.pool_size import (
+    NOT_MEASURED,
+    MeasuredMemory,
+    PoolPages,
+    is_small,
+    most_kv_bytes,
+    pool_pages,
+    swa_pages_for,
+)
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.speculation.eagle import EagleDrafter
 from tests.amd.runner.largest_steps import run_largest_steps
 from tests.amd.runner.metered_memory import MeteredMemory
+from tests.amd.runner.serving import BASE as SERVED
 from tests.amd.runner.tiny_model import CONFIG, RECURRENT, tiny_model, with_windows
 
 GIB = 2**30
@@ -294,3 +305,53 @@ def test_drafts_that_are_drawn_have_room_beside_the_pool(metered: Callable[[int]
             assert memory.most_held() <= 0.8 * memory.total()
     assert kept[False] == 0
     assert stepping[True] - stepping[False] >= kept[True] > 4 * options.max_batch_size * CONFIG.vocab_size * 7
+
+
+WINDOW = 9
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    """Every other layer has a window, as in Gemma."""
+    return tiny_model(base=with_windows(CONFIG, WINDOW, -1))
+
+
+def test_a_pool_that_holds_no_window_and_chunk_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(
+        CapacityExceeded, match="in steps of up to 16, needs 8 pages of the SWA space and there are 5; "
+    ):
+        Engine(loaded, replace(SERVED, swa_pages=6))
+
+
+@pytest.mark.parametrize("max_kv_len", [10, 64])
+def test_pages_for_windows_that_no_sequence_outgrows_are_refused(max_kv_len: int, loaded: LoadedModel) -> None:
+    without = tiny_model() if max_kv_len == 64 else loaded
+    with pytest.raises(BadSetting, match=f"no layer .* has a window shorter than max_kv_len, {max_kv_len}"):
+        Engine(without, replace(SERVED, swa_pages=9, max_kv_len=max_kv_len))
+    assert Engine(without, replace(SERVED, swa_pages=0, max_kv_len=max_kv_len)).report().swa_pages == 0
+
+
+def problems(*windows: int) -> list[Problem]:
+    return [
+        Problem(4, 2, 8, torch.float32, v_head_dim=8, page_size=4, scale=1.0, window_left=window_left)
+        for window_left in windows
+    ]
+
+
+def test_windows_take_what_they_need_and_leave_the_rest_to_the_full_space() -> None:
+    layers = problems(15, -1, 15)
+    sizes = {"max_num_seqs": 4, "chunk": 8}
+    needed = swa_pages_for([layers[0]], **sizes)
+    assert needed == 1 + 4 * (4 + 2) + 2
+    roomy = pool_pages(layers, max_kv_len=400, kv_bytes=1 << 30, **sizes)
+    assert roomy == PoolPages(401, needed)
+    per_page = page_bytes(layers[:1])
+    tight = pool_pages(layers, max_kv_len=400, kv_bytes=200 * per_page, **sizes)
+    assert tight == PoolPages(200 - 2 * needed, needed)
+    tiny = pool_pages(layers, max_kv_len=400, kv_bytes=30 * per_page, **sizes)
+    assert tiny == PoolPages(10, 10)
+    assert pool_pages(problems(-1), max_kv_len=400, kv_bytes=1 << 30, **sizes) == PoolPages(401, 0)
+    # Nothing lies in the full space, so its pages cost nothing.
+    assert pool_pages(problems(15), max_kv_len=400, kv_bytes=30 * per_page, **sizes) == PoolPages(401, needed)
+    with pytest.raises(CapacityExceeded, match="at least 2 are needed; raise kv_bytes"):
+        pool_pages(layers, max_kv_len=400, kv_bytes=5 * per_page, **sizes)

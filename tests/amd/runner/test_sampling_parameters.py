@@ -1,4 +1,4 @@
-"""Sampling options of requests other than draws: right by float64, and independent of how the engine serves them."""
+"""Draws and the other sampling options of requests: right by float64, and independent of how the engine serves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rocm_attn.errors import BadRequest
+from rocm_attn.errors import BadLogits, BadRequest
+from rocm_attn.kernels.sampling.parameter_columns import IN_PROMPT
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
@@ -23,9 +26,10 @@ from rocm_serve.prefix_cache import CachedRow
 from rocm_serve.request import Completion, Request, RequestsFailed
 from rocm_serve.request import Sequence as Served
 from rocm_serve.sampling.parameter_picker import ParameterPicker, RowParameters
-from rocm_serve.sampling.sampling import Sampler, TokenPicker
+from rocm_serve.sampling.sampling import Sampler, TokenPicker, pick_tokens
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.sampling.sampling_parameters import sampling_parameters_of
+from rocm_serve.sampling.token_counts import CountedText, TokenCounts
 from tests.amd.runner.scripted_drafts import ScriptedDrafter, with_drafter
 from tests.amd.runner.thread_ranks import on_threads
 from tests.amd.runner.with_parameters import ASKING, BASE, CONSTRAINED, END, PLAIN, PROMPT, character_model, drawn
@@ -259,3 +263,124 @@ def test_a_bias_of_a_token_that_does_not_exist_is_refused_and_allowing_it_is_too
         engine.submit(Request((1,), 2, Sampling(logit_bias=((64, 1.0),))))
     with pytest.raises(BadRequest, match="token 64 is not in the model's vocabulary"):
         engine.submit(Request((1,), 2, allowed_token_ids=(3, 64, 5)))
+
+
+LOGITS = (np.log([0.05, 0.5, 0.15, 0.3]) + 3.0).astype(np.float32)
+
+
+def token_picker(most_rows: int) -> TokenPicker:
+    return TokenPicker(torch.device("cpu"), most_rows, TORCH.ops().pick_rows)
+
+
+def drawn_tokens(logits: np.ndarray[tuple[int], np.dtype[np.float32]], sampling: Sampling, draws: int) -> list[int]:
+    """The first tokens of a request, all of which are drawn_tokens from these logits."""
+    rows = torch.from_numpy(logits).expand(draws, -1)
+    picks = token_picker(draws).pick(rows, dict(enumerate(map(Sampler(sampling).draw, range(draws)))))
+    return [pick for pick in picks.read() if not isinstance(pick, BadLogits)]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-300, 1e-310, 5e-324])
+def test_a_temperature_next_to_nothing_draws_what_greedy_takes(temperature: float) -> None:
+    assert set(drawn_tokens(LOGITS, Sampling(temperature=temperature), 50)) == {int(LOGITS.argmax())}
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9)], ids=["greedy", "drawn"])
+def test_a_row_that_is_not_finite_is_no_token_and_the_others_are(sampling: Sampling, dtype: torch.dtype) -> None:
+    rows = [[1, NAN, 3], [9, 1, 1], [NAN, NAN, NAN], [1, INF, 3], [-INF, -INF, -INF], [-INF, -INF, 2], [-INF, 30, NAN]]
+    picks = pick_tokens(torch.tensor(rows, dtype=dtype), [Sampler(replace(sampling, seed=row)) for row in range(7)])
+    assert [isinstance(pick, BadLogits) for pick in picks] == [True, False, True, True, True, False, True]
+    assert (picks[1], picks[5]) == (0, 2)
+    for row, best in ((0, "nan"), (3, "inf"), (4, "-inf")):
+        assert str(picks[row]).startswith(f"the largest logit of the next token is {best}, so no token can be sampled")
+
+
+def test_a_row_of_zeros_is_no_token_and_a_row_whose_best_is_zero_is_one() -> None:
+    zeros, best_is_zero = pick_tokens(torch.tensor([[0.0, 0.0], [-1.0, 0.0]]), [Sampler(Sampling())] * 2)
+    assert str(zeros).startswith("every logit of the next token is 0, so no token can be sampled")
+    assert best_is_zero == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 1.0, 1e300])
+def test_a_token_that_is_ruled_out_is_never_drawn(temperature: float) -> None:
+    assert set(drawn_tokens(np.array([-INF, 0, 0, -INF], np.float32), Sampling(temperature=temperature), 60)) == {1, 2}
+
+
+def test_equal_seeds_draw_equal_tokens_and_others_do_not() -> None:
+    logits = np.ones(1000, np.float32)
+    draws = [drawn_tokens(logits, Sampling(temperature=1.0, seed=seed), 40) for seed in (5, 5, 6)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_a_requests_draws_do_not_depend_on_its_company() -> None:
+    logits = torch.randn(6, 300)
+    samplings = [Sampling(), *(Sampling(temperature=0.9, top_p=0.95, seed=seed) for seed in range(4)), Sampling()]
+    together = pick_tokens(logits, [Sampler(sampling) for sampling in samplings])
+    alone = [pick_tokens(logits[i : i + 1], [Sampler(samplings[i])])[0] for i in range(6)]
+    assert together == alone
+    assert together[0] == int(logits[0].argmax())
+
+
+def test_a_token_is_drawn_alike_however_often_and_in_whatever_order_it_is_asked_for() -> None:
+    sampler, again = (Sampler(Sampling(temperature=1.0, seed=4)) for _ in range(2))
+    in_order = [sampler.next_draw() for _ in range(50)]
+    assert [again.draw(place) for place in reversed(range(50))] == in_order[::-1]
+    assert sampler.draw(7) == in_order[7]
+    assert len({draw.uniform for draw in in_order}) == 50
+
+
+def test_two_steps_may_be_picked_from_before_the_first_is_read() -> None:
+    picker = token_picker(3)
+    first = picker.pick(torch.eye(3), {})
+    second = picker.pick(torch.eye(3)[[2, 0]], {})
+    assert picker.tokens.tolist() == [2, 0, 2]
+    assert (first.read(), second.read()) == ([0, 1, 2], [2, 0])
+    assert picker.pick(torch.eye(3)[:0], {}).read() == []
+
+
+NUM_WORDS, MOST = 9, 3
+
+
+def counted(prompt: list[int], new: list[int]) -> list[int]:
+    """By definition."""
+    counts = np.bincount(np.array(new, np.int64), minlength=NUM_WORDS)
+    counts[sorted(set(prompt))] += IN_PROMPT
+    found: list[int] = counts.tolist()
+    return found
+
+
+token = st.integers(0, NUM_WORDS - 1)
+prompts = st.lists(st.lists(token, min_size=1, max_size=5), min_size=5, max_size=5)
+# The texts of a step; for each, whether its last token is unknown, the number of its lost tokens, and its new tokens.
+steps = st.lists(
+    st.dictionaries(st.integers(0, 4), st.tuples(st.booleans(), st.integers(0, 2), token), min_size=1, max_size=MOST),
+    max_size=12,
+)
+
+
+@given(prompts, steps)
+def test_each_texts_row_has_the_counts_of_its_tokens(
+    prompts: list[list[int]], steps: list[dict[int, tuple[bool, int, int]]]
+) -> None:
+    """Five texts share three rows. In each step one gets a token or has lost some: none comes before the next pick."""
+    counts = TokenCounts(CPU, NUM_WORDS, MOST)
+    news: list[list[int]] = [[] for _ in prompts]
+    for step in steps:
+        texts, picked = [], torch.full((MOST,), NUM_WORDS - 1, dtype=torch.int32)
+        for place, (number, (is_pending, lost, last)) in enumerate(step.items()):
+            new = news[number]
+            if lost:
+                del new[max(0, len(new) - lost) :]
+            else:
+                new.append(last)
+            picked[place] = last
+            is_pending = is_pending and not lost
+            known = [*prompts[number], *(new[:-1] if is_pending else new)]
+            texts.append(CountedText(number, known, len(prompts[number]), place if is_pending else -1))
+        rows = counts.rows(texts, picked)
+        assert len(set(rows)) == len(rows)
+        for row, number in zip(rows, step, strict=True):
+            assert counts.table[row].tolist() == counted(prompts[number], news[number])

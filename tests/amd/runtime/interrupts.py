@@ -43,19 +43,11 @@ def interrupted_at(number: int, call: Callable[[], object]) -> bool:
     return False
 
 
-def every_line(call: Callable[[], object], step: int = 1, whole: int = 1) -> Iterator[int]:
-    """Interrupts a call at each of its lines in turn, or at each `step`-th; yields the line's number after each.
-
-    whole: it ends after this number of runs in a row with fewer lines. More than one for a call whose lines vary in
-    number
-    """
-    number, ran_whole = 1, 0
-    while ran_whole < whole:
-        if interrupted_at(number, call):
-            ran_whole = 0
-            yield number
-        else:
-            ran_whole += 1
+def every_line(call: Callable[[], object], step: int = 1) -> Iterator[int]:
+    """Interrupts a call at each of its lines in turn, or at each `step`-th; yields the line's number after each."""
+    number = 1
+    while interrupted_at(number, call):
+        yield number
         number += step
 
 

@@ -176,18 +176,6 @@ def test_calls_out_of_order_are_refused(world: World) -> None:
     world.step(world.requests, [1, 1])
 
 
-def test_the_layers_of_an_earlier_step_of_the_same_plan_are_refused(world: World) -> None:
-    both = world.batch(world.requests, [1, 1])
-    plan = world.runtime.plan(both)
-    earlier = world.runtime.step(both, plan).parts[0]
-    rows = torch.zeros(len(earlier.token_ids), 2, 16, device=world.runtime.device)
-    world.runtime.end_step()
-    world.runtime.step(world.batch(world.requests[:1], [1]), plan)
-    with pytest.raises(WrongState, match="the step of these layers has ended"):
-        earlier.layers.store(0, rows, rows)
-    world.runtime.end_step()
-
-
 def built_of(problems: list[Problem], device: torch.device, **changes: Any) -> AttentionRuntime:
     """Returns a small runtime. changes: of its options"""
     numbers: dict[str, Any] = {"num_pages": 8, "max_num_seqs": 2, "max_kv_len": 16, **changes}

@@ -217,10 +217,7 @@ def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: 
     runtime, late = serving.runtime, LateDevice()
     publisher = runtime.gate._publisher
 
-    def later(launch: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args, **kwargs: late.launch(partial(launch, *args, **kwargs))
-
-    publisher._ops = replace(publisher._ops, publish=later(publisher._ops.publish))
+    publisher._ops = replace(publisher._ops, publish=late.later(publisher._ops.publish))
     publisher._lines[0].ring = HostRing(torch.device("cpu"), depth=2, new_fence=late.fence)
     (request,) = serving.admit_all(1)
     found: list[list[int]] = []

@@ -188,9 +188,6 @@ def test_a_step_within_a_step_is_refused_and_the_outer_one_goes_on() -> None:
     served.run("whole", 4)
 
 
-# Left out under the interpreter by day: no Triton kernel runs here, and the host stage runs it every time.
-
-
 @pytest.fixture
 def hasty_threads() -> Iterator[None]:
     """Threads switch as often as they can."""

@@ -131,19 +131,6 @@ def test_groups_that_are_none_are_refused(groups: list[PrefixGroup], complaint: 
     world.step(requests, [1, 1])
 
 
-def test_sequences_with_pages_of_their_own_are_refused(device: torch.device) -> None:
-    """Equal tokens are not enough: the pages must be the same, for the length of the prefix."""
-    world, requests = world_of(device)
-    (stranger,) = world.begun(10)
-    with pytest.raises(BadBatch, match="sequence 2 does not share"):
-        decode(world, [*requests, stranger], [PrefixGroup(3, 8)])
-    world, requests = world_of(device)
-    shorter = world.fork(requests[0], 4)
-    world.step([shorter], [6])
-    with pytest.raises(BadBatch, match="sequence 1 does not share"):
-        decode(world, [requests[0], shorter], [PrefixGroup(2, 8)])
-
-
 def test_rows_that_were_handed_out_again_share_nothing(device: torch.device) -> None:
     """The groups are those that were checked, and so are the rows."""
     world, requests = world_of(device)

@@ -1,22 +1,16 @@
-"""Whole eager steps against the reference: forks of forks, rows at any stride, and what no plan serves."""
+"""Whole steps against the reference: rows at any stride, forgotten token ids, and what no plan serves."""
 
 import pytest
 import torch
 
+from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import CapacityExceeded, NeverFits, WrongState
+from rocm_attn.errors import BadBatch, CapacityExceeded, NeverFits, WrongState
+from tests.amd.graphs.small_models import Tiny
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World
-
-
-def test_a_fork_of_a_fork_without_a_step_between_copies_the_right_page(provider: str, device: torch.device) -> None:
-    world = World.build([small_problem(page_size=4)], device, provider)
-    (parent,) = world.begun(6)
-    child = world.fork(parent, 6)
-    world.runtime.table.reserve(child.row, 7)
-    grandchild = world.fork(child, 6)
-    world.step([grandchild, child, parent], [2, 1, 1])
 
 
 def test_strided_rows_are_served(provider: str, device: torch.device) -> None:
@@ -89,3 +83,22 @@ def test_a_plan_serves_no_batch_that_is_larger_than_it_was_made_for(provider: st
     with pytest.raises(WrongState, match="the plan was made before the sealed addresses were released"):
         runtime.stage(batch, plan)
     world.step([request], [1])
+
+
+@pytest.mark.fast(interpreted=0)
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_forgotten_token_ids_are_refused_and_never_run_as_zeros(
+    provider: str, device: torch.device, eagerly: bool
+) -> None:
+    tiny = Tiny.build(device, provider, [4, 8])
+    runner = tiny.runner(graphs=False)
+    run = runner.run_eagerly if eagerly else runner.run
+    row = tiny.runtime.table.admit()
+    tiny.runtime.table.reserve(row, 3)
+    with pytest.raises(BadBatch, match="3 new tokens and no token ids; pass token_ids, or NO_TOKEN_IDS"):
+        run(StepBatch([row], [3], [3]))
+    on_device = DeviceInputs(token_ids=torch.tensor([5, 7, 9], dtype=torch.int32, device=device))
+    from_device = run(StepBatch([row], [3], [3], inputs=on_device)).clone()
+    assert torch.equal(from_device, run(StepBatch([row], [3], [3], [5, 7, 9])))
+    assert run(StepBatch([row], [3], [3], NO_TOKEN_IDS)).isfinite().all()
+    assert len(run(StepBatch([], [], []))) == 0

@@ -65,15 +65,19 @@ def test_a_client_that_leaves_a_stream_frees_its_pages(path: str, num_choices: i
         assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
 
 
-def test_a_client_that_leaves_before_its_answer_frees_its_pages(loaded: LoadedModel) -> None:
-    with gated_server(loaded) as (server, gated):
-        client = Client(server, requested(n=2, **LONG))
+@pytest.mark.parametrize("only_its_side", [False, True])
+def test_a_client_that_leaves_before_its_answer_frees_its_pages(only_its_side: bool, loaded: LoadedModel) -> None:
+    with gated_server(loaded) as (server, gated), Client(server, requested(n=2, **LONG)) as client:
         gated.wait_until_begun()
-        client.leave()
+        if only_its_side:
+            client.socket.shutdown(socket.SHUT_WR)
+        else:
+            client.leave()
         server.jobs_are_done()
         gated.let(MANY_STEPS)
         assert server.holds_nothing()
         assert ended(server) == {"cancelled": 2}
+        assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
 
 
 def test_a_client_that_leaves_in_its_body_is_forgotten(loaded: LoadedModel) -> None:
@@ -435,16 +439,6 @@ async def test_work_for_a_request_that_has_ended_does_not_begin() -> None:
         await job.wait_for(work())
     job.close()
     assert not begun
-
-
-def test_the_request_of_a_client_that_ends_its_side_is_aborted(loaded: LoadedModel) -> None:
-    with gated_server(loaded) as (server, gated), Client(server, requested()) as client:
-        gated.wait_until_begun()
-        client.socket.shutdown(socket.SHUT_WR)
-        server.jobs_are_done()
-        gated.let(MANY_STEPS)
-        assert server.holds_nothing()
-        assert server.between_loops(lambda: server.generations.counts.disconnects) == 1
 
 
 def test_a_half_of_a_request_is_not_waited_for(loaded: LoadedModel) -> None:

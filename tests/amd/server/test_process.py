@@ -1,4 +1,4 @@
-"""`rocm-attn serve` as a process: signals, ports, ranks."""
+"""`rocm-attn serve` as a process: its start, which never imports torch, signals, ports, ranks."""
 
 import contextlib
 import http.client
@@ -6,13 +6,15 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import urllib.error
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, FAILED, main
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import API_KEYS
 from rocm_serve.cli.engine_start import EngineStart
@@ -20,6 +22,7 @@ from rocm_serve.cli.ready_engine import _make_ready, loaded_engine
 from rocm_serve.engine import Engine
 from rocm_serve.engine_thread import EngineThread
 from rocm_serve.options import EngineOptions
+from rocm_serve.parallel.child_process import SWITCH_SECONDS
 from rocm_serve.request import Request
 from rocm_serve.server.address import bind
 from rocm_serve.server.keys import ApiKeys
@@ -28,6 +31,7 @@ from rocm_serve.server.run import serve
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.text.constraint import Constraint, library
 from tests.amd.forked import context
+from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.tiny_model import tiny_model, word_tokenizer
 from tests.amd.runner.with_parameters import PROMPT, character_model
 from tests.amd.server.load.model_folder import write_model
@@ -189,3 +193,64 @@ def test_a_public_address_without_keys_is_refused_before_anything_is_loaded(
     monkeypatch.delenv(API_KEYS, raising=False)
     assert main(["serve", "--model", "nowhere", "--host", "0.0.0.0"]) == BAD_INPUT
     assert "--allow-anonymous" in capsys.readouterr().err
+
+
+# Serves some requests of each kind, and prints which of the libraries are imported at which moment.
+SERVING = """
+import gc, json, os, signal, sys, threading, urllib.request
+from multiprocessing.context import SpawnProcess
+import rocm_serve.cli.serve as command
+from rocm_attn.cli import main
+
+def say(moment):
+    print(json.dumps([moment, [name for name in {libraries} if name in sys.modules]]), flush=True)
+
+def begun(process, start=SpawnProcess.start):
+    if process.name == "rocm_attn engine":
+        say("begin")
+    start(process)
+
+def ask(url):
+    try:
+        for path in ("/health/truth", "/metrics", "/v1/models"):
+            urllib.request.urlopen(url + path).read()
+        of_json = {{"Content-Type": "application/json"}}
+        for each in ({{"logprobs": 2}}, {{"n": 2, "stop": "w9"}}, {{"stream": True, "seed": 3}}):
+            body = json.dumps({{"model": "tiny", "prompt": "w9 w12", "max_tokens": 4, **each}}).encode()
+            urllib.request.urlopen(urllib.request.Request(url + "/v1/completions", body, of_json)).read()
+        assert len(gc.get_objects()) < gc.get_freeze_count() / 2
+        assert abs(sys.getswitchinterval() - {switch}) < 1e-6
+        say("asked")
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def announce(line):
+    if line.startswith("listening on "):
+        threading.Thread(target=ask, args=(line.split()[-1],)).start()
+
+if __name__ == "__main__":
+    SpawnProcess.start = begun
+    command._announce = announce
+    code = main(sys.argv[1:])
+    say("end")
+    sys.exit(code)
+"""
+LIBRARIES = ("torch", "numpy", "tokenizers", "jinja2", "fastapi", "pydantic", "uvicorn")
+
+
+def test_the_engines_process_begins_before_the_servers_imports_which_never_bring_torch_and_it_does_not_pause(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "serving.py"
+    script.write_text(SERVING.format(libraries=LIBRARIES, switch=SWITCH_SECONDS))
+    model = write_model(tmp_path)
+    flags = ("--served-model-name", "tiny", "--device", "cpu", "--provider", "torch", "--page-size", "4", "--no-graphs")
+    command = [sys.executable, str(script), "serve", "--model", str(model), "--port", "0", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == DONE, done.stderr
+    imported = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert "asked" in imported, done.stderr
+    assert imported["begin"] == []
+    assert imported["asked"] == imported["end"]
+    assert {"tokenizers", "fastapi", "uvicorn"} <= set(imported["end"])
+    assert "torch" not in imported["end"]

@@ -23,8 +23,9 @@ from rocm_attn.kernels.cdna import (
     selected,
 )
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
+from rocm_attn.providers.triton_later import cdna_launches
 from rocm_lab.simulator.launcher import ARCHS, simulated
-from tests.amd.kernels import cdna_cases, cdna_extend_cases, cdna_latent_cases, cdna_selected_cases
+from tests.amd.kernels import cdna_extend_cases, cdna_latent_cases, cdna_selected_cases
 from tests.amd.kernels.attention_cases import build
 from tests.amd.kernels.cdna_cases import LARGE, PAIRED, PLAIN, WINDOW
 from tests.amd.kernels.cdna_extend_cases import CASES as EXTENDS
@@ -123,9 +124,9 @@ def with_room_for_more_heads(arch: str) -> None:
     torch.testing.assert_close(out[:, -1], torch.full_like(out[:, -1], -1.0))
 
 
-DECODE = Launched("launch_cdna_decode", cdna_cases, (decode,))
-EXTEND = Launched("launch_cdna_extend", cdna_extend_cases, (extend,))
-LATENT_DECODE = Launched("launch_cdna_latent_decode", cdna_latent_cases, (latent,))
+DECODE = Launched("launch_cdna_decode", cdna_launches, (decode,))
+EXTEND = Launched("launch_cdna_extend", cdna_launches, (extend,))
+LATENT_DECODE = Launched("launch_cdna_latent_decode", cdna_launches, (latent,))
 # File -> the launcher that runs it.
 LAUNCHED: dict[ModuleType, Launched] = {
     key_blocks: DECODE,
@@ -456,7 +457,7 @@ def over_long_records(arch: str) -> None:
     run_selected(arch, cdna_selected_cases.cases_of(arch)["long_records"], programs=1)
 
 
-SELECTED = Launched("launch_cdna_selected", cdna_selected_cases)
+SELECTED = Launched("launch_cdna_selected", cdna_launches)
 # Mistakes over keys that are listed.
 LISTED_MISTAKES: dict[ModuleType, dict[str, Mistake]] = {
     selected: {

@@ -133,9 +133,8 @@ def assert_noticed(
     """Checks that a run with the launcher of a copy of the kernel's file fails."""
     broken = broken_copy(mistake, module, launched, folder, monkeypatch)
     original = getattr([module, *launched.importers][-1], launched.launcher)
-    for name, value in vars(launched.used_by).items():
-        if value is original or name == launched.launcher:
-            monkeypatch.setattr(launched.used_by, name, getattr(broken, launched.launcher))
+    for name in {launched.launcher, *(name for name, value in vars(launched.used_by).items() if value is original)}:
+        monkeypatch.setattr(launched.used_by, name, getattr(broken, launched.launcher))
     with pytest.raises((AssertionError, SimulationFault)) as caught, simulated(arch):
         mistake.run(arch)
     assert re.search(NOTICED, str(caught.value))

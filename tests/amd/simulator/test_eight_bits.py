@@ -1,12 +1,16 @@
-"""Conversions between float32 and eight bits, every code, against torch's dtypes."""
+"""Conversions between float32 and eight bits, every code, by instructions and in kernels, against torch's dtypes."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.cache.page_format import Encoding
 from rocm_lab.simulator.arrays import Array
+from rocm_lab.simulator.launcher import ARCHS, simulated
 from rocm_lab.simulator.snippet import execute, floats
+from tests.amd.kernels.codes_kernels import FP8, decode_all, encode, numbers_to_encode
+from tests.amd.simulator.kernel_cases import CPU
 
 DTYPES = {
     ("fp8", "gfx942"): torch.float8_e4m3fnuz,
@@ -112,3 +116,32 @@ def test_what_is_too_large_is_no_finite_number(kind: str, arch: str) -> None:
     words: dict[int, Array | int] = {0: strange.view(np.uint32), 1: strange.view(np.uint32), 2: 0}
     core = execute(f"v_cvt_pk_{kind}_f32 v2, v0, v1", vector=words, arch=arch)
     assert not np.isfinite(of_codes(core.vector[2] & 255, DTYPES[kind, arch])).any()
+
+
+# The instructions that an arch has for its own encodings; others are arithmetic there.
+BY_HARDWARE = {("gfx942", Encoding.E4M3FNUZ), ("gfx950", Encoding.E4M3FN), ("gfx950", Encoding.E5M2)}
+each_encoding = pytest.mark.parametrize("encoding", FP8, ids=lambda encoding: encoding.name)
+each_arch = pytest.mark.parametrize("arch", ARCHS)
+
+
+@each_arch
+@each_encoding
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_code_is_read_exactly(arch: str, encoding: Encoding, dtype: torch.dtype) -> None:
+    with simulated(arch) as simulation:
+        numbers, wanted = decode_all(encoding, dtype, CPU)
+    assert torch.equal(numbers.isnan(), wanted.isnan())
+    as_bits = torch.int32 if dtype.itemsize == 4 else torch.int16
+    is_number = ~wanted.isnan()
+    assert torch.equal(numbers.view(as_bits)[is_number], wanted.view(as_bits)[is_number])
+    (mnemonics,) = simulation.mnemonics.values()
+    converts = any(name.startswith("v_cvt") and ("fp8" in name or "bf8" in name) for name in mnemonics)
+    assert converts == ((arch, encoding) in BY_HARDWARE)
+
+
+@each_arch
+@each_encoding
+def test_every_number_becomes_the_nearest_code_and_what_is_beyond_the_largest(arch: str, encoding: Encoding) -> None:
+    with simulated(arch):
+        codes, wanted = encode(numbers_to_encode(encoding), encoding)
+    assert torch.equal(codes, wanted)

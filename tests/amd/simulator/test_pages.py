@@ -1,4 +1,4 @@
-"""The pages that are made from the simulator say what it does."""
+"""The pages that are made from the simulator say what it does; a line of a Triton version changes nothing else."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rocm_lab.page_parts import part_of
+from rocm_lab.page_parts import part_of, rows_of
 from rocm_lab.simulator import coverage
 from rocm_lab.simulator.isa.instructions import BUILDERS
 from tests.amd.house.source_tree import ROOT
 from tests.amd.simulator.other_kernels import Pin, pins
+from tests.amd.simulator.record import with_choice
 
 INSTRUCTIONS = ROOT / "docs" / "simulator_instructions.md"
 
@@ -62,3 +63,28 @@ def test_a_kernel_is_taken_from_the_place_that_has_its_very_file(
     assert source(hashlib.sha256(file.read_bytes()).hexdigest()).endswith(
         "HERE = 3\n\n\n@triton.jit\ndef one(x):\n    return x + HERE\n"
     )
+
+
+DOCUMENT = "# Title\n\n<!-- grid -->\n| Triton |\n|---|\n<!-- end of grid -->\n\nAfter.\n"
+
+
+def test_a_line_is_added_and_the_rest_stays() -> None:
+    text = with_choice(DOCUMENT, ["3.9.0", "first"])
+    assert text == DOCUMENT.replace("|---|\n", "|---|\n| 3.9.0 | first |\n")
+
+
+def test_a_version_is_written_anew_and_versions_are_in_order() -> None:
+    text = DOCUMENT
+    for cells in (["3.10.0", "a"], ["3.9.0", "old"], ["3.6.0", "b"], ["3.9.0", "new"]):
+        text = with_choice(text, cells)
+    assert rows_of(text, "grid") == ["| 3.6.0 | b |\n", "| 3.9.0 | new |\n", "| 3.10.0 | a |\n"]
+
+
+def test_a_document_without_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="no part between"):
+        with_choice("# Title\n", ["3.9.0"])
+
+
+def test_the_document_has_the_table() -> None:
+    document = (ROOT / "rocm_lab" / "simulator" / "README.md").read_text()
+    assert with_choice(document, ["9.9.9"]).count("| 9.9.9 |") == 1

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
-from rocm_attn.batch.inputs import HOST_INPUTS
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.split_forward import DraftForward
 from rocm_attn.guards.registry import Guards
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.step.step import Series
-from tests.amd.worlds.bounds import lengths_on_device
 from tests.amd.worlds.problems import small_problem
-from tests.amd.worlds.world import ALL_ON, Request, Rows, World, padded_to, passes, poison_free_pages, take_back
+from tests.amd.worlds.world import ALL_ON, Request, Rows, World, passes, poison_free_pages, take_back
 
 
 @dataclass
@@ -49,45 +47,25 @@ class DraftWorld(World):
     def _drafts(self) -> DraftForward[Tensor] | None:
         return self._draft_steps
 
-    def round_batch(
-        self, requests: Sequence[Request], drafts: Drafts, *, room: Sequence[int] | None = None, reserve: bool = True
-    ) -> StepBatch:
-        """Returns a round of drafts. room: tokens by which bounds exceed the lengths, which the device knows then"""
-        prefix = [request.kv_len for request in requests]
-        bounds = prefix if room is None else [length + more for length, more in zip(prefix, room, strict=True)]
-        for request, bound in zip(requests, bounds, strict=True):
-            if reserve:
-                self.runtime.table.reserve(request.row, bound + drafts.tokens)
-        inputs = HOST_INPUTS if room is None else replace(lengths_on_device(self, prefix), ahead=drafts.tokens)
-        rows = np.array([request.row for request in requests], np.int32)
-        return draft_batch(rows, np.array(bounds, np.int32), drafts, NO_TOKEN_IDS, inputs=inputs)
+    def round_batch(self, requests: Sequence[Request], drafts: Drafts, *, reserve: bool = True) -> StepBatch:
+        """Returns a round of drafts."""
+        if reserve:
+            for request in requests:
+                self.runtime.table.reserve(request.row, request.kv_len + drafts.tokens)
+        rows, prefix = ([getattr(request, name) for request in requests] for name in ("row", "kv_len"))
+        return draft_batch(np.array(rows, np.int32), np.array(prefix, np.int32), drafts, NO_TOKEN_IDS)
 
-    def step_round(
-        self,
-        requests: Sequence[Request],
-        drafts: Drafts,
-        pad_to: int | None = None,
-        *,
-        room: Sequence[int] | None = None,
-        halves: bool = False,
-    ) -> None:
+    def step_round(self, requests: Sequence[Request], drafts: Drafts, *, halves: bool = False) -> None:
         """Runs a round of random drafts and checks it; then all drafts are rejected."""
-        self.run_round(requests, self.round_batch(requests, drafts, room=room), pad_to, halves=halves)
+        self.run_round(requests, self.round_batch(requests, drafts), halves=halves)
         self.check_round(requests)
 
-    def run_round(
-        self,
-        requests: Sequence[Request],
-        batch: StepBatch | None = None,
-        pad_to: int | None = None,
-        *,
-        halves: bool = False,
-    ) -> None:
+    def run_round(self, requests: Sequence[Request], batch: StepBatch | None = None, *, halves: bool = False) -> None:
         """Runs the round of a batch, or one of `drafts`, with random rows and parents."""
         batch = self.round_batch(requests, self.drafts) if batch is None else batch
         drafts = batch.drafts
         assert isinstance(drafts, Drafts)
-        shape = self.runtime.plan(batch, padded_to(pad_to), halves=1 + halves).shape
+        shape = self.runtime.plan(batch, halves=1 + halves).shape
         first_seqs, cut = shape.num_seqs // shape.num_halves, -(-len(requests) // shape.num_halves)
         seqs = [seq if seq < cut else first_seqs + seq - cut for seq in range(len(requests))]
         if not self.rounds or not self.graphs:
@@ -103,7 +81,7 @@ class DraftWorld(World):
             self._draw(rows, torch.from_numpy(self.places).to(self.runtime.device))
         drawn = [self._parent_draw.randrange(drafts.branches) for _ in range(self.parents.numel())]
         self.parents.copy_(torch.tensor(drawn, dtype=torch.int32).view_as(self.parents))
-        self.runner.run(batch, padded_to(pad_to), halves=1 + halves)
+        self.runner.run(batch, halves=1 + halves)
 
     def round_is_right(self, requests: Sequence[Request]) -> bool:
         """True if check_round passes."""

@@ -23,7 +23,7 @@ from rocm_attn.guards.registry import Guards, guards_from_settings
 from rocm_attn.machine.target import Target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
-from rocm_attn.problem import ALL_KEYS, AllKeys, Indexer, PoolKind, Problem
+from rocm_attn.problem import ALL_KEYS, AllKeys, Indexer, Indexing, Pooling, PoolKind, Problem
 from rocm_attn.providers.select import Selection
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
@@ -32,8 +32,8 @@ from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Part
 from tests.amd.coded import kept
+from tests.amd.kernels.sparse_cases import best_units
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
-from tests.amd.worlds.chosen import chosen_cells
 from tests.amd.worlds.problems import small_problem
 
 NAN = float("nan")
@@ -563,3 +563,26 @@ def poison_free_pages(runtime: AttentionRuntime) -> None:
         free = torch.tensor(free_pages(runtime, table.space), dtype=torch.long, device=runtime.device)
         for pages in runtime.pool.in_space(table.space).layers:
             pages.fill_nan(free)
+
+
+def chosen_cells(q: Tensor, weights: Tensor, keys: Tensor, indexing: Indexing) -> Tensor:
+    """bool [n, sets, kv_len]: the keys that each of a sequence's last n tokens attends to, as Indexing defines."""
+    num_new, kv_len, sets = len(q), len(keys), indexing.sets
+    ends = torch.arange(indexing.key_tokens - 1, kv_len, indexing.key_tokens)
+    pooled = keys[ends.to(keys.device)].double()
+    products = torch.einsum("nhd,kd->nhk", q.double(), pooled) * indexing.scale
+    products = products.clamp(min=0) if indexing.rectified else products
+    # A context that is shorter than a pool has no keys.
+    by_set = (products * weights.double()[..., None]).reshape(num_new, sets, q.shape[1] // sets, len(pooled))
+    scores = by_set.sum(2).cpu()
+    cells = torch.zeros(num_new, sets, kv_len, dtype=torch.bool)
+    for token in range(num_new):
+        visible = kv_len - num_new + token + 1
+        for index_set in range(sets):
+            seen = scores[token, index_set, : visible // indexing.key_tokens]
+            parts = torch.split(seen, indexing.unit_keys) if len(seen) else ()
+            of_units = [float(part.max() if indexing.pooling is Pooling.MAX else part.mean()) for part in parts]
+            for unit in best_units(of_units, visible, indexing):
+                first = unit * indexing.unit_tokens
+                cells[token, index_set, first : min(first + indexing.unit_tokens, visible)] = True
+    return cells.to(q.device)

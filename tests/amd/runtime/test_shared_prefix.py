@@ -131,6 +131,17 @@ def test_groups_that_are_none_are_refused(groups: list[PrefixGroup], complaint: 
     world.step(requests, [1, 1])
 
 
+def test_each_group_shares_its_prefix_to_the_end(device: torch.device) -> None:
+    """The second group has the longer prefix, of which its sequences share the first page alone."""
+    world, (one, other) = world_of(device)
+    (root,) = world.begun(4)
+    apart = world.fork(root, 4)
+    world.step([root, apart], [6, 6])
+    groups = SharedPrefixes([PrefixGroup(2, 4), PrefixGroup(2, 8)])
+    with pytest.raises(BadBatch, match="sequence 3 does not share the first 8 tokens with sequence 2"):
+        world.step([one, other, root, apart], [1] * 4, prefixes=groups)
+
+
 def test_rows_that_were_handed_out_again_share_nothing(device: torch.device) -> None:
     """The groups are those that were checked, and so are the rows."""
     world, requests = world_of(device)

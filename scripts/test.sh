@@ -200,7 +200,7 @@ run_stage() {
     # Of the runtime, by day, the files that launch every kind of kernel; the night has all of it.
     interpreter)
         TRITON_INTERPRET=1 spread -m "not nightly" tests/amd/kernels \
-            tests/amd/runtime/test_{layer_kinds,storing_steps,draft_windows}.py \
+            tests/amd/runtime/test_{drafts,layer_kinds,storing_steps}.py \
             tests/amd/external/test_calls.py tests/amd/integrations/test_{kv_transfer,flashinfer_program}.py
         ;;
     interpreter-long)

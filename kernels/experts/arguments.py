@@ -62,7 +62,7 @@ class ProductArgs(NamedTuple):
         return len(self.out) // max(1, len(self.x))
 
     def most_blocks(self, rows: int, num_pairs: int) -> int:
-        """Blocks of so many pairs, at most: each expert with a pair may have one block that is not full."""
+        """Blocks of num_pairs pairs, at most: each expert with a pair may have one block that is not full."""
         return num_pairs // rows + min(num_pairs, len(self.weight))
 
     def check(self) -> None:

@@ -353,7 +353,7 @@ class Layers(TensorChecks):
         try:
             if 0 <= layer < len(self._kind_of_layer):
                 return self._kind_of_layer[layer]
-        except (TypeError, ValueError):  # it is no number
+        except (TypeError, ValueError):  # it is not a number
             pass
         raise no_such_layer(layer, len(self._kind_of_layer))
 

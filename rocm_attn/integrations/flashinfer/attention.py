@@ -73,17 +73,11 @@ class BatchAttention(PlannedWrapper):
         return self._attend(given.q, pages_of(given.kv_cache, self._kv_layout), call)
 
 
-class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """Prefill and decode over lists of pages, with a sink of each head in the denominator.
+class _WithSinks(PlannedWrapper):
+    """The run() of wrappers that have a sink of each head in the denominator.
 
-    The arguments after backend choose FlashInfer's kernel before a plan; here plan() fixes them, and they are ignored.
-    Raises Unsupported, BadSetting, BadTensor.
+    The constructor's arguments after backend choose FlashInfer's kernel before a plan; here plan() fixes them.
     """
-
-    @as_in_flashinfer
-    def __init__(self, given: Given) -> None:
-        of_prefill = inspect.signature(BatchPrefillWithPagedKVCacheWrapper).parameters
-        super().__init__(**{name: value for name, value in vars(given).items() if name in of_prefill})
 
     def run(
         self,
@@ -94,23 +88,38 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         k_scale: float | None = None,
         **kwargs: Any,
     ) -> Result:
-        """Returns attention as BatchPrefillWithPagedKVCacheWrapper.run does, with its keywords.
+        """Returns attention as the wrapper without sinks does, with its keywords.
 
         args: the sinks, float [q_heads], in units of logits, and then the scale of logits in place of the plan's
         Raises BadBatch if they are missing, and what that run() raises.
         """
-        sinks, scale = _sinks_and_scale(self, args, q_scale, k_scale)
-        return super().run(q, paged_kv_cache, q_scale=scale, sinks=sinks, **kwargs)
+        if len(args) != 2 or not isinstance(args[0], Tensor):
+            raise BadBatch(f"run() got {len(args)} arguments after the cache; give the sinks and the scale of logits")
+        scale = args[1] / self._ready()[1].scale
+        for factor in (q_scale, k_scale):
+            scale *= 1.0 if factor is None else factor
+        found: Result = super().run(q, paged_kv_cache, q_scale=scale, sinks=args[0], **kwargs)
+        return found
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
 
-class BatchDecodeWithAttentionSinkWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """Decode over lists of pages, with a sink of each head in the denominator.
+class BatchAttentionWithAttentionSinkWrapper(_WithSinks, BatchPrefillWithPagedKVCacheWrapper):
+    """Prefill and decode over lists of pages, with a sink of each head. Ignores the arguments after backend.
 
-    The arguments after backend choose FlashInfer's kernel before a plan; here plan() fixes them, and they are ignored.
-    kwargs: others of BatchDecodeWithPagedKVCacheWrapper
     Raises Unsupported, BadSetting, BadTensor.
+    """
+
+    @as_in_flashinfer
+    def __init__(self, given: Given) -> None:
+        of_prefill = inspect.signature(BatchPrefillWithPagedKVCacheWrapper).parameters
+        super().__init__(**{name: value for name, value in vars(given).items() if name in of_prefill})
+
+
+class BatchDecodeWithAttentionSinkWrapper(_WithSinks, BatchDecodeWithPagedKVCacheWrapper):
+    """Decode over lists of pages, with a sink of each head. Ignores the arguments after backend.
+
+    kwargs: others of BatchDecodeWithPagedKVCacheWrapper. Raises Unsupported, BadSetting, BadTensor.
     """
 
     @as_in_flashinfer
@@ -121,34 +130,3 @@ class BatchDecodeWithAttentionSinkWrapper(BatchDecodeWithPagedKVCacheWrapper):
     def plan(self, *args: Any, **kwargs: Any) -> None:
         """Plans as BatchDecodeWithPagedKVCacheWrapper.plan does, and raises what that raises."""
         super().plan(*args, **kwargs)
-
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedKV,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        **kwargs: Any,
-    ) -> Result:
-        """Returns attention as BatchDecodeWithPagedKVCacheWrapper.run does, with its keywords.
-
-        args: the sinks, float [q_heads], in units of logits, and then the scale of logits in place of the plan's
-        Raises BadBatch if they are missing, and what that run() raises.
-        """
-        sinks, scale = _sinks_and_scale(self, args, q_scale, k_scale)
-        return super().run(q, paged_kv_cache, q_scale=scale, sinks=sinks, **kwargs)
-
-    run_return_lse = functools.partialmethod(run, return_lse=True)
-
-
-def _sinks_and_scale(
-    wrapper: PlannedWrapper, args: tuple[Any, ...], q_scale: float | None, k_scale: float | None
-) -> tuple[Tensor, float]:
-    """Returns the sinks that run() got, and its scale of logits as a factor of the plan's."""
-    if len(args) != 2 or not isinstance(args[0], Tensor):
-        raise BadBatch(f"run() got {len(args)} arguments after the cache; give the sinks and the scale of logits")
-    scale = args[1] / wrapper._ready()[1].scale
-    for factor in (q_scale, k_scale):
-        scale *= 1.0 if factor is None else factor
-    return args[0], scale

@@ -162,7 +162,7 @@ def _factor(scale: Scale, device: torch.device) -> Tensor:
 
 
 def _check_one(scale: Scale) -> None:
-    """Raises BadTensor for a scale of several elements, and BadProblem for one that is no number of a float's range."""
+    """Raises BadTensor for a scale of several elements, and BadProblem for one that is not a finite float."""
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
             raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; q, K and V have one scale each")

@@ -14,11 +14,12 @@ from rocm_attn.kernels.model.gate import GateForm
 class ProductArgs(NamedTuple):
     """The tensors of a product. The last dimension of each is contiguous.
 
-    x:      [rows, in]; each row belongs to as many pairs, in a row, as there are pairs for each row
+    x:      [rows, in]
     weight: [experts, out, in]; with a gate [experts, 2 * out, in], the gate's rows first
     bias:   [experts, out] or [experts, 2 * out], contiguous; None: there is none
-    out:    [pairs, out], of x's dtype, written
-    order, indptr: of ExpertGroups; with one expert they are not read
+    out:    [pairs, out], of x's dtype, written; pairs lie by expert
+    source: int64 [pairs]: the row of x of each pair; None: the same row
+    indptr, drawn: of ExpertGroups; with one expert they are not read
     gate:   combines the two halves of a row; None: a row has one part
     """
 
@@ -26,8 +27,9 @@ class ProductArgs(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     out: Tensor
-    order: Tensor
+    source: Tensor | None
     indptr: Tensor
+    drawn: Tensor
     gate: GateForm | None
 
     @classmethod
@@ -37,29 +39,25 @@ class ProductArgs(NamedTuple):
         weight: Tensor,
         bias: Tensor | None,
         groups: ExpertGroups,
+        source: Tensor | None,
         out: Tensor,
         gate: GateForm | None = None,
     ) -> ProductArgs:
         """The product of each pair's row with the matrix of its expert."""
-        assert (len(groups.order), groups.num_experts) == (len(out), len(weight))
-        return cls(x, weight, bias, out, *groups, gate)
+        assert (len(groups.tokens), groups.num_experts) == (len(out), len(weight))
+        return cls(x, weight, bias, out, source, groups.indptr, groups.drawn, gate)
 
     @classmethod
     def of_all(
         cls, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gate: GateForm | None = None
     ) -> ProductArgs:
         """The product of all rows with one matrix, weight [out, in], plus bias [out]: that of the only expert."""
-        return cls(x, weight[None], None if bias is None else bias[None], out, out, out, gate)
+        return cls(x, weight[None], None if bias is None else bias[None], out, None, out, out, gate)
 
     @property
     def sides(self) -> int:
         """Rows of a matrix for each column of out."""
         return 1 if self.gate is None else 2
-
-    @property
-    def pairs_of_row(self) -> int:
-        """Pairs that read one row of x."""
-        return len(self.out) // max(1, len(self.x))
 
     def most_blocks(self, rows: int, num_pairs: int) -> int:
         """Blocks of num_pairs pairs, at most: each expert with a pair may have one block that is not full."""
@@ -67,7 +65,8 @@ class ProductArgs(NamedTuple):
 
     def check(self) -> None:
         """Asserts that the tensors fit each other."""
-        x, weight, bias, out = self[:4]
+        x, weight, bias, out, source = self[:5]
+        assert len(x if source is None else source) == len(out)
         assert weight.shape[1:] == (self.sides * out.shape[1], x.shape[1])
         assert bias is None or (bias.shape == weight.shape[:2] and bias.is_contiguous())
         assert x.stride(1) == weight.stride(2) == out.stride(1) == 1

@@ -1,6 +1,6 @@
 """Sums the outputs of a token's experts by its shares, and the output of the MLP that every token takes.
 
-    out[t] = sum over i: share[t, i] * parts[t * chosen + i]  +  sigmoid(weight[t]) * shared[t]
+    out[t] = sum over i: share[t, i] * parts[places[t * chosen + i]]  +  sigmoid(weight[t]) * shared[t]
 
 A program has a block of a token's row. Sums are in float32, in the order of i.
 """
@@ -21,6 +21,7 @@ _BLOCK = 512
 @triton.jit
 def _combine_experts_kernel(
     parts,
+    places,
     share,
     shared,
     weight,
@@ -37,7 +38,10 @@ def _combine_experts_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for chosen in tl.static_range(CHOSEN):
         pair = token * CHOSEN + chosen
-        part = tl.load(parts + pair * WIDTH + column, mask=is_column, other=0.0).to(tl.float32)
+        place = pair
+        if places is not None:
+            place = tl.load(places + pair)
+        part = tl.load(parts + place * WIDTH + column, mask=is_column, other=0.0).to(tl.float32)
         total += part * tl.load(share + pair)
     if shared is not None:
         of_all = tl.load(shared + token * WIDTH + column, mask=is_column, other=0.0).to(tl.float32)
@@ -51,10 +55,13 @@ _variant = repeated_launches(_combine_experts_kernel)
 
 
 @only_launches
-def launch_combine(parts: Tensor, share: Tensor, shared: Tensor | None, weight: Tensor | None, out: Tensor) -> None:
+def launch_combine(
+    parts: Tensor, places: Tensor | None, share: Tensor, shared: Tensor | None, weight: Tensor | None, out: Tensor
+) -> None:
     """Writes the sum of each token.
 
     parts:  float32, float16 or bfloat16 [tokens * chosen, width]
+    places: int64 [tokens * chosen]: the row of parts of each pair; None: the same row
     share:  float32 [tokens, chosen]
     shared: [tokens, width], of the dtype of parts, or None
     weight: [tokens, 1], of that dtype; None: shared counts as it is
@@ -66,15 +73,18 @@ def launch_combine(parts: Tensor, share: Tensor, shared: Tensor | None, weight: 
     assert parts.shape == (num_tokens * chosen, width)
     assert share.shape[0] == num_tokens
     assert share.dtype == torch.float32
-    given = [each for each in (parts, share, shared, weight, out) if each is not None]
-    assert all(each.dtype == out.dtype for each in given if each is not share)
-    assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in given)
+    assert places is None or (places.dtype == torch.int64 and len(places) == len(parts))
+    given = [each for each in (parts, shared, weight, out) if each is not None]
+    assert all(each.dtype == out.dtype for each in given)
+    numbers = [share] if places is None else [share, places]
+    assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (*given, *numbers))
     if num_tokens:
         early = starts_early(out.device)
-        _variant(out.dtype, chosen, width, shared is None, weight is None)(
+        _variant(out.dtype, chosen, width, places is None, shared is None, weight is None)(
             out.device,
             (num_tokens, triton.cdiv(width, _BLOCK), 1),
             parts,
+            places,
             share,
             shared,
             weight,

@@ -11,12 +11,16 @@ from torch import Tensor
 class ExpertGroups(NamedTuple):
     """The pairs of a token and an expert that it has chosen, by expert. Pair token * chosen + i is a token's i-th.
 
-    order:  int64 [pairs]        pairs by expert, those of one expert in their order
-    indptr: int64 [experts + 1]  expert -> its first place in order; [0] == 0
+    tokens: int64 [pairs]        place -> the token of the pair there; those of one expert are in the order of pairs
+    places: int64 [pairs]        pair -> its place
+    indptr: int64 [experts + 1]  expert -> its first place; [0] == 0
+    drawn:  int32 [1]            blocks that programs of a product have drawn; each product leaves 0
     """
 
-    order: Tensor
+    tokens: Tensor
+    places: Tensor
     indptr: Tensor
+    drawn: Tensor
 
     @property
     def num_experts(self) -> int:
@@ -31,6 +35,8 @@ class ExpertGroups(NamedTuple):
         """
         # A GPU sorts by a byte at a time.
         dtype = torch.int16 if num_experts < 1 << 15 else expert.dtype
-        by_expert, order = expert.flatten().to(dtype).sort(stable=True)
+        by_expert, pairs = expert.flatten().to(dtype).sort(stable=True)
         numbers = torch.arange(num_experts + 1, dtype=dtype, device=expert.device)
-        return cls(order, torch.searchsorted(by_expert, numbers))
+        places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=expert.device))
+        drawn = torch.zeros(1, dtype=torch.int32, device=expert.device)
+        return cls(pairs // expert.shape[1], places, torch.searchsorted(by_expert, numbers), drawn)

@@ -1,12 +1,13 @@
 """Multiplies each row with the matrix of its expert, and no matrix with a row that did not choose it.
 
-    out[p] = x[p // rows_per_source] @ weight[e].T + bias[e]      for each pair p of expert e
-    out[p] = gate(the same)                                       with a gate, see model/gate.py
+    out[p] = x[source[p]] @ weight[e].T + bias[e]      for each pair p of expert e
+    out[p] = gate(the same)                            with a gate, see model/gate.py
 
-Pairs lie by expert (groups.py). A program takes a block of one expert's pairs and a block of columns. It finds its
-expert by counting blocks, so the grid follows from sizes alone: it has room for the most blocks that experts can have,
-and programs without one end at once. A row's bits depend on no other row: a matrix instruction computes it from itself.
-All rows may have one matrix: that is a layer of one expert, in which nothing has to be looked up.
+Pairs lie by expert (groups.py); without a source, rows of x do too. A program takes a block of one expert's pairs and a
+block of columns. It finds its expert by counting blocks, so the grid follows from sizes alone: it has room for the most
+blocks that experts can have, and programs without one end at once. A row's bits depend on no other row: a matrix
+instruction computes it from itself. All rows may have one matrix: that is a layer of one expert, in which nothing has
+to be looked up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ class ProductGeometry(NamedTuple):
 
     EXPERTS, EXPERTS_BLOCK: experts, and the next power of 2
     IN, OUT:                elements of a row of x and of out
-    PAIRS_OF_ROW:           pairs that read one row of x
     ROWS, COLUMNS, STEP:    pairs of a program, rows of the matrix, and elements of x that it multiplies at a time
     EARLY:                  whether it starts early (early.py)
     """
@@ -38,7 +38,6 @@ class ProductGeometry(NamedTuple):
     EXPERTS_BLOCK: int
     IN: int
     OUT: int
-    PAIRS_OF_ROW: int
     ROWS: int
     COLUMNS: int
     STEP: int
@@ -50,7 +49,7 @@ def _expert_product_kernel(
     x,
     weight,
     bias,
-    order,
+    source,
     indptr,
     out,
     all_pairs,
@@ -88,24 +87,24 @@ def _expert_product_kernel(
             place += tl.load(indptr + expert)
             end = tl.load(indptr + expert + 1)
         is_pair = (place < end)[:, None]
-        # pair: [ROWS, 1]; column: [COLUMNS]
-        if G.EXPERTS == 1:
-            pair = tl.where(is_pair, place[:, None], 0).to(tl.int64)
-        else:
-            pair = tl.load(order + place[:, None], mask=is_pair, other=0)
+        # pair, row: [ROWS, 1]; column: [COLUMNS]
+        pair = place[:, None].to(tl.int64)
+        row = tl.where(is_pair, pair, 0)
+        if source is not None:
+            row = tl.load(source + pair, mask=is_pair, other=0)
         first_column = tl.program_id(1) * OUTPUTS
         of_both = tl.arange(0, COLUMNS)
         within = first_column + of_both % OUTPUTS
         weight_column = within + of_both // OUTPUTS * G.OUT
         is_column = within < G.OUT
         element = tl.arange(0, STEP)[None, :]
-        rows = x + pair // G.PAIRS_OF_ROW * x_row
+        rows = x + row * x_row
         # 64-bit before multiplying: the matrices of all experts go beyond int32, and so may the rows of one.
         matrix = weight + expert.to(tl.int64) * weight_expert + weight_column[:, None].to(tl.int64) * weight_row
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in range(0, IN, STEP):
             is_element = first + element < IN
-            # Rows without a pair read the first pair's: their results are dropped.
+            # Rows without a pair read the first row of x: their results are dropped.
             a = tl.load(rows + first + element, mask=is_element, other=0.0)
             b = tl.load(
                 matrix + first + element,
@@ -138,7 +137,7 @@ def launch_expert_product(args: ProductArgs, *, tiles: ExpertTiles) -> None:
         x,
         weight,
         args.bias,
-        args.order,
+        args.source,
         args.indptr,
         out,
         len(out),
@@ -151,7 +150,6 @@ def launch_expert_product(args: ProductArgs, *, tiles: ExpertTiles) -> None:
             EXPERTS_BLOCK=next_power_of_2(len(weight)),
             IN=x.shape[1],
             OUT=num_out,
-            PAIRS_OF_ROW=args.pairs_of_row,
             ROWS=tiles.rows,
             COLUMNS=tiles.columns,
             STEP=tiles.step,

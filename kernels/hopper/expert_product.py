@@ -3,16 +3,18 @@
 All rows may have one matrix: that is a layer of one expert, in which nothing has to be looked up.
 
 A program has two consumers, groups of four warps, and four warps that load for them: one thread loads rows of a matrix
-by TMA, and all of them copy the pairs' rows of x, 16 bytes per lane, from wherever they lie. Both pass through one ring
-in shared memory, which runs on from block to block: the first steps of the next block arrive while results are written.
+by TMA, and rows of x too if they lie by expert. Otherwise all of them copy each pair's row, 16 bytes per lane, from
+wherever it lies. Both pass through one ring in shared memory, which runs on from block to block: the first steps of the
+next block arrive while results are written.
 
-Each consumer has 64 pairs of a block with all columns. If experts have many pairs, a block has 64 more, as many as the
-consumers' registers hold: each consumer has half of the columns of these, and a matrix is loaded fewer times. A
-consumer without a pair multiplies nothing.
+Each consumer has 64 pairs of a block with all columns. An expert's last block may have up to 64 more, as many as the
+consumers' registers hold, in place of a block of their own, which takes almost twice as long: each consumer has half of
+the columns of these. A consumer without a pair multiplies nothing.
 
-There are as many programs as run at a time. Programs that run next to each other have the same rows or the same
-columns, which then come from the L2 cache. The warps that load find the expert of a block while the consumers multiply
-the one before, and pass it on in shared memory.
+There are as many programs as run at a time, and each takes the next block when it has loaded one: experts' blocks have
+different numbers of pairs. Programs that run next to each other have the same rows or the same columns, which then come
+from the L2 cache. The warps that load find the expert of a block while the consumers multiply the one before, and pass
+it on in shared memory.
 
 Sums are in the order of experts/product.py and of model/few_rows.py: the bits are the same where the first one uses the
 same matrix instructions, and where the second one has one part.
@@ -47,6 +49,7 @@ _GROUP_ROWS = gl.constexpr(64)
 _STEP = gl.constexpr(64)
 _LOADING_THREADS = gl.constexpr(128)
 _CONSUMERS = gl.constexpr(2)
+_BLOCK_ROWS = gl.constexpr(_CONSUMERS.value * _GROUP_ROWS.value)
 
 
 class BlockSize(NamedTuple):
@@ -63,6 +66,7 @@ class BlockSize(NamedTuple):
 _WIDE, _HALF, _QUARTER = BlockSize(256, 2, 4), BlockSize(128, 2, 6), BlockSize(64, 2, 8)
 _TALL = BlockSize(256, 3, 4)
 BLOCK_SIZES = (_WIDE, _HALF, _QUARTER, _TALL)
+_SEVERAL = 4
 # Columns that take as long as a block's rows of x. Half as many and twice as many give these steps the same time.
 _COLUMNS_OF_ROWS = 48
 # Blocks whose numbers shared memory has room for: the warps that load are at most as many blocks ahead as it has steps.
@@ -70,8 +74,6 @@ _SLOTS = gl.constexpr(16)
 # Blocks of an expert that are multiplied with the same columns before others are: their rows of x stay in the L2 cache,
 # and a matrix is read once for all of them.
 _PANEL = gl.constexpr(16)
-# A program's step from its place in one turn to that in the next one. It has no divisor in common with 132.
-_NEXT_PLACE = gl.constexpr(7)
 _CONSUMER_REGISTERS, _LOADER_REGISTERS = gl.constexpr(224), gl.constexpr(56)
 # Lanes of eight elements: a warp has 128 bytes of four rows.
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -117,8 +119,8 @@ class HopperProductGeometry(NamedTuple):
 
     EXPERTS, EXPERTS_BLOCK: experts, and a power of 2, 32 or more
     IN, OUT:                elements of a row of x and of out
-    PAIRS_OF_ROW:           pairs that read one row of x
-    COLUMNS, GROUPS:        rows of the matrix in a block, and groups of 64 pairs
+    BY_EXPERT:              whether rows of x lie by expert
+    COLUMNS, GROUPS:        rows of the matrix in a block, and groups of 64 pairs, at most
     STAGES:                 steps that shared memory has room for
     EARLY:                  whether it starts early (early.py)
     GATE:                   how a row's two halves are combined; None if it has one
@@ -128,7 +130,7 @@ class HopperProductGeometry(NamedTuple):
     EXPERTS_BLOCK: int
     IN: int
     OUT: int
-    PAIRS_OF_ROW: int
+    BY_EXPERT: bool
     COLUMNS: int
     GROUPS: int
     STAGES: int
@@ -149,9 +151,12 @@ class _Room(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The rows that are loaded: x, with elements from row to row, and boxes of matrices."""
+    """The rows that are loaded: boxes of x, or its first element, with a row for each pair and elements from row to
+    row; and boxes of matrices.
+    """
 
     x: Any
+    source: Any
     x_row: Any
     weight: Any
 
@@ -167,14 +172,14 @@ class _Outputs(NamedTuple):
 class _Pairs(NamedTuple):
     """The pairs by expert (ExpertGroups), which are not read if there is one expert; their number; programs."""
 
-    order: Any
     indptr: Any
+    drawn: Any
     num: Any
     num_programs: Any
 
 
 class _Block(NamedTuple):
-    """A block: an expert, the first pair's place in order, the end of the expert's pairs, and the first column of out.
+    """A block: an expert, the first pair, the end of the block's pairs, and the first column of out.
 
     expert: EXPERTS if there is no block with such a number
     """
@@ -206,8 +211,9 @@ def _block_ends(pairs, G: gl.constexpr):
 
 @gluon.jit
 def _row_blocks(num_pairs, G: gl.constexpr):
-    ROWS: gl.constexpr = G.GROUPS * _GROUP_ROWS
-    return (num_pairs + (ROWS - 1)) // ROWS
+    """Blocks of an expert's pairs. The last one has those beyond the full ones before it, if it has room for them."""
+    ROOM: gl.constexpr = (G.GROUPS - _CONSUMERS) * _GROUP_ROWS
+    return gl.maximum((num_pairs + (_BLOCK_ROWS - 1 - ROOM)) // _BLOCK_ROWS, gl.minimum(num_pairs, 1))
 
 
 @gluon.jit
@@ -222,10 +228,24 @@ def _outputs(G: gl.constexpr):
 
 
 @gluon.jit
-def _block_of(turn, until, pairs, G: gl.constexpr):
-    """The program's block in a turn. Full blocks and others may alternate, so programs change places."""
+def _next_number(number, until, pairs, G: gl.constexpr):
+    """The number of the block after one that the program has taken.
+
+    With one expert blocks are equal. Otherwise each is drawn; the last draw, one for each block, sets the count back.
+    """
+    if G.EXPERTS == 1:
+        following = number + pairs.num_programs
+    else:
+        drawn = gl.atomic_add(pairs.drawn, 1, sem="relaxed")
+        gl.store(pairs.drawn, 0, mask=drawn == gl.max(until, 0) - 1)
+        following = drawn + pairs.num_programs
+    return following
+
+
+@gluon.jit
+def _block_of(number, until, pairs, G: gl.constexpr):
+    """The block with a number."""
     column_blocks = _column_blocks(G)
-    number = turn * pairs.num_programs + (gl.program_id(0) + turn * _NEXT_PLACE) % pairs.num_programs
     if G.EXPERTS == 1:
         first, end, within = 0, pairs.num, number
         expert = (number >= _row_blocks(end, G) * column_blocks).to(gl.int32)
@@ -239,8 +259,11 @@ def _block_of(turn, until, pairs, G: gl.constexpr):
         end = gl.load(pairs.indptr + expert + 1, mask=is_there, other=0).to(gl.int32)
     panel = within // (_PANEL * column_blocks) * _PANEL
     within -= panel * column_blocks
-    blocks = gl.maximum(gl.minimum(_row_blocks(end - first, G) - panel, _PANEL), 1)
-    first += (panel + within % blocks) * (G.GROUPS * _GROUP_ROWS)
+    row_blocks = _row_blocks(end - first, G)
+    blocks = gl.maximum(gl.minimum(row_blocks - panel, _PANEL), 1)
+    row_block = panel + within % blocks
+    first += row_block * _BLOCK_ROWS
+    end = gl.where(row_block + 1 < row_blocks, first + _BLOCK_ROWS, end)
     return _Block(expert, first, end, within // blocks * _outputs(G))
 
 
@@ -270,9 +293,34 @@ def _passed_on(turn, n, room, G: gl.constexpr):
 
 
 @gluon.jit
-def _pairs_at(pairs, place, is_there, G: gl.constexpr):
-    """The pairs at some places of the order, int64."""
-    return place.to(gl.int64) if G.EXPERTS == 1 else gl.load(pairs.order + place, mask=is_there, other=0)
+def _rows_of(block, source, G: gl.constexpr):
+    """Returns where each group's rows of x begin, and which of them have a pair: [64, 1] of each group.
+
+    There are none if rows lie by expert.
+    """
+    COPIED: gl.constexpr = 0 if G.BY_EXPERT else G.GROUPS
+    begins = ()
+    is_pair = ()
+    for group in gl.static_range(COPIED):
+        pair = block.first + group * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, _COPIED))
+        row = gl.load(source.source + pair, mask=pair < block.end, other=0)
+        begins += (gl.expand_dims(source.x + row * source.x_row, 1),)  # type: ignore[assignment]
+        is_pair += (gl.expand_dims(pair < block.end, 1),)  # type: ignore[assignment]
+    return begins, is_pair
+
+
+@gluon.jit
+def _load_boxes(block, stage, first, source, room, full, G: gl.constexpr):
+    """Loads a step of the block's rows of x, which lie by expert. Rows of a box that have other pairs do no harm."""
+    GROUPS: gl.constexpr = G.GROUPS
+    tma.async_copy_global_to_shared(source.x, [block.first, first], full, room.x.index(stage * GROUPS))
+    for group in gl.static_range(1, GROUPS):
+        begin = block.first + group * _GROUP_ROWS
+        if begin < block.end:
+            mbarrier.expect(full, _GROUP_ROWS * _STEP * 2)
+            tma.async_copy_global_to_shared(source.x, [begin, first], full, room.x.index(stage * GROUPS + group))
+        else:
+            mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
@@ -280,47 +328,50 @@ def _load(source, pairs, room, G: gl.constexpr):
     """Loads the rows of all the program's blocks."""
     SIDES: gl.constexpr = 1 if G.GATE is None else 2
     GROUPS: gl.constexpr = G.GROUPS
+    BOX: gl.constexpr = _GROUP_ROWS if G.BY_EXPERT else 0
     column = gl.expand_dims(gl.arange(0, _STEP, layout=gl.SliceLayout(0, _COPIED)), 0)
     # A block's columns are in two pieces, each with all sides.
     PART: gl.constexpr = G.COLUMNS // (2 * SIDES)
     until = _block_ends(pairs, G)
     turn = 0
-    block = _block_of(turn, until, pairs, G)
+    number = gl.program_id(0)
+    block = _block_of(number, until, pairs, G)
     n = 0
     while block.expert < G.EXPERTS:
         _pass_on(block, turn, room, G)
-        rows = ()
-        is_pair = ()
-        for group in gl.static_range(GROUPS):
-            place = block.first + group * _GROUP_ROWS + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, _COPIED))
-            is_there = place < block.end
-            pair = _pairs_at(pairs, place, is_there, G)
-            rows += (gl.expand_dims((pair // G.PAIRS_OF_ROW).to(gl.int32), 1),)  # type: ignore[assignment]
-            is_pair += (gl.expand_dims(is_there, 1),)  # type: ignore[assignment]
+        begins, is_pair = _rows_of(block, source, G)
         for first in range(0, G.IN, _STEP):
             stage = n % G.STAGES
             full = room.full.index(stage)
             mbarrier.wait(room.free.index(stage), ((n // G.STAGES) & 1) ^ 1)
-            mbarrier.expect(full, G.COLUMNS * _STEP * 2)
+            mbarrier.expect(full, (G.COLUMNS + BOX) * _STEP * 2)
             for part in gl.static_range(2 * SIDES):
                 box = room.weight.index(stage).slice(part * PART, PART)
                 box = box._reinterpret(room.weight.dtype, [1, PART, _STEP], _BOX)
                 of_part = part % SIDES * G.OUT + part // SIDES * PART
                 tma.async_copy_global_to_shared(source.weight, [block.expert, block.column + of_part, first], full, box)
-            for group in gl.static_range(GROUPS):
-                at = source.x + (rows[group].to(gl.int64) * source.x_row + (first + column))
-                is_element = is_pair[group] & (first + column < G.IN)
-                async_copy.async_copy_global_to_shared(room.x.index(stage * GROUPS + group), at, mask=is_element)
-            async_copy.mbarrier_arrive(full, increment_count=False)
+            if G.BY_EXPERT:
+                _load_boxes(block, stage, first, source, room, full, G)
+            else:
+                for group in gl.static_range(GROUPS):
+                    is_element = is_pair[group] & (first + column < G.IN)
+                    to = room.x.index(stage * GROUPS + group)
+                    if group < _CONSUMERS or block.first + _BLOCK_ROWS < block.end:
+                        async_copy.async_copy_global_to_shared(to, begins[group] + (first + column), mask=is_element)
+                async_copy.mbarrier_arrive(full, increment_count=False)
             n += 1
         turn += 1
-        block = _block_of(turn, until, pairs, G)
+        number = _next_number(number, until, pairs, G)
+        block = _block_of(number, until, pairs, G)
     # The end has no step, so it is passed on with an empty one.
     full = room.full.index(n % G.STAGES)
     mbarrier.wait(room.free.index(n % G.STAGES), ((n // G.STAGES) & 1) ^ 1)
     _pass_on(block, turn, room, G)
     mbarrier.expect(full, 0)
-    async_copy.mbarrier_arrive(full, increment_count=False)
+    if G.BY_EXPERT:
+        mbarrier.arrive(full, count=G.GROUPS - 1)
+    else:
+        async_copy.mbarrier_arrive(full, increment_count=False)
     # No thread ends before its copies do.
     async_copy.commit_group()
     async_copy.wait_group(0)
@@ -348,8 +399,9 @@ def _products(CONSUMER: gl.constexpr, HAS_LAST: gl.constexpr, room, n, G: gl.con
     for first in range(0, G.IN, _STEP):
         stage = n % G.STAGES
         mbarrier.wait(room.full.index(stage), (n // G.STAGES) & 1)
-        # Copies of lanes are ordinary writes.
-        fence_async_shared()
+        if not G.BY_EXPERT:
+            # Copies of lanes are ordinary writes.
+            fence_async_shared()
         matrix = room.weight.index(stage)
         own = room.x.index(stage * G.GROUPS + CONSUMER)
         acc = warpgroup_mma(own, matrix.permute((1, 0)), acc, is_async=True)
@@ -385,11 +437,11 @@ def _pass(room, n, G: gl.constexpr):
 
 
 @gluon.jit
-def _store(results, PIECES: gl.constexpr, first, column, block, pairs, to, HAS_BIAS: gl.constexpr, G: gl.constexpr):
+def _store(results, PIECES: gl.constexpr, first, column, block, to, HAS_BIAS: gl.constexpr, G: gl.constexpr):
     """Adds the bias to 64 rows of products, combines their sides, and writes them.
 
     PIECES:        pieces of columns that they have
-    first, column: the first row's place in order, and the first column of out
+    first, column: the first pair, and the first column of out
     """
     GATE: gl.constexpr = G.GATE
     SIDES: gl.constexpr = 1 if GATE is None else 2
@@ -411,42 +463,40 @@ def _store(results, PIECES: gl.constexpr, first, column, block, pairs, to, HAS_B
         up = gl.convert_layout(up.reshape([_GROUP_ROWS, OUTPUTS]), layout, assert_trivial=True)
         combined = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
         stored = _in_lines(combined.to(to.out.dtype.element_ty))
-    place = first + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, stored.type.layout))
-    is_pair = place < block.end
-    pair = _pairs_at(pairs, place, is_pair, G)
+    pair = first + gl.arange(0, _GROUP_ROWS, layout=gl.SliceLayout(1, stored.type.layout))
     stored_column = column + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(0, stored.type.layout))
     gl.store(
-        to.out + (gl.expand_dims(pair * to.out_row, 1) + gl.expand_dims(stored_column, 0)),
+        to.out + (gl.expand_dims(pair.to(gl.int64) * to.out_row, 1) + gl.expand_dims(stored_column, 0)),
         stored,
-        mask=gl.expand_dims(is_pair, 1) & gl.expand_dims(stored_column < G.OUT, 0),
+        mask=gl.expand_dims(pair < block.end, 1) & gl.expand_dims(stored_column < G.OUT, 0),
     )
 
 
 @gluon.jit
 def _multiply_block(
-    CONSUMER: gl.constexpr, HAS_LAST: gl.constexpr, block, n, pairs, to, room, HAS_BIAS: gl.constexpr, G: gl.constexpr
+    CONSUMER: gl.constexpr, HAS_LAST: gl.constexpr, block, n, to, room, HAS_BIAS: gl.constexpr, G: gl.constexpr
 ):
     """Computes the consumer's part of a block; returns n after it."""
     SIDES: gl.constexpr = 1 if G.GATE is None else 2
     acc, last, n = _products(CONSUMER, HAS_LAST, room, n, G)
-    _store(acc, 2, block.first + CONSUMER * _GROUP_ROWS, block.column, block, pairs, to, HAS_BIAS, G)
+    _store(acc, 2, block.first + CONSUMER * _GROUP_ROWS, block.column, block, to, HAS_BIAS, G)
     if HAS_LAST:
         column = block.column + CONSUMER * (G.COLUMNS // (2 * SIDES))
-        _store(last, 1, block.first + _CONSUMERS * _GROUP_ROWS, column, block, pairs, to, HAS_BIAS, G)
+        _store(last, 1, block.first + _BLOCK_ROWS, column, block, to, HAS_BIAS, G)
     return n
 
 
 @gluon.jit
-def _multiply(CONSUMER: gl.constexpr, pairs, to, room, HAS_BIAS: gl.constexpr, G: gl.constexpr):
+def _multiply(CONSUMER: gl.constexpr, to, room, HAS_BIAS: gl.constexpr, G: gl.constexpr):
     """Computes the consumer's part of each of the program's blocks."""
     turn = 0
     n = 0
     block = _passed_on(turn, n, room, G)
     while block.expert < G.EXPERTS:
-        if (G.GROUPS > _CONSUMERS) and (block.first + _CONSUMERS * _GROUP_ROWS < block.end):
-            n = _multiply_block(CONSUMER, True, block, n, pairs, to, room, HAS_BIAS, G)
+        if (G.GROUPS > _CONSUMERS) and (block.first + _BLOCK_ROWS < block.end):
+            n = _multiply_block(CONSUMER, True, block, n, to, room, HAS_BIAS, G)
         elif block.first + CONSUMER * _GROUP_ROWS < block.end:
-            n = _multiply_block(CONSUMER, False, block, n, pairs, to, room, HAS_BIAS, G)
+            n = _multiply_block(CONSUMER, False, block, n, to, room, HAS_BIAS, G)
         else:
             n = _pass(room, n, G)
         turn += 1
@@ -459,8 +509,9 @@ def _hopper_expert_product_kernel(
     x,
     weight,
     bias,
-    order,
+    source,
     indptr,
+    drawn,
     out,
     x_row,
     out_row,
@@ -469,7 +520,7 @@ def _hopper_expert_product_kernel(
     G: gl.constexpr,
 ):
     wait_for_launch(G.EARLY)
-    DTYPE: gl.constexpr = x.dtype.element_ty
+    DTYPE: gl.constexpr = out.dtype.element_ty
     STAGES: gl.constexpr = G.STAGES
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     room = _Room(
@@ -480,22 +531,25 @@ def _hopper_expert_product_kernel(
         gl.allocate_shared_memory(gl.int32, [_SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     for i in gl.static_range(STAGES):
-        mbarrier.init(room.full.index(i), count=_LOADING_THREADS + 1)
+        mbarrier.init(room.full.index(i), count=G.GROUPS if G.BY_EXPERT else _LOADING_THREADS + 1)
         mbarrier.init(room.free.index(i), count=_CONSUMERS)
     fence_async_shared()
     gl.thread_barrier()
     HAS_BIAS: gl.constexpr = bias is not None
-    # Gluon passes no None to warp groups: without a bias it is not read.
+    # Gluon passes no None to warp groups: a bias or a source that is None is not read.
     added = out
     if HAS_BIAS:
         added = bias
-    pairs = _Pairs(order, indptr, num_pairs, num_programs)
-    to, source = _Outputs(out, out_row, added), _Rows(x, x_row, weight)
+    read = indptr
+    if not G.BY_EXPERT:
+        read = source
+    pairs = _Pairs(indptr, drawn, num_pairs, num_programs)
+    to, rows = _Outputs(out, out_row, added), _Rows(x, read, x_row, weight)
     gl.warp_specialize(
         [
-            (_multiply, (0, pairs, to, room, HAS_BIAS, G)),
-            (_multiply, (1, pairs, to, room, HAS_BIAS, G)),
-            (_load, (source, pairs, room, G)),
+            (_multiply, (0, to, room, HAS_BIAS, G)),
+            (_multiply, (1, to, room, HAS_BIAS, G)),
+            (_load, (rows, pairs, room, G)),
         ],
         [4, 4],
         [_CONSUMER_REGISTERS, _LOADER_REGISTERS],
@@ -504,33 +558,31 @@ def _hopper_expert_product_kernel(
 
 def _blocks(args: ProductArgs, size: BlockSize, num_pairs: int) -> int:
     """Blocks, at most."""
-    row_blocks = args.most_blocks(size.groups * _GROUP_ROWS.value, num_pairs)
+    row_blocks = args.most_blocks(_BLOCK_ROWS.value, num_pairs)
     return row_blocks * -(-args.out.shape[1] * args.sides // size.columns)
 
 
 def block_size(args: ProductArgs, compute_units: int) -> BlockSize:
     """The fastest size. Any of them gives the same bits.
 
-    If experts have more than 128 pairs on average, a block has 192 of them. H200: 512 experts of 2048 x 512 with 160
-    pairs take 1,208 us, and 1,362 with 128 in a block; 8 experts of 4096 x 7168 with 1,024 pairs 2,454 and 2,588; but
-    if a third of the 512 experts have all pairs, 1,196 and 1,106.
-
     Narrow blocks leave fewer processors without work. H200, deterministic decode of 96, 128 and 256 requests by a model
     of 1.1B: 2,259, 2,606 and 3,567 us a step; by 256 columns alone 3,404, 3,664 and 4,547.
 
+    If each processor has several blocks, an expert's last one may have up to 192 pairs. H200: 512 experts of 2048 x 512
+    with 160 pairs take 1,206 us, and 1,374 with 128 in a block.
+
     With experts, the size of any number of tokens is that of a power of 2 too: kernels are compiled ahead for these.
     """
-    num_pairs, num_experts = len(args.out), len(args.weight)
-    if num_experts > 1:
+    num_pairs = len(args.out)
+    if len(args.weight) > 1:
         num_pairs = next_power_of_2(num_pairs)
-        if num_pairs // (_WIDE.groups * _GROUP_ROWS.value) > num_experts:
-            return _TALL
 
     def time(size: BlockSize) -> int:
         """The time of the turns of the last program."""
         return -(-_blocks(args, size, num_pairs) // compute_units) * (size.columns + _COLUMNS_OF_ROWS)
 
-    return min(_WIDE, _HALF, _QUARTER, key=time)
+    size = min(_WIDE, _HALF, _QUARTER, key=time)
+    return _TALL if size is _WIDE and _blocks(args, _WIDE, num_pairs) >= _SEVERAL * compute_units else size
 
 
 def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> None:
@@ -540,18 +592,22 @@ def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> No
     """
     args.check()
     x, weight, out, early = args.x, args.weight, args.out, starts_early(args.x.device)
-    size = block_size(args, compute_units)
+    if not len(out):
+        return
+    size, by_expert = block_size(args, compute_units), args.source is None
     programs = min(compute_units, _blocks(args, size, len(out)))
     box = [1, size.columns // (2 * args.sides), _STEP.value]
     boxes = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), box, _BOX.value)
+    rows = TensorDescriptor(x, list(x.shape), list(x.stride()), [_GROUP_ROWS.value, _STEP.value], _SWIZZLED.value)
     launch(
         _hopper_expert_product_kernel,
         (programs,),
-        x,
+        rows if by_expert else x,
         boxes,
         args.bias,
-        args.order,
+        args.source,
         args.indptr,
+        args.drawn,
         out,
         x.stride(0),
         out.stride(0),
@@ -562,7 +618,7 @@ def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> No
             EXPERTS_BLOCK=max(32, next_power_of_2(len(weight))),
             IN=x.shape[1],
             OUT=out.shape[1],
-            PAIRS_OF_ROW=args.pairs_of_row,
+            BY_EXPERT=by_expert,
             COLUMNS=size.columns,
             GROUPS=size.groups,
             STAGES=size.stages,

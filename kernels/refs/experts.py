@@ -14,19 +14,25 @@ from rocm_attn.kernels.experts.groups import ExpertGroups
 
 
 def expert_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, groups: ExpertGroups, out: Tensor, *, rows: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: ExpertGroups,
+    source: Tensor | None,
+    out: Tensor,
+    *,
+    rows: int,
 ) -> None:
     """Does the same as `launch_expert_product`.
 
     rows: of each product, an expert's last one filled up with zeros, so that a row's bits depend on no other row;
           0: all of an expert's rows in one product
     """
-    pairs_of_row = out.shape[0] // max(1, x.shape[0])
-    bounds = groups.indptr.tolist()
-    for expert, (first, end) in enumerate(pairwise(bounds)):
+    for expert, (first, end) in enumerate(pairwise(groups.indptr.tolist())):
         own_bias = None if bias is None else bias[expert]
-        for pair in groups.order[first:end].split(rows or max(1, end - first)):
-            block = x[pair // pairs_of_row]
-            if rows:
-                block = F.pad(block, (0, 0, 0, rows - len(pair)))
-            out[pair] = F.linear(block, weight[expert], own_bias)[: len(pair)]
+        at_once = rows or max(1, end - first)
+        for begin in range(first, end, at_once):
+            pairs = slice(begin, min(end, begin + at_once))
+            block = x[pairs if source is None else source[pairs]]
+            filled = F.pad(block, (0, 0, 0, at_once - len(block)))
+            out[pairs] = F.linear(filled, weight[expert], own_bias)[: len(block)]

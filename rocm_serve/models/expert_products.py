@@ -1,4 +1,7 @@
-"""MoE on a GPU and on a CPU: the choice of each token's experts, products with their matrices, and the sum of those."""
+"""MoE on a GPU and on a CPU: the choice of each token's experts, products with their matrices, and the sum of those.
+
+Between the products rows lie by expert: see ExpertGroups.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,12 @@ from rocm_attn.kernels.refs.experts import expert_product
 from rocm_attn.models.gates import Gate, ReluSquared
 from rocm_attn.models.routing import ExpertScores, Routing
 from rocm_serve.models.gated import form_of, lie_right, mixed, multiply, target_of
+from rocm_serve.models.mlp_weights import ExpertWeights
 
-# The kernel compares each pair with each expert (H200): 57 us for 65,536 pairs and 128 experts, where torch takes 76,
-# and 232 for 81,920 and 512.
-_MOST_COMPARED = 2**24
+# A program compares all pairs with its expert. H200, the kernel and torch: 23 and 35 us for 32,768 pairs and up to 128
+# experts, 47 and 37 for 65,536; 12 and 24 us for 2,560 pairs and 512 experts, 42 and 38 for 16,384.
+_MOST_COMPARED = 3 << 21
+_EXPERTS_AT_ONCE = 128
 # With fewer rows of an expert on average, blocks of 64 columns keep more multiprocessors at work (H200).
 _LEAST_ROWS_FOR_HOPPER = 2
 # Experts for each pair of a token and an expert, from which on tokens hardly share any: see few_tokens.py. H200, gate,
@@ -41,25 +46,29 @@ class Choice:
     @cached_property
     def groups(self) -> ExpertGroups:
         """The pairs of a token and an expert by expert. They are sorted when they are needed first."""
-        expert, sizes = self.expert, (self.expert.numel(), self.num_experts + 1)
-        if expert.device.type == "cpu" or expert.numel() * self.num_experts > _MOST_COMPARED:
+        expert = self.expert
+        num_pairs, num_compared = expert.numel(), max(self.num_experts, _EXPERTS_AT_ONCE)
+        if expert.device.type == "cpu" or num_pairs * num_compared > _MOST_COMPARED:
             return ExpertGroups.of(expert, self.num_experts)
         from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 
-        groups = ExpertGroups(*(torch.empty(size, dtype=torch.int64, device=expert.device) for size in sizes))
-        launch_sort_pairs(expert, *groups)
+        tokens, places, indptr = (
+            expert.new_empty(size, dtype=torch.int64) for size in (num_pairs, num_pairs, self.num_experts + 1)
+        )
+        groups = ExpertGroups(tokens, places, indptr, expert.new_empty(1))
+        launch_sort_pairs(expert, groups)
         return groups
 
-    def suits_few_tokens(self, x: Tensor, weight: Tensor, rows_at_once: int) -> bool:
-        """True if kernels that sort nothing take these rows and matrices, and are faster.
-
-        rows_at_once: rows of x that a program holds
-        """
-        if not 0 < self.expert.numel() * _EXPERTS_OF_PAIR <= self.num_experts or self.expert.device.type == "cpu":
+    def suits_few_tokens(self, x: Tensor, weights: ExpertWeights) -> bool:
+        """True if kernels that sort nothing take these rows and matrices, and are faster."""
+        (num_tokens, num_chosen), device = self.expert.shape, self.expert.device
+        if not 0 < num_tokens * num_chosen * _EXPERTS_OF_PAIR <= self.num_experts or device.type == "cpu":
             return False
         from rocm_attn.kernels.experts.few_tokens import fits
 
-        return lie_right(x, weight) and fits(rows_at_once, x.shape[1])
+        down = weights.down
+        fit = fits(1, x.shape[1]) and fits(num_chosen, down.shape[2])
+        return fit and lie_right(x, weights.gate_up) and lie_right(x, down)
 
 
 def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> Choice:
@@ -82,77 +91,100 @@ def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> Choic
     return Choice(expert, share, routing.num_experts)
 
 
-def expert_products(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Choice, gate: Gate | None, *, rows: int, fixed: bool
-) -> Tensor:
-    """[pairs, out]: each pair's row of x times the matrix of its expert; see launch_expert_product.
-
-    gate:  combines the products, whose matrices are then twice as large; see mixed()
-    rows:  of a block on a CPU, if bits are fixed; else it takes whole groups
-    fixed: whether a row's bits must not depend on the number of rows
-    """
-    is_cpu = x.device.type == "cpu"
-    if gate is not None and (is_cpu or isinstance(gate, ReluSquared)):
-        return mixed(gate, expert_products(x, weight, bias, chosen, None, rows=rows, fixed=fixed))
-    num_pairs, num_out = chosen.expert.numel(), weight.shape[1] // (1 if gate is None else 2)
-    out = torch.empty(num_pairs, num_out, dtype=x.dtype, device=x.device)
-    if is_cpu:
-        run_as_launch(expert_product, x, weight, bias, chosen.groups, out, rows=rows if fixed else 0)
-        return out
-    form = None if gate is None else form_of(gate)
-    if not fixed and len(x) == len(chosen.expert) and chosen.suits_few_tokens(x, weight, 1):
-        from rocm_attn.kernels.experts.few_tokens import launch_inner_products
-
-        launch_inner_products(x, weight, bias, chosen.expert, out, target_of(x.device).compute_units, form)
-        return out
-    from rocm_attn.kernels.experts.arguments import ProductArgs
-
-    args = ProductArgs.of_experts(x, weight, bias, chosen.groups, out, form)
-    mean_rows = -(-num_pairs // chosen.num_experts)
-    by_hopper = (fixed or mean_rows >= _LEAST_ROWS_FOR_HOPPER) and args.suits_hopper
-    multiply(args, mean_rows, by_hopper=by_hopper, fixed=fixed)
-    return out
-
-
 def expert_sums(
-    inner: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    x: Tensor,
+    weights: ExpertWeights,
     chosen: Choice,
+    gate: Gate,
     shared: Tensor | None,
     factor: Tensor | None,
     *,
     rows: int,
     fixed: bool,
 ) -> Tensor:
-    """[tokens, width]: the sum of a token's expert_products(), by its shares, and of sigmoid(factor) * shared.
+    """[tokens, width]: the sum of the outputs of a token's experts by its shares, and of sigmoid(factor) * shared.
 
-    inner:  [pairs, in]; see combined() for shared and factor
+    x:     [tokens, in]; see combined() for shared and factor
+    rows:  of a block on a CPU, if bits are fixed; else it takes whole groups
+    fixed: whether a row's bits must not depend on the number of rows
     """
-    if fixed or not chosen.suits_few_tokens(inner, weight, chosen.expert.shape[1]):
-        parts = expert_products(inner, weight, bias, chosen, None, rows=rows, fixed=fixed)
-        return combined(parts, chosen.share, shared, factor)
-    from rocm_attn.kernels.experts.few_tokens import launch_expert_sums
+    if not fixed and chosen.suits_few_tokens(x, weights):
+        return _sums_of_few_tokens(x, weights, chosen, gate, shared, factor)
+    source, rows = chosen.groups.tokens, rows if fixed else 0
+    inner = expert_products(x, weights.gate_up, weights.gate_up_bias, chosen, source, gate, rows=rows, fixed=fixed)
+    parts = expert_products(inner, weights.down, weights.down_bias, chosen, None, None, rows=rows, fixed=fixed)
+    return combined(parts, chosen.groups.places, chosen.share, shared, factor)
 
-    out = torch.empty(len(chosen.expert), weight.shape[1], dtype=inner.dtype, device=inner.device)
-    units = target_of(inner.device).compute_units
-    launch_expert_sums(inner, weight, bias, chosen.expert, chosen.share, shared, factor, out, units)
+
+def expert_products(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chosen: Choice,
+    source: Tensor | None,
+    gate: Gate | None,
+    *,
+    rows: int,
+    fixed: bool,
+) -> Tensor:
+    """[pairs, out] by expert: each pair's row of x times the matrix of its expert; see launch_expert_product.
+
+    source: int64 [pairs]: the row of x of each pair; None: the same row
+    gate:   combines the products, whose matrices are then twice as large; see mixed()
+    """
+    is_cpu = x.device.type == "cpu"
+    if gate is not None and (is_cpu or isinstance(gate, ReluSquared)):
+        return mixed(gate, expert_products(x, weight, bias, chosen, source, None, rows=rows, fixed=fixed))
+    num_pairs, num_out = chosen.expert.numel(), weight.shape[1] // (1 if gate is None else 2)
+    out = torch.empty(num_pairs, num_out, dtype=x.dtype, device=x.device)
+    if is_cpu:
+        run_as_launch(expert_product, x, weight, bias, chosen.groups, source, out, rows=rows)
+        return out
+    from rocm_attn.kernels.experts.arguments import ProductArgs
+
+    form = None if gate is None else form_of(gate)
+    args = ProductArgs.of_experts(x, weight, bias, chosen.groups, source, out, form)
+    mean_rows = -(-num_pairs // chosen.num_experts)
+    by_hopper = (fixed or mean_rows >= _LEAST_ROWS_FOR_HOPPER) and args.suits_hopper
+    multiply(args, mean_rows, by_hopper=by_hopper, fixed=fixed)
     return out
 
 
-def combined(parts: Tensor, share: Tensor, shared: Tensor | None, weight: Tensor | None) -> Tensor:
+def _sums_of_few_tokens(
+    x: Tensor, weights: ExpertWeights, chosen: Choice, gate: Gate, shared: Tensor | None, factor: Tensor | None
+) -> Tensor:
+    """Does the same as expert_sums. Rows lie by pair between the products, as nothing is sorted."""
+    from rocm_attn.kernels.experts.few_tokens import launch_expert_sums, launch_inner_products
+
+    expert, units = chosen.expert, target_of(x.device).compute_units
+    form = None if isinstance(gate, ReluSquared) else form_of(gate)
+    num_inner = weights.gate_up.shape[1] // (1 if form is None else 2)
+    inner = torch.empty(expert.numel(), num_inner, dtype=x.dtype, device=x.device)
+    launch_inner_products(x, weights.gate_up, weights.gate_up_bias, expert, inner, units, form)
+    if form is None:
+        inner = mixed(gate, inner)
+    out = torch.empty(len(x), weights.down.shape[1], dtype=x.dtype, device=x.device)
+    launch_expert_sums(inner, weights.down, weights.down_bias, expert, chosen.share, shared, factor, out, units)
+    return out
+
+
+def combined(
+    parts: Tensor, places: Tensor | None, share: Tensor, shared: Tensor | None, weight: Tensor | None
+) -> Tensor:
     """[tokens, width]: the sum of each token's parts by its shares, and of sigmoid(weight) * shared.
 
     parts:  [tokens * chosen, width], share: float32 [tokens, chosen]
+    places: int64 [tokens * chosen]: the row of parts of each pair; None: the same row
     shared: [tokens, width] or None; weight: [tokens, 1], or None for a factor of 1
     """
     if parts.device.type == "cpu":
-        total = (parts.view(*share.shape, parts.shape[1]) * share.to(parts.dtype)[..., None]).sum(1)
+        by_pair = parts if places is None else parts[places]
+        total = (by_pair.view(*share.shape, parts.shape[1]) * share.to(parts.dtype)[..., None]).sum(1)
         if shared is not None:
             total = total + (shared if weight is None else shared * weight.sigmoid())
         return total
     from rocm_attn.kernels.experts.combine import launch_combine
 
     out = torch.empty(share.shape[0], parts.shape[1], dtype=parts.dtype, device=parts.device)
-    launch_combine(parts, share, shared, weight, out)
+    launch_combine(parts, places, share, shared, weight, out)
     return out

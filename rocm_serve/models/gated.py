@@ -122,15 +122,14 @@ def heads_multiplied_in_one_order(x: Tensor, weight: Tensor) -> Tensor:
     A row's bits depend on no other row.
     """
     from rocm_attn.kernels.experts.arguments import ProductArgs
-    from rocm_attn.kernels.experts.groups import ExpertGroups
 
     (rows, heads, _), device = x.shape, x.device
-    order = torch.arange(rows * heads, device=device).view(rows, heads).t().flatten()
-    groups = ExpertGroups(order, rows * torch.arange(heads + 1, device=device))
-    out = torch.empty(rows * heads, weight.shape[1], dtype=x.dtype, device=device)
-    args = ProductArgs.of_experts(x.flatten(0, 1).contiguous(), weight, None, groups, out)
+    indptr, drawn = rows * torch.arange(heads + 1, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    out = torch.empty(heads, rows, weight.shape[1], dtype=x.dtype, device=device)
+    by_head = x.transpose(0, 1).contiguous().flatten(0, 1)
+    args = ProductArgs(by_head, weight, None, out.flatten(0, 1), None, indptr, drawn, None)
     multiply(args, rows, by_hopper=args.suits_hopper, fixed=True)
-    return out.view(rows, heads, weight.shape[1])
+    return out.transpose(0, 1)
 
 
 def multiply(args: ProductArgs, rows: int, *, by_hopper: bool, fixed: bool) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.models.gates import Gate, ReluSquared
-from rocm_serve.models.expert_products import Choice, expert_products, expert_sums
+from rocm_serve.models.expert_products import Choice, expert_sums
 from rocm_serve.models.gated import (
     heads_multiplied_in_one_order,
     lie_right,
@@ -24,6 +24,7 @@ from rocm_serve.models.gated import (
     multiplied_in_parts,
     parts_of_few_rows,
 )
+from rocm_serve.models.mlp_weights import ExpertWeights
 from rocm_serve.ranks import ONE_RANK, Ranks
 
 # Rows per block. 16 fill a matrix instruction; more would be wasted on small batches.
@@ -92,23 +93,17 @@ class Linears:
         """[rows, heads, out]: x [rows, heads, in] @ weight [heads, out, in] per head, for a rank's own heads."""
         return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
-    def of_experts(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Choice, gate: Gate | None = None
-    ) -> Tensor:
-        """[pairs, out]: a row of x for each pair of a token and an expert; see expert_products."""
-        return expert_products(x, weight, bias, chosen, gate, rows=ROWS, fixed=self.is_fixed)
-
     def sums_of_experts(
         self,
-        inner: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        x: Tensor,
+        weights: ExpertWeights,
         chosen: Choice,
+        gate: Gate,
         shared: Tensor | None = None,
         factor: Tensor | None = None,
     ) -> Tensor:
-        """[tokens, width]: the sum of a token's pairs by its shares; see expert_sums."""
-        return expert_sums(inner, weight, bias, chosen, shared, factor, rows=ROWS, fixed=self.is_fixed)
+        """[tokens, width]: the sum of the outputs of a token's experts by its shares; see expert_sums."""
+        return expert_sums(x, weights, chosen, gate, shared, factor, rows=ROWS, fixed=self.is_fixed)
 
 
 class BatchInvariantLinears(Linears):

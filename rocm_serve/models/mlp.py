@@ -66,7 +66,6 @@ def experts_sum(
     if weights.share_scale is not None:
         chosen = replace(chosen, share=chosen.share * weights.share_scale[chosen.expert])
     of_experts = given.rows if weights.latent_in is None else given.linear(weights.latent_in)
-    inner = linears.of_experts(of_experts, weights.gate_up, weights.gate_up_bias, chosen, mlp.gate)
     shared = factor = None
     if weights.shared is not None:
         of_shared = given.gated(weights.shared.gate_up, weights.shared.gate_up_bias, mlp.shared.gate)
@@ -74,9 +73,9 @@ def experts_sum(
         if weights.shared_share is not None:
             factor = given.linear(weights.shared_share)
     if weights.latent_out is None:
-        total = linears.sums_of_experts(inner, weights.down, weights.down_bias, chosen, shared, factor)
+        total = linears.sums_of_experts(of_experts, weights, chosen, mlp.gate, shared, factor)
     else:
-        latents = linears.sums_of_experts(inner, weights.down, weights.down_bias, chosen)
+        latents = linears.sums_of_experts(of_experts, weights, chosen, mlp.gate)
         whole = torch.ones(len(latents), 1, device=latents.device)  # these are a token's only part
-        total = combined(linears.linear(latents, weights.latent_out), whole, shared, factor)
+        total = combined(linears.linear(latents, weights.latent_out), None, whole, shared, factor)
     return linears.summed(total)

@@ -18,17 +18,36 @@ from tests.amd.tolerances import assert_attention_close
 class ExpertProblem:
     """A problem: x [rows, in], weight [experts, out, in], bias [experts, out], expert [tokens, chosen].
 
-    x has a row per token, or per pair of a token and an expert.
+    of_pairs: whether x has a row per pair of a token and an expert, by expert, and not per token
     """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     expert: Tensor
+    of_pairs: bool = False
 
     @property
     def groups(self) -> ExpertGroups:
         return ExpertGroups.of(self.expert, len(self.weight))
+
+    @property
+    def source(self) -> Tensor | None:
+        """The row of x of each pair, by expert, if it is not the same row."""
+        return None if self.of_pairs else self.groups.tokens
+
+    def by_pair(self, out: Tensor) -> Tensor:
+        """The rows of a product, which lie by expert, in the order of pairs."""
+        owner = self.expert.flatten().tolist()
+        placed = torch.empty_like(out)
+        placed[sorted(range(len(owner)), key=owner.__getitem__)] = out
+        return placed
+
+    def row_of(self, pair: int) -> int:
+        """The row of x of a pair."""
+        owner = self.expert.flatten().tolist()
+        before = (each < owner[pair] or (each == owner[pair] and other < pair) for other, each in enumerate(owner))
+        return sum(before) if self.of_pairs else pair // self.expert.shape[1]
 
     @property
     def choice(self) -> Choice:
@@ -36,7 +55,7 @@ class ExpertProblem:
 
     def args(self, out: Tensor, gate: GateForm | None = None) -> ProductArgs:
         """Returns the arguments of a launch that writes out."""
-        return ProductArgs.of_experts(self.x, self.weight, self.bias, self.groups, out, gate)
+        return ProductArgs.of_experts(self.x, self.weight, self.bias, self.groups, self.source, out, gate)
 
     def empty_out(self, sides: int = 1) -> Tensor:
         """Returns [pairs, out] of NaN. sides: matrices of an expert, whose products are combined"""
@@ -44,10 +63,10 @@ class ExpertProblem:
         return torch.full(size, float("nan"), dtype=self.x.dtype, device=self.x.device)
 
     def assert_served(self, out: Tensor) -> None:
-        """Checks each pair's row against its product, within the error of a float32 sum of its length and rounding."""
+        """Checks rows, by pair, against products, within the error of a float32 sum of their length and rounding."""
         x, weight, result = self.x.double().cpu(), self.weight.double().cpu(), out.double().cpu()
         for pair, expert in enumerate(self.expert.flatten().tolist()):
-            row = x[pair * len(x) // len(result)]
+            row = x[self.row_of(pair)]
             exact, size = weight[expert] @ row, weight[expert].abs() @ row.abs()
             if self.bias is not None:
                 exact = exact + self.bias[expert].double().cpu()
@@ -56,10 +75,10 @@ class ExpertProblem:
             assert bool(((result[pair] - exact).abs() <= allowed).all()), f"pair {pair} of expert {expert}"
 
     def assert_gated(self, out: Tensor, form: GateForm) -> None:
-        """Checks each pair's row against its products, combined."""
+        """Checks rows, by pair, against their products, combined."""
         x, weight = self.x.double(), self.weight.double()
         for pair, expert in enumerate(self.expert.flatten().tolist()):
-            products = weight[expert] @ x[pair * len(x) // len(out)]
+            products = weight[expert] @ x[self.row_of(pair)]
             if self.bias is not None:
                 products = products + self.bias[expert].double()
             size = products.square().mean().sqrt()
@@ -79,7 +98,7 @@ def random_problem(
 ) -> ExpertProblem:
     """Returns a random problem. The last expert has no token if there is a choice.
 
-    sizes: in, out; of_pairs: true for a row of x per pair
+    sizes: in, out
     """
     generator = torch.Generator().manual_seed(num_tokens + 100 * num_experts)
     num_in, num_out = sizes
@@ -94,4 +113,5 @@ def random_problem(
         weight=random(num_experts, num_out, num_in),
         bias=random(num_experts, num_out) if has_bias else None,
         expert=expert.to(device),
+        of_pairs=of_pairs,
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
 from rocm_attn.kernels.experts.combine import launch_combine
 from rocm_attn.kernels.experts.few_tokens import launch_expert_sums, launch_inner_products
+from rocm_attn.kernels.experts.groups import ExpertGroups
 from rocm_attn.kernels.experts.sort_pairs import launch_sort_pairs
 from rocm_attn.kernels.model.gate import GateForm
 from tests.amd.kernels.expert_cases import ExpertProblem, random_problem
@@ -84,15 +85,26 @@ def random_choice(
 
 
 def assert_sorted(expert: Tensor, num_experts: int, put: Put = Tensor.clone) -> None:
-    """Checks the kernel's order of pairs, and each expert's first place. expert: [tokens, chosen]"""
-    pairs, device = expert.flatten().tolist(), expert.device
-    order, indptr = (
-        put(torch.full((size,), NONE, dtype=torch.int64, device=device)) for size in (len(pairs), num_experts + 1)
+    """Checks the kernel's groups. expert: [tokens, chosen]"""
+    tokens, places, indptr = (
+        put(torch.full((size,), NONE, dtype=torch.int64, device=expert.device))
+        for size in (expert.numel(), expert.numel(), num_experts + 1)
     )
-    launch_sort_pairs(put(expert.int()), order, indptr)
-    wanted = [[pair for pair, owner in enumerate(pairs) if owner == each] for each in range(num_experts)]
-    assert order.tolist() == [pair for group in wanted for pair in group]
-    assert indptr.tolist() == [sum(map(len, wanted[:each])) for each in range(num_experts + 1)]
+    drawn = torch.full((1,), NONE, dtype=torch.int32, device=expert.device)
+    groups = ExpertGroups(tokens, places, indptr, drawn)
+    launch_sort_pairs(put(expert.int()), groups)
+    assert_grouped(groups, expert, num_experts)
+
+
+def assert_grouped(groups: ExpertGroups, expert: Tensor, num_experts: int) -> None:
+    """Checks the groups of tokens and the experts that they have chosen, by brute force. expert: [tokens, chosen]"""
+    owners = expert.flatten().tolist()
+    wanted = [[pair for pair, owner in enumerate(owners) if owner == each] for each in range(num_experts)]
+    order = [pair for group in wanted for pair in group]
+    assert groups.tokens.tolist() == [pair // expert.shape[1] for pair in order]
+    assert [order[place] for place in groups.places.tolist()] == list(range(len(order)))
+    assert groups.indptr.tolist() == [sum(map(len, wanted[:each])) for each in range(num_experts + 1)]
+    assert groups.drawn.tolist() == [0]
 
 
 def assert_combined(
@@ -104,7 +116,7 @@ def assert_combined(
     has_shared: bool,
     has_weight: bool,
 ) -> None:
-    """Checks the sums of random parts. sizes: tokens, experts of a token, width"""
+    """Checks the sums of random parts, which lie by expert if there is a shared one. sizes: tokens, chosen, width"""
     num_tokens, chosen, width = sizes
     random = torch.Generator().manual_seed(sum(sizes))
     parts, shared, weight = (
@@ -112,10 +124,12 @@ def assert_combined(
         for shape in ((num_tokens * chosen, width), (num_tokens, width), (num_tokens, 1))
     )
     share = torch.rand(num_tokens, chosen, generator=random).to(device) / chosen
+    places = torch.randperm(len(parts), generator=random).to(device)
     out = put(torch.full((num_tokens, width), float("nan"), dtype=dtype, device=device))
     of_all, of_weight = put(shared) if has_shared else None, put(weight) if has_weight else None
-    launch_combine(put(parts), put(share), of_all, of_weight, out)
-    exact = (parts.double().view(num_tokens, chosen, width) * share.double()[..., None]).sum(1)
+    launch_combine(put(parts), put(places) if has_shared else None, put(share), of_all, of_weight, out)
+    by_pair = parts.double()[places] if has_shared else parts.double()
+    exact = (by_pair.view(num_tokens, chosen, width) * share.double()[..., None]).sum(1)
     if has_shared:
         exact = exact + shared.double() / ((1 + (-weight.double()).exp()) if has_weight else 1)
     assert_attention_close(out, exact, dtype)

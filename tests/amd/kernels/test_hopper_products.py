@@ -19,6 +19,7 @@ from rocm_attn.models.gates import ClampedSwiGLU, Gate, GeGLU, SwiGLU
 from rocm_serve.models.expert_products import expert_products
 from rocm_serve.models.gated import form_of
 from rocm_serve.models.linears import BatchInvariantLinears, Linears
+from rocm_serve.models.mlp_weights import ExpertWeights
 from tests.amd.kernels.expert_cases import ExpertProblem, random_problem
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
 from tests.amd.kernels.model_cases import FORMS
@@ -35,6 +36,10 @@ SHAPES = [
     (17, 9, 8, (64, 512)),
     (90, 70, 4, (320, 129)),
 ]
+
+
+SORT, HOPPERS, PLAIN = "_sort_pairs_kernel", "_hopper_expert_product_kernel", "_expert_product_kernel"
+COMBINE = "_combine_experts_kernel"
 
 
 def among_nan(rows: Tensor) -> Tensor:
@@ -61,9 +66,16 @@ def product(problem: ExpertProblem, gate: GateForm | None = None) -> Tensor:
             expert_product.launch_hopper_expert_product(args, compute_units=132)
         assert out._base is not None
         assert int(out._base.isnan().sum()) == out._base.numel() - out.numel()
-        outs.append(out)
+        assert not args.drawn.any(), "the next product draws from its first block on"
+        outs.append(problem.by_pair(out))
     assert all(torch.equal(out, outs[0]) for out in outs)
     return outs[0]
+
+
+def served(problem: ExpertProblem, *, fixed: bool) -> Tensor:
+    """The product, by pair, as a model gets it."""
+    chosen, x, weight = problem.choice, problem.x, problem.weight
+    return problem.by_pair(expert_products(x, weight, None, chosen, problem.source, None, rows=0, fixed=fixed))
 
 
 @HALVES
@@ -96,7 +108,7 @@ def test_bits_are_those_of_the_plain_kernel(counts: Sequence[int], kernel_device
     plain = problem.empty_out()
     tiles = expert_tiles("sm_90", torch.bfloat16, 64)
     launch_expert_product(problem.args(plain), tiles=tiles)
-    assert torch.equal(product(problem), plain)
+    assert torch.equal(product(problem), problem.by_pair(plain))
 
 
 def test_rows_that_are_not_finite_harm_no_other(kernel_device: torch.device) -> None:
@@ -108,7 +120,7 @@ def test_rows_that_are_not_finite_harm_no_other(kernel_device: torch.device) -> 
     x[7] = float("nan")
     launch_hopper_expert_product(replace(problem, x=x).args(again), compute_units=3)
     rest = [pair for pair in range(400) if pair // 2 != 7]
-    assert torch.equal(again[rest], expected[rest])
+    assert torch.equal(problem.by_pair(again)[rest], expected[rest])
 
 
 def test_matrices_may_lie_further_apart_than_32_bits_reach(kernel_device: torch.device) -> None:
@@ -117,37 +129,35 @@ def test_matrices_may_lie_further_apart_than_32_bits_reach(kernel_device: torch.
     far = torch.empty((1 << 31) + 512, dtype=torch.float16, device=kernel_device)
     weight = far.as_strided((2, 16, 32), (1 << 31, 32, 1))
     weight.copy_(problem.weight)
-    problem.assert_served(expert_products(problem.x, weight, None, problem.choice, None, rows=16, fixed=True))
+    problem.assert_served(served(replace(problem, weight=weight), fixed=True))
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "width", "name"),
+    ("num_tokens", "width", "names"),
     [
-        (64, 64, "_hopper_expert_product_kernel"),
-        (2, 64, "_expert_product_kernel"),
-        (1, 64, "_inner_products_kernel"),
-        (64, 72, "_expert_product_kernel"),
+        (64, 64, [SORT, HOPPERS, HOPPERS, COMBINE]),
+        (2, 64, [SORT, PLAIN, PLAIN, COMBINE]),
+        (1, 64, ["_inner_products_kernel", "_expert_sums_kernel"]),
+        (64, 72, [SORT, PLAIN, HOPPERS, COMBINE]),
     ],
 )
 def test_models_get_it_for_several_rows_of_an_expert(
-    num_tokens: int, width: int, name: str, kernel_device: torch.device
+    num_tokens: int, width: int, names: list[str], kernel_device: torch.device
 ) -> None:
     problem = random_problem(num_tokens, 16, 2, (width, 64), dtype=torch.bfloat16, device=kernel_device)
+    down = torch.zeros(16, 72, 32, dtype=torch.bfloat16, device=kernel_device)
+    weights = ExpertWeights(router=down, gate_up=problem.weight, down=down)
     with note_launches() as notes:
-        out = Linears().of_experts(problem.x, problem.weight, None, problem.choice)
-    sorts = [] if name == "_inner_products_kernel" else ["_sort_pairs_kernel"]
-    assert [launch.kernel.__name__ for launch in notes.launches] == [*sorts, name]
-    problem.assert_served(out)
+        Linears().sums_of_experts(problem.x, weights, problem.choice, SwiGLU())
+    assert [launch.kernel.__name__ for launch in notes.launches] == names
 
 
 def test_a_rows_bits_depend_on_no_number_of_rows_in_a_deterministic_model(kernel_device: torch.device) -> None:
     problem = random_problem(200, 4, 2, (96, 80), dtype=torch.bfloat16, device=kernel_device)
-    linears = BatchInvariantLinears()
-    together = linears.of_experts(problem.x, problem.weight, None, problem.choice)
+    together = served(problem, fixed=True)
     for first, end in ((0, 1), (3, 70), (150, 200)):
         part = replace(problem, x=problem.x[first:end], expert=problem.expert[first:end])
-        alone = linears.of_experts(part.x, part.weight, None, part.choice)
-        assert torch.equal(alone, together[2 * first : 2 * end])
+        assert torch.equal(served(part, fixed=True), together[2 * first : 2 * end])
 
 
 ONE_MATRIX = [(64, 64), (448, 192), (2048, 1088)]
@@ -218,5 +228,5 @@ def test_one_tile_serves_other_matrices(
 def test_there_may_be_no_tokens(kernel_device: torch.device) -> None:
     problem = random_problem(1, 4, 2, (64, 48), dtype=torch.bfloat16, device=kernel_device)
     none = replace(problem, x=problem.x[:0], expert=problem.expert[:0])
-    assert Linears().of_experts(none.x, none.weight, None, none.choice).shape == (0, 48)
-    assert BatchInvariantLinears().of_experts(none.x, none.weight, None, none.choice).shape == (0, 48)
+    for fixed in (False, True):
+        assert served(none, fixed=fixed).shape == (0, 48)

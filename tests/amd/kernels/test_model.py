@@ -19,6 +19,7 @@ from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.target import detect_target
 from tests.amd.kernels.attention_cases import dtypes
 from tests.amd.kernels.expert_cases import ExpertProblem, random_problem
+from tests.amd.kernels.mixture_cases import assert_grouped
 from tests.amd.kernels.model_cases import (
     FORMS,
     OneOfRanks,
@@ -138,15 +139,17 @@ def kernel(problem: ExpertProblem, rows: int = 1, gate: GateForm | None = None) 
     out, x = problem.empty_out(1 if gate is None else 2), problem.x
     tiles = expert_tiles(detect_target(x.device).arch, x.dtype, rows)
     launch_expert_product(replace(problem, x=x).args(out, gate), tiles=tiles)
-    return out
+    return problem.by_pair(out)
 
 
 def twin(problem: ExpertProblem, rows: int = 0) -> Tensor:
     """Computes the product with the twin, on the host."""
-    host = ExpertProblem(*(None if each is None else each.cpu() for each in vars(problem).values()))  # type: ignore[arg-type]
+    tensors = problem.x, problem.weight, problem.bias, problem.expert
+    x, weight, bias, expert = (None if each is None else each.cpu() for each in tensors)
+    host = ExpertProblem(x, weight, bias, expert, problem.of_pairs)  # type: ignore[arg-type]
     out = host.empty_out()
-    expert_product(host.x, host.weight, host.bias, host.groups, out, rows=rows)
-    return out
+    expert_product(host.x, host.weight, host.bias, host.groups, host.source, out, rows=rows)
+    return host.by_pair(out)
 
 
 PRODUCTS = {"kernel": kernel, "many rows": partial(kernel, rows=1000), "twin": twin, "blocks": partial(twin, rows=4)}
@@ -212,11 +215,7 @@ def test_matrices_may_lie_further_apart_than_32_bits_reach(kernel_device: torch.
 
 def test_groups_hold_every_pair_once_in_the_order_of_experts() -> None:
     expert = torch.randint(0, 6, (37, 3), dtype=torch.int32)
-    groups = ExpertGroups.of(expert, 7)
-    assert sorted(groups.order.tolist()) == list(range(111))
-    for each in range(7):
-        pairs = groups.order[groups.indptr[each] : groups.indptr[each + 1]].tolist()
-        assert pairs == [pair for pair, owner in enumerate(expert.flatten().tolist()) if owner == each]
+    assert_grouped(ExpertGroups.of(expert, 7), expert, 7)
 
 
 def test_an_arch_without_tiles_is_refused() -> None:

@@ -152,8 +152,8 @@ def experts(memory: Memory) -> None:
     )
     x, weight, bias, groups = placed(memory, (problem.x, problem.weight, problem.bias, problem.groups))
     out = memory.put(rows_with_gaps(problem.empty_out()))
-    launch_expert_product(ProductArgs.of_experts(x, weight, bias, groups, out), tiles=tiles)
-    problem.assert_served(out)
+    launch_expert_product(ProductArgs.of_experts(x, weight, bias, groups, groups.tokens, out), tiles=tiles)
+    problem.assert_served(problem.by_pair(out))
     # One matrix has all rows, which do not fill the last block.
     problem = random_problem(25, 1, 1, (19, 21), has_bias=True)
     problem = replace(problem, x=rows_with_gaps(problem.x), weight=rows_with_gaps(problem.weight))

@@ -529,15 +529,13 @@ def _launch_experts(row: Row) -> None:
         expert = torch.arange(2 * num_tokens).view(num_tokens, 2) % experts
         x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
         tiles = expert_tiles(row.arch, row.dtype, rows)
-        launch_expert_product(
-            ProductArgs.of_experts(x, weight, bias, ExpertGroups.of(expert, experts), out), tiles=tiles
-        )
-        launch_sort_pairs(expert.int(), *ExpertGroups.of(expert, experts))
+        groups = ExpertGroups.of(expert, experts)
+        launch_sort_pairs(expert.int(), groups)
         gated = torch.empty(2 * num_tokens, width // 2, dtype=row.dtype)
-        launch_expert_product(
-            ProductArgs.of_experts(x, weight, bias, ExpertGroups.of(expert, experts), gated, GateForm(SILU)),
-            tiles=tiles,
-        )
+        args = ProductArgs.of_experts(x, weight, bias, groups, groups.tokens, gated, GateForm(SILU))
+        launch_expert_product(args, tiles=tiles)
+        args = ProductArgs.of_experts(out.clone(), weight, bias, groups, None, out)
+        launch_expert_product(args, tiles=tiles)
     for rows in EXPERT_ROWS:
         x, tiles = torch.empty(rows, width, dtype=row.dtype), tiles_of_fixed_bits(row.arch, row.dtype, rows)
         launch_expert_product(ProductArgs.of_all(x, weight[0], weight[0, 0], x.clone()), tiles=tiles)
@@ -546,8 +544,8 @@ def _launch_experts(row: Row) -> None:
         )
     x, out = (torch.empty(size, width, dtype=row.dtype) for size in (num_tokens, 2 * num_tokens))
     share = torch.empty(num_tokens, 2)
-    launch_combine(out, share, None, None, x)
-    launch_combine(out, share, x, x[:, :1].contiguous(), x)
+    launch_combine(out, None, share, None, None, x)
+    launch_combine(out, groups.places, share, x, x[:, :1].contiguous(), x)
     for rule in (ChoiceRule(1, 1, 1, True, True, 1.0), ChoiceRule(8, 4, 2, False, True, 2.5)):
         expert, share = (torch.empty(4, 8, dtype=dtype) for dtype in (torch.int32, torch.float32))
         correction = None if rule.softmax else torch.empty(256)

@@ -237,16 +237,20 @@ def test_the_product_of_experts_does_too(gate: GateForm | None, size: int) -> No
     x, weight = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(512, 512, 256, dtype=torch.bfloat16)
     expert = torch.arange(640).view(64, 10) % 512
     out, bias = x.new_empty(640, 512 // sides), weight[:, :, 0].contiguous()
-    args = ProductArgs.of_experts(x, weight, bias, ExpertGroups.of(expert, 512), out, gate)
-    columns, groups, _ = chosen = expert_product.BLOCK_SIZES[size]
+    groups = ExpertGroups.of(expert, 512)
+    if gate is None:
+        args = ProductArgs.of_experts(x.expand(10, 64, 256).flatten(0, 1), weight, bias, groups, None, out)
+    else:
+        args = ProductArgs.of_experts(x, weight, bias, groups, groups.tokens, out, gate)
+    columns, num_groups, _ = chosen = expert_product.BLOCK_SIZES[size]
     with patch.object(expert_product, "block_size", return_value=chosen):
         (kernel,) = compiled_by(lambda: expert_product.launch_hopper_expert_product(args, compute_units=132), "sm_90")
     ptx = kernel.asm["ptx"]
     wgmma = r"wgmma\.mma_async\.sync\.aligned\.m64n{}k16"
     assert re.search(wgmma.format(columns), ptx)
-    assert bool(re.search(wgmma.format(columns // 2), ptx)) == (groups > 2)
+    assert bool(re.search(wgmma.format(columns // 2), ptx)) == (num_groups > 2)
     assert_waits(kernel, reads_before=False)
-    assert_sound(kernel, SPILLED_OF_PRODUCTS if groups > 2 else 0)
+    assert_sound(kernel, SPILLED_OF_PRODUCTS if num_groups > 2 else 0)
     waits = len(re.findall(r"wgmma\.wait_group", ptx))
     assert [each.opcode for each in machine_code(kernel).steps].count("WARPGROUP.DEPBAR.LE") == waits
 
@@ -261,7 +265,7 @@ def test_a_product_of_experts_has_no_variant_that_powers_of_two_have_not(experts
 
     def size_of(tokens: int) -> tuple[int, ...]:
         x, out = weight[0, :1].expand(tokens, 64), weight[0, :, :1].t().expand(tokens * chosen, width)
-        return block_size(ProductArgs(x, weight, None, out, x, x, None), 132)
+        return block_size(ProductArgs(x, weight, None, out, None, x, x, None), 132)
 
     ahead = {size_of(1 << power) for power in range(13)}
     assert {size_of(tokens) for tokens in range(1, 1 << 12)} <= ahead

@@ -153,15 +153,16 @@ def run_experts(arch: str, dtype: torch.dtype, rows: int) -> None:
     problem = replace(problem, expert=torch.zeros_like(problem.expert).index_fill_(0, torch.tensor([2, 9]), 1))
     out = problem.empty_out()
     launch_expert_product(problem.args(out), tiles=tiles)
-    problem.assert_served(out)
+    together = problem.by_pair(out)
+    problem.assert_served(together)
     alone = replace(problem, x=problem.x[2:10], expert=problem.expert[2:10])
     again = alone.empty_out()
     launch_expert_product(alone.args(again), tiles=tiles)
-    assert torch.equal(again, out[2:10]), "a row's bits depend on no other row"
+    assert torch.equal(alone.by_pair(again), together[2:10]), "a row's bits depend on no other row"
     small = replace(problem, x=problem.x / 6)  # products of about one
     gated = small.empty_out(2)
     launch_expert_product(small.args(gated, FORMS[0]), tiles=tiles)
-    small.assert_gated(gated, FORMS[0])
+    small.assert_gated(small.by_pair(gated), FORMS[0])
 
 
 def run_one_order(arch: str, dtype: torch.dtype) -> None:

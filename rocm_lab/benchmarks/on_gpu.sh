@@ -24,6 +24,7 @@ soak() {
 }
 
 measure step_profile
+measure ranks
 python -m rocm_lab.benchmarks.serving --random "$(mktemp -d)" --out "$results/serving_$name.json" || failures=$((failures + 1))
 measure round_time
 measure sparse_decode

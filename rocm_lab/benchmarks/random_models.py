@@ -16,7 +16,7 @@ from rocm_attn.models.rope import Rope
 from rocm_attn.models.tensors import Shape
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.weights import expected_shapes, load_weights
-from rocm_serve.ranks import ONE_RANK
+from rocm_serve.ranks import ONE_RANK, Ranks
 
 
 def model_of(
@@ -64,8 +64,10 @@ class RandomOnDevice:
         return (values * size).to(torch.bfloat16)[where]
 
 
-def random_model(config: ModelConfig, source: type[RandomOnDevice] = RandomOnDevice) -> LoadedModel:
-    """Returns the model on the GPU, in bfloat16, with a source's tensors."""
+def random_model(
+    config: ModelConfig, source: type[RandomOnDevice] = RandomOnDevice, ranks: Ranks = ONE_RANK
+) -> LoadedModel:
+    """Returns the model on the current GPU, or a rank's part of it, in bfloat16, with a source's tensors."""
     device = torch.device("cuda")
-    weights = load_weights(source(config, device), config, dtype=torch.bfloat16, device=device)
-    return LoadedModel(config, weights, None, ONE_RANK)
+    weights = load_weights(source(config, device), config, dtype=torch.bfloat16, device=device, shard=ranks.shard)
+    return LoadedModel(config.on_one_of(ranks.shard.num_ranks), weights, None, ranks)

@@ -18,6 +18,8 @@ from rocm_attn.kernels.early import early_options, starts_early, wait_for_launch
 from rocm_attn.kernels.launch import only_launches, repeated_launches
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
+NO_SHARED, SHARED, SHARED_BY_LOGIT = range(3)
+_NO_SHARED, _SHARED_BY_LOGIT = tl.constexpr(NO_SHARED), tl.constexpr(SHARED_BY_LOGIT)
 _NO_KEY = tl.constexpr(-(2**63))
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Experts of a warp of 32 threads; more of them have several warps.
@@ -28,6 +30,8 @@ class ChoiceRule(NamedTuple):
     """The rule of a choice, as plain numbers for the kernel: see Routing.
 
     softmax: whether scores are the softmax of a token's logits, and not the sigmoid of each
+    shared:  NO_SHARED; SHARED and SHARED_BY_LOGIT: each token takes the expert after the others too, with a share of 1,
+             or of the sigmoid of the logit after the others
     """
 
     num_groups: int
@@ -36,6 +40,7 @@ class ChoiceRule(NamedTuple):
     softmax: bool
     normalised: bool
     scale: float
+    shared: int = NO_SHARED
 
 
 class ChoiceGeometry(NamedTuple):
@@ -43,7 +48,8 @@ class ChoiceGeometry(NamedTuple):
 
     OF_GROUP:     experts of a group
     *_BLOCK:      the next power of 2
-    CHOSEN:       experts of a token
+    LOGITS:       elements from a token's logits to those of the next one
+    CHOSEN:       experts that a token chooses
     EARLY:        whether it starts early (early.py)
     the others:   see ChoiceRule
     """
@@ -54,9 +60,11 @@ class ChoiceGeometry(NamedTuple):
     SOFTMAX: bool
     NORMALISED: bool
     SCALE: float
+    SHARED: int
     GROUPS_BLOCK: int
     OF_GROUP: int
     OF_GROUP_BLOCK: int
+    LOGITS: int
     CHOSEN: int
     CHOSEN_BLOCK: int
     EARLY: bool
@@ -90,7 +98,8 @@ def _choose_experts_kernel(logits, correction, expert, share, G: tl.constexpr):
     within = tl.arange(0, G.OF_GROUP_BLOCK)
     each = group[:, None] * G.OF_GROUP + within[None, :]
     is_expert = (group < G.GROUPS)[:, None] & (within < G.OF_GROUP)[None, :]
-    scores = tl.load(logits + token * EXPERTS + each, mask=is_expert, other=float("-inf")).to(tl.float32)
+    logits += token * G.LOGITS
+    scores = tl.load(logits + each, mask=is_expert, other=float("-inf")).to(tl.float32)
     if G.SOFTMAX:
         largest = tl.max(tl.max(tl.where(scores == scores, scores, float("-inf")), 1), 0)
         # Without a finite largest logit all shares are NaN.
@@ -130,10 +139,18 @@ def _choose_experts_kernel(logits, correction, expert, share, G: tl.constexpr):
     if G.NORMALISED:
         total = tl.sum(shares, 0)
         shares /= tl.where(total < _TINY, _TINY, total)
-    is_place = place < CHOSEN
-    to = token * CHOSEN + place
+    shares *= G.SCALE
+    TAKEN: tl.constexpr = CHOSEN + (G.SHARED != _NO_SHARED)
+    if G.SHARED != _NO_SHARED:
+        of_shared = 1.0
+        if G.SHARED == _SHARED_BY_LOGIT:
+            of_shared = tl.sigmoid(tl.load(logits + EXPERTS).to(tl.float32))
+        experts = tl.where(place == CHOSEN, EXPERTS, experts)
+        shares = tl.where(place == CHOSEN, of_shared, shares)
+    is_place = place < TAKEN
+    to = token * TAKEN + place
     tl.store(expert + to, experts, mask=is_place)
-    tl.store(share + to, shares * G.SCALE, mask=is_place)
+    tl.store(share + to, shares, mask=is_place)
 
 
 _variant = repeated_launches(_choose_experts_kernel)
@@ -143,20 +160,23 @@ _variant = repeated_launches(_choose_experts_kernel)
 def launch_choose(logits: Tensor, correction: Tensor | None, expert: Tensor, share: Tensor, rule: ChoiceRule) -> None:
     """Writes the experts of each token, and its shares.
 
-    logits:     float32, float16 or bfloat16 [tokens, experts]
+    logits:     float32, float16 or bfloat16 [tokens, experts], and a column more if the shared expert has a logit
     correction: float32 [experts], added to the scores for the choice, or None
-    expert:     int32 [tokens, chosen], written: by falling rank
-    share:      float32 [tokens, chosen], written
-    All are contiguous and begin at a multiple of 16 bytes.
+    expert:     int32 [tokens, taken], written: by falling rank, and the shared one
+    share:      float32 [tokens, taken], written
+    All begin at a multiple of 16 bytes, and are contiguous; rows of logits may lie apart.
     """
-    num_tokens, num_experts = logits.shape
-    chosen = expert.shape[1]
-    assert expert.shape == share.shape == (num_tokens, chosen)
+    num_tokens, num_experts = len(logits), logits.shape[1] - (rule.shared == SHARED_BY_LOGIT)
+    taken = expert.shape[1]
+    chosen = taken - (rule.shared != NO_SHARED)
+    assert expert.shape == share.shape == (num_tokens, taken)
+    assert logits.stride(1) == 1
     assert expert.dtype == torch.int32
     assert share.dtype == torch.float32
     assert correction is None or (correction.dtype == torch.float32 and correction.shape == (num_experts,))
-    given = [each for each in (logits, correction, expert, share) if each is not None]
-    assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in given)
+    written = [each for each in (correction, expert, share) if each is not None]
+    assert all(each.is_contiguous() for each in written)
+    assert all(each.data_ptr() % 16 == 0 for each in (logits, *written))
     if not num_tokens:
         return
     early, of_group = starts_early(logits.device), num_experts // rule.num_groups
@@ -165,8 +185,9 @@ def launch_choose(logits: Tensor, correction: Tensor | None, expert: Tensor, sha
         GROUPS_BLOCK=next_power_of_2(rule.num_groups),
         OF_GROUP=of_group,
         OF_GROUP_BLOCK=next_power_of_2(of_group),
+        LOGITS=logits.stride(0),
         CHOSEN=chosen,
-        CHOSEN_BLOCK=next_power_of_2(chosen),
+        CHOSEN_BLOCK=next_power_of_2(taken),
         EARLY=early,
     )
     block = geometry.GROUPS_BLOCK * geometry.OF_GROUP_BLOCK

@@ -28,7 +28,7 @@ from rocm_attn.kernels.tuning.tiles import next_power_of_2
 class ProductGeometry(NamedTuple):
     """The values that the product is compiled for.
 
-    EXPERTS, EXPERTS_BLOCK: experts, and the next power of 2
+    EXPERTS, EXPERTS_BLOCK: experts, and a power of 2, at least the number of all but the last one
     IN, OUT:                elements of a row of x and of out
     ROWS, COLUMNS, STEP:    pairs of a program, rows of the matrix, and elements of x that it multiplies at a time
     EARLY:                  whether it starts early (early.py)
@@ -69,23 +69,21 @@ def _expert_product_kernel(
     OUTPUTS: tl.constexpr = COLUMNS // SIDES
     wait_for_launch(G.EARLY)
     block = tl.program_id(0)
-    own_block = block
     if G.EXPERTS == 1:
-        expert = (block * ROWS >= all_pairs).to(tl.int32)
+        expert, begin, end = 0, block * ROWS, all_pairs
     else:
         each = tl.arange(0, G.EXPERTS_BLOCK)
-        is_expert = each < G.EXPERTS
-        begins = tl.load(indptr + each, mask=is_expert, other=0)
-        num_pairs = tl.load(indptr + each + 1, mask=is_expert, other=0) - begins
+        is_before_last = each < G.EXPERTS - 1
+        begins = tl.load(indptr + each, mask=is_before_last, other=0)
+        num_pairs = tl.load(indptr + each + 1, mask=is_before_last, other=0) - begins
         num_blocks = tl.cdiv(num_pairs.to(tl.int32), ROWS)
-        expert = tl.sum((tl.cumsum(num_blocks, 0) <= block).to(tl.int32), 0)
-        own_block -= tl.sum(tl.where(each < expert, num_blocks, 0), 0)
-    if expert < G.EXPERTS:
-        place = own_block * ROWS + tl.arange(0, ROWS)
-        end = all_pairs
-        if G.EXPERTS > 1:
-            place += tl.load(indptr + expert)
-            end = tl.load(indptr + expert + 1)
+        expert = tl.sum((is_before_last & (tl.cumsum(num_blocks, 0) <= block)).to(tl.int32), 0)
+        own_block = block - tl.sum(tl.where(each < expert, num_blocks, 0), 0)
+        begin = tl.load(indptr + expert) + own_block * ROWS
+        end = tl.load(indptr + expert + 1)
+    # Beyond the last expert's blocks there is none.
+    if begin < end:
+        place = begin + tl.arange(0, ROWS)
         is_pair = (place < end)[:, None]
         # pair, row: [ROWS, 1]; column: [COLUMNS]
         pair = place[:, None].to(tl.int64)
@@ -100,7 +98,7 @@ def _expert_product_kernel(
         element = tl.arange(0, STEP)[None, :]
         rows = x + row * x_row
         # 64-bit before multiplying: the matrices of all experts go beyond int32, and so may the rows of one.
-        matrix = weight + expert.to(tl.int64) * weight_expert + weight_column[:, None].to(tl.int64) * weight_row
+        matrix = weight + tl.cast(expert, tl.int64) * weight_expert + weight_column[:, None].to(tl.int64) * weight_row
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in range(0, IN, STEP):
             is_element = first + element < IN
@@ -147,7 +145,7 @@ def launch_expert_product(args: ProductArgs, *, tiles: ExpertTiles) -> None:
         out.stride(0),
         G=ProductGeometry(
             EXPERTS=len(weight),
-            EXPERTS_BLOCK=next_power_of_2(len(weight)),
+            EXPERTS_BLOCK=next_power_of_2(len(weight) - 1),
             IN=x.shape[1],
             OUT=num_out,
             ROWS=tiles.rows,

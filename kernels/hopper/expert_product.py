@@ -117,7 +117,7 @@ def _in_lines(values):
 class HopperProductGeometry(NamedTuple):
     """The values that the product is compiled for.
 
-    EXPERTS, EXPERTS_BLOCK: experts, and a power of 2, 32 or more
+    EXPERTS, EXPERTS_BLOCK: experts, and a power of 2, at least 32 and the number of all but the last one
     IN, OUT:                elements of a row of x and of out
     BY_EXPERT:              whether rows of x lie by expert
     COLUMNS, GROUPS:        rows of the matrix in a block, and groups of 64 pairs, at most
@@ -197,16 +197,27 @@ def _add(left, right):
 
 @gluon.jit
 def _block_ends(pairs, G: gl.constexpr):
-    """The number of the first block after each expert's; 0 if there is one expert."""
+    """The number of the first block after each expert's except the last one's; 0 if there is one expert."""
     if G.EXPERTS == 1:
         until = 0
     else:
         each = gl.arange(0, G.EXPERTS_BLOCK, layout=gl.BlockedLayout([G.EXPERTS_BLOCK // 32], [32], [4], [0]))
-        is_expert = each < G.EXPERTS
+        is_expert = each < G.EXPERTS - 1
         begins = gl.load(pairs.indptr + each, mask=is_expert, other=0).to(gl.int32)
         ends = gl.load(pairs.indptr + each + 1, mask=is_expert, other=0).to(gl.int32)
         until = gl.associative_scan(_row_blocks(ends - begins, G) * _column_blocks(G), 0, _add)
     return until
+
+
+@gluon.jit
+def _pairs_of(expert, pairs, G: gl.constexpr):
+    """An expert's first pair, and the one after its last."""
+    if G.EXPERTS == 1:
+        first, end = 0, pairs.num
+    else:
+        first = gl.load(pairs.indptr + expert).to(gl.int32)
+        end = gl.load(pairs.indptr + expert + 1).to(gl.int32)
+    return first, end
 
 
 @gluon.jit
@@ -228,7 +239,7 @@ def _outputs(G: gl.constexpr):
 
 
 @gluon.jit
-def _next_number(number, until, pairs, G: gl.constexpr):
+def _next_number(number, num_blocks, pairs, G: gl.constexpr):
     """The number of the block after one that the program has taken.
 
     With one expert blocks are equal. Otherwise each is drawn; the last draw, one for each block, sets the count back.
@@ -237,7 +248,7 @@ def _next_number(number, until, pairs, G: gl.constexpr):
         following = number + pairs.num_programs
     else:
         drawn = gl.atomic_add(pairs.drawn, 1, sem="relaxed")
-        gl.store(pairs.drawn, 0, mask=drawn == gl.max(until, 0) - 1)
+        gl.store(pairs.drawn, 0, mask=drawn == num_blocks - 1)
         following = drawn + pairs.num_programs
     return following
 
@@ -247,19 +258,18 @@ def _block_of(number, until, pairs, G: gl.constexpr):
     """The block with a number."""
     column_blocks = _column_blocks(G)
     if G.EXPERTS == 1:
-        first, end, within = 0, pairs.num, number
-        expert = (number >= _row_blocks(end, G) * column_blocks).to(gl.int32)
+        expert, within = 0, number
     else:
         each = gl.arange(0, G.EXPERTS_BLOCK, layout=until.type.layout)
-        is_before = (until <= number) & (each < G.EXPERTS)
+        is_before = (until <= number) & (each < G.EXPERTS - 1)
         expert = gl.sum(is_before.to(gl.int32), 0)
         within = number - gl.max(gl.where(is_before, until, 0), 0)
-        is_there = expert < G.EXPERTS
-        first = gl.load(pairs.indptr + expert, mask=is_there, other=0).to(gl.int32)
-        end = gl.load(pairs.indptr + expert + 1, mask=is_there, other=0).to(gl.int32)
+    first, end = _pairs_of(expert, pairs, G)
+    row_blocks = _row_blocks(end - first, G)
+    # Beyond the last expert's blocks there is none.
+    expert = gl.where(within < row_blocks * column_blocks, expert, G.EXPERTS)
     panel = within // (_PANEL * column_blocks) * _PANEL
     within -= panel * column_blocks
-    row_blocks = _row_blocks(end - first, G)
     blocks = gl.maximum(gl.minimum(row_blocks - panel, _PANEL), 1)
     row_block = panel + within % blocks
     first += row_block * _BLOCK_ROWS
@@ -333,6 +343,10 @@ def _load(source, pairs, room, G: gl.constexpr):
     # A block's columns are in two pieces, each with all sides.
     PART: gl.constexpr = G.COLUMNS // (2 * SIDES)
     until = _block_ends(pairs, G)
+    num_blocks = 0
+    if G.EXPERTS > 1:
+        first, end = _pairs_of(G.EXPERTS - 1, pairs, G)
+        num_blocks = gl.max(until, 0) + _row_blocks(end - first, G) * _column_blocks(G)
     turn = 0
     number = gl.program_id(0)
     block = _block_of(number, until, pairs, G)
@@ -361,7 +375,7 @@ def _load(source, pairs, room, G: gl.constexpr):
                 async_copy.mbarrier_arrive(full, increment_count=False)
             n += 1
         turn += 1
-        number = _next_number(number, until, pairs, G)
+        number = _next_number(number, num_blocks, pairs, G)
         block = _block_of(number, until, pairs, G)
     # The end has no step, so it is passed on with an empty one.
     full = room.full.index(n % G.STAGES)
@@ -615,7 +629,7 @@ def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> No
         programs,
         G=HopperProductGeometry(
             EXPERTS=len(weight),
-            EXPERTS_BLOCK=max(32, next_power_of_2(len(weight))),
+            EXPERTS_BLOCK=max(32, next_power_of_2(len(weight) - 1)),
             IN=x.shape[1],
             OUT=out.shape[1],
             BY_EXPERT=by_expert,

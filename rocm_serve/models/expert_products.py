@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rocm_attn.kernels.experts.groups import ExpertGroups
@@ -71,11 +72,20 @@ class Choice:
         return fit and lie_right(x, weights.gate_up) and lie_right(x, down)
 
 
-def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> Choice:
-    """Chooses the experts of every token."""
+def choice(routing: Routing, logits: Tensor, weights: ExpertWeights) -> Choice:
+    """Chooses the experts of every token. Each token also takes the shared MLP, if that is the last expert.
+
+    logits: [tokens, rows of the router]
+    """
+    num_experts, correction = routing.num_experts, weights.correction
+    is_expert, by_logit = len(weights.down) > num_experts, logits.shape[1] > num_experts
     if logits.device.type == "cpu":
-        return Choice(*routing.choose(logits, correction), routing.num_experts)
-    from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
+        expert, share = routing.choose(logits[:, :num_experts], correction)
+        if is_expert:
+            own = logits[:, num_experts, None].float().sigmoid() if by_logit else torch.ones(len(logits), 1)
+            expert, share = F.pad(expert, (0, 1), value=num_experts), torch.cat((share, own), 1)
+        return Choice(expert, share, len(weights.down))
+    from rocm_attn.kernels.experts.choose import NO_SHARED, SHARED, SHARED_BY_LOGIT, ChoiceRule, launch_choose
 
     rule = ChoiceRule(
         routing.num_groups,
@@ -84,11 +94,12 @@ def choice(routing: Routing, logits: Tensor, correction: Tensor | None) -> Choic
         routing.scores is ExpertScores.SOFTMAX,
         routing.normalised,
         routing.scale,
+        SHARED_BY_LOGIT if by_logit else SHARED if is_expert else NO_SHARED,
     )
-    shape, device = (len(logits), routing.num_chosen), logits.device
+    shape, device = (len(logits), routing.num_chosen + int(is_expert)), logits.device
     expert, share = (torch.empty(shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-    launch_choose(logits, correction, expert, share, rule)
-    return Choice(expert, share, routing.num_experts)
+    launch_choose(logits[:, : num_experts + int(by_logit)], correction, expert, share, rule)
+    return Choice(expert, share, len(weights.down))
 
 
 def expert_sums(

@@ -59,10 +59,11 @@ def experts_sum(
 ) -> Tensor:
     """[tokens, hidden]: the outputs of each token's experts by their shares, plus the shared MLP's, summed over ranks.
 
+    The shared MLP may be one of the experts: see ExpertWeights.
     of_router: the router's input
     """
     logits = of_router.linear(weights.router, weights.router_bias)
-    chosen = choice(mlp.routing, logits, weights.correction)
+    chosen = choice(mlp.routing, logits, weights)
     if weights.share_scale is not None:
         chosen = replace(chosen, share=chosen.share * weights.share_scale[chosen.expert])
     of_experts = given.rows if weights.latent_in is None else given.linear(weights.latent_in)

@@ -12,6 +12,9 @@ from rocm_attn.models.shards import Shard, ShardRange
 from rocm_attn.models.tensors import TensorReader
 from rocm_serve.models.layer_tensors import LayerTensors
 
+# Kernels for a few rows, and those with one order of sums, take blocks of rows of a matrix.
+_ROUTER_ROWS = 64
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseWeights:
@@ -31,16 +34,19 @@ class DenseWeights:
 class ExpertWeights:
     """Weights of experts, or a rank's part of each of them.
 
-    router:       [num_experts, hidden]; float32 if the product is computed in it
+    A shared MLP of an expert's size is an expert, the last one, which every token takes.
+
+    router:       [num_experts, hidden]; float32 if the product is computed in it. If a shared expert has a share by a
+                  logit, its row comes after the others', and on a GPU rows of zeros fill the last block
     router_bias:  [num_experts]
     correction:   float32 [num_experts]; see Routing.choose
     share_scale:  float32 [num_experts]; factor on an expert's shares
-    gate_up:      [num_experts, 2 * inner, hidden]; rows of gate, then up; without a gate inner rows
+    gate_up:      [all experts, 2 * inner, hidden]; rows of gate, then up; without a gate inner rows
     gate_up_bias: [num_experts, 2 * inner]
-    down:         [num_experts, hidden, inner]
+    down:         [all experts, hidden, inner]
     down_bias:    [num_experts, hidden]; only on one rank, because ranks sum the outputs of experts
-    shared:       of the dense MLP next to them
-    shared_share: [1, hidden]; the logit of a token's share of that MLP
+    shared:       of the dense MLP next to them; None: there is none, or it is an expert
+    shared_share: [1, hidden]; the logit of a token's share of that MLP, unless it is an expert
     latent_in:    [latent, hidden], latent_out: [hidden, latent]; around the experts, whose hidden is latent then
     """
 
@@ -106,6 +112,12 @@ def read_mlp(reader: TensorReader, mlp: Mlp, prefix: str, shard: Shard, hidden: 
     return of_layer.joined(mlp, router) if mlp.tensors is ExpertTensors.JOINED else of_layer.each(mlp, router)
 
 
+def _shared_is_expert(mlp: ExpertMlp) -> bool:
+    """True if the shared MLP of a whole model is one more expert. Its logit is in the router's dtype."""
+    by_logit = mlp.has_shared_share and mlp.routing.in_float32
+    return mlp.shared_size == mlp.intermediate_size and not (mlp.latent_size or mlp.has_bias or by_logit)
+
+
 class _Router(NamedTuple):
     """The router's fields of ExpertWeights."""
 
@@ -135,13 +147,12 @@ class _OfMlp(LayerTensors):
 
     def each(self, mlp: ExpertMlp, router: _Router) -> ExpertWeights:
         """Experts with tensors of their own."""
-        reader, size, experts = self.reader, mlp.intermediate_size, mlp.routing.num_experts
-        inner, products, hidden = self.shard.span(size), mlp.gate.PRODUCTS, mlp.latent_size or self.hidden
-        gate_up = reader.empty((experts, len(products), inner.size, hidden), reader.dtype)
-        down = reader.empty((experts, hidden, inner.size), reader.dtype)
-        for expert in range(experts):
+        reader, size = self.reader, mlp.intermediate_size
+        inner, hidden = self.shard.span(size), mlp.latent_size or self.hidden
+        gate_up, down = self._empty(mlp)
+        for expert in range(mlp.routing.num_experts):
             name = f"experts.{expert}."
-            for number, product in enumerate(products):
+            for number, product in enumerate(mlp.gate.PRODUCTS):
                 part = self.piece(f"{name}{product}.weight", (size, hidden), inner)
                 reader.copy_into(gate_up[expert, number], part)
             part = self.piece(f"{name}down_proj.weight", (hidden, size), ShardRange.whole(hidden), inner)
@@ -159,12 +170,20 @@ class _OfMlp(LayerTensors):
         """Experts whose matrices are joined."""
         size, hidden, experts = mlp.intermediate_size, self.hidden, mlp.routing.num_experts
         inner, every = self.shard.span(size), ShardRange.whole(experts)
-        gate_up = self.reader.empty((experts, 2, inner.size, hidden), self.reader.dtype)
+        gate_up, down = self._empty(mlp)
         for number, span in enumerate((inner, inner.after(size))):
             part = self.piece("experts.gate_up_proj", (experts, 2 * size, hidden), every, span)
-            self.reader.copy_into(gate_up[:, number], part)
-        down = self.join("experts.down_proj", (experts, hidden, size), every, ShardRange.whole(hidden), inner)
+            self.reader.copy_into(gate_up[:experts, number], part)
+        part = self.piece("experts.down_proj", (experts, hidden, size), every, ShardRange.whole(hidden), inner)
+        self.reader.copy_into(down[:experts], part)
         return self._experts(mlp, router, gate_up, down)
+
+    def _empty(self, mlp: ExpertMlp) -> tuple[Tensor, Tensor]:
+        """Room for the matrices of all experts: [experts, products, inner, hidden] and [experts, hidden, inner]."""
+        reader, experts = self.reader, mlp.routing.num_experts + int(_shared_is_expert(mlp))
+        inner, hidden = self.shard.span(mlp.intermediate_size).size, mlp.latent_size or self.hidden
+        gate_up = reader.empty((experts, len(mlp.gate.PRODUCTS), inner, hidden), reader.dtype)
+        return gate_up, reader.empty((experts, hidden, inner), reader.dtype)
 
     def stacked(self, mlp: ExpertMlp) -> ExpertWeights:
         """Experts whose matrices are joined, [in, out], with rows of gate and up in turn, and with biases."""
@@ -183,6 +202,16 @@ class _OfMlp(LayerTensors):
             down_bias=self.join("experts.down_proj_bias", (experts, hidden)) if self.shard.rank == 0 else None,
         )
 
+    def _with_share(self, router: Tensor, share: Tensor) -> Tensor:
+        """The router with the row of a shared expert's logit, and on a GPU rows of zeros that fill the last block."""
+        num_rows = len(router) + 1
+        num_added = 0 if router.device.type == "cpu" else -num_rows % _ROUTER_ROWS
+        rows = self.reader.empty((num_rows + num_added, self.hidden), router.dtype)
+        rows[: num_rows - 1].copy_(router)
+        rows[num_rows - 1].copy_(share[0])
+        rows[num_rows:].zero_()
+        return rows
+
     def gate(self, mlp: ExpertMlp) -> _Router:
         """The router of experts alone."""
         routing, experts = mlp.routing, mlp.routing.num_experts
@@ -199,15 +228,24 @@ class _OfMlp(LayerTensors):
         return _Router(scaled.to(self.reader.dtype), None, self.in_float32("router.per_expert_scale", (num_experts,)))
 
     def _experts(self, mlp: ExpertMlp, router: _Router, gate_up: Tensor, down: Tensor) -> ExpertWeights:
-        """gate_up: [num_experts, products, inner, hidden]; down: of ExpertWeights"""
+        """gate_up, down: of _empty(), with all experts but the shared one"""
         has_share = mlp.has_shared_share
         beside = replace(self, prefix=f"{self.prefix}{'shared_expert' if has_share else 'shared_experts'}.")
+        shared = beside.dense(mlp.shared) if mlp.shared_size else None
+        share = self.join("shared_expert_gate.weight", (1, self.hidden)) if has_share else None
+        matrix = router.matrix
+        if shared is not None and _shared_is_expert(mlp):
+            gate_up[-1].flatten(0, 1).copy_(shared.gate_up)
+            down[-1].copy_(shared.down)
+            if share is not None:
+                matrix = self._with_share(matrix, share)
+            shared = share = None
         return ExpertWeights(
-            router=router.matrix,
+            router=matrix,
             correction=router.correction,
             share_scale=router.share_scale,
             gate_up=gate_up.flatten(1, 2),
             down=down,
-            shared=beside.dense(mlp.shared) if mlp.shared_size else None,
-            shared_share=self.join("shared_expert_gate.weight", (1, self.hidden)) if has_share else None,
+            shared=shared,
+            shared_share=share,
         )

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
+from rocm_attn.kernels.experts.choose import NO_SHARED, SHARED_BY_LOGIT, ChoiceRule, launch_choose
 from rocm_attn.kernels.experts.combine import launch_combine
 from rocm_attn.kernels.experts.few_tokens import launch_expert_sums, launch_inner_products
 from rocm_attn.kernels.experts.groups import ExpertGroups
@@ -22,7 +23,10 @@ _UNITS = 2  # so that programs take several tiles
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of experts: logits [tokens, experts], and what is added to the scores [experts], or None."""
+    """A choice of experts: logits [tokens, experts], and what is added to the scores [experts], or None.
+
+    There is one more logit if the shared expert has one.
+    """
 
     logits: Tensor
     correction: Tensor | None
@@ -31,21 +35,28 @@ class Choice:
 
     def made(self, put: Put = Tensor.clone) -> tuple[Tensor, Tensor]:
         """The kernel's experts and shares. put: where a tensor lies"""
-        shape, device = (len(self.logits), self.num_chosen), self.logits.device
+        has_shared = self.rule.shared != NO_SHARED
+        shape, device = (len(self.logits), self.num_chosen + has_shared), self.logits.device
         expert = put(torch.full(shape, NONE, dtype=torch.int32, device=device))
         share = put(torch.full(shape, float("nan"), device=device))
         correction = None if self.correction is None else put(self.correction)
-        launch_choose(put(self.logits), correction, expert, share, self.rule)
+        # Rows of the logits of a router with rows of zeros lie apart.
+        room = F.pad(self.logits, (0, 3 if has_shared else 0), value=float("nan"))
+        launch_choose(put(room)[:, : self.logits.shape[1]], correction, expert, share, self.rule)
         return expert, share
 
     def assert_served(self, put: Put = Tensor.clone) -> None:
         """Checks every token's experts, and its shares."""
         expert, share = self.made(put)
+        num_experts = self.logits.shape[1] - (self.rule.shared == SHARED_BY_LOGIT)
         for token, logits in enumerate(self.logits.double().cpu()):
-            chosen = self.chosen_of(logits)
-            assert expert[token].tolist() == chosen, f"token {token}"
-            scores = self._scores(logits)[chosen]
+            chosen = self.chosen_of(logits[:num_experts])
+            scores = self._scores(logits[:num_experts])[chosen]
             exact = (scores / scores.sum() if self.rule.normalised else scores) * self.rule.scale
+            if self.rule.shared != NO_SHARED:
+                own = 1 / (1 + (-logits[-1:]).exp()) if self.rule.shared == SHARED_BY_LOGIT else torch.ones(1)
+                chosen, exact = [*chosen, num_experts], torch.cat((exact, own.double()))
+            assert expert[token].tolist() == chosen, f"token {token}"
             torch.testing.assert_close(share[token].double().cpu(), exact, rtol=2e-6, atol=0)
 
     def chosen_of(self, logits: Tensor) -> list[int]:
@@ -79,7 +90,8 @@ def random_choice(
     """Random logits. sizes: tokens, experts, experts of a token"""
     num_tokens, num_experts, num_chosen = sizes
     random = torch.Generator().manual_seed(sum(sizes))
-    logits = 3 * torch.randn(num_tokens, num_experts, generator=random)
+    columns = num_experts + (rule.shared == SHARED_BY_LOGIT)
+    logits = 3 * torch.randn(num_tokens, columns, generator=random)
     correction = torch.randn(num_experts, generator=random).to(device) if is_corrected else None
     return Choice(logits.to(device, dtype), correction, num_chosen, rule)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rocm_attn.kernels.experts.choose import ChoiceRule
+from rocm_attn.kernels.experts.choose import SHARED, SHARED_BY_LOGIT, ChoiceRule
 from rocm_attn.kernels.model.gate import GateForm
 from tests.amd.kernels.attention_cases import dtypes
 from tests.amd.kernels.mixture_cases import FewTokens, assert_combined, assert_sorted, random_choice
@@ -19,6 +19,8 @@ RULES = {
     "groups of 20": ((4, 160, 6), ChoiceRule(8, 3, 1, softmax=True, normalised=False, scale=16.0)),
     "three groups": ((4, 12, 2), ChoiceRule(3, 1, 2, softmax=True, normalised=True, scale=1.0)),
     "many": ((2, 513, 10), SOFTMAX),
+    "shared": ((5, 16, 3), ChoiceRule(4, 2, 2, softmax=False, normalised=True, scale=2.5, shared=SHARED)),
+    "shared by a logit": ((3, 60, 4), SOFTMAX._replace(scale=1.5, shared=SHARED_BY_LOGIT)),
 }
 
 

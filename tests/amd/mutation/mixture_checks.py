@@ -5,7 +5,7 @@ Tensors of experts have a multiple of 16 bytes, so that they begin at one where 
 
 import torch
 
-from rocm_attn.kernels.experts.choose import ChoiceRule
+from rocm_attn.kernels.experts.choose import NO_SHARED, SHARED_BY_LOGIT, ChoiceRule
 from tests.amd.kernels.mixture_cases import FewTokens, assert_combined, assert_sorted, random_choice
 from tests.amd.kernels.model_cases import FORMS
 from tests.amd.kernels.recurrent_gate_cases import GATED, assert_gates
@@ -14,9 +14,13 @@ from tests.amd.mutation.memory import Memory
 
 def choose(memory: Memory) -> None:
     """Checks groups that fill no block, and a token that has no whole block of experts."""
-    for sizes, groups in (((4, 12, 3), 3), ((4, 20, 5), 1)):
-        rule = ChoiceRule(groups, 1, 2, softmax=groups == 1, normalised=True, scale=2.0)
-        random_choice(sizes, rule, is_corrected=True).assert_served(memory.put)
+    for sizes, groups, shared in (
+        ((4, 12, 3), 3, NO_SHARED),
+        ((4, 20, 5), 1, NO_SHARED),
+        ((4, 19, 3), 1, SHARED_BY_LOGIT),
+    ):
+        rule = ChoiceRule(groups, 1, 2, softmax=groups == 1, normalised=True, scale=2.0, shared=shared)
+        random_choice(sizes, rule, is_corrected=not shared).assert_served(memory.put)
     memory.assert_surroundings_untouched()
 
 

@@ -145,10 +145,10 @@ def peer_sum(memory: Memory) -> None:
 def experts(memory: Memory) -> None:
     """Checks experts with more pairs than a tile has rows and with none; sizes that leave parts of tiles empty."""
     tiles = ExpertTiles(rows=16, columns=16, step=16, num_warps=1, num_stages=1)
-    problem = random_problem(25, 5, 2, (19, 21), has_bias=True)
+    problem = random_problem(29, 6, 2, (19, 21), has_bias=True)
     # the first expert has no token, and the last one, whose matrix ends the memory, has some
     problem = replace(
-        problem, x=rows_with_gaps(problem.x), weight=rows_with_gaps(problem.weight), expert=4 - problem.expert
+        problem, x=rows_with_gaps(problem.x), weight=rows_with_gaps(problem.weight), expert=5 - problem.expert
     )
     x, weight, bias, groups = placed(memory, (problem.x, problem.weight, problem.bias, problem.groups))
     out = memory.put(rows_with_gaps(problem.empty_out()))

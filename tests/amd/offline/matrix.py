@@ -22,7 +22,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, PageFormat
 from rocm_attn.kernels.cache.page_rows import empty_vectorised_pages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.experts.arguments import ProductArgs
-from rocm_attn.kernels.experts.choose import ChoiceRule, launch_choose
+from rocm_attn.kernels.experts.choose import SHARED, SHARED_BY_LOGIT, ChoiceRule, launch_choose
 from rocm_attn.kernels.experts.combine import launch_combine
 from rocm_attn.kernels.experts.few_tokens import launch_expert_sums, launch_inner_products
 from rocm_attn.kernels.experts.groups import ExpertGroups
@@ -546,10 +546,16 @@ def _launch_experts(row: Row) -> None:
     share = torch.empty(num_tokens, 2)
     launch_combine(out, None, share, None, None, x)
     launch_combine(out, groups.places, share, x, x[:, :1].contiguous(), x)
-    for rule in (ChoiceRule(1, 1, 1, True, True, 1.0), ChoiceRule(8, 4, 2, False, True, 2.5)):
+    rules = (
+        ChoiceRule(1, 1, 1, True, True, 1.0),
+        ChoiceRule(8, 4, 2, False, True, 2.5, SHARED),
+        ChoiceRule(1, 1, 1, True, True, 1.0, SHARED_BY_LOGIT),
+    )
+    for rule in rules:
         expert, share = (torch.empty(4, 8, dtype=dtype) for dtype in (torch.int32, torch.float32))
         correction = None if rule.softmax else torch.empty(256)
-        launch_choose(torch.empty(4, 256, dtype=row.dtype), correction, expert, share, rule)
+        logits = torch.empty(4, 320, dtype=row.dtype)[:, : 256 + (rule.shared == SHARED_BY_LOGIT)]
+        launch_choose(logits, correction, expert, share, rule)
     expert, share = torch.empty(2, 8, dtype=torch.int32), torch.empty(2, 8)
     for x in (torch.empty(2, dim, dtype=row.dtype) for dim in (2048, 7168)):
         inner, wide = torch.empty(16, 768, dtype=row.dtype), torch.empty(4, 1536, x.shape[1], dtype=row.dtype)

@@ -134,7 +134,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
-    "deepseek_v32": ("DeepseekV32", {**_DEEPSEEK, **_INDEXED}),
+    "deepseek_v32": ("DeepseekV32", {**_DEEPSEEK, **_INDEXED, "n_shared_experts": 1}),
     "falcon_h1": (
         "FalconH1",
         {
@@ -272,7 +272,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", {**_GATED_DELTA, "linear_conv_kernel_dim": 4}),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_GATED_DELTA, **_QWEN_EXPERTS}),
     "qwen3_moe": ("Qwen3Moe", _QWEN3_MOE),
-    "qwen3_next": ("Qwen3Next", {**_GATED_DELTA, **_QWEN_EXPERTS, "mlp_only_layers": [1], "attention_bias": True}),
+    # its shared MLP has the size of an expert
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **_GATED_DELTA,
+            **_QWEN_EXPERTS,
+            "moe_intermediate_size": 28,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+        },
+    ),
 }
 
 

@@ -227,6 +227,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss_alpha": ("gpt_oss", {"swiglu_alpha": 0.8, "swiglu_limit": 0.5}),
     "bamba_groups": ("bamba", {"mamba_n_groups": 3, "mamba_proj_bias": True, "mamba_conv_bias": False}),
     "bamba_biases": ("bamba", {"attention_bias": True, "mlp_bias": True, "mamba_d_head": 16, "rms_norm_eps": 0.05}),
+    "minimax_m3_shared_expert": ("minimax_m3", {"shared_intermediate_size": 20}),
     "nemotron_h_groups": ("nemotron_h", {"n_groups": 3, "use_bias": True, "use_conv_bias": False}),
     "nemotron_h_biases": (
         "nemotron_h",

@@ -21,7 +21,7 @@ from rocm_attn.kernels.cache.rope_store import launch_rope_store
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopePairs, RopeTable, RowNorm, TokenPlaces
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.experts.arguments import ProductArgs
-from rocm_attn.kernels.experts.choose import ChoiceRule
+from rocm_attn.kernels.experts.choose import SHARED, SHARED_BY_LOGIT, ChoiceRule
 from rocm_attn.kernels.experts.product import launch_expert_product
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
@@ -186,7 +186,7 @@ def run_choice(dtype: torch.dtype) -> None:
     """Runs choices out of groups and out of more experts than a wave has, sums that do not fill a block, and the
     experts of few tokens.
     """
-    groups, all_ = ChoiceRule(3, 2, 2, False, True, 2.5), ChoiceRule(1, 1, 1, True, True, 1.0)
+    groups, all_ = ChoiceRule(3, 2, 2, False, True, 2.5, SHARED), ChoiceRule(1, 1, 1, True, True, 1.0, SHARED_BY_LOGIT)
     for sizes, rule in (((3, 60, 3), groups), ((1, 1030, 2), all_)):
         random_choice(sizes, rule, dtype=dtype, is_corrected=rule is groups).assert_served()
     assert_combined((3, 2, 520), dtype, has_shared=False, has_weight=False)

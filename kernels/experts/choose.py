@@ -30,8 +30,8 @@ class ChoiceRule(NamedTuple):
     """The rule of a choice, as plain numbers for the kernel: see Routing.
 
     softmax: whether scores are the softmax of a token's logits, and not the sigmoid of each
-    shared:  NO_SHARED; SHARED and SHARED_BY_LOGIT: each token takes the expert after the others too, with a share of 1,
-             or of the sigmoid of the logit after the others
+    shared:  NO_SHARED; SHARED and SHARED_BY_LOGIT: each token takes expert 0 too, with a share of 1, or of the sigmoid
+             of the logit after the others; the experts that it chooses from begin at 1
     """
 
     num_groups: int
@@ -145,7 +145,7 @@ def _choose_experts_kernel(logits, correction, expert, share, G: tl.constexpr):
         of_shared = 1.0
         if G.SHARED == _SHARED_BY_LOGIT:
             of_shared = tl.sigmoid(tl.load(logits + EXPERTS).to(tl.float32))
-        experts = tl.where(place == CHOSEN, EXPERTS, experts)
+        experts = tl.where(place == CHOSEN, 0, experts + 1)
         shares = tl.where(place == CHOSEN, of_shared, shares)
     is_place = place < TAKEN
     to = token * TAKEN + place

@@ -73,7 +73,7 @@ class Choice:
 
 
 def choice(routing: Routing, logits: Tensor, weights: ExpertWeights) -> Choice:
-    """Chooses the experts of every token. Each token also takes the shared MLP, if that is the last expert.
+    """Chooses the experts of every token. Each token also takes the shared MLP, if that is an expert.
 
     logits: [tokens, rows of the router]
     """
@@ -83,7 +83,7 @@ def choice(routing: Routing, logits: Tensor, weights: ExpertWeights) -> Choice:
         expert, share = routing.choose(logits[:, :num_experts], correction)
         if is_expert:
             own = logits[:, num_experts, None].float().sigmoid() if by_logit else torch.ones(len(logits), 1)
-            expert, share = F.pad(expert, (0, 1), value=num_experts), torch.cat((share, own), 1)
+            expert, share = F.pad(expert + 1, (0, 1)), torch.cat((share, own), 1)
         return Choice(expert, share, len(weights.down))
     from rocm_attn.kernels.experts.choose import NO_SHARED, SHARED, SHARED_BY_LOGIT, ChoiceRule, launch_choose
 

@@ -34,7 +34,8 @@ class DenseWeights:
 class ExpertWeights:
     """Weights of experts, or a rank's part of each of them.
 
-    A shared MLP of an expert's size is an expert, the last one, which every token takes.
+    A shared MLP of an expert's size is an expert, the first one, which every token takes: its blocks take longest, and
+    are computed first.
 
     router:       [num_experts, hidden]; float32 if the product is computed in it. If a shared expert has a share by a
                   logit, its row comes after the others', and on a GPU rows of zeros fill the last block
@@ -147,16 +148,15 @@ class _OfMlp(LayerTensors):
 
     def each(self, mlp: ExpertMlp, router: _Router) -> ExpertWeights:
         """Experts with tensors of their own."""
-        reader, size = self.reader, mlp.intermediate_size
+        reader, size, experts = self.reader, mlp.intermediate_size, mlp.routing.num_experts
         inner, hidden = self.shard.span(size), mlp.latent_size or self.hidden
         gate_up, down = self._empty(mlp)
-        for expert in range(mlp.routing.num_experts):
+        for expert, (products, out) in enumerate(zip(gate_up[-experts:], down[-experts:], strict=True)):
             name = f"experts.{expert}."
-            for number, product in enumerate(mlp.gate.PRODUCTS):
-                part = self.piece(f"{name}{product}.weight", (size, hidden), inner)
-                reader.copy_into(gate_up[expert, number], part)
+            for product, target in zip(mlp.gate.PRODUCTS, products, strict=True):
+                reader.copy_into(target, self.piece(f"{name}{product}.weight", (size, hidden), inner))
             part = self.piece(f"{name}down_proj.weight", (hidden, size), ShardRange.whole(hidden), inner)
-            reader.copy_into(down[expert], part)
+            reader.copy_into(out, part)
         of_experts = self._experts(mlp, router, gate_up, down)
         if not mlp.latent_size:
             return of_experts
@@ -173,9 +173,9 @@ class _OfMlp(LayerTensors):
         gate_up, down = self._empty(mlp)
         for number, span in enumerate((inner, inner.after(size))):
             part = self.piece("experts.gate_up_proj", (experts, 2 * size, hidden), every, span)
-            self.reader.copy_into(gate_up[:experts, number], part)
+            self.reader.copy_into(gate_up[-experts:, number], part)
         part = self.piece("experts.down_proj", (experts, hidden, size), every, ShardRange.whole(hidden), inner)
-        self.reader.copy_into(down[:experts], part)
+        self.reader.copy_into(down[-experts:], part)
         return self._experts(mlp, router, gate_up, down)
 
     def _empty(self, mlp: ExpertMlp) -> tuple[Tensor, Tensor]:
@@ -235,8 +235,8 @@ class _OfMlp(LayerTensors):
         share = self.join("shared_expert_gate.weight", (1, self.hidden)) if has_share else None
         matrix = router.matrix
         if shared is not None and _shared_is_expert(mlp):
-            gate_up[-1].flatten(0, 1).copy_(shared.gate_up)
-            down[-1].copy_(shared.down)
+            gate_up[0].flatten(0, 1).copy_(shared.gate_up)
+            down[0].copy_(shared.down)
             if share is not None:
                 matrix = self._with_share(matrix, share)
             shared = share = None

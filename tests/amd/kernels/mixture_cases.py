@@ -55,7 +55,7 @@ class Choice:
             exact = (scores / scores.sum() if self.rule.normalised else scores) * self.rule.scale
             if self.rule.shared != NO_SHARED:
                 own = 1 / (1 + (-logits[-1:]).exp()) if self.rule.shared == SHARED_BY_LOGIT else torch.ones(1)
-                chosen, exact = [*chosen, num_experts], torch.cat((exact, own.double()))
+                chosen, exact = [*(each + 1 for each in chosen), 0], torch.cat((exact, own.double()))
             assert expert[token].tolist() == chosen, f"token {token}"
             torch.testing.assert_close(share[token].double().cpu(), exact, rtol=2e-6, atol=0)
 

@@ -33,6 +33,11 @@ class BadTensor(RocmAttnError, ValueError):
     """A tensor with the wrong shape, dtype, device or strides."""
 
 
+def no_such_layer(layer: object, count: int) -> BadTensor:
+    """The error of a call for a layer that a runtime with this number of layers does not have."""
+    return BadTensor(f"layer {layer!r} does not exist; the runtime has layers 0 to {count - 1}")
+
+
 class CapacityExceeded(RocmAttnError):
     """Something does not fit; the message names the setting that makes room. Raised as FitsLater or NeverFits."""
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.errors import BadTensor, WrongState, no_such_layer
 from rocm_attn.external import ExternalAttention
 from rocm_attn.hip_graphs.host_ops import is_host_code
 from rocm_attn.hip_graphs.record_guard import guard_here
@@ -144,7 +144,7 @@ class CompiledLayers(WrappedLayers):
     def _v(self, layer: int, v: Tensor) -> Tensor | None:
         """Returns V as an argument; None for a latent layer. Its V is part of k, and compiled code might copy it."""
         if layer not in range(len(self._is_latent)):
-            raise BadTensor(f"layer {layer!r} does not exist; there are layers 0 to {len(self._is_latent) - 1}")
+            raise no_such_layer(layer, len(self._is_latent))
         if self._is_latent[layer]:
             return None
         require_tensor("v", v)  # an operation would take None for V that is part of k

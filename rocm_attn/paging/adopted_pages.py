@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadProblem, BadTensor, NeverFits, WrongState
+from rocm_attn.errors import BadProblem, BadTensor, NeverFits, WrongState, no_such_layer
 from rocm_attn.kernels.cache.layer_pages import NEAR, LayerPages
 from rocm_attn.kernels.cache.page_format import FormatMismatch, PageFormat
 from rocm_attn.machine.devices import require_tensor
@@ -210,7 +210,7 @@ class AdoptedPages:
 
     def _problem(self, layer: int) -> Problem:
         if layer not in range(len(self._problems)):
-            raise BadTensor(f"layer {layer!r} does not exist; there are layers 0 to {len(self._problems) - 1}")
+            raise no_such_layer(layer, len(self._problems))
         return self._problems[layer]
 
     def _adopt(self, of_layers: list[LayerPages | None], layer: int, name: str, pages: LayerPages) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor, WrongState
+from rocm_attn.errors import BadTensor, WrongState, no_such_layer
 from rocm_attn.machine.devices import require_tensor
 from rocm_attn.problem import Problem
 
@@ -47,11 +47,6 @@ def written_in_place(owned: Tensor, given: Tensor) -> Tensor:
 
 # current weights of a layer, new weights -> the tensor that it uses from now on
 NewHeadWeights = Callable[[Tensor, Tensor], Tensor]
-
-
-def no_such_layer(layer: object, count: int) -> BadTensor:
-    """The error of a call for a layer that a runtime with this number of layers does not have."""
-    return BadTensor(f"layer {layer!r} does not exist; the runtime has layers 0 to {count - 1}")
 
 
 class _Given(dict[int, HeadWeights]):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadTensor
+from rocm_attn.errors import BadTensor, no_such_layer
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.row_work import Projected, QkvWork, RopeTable, TokenPlaces
@@ -26,7 +26,7 @@ from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StoringKernel
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.mixed import MixedAtOnce, is_capturing
-from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, no_such_layer, written_in_place
+from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
 from rocm_attn.step.plan import StepPlan

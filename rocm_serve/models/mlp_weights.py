@@ -151,12 +151,13 @@ class _OfMlp(LayerTensors):
         reader, size, experts = self.reader, mlp.intermediate_size, mlp.routing.num_experts
         inner, hidden = self.shard.span(size), mlp.latent_size or self.hidden
         gate_up, down = self._empty(mlp)
-        for expert, (products, out) in enumerate(zip(gate_up[-experts:], down[-experts:], strict=True)):
-            name = f"experts.{expert}."
-            for product, target in zip(mlp.gate.PRODUCTS, products, strict=True):
-                reader.copy_into(target, self.piece(f"{name}{product}.weight", (size, hidden), inner))
+        for expert in range(experts):
+            name, place = f"experts.{expert}.", expert - experts
+            for number, product in enumerate(mlp.gate.PRODUCTS):
+                part = self.piece(f"{name}{product}.weight", (size, hidden), inner)
+                reader.copy_into(gate_up[place, number], part)
             part = self.piece(f"{name}down_proj.weight", (hidden, size), ShardRange.whole(hidden), inner)
-            reader.copy_into(out, part)
+            reader.copy_into(down[place], part)
         of_experts = self._experts(mlp, router, gate_up, down)
         if not mlp.latent_size:
             return of_experts

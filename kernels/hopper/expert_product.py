@@ -66,6 +66,7 @@ class BlockSize(NamedTuple):
 _WIDE, _HALF, _QUARTER = BlockSize(256, 2, 4), BlockSize(128, 2, 6), BlockSize(64, 2, 8)
 _TALL = BlockSize(256, 3, 4)
 BLOCK_SIZES = (_WIDE, _HALF, _QUARTER, _TALL)
+# Blocks of each processor, from which on it does not matter that one takes longer.
 _SEVERAL = 4
 # Columns that take as long as a block's rows of x. Half as many and twice as many give these steps the same time.
 _COLUMNS_OF_ROWS = 48

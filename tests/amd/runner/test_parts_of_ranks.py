@@ -16,6 +16,7 @@ from rocm_attn.models.shards import Shard, ShardRange
 from rocm_attn.models.tensors import Shape, TensorSource
 from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import load_model, open_model
+from rocm_serve.models.mlp_weights import ExpertWeights
 from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.models.weights import expected_shapes, load_weights
 from rocm_serve.peer_sums import NoSmallSums
@@ -125,6 +126,22 @@ def test_the_bytes_of_a_ranks_weights_are_known_before_they_are_read(family: str
         assert matrices_of(files.config.on_one_of(num_ranks), torch.float32, num_ranks).num_bytes == pytest.approx(
             read, rel=0.003
         )
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "experts"), [("qwen3_next", 7, 7), ("deepseek_v32", 8, 9), ("deepseek_v3", 8, 8)]
+)
+def test_a_shared_mlp_of_an_experts_size_is_one_of_the_experts(
+    family: str, rows: int, experts: int, tmp_path: Path
+) -> None:
+    """The router has a row for its share if that is not 1. DeepSeek's two shared experts are no expert's size."""
+    files = open_model(save(family_model(family), tmp_path))
+    for rank in range(2):
+        shard = Shard(rank, 2)
+        weights = load_weights(files.source, files.config, dtype=torch.float32, device=CPU, shard=shard).layers[-1].mlp
+        assert isinstance(weights, ExpertWeights)
+        assert (len(weights.router), len(weights.gate_up), len(weights.down)) == (rows, experts, experts)
+        assert (weights.shared is None) == (family != "deepseek_v3")
 
 
 class Counted:

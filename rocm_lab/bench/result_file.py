@@ -143,7 +143,7 @@ def _has_times(row: Mapping[str, Any]) -> bool:
 
 def _is_of_a_server(row: Mapping[str, Any]) -> bool:
     """True if a row has what pictures show of a server. A time that was not measured is null."""
-    quantiles = [row.get(name) for name in ("first_token", "token_gap")]
+    quantiles: list[Any] = [row.get(name) for name in ("first_token", "token_gap")]
     if not isinstance(row.get("target"), str) or not all(isinstance(each, dict) for each in quantiles):
         return False
     times = [each.get(name, "") for each in quantiles for name in ("p50_ms", "p99_ms")]

@@ -16,6 +16,7 @@ import torch
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
+from rocm_attn.machine.whole_files import whole_file
 from rocm_lab.bench.ceilings import Ceilings
 from rocm_lab.bench.choices import HOST
 from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions
@@ -156,9 +157,10 @@ def _are_numbers(samples: object) -> bool:
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Writes a result as JSON. Raises BadSetting if the file cannot be written."""
+    """Writes a result as JSON, whole or not at all. Raises BadSetting if the file cannot be written."""
     try:
-        path.write_text(as_text(result) + "\n")
+        with whole_file(path) as part:
+            part.write_text(as_text(result) + "\n")
     except OSError as error:
         raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another file") from error
 

@@ -65,7 +65,7 @@ def _triton() -> dict[str, object]:
 
 def _loaded() -> dict[str, object]:
     importlib.import_module("torch")
-    return {"libraries": loaded_libraries(Path("/proc/self/maps").read_text())}
+    return {"libraries": loaded_libraries(os.fsdecode(Path("/proc/self/maps").read_bytes()))}
 
 
 def _modules(paths: Sequence[str]) -> dict[str, object]:

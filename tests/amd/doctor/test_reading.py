@@ -250,6 +250,7 @@ def test_a_library_that_fails_or_crashes_takes_only_the_probe_with_it(
         ("raise ImportError('libamdhip64.so.7: cannot open')", "ImportError: libamdhip64.so.7: cannot open"),
         ("import os; os.abort()", "the process was ended by signal 6"),
         ("import sys; sys.exit(3)", "it failed without output"),
+        ("import os; os._exit(0)", "it ended the process early, and without an error"),
     ):
         write(tmp_path / "torch" / "__init__.py", body)
         assert probe("torch") == ImportFailure(said)
@@ -259,7 +260,8 @@ def test_a_library_that_prints_while_it_is_imported_is_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    write(tmp_path / "triton" / "__init__.py", "print('[aiter] hello'); __version__ = '3.6.0'")
+    own = "import atexit, os; atexit.register(os.write, 1, b'bye\\xff'); print('[aiter] hello', end='')"
+    write(tmp_path / "triton" / "__init__.py", f"{own}; __version__ = '3.6.0'")
     write(tmp_path / "triton" / "backends" / "__init__.py", "backends = {'amd': 1}")
     assert probe("triton") == {"version": "3.6.0", "backends": ["amd"]}
 

@@ -130,16 +130,14 @@ def _is_whole(found: Mapping[str, Any]) -> bool:
 
 
 def _is_of_kernels(row: Mapping[str, Any]) -> bool:
-    words = ("suite", "case", "batch", "provider", "status")
-    return all(isinstance(row.get(name), str) for name in words) and (
-        _are_numbers(row.get("samples_us", [])) and _has_times(row)
-    )
-
-
-def _has_times(row: Mapping[str, Any]) -> bool:
-    """True if a row of kernels has its times. Times of the host have no lower bound."""
+    """True if a row has its words and its times. Times of the host have no lower bound."""
+    if not all(isinstance(row.get(name), str) for name in ("suite", "case", "batch", "provider", "status")):
+        return False
+    samples = row.get("samples_us", [])
     times: list[Any] = [row.get("us")] * (row["status"] == OK) + [row.get("lower_bound_us")] * (row["suite"] != HOST)
-    return all(type(time) in (int, float) and 0 < time < _MOST_US for time in times)
+    return isinstance(samples, list) and all(
+        type(time) in (int, float) and 0 < time < _MOST_US for time in (*samples, *times)
+    )
 
 
 def _is_of_a_server(row: Mapping[str, Any]) -> bool:
@@ -150,10 +148,6 @@ def _is_of_a_server(row: Mapping[str, Any]) -> bool:
     times = [each.get(name, "") for each in quantiles for name in ("p50_ms", "p99_ms")]
     numbers = [row.get("output_tokens"), row.get("output_tokens_per_s"), *(time for time in times if time is not None)]
     return all(type(number) in (int, float) and 0 <= number < _MOST_US for number in numbers)
-
-
-def _are_numbers(samples: object) -> bool:
-    return isinstance(samples, list) and all(type(sample) in (int, float) for sample in samples)
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:

@@ -142,6 +142,8 @@ def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path, caps
         {"rows": [{"suite": "decode"}]},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": [1.0, None]}]},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": 5}]},
+        {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": [9.0] * 5 + [10**400]}]},
+        {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": [9.0] * 5 + [float("nan")]}]},
         {"machine": {"device": "NVIDIA H200", "torch": "2.11", "triton": "3.6"}},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"lower_bound_us": None}]},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"us": 0}]},

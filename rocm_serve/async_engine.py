@@ -352,7 +352,7 @@ class _Books:
         self._cause = error
         self._why_closed = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
         for inbox in self.inboxes.values():
-            with suppress(Exception):  # of what is called on output; the others are told too
+            with suppress(Exception):  # of what is called on output; the others hear of the end too
                 inbox.fail(self._ending())
         for waiting in self.questions.values():
             if not waiting.done():

@@ -14,6 +14,9 @@ from rocm_attn.errors import BadProblem
 from rocm_attn.kernels.states.arguments import RecurrenceRule, Update
 from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE, number_field, whole_field
 
+# Kernels count the elements of a state, and of a convolution's inputs, in int32.
+_MOST_ELEMENTS = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
@@ -39,6 +42,11 @@ class Convolution:
             raise BadProblem(
                 f"a convolution of {self.channels} channels and width {self.width}; give 0 channels or more, and a "
                 "width of at least 2"
+            )
+        if self.channels * self.width > _MOST_ELEMENTS:
+            raise BadProblem(
+                f"a convolution of {self.channels} channels and width {self.width} keeps {self.channels * self.width} "
+                f"elements of a request; at most {_MOST_ELEMENTS} are served"
             )
 
 
@@ -80,6 +88,12 @@ class Recurrence:
             object.__setattr__(self, name, whole_field(f"{name} of a recurrence", getattr(self, name)))
             if getattr(self, name) < 1:
                 raise BadProblem(f"{name} of a recurrence is {getattr(self, name)}; it must be at least 1")
+        elements = self.num_heads * self.k_dim * self.v_dim
+        if elements > _MOST_ELEMENTS:
+            raise BadProblem(
+                f"a state of {self.num_heads} heads, k_dim {self.k_dim} and v_dim {self.v_dim} has {elements} "
+                f"elements; at most {_MOST_ELEMENTS} are served"
+            )
         if self.num_heads % self.num_k_heads:
             raise BadProblem(
                 f"{self.num_heads} heads over {self.num_k_heads} heads of k: the first must be a multiple of the second"

@@ -7,8 +7,9 @@ this side detokenises them, and ends a request at a stop text. engine_thread.py 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
@@ -22,7 +23,7 @@ from rocm_serve.engine_thread import Answer, EngineThread, Left, Message, Owner,
 from rocm_serve.limits import RequestLimits
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Request
-from rocm_serve.request_stream import Inbox, RequestStream
+from rocm_serve.request_stream import Inbox, RequestFailed, RequestStream
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -292,6 +293,15 @@ class _Books:
             raise
 
     def _take(self, message: Message) -> None:
+        """Takes in a message. An error here ends the engine, because requests would wait for lost results for ever."""
+        try:
+            self._take_in(message)
+        except Exception as error:
+            logging.getLogger(__name__).error("a message of the engine could not be taken in", exc_info=error)
+            self._engine.tell(EngineThread.stop)
+            self._end(error)
+
+    def _take_in(self, message: Message) -> None:
         if isinstance(message, StepOutput):
             self._take_output(message)
         elif isinstance(message, Left):
@@ -311,7 +321,11 @@ class _Books:
             if inbox is None:
                 continue
             had_stopped = inbox.has_stopped
-            inbox.add(token_ids, logprobs.get(ticket, ()), completions.get(ticket))
+            try:
+                inbox.add(token_ids, logprobs.get(ticket, ()), completions.get(ticket))
+            except Exception as error:  # other requests have results in this message too
+                inbox.fail(_lost(inbox.request, error))
+                self._engine.tell(EngineThread.forget, ticket)
             if inbox.has_ended:
                 self._forget(ticket)
             elif inbox.has_stopped and not had_stopped:
@@ -333,10 +347,13 @@ class _Books:
 
     def _end(self, error: BaseException | None) -> None:
         """Everybody who waits gets EngineEnded."""
+        if self.has_ended.is_set():  # a message could not be taken in before
+            return
         self._cause = error
         self._why_closed = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
         for inbox in self.inboxes.values():
-            inbox.fail(self._ending())
+            with suppress(Exception):  # of what is called on output; the others hear of the end too
+                inbox.fail(self._ending())
         for waiting in self.questions.values():
             if not waiting.done():
                 waiting.set_exception(self._ending())
@@ -349,6 +366,12 @@ class _Books:
         ending = EngineEnded(f"the engine accepts no more requests: {self._why_closed}")
         ending.__cause__ = self._cause
         return ending
+
+
+def _lost(request: Request, error: Exception) -> RequestFailed:
+    """The error of a request whose output could not be taken in."""
+    why = f"its output could not be taken in: {type(error).__name__}: {error}"
+    return RequestFailed(Completion(request.prompt_token_ids, (), "", "error", error=why))
 
 
 def _nothing() -> None:

@@ -290,9 +290,9 @@ class Engine:
     def cancel(self, number: int) -> None:
         """Forgets a request, finished or not. Its pages are freed as by abort(), and it has no further event.
 
-        Does nothing if an interrupt has made the engine unusable.
+        Does nothing if an interrupt or an error has made the engine unusable.
         """
-        if self._is_in_step:
+        if self._is_broken:
             return
         output = self._outputs.pop(number, None)
         if output is not None:
@@ -345,7 +345,8 @@ class Engine:
         had ended but were not reported yet; the next step() returns their events, and serves the others.
 
         generate() delays Ctrl-C to the end of a step. A KeyboardInterrupt within a step makes the engine unusable: it
-        raises WrongState from then on.
+        raises WrongState from then on. So does an exception, such as a MemoryError, while a step's tokens are noted;
+        after any other one the next step() goes on.
         """
         self._require_whole()
         self._is_in_step = True
@@ -406,11 +407,16 @@ class Engine:
         )
         return report_of(self.runtime, self._loaded, self._sizes, self._measured, self._speculative_in_words, metrics)
 
+    @property
+    def _is_broken(self) -> bool:
+        """True if a step was ended halfway, so that which tokens requests have is unknown."""
+        return self._is_in_step or self._scheduler.changes.are_halfway
+
     def _require_whole(self) -> None:
-        if self._is_in_step:
+        if self._is_broken:
             raise WrongState(
-                "an interrupt has ended a step of this engine halfway; make another engine, and let Ctrl-C wait for "
-                "the end of a step, as generate() does"
+                "an interrupt or an error has ended a step of this engine halfway; make another engine, and let Ctrl-C "
+                "wait for the end of a step, as generate() does"
             )
 
     def _advance(self) -> None:
@@ -438,6 +444,8 @@ class Engine:
             if self._speculative_steps.end():
                 self._publish_read()
                 self._check_device()
+        while len(self._pending) > self._steps_ahead:  # the last step() could not read it
+            self._read_oldest()
         try:
             if not self._scheduler.has_work:
                 return
@@ -463,9 +471,10 @@ class Engine:
             self._check_device()  # before it gets a token, and before others run again
         self.settle()
         number = self.runtime.faults.step_number
-        self._pending.append(PendingStep(step, number, picks, started, launched, prompts))
-        self._is_launching = False
-        self._scheduler.launched(step, picks.left_out)
+        with self._scheduler.changes:
+            self._pending.append(PendingStep(step, number, picks, started, launched, prompts))
+            self._is_launching = False
+            self._scheduler.launched(step, picks.left_out)
         # Accepted tokens of a tree are moved before the sequence's pages may be given back.
         while len(self._pending) > (0 if step.is_of_a_suspect or step.has_trees else self._steps_ahead):
             self._read_oldest()
@@ -477,9 +486,10 @@ class Engine:
         self._must_check = True
         step, picks = self._speculative_steps.launch()
         launched = time.perf_counter()
-        self._pending.append(PendingStep(step, self.runtime.faults.step_number, picks, started, launched))
-        if len(self._pending) == 1:
-            self._scheduler.launched_again(step)
+        with self._scheduler.changes:
+            self._pending.append(PendingStep(step, self.runtime.faults.step_number, picks, started, launched))
+            if len(self._pending) == 1:
+                self._scheduler.launched_again(step)
         while len(self._pending) > self._pace.num_ahead * self._steps_ahead:
             self._read_oldest()
             self._publish_read()
@@ -491,18 +501,21 @@ class Engine:
         with self._watch.watch(f"a launched step ({batch.num_seqs} sequences, {batch.num_tokens} tokens)"):
             picks = pending.picks.read()
         now = time.perf_counter()
-        del self._pending[0]
-        appended = self._scheduler.finish_step(step, picks)
-        self._masks.ask()
-        if self._pending:
-            self._scheduler.launched_again(self._pending[0].step)
-        self._speculation.follow(step, appended)
-        self._read.append(ReadStep(pending, picks, appended, now, pending.picks.logprobs(), pending.prompts.read()))
+        logprobs, prompts = pending.picks.logprobs(), pending.prompts.read()
+        with self._scheduler.changes:
+            del self._pending[0]
+            appended = self._scheduler.finish_step(step, picks)
+            self._read.append(ReadStep(pending, picks, appended, now, logprobs, prompts))
+            self._masks.ask()
+            if self._pending:
+                self._scheduler.launched_again(self._pending[0].step)
+            self._speculation.follow(step, appended)
 
     def _publish_read(self) -> None:
         """Notes the events of steps that were read."""
         while self._read:
-            self._publish_step(self._read.pop(0))
+            with self._scheduler.changes:
+                self._publish_step(self._read.pop(0))
 
     def _publish_step(self, read: ReadStep) -> None:
         """Notes the events of a step that was read."""

@@ -144,7 +144,11 @@ class EngineProcess:
         except OSError:
             data = b""
         self._unread += data
-        messages = self._messages() if data else [self._death()]
+        try:
+            messages = self._messages() if data else [self._death()]
+        except Exception as error:  # else requests would wait for ever for what was not read
+            self._process.kill()
+            messages = [Ended(error)]
         for message in messages:
             self._owner(message)
             if isinstance(message, Ended):

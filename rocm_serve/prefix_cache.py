@@ -98,6 +98,22 @@ class CachedRow:
         return keys
 
 
+class Changes:
+    """A context for changes that belong together.
+
+    are_halfway: True once an exception has ended some of them halfway: which pages hold what is then unknown
+    """
+
+    def __init__(self) -> None:
+        self.are_halfway = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.are_halfway |= kind is not None
+
+
 class PrefixCache:
     """The pages of a request table that can be found by their tokens.
 
@@ -107,10 +123,12 @@ class PrefixCache:
 
     steps_until_known: FaultReports.steps_until_known
     tier:              gets pages that are given back because pages run out
+
+    changes: of the cache, and of its owner
     """
 
     def __init__(self, table: RequestTable, steps_until_known: int, tier: PageTier = NO_TIER) -> None:
-        self._table, self._tier = table, tier
+        self._table, self._tier, self.changes = table, tier, Changes()
         self._steps_until_known = steps_until_known
         self._page_size = table.page_size
         self._windowed = [
@@ -186,16 +204,17 @@ class PrefixCache:
         """Admits a row of the table that begins with the pages that were found; returns its number."""
         columns, start = self._columns, len(found) * self._page_size
         number = self._table.kept.admit_over(columns.kept_id[found], start) if len(found) else self._table.admit()
-        row.pages, row.newest_state = found.tolist(), NO_PAGE
-        if row.pages and self._has_states:
-            self._states.move_to_end(row.pages[-1])
-        row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
-        row.moves_at = self._next_move(row)
-        columns.num_named[found] += 1
-        for space, first in enumerate(row.first_held):
-            held = found[first:]
-            self._idle[space].remove(held[columns.num_rows[space, held] == 0])
-            columns.num_rows[space, held] += 1
+        with self.changes:
+            row.pages, row.newest_state = found.tolist(), NO_PAGE
+            if row.pages and self._has_states:
+                self._states.move_to_end(row.pages[-1])
+            row.first_held = [pages.pages.first_needed(start, self._page_size) for pages in self._table.spaces]
+            row.moves_at = self._next_move(row)
+            columns.num_named[found] += 1
+            for space, first in enumerate(row.first_held):
+                held = found[first:]
+                self._idle[space].remove(held[columns.num_rows[space, held] == 0])
+                columns.num_rows[space, held] += 1
         return number
 
     def num_in_tier(self, row: CachedRow, token_ids: Sequence[int]) -> int:
@@ -216,14 +235,15 @@ class PrefixCache:
         kept, first = self._table.kept, len(row.pages)
         keys = row.keys[first : first + num_pages]
         num = self._tier.restore(keys, self._table.pages_of(number)[first : first + num_pages])
-        self._table.mark_stored([number], [(first + num) * self._page_size])
-        page_nos = np.arange(first, first + num, dtype=np.int32)
-        ids = kept.keep_all(np.full(num, number, np.int32), page_nos).tolist()
-        for key, kept_id in zip(keys, ids, strict=False):
-            page = self._columns.make(key, row.pages[-1] if row.pages else NO_PAGE)
-            self._columns.kept_id[page], self._columns.step[page] = kept_id, self._right_until
-            self._put(page)
-            row.pages.append(page)
+        with self.changes:
+            self._table.mark_stored([number], [(first + num) * self._page_size])
+            page_nos = np.arange(first, first + num, dtype=np.int32)
+            ids = kept.keep_all(np.full(num, number, np.int32), page_nos).tolist()
+            for key, kept_id in zip(keys, ids, strict=False):
+                page = self._columns.make(key, row.pages[-1] if row.pages else NO_PAGE)
+                self._columns.kept_id[page], self._columns.step[page] = kept_id, self._right_until
+                self._put(page)
+                row.pages.append(page)
         return num
 
     def enter(self, rows: Iterable[tuple[CachedRow, int, Sequence[int], int]]) -> None:
@@ -290,16 +310,17 @@ class PrefixCache:
     def make_room(self, space: int, num_pages: int) -> None:
         """Gives idle pages back until num_pages are free in a space, or no idle one is left."""
         columns, of_space = self._columns, self._table.spaces[space]
-        given_back = self._idle[space].take(num_pages - of_space.num_free_pages)
-        if space == _FULL:
+        with self.changes:
+            given_back = self._idle[space].take(num_pages - of_space.num_free_pages)
+            if space != _FULL:
+                columns.num_rows[space, given_back] = NOT_KEPT
+                self._table.kept.drop(columns.kept_id[given_back], (of_space.space,))
+                return
             removed = self._remove(given_back.tolist())
-            try:
-                self._move_to_tier([page for page in removed if columns.step[page] <= self._right_until])
-            finally:  # memory for the copies may run out
-                self._drop(removed)
-        else:
-            columns.num_rows[space, given_back] = NOT_KEPT
-            self._table.kept.drop(columns.kept_id[given_back], (of_space.space,))
+        try:
+            self._move_to_tier([page for page in removed if columns.step[page] <= self._right_until])
+        finally:  # memory for the copies may run out
+            self._drop(removed)
 
     def end_step(self) -> None:
         """Counts a step that has run without reporting a fault of the steps before it."""
@@ -415,7 +436,8 @@ class PrefixCache:
         self._idle[space].add(held[num_rows[held] == 0])
 
     def _forget(self, pages: Iterable[int]) -> None:
-        self._drop(self._remove(page for page in pages if self._columns.num_rows[_FULL, page] != NOT_KEPT))
+        with self.changes:
+            self._drop(self._remove(page for page in pages if self._columns.num_rows[_FULL, page] != NOT_KEPT))
 
     def _move_to_tier(self, pages: Sequence[int]) -> None:
         """Copies pages whose ids are not dropped yet."""
@@ -450,6 +472,7 @@ class PrefixCache:
 
     def _drop(self, pages: Sequence[int]) -> None:
         """Gives back pages that were given up."""
-        if pages:
-            self._table.kept.drop(self._columns.kept_id[pages])
-            self._columns.free_unused(pages)
+        with self.changes:
+            if pages:
+                self._table.kept.drop(self._columns.kept_id[pages])
+                self._columns.free_unused(pages)

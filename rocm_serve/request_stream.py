@@ -157,10 +157,12 @@ class Inbox:
             self._reader = None
 
     def _wake(self) -> None:
-        self.on_output()
-        reader = self._reader
-        if reader is not None and not reader.done() and (self.has_ended or not self._reads_end_only):
-            reader.set_result(None)
+        try:
+            self.on_output()
+        finally:
+            reader = self._reader
+            if reader is not None and not reader.done() and (self.has_ended or not self._reads_end_only):
+                reader.set_result(None)
 
 
 class RequestStream:

@@ -98,6 +98,8 @@ class Scheduler:
     priority_aging:    steps in which a sequence that waits gains one priority on new ones; 0: never
     tier:              of the prefix cache
 
+    changes: of the sequences and of the cache; once some are halfway, nothing may be called any longer
+
     Raises CapacityExceeded for a table that cannot hold even one such sequence.
     """
 
@@ -116,6 +118,7 @@ class Scheduler:
         self._metrics = metrics
         self._table = table
         self._cache = PrefixCache(table, steps_until_known, tier)
+        self.changes = self._cache.changes
         self._budget, self._max_batch_size, self._chunk = budget, budget.max_batch_size, budget.chunk
         self._max_kv_len = max_kv_len
         # All three in the order of urgency.
@@ -363,12 +366,13 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         """Stops running a sequence."""
-        self.num_changes += 1
-        self._cache.leave(sequence.cached_row)
-        self._table.free(sequence.row)
-        self._running.remove(sequence)
-        self._stops -= Counter(sequence.stops)
-        sequence.row, sequence.pending_at = RESERVED_ROW, ALL_READ
+        with self.changes:
+            self.num_changes += 1
+            self._cache.leave(sequence.cached_row)
+            self._table.free(sequence.row)
+            self._running.remove(sequence)
+            self._stops -= Counter(sequence.stops)
+            sequence.row, sequence.pending_at = RESERVED_ROW, ALL_READ
 
     def _clear_of_suspicion(self, sequence: Sequence) -> None:
         if sequence.is_suspect:
@@ -581,9 +585,10 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Preempts a sequence. Raises _PendingTokens: its unread tokens would be lost with its row."""
         self._require_all_read()
-        self._end(sequence)
-        sequence.num_stored = 0
-        insort(self._waiting, sequence, key=_by_urgency)
+        with self.changes:
+            self._end(sequence)
+            sequence.num_stored = 0
+            insort(self._waiting, sequence, key=_by_urgency)
         self._metrics.preemptions += 1
 
     def _give_back_ahead(self) -> None:
@@ -644,12 +649,13 @@ class Scheduler:
     def _admit(self, sequence: Sequence, found: Found) -> None:
         """Makes a waiting sequence run, which begins with the found pages and those of the tier after them."""
         row, page_size, is_new = sequence.cached_row, self._table.page_size, not sequence.times.first_step
-        sequence.row = self._cache.admit(row, found)
-        sequence.num_stored = len(found) * page_size
-        sequence.times.begin(self._metrics.queue_seconds)
-        self._waiting.remove(sequence)
-        insort(self._running, sequence, key=_by_urgency)
-        self._stops.update(sequence.stops)
+        number = self._cache.admit(row, found)
+        with self.changes:
+            sequence.row, sequence.num_stored = number, len(found) * page_size
+            sequence.times.begin(self._metrics.queue_seconds)
+            self._waiting.remove(sequence)
+            insort(self._running, sequence, key=_by_urgency)
+            self._stops.update(sequence.stops)
         # It runs by now, so it is not lost if memory for the copies runs out.
         if not sequence.is_suspect and (num_in_tier := self._cache.num_in_tier(row, sequence.token_ids)):
             self._make_room(num_in_tier)

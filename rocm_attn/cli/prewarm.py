@@ -79,11 +79,19 @@ def _with_bundles(
     return replace(report, cache=options.bundle)
 
 
-def _require_cache() -> None:
-    """Raises BadSetting if Triton cannot write its cache."""
+def _cache() -> Path:
+    """The folder of Triton's cache. Raises BadSetting if it has no name."""
     from rocm_attn.kernels.compile_only import cache_folder
 
-    folder = Path(cache_folder())
+    folder = cache_folder()
+    if not folder:
+        raise BadSetting("TRITON_CACHE_DIR is empty, and Triton compiles nothing then; unset it, or name a folder")
+    return Path(folder)
+
+
+def _require_cache() -> None:
+    """Raises BadSetting if Triton cannot write its cache."""
+    folder = _cache()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -101,10 +109,9 @@ def bundle_facts(target: Target) -> dict[str, str]:
 
 def _checked(file: Path, target: Target, compile_all: Callable[[], PrewarmReport]) -> PrewarmReport:
     """Adds a bundle to Triton's cache, and compiles what is missing. Raises BadSetting if anything was."""
-    from rocm_attn.kernels.compile_only import cache_folder
-
+    cache = _cache()
     try:
-        load_bundle(file, Path(cache_folder()), bundle_facts(target))
+        load_bundle(file, cache, bundle_facts(target))
     except OSError as error:
         raise BadSetting(f"--check cannot read {file}: {error}") from error
     report = compile_all()

@@ -110,7 +110,10 @@ class KVPassport:
 
     @classmethod
     def of(cls, owner: Owner) -> KVPassport:
-        """Makes the passport of a runtime, or of an engine's bound pages. Waits for the device to read scales there."""
+        """Makes the passport of a runtime, or of an engine's bound pages. Waits for the device to read scales there.
+
+        Raises BadSetting for an owner of another type, and Unsupported.
+        """
         problems, spaces = problems_of(owner), spaces_of(owner)
         if any(problem.row.tokens > 1 for problem in problems):
             raise Unsupported("rows of several tokens and their state cannot be sent; compute the prompt again", [])
@@ -145,7 +148,14 @@ class KVPassport:
         )
 
     def refusals(self, source: KVPassport) -> list[str]:
-        """Returns why tokens of a source cannot be imported here, one sentence per layer; empty if they can."""
+        """Returns why tokens of a source cannot be imported here, one sentence per layer; empty if they can.
+
+        Raises BadSetting if the source is no passport.
+        """
+        if not isinstance(source, KVPassport):
+            raise BadSetting(
+                f"the source is a {type(source).__name__}; give the KVPassport that from_json() makes of the sender's"
+            )
         if len(source.layers) != len(self.layers):
             return [f"the source has {len(source.layers)} layers, and this side has {len(self.layers)}"]
         reasons = []
@@ -169,9 +179,17 @@ class KVExtent:
     first: Mapping[str, int]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.first, Mapping):
+            raise BadSetting(f"first of an extent is {self.first!r}; give the first token of each space by its name")
         object.__setattr__(self, "kv_len", whole_number("kv_len of an extent", self.kv_len))
         first = {space: whole_number(f"the first token in {space!r}", token) for space, token in self.first.items()}
         object.__setattr__(self, "first", first)
+
+
+def require_extent(extent: object) -> None:
+    """Raises BadTensor for anything but a KVExtent."""
+    if not isinstance(extent, KVExtent):
+        raise BadTensor(f"the extent is a {type(extent).__name__}; give the KVExtent that the exporter gave")
 
 
 class Stretch(NamedTuple):
@@ -198,6 +216,7 @@ class Stretch(NamedTuple):
 
 def stretches(passport: KVPassport, extent: KVExtent, layers: Sequence[int]) -> list[Stretch]:
     """Returns the layout of some layers' tokens in a buffer. Raises BadTensor for an extent of another source."""
+    require_extent(extent)
     found: list[Stretch] = []
     place = 0
     for number in layers:

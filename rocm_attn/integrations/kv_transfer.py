@@ -16,7 +16,16 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import Integers, as_int32
 from rocm_attn.errors import BadBatch, BadTensor, WrongState
-from rocm_attn.integrations.kv_passport import ALIGNMENT, KVExtent, KVPassport, LayerPassport, Role, Stretch, stretches
+from rocm_attn.integrations.kv_passport import (
+    ALIGNMENT,
+    KVExtent,
+    KVPassport,
+    LayerPassport,
+    Role,
+    Stretch,
+    require_extent,
+    stretches,
+)
 from rocm_attn.integrations.owners import Owner, clears_tails, given_back, idle, ops_of, pool_of, spaces_of, states_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.moved_rows import AlikePages, MovedTokens, page_words, word_dtype
@@ -300,10 +309,10 @@ class KVExporter(_Mover):
         self._export(self._only(layer), pages, extent, buffer)
 
     def _export(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
+        parts = stretches(self.passport, extent, layers)
         lists = self._checked(pages, extent.kv_len, layers)
         if isinstance(self._owner, AttentionRuntime):
             lists = self._stored(self._owner, layers, lists, extent.kv_len)
-        parts = stretches(self.passport, extent, layers)
         for space in {self._spaces[layer] for layer in layers}:
             if self._gone[space] in lists[space][extent.first[space.value] // self._page_size :]:
                 raise BadBatch(f"pages of the space {space.value!r} that the extent names were released; make it again")
@@ -362,8 +371,9 @@ class KVImporter(_Mover):
     def admit(self, extent: KVExtent) -> int:
         """Admits a row with pages for an extent; in the SWA space, only for tokens that the window still sees.
 
-        Raises OutOfRows, OutOfPages, NeverFits. Then nothing has changed.
+        Raises OutOfRows, OutOfPages, NeverFits, BadTensor. Then nothing has changed.
         """
+        require_extent(extent)
         table = self._runtime.table
         row = table.admit()
         try:
@@ -384,6 +394,7 @@ class KVImporter(_Mover):
         buffer: a buffer that KVExporter.export_row() filled
         Raises BadBatch, BadTensor, WrongState. Then nothing was written.
         """
+        require_extent(extent)
         pages, room = self.pages_of(row, extent.kv_len), int(self._runtime.table.room([row])[0])
         if extent.kv_len > room:
             raise BadBatch(f"row {row} has room for {room} tokens, and {extent.kv_len} were sent; reserve() it first")
@@ -427,8 +438,8 @@ class KVImporter(_Mover):
             self._import_idle(layers, pages, extent, buffer)
 
     def _import_idle(self, layers: Sequence[int], pages: Pages, extent: KVExtent, buffer: Tensor) -> None:
-        lists = self._checked(pages, extent.kv_len, layers)
         parts = stretches(self.source, extent, layers)
+        lists = self._checked(pages, extent.kv_len, layers)
         begins = {space: self._begin(space, lists) for space in {self._spaces[layer] for layer in layers}}
         for part in parts:
             self._must_see(part, extent, begins[self._spaces[part.layer]])

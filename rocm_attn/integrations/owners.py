@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+from rocm_attn.errors import BadSetting
 from rocm_attn.external import ExternalAttention
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
 from rocm_attn.paging.state_pool import StatePool
@@ -18,7 +19,11 @@ Owner = AttentionRuntime | ExternalAttention
 
 
 def problems_of(owner: Owner) -> tuple[Problem, ...]:
-    """Returns the problem of each layer."""
+    """Returns the problem of each layer. Raises BadSetting for an owner of another type."""
+    if not isinstance(owner, AttentionRuntime | ExternalAttention):
+        raise BadSetting(
+            f"the owner of KV is a {type(owner).__name__}; give the AttentionRuntime or the ExternalAttention itself"
+        )
     return _kinds(owner).problems
 
 

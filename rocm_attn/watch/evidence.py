@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from rocm_attn.kernels.noted_launches import NotedLaunch
 
 _FORMAT = 1
+# Other files, and damaged ones, raise these.
+_NO_EVIDENCE = (
+    *(OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError),
+    *(UnpicklingError, zipfile.BadZipFile),
+)
 # A pool of more bytes is not kept whole, but by the pages of the step's sequences.
 WHOLE_BYTES = 64 << 20
 # A step whose pages have more bytes is not kept.
@@ -286,9 +292,12 @@ class StepEvidence:
 
     @classmethod
     def read(cls, path: Path) -> StepEvidence:
-        """Reads a file. Raises BadSetting if it holds no evidence."""
+        """Reads a file. Raises BadSetting if it holds no evidence, or is damaged."""
         try:
             content = torch.load(path, weights_only=True)
+            with zipfile.ZipFile(path) as file:  # torch compares no checksum
+                if changed := file.testzip():
+                    raise BadSetting(f"{path} is damaged: the bytes of {changed} have changed; copy the file again")
             if content["format"] != _FORMAT:
                 raise BadSetting(f"{path} has format {content['format']}; this version reads format {_FORMAT}")
             launches = [
@@ -306,7 +315,7 @@ class StepEvidence:
                 content["rows"],
                 content["right"],
             )
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError) as error:
+        except _NO_EVIDENCE as error:
             if isinstance(error, BadSetting):
                 raise
             # torch adds advice, in several lines, and says nothing of an empty file

@@ -248,12 +248,18 @@ class FlightDump:
     reason:   why it was written
     problems: one for each kind of layer
     steps:    oldest first
+
+    Raises BadSetting if there is no problem.
     """
 
     reason: str
     runtime: RuntimeFacts
     problems: tuple[Problem, ...]
     steps: tuple[NotedStep, ...]
+
+    def __post_init__(self) -> None:
+        if not self.problems:
+            raise BadSetting("problems is empty; it must have one for each kind of layer")
 
     def step(self, number: int | None) -> NotedStep:
         """The step with this number; the last one if it is None. Raises BadSetting."""

@@ -101,7 +101,7 @@ def read_trace(path: Path) -> RequestTrace:
         lines = text.splitlines()
         is_csv = bool(lines) and not lines[0].lstrip().startswith("{")
         return RequestTrace.of(_from_csv(lines) if is_csv else _from_json_lines(lines))
-    except BadSetting as error:
+    except (BadSetting, csv.Error) as error:
         raise BadSetting(f"{path}: {error}") from error
 
 
@@ -167,20 +167,26 @@ def _from_csv(lines: Sequence[str]) -> Iterator[TracedRequest]:
 
         def read(found: Mapping[str, Any], seconds: float = seconds) -> TracedRequest:
             # The first line may not be the earliest. RequestTrace.of sets the earliest one to 0.
-            return TracedRequest(seconds + _DAY_S, int(found["ContextTokens"]), int(found["GeneratedTokens"]))
+            prompt_tokens, output_tokens = _counted(found, "ContextTokens"), _counted(found, "GeneratedTokens")
+            return TracedRequest(seconds + _DAY_S, prompt_tokens, output_tokens)
 
         yield _checked(reader.line_num, read, row)
 
 
 _DAY_S = 86400.0
+# Seven digits after the second or none, and in some files a time zone.
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 
 
 def _checked_time(line: int, text: str | None) -> datetime:
-    """Reads one of Azure's times, which have seven digits after the second, and some a time zone. Raises BadSetting."""
-    whole, _, rest = (text or "").strip().partition(".")
-    digits = rest[: next((place for place, letter in enumerate(rest) if not letter.isdigit()), len(rest))]
+    """Reads one of Azure's times. Without a zone it counts as of UTC. Raises BadSetting."""
+    found = _TIME.fullmatch((text or "").strip())
     try:
-        return datetime.fromisoformat(f"{whole}.{(digits + '000000')[:6]}")
+        if found is None:
+            raise ValueError("it has another form")
+        second, digits, zone = found.groups()
+        zone = "+00:00" if zone in (None, "Z") else zone
+        return datetime.fromisoformat(f"{second}.{((digits or '') + '000000')[:6]}{zone}")
     except ValueError as error:
         raise BadSetting(f"line {line} has the TIMESTAMP {text!r}; it must be a date and time") from error
 
@@ -190,6 +196,13 @@ def _checked(line: int, read: Callable[[Mapping[str, Any]], TracedRequest], foun
         return read(found)
     except (BadSetting, TypeError, ValueError) as error:
         raise BadSetting(f"line {line}: {error}") from error
+
+
+def _counted(found: Mapping[str, Any], name: str) -> int:
+    text = str(found[name] or "").strip()
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise BadSetting(f"{name} is {found[name]!r}; it must be a whole number")
+    return int(text)
 
 
 def _whole(value: Any) -> int:

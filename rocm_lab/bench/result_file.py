@@ -16,6 +16,7 @@ import torch
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.target import detect_target
+from rocm_attn.machine.whole_files import whole_file
 from rocm_lab.bench.ceilings import Ceilings
 from rocm_lab.bench.choices import HOST
 from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions
@@ -116,36 +117,44 @@ def read_result(path: Path) -> ResultFile:
 
 
 def _is_whole(found: Mapping[str, Any]) -> bool:
-    """True if a result has its parts, and one of kernels what comparisons and pictures read."""
-    machine, rows, is_of_kernels = found.get("machine"), found.get("rows"), found.get("kind") == KERNELS
+    """True if a result has its parts, and what comparisons and pictures read."""
+    kind, machine, rows = found.get("kind"), found.get("machine"), found.get("rows")
     if not isinstance(machine, dict) or not isinstance(rows, list):
         return False
-    words = ("suite", "case", "batch", "provider", "status") if is_of_kernels else ()
-    if is_of_kernels and not all(isinstance(machine.get(name), str) for name in _IN_PICTURES):
-        return False
-    return all(
-        isinstance(row, dict)
-        and all(isinstance(row.get(name), str) for name in words)
-        and _are_numbers(row.get("samples_us", []))
-        and (not is_of_kernels or _has_times(row))
-        for row in rows
+    if kind not in (KERNELS, SERVING):
+        return True  # it is refused by its kind
+    is_whole = _is_of_kernels if kind == KERNELS else _is_of_a_server
+    return all(isinstance(machine.get(name), str) for name in _IN_PICTURES) and all(
+        isinstance(row, dict) and is_whole(row) for row in rows
     )
 
 
-def _has_times(row: Mapping[str, Any]) -> bool:
-    """True if a row of kernels has its times. Times of the host have no lower bound."""
+def _is_of_kernels(row: Mapping[str, Any]) -> bool:
+    """True if a row has its words and its times. Times of the host have no lower bound."""
+    if not all(isinstance(row.get(name), str) for name in ("suite", "case", "batch", "provider", "status")):
+        return False
+    samples = row.get("samples_us", [])
     times: list[Any] = [row.get("us")] * (row["status"] == OK) + [row.get("lower_bound_us")] * (row["suite"] != HOST)
-    return all(type(time) in (int, float) and 0 < time < _MOST_US for time in times)
+    return isinstance(samples, list) and all(
+        type(time) in (int, float) and 0 < time < _MOST_US for time in (*samples, *times)
+    )
 
 
-def _are_numbers(samples: object) -> bool:
-    return isinstance(samples, list) and all(type(sample) in (int, float) for sample in samples)
+def _is_of_a_server(row: Mapping[str, Any]) -> bool:
+    """True if a row has what pictures show of a server. A time that was not measured is null."""
+    quantiles: list[Any] = [row.get(name) for name in ("first_token", "token_gap")]
+    if not isinstance(row.get("target"), str) or not all(isinstance(each, dict) for each in quantiles):
+        return False
+    times = [each.get(name, "") for each in quantiles for name in ("p50_ms", "p99_ms")]
+    numbers = [row.get("output_tokens"), row.get("output_tokens_per_s"), *(time for time in times if time is not None)]
+    return all(type(number) in (int, float) and 0 <= number < _MOST_US for number in numbers)
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Writes a result as JSON. Raises BadSetting if the file cannot be written."""
+    """Writes a result as JSON, whole or not at all. Raises BadSetting if the file cannot be written."""
     try:
-        path.write_text(as_text(result) + "\n")
+        with whole_file(path) as part:
+            part.write_text(as_text(result) + "\n")
     except OSError as error:
         raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another file") from error
 

@@ -15,6 +15,7 @@ from rocm_attn.cli.arguments import described_model, device_named, kv_encodings
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.machine.target import detect_target
+from rocm_attn.machine.whole_files import require_place
 from rocm_attn.problem import Problem
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.ceilings import measured_ceilings
@@ -40,8 +41,10 @@ class WrongResults(RocmAttnError):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints and writes the measurements. Raises WrongResults after that."""
+    """Prints and writes the measurements, those so far after an interrupt. Raises WrongResults then, or BadSetting."""
     device = device_named(options.device)
+    if options.out:
+        require_place(Path(options.out), "--out")
     if HOST in (options.suite or ()):
         _run_host(options, device)
         return
@@ -67,19 +70,22 @@ def run(options: argparse.Namespace) -> None:
         f"multiplies {ceilings.flops_per_s / 1e12:.1f} TFLOP/s")  # fmt: skip
     race = Race(race_of, device, ceilings, kernel_options, meter)
     rows: list[ContestantResult] = []
-    failure: RuntimeError | None = None
+    failure: RuntimeError | KeyboardInterrupt | None = None
     try:
         for found in race.rows(_begun(cases, options.max_seconds)):
             rows += found
             if not options.json:
                 print("\n".join(lines_of(found)), flush=True)
-    except RuntimeError as error:  # a fault of the device, on which nothing runs then: earlier results are written
+    # Earlier results are written after a fault of the device too, on which nothing runs then.
+    except (RuntimeError, KeyboardInterrupt) as error:
         failure = error
     result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
     if options.out:
         write_json(Path(options.out), result)
     if options.json:
         print(as_text(result))
+    if isinstance(failure, KeyboardInterrupt):
+        raise failure
     if failure is not None:
         at = cases[len(dict.fromkeys(row.case for row in rows))]
         first = str(failure).strip().splitlines()[0]

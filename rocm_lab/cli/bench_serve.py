@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from rocm_attn.errors import BadSetting, RocmAttnError
+from rocm_attn.machine.whole_files import require_place
 from rocm_lab.bench.energy import EnergyMeter, meter_of
 from rocm_lab.bench.load import LoadOptions, ServingResult
 from rocm_lab.bench.openai_load import run_load
@@ -30,6 +31,9 @@ def run(options: argparse.Namespace) -> None:
     servers = dict(map(_named, options.url))
     if len(servers) < len(options.url):
         raise BadSetting("two --url have one name; give each its own, as in vllm=http://127.0.0.1:8000")
+    for flag, place in {"--out": options.out, "--picture": options.picture}.items():
+        if place:
+            require_place(Path(place), flag)
     trace = read_trace(Path(options.trace))
     if options.requests is not None:
         trace = trace.first(options.requests)

@@ -74,7 +74,7 @@ def _slot(instruction: Instruction, arch: str, *, is_back: bool) -> Slot:
     if name == "s_nop":
         return Slot(name, unit, own=facts.states * rates.WAIT_STATE)
     if name == "s_setprio":
-        return Slot(name, unit, priority=int(instruction.operands[0], 0))
+        return Slot(name, unit, priority=instruction.count)
     if name == "s_waitcnt":
         wait = wait_of(instruction)
         return Slot(name, unit, left=tuple((q, left) for q in Queue if (left := wait.left(q)) is not None))

@@ -148,7 +148,7 @@ def _priority(assembly: Assembly, graph: Graph, first: int, body: set[int]) -> i
     """That of the last s_setprio in the blocks before the loop."""
     enter = [block for index, block in graph.items() if first in block.followers and index not in body]
     instructions = [each for block in enter for each in assembly.instructions[block.first : block.last]]
-    given = [int(each.operands[0], 0) for each in instructions if each.name == "s_setprio"]
+    given = [each.count for each in instructions if each.name == "s_setprio"]
     return given[-1] if given else 0
 
 

@@ -21,6 +21,8 @@ from rocm_lab.simulator.code_figures import CodeFigures
 
 PASSED, FAILED = "passed", "failed"
 _ARCHS = ("gfx942", "gfx950")
+# Rows of tiles name the versions of these.
+_PACKAGES = ("rocm-attn", "torch", "triton", "rocm")
 # Any cap compiles the same code, and a layer of a report says only whether it has one.
 _SOME_CAP = 50.0
 
@@ -67,7 +69,7 @@ class GpuReport:
     """A report of one kind of AMD GPU.
 
     target:   the GPU, with the report's Triton
-    versions: package -> its version; "" for one that is not installed
+    versions: package of _PACKAGES -> its version; "" for one that is not installed
     date:     when the run began, ISO 8601
     """
 
@@ -108,7 +110,7 @@ class GpuReport:
                 "kind (HIP_VISIBLE_DEVICES), on a machine with a GPU"
             )
         ((device, arch, units),) = gpus
-        versions = {name: version or "" for name, version in environment["versions"].items()}
+        versions = {name: environment["versions"][name] or "" for name in _PACKAGES}
         if arch not in _ARCHS:
             raise BadSetting(f"the report is of {device} ({arch}); reports of {' and '.join(_ARCHS)} are read")
         if from_json(int, units, "compute_units") < 1:

@@ -41,8 +41,19 @@ class Instruction:
             raise UnknownInstruction(f"modifier {unknown[0]!r} of {self.text!r}")
 
     def number(self, modifier: str, default: int = 0) -> int:
-        """The value of a modifier that is a number."""
-        return int(self.modifiers.get(modifier, str(default)), 0)
+        """The value of a modifier that is a number. Raises UnknownInstruction."""
+        return self._whole(self.modifiers.get(modifier, str(default)))
+
+    @property
+    def count(self) -> int:
+        """The number that is the first operand. Raises UnknownInstruction."""
+        return self._whole("".join(self.operands[:1]))
+
+    def _whole(self, number: str) -> int:
+        try:
+            return int(number, 0)
+        except ValueError as error:
+            raise UnknownInstruction(f"the number {number!r} of {self.text!r}") from error
 
     def bits(self, modifier: str, default: tuple[int, ...]) -> tuple[int, ...]:
         """The value of a modifier that is a list, such as op_sel:[0,1]."""

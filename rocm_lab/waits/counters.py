@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rocm_lab.simulator.assembly import Instruction
+from rocm_lab.simulator.faults import UnknownInstruction
 from rocm_lab.waits.effects import Effects, Unit
 
 
@@ -35,6 +36,8 @@ class Queue(Enum):
 VM_MOST, LGKM_MOST = 63, 15
 # Later operations of a queue that prove an earlier one without a wait.
 CAPACITY = {Queue.VECTOR_MEMORY: VM_MOST, Queue.LOCAL_MEMORY: LGKM_MOST, Queue.SCALAR_MEMORY: None}
+
+_NUMBER = r"0[xX][0-9a-fA-F]+|[0-9]+"
 
 _QUEUES = {
     Unit.VECTOR_MEMORY: Queue.VECTOR_MEMORY,
@@ -70,13 +73,15 @@ NO_WAIT = Wait()
 def wait_of(instruction: Instruction) -> Wait:
     """The counts of an instruction; those of one that is no s_waitcnt wait for nothing.
 
-    A number has vmcnt in bits 3:0 and 15:14, lgkmcnt in 11:8.
+    A number has vmcnt in bits 3:0 and 15:14, lgkmcnt in 11:8. Raises UnknownInstruction.
     """
     if instruction.name != "s_waitcnt":
         return NO_WAIT
-    counts = instruction.text.split(None, 1)[1]
-    named = {name: int(count, 0) for name, count in re.findall(r"(vmcnt|expcnt|lgkmcnt)\((\w+)\)", counts)}
+    counts = instruction.text.removeprefix(instruction.name).strip()
+    named = {name: int(count, 0) for name, count in re.findall(rf"(vmcnt|expcnt|lgkmcnt)\(({_NUMBER})\)", counts)}
     if named:
         return Wait(min(named.get("vmcnt", VM_MOST), VM_MOST), min(named.get("lgkmcnt", LGKM_MOST), LGKM_MOST))
+    if not re.fullmatch(_NUMBER, counts):
+        raise UnknownInstruction(f"the counts of {instruction.text!r}")
     bits = int(counts, 0)
     return Wait(bits & 15 | (bits >> 14 & 3) << 4, bits >> 8 & 15)

@@ -56,7 +56,7 @@ def _followers(assembly: Assembly, last: int) -> tuple[int, ...]:
     ending = assembly.instructions[last - 1]
     followers = []
     if ending.name.startswith(_BRANCHES):
-        target = assembly.labels.get(ending.operands[0])
+        target = assembly.labels.get("".join(ending.operands[:1]))
         if target is None:
             raise UnknownInstruction(f"the target of {ending.text!r}")
         followers.append(target)

@@ -94,7 +94,7 @@ class Facts:
     @cached_property
     def states(self) -> int:
         """The wait states that it takes itself."""
-        return int(self.instruction.operands[0], 0) + 1 if self.name == "s_nop" else 1
+        return self.instruction.count + 1 if self.name == "s_nop" else 1
 
     def of_unit(self, *units: Unit) -> bool:
         """True if one of these units executes it."""

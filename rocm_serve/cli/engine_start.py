@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rocm_attn.machine.whole_files import require_place
 from rocm_serve.options import EngineOptions
+from rocm_serve.speculation.methods import require_drafter
+
+
+def require_files(options: EngineOptions) -> None:
+    """Refuses files of the options before weights are read, which takes minutes. Raises BadModel, BadSetting."""
+    require_drafter(options.speculative)
+    for flag, place in {"--flight-record": options.flight_record, "--evidence": options.evidence}.items():
+        if place is not None:
+            require_place(place, flag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from rocm_attn.cli.progress_bar import ProgressBar
 from rocm_attn.cli.streams import say
 from rocm_attn.cli.torch_failures import memory_failure
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, NeverFits, RocmAttnError
-from rocm_serve.cli.engine_start import EngineStart
+from rocm_serve.cli.engine_start import EngineStart, require_files
 from rocm_serve.cli.options import ON_GENERATE
 from rocm_serve.cli.ready_engine import loaded_engine
 from rocm_serve.cli.request_options import request_of
@@ -29,7 +29,6 @@ from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.report import Report
 from rocm_serve.request import AbortEvent, Completion, Event, FailureEvent, Request, RequestsFailed
-from rocm_serve.speculation.methods import require_drafter
 
 
 class OrderedText:
@@ -152,8 +151,7 @@ def _in_unicode(number: int, prompt: str) -> str:
 
 def _generate(options: argparse.Namespace, prompts: list[str]) -> None:
     requested = request_of(options)
-    # Wrong words are refused before weights are read, which takes a minute.
-    require_drafter(EngineOptions(**{name: getattr(options, name) for name in ON_GENERATE}).speculative)
+    require_files(EngineOptions(**{name: getattr(options, name) for name in ON_GENERATE}))
     model = str(find_model(options.model))
     files = open_model(model)
     requests = [_request(options, requested, files, prompt) for prompt in prompts]

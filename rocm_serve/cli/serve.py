@@ -16,7 +16,7 @@ from functools import partial
 from rocm_attn.cli import about_a_library
 from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadModel, BadRequest, BadSetting, RocmAttnError, reason_of
-from rocm_serve.cli.engine_start import EngineStart
+from rocm_serve.cli.engine_start import EngineStart, require_files
 from rocm_serve.cli.options import ON_SERVE, SERVER
 from rocm_serve.engine_process import EngineProcess
 from rocm_serve.engine_thread import ServingEngine
@@ -27,7 +27,6 @@ from rocm_serve.server.address import bind
 from rocm_serve.server.keys import keys_from
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.traces import otlp_traces
-from rocm_serve.speculation.methods import require_drafter
 
 # A message that a chat template must write.
 _MESSAGE = "Name a river."
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     traces = [otlp_traces(name)] if settings.traces else []
     template = _template(settings)
     engine_options = EngineOptions(**{name: getattr(options, name) for name in ON_SERVE})
-    require_drafter(engine_options.speculative)
+    require_files(engine_options)
     with bind(settings) as bound:
         place = str(find_model(options.model))
         start = EngineStart(options.model, place, engine_options, options.device, options.dtype, options.tp)

@@ -9,7 +9,8 @@ from collections.abc import Sequence as Many
 import torch
 
 from rocm_attn.capture.graphs import CaptureReport, Progress
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadSetting, NeverFits
+from rocm_attn.machine.devices import memory_of
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.options import EngineOptions
@@ -40,8 +41,8 @@ class RankedEngine:
         self, load: ModelLoader, options: EngineOptions | None = None, *, num_ranks: int, device_type: str = "cpu"
     ) -> None:
         num_ranks = whole_number("num_ranks", num_ranks)
-        _check(num_ranks, device_type)
         self.options = options if options is not None else EngineOptions()
+        _check(num_ranks, device_type, self.options.host_kv_bytes)
         self._processes = processes = RankProcesses()
         num_threads = max(1, torch.get_num_threads() // num_ranks)
         self.limits = processes.start(
@@ -145,7 +146,7 @@ class RankedEngine:
         return report
 
 
-def _check(num_ranks: int, device_type: str) -> None:
+def _check(num_ranks: int, device_type: str, host_kv_bytes: int) -> None:
     if num_ranks < 1:
         raise BadSetting(f"num_ranks is {num_ranks}; it must be at least 1")
     if device_type not in ("cpu", "cuda"):
@@ -153,4 +154,10 @@ def _check(num_ranks: int, device_type: str) -> None:
     if device_type == "cuda" and num_ranks > torch.cuda.device_count():
         raise BadSetting(
             f"{num_ranks} ranks need a GPU each, and torch sees {torch.cuda.device_count()}; use fewer ranks"
+        )
+    wanted, has = num_ranks * host_kv_bytes, memory_of(torch.device("cpu"))
+    if wanted > has:
+        raise NeverFits(
+            f"host_kv_bytes is {host_kv_bytes} and is taken by each of {num_ranks} ranks, {wanted} together; the "
+            f"machine has {has}, so give each at most {has // num_ranks}"
         )

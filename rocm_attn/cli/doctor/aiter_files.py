@@ -118,7 +118,7 @@ def _is_leftover(path: Path) -> bool:
     try:
         if time.time() - path.stat().st_mtime < _LOCK_AGE_S:
             return False
-        lines = path.read_text().splitlines()
+        lines = os.fsdecode(path.read_bytes()).splitlines()
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # held, released in the meantime, or not readable for this user

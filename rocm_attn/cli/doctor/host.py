@@ -30,6 +30,10 @@ _ENGINE_SWITCHES = {"vllm": "VLLM_ROCM_USE_AITER", "sglang": "SGLANG_USE_AITER"}
 
 @machine_check("caches", "are the caches of compiled code writable?", "aiter#4800")
 def _caches(machine: Machine) -> Diagnosis:
+    if machine.environment.get("TRITON_CACHE_DIR") == "":
+        return problem(
+            "TRITON_CACHE_DIR is empty, and Triton compiles nothing then", "unset TRITON_CACHE_DIR, or name a folder"
+        )
     closed = [folder for folder in machine.folders if not folder.writable]
     if closed:
         folder = closed[0]

@@ -2,8 +2,8 @@
 
     python -m rocm_attn.cli.doctor.probe torch | triton | loaded | modules PATH...
 
-prints one JSON object: a library's facts, the ROCm libraries that torch has loaded, or {path: message of the dynamic
-linker} for modules. No GPU memory is touched.
+prints one JSON object in a line of its own, after words that mark it: a library's facts, the ROCm libraries that torch
+has loaded, or {path: message of the dynamic linker} for modules. No GPU memory is touched.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rocm_attn.cli.doctor.loaded_libraries import loaded_libraries
 from rocm_attn.cli.doctor.machine import ImportFailure
 
 _TIMEOUT_S = 120
+_FACTS = "rocm-attn's facts: "
 _ROOT = Path(__file__).parents[3]  # the folder that rocm_attn is imported from
 
 
@@ -34,6 +35,7 @@ def probe(*arguments: str) -> dict[str, Any] | ImportFailure:
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_TIMEOUT_S,
             check=False,
         )
@@ -43,8 +45,11 @@ def probe(*arguments: str) -> dict[str, Any] | ImportFailure:
         return ImportFailure(f"the process was ended by signal {-done.returncode}")
     if done.returncode:
         return ImportFailure((done.stderr.strip().splitlines() or ["it failed without output"])[-1])
-    # The library may have printed text of its own before.
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # The library may have printed text of its own, before it and at exit.
+    found = [line for line in done.stdout.splitlines() if line.startswith(_FACTS)]
+    if not found:
+        return ImportFailure("it ended the process early, and without an error")
+    facts: dict[str, Any] = json.loads(found[-1].removeprefix(_FACTS))
     return facts
 
 
@@ -65,7 +70,7 @@ def _triton() -> dict[str, object]:
 
 def _loaded() -> dict[str, object]:
     importlib.import_module("torch")
-    return {"libraries": loaded_libraries(Path("/proc/self/maps").read_text())}
+    return {"libraries": loaded_libraries(os.fsdecode(Path("/proc/self/maps").read_bytes()))}
 
 
 def _modules(paths: Sequence[str]) -> dict[str, object]:
@@ -84,7 +89,7 @@ def _main(arguments: Sequence[str]) -> None:
     what, *paths = arguments
     ask = {"torch": _torch, "triton": _triton, "loaded": _loaded}
     facts = ask[what]() if what != "modules" else _modules(paths)
-    print(json.dumps(facts))
+    print(f"\n{_FACTS}{json.dumps(facts)}")
 
 
 if __name__ == "__main__":

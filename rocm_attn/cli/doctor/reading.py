@@ -221,6 +221,6 @@ def _size_of(path: Path) -> int:
 def _text(path: Path) -> str:
     """The text of a small file; empty if it cannot be read."""
     try:
-        return path.read_text().strip()
+        return os.fsdecode(path.read_bytes()).strip()  # mount points may have names that are no text
     except OSError:
         return ""

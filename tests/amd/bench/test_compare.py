@@ -142,6 +142,8 @@ def test_another_file_is_refused(text: str, complaint: str, tmp_path: Path, caps
         {"rows": [{"suite": "decode"}]},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": [1.0, None]}]},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": 5}]},
+        {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": [9.0] * 5 + [10**400]}]},
+        {"rows": [row("one", samples(100, 0.01, 1)) | {"samples_us": [9.0] * 5 + [float("nan")]}]},
         {"machine": {"device": "NVIDIA H200", "torch": "2.11", "triton": "3.6"}},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"lower_bound_us": None}]},
         {"rows": [row("one", samples(100, 0.01, 1)) | {"us": 0}]},
@@ -159,12 +161,33 @@ def test_a_damaged_file_is_refused(damage: dict[str, Any], tmp_path: Path, capsy
         assert "b.json is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("target", None),
+        ("output_tokens", "5"),
+        ("output_tokens_per_s", [1.0]),
+        ("token_gap", []),
+        ("first_token", {"p50_ms": 1.0}),
+        ("first_token", {"p50_ms": 1.0, "p99_ms": 10**30}),
+    ],
+)
+def test_a_damaged_file_of_a_server_is_refused(
+    name: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = {"p50_ms": 1.0, "p99_ms": None}  # a null was not measured
+    good = {"target": "a", "output_tokens": 5, "output_tokens_per_s": 5.0, "first_token": times, "token_gap": times}
+    assert read_result(result_file(tmp_path / "a.json", [good], kind="serving")).rows == [good]
+    bad = result_file(tmp_path / "b.json", [{**good, name: value}], kind="serving")
+    assert main(["bench", "plot", str(bad), "--folder", str(tmp_path)]) == BAD_INPUT
+    assert "b.json is damaged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("command", "complaint"), [("compare", "a file of serving"), ("plot", "no server has made")])
 def test_a_file_of_a_server_without_tokens_is_refused(
     command: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"schema": SCHEMA, "kind": "serving", "machine": {}, "rows": []}))
+    path = result_file(tmp_path / "a.json", [], kind="serving")
     assert main(["bench", command, *[str(path)] * (1 + (command == "compare"))]) == BAD_INPUT
     assert complaint in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rocm_attn.cli import BAD_INPUT, DONE, main
+from rocm_attn.cli import BAD_INPUT, DONE, INTERRUPTED, main
 from rocm_attn.cli import FAILED as EXIT_FAILED
 from rocm_attn.machine.target import known_target
 from rocm_attn.providers.select import select
@@ -127,21 +127,44 @@ def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.M
     assert "times the speed" in row.reason
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (
+            RuntimeError("CUDA error: an illegal memory access was encountered\nmore of it"),
+            EXIT_FAILED,
+            "the device failed at 4/2 x 16: 2d50, and the cases from there on",
+        ),
+        (KeyboardInterrupt(), INTERRUPTED, "rocm-attn: interrupted"),
+    ],
+    ids=["a fault", "an interrupt"],
+)
 def test_what_was_measured_before_the_device_failed_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    error: BaseException, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     of_case = Race._of_case
 
     def failing(race: Race, case: SuiteCase) -> list[ContestantResult]:
         if case.batch == BatchSpec.parse("2d50"):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore of it")
+            raise error
         return of_case(race, case)
 
     monkeypatch.setattr(Race, "_of_case", failing)
     batches = ("--batch", "3d40", "--batch", "2d50", "--batch", "1d9")
-    assert run_kernels(*batches, *SMALL, "--out", str(tmp_path / "run.json")) == EXIT_FAILED
-    assert "the device failed at 4/2 x 16: 2d50, and the cases from there on" in capsys.readouterr().err
+    assert run_kernels(*batches, *SMALL, "--out", str(tmp_path / "run.json")) == code
+    assert says in capsys.readouterr().err
     assert {row["batch"] for row in read_result(tmp_path / "run.json").rows} == {"3d40"}
+
+
+@pytest.mark.parametrize("suite", [["--batch", "3d40"], ["--suite", "host"]], ids=str)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    suite: list[str], tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "no folder" / "run.json"
+    assert main(["bench", "kernels", "--device", "cpu", *suite, "--out", str(out)]) == BAD_INPUT
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err == f"rocm-attn: --out {out} cannot be written: {out.parent} is not a folder; create it\n"
 
 
 def test_energy_is_divided_by_launches_and_tokens() -> None:

@@ -189,6 +189,10 @@ def test_several_servers_get_the_same_load_one_after_the_other_and_are_drawn(
         assert capsys.readouterr().out.count("6 of 6 requests") == 2
         assert main(["bench", "serve", "--url", f"a={first}", "--url", f"a={second}", *files]) == BAD_INPUT
         assert "two --url have one name" in capsys.readouterr().err
+        for flag in ("--out", "--picture"):
+            assert main(["bench", "serve", *servers, *files, flag, str(tmp_path)]) == BAD_INPUT
+            assert f"{flag} {tmp_path} cannot be written: something that is no file" in capsys.readouterr().err
+        assert (len(one.bodies), len(other.bodies)) == (6, 6)
         rows = json.loads(out.read_text())["rows"]
         assert [row["target"] for row in rows] == ["ours", second]
     assert [body["prompt"] for body in one.bodies] == [body["prompt"] for body in other.bodies]

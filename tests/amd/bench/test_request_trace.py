@@ -61,6 +61,14 @@ def test_azures_schema_has_dates(tmp_path: Path) -> None:
     assert trace.requests[1].arrival_s == pytest.approx(4.314579)
 
 
+def test_dates_may_have_a_zone_and_lack_parts_of_a_second(tmp_path: Path) -> None:
+    """pandas writes no parts of a second where they are 0. Such a line among others ended in a traceback."""
+    times = ("18:15:46.5+00:00", "18:15:47+00:00", "20:15:48.25+02:00", "18:15:49.0000000Z", "18:15:50", "18:15:51.5")
+    lines = [f"2023-11-16 {time},1,2" for time in times]
+    trace = trace_of("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *lines)), tmp_path)
+    assert [request.arrival_s for request in trace.requests] == [0.0, 0.5, 1.75, 2.5, 3.5, 5.0]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -74,7 +82,12 @@ def test_azures_schema_has_dates(tmp_path: Path) -> None:
         (OWN + "[]", "line 3 is list"),
         ("a,b\n1,2\n", "line 1 is 'a,b'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n", "line 2 has the TIMESTAMP 'now'"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,,2\n", "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,,2\n", "line 2: ContextTokens is ''"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n",
+            "line 2: GeneratedTokens is None; it must",
+        ),
+        (f'TIMESTAMP,ContextTokens,GeneratedTokens\n"{"x" * 200_000}",1,2\n', "field larger than field limit"),
     ],
 )
 def test_a_file_that_is_no_trace_says_where(text: str, complaint: str, tmp_path: Path) -> None:

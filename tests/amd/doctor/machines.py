@@ -463,6 +463,12 @@ BROKEN = {
         "owner 0, mode 0700",
         "chown",
     ),
+    "a cache without a name": _problem(
+        replace(MI300, environment={**MI300.environment, "TRITON_CACHE_DIR": ""}),
+        "caches",
+        "TRITON_CACHE_DIR is empty",
+        "unset TRITON_CACHE_DIR",
+    ),
     "a home on NFS": _warning(
         replace(MI300, folders=(replace(MI300.folders[0], filesystem="nfs4"),)),
         "cache-filesystem",

@@ -140,6 +140,21 @@ def test_the_longest_mount_point_names_the_file_system(tmp_path: Path) -> None:
     assert read_folder("a cache", tmp_path, root).filesystem == "ext4"
 
 
+def test_files_and_names_that_are_no_utf_8_are_read(tmp_path: Path) -> None:
+    """Mount points have any bytes for names, and one such ended the command in a traceback."""
+    inner = tmp_path / os.fsdecode(b"caf\xe9")
+    inner.mkdir()
+    mounts = write(tmp_path / "proc/self/mounts")
+    mounts.write_bytes(b"/dev/sda / ext4 rw 0 0\nserver:/home " + os.fsencode(inner) + b" nfs4 rw 0 0\n")
+    assert read_folder("a cache", inner / "cache", tmp_path).filesystem == "nfs4"
+    write(tmp_path / "opt/rocm/.info/version").write_bytes(b"\xff\xfe7.2.4\n")
+    assert read_rocm({}, tmp_path, ()) == ()
+    lock = write(tmp_path / "build/lock_damaged")
+    lock.write_bytes(b"\xff\n")
+    os.utime(lock, (0, 0))
+    assert leftover_locks(tmp_path) == (str(lock),)
+
+
 def test_distributions_have_normal_names_and_no_optional_requirements() -> None:
     found = {distribution.name: distribution for distribution in read_distributions()}
     assert found["torch"].version.partition("+")[0] == torch.__version__.partition("+")[0]  # wheels may leave it out
@@ -235,6 +250,7 @@ def test_a_library_that_fails_or_crashes_takes_only_the_probe_with_it(
         ("raise ImportError('libamdhip64.so.7: cannot open')", "ImportError: libamdhip64.so.7: cannot open"),
         ("import os; os.abort()", "the process was ended by signal 6"),
         ("import sys; sys.exit(3)", "it failed without output"),
+        ("import os; os._exit(0)", "it ended the process early, and without an error"),
     ):
         write(tmp_path / "torch" / "__init__.py", body)
         assert probe("torch") == ImportFailure(said)
@@ -244,7 +260,8 @@ def test_a_library_that_prints_while_it_is_imported_is_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    write(tmp_path / "triton" / "__init__.py", "print('[aiter] hello'); __version__ = '3.6.0'")
+    own = "import atexit, os; atexit.register(os.write, 1, b'bye\\xff'); print('[aiter] hello', end='')"
+    write(tmp_path / "triton" / "__init__.py", f"{own}; __version__ = '3.6.0'")
     write(tmp_path / "triton" / "backends" / "__init__.py", "backends = {'amd': 1}")
     assert probe("triton") == {"version": "3.6.0", "backends": ["amd"]}
 

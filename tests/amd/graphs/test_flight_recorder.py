@@ -183,6 +183,7 @@ def with_field(place: str, value: object, text: str) -> str:
         (lambda text: json.dumps({**json.loads(text), "format": 9}), "format 9; this version reads format 8"),
         (lambda text: json.dumps({**json.loads(text), "steps": [{}]}), r"dump.steps\[0\].branches is missing"),
         (lambda text: json.dumps({**json.loads(text), "problems": 3}), "dump.problems is 3; it must be a list"),
+        (lambda text: json.dumps({**json.loads(text), "problems": []}), "dump: problems is empty; it must have one"),
         *[
             (partial(with_field, place, value), complaint)
             for place, value, complaint in (

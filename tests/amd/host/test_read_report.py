@@ -170,6 +170,7 @@ NO_REPORT = "is no report of this release"
         (lambda content: content.pop("kernels"), NO_REPORT),
         (lambda content: content["kernels"][0]["driver"].pop("registers"), NO_REPORT),
         (lambda content: content.update(tests=[]), NO_REPORT),
+        (lambda content: content["environment"]["versions"].pop("rocm"), NO_REPORT),
         (lambda content: content["environment"]["devices"][0].update(compute_units="many"), NO_REPORT),
         (lambda content: content["environment"]["devices"][0].update(compute_units=-1), NO_REPORT),
         (lambda content: content["kernels"][0].update(num_waves=0), NO_REPORT),

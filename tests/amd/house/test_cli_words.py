@@ -181,6 +181,8 @@ def test_a_wrong_file_or_value_is_named_with_what_to_give(
         ("--speculative", "foo"),
         ("--speculative", "draft:/nowhere"),
         ("--speculative", "eagle:/nowhere"),
+        ("--flight-record", "/nowhere/last.json"),
+        ("--evidence", "/nowhere/wrong.evidence"),
         ("--model", "/nowhere", "--dtype", "float32"),
     ],
 )

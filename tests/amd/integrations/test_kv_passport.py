@@ -1,7 +1,8 @@
 """Passports of KV pools: which pools fit each other, the order of a buffer, and passports as text."""
 
 import itertools
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -93,3 +94,32 @@ def test_an_extent_of_parts_of_tokens_and_a_layer_that_there_is_not_are_refused(
     for number in (1, -1):
         with pytest.raises(BadTensor, match=f"layer {number} does not exist; layers are 0 to 0"):
             KVExporter(runtime).num_layer_bytes(KVExtent(7, {"full": 0}), number)
+
+
+@pytest.mark.parametrize("other", [None, 5, KVExporter], ids=str)
+def test_what_is_no_runtime_no_passport_and_no_extent_is_named_with_what_to_give(other: Any) -> None:
+    runtime = runtime_of([small_problem()], torch.device("cpu"), "torch")
+    passport, buffer = KVPassport.of(runtime), torch.empty(16, dtype=torch.uint8)
+    of_owner: list[Callable[[], object]] = [
+        lambda: KVExporter(other),
+        lambda: KVImporter(other, passport),
+        lambda: KVPassport.of(other),
+    ]
+    for make in of_owner:
+        with pytest.raises(BadSetting, match=f"the owner of KV is a {type(other).__name__}; give the AttentionRuntime"):
+            make()
+    with pytest.raises(BadSetting, match=f"the source is a {type(other).__name__}; give the KVPassport that from_json"):
+        KVImporter(runtime, other)
+    with pytest.raises(BadSetting, match="give the first token of each space by its name"):
+        KVExtent(5, other)
+    exporter, importer, row = KVExporter(runtime), KVImporter(runtime, passport), runtime.table.admit()
+    of_extent: list[Callable[[], object]] = [
+        lambda: exporter.num_bytes(other),
+        lambda: exporter.export({}, other, buffer),
+        lambda: importer.admit(other),
+        lambda: importer.import_row(row, other, buffer),
+        lambda: importer.import_layer(0, {}, other, buffer),
+    ]
+    for call in of_extent:
+        with pytest.raises(BadTensor, match=f"the extent is a {type(other).__name__}; give the KVExtent"):
+            call()

@@ -157,6 +157,17 @@ def test_texts_are_read_after_their_encoders_and_see_all_of_them(engine: Engine)
         hooks.attention.check_device()
 
 
+def test_an_encoder_with_nan_is_reported(engine: Engine) -> None:
+    one = engine.admit(13)
+    batch = engine.batch(Mode.EXTEND, [one], [7])
+    engine.hooks.init_forward_metadata(batch)
+    q, k, v = engine.random_rows(7, Q_HEADS, DIM), *(engine.random_rows(13, KV_HEADS, DIM) for _ in range(2))
+    v[4, 0, 3] = NAN
+    assert not engine.hooks.forward_extend(q, k, v, engine.layers[CROSS], batch).isnan().any()
+    with pytest.raises(DeviceFault, match="K or V of a new token was infinite or NaN"):
+        engine.hooks.crossing.attention.check_device()
+
+
 def test_a_row_that_goes_to_another_request_is_read_after_the_new_encoder(engine: Engine) -> None:
     one, two = engine.admit(9), engine.admit(3)
     engine.run(Mode.EXTEND, [one, two], [4, 2])

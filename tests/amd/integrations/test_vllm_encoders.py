@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.errors import BadTensor
+from rocm_attn.errors import BadTensor, DeviceFault
 from rocm_attn.external import ExternalOptions
 from rocm_attn.integrations.vllm.group import GroupLayer, GroupOptions, GroupSizes, KVGroup
 from rocm_attn.integrations.vllm.layer_terms import CacheTerms, LayerTerms
@@ -154,3 +154,9 @@ def test_tokens_see_all_that_was_stored_of_their_encoder(device: torch.device, p
         recording.replay()
         layers.assert_right(name, new, q, out, kv[: len(new)])
     group.attention.check_device()
+    group.begin(decode([1, 1], lengths, table))
+    k = layers.rows(2, KV_HEADS, 0)
+    k[1, 0, 3] = NAN
+    group.store_to(name, cache, k, k.nan_to_num(), torch.tensor(slots[:2], device=device))
+    with pytest.raises(DeviceFault, match="K or V of a new token was infinite or NaN"):
+        group.attention.check_device()

@@ -235,6 +235,10 @@ def test_a_cache_that_cannot_be_written_is_refused_in_a_sentence(
     assert main(["prewarm", str(config), *COMMAND]) == BAD_INPUT
     sentence = f"Triton's cache {config / 'cache'} cannot be written (Not a directory); set TRITON_CACHE_DIR to another"
     assert sentence in capsys.readouterr().err
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    for bundle in ([], ["--check", str(config)]):  # its files went to the current folder
+        assert main(["prewarm", str(config), *COMMAND, *bundle]) == BAD_INPUT
+        assert "TRITON_CACHE_DIR is empty, and Triton compiles nothing then" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

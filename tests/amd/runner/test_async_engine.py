@@ -6,6 +6,7 @@ import random
 import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from rocm_serve.async_engine import AsyncEngine, EngineEnded, TooManyRequests
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Event, Request
-from rocm_serve.request_stream import OutputChunk, RequestFailed, RequestStream
+from rocm_serve.request_stream import Inbox, OutputChunk, RequestFailed, RequestStream
 from rocm_serve.text.tokenizer import TextStream
 from tests.amd.runner.async_engines import LONG, Broken, Gated, engine, is_empty, read, some_requests
 from tests.amd.runner.small_tokenizers import sentencepiece
@@ -197,7 +198,7 @@ async def test_a_request_that_fails_does_so_alone(prompt: tuple[int, ...], poiso
         with pytest.raises(RequestFailed, match=r"nan|infinite") as why:
             await read(bad)
         with pytest.raises(RequestFailed):
-            await bad.completion()
+            await asyncio.wait_for(bad.completion(), 60)
         assert [piece async for piece in bad] == [], "it is over"
         assert why.value.completion.finish_reason == "error"
         found = await others
@@ -338,6 +339,45 @@ async def test_tokens_that_came_before_the_end_are_read_first(
             await anext(stream)
         assert isinstance(waits_too.exception(), EngineEnded)
     assert piece.token_ids == engine(loaded).generate([LONG])[0].token_ids[:3]
+
+
+async def test_output_that_cannot_be_taken_in_fails_its_request_alone(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of all requests come in one message: those after it were lost, and waited for ever."""
+    served, add = engine(loaded), Inbox.add
+
+    def adding(inbox: Inbox, *given: Any) -> None:
+        if inbox.request.max_new_tokens == 7 and inbox.num_tokens == 2:
+            raise MemoryError("no room")
+        add(inbox, *given)
+
+    monkeypatch.setattr(Inbox, "add", adding)
+    requests = [replace(LONG, max_new_tokens=num) for num in (5, 7, 5)]
+    async with AsyncEngine(served) as front:
+        first, bad, last = (front.stream(request) for request in requests)
+        with pytest.raises(RequestFailed, match="its output could not be taken in: MemoryError: no room"):
+            await asyncio.wait_for(bad.completion(), 60)
+        found = [await asyncio.wait_for(stream.completion(), 60) for stream in (first, last)]
+    assert found == engine(loaded).generate([requests[0], requests[2]])
+    assert is_empty(served)
+
+
+async def test_a_message_that_cannot_be_taken_in_ends_the_engine_for_all(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(_: object) -> None:
+        raise Broken("mine")
+
+    served = engine(loaded)
+    async with AsyncEngine(served) as front:
+        streams = [front.stream(LONG) for _ in range(3)]
+        monkeypatch.setattr(front._books, "_take_output", breaks)
+        for stream in streams:
+            with pytest.raises(EngineEnded, match="Broken: mine"):
+                await asyncio.wait_for(stream.completion(), 60)
+    assert "a message of the engine could not be taken in" in caplog.text
+    assert is_empty(served)
 
 
 async def test_leaving_waits_for_those_that_are_served(loaded: LoadedModel) -> None:

@@ -274,6 +274,20 @@ async def test_a_killed_process_ends_all_streams_with_one_error_and_all_question
     assert "the engine's process was killed by SIGKILL" in sentence
 
 
+async def test_messages_that_cannot_be_read_end_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unreadable() -> None:
+        with EngineProcess(held) as process:
+            async with EngineClient(process) as client:
+                streams = client.streams([LONG] * 2)
+                await anext(streams[0])
+                monkeypatch.setattr(process, "_messages", Mock(side_effect=MemoryError("no room")))
+                streams[0].close()
+                with pytest.raises(EngineEnded, match="MemoryError: no room"):
+                    await streams[1].completion()
+
+    await asyncio.wait_for(unreadable(), 60)
+
+
 async def test_a_process_that_is_closed_before_its_client_ends_all_streams() -> None:
     """They waited for ever, and so did the client's end."""
     process = EngineProcess(held)

@@ -1,8 +1,9 @@
-"""Ctrl-C while an engine serves: it waits for the end of a step, and a second one does not."""
+"""Ctrl-C while an engine serves: it waits for the end of a step, and a second one does not. Memory that runs out."""
 
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -12,7 +13,8 @@ from rocm_attn.errors import WrongState
 from rocm_serve.engine import Engine
 from rocm_serve.held_interrupts import HeldInterrupts
 from rocm_serve.models.loading import LoadedModel
-from tests.amd.runner.serving import BASE, all_pages_are_free, alone, short_requests
+from rocm_serve.sampling.parameter_picker import TokensWithLogprobs
+from tests.amd.runner.serving import BASE, all_pages_are_free, alone, short_requests, until_done
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +58,9 @@ def test_a_second_ctrl_c_does_not_wait_and_the_engine_says_that_it_is_unusable(l
         engine.generate(short_requests())
     assert ends == ["whole", "whole", "halfway"]
     for call in (engine.step, lambda: engine.submit(short_requests()[0])):
-        with pytest.raises(WrongState, match="an interrupt has ended a step of this engine halfway; make another"):
+        with pytest.raises(
+            WrongState, match="an interrupt or an error has ended a step of this engine halfway; make another"
+        ):
             call()
 
 
@@ -81,6 +85,60 @@ def test_memory_that_runs_out_in_a_step_leaves_the_engine_usable(
     while engine.has_work:
         engine.step()
     assert [engine.completion(number) for number in numbers] == [alone(loaded, each) for each in short_requests()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_scheduler._enter_pages",
+        "_scheduler.finish_step",
+        "_scheduler._cache.leave",
+        "_scheduler._cache._give_up",
+        "_masks.ask",
+        "_speculation.follow",
+        "_publish_step",
+    ],
+)
+def test_memory_that_runs_out_while_tokens_are_noted_makes_the_engine_say_that_it_is_unusable(
+    name: str, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that went on had other tokens, or none for some requests."""
+    engine = Engine(loaded, replace(BASE, num_pages=17, max_batch_size=2))
+    *path, method = name.split(".")
+    owner = reduce(getattr, path, engine)
+    number, *_ = [engine.submit(request) for request in short_requests(4, 30)]
+
+    def run_out(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(owner, method, run_out)
+    with pytest.raises(MemoryError):
+        until_done(engine)
+    monkeypatch.undo()
+    engine.cancel(number)
+    with pytest.raises(WrongState, match="an interrupt or an error has ended a step of this engine halfway; make"):
+        until_done(engine)
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("method", ["read", "logprobs"])
+def test_tokens_that_could_not_be_read_are_read_again(
+    method: str, steps_ahead: int, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = Engine(loaded, replace(BASE, steps_ahead=steps_ahead)), replace(short_requests()[0], logprobs=2)
+    number, calls, real = engine.submit(request), list[bool](), getattr(TokensWithLogprobs, method)
+
+    def read(*given: Any) -> Any:
+        calls.append(True)
+        if len(calls) == 2:
+            raise MemoryError
+        return real(*given)
+
+    monkeypatch.setattr(TokensWithLogprobs, method, read)
+    with pytest.raises(MemoryError):
+        until_done(engine)
+    until_done(engine)
+    assert engine.completion(number) == alone(loaded, request)
 
 
 @pytest.mark.parametrize("leave", [HeldInterrupts.let_through, lambda held: None], ids=["let through", "left"])

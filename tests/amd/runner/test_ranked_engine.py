@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded
+from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, NeverFits
+from rocm_attn.machine.devices import memory_of
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
@@ -229,6 +230,9 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(BadSetting, match="4 ranks need a GPU each, and torch sees 2"):
         RankedEngine(load_poisoned, BASE, num_ranks=4, device_type="cuda")
+    has = memory_of(torch.device("cpu"))
+    with pytest.raises(NeverFits, match=f"taken by each of 2 ranks, {2 * has} together; .* at most {has // 2}$"):
+        RankedEngine(load_poisoned, replace(BASE, host_kv_bytes=has), num_ranks=2)
 
 
 def test_each_rank_has_a_flight_record_of_its_own() -> None:

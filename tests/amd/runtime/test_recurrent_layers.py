@@ -368,5 +368,11 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
     for name, value in (("k_dim", "8"), ("scale", None), ("scale", "1"), ("convolution", 4)):
         with pytest.raises(BadProblem, match=name):
             replace(GATED_DELTA, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(
+        BadProblem, match=f"a state of 4 heads, k_dim {2**31 - 1} and .* at most {2**31 - 1} are served"
+    ):
+        replace(GATED_DELTA, num_heads=4, num_k_heads=4, k_dim=2**31 - 1)  # bytes of its slots overflow an int64
+    with pytest.raises(BadProblem, match=f"a convolution of 2 channels and width {2**30} keeps {2**31} elements"):
+        replace(GATED_DELTA.convolution, channels=2, width=2**30)
     with pytest.raises(BadProblem, match="silu is 'no'"):
         replace(GATED_DELTA.convolution, silu="no")  # type: ignore[arg-type]

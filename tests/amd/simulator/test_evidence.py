@@ -245,6 +245,18 @@ def test_another_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert f"a.evidence holds no evidence of a step ({why}); give a file that" in said
 
 
+def test_a_file_whose_bytes_have_changed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its inputs or its code would be others than the server's, and the cause that is named a wrong one."""
+    path = tmp_path / "a.evidence"
+    serve(path, FlipsOnce())
+    content = bytearray(path.read_bytes())
+    code = torch.load(path, weights_only=True)["launches"][0]["code"].numpy().tobytes()
+    content[content.index(code) + 9] ^= 1
+    path.write_bytes(content)
+    assert main(["replay-step", str(path), "--simulate"]) == BAD_INPUT
+    assert "a.evidence is damaged: the bytes of" in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("key", ["function", "named"])
 def test_a_file_names_kernels_and_named_tuples_alone(key: str) -> None:

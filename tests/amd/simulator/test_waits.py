@@ -344,6 +344,10 @@ UNREADABLE = {
     "s_branch elsewhere": "the target",
     "v_mov_b32_e32 v1, ttmp4": "ttmp4",
     "s_mov_b32": "the operands of 's_mov_b32'",
+    "s_waitcnt lgkmc": "the counts of 's_waitcnt lgkmc'",
+    "s_waitcnt": "the counts of 's_waitcnt'",
+    "v_mfma_f32_16x16x16_f16 a[0:3], v[0:1], v[2:3], 0\ns_nop\nv_accvgpr_read_b32 v9, a0": "the number '' of 's_nop'",
+    "s_branch": "the target of 's_branch'",
     "v_mfma_f32_16x16x16_f16 a[0:3]": "the operands of 'v_mfma_f32_16x16x16_f16",
 }
 

@@ -34,8 +34,15 @@ if TYPE_CHECKING:
 _FORMAT = 1
 # Other files, and damaged ones, raise these.
 _NO_EVIDENCE = (
-    *(OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError),
-    *(UnpicklingError, zipfile.BadZipFile),
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    UnpicklingError,
+    zipfile.BadZipFile,
 )
 # A pool of more bytes is not kept whole, but by the pages of the step's sequences.
 WHOLE_BYTES = 64 << 20

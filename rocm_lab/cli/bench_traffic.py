@@ -13,4 +13,4 @@ def run(options: argparse.Namespace) -> None:
     traffic = Traffic(
         options.requests, options.rate, options.prompt, options.output, options.spread, options.shared_prefix
     )
-    sys.stdout.write(traffic.trace(options.seed).text())
+    sys.stdout.writelines(request.line() for request in traffic.requests(options.seed))

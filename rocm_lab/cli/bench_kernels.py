@@ -13,6 +13,7 @@ import torch
 
 from rocm_attn.cli.arguments import described_model, device_named, kv_encodings
 from rocm_attn.cli.streams import say
+from rocm_attn.cli.torch_failures import first_line, memory_failure
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.machine.target import detect_target
 from rocm_attn.machine.whole_files import require_place
@@ -70,14 +71,14 @@ def run(options: argparse.Namespace) -> None:
         f"multiplies {ceilings.flops_per_s / 1e12:.1f} TFLOP/s")  # fmt: skip
     race = Race(race_of, device, ceilings, kernel_options, meter)
     rows: list[ContestantResult] = []
-    failure: RuntimeError | KeyboardInterrupt | None = None
+    failure: RuntimeError | MemoryError | KeyboardInterrupt | None = None
     try:
         for found in race.rows(_begun(cases, options.max_seconds)):
             rows += found
             if not options.json:
                 print("\n".join(lines_of(found)), flush=True)
     # Earlier results are written after a fault of the device too, on which nothing runs then.
-    except (RuntimeError, KeyboardInterrupt) as error:
+    except (RuntimeError, MemoryError, KeyboardInterrupt) as error:
         failure = error
     result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
     if options.out:
@@ -88,8 +89,8 @@ def run(options: argparse.Namespace) -> None:
         raise failure
     if failure is not None:
         at = cases[len(dict.fromkeys(row.case for row in rows))]
-        first = str(failure).strip().splitlines()[0]
-        raise WrongResults(f"the device failed at {at.name}, and the cases from there on are not measured: {first}")
+        what = "memory ran out" if memory_failure(failure) else "the device failed"
+        raise WrongResults(f"{what} at {at.name}, and the cases from there on are not measured: {first_line(failure)}")
     _raise_for_wrong(rows)
 
 

@@ -135,9 +135,15 @@ def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.M
             EXIT_FAILED,
             "the device failed at 4/2 x 16: 2d50, and the cases from there on",
         ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            EXIT_FAILED,
+            "memory ran out at 4/2 x 16: 2d50, and the cases from there on",
+        ),
+        (MemoryError(), EXIT_FAILED, "memory ran out at 4/2 x 16: 2d50, and the cases from there on"),
         (KeyboardInterrupt(), INTERRUPTED, "rocm-attn: interrupted"),
     ],
-    ids=["a fault", "an interrupt"],
+    ids=["a fault", "memory of torch", "memory of Python", "an interrupt"],
 )
 def test_what_was_measured_before_the_device_failed_is_written(
     error: BaseException, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture

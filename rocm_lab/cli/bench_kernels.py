@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -100,23 +101,31 @@ def _run_host(options: argparse.Namespace, device: torch.device) -> None:
         raise BadSetting("--suite host is measured alone; leave out other suites, --batch, --layer, --heads, --config")
     usual = HostOptions() if device.type == "cuda" else HostOptions(num_layers=4, num_seqs=(1, 8))
     host_options = replace(usual, rounds=options.rounds or usual.rounds)
-    rows = []
-    for row in host_rows(
-        options.providers or (("triton",) if device.type == "cuda" else ("torch",)), device, host_options
-    ):
-        rows.append(row)
-        if not options.json:
-            found = f"{row['us']:.1f} us" if row["status"] == OK else f"WRONG: {row['reason']}"
-            print(f"{row['case']}, {row['batch']}, {row['provider']}: {found}", flush=True)
-    target = detect_target(device)
-    result = {**head(KERNELS, device), "arch": target.arch, "options": asdict(host_options), "rows": rows}
+    providers = options.providers or (("triton",) if device.type == "cuda" else ("torch",))
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in host_rows(providers, device, host_options):
+            rows.append(row)
+            if not options.json:
+                found = f"{row['us']:.1f} us" if row["status"] == OK else f"WRONG: {row['reason']}"
+                print(f"{row['case']}, {row['batch']}, {row['provider']}: {found}", flush=True)
+    finally:  # earlier results are kept after an error or Ctrl-C
+        if rows:
+            _write_host(options, device, host_options, rows)
+    bad = [f"{row['provider']}, {row['case']}: {row['reason']}" for row in rows if row["status"] != OK]
+    if bad:
+        raise WrongResults(f"{bad[0]}; wrong results have no time")
+
+
+def _write_host(
+    options: argparse.Namespace, device: torch.device, host_options: HostOptions, rows: list[dict[str, Any]]
+) -> None:
+    arch = detect_target(device).arch
+    result = {**head(KERNELS, device), "arch": arch, "options": asdict(host_options), "rows": rows}
     if options.out:
         write_json(Path(options.out), result)
     if options.json:
         print(as_text(result))
-    bad = [f"{row['provider']}, {row['case']}: {row['reason']}" for row in rows if row["status"] != OK]
-    if bad:
-        raise WrongResults(f"{bad[0]}; wrong results have no time")
 
 
 def _begun(cases: Sequence[SuiteCase], max_seconds: float) -> Iterator[SuiteCase]:

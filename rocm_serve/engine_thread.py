@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Concatenate, ParamSpec, Protocol
@@ -28,6 +27,8 @@ from rocm_serve.text.constraint import MOST_COMPILING
 _LOOK_AT_OWNER_SECONDS = 1.0
 # Interval at which an idle thread checks whether a request is prepared.
 _LOOK_AT_PREPARED_SECONDS = 0.005
+# Until there may be memory again for the last message.
+_TELL_AGAIN_SECONDS = 0.1
 # Most seconds for preparing a request, which is compiling its constraint.
 MOST_PREPARING_SECONDS = 20.0
 
@@ -162,9 +163,9 @@ class EngineThread:
             logging.getLogger(__name__).warning("%s before the engine was stopped", gone)
         except BaseException as ending:  # callers get to know it
             error = ending
-            logging.getLogger(__name__).error("the engine has ended", exc_info=ending)
-        with suppress(OwnerGone):
-            owner(Ended(error))
+        _tell_end(owner, error)
+        if error is not None:  # after the owner, because memory for the log may be lacking
+            logging.getLogger(__name__).error("the engine has ended", exc_info=error)
         try:
             for number in self._ticket_of:
                 self._engine.cancel(number)
@@ -312,3 +313,16 @@ class EngineThread:
             self._owner(Answer(number, None, error))
         else:
             self._owner(Answer(number, result))
+
+
+def _tell_end(owner: Owner, error: BaseException | None) -> None:
+    """Sends Ended, again and again while there is no memory for it: the owner waits for this message."""
+    while True:
+        try:
+            owner(Ended(error))
+        except OwnerGone:
+            return
+        except MemoryError:
+            time.sleep(_TELL_AGAIN_SECONDS)
+        else:
+            return

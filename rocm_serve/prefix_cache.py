@@ -203,8 +203,9 @@ class PrefixCache:
     def admit(self, row: CachedRow, found: Found) -> int:
         """Admits a row of the table that begins with the pages that were found; returns its number."""
         columns, start = self._columns, len(found) * self._page_size
-        number = self._table.kept.admit_over(columns.kept_id[found], start) if len(found) else self._table.admit()
+        ids = columns.kept_id[found]
         with self.changes:
+            number = self._table.kept.admit_over(ids, start) if len(found) else self._table.admit()
             row.pages, row.newest_state = found.tolist(), NO_PAGE
             if row.pages and self._has_states:
                 self._states.move_to_end(row.pages[-1])

@@ -56,7 +56,7 @@ def must_be_after(head: RecordHead, kv_len: int, kept: int) -> None:
             f"the buffer holds no state, because the sender's device had none after {kv_len} tokens of the row; send "
             "tokens that a state is there for"
         )
-    if head.tokens != kv_len or not 0 <= head.tokens - head.folded <= kept:
+    if head.tokens != kv_len or not 0 <= head.folded <= head.tokens <= head.folded + kept:
         raise BadTensor(
             f"the buffer holds the state after {head.tokens} tokens, {head.folded} of them folded, and the extent has "
             f"{kv_len}; send the buffer and the extent of one export_row()"

@@ -51,14 +51,14 @@ class TracedRequest:
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
 
-    def as_json(self) -> dict[str, Any]:
+    def line(self) -> str:
         """Returns a line of the own schema."""
         found: dict[str, Any] = {
             "arrival_s": self.arrival_s,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
         }
-        return found | ({"prefix": list(self.prefix)} if self.prefix else {})
+        return json.dumps(found | ({"prefix": list(self.prefix)} if self.prefix else {})) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class RequestTrace:
 
     def text(self) -> str:
         """Returns the text of a file of the own schema."""
-        return "".join(json.dumps(request.as_json()) + "\n" for request in self.requests)
+        return "".join(request.line() for request in self.requests)
 
 
 def read_trace(path: Path) -> RequestTrace:

@@ -8,11 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rocm_attn.cli.arguments import described_model, device_named, kv_encodings
 from rocm_attn.cli.streams import say
+from rocm_attn.cli.torch_failures import first_line, memory_failure
 from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.machine.target import detect_target
 from rocm_attn.machine.whole_files import require_place
@@ -70,14 +72,14 @@ def run(options: argparse.Namespace) -> None:
         f"multiplies {ceilings.flops_per_s / 1e12:.1f} TFLOP/s")  # fmt: skip
     race = Race(race_of, device, ceilings, kernel_options, meter)
     rows: list[ContestantResult] = []
-    failure: RuntimeError | KeyboardInterrupt | None = None
+    failure: RuntimeError | MemoryError | KeyboardInterrupt | None = None
     try:
         for found in race.rows(_begun(cases, options.max_seconds)):
             rows += found
             if not options.json:
                 print("\n".join(lines_of(found)), flush=True)
     # Earlier results are written after a fault of the device too, on which nothing runs then.
-    except (RuntimeError, KeyboardInterrupt) as error:
+    except (RuntimeError, MemoryError, KeyboardInterrupt) as error:
         failure = error
     result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
     if options.out:
@@ -88,8 +90,8 @@ def run(options: argparse.Namespace) -> None:
         raise failure
     if failure is not None:
         at = cases[len(dict.fromkeys(row.case for row in rows))]
-        first = str(failure).strip().splitlines()[0]
-        raise WrongResults(f"the device failed at {at.name}, and the cases from there on are not measured: {first}")
+        what = "memory ran out" if memory_failure(failure) else "the device failed"
+        raise WrongResults(f"{what} at {at.name}, and the cases from there on are not measured: {first_line(failure)}")
     _raise_for_wrong(rows)
 
 
@@ -99,23 +101,31 @@ def _run_host(options: argparse.Namespace, device: torch.device) -> None:
         raise BadSetting("--suite host is measured alone; leave out other suites, --batch, --layer, --heads, --config")
     usual = HostOptions() if device.type == "cuda" else HostOptions(num_layers=4, num_seqs=(1, 8))
     host_options = replace(usual, rounds=options.rounds or usual.rounds)
-    rows = []
-    for row in host_rows(
-        options.providers or (("triton",) if device.type == "cuda" else ("torch",)), device, host_options
-    ):
-        rows.append(row)
-        if not options.json:
-            found = f"{row['us']:.1f} us" if row["status"] == OK else f"WRONG: {row['reason']}"
-            print(f"{row['case']}, {row['batch']}, {row['provider']}: {found}", flush=True)
-    target = detect_target(device)
-    result = {**head(KERNELS, device), "arch": target.arch, "options": asdict(host_options), "rows": rows}
+    providers = options.providers or (("triton",) if device.type == "cuda" else ("torch",))
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in host_rows(providers, device, host_options):
+            rows.append(row)
+            if not options.json:
+                found = f"{row['us']:.1f} us" if row["status"] == OK else f"WRONG: {row['reason']}"
+                print(f"{row['case']}, {row['batch']}, {row['provider']}: {found}", flush=True)
+    finally:  # earlier results are kept after an error or Ctrl-C
+        if rows:
+            _write_host(options, device, host_options, rows)
+    bad = [f"{row['provider']}, {row['case']}: {row['reason']}" for row in rows if row["status"] != OK]
+    if bad:
+        raise WrongResults(f"{bad[0]}; wrong results have no time")
+
+
+def _write_host(
+    options: argparse.Namespace, device: torch.device, host_options: HostOptions, rows: list[dict[str, Any]]
+) -> None:
+    arch = detect_target(device).arch
+    result = {**head(KERNELS, device), "arch": arch, "options": asdict(host_options), "rows": rows}
     if options.out:
         write_json(Path(options.out), result)
     if options.json:
         print(as_text(result))
-    bad = [f"{row['provider']}, {row['case']}: {row['reason']}" for row in rows if row["status"] != OK]
-    if bad:
-        raise WrongResults(f"{bad[0]}; wrong results have no time")
 
 
 def _begun(cases: Sequence[SuiteCase], max_seconds: float) -> Iterator[SuiteCase]:

@@ -43,13 +43,18 @@ def run(options: argparse.Namespace) -> None:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     key, results, energy = os.environ.get(KEY_VARIABLE, ""), {}, {}
-    for name, url in servers.items():
-        # The server runs on this machine only if its name says so.
-        local = any(place in url for place in ("//127.", "//localhost", "//[::1]"))
-        meter = meter_of(device) if local else EnergyMeter(lambda: float("nan"), "", "the server is on another machine")
-        results[name] = asyncio.run(run_load(url, options.model, key, trace, how, meter))
-        energy[name] = meter.why_not or meter.source
-    _show(options, results, device, energy)
+    try:
+        for name, url in servers.items():
+            # The server runs on this machine only if its name says so.
+            local = any(place in url for place in ("//127.", "//localhost", "//[::1]"))
+            elsewhere = EnergyMeter(lambda: float("nan"), "", "the server is on another machine")
+            meter = meter_of(device) if local else elsewhere
+            energy[name] = meter.why_not or meter.source
+            results[name] = asyncio.run(run_load(url, options.model, key, trace, how, meter))
+    finally:  # earlier servers' results are kept at Ctrl-C, or if a later server is not there
+        if results:
+            _show(options, results, device, energy)
+    _require_answers(results)
 
 
 def _named(word: str) -> tuple[str, str]:
@@ -64,7 +69,7 @@ def _named(word: str) -> tuple[str, str]:
 def _show(
     options: argparse.Namespace, results: Mapping[str, ServingResult], device: torch.device, energy: Mapping[str, str]
 ) -> None:
-    """Prints, writes and draws the results. Raises RequestsLost, BadSetting.
+    """Prints, writes and draws the results. Raises BadSetting.
 
     energy: the counter at each target, or why there is none
     """
@@ -82,6 +87,10 @@ def _show(
     else:
         for row, result in zip(rows, results.values(), strict=True):
             print("\n".join([f"{row['target']}:", *(f"  {line}" for line in result.lines())]))
+
+
+def _require_answers(results: Mapping[str, ServingResult]) -> None:
+    """Raises RequestsLost if requests failed."""
     for target, result in results.items():
         if result.num_failed:
             reason = next(iter(result.failures))

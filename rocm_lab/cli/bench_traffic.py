@@ -13,4 +13,5 @@ def run(options: argparse.Namespace) -> None:
     traffic = Traffic(
         options.requests, options.rate, options.prompt, options.output, options.spread, options.shared_prefix
     )
-    sys.stdout.write(traffic.trace(options.seed).text())
+    for request in traffic.requests(options.seed):
+        sys.stdout.write(request.line())

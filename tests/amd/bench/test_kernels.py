@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -34,6 +34,7 @@ from rocm_lab.bench.peers.torch_sdpa import TorchSdpa
 from rocm_lab.bench.result_file import lines_of, read_result
 from rocm_lab.bench.step_data import StepData
 from rocm_lab.bench.suites import SuiteCase, suite
+from rocm_lab.cli import bench_kernels
 from tests.amd.bench.layers import CPU, LAYER
 
 Capture = pytest.CaptureFixture[str]
@@ -135,9 +136,15 @@ def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.M
             EXIT_FAILED,
             "the device failed at 4/2 x 16: 2d50, and the cases from there on",
         ),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            EXIT_FAILED,
+            "memory ran out at 4/2 x 16: 2d50, and the cases from there on",
+        ),
+        (MemoryError(), EXIT_FAILED, "memory ran out at 4/2 x 16: 2d50, and the cases from there on"),
         (KeyboardInterrupt(), INTERRUPTED, "rocm-attn: interrupted"),
     ],
-    ids=["a fault", "an interrupt"],
+    ids=["a fault", "memory of torch", "memory of Python", "an interrupt"],
 )
 def test_what_was_measured_before_the_device_failed_is_written(
     error: BaseException, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
@@ -154,6 +161,21 @@ def test_what_was_measured_before_the_device_failed_is_written(
     assert run_kernels(*batches, *SMALL, "--out", str(tmp_path / "run.json")) == code
     assert says in capsys.readouterr().err
     assert {row["batch"] for row in read_result(tmp_path / "run.json").rows} == {"3d40"}
+
+
+def test_what_was_measured_of_the_host_before_an_interrupt_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    row = {"case": "a step", "batch": "1d1", "provider": "torch", "us": 1.0, "status": OK}
+
+    def interrupted(*_: object) -> Iterator[dict[str, Any]]:
+        yield row
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_kernels, "host_rows", interrupted)
+    out = tmp_path / "run.json"
+    assert main(["bench", "kernels", "--device", "cpu", "--suite", "host", "--out", str(out)]) == INTERRUPTED
+    assert json.loads(out.read_text())["rows"] == [row]
 
 
 @pytest.mark.parametrize("suite", [["--batch", "3d40"], ["--suite", "host"]], ids=str)

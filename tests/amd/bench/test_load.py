@@ -7,15 +7,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main
 from rocm_attn.errors import BadSetting
 from rocm_lab.bench.energy import EnergyMeter
 from rocm_lab.bench.load import LoadOptions, Quantiles, RequestRecord, Sending, ServingResult
 from rocm_lab.bench.openai_load import OpenAITarget, _Answer, run_load
 from rocm_lab.bench.request_trace import RequestTrace, TracedRequest
+from rocm_lab.cli import bench_serve
 from tests.amd.bench.openai_stand_in import StandIn
 from tests.amd.forked import run_python
 
@@ -174,6 +176,27 @@ def test_the_command_writes_what_came_of_a_trace(tmp_path: Path, capsys: pytest.
         assert {"p50_ms", "p90_ms", "p99_ms", "mean_ms", "count"} == found["rows"][0]["first_token"].keys()
         assert main(["bench", "serve", "--url", url, *arguments, "--requests", "1"]) == FAILED
         assert "1 of 1 requests failed; first reason: HTTP 503" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [(KeyboardInterrupt(), INTERRUPTED), (BadSetting("no such server"), BAD_INPUT)], ids=repr
+)
+def test_servers_that_were_measured_before_one_could_not_be_are_kept(
+    ending: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    trace.write_text(TRACE.text())
+
+    async def load(url: str, *given: Any) -> ServingResult:
+        if url.endswith("2"):
+            raise ending
+        return await run_load(url, *given)
+
+    monkeypatch.setattr(bench_serve, "run_load", load)
+    with in_a_thread(StandIn(refuse={5: 503})) as url:
+        servers = ["--url", f"one={url}", "--url", "two=http://127.0.0.1:2"]
+        assert main(["bench", "serve", *servers, "--trace", str(trace), "--out", str(out)]) == code
+    assert [row["target"] for row in json.loads(out.read_text())["rows"]] == ["one"]
 
 
 def test_several_servers_get_the_same_load_one_after_the_other_and_are_drawn(

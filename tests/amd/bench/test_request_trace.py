@@ -1,7 +1,7 @@
 """Traces of requests: three public schemas, our own one, and made-up ones."""
 
 import json
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import mean, median
 
@@ -119,6 +119,13 @@ def test_made_up_requests_share_the_prefix_that_is_asked_for() -> None:
     assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
     assert min(map(min, prompts)) >= FIRST_TOKEN_ID
     assert max(map(max, prompts)) < 64
+
+
+def test_requests_are_made_up_one_by_one_and_no_length_is_above_int32() -> None:
+    """Memory was full before the first line, by all requests or by the blocks of one prompt."""
+    requests = Traffic(2**31 - 1, 8.0, 2**31 - 1, 2**31 - 1, spread=10.0).requests(seed=1)
+    assert {(each.prompt_tokens, each.prefix) for each in islice(requests, 100)} >= {(2**31 - 1, ())}
+    assert max(each.output_tokens for each in islice(requests, 100)) == 2**31 - 1
 
 
 def test_a_trace_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rocm_attn.integrations.kv_passport import KVPassport
 from rocm_attn.integrations.kv_transfer import KVExporter, KVImporter
 from rocm_attn.kernels.states.arguments import Update
 from rocm_attn.paging.state_pool import RecurrentLayers, StatePool, StateSource
-from rocm_attn.paging.state_record import RecordHead, num_record_bytes, read_head, write_record
+from rocm_attn.paging.state_record import RecordHead, must_be_after, num_record_bytes, read_head, write_record
 from rocm_attn.recurrence import Recurrence
 from tests.amd.integrations.kv_stories import of_row
 from tests.amd.worlds.hybrid import ALL_KINDS, CHANNELS, GATED_DELTA, KEPT, PAGE_SIZE, SUMS, Hybrid, Told
@@ -268,6 +268,14 @@ def test_bytes_of_a_state_that_changed_on_their_way_are_refused_and_nothing_is_w
     assert not target.runtime.table.tokens.stored_len[row]
     importer.import_row(row, sent.extent, good)
     target.step([Told(row, sent.ids)], [target.ids(2)])
+
+
+@pytest.mark.parametrize("folded", [-1, 3])
+def test_a_state_into_which_no_such_number_of_tokens_can_be_folded_is_refused(folded: int) -> None:
+    """With -1, from which 2 is not more than KEPT tokens away, the next step gave NaN."""
+    must_be_after(RecordHead(2, 0, 0), 2, KEPT)
+    with pytest.raises(BadTensor, match=f"the state after 2 tokens, {folded} of them folded"):
+        must_be_after(RecordHead(2, folded, 0), 2, KEPT)
 
 
 @pytest.mark.parametrize("num_words", [0, 1, 31, 32, 37, 96])

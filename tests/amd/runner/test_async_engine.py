@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rocm_attn.errors import BadRequest, BadSetting, WrongState
-from rocm_serve.async_engine import AsyncEngine, EngineEnded, TooManyRequests
+from rocm_serve.async_engine import AsyncEngine, EngineEnded, TooManyRequests, _Books
 from rocm_serve.engine import Engine
+from rocm_serve.engine_thread import Ended, Message
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.request import Event, Request
 from rocm_serve.request_stream import Inbox, OutputChunk, RequestFailed, RequestStream
@@ -378,6 +379,26 @@ async def test_a_message_that_cannot_be_taken_in_ends_the_engine_for_all(
                 await asyncio.wait_for(stream.completion(), 60)
     assert "a message of the engine could not be taken in" in caplog.text
     assert is_empty(served)
+
+
+async def test_an_engine_without_memory_for_its_last_message_sends_it_later(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who waited for the engine's end waited for ever."""
+    missing, post = [MemoryError("no room")] * 2, _Books.post
+
+    def posting(books: _Books, message: Message) -> None:
+        if isinstance(message, Ended) and missing:
+            raise missing.pop()
+        post(books, message)
+
+    monkeypatch.setattr(_Books, "post", posting)
+    front = await AsyncEngine(engine(loaded)).__aenter__()
+    stream = front.stream(LONG)
+    await asyncio.wait_for(front.stop(), 60)
+    with pytest.raises(EngineEnded, match="it was stopped"):
+        await asyncio.wait_for(stream.completion(), 60)
+    assert not missing
 
 
 async def test_leaving_waits_for_those_that_are_served(loaded: LoadedModel) -> None:

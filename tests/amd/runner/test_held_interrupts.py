@@ -94,6 +94,7 @@ def test_memory_that_runs_out_in_a_step_leaves_the_engine_usable(
         "_scheduler.finish_step",
         "_scheduler._cache.leave",
         "_scheduler._cache._give_up",
+        "_scheduler._table._rows.states.begin_at",
         "_masks.ask",
         "_speculation.follow",
         "_publish_step",

@@ -5,42 +5,33 @@ python -m rocm_lab.benchmarks.ranks --out rocm_lab/benchmarks/results/ranks_h200
 A Llama of 8B with random weights in bfloat16 is served greedily over graphs by 1, 2, 4, ... ranks, as many as there are
 GPUs. The front process commands the ranks, as it does in a server.
 
-decode: all requests have their prompts of 512 tokens behind them; the median time between steps, of which each brings
-        a token of every request
+decode: the prompts of all requests, 512 tokens each, are computed; the median time between two steps, each of which
+        brings every request one token
 prompt: one prompt of 8,192 tokens alone, until its token comes; the median of a few
 """
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
 
 import torch
 
-from rocm_lab.benchmarks.random_models import LLAMA_8B, random_model
+from rocm_lab.benchmarks.random_models import random_model
 from rocm_lab.benchmarks.round_time import prompt_of
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
+from rocm_lab.benchmarks.step_profile import DECODES, LONG_PROMPT, MODELS, MOST_TOKENS, PROMPT, measured
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 from rocm_serve.parallel.ranked_engine import RankedEngine
 from rocm_serve.ranks import Ranks
 from rocm_serve.request import Request, TokenEvent
 
-MODEL = dataclasses.replace(LLAMA_8B, context_len=65536)
-PROMPT, LONG_PROMPT = 512, 8192
-DECODES = (1, 32, 256)
+MODEL = MODELS["8B"]
 WARM_STEPS, STEPS = 24, 96
-MOST_TOKENS = 2048  # of a text: more than the steps until all requests run, and those that are measured
 WARM_PROMPTS, PROMPTS = 2, 5
-OPTIONS = EngineOptions(
-    max_batch_size=max(DECODES),
-    max_kv_len=LONG_PROMPT + MOST_TOKENS,
-    prefix_caching=False,
-    capture_after=0,
-    kv_bytes=48 << 30,
-)
+OPTIONS = measured(EngineOptions(), max(DECODES), 0)
 
 
 def load(*, device: torch.device, ranks: Ranks) -> LoadedModel:

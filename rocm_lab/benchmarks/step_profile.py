@@ -6,7 +6,7 @@ An engine serves a model with random weights in bfloat16, greedily, over graphs:
 of models with experts, which take a step's time in the same proportions as all of them. One model is served in
 deterministic mode too. Each row is one load:
 
-decode: all requests have their prompts of 512 tokens behind them, and a step brings each one token
+decode: the prompts of all requests, 512 tokens each, are computed, and a step brings each request one token
 prompt: one prompt of 8,192 tokens, in one step
 mixed:  all but one request decode, and the step holds as many tokens of a long prompt as the engine's budget allows,
         2,048 at most: their number varies, so there is no lower bound
@@ -101,11 +101,9 @@ MOST_KERNELS = 24
 ROUND_US = 2000.0  # of a round of the limits' clock
 
 
-def engine_of(loaded: LoadedModel, options: EngineOptions, num_seqs: int, chunk: int) -> Engine:
-    """Returns an engine that captures a graph where it needs one. The engine before it gives its memory back."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    options = dataclasses.replace(
+def measured(options: EngineOptions, num_seqs: int, chunk: int) -> EngineOptions:
+    """Returns the options with which steps of num_seqs requests are measured; a graph is captured at its first need."""
+    return dataclasses.replace(
         options,
         max_batch_size=num_seqs,
         max_kv_len=LONG_PROMPT + MOST_TOKENS,
@@ -114,7 +112,13 @@ def engine_of(loaded: LoadedModel, options: EngineOptions, num_seqs: int, chunk:
         kv_bytes=48 << 30,
         chunk=chunk,
     )
-    return Engine(loaded, options)
+
+
+def engine_of(loaded: LoadedModel, options: EngineOptions, num_seqs: int, chunk: int) -> Engine:
+    """Returns an engine. The one before it gives its memory back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return Engine(loaded, measured(options, num_seqs, chunk))
 
 
 def decode(loaded: LoadedModel, options: EngineOptions, num_seqs: int) -> Row:

@@ -36,18 +36,22 @@ class ExpertProblem:
         """The row of x of each pair, by expert, if it is not the same row."""
         return None if self.of_pairs else self.groups.tokens
 
+    @property
+    def order(self) -> list[int]:
+        """The pairs by expert."""
+        owner = self.expert.flatten().tolist()
+        return sorted(range(len(owner)), key=owner.__getitem__)
+
     def by_pair(self, out: Tensor) -> Tensor:
         """The rows of a product, which lie by expert, in the order of pairs."""
-        owner = self.expert.flatten().tolist()
         placed = torch.empty_like(out)
-        placed[sorted(range(len(owner)), key=owner.__getitem__)] = out
+        placed[self.order] = out
         return placed
 
-    def row_of(self, pair: int) -> int:
-        """The row of x of a pair."""
-        owner = self.expert.flatten().tolist()
-        before = (each < owner[pair] or (each == owner[pair] and other < pair) for other, each in enumerate(owner))
-        return sum(before) if self.of_pairs else pair // self.expert.shape[1]
+    def rows_of_pairs(self) -> Tensor:
+        """The row of x of each pair, in float64."""
+        x = self.x.double()
+        return self.by_pair(x) if self.of_pairs else x.repeat_interleave(self.expert.shape[1], 0)
 
     @property
     def choice(self) -> Choice:
@@ -64,9 +68,9 @@ class ExpertProblem:
 
     def assert_served(self, out: Tensor) -> None:
         """Checks rows, by pair, against products, within the error of a float32 sum of their length and rounding."""
-        x, weight, result = self.x.double().cpu(), self.weight.double().cpu(), out.double().cpu()
+        x, weight, result = self.rows_of_pairs().cpu(), self.weight.double().cpu(), out.double().cpu()
         for pair, expert in enumerate(self.expert.flatten().tolist()):
-            row = x[self.row_of(pair)]
+            row = x[pair]
             exact, size = weight[expert] @ row, weight[expert].abs() @ row.abs()
             if self.bias is not None:
                 exact = exact + self.bias[expert].double().cpu()
@@ -76,9 +80,9 @@ class ExpertProblem:
 
     def assert_gated(self, out: Tensor, form: GateForm) -> None:
         """Checks rows, by pair, against their products, combined."""
-        x, weight = self.x.double(), self.weight.double()
+        x, weight = self.rows_of_pairs(), self.weight.double()
         for pair, expert in enumerate(self.expert.flatten().tolist()):
-            products = weight[expert] @ x[self.row_of(pair)]
+            products = weight[expert] @ x[pair]
             if self.bias is not None:
                 products = products + self.bias[expert].double()
             size = products.square().mean().sqrt()

@@ -584,7 +584,7 @@ def block_size(args: ProductArgs, compute_units: int) -> BlockSize:
     of 1.1B: 2,259, 2,606 and 3,567 us a step; by 256 columns alone 3,404, 3,664 and 4,547.
 
     If each processor has several blocks, an expert's last one may have up to 192 pairs. H200: 512 experts of 2048 x 512
-    with 160 pairs take 1,206 us, and 1,374 with 128 in a block.
+    with 160 pairs take 1,206 us, and 1,374 with 128 in a block; with 1 or 2 pairs 535 and 520.
 
     With experts, the size of any number of tokens is that of a power of 2 too: kernels are compiled ahead for these.
     """
@@ -597,7 +597,9 @@ def block_size(args: ProductArgs, compute_units: int) -> BlockSize:
         return -(-_blocks(args, size, num_pairs) // compute_units) * (size.columns + _COLUMNS_OF_ROWS)
 
     size = min(_WIDE, _HALF, _QUARTER, key=time)
-    return _TALL if size is _WIDE and _blocks(args, _WIDE, num_pairs) >= _SEVERAL * compute_units else size
+    has_several = _blocks(args, _WIDE, num_pairs) >= _SEVERAL * compute_units
+    # With less than half a block of an expert's pairs on average, few blocks have the third group.
+    return _TALL if size is _WIDE and has_several and 2 * num_pairs >= _BLOCK_ROWS * len(args.weight) else size
 
 
 def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> None:

@@ -24,12 +24,10 @@ from rocm_serve.models.mlp_weights import ExpertWeights
 # experts, 47 and 37 for 65,536; 12 and 24 us for 2,560 pairs and 512 experts, 42 and 38 for 16,384.
 _MOST_COMPARED = 3 << 21
 _EXPERTS_AT_ONCE = 128
-# With fewer rows of an expert on average, blocks of 64 columns keep more multiprocessors at work (H200).
-_LEAST_ROWS_FOR_HOPPER = 2
-# Experts for each pair of a token and an expert, from which on tokens hardly share any: see few_tokens.py. H200, gate,
-# product and sum of 128 experts of 2048 x 768, 8 of a token, without sorting and with: 25 and 30 us for one token, 45
-# and 51 for two, 81 and 85 for four, 151 and 137 for eight; of 512 of 2048 x 512, 10 of a token: 20 and 30, 35 and 48,
-# 64 and 80, 123 and 143.
+# Experts for each pair of a token and an expert, from which on tokens hardly share any: see few_tokens.py. H200, choice,
+# gate, products and sum of 128 experts of 2048 x 768, 8 of a token, without sorting and with: 28 and 35 us for one
+# token, 47 and 52 for two, 65 and 69 for three, 83 and 81 for four; of 513 of 2048 x 512, 11 of a token: 28 and 39, 44
+# and 58, 60 and 68, 76 and 87, 103 and 99 for five.
 _EXPERTS_OF_PAIR = 8
 
 
@@ -155,9 +153,7 @@ def expert_products(
 
     form = None if gate is None else form_of(gate)
     args = ProductArgs.of_experts(x, weight, bias, chosen.groups, source, out, form)
-    mean_rows = -(-num_pairs // chosen.num_experts)
-    by_hopper = (fixed or mean_rows >= _LEAST_ROWS_FOR_HOPPER) and args.suits_hopper
-    multiply(args, mean_rows, by_hopper=by_hopper, fixed=fixed)
+    multiply(args, -(-num_pairs // chosen.num_experts), by_hopper=args.suits_hopper, fixed=fixed)
     return out
 
 

@@ -24,10 +24,10 @@ from rocm_serve.models.mlp_weights import ExpertWeights
 # experts, 47 and 37 for 65,536; 12 and 24 us for 2,560 pairs and 512 experts, 42 and 38 for 16,384.
 _MOST_COMPARED = 3 << 21
 _EXPERTS_AT_ONCE = 128
-# Experts for each pair of a token and an expert, from which on tokens hardly share any: see few_tokens.py. H200, choice,
-# gate, products and sum of 128 experts of 2048 x 768, 8 of a token, without sorting and with: 28 and 35 us for one
-# token, 47 and 52 for two, 65 and 69 for three, 83 and 81 for four; of 513 of 2048 x 512, 11 of a token: 28 and 39, 44
-# and 58, 60 and 68, 76 and 87, 103 and 99 for five.
+# Experts for each pair of a token and an expert, from which on tokens hardly share any: see few_tokens.py. H200,
+# choice, products, gate and sum of 128 experts of 2048 x 768, 8 of a token, without sorting and with: 28 and 35 us for
+# one token, 47 and 52 for two, 65 and 69 for three, 83 and 81 for four; of 513 of 2048 x 512, 11 of a token: 28 and 39,
+# 44 and 58, 60 and 68, 76 and 87, 103 and 99 for five.
 _EXPERTS_OF_PAIR = 8
 
 

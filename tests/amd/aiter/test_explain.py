@@ -11,18 +11,15 @@ from rocm_attn.cli import main
 from rocm_attn.cli.arguments import requested_target
 from rocm_attn.machine.aiter_marks import MARKS
 from rocm_attn.selection.table import markdown
-from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, PAGE, explained, page_with_table, place
+from tests.amd.aiter.explained import GOLDEN, MODELS, PAGE, explained, page_with_table, place
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.hf_models import PUBLISHED
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_is_explained_as_in_its_golden_file(model: str, arch: str) -> None:
-    assert explained(model, arch) == place(model, arch).read_text(), (
-        "python -m tests.amd.aiter.explained writes it anew"
-    )
+def test_a_model_is_explained_as_in_its_golden_file(model: str) -> None:
+    assert explained(model) == place(model).read_text(), "python -m tests.amd.aiter.explained writes it anew"
 
 
 # Model -> its recurrent layers, and the bytes of one on a rank: 4 * heads * 128 * 128 and 2 * 3 * channels.
@@ -50,7 +47,7 @@ def test_every_layer_is_listed_once_and_recurrent_ones_with_their_state(
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert set(GOLDEN.iterdir()) == {place(model, arch) for model in MODELS for arch in ARCHS}
+    assert set(GOLDEN.iterdir()) == set(map(place, MODELS))
 
 
 HERE = Path(__file__).parent / "configs"

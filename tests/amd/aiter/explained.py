@@ -54,12 +54,15 @@ MODELS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _config_of(model: str) -> Path:
-    return HERE / "configs" / f"{model.removesuffix('.eight-bits').removesuffix('.records')}.json"
+def config_of(model: str) -> Path:
+    """Returns a published config, all of it or the fields that its layers need."""
+    name = f"{model.removesuffix('.eight-bits').removesuffix('.records')}.json"
+    whole = HERE.parent / "runner" / "published" / name
+    return whole if whole.exists() else HERE / "configs" / name
 
 
 def _config(model: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(_config_of(model).read_text())
+    config: dict[str, Any] = json.loads(config_of(model).read_text())
     return config
 
 
@@ -81,11 +84,11 @@ def _explained(model: str, arch: str) -> str:
     """Returns stdout and stderr of the command, and its exit code, without the config's path."""
     printed, complaints, code = _ran(model, arch)
     text = f"{printed}{complaints}exit code {code}\n"
-    return text.replace(str(_config_of(model)), f"{model} {' '.join(MODELS[model])}".strip())
+    return text.replace(str(config_of(model)), f"{model} {' '.join(MODELS[model])}".strip())
 
 
 def _ran(model: str, arch: str, *options: str) -> tuple[str, str, int]:
-    command = ["explain", str(_config_of(model)), "--arch", arch, "--page-size", "auto", "--pool", "auto"]
+    command = ["explain", str(config_of(model)), "--arch", arch, "--page-size", "auto", "--pool", "auto"]
     printed, complaints = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complaints):
         code = main([*command, *MODELS[model], *options])

@@ -26,13 +26,10 @@ _RECORDS = ("--kv-dtype", "fp8", "--kv-scales", "group")
 
 # Model, which may have ".eight-bits" or ".records" after it -> the options that it is served with.
 MODELS: Mapping[str, tuple[str, ...]] = {
-    "llama-3-8b": (),
     "llama-3-70b": ("--tp", "8"),
-    "qwen3-30b-a3b": (),
     "gpt-oss-120b": (),
     "gemma-3-27b": (),
     "gemma-3n-e4b": (),
-    "deepseek-v2-lite": (),
     "deepseek-v3": ("--tp", "8"),
     "deepseek-v3.2": ("--tp", "8"),
     "deepseek-v4-flash": ("--tp", "8"),

@@ -61,7 +61,7 @@ def test_a_row_of_latents_is_no_wide_head(tmp_path: Path, capsys: pytest.Capture
     """DeepSeek-V3's row has 576 elements."""
     thread, options = "sgl-project/sglang#38757", ("--arch", "gfx942", "--engine", "sglang@0.5.19")
     assert thread not in known(capsys, "deepseek-v3", *options)
-    wide = {**json.loads((config_of("llama-3-8b")).read_text()), "head_dim": 512}
+    wide = {**json.loads(config_of("llama-3-8b").read_text()), "head_dim": 512}
     (tmp_path / "config.json").write_text(json.dumps(wide))
     assert thread in run(capsys, tmp_path, *options)[1]
 

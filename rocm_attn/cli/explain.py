@@ -40,6 +40,8 @@ _STATE = (
     "other"
 )
 
+_REFUSED = ": not "  # in a line of Selection.lines() about kernels that were refused
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
@@ -206,8 +208,9 @@ def run(options: argparse.Namespace) -> None:
             print("or fail its probe, and logs the reason")
             if unread := aiter_not_read(of.aiter):
                 print(f"{unread}; kernels marked (not read) serve where their parameters agree and their probe passes")
+        refused: dict[tuple[str, ...], str] = {}
         for kind in model.kinds:
-            print("\n".join(["", *lines_of(kind)]))
+            print("\n".join(["", *lines_of(kind, refused)]))
         for layer, places in model.recurrent.items():
             print(f"\n{count_of(places)}: {_STATE.format(**_state(layer, dtype))}")
         print("\n".join(_choice_lines(model.kinds, model.about_choices)))
@@ -279,13 +282,20 @@ def _outcome(
         return unsupported
 
 
-def lines_of(kind: LayerKind) -> list[str]:
-    """A kind of layer, its kernels, and the kernels that were refused."""
+def lines_of(kind: LayerKind, refused: dict[tuple[str, ...], str]) -> list[str]:
+    """A kind of layer, its kernels, and the kernels that were refused.
+
+    refused: lines of refusals -> the first layers that have them; other layers refer to these
+    """
     head = "\n".join((f"{count_of(kind.layers)}: {_geometry(kind.problem)}", *_shared(kind), *_row_lines(kind)))
     if isinstance(kind.outcome, Unsupported):
         summary = str(kind.outcome).partition("\n")[0]
         return [head, f"  {summary}", *(f"  not served: {reason}" for reason in kind.outcome.reasons)]
-    return [head, *(f"  {line}" for line in kind.outcome.lines())]
+    lines = kind.outcome.lines()
+    refusals, layers = tuple(line for line in lines if _REFUSED in line), count_of(kind.layers)
+    if len(refusals) > 1 and (first := refused.setdefault(refusals, layers)) != layers:
+        lines = [*lines[: -len(refusals)], f"others are refused for the same reasons as in {first}"]
+    return [head, *(f"  {line}" for line in lines)]
 
 
 def _row_lines(kind: LayerKind) -> list[str]:
@@ -306,7 +316,7 @@ def _row_lines(kind: LayerKind) -> list[str]:
         if isinstance(outcome, Unsupported):
             lines += [f"  rows: not served: {reason}" for reason in outcome.reasons]
         else:
-            lines += [f"  rows: {line}" for line in outcome.lines() if ": not " not in line]
+            lines += [f"  rows: {line}" for line in outcome.lines() if _REFUSED not in line]
         lines.append("  the window:")
     return lines
 

@@ -8,8 +8,7 @@ import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.cli.engine_faults import named_engine
-
-HERE = Path(__file__).parent / "configs"
+from tests.amd.aiter.explained import config_of
 
 
 def run(capsys: pytest.CaptureFixture[str], place: Path, *options: str) -> tuple[int, str, str]:
@@ -20,14 +19,14 @@ def run(capsys: pytest.CaptureFixture[str], place: Path, *options: str) -> tuple
 
 def known(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> dict[str, Sequence[str]]:
     """Returns the threads that are named for a published config, with what each still needs."""
-    code, printed, _ = run(capsys, HERE / f"{model}.json", *options, "--json")
+    code, printed, _ = run(capsys, config_of(model), *options, "--json")
     assert code == DONE
     return {entry["thread"]: entry["needs"] for entry in json.loads(printed)["known_bad"]}
 
 
 def test_faults_that_the_model_the_gpu_and_the_release_decide_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--arch", "gfx950", "--engine", "sglang@0.5.12")
-    code, printed, _ = run(capsys, HERE / "qwen3-30b-a3b.json", *options)
+    code, printed, _ = run(capsys, config_of("qwen3-30b-a3b"), *options)
     assert code == DONE
     first, fault, fix = printed.splitlines()[:3]
     assert first == "these faults are known of sglang@0.5.12 with this model (docs/known_bad.md)"
@@ -37,8 +36,8 @@ def test_faults_that_the_model_the_gpu_and_the_release_decide_come_first(capsys:
     )
     assert fix == "  fix: --attention-backend triton"
     assert "on gfx950, provider auto" in printed
-    assert "sglang#24992" not in run(capsys, HERE / "qwen3-30b-a3b.json", "--arch", "gfx942", *options[2:])[1]
-    assert "sglang#24992" not in run(capsys, HERE / "llama-3-8b.json", *options)[1]
+    assert "sglang#24992" not in run(capsys, config_of("qwen3-30b-a3b"), "--arch", "gfx942", *options[2:])[1]
+    assert "sglang#24992" not in run(capsys, config_of("llama-3-8b"), *options)[1]
 
 
 def test_heads_and_latents_and_kv_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +61,7 @@ def test_a_row_of_latents_is_no_wide_head(tmp_path: Path, capsys: pytest.Capture
     """DeepSeek-V3's row has 576 elements."""
     thread, options = "sgl-project/sglang#38757", ("--arch", "gfx942", "--engine", "sglang@0.5.19")
     assert thread not in known(capsys, "deepseek-v3", *options)
-    wide = {**json.loads((HERE / "llama-3-8b.json").read_text()), "head_dim": 512}
+    wide = {**json.loads(config_of("llama-3-8b").read_text()), "head_dim": 512}
     (tmp_path / "config.json").write_text(json.dumps(wide))
     assert thread in run(capsys, tmp_path, *options)[1]
 
@@ -91,7 +90,7 @@ def test_a_model_that_is_not_served_is_told_of_its_faults_all_the_same(
 
 def test_no_known_fault_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """The first release that the plug-in serves is after every fault of ATOM's."""
-    place = HERE / "llama-3-8b.json"
+    place = config_of("llama-3-8b")
     _, printed, _ = run(capsys, place, "--arch", "gfx942", "--engine", "atom@0.1.6")
     assert printed.startswith("no fault is known of atom@0.1.6 with this model (docs/known_bad.md)\n\n")
     _, printed, _ = run(capsys, place, "--arch", "gfx942")
@@ -101,7 +100,7 @@ def test_no_known_fault_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def kernels(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> tuple[str, Sequence[str]]:
     """Returns the kernel of decode steps on gfx942, and all refusals."""
-    _, printed, _ = run(capsys, HERE / f"{model}.json", "--arch", "gfx942", *options, "--json")
+    _, printed, _ = run(capsys, config_of(model), "--arch", "gfx942", *options, "--json")
     (kind,) = json.loads(printed)["layer_kinds"]
     return kind["kernels"]["decode"], kind["refusals"]
 
@@ -134,7 +133,7 @@ def test_an_engine_without_a_plug_in_has_our_own_pages(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("text", ["vllm", "vllm@", "vllm@new", "@0.33", "torch@2.9.0", "vllm@33"])
 def test_an_engine_without_a_release_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, error = run(capsys, HERE / "llama-3-8b.json", "--arch", "gfx942", "--engine", text)
+    code, _, error = run(capsys, config_of("llama-3-8b"), "--arch", "gfx942", "--engine", text)
     assert code == BAD_INPUT
     assert (
         f"--engine is {text!r}; give an engine and its release, as in vllm@0.33; engines are vllm, sglang, atom"

@@ -11,18 +11,15 @@ from rocm_attn.cli import main
 from rocm_attn.cli.arguments import requested_target
 from rocm_attn.machine.aiter_marks import MARKS
 from rocm_attn.selection.table import markdown
-from tests.amd.aiter.explained import ARCHS, GOLDEN, MODELS, PAGE, explained, page_with_table, place
+from tests.amd.aiter.explained import GOLDEN, MODELS, PAGE, config_of, explained, page_with_table, place
 from tests.amd.house.source_tree import ROOT
 from tests.amd.runner.hf_models import PUBLISHED
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_is_explained_as_in_its_golden_file(model: str, arch: str) -> None:
-    assert explained(model, arch) == place(model, arch).read_text(), (
-        "python -m tests.amd.aiter.explained writes it anew"
-    )
+def test_a_model_is_explained_as_in_its_golden_file(model: str) -> None:
+    assert explained(model) == place(model).read_text(), "python -m tests.amd.aiter.explained writes it anew"
 
 
 # Model -> its recurrent layers, and the bytes of one on a rank: 4 * heads * 128 * 128 and 2 * 3 * channels.
@@ -50,15 +47,12 @@ def test_every_layer_is_listed_once_and_recurrent_ones_with_their_state(
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert set(GOLDEN.iterdir()) == {place(model, arch) for model in MODELS for arch in ARCHS}
-
-
-HERE = Path(__file__).parent / "configs"
+    assert set(GOLDEN.iterdir()) == set(map(place, MODELS))
 
 
 def run(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> tuple[int, str, str]:
     """Returns exit code, stdout and stderr of `rocm-attn explain` on a published config."""
-    code = main(["explain", str(HERE / f"{model}.json"), *options])
+    code = main(["explain", str(config_of(model)), *options])
     return code, *capsys.readouterr()
 
 
@@ -123,9 +117,9 @@ def test_a_plan_says_the_bytes_of_states(capsys: pytest.CaptureFixture[str]) -> 
     # Two states, each with the last inputs of the convolution, and k, change and decay of one token that is kept.
     state = 4 * 48 * 128 * 128 + 2 * (3 + 1) * 80 * 128 + (2 * 16 + 4 * 48) * 128 + 256
     states = 2 * 48 * state
-    assert main(["capture-plan", str(HERE / "qwen3.8-27b.json"), *plan, "--json"]) == 0
+    assert main(["capture-plan", str(config_of("qwen3.8-27b")), *plan, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state_bytes_per_request"] == states
-    assert main(["capture-plan", str(HERE / "qwen3.8-27b.json"), *plan]) == 0
+    assert main(["capture-plan", str(config_of("qwen3.8-27b")), *plan]) == 0
     printed = capsys.readouterr().out
     assert f"states take {states / 2**20:.1f} MiB a request" in printed
     rows = 9  # with the reserved one
@@ -159,7 +153,7 @@ def test_a_plan_counts_the_states_of_mamba_on_a_rank(
 
 
 def test_the_tokens_that_fit_leave_room_for_as_many_bytes_of_kept_states(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["capture-plan", str(HERE / "qwen3.8-27b.json"), "--gpu", "mi300x", "--weights-gib", "54"]
+    command = ["capture-plan", str(config_of("qwen3.8-27b")), "--gpu", "mi300x", "--weights-gib", "54"]
     command += ["--max-kv-len", "32768", "--max-batch-size", "32", "--json"]
 
     def fit(*more: str) -> dict[str, int]:
@@ -181,12 +175,12 @@ def test_the_tokens_that_fit_leave_room_for_as_many_bytes_of_kept_states(capsys:
 def test_a_plan_counts_windows_rows_and_states_of_deepseek_v4(capsys: pytest.CaptureFixture[str]) -> None:
     """43 windows; 21 layers with 32 rows and index keys in a page of 128 tokens, 20 with one row; float32 states."""
     plan = ("--arch", "gfx942", "--max-kv-len", "4096", "--max-batch-size", "8", "--tp", "8", "--swa-pages", "40")
-    assert main(["capture-plan", str(HERE / "deepseek-v4-flash.json"), *plan, "--page-size", "128", "--json"]) == 0
+    assert main(["capture-plan", str(config_of("deepseek-v4-flash")), *plan, "--page-size", "128", "--json"]) == 0
     parts = {part["name"]: part["bytes"] for part in json.loads(capsys.readouterr().out)["parts"]}
     assert parts["KV pool"] == 257 * (21 * 32 * (512 + 128) * 2 + 20 * 512 * 2)
     state = 21 * 2 * 2 * (512 + 128) * 4 + 20 * 2 * 512 * 4
     assert parts["SWA KV pool"] == 40 * 128 * (43 * 512 * 2 + state)
-    assert main(["capture-plan", str(HERE / "deepseek-v4-flash.json"), *plan, "--page-size", "16"]) == 2
+    assert main(["capture-plan", str(config_of("deepseek-v4-flash")), *plan, "--page-size", "16"]) == 2
     assert "rows of 128 tokens in pages of 16; the page size must be a multiple" in capsys.readouterr().err
 
 

@@ -30,6 +30,7 @@ from rocm_attn.providers.aiter.entries import ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.selection import kernels
 from tests.amd.aiter.checks import EIGHT_BITS, ContractBroken
+from tests.amd.aiter.explained import config_of
 from tests.amd.aiter.latent_functions import mla_decode_fwd
 from tests.amd.aiter.serving import in_eight_bits, latent_problem, plain_problem, vectorised_problem, world
 from tests.amd.aiter.signatures import E4048607
@@ -326,9 +327,6 @@ def test_the_stand_ins_read_no_farther_than_the_real_ones() -> None:
         )
 
 
-HERE = Path(__file__).parent / "configs"
-
-
 @pytest.mark.parametrize(
     "version",
     [
@@ -419,7 +417,7 @@ def test_a_release_from_the_first_on_and_one_that_is_not_known_are_not_too_old(v
 
 
 def explained(capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    assert main(["explain", str(HERE / "llama-3-8b.json"), "--arch", "gfx942", *options]) == 0
+    assert main(["explain", str(config_of("llama-3-8b")), "--arch", "gfx942", *options]) == 0
     return capsys.readouterr().out
 
 

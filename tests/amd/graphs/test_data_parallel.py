@@ -200,6 +200,8 @@ def test_halves_of_one_size_are_asked_for() -> None:
     for pad_to in (PadTo(3), PadTo(4, 9)):
         with pytest.raises(CapacityExceeded, match="pad to an even number"):
             POLICY.split_shape(batch_of([1, 1]), pad_to)
+    with pytest.raises(CapacityExceeded, match="pad to at least 3"):
+        POLICY.split_shape(batch_of([1, 1, 1]), PadTo(2))
     with pytest.raises(CapacityExceeded, match="12 tokens cannot be padded to 16; pad to at least 18"):
         POLICY.split_shape(batch_of([9, 3]), PadTo(2, 16))
 

@@ -4,12 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, Int32Array, StepBatch
-from rocm_attn.errors import BadBatch, NeverFits
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit
 from rocm_attn.problem import EarlierSelection, KVEncoding, PoolKind, Problem, Scales
 from tests.amd.guards.test_selections import PAGES, TOKENS
@@ -161,16 +158,3 @@ def walk(
     counters = serving.runner.counters
     assert counters.graphs_off == ""
     assert (counters.replays > 0) == graphs
-
-
-def test_more_sequences_than_requests_can_be_are_refused(device: torch.device) -> None:
-    serving = World.one_layer(device, graphs=False, max_num_seqs=POOL)
-    requests = serving.admit_all(POOL)
-    serving.step(requests, [2] * POOL)
-    twice = np.array([request.row for request in requests] * 2, np.int32)
-    beyond_the_table = np.arange(1, 2 * POOL + 1, dtype=np.int32)
-    refused: list[tuple[type[Exception], Int32Array]] = [(NeverFits, twice), (BadBatch, beyond_the_table)]
-    for error, batch_rows in refused:
-        with pytest.raises(error):
-            serving.runtime.step(StepBatch(batch_rows, np.full(2 * POOL, 2), np.ones(2 * POOL, np.int32), NO_TOKEN_IDS))
-    serving.step(requests, [1] * POOL)

@@ -5,8 +5,8 @@ import subprocess
 import pytest
 
 from rocm_attn.cli import DONE, FAILED, main
+from tests.amd.aiter.explained import config_of
 from tests.amd.forked import run_forked
-from tests.amd.house.source_tree import ROOT
 
 CHOICE = """
 import sys
@@ -52,11 +52,6 @@ def without_triton(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_forked(COMMANDS.format(arguments=arguments))
 
 
-def config_of(model: str) -> str:
-    """Returns the path of a published config."""
-    return str(ROOT / "tests/amd/aiter/configs" / f"{model}.json")
-
-
 @pytest.mark.fast(1)
 @pytest.mark.parametrize(
     ("model", "options"),
@@ -66,10 +61,7 @@ def config_of(model: str) -> str:
         ("gpt-oss-120b", ("--arch", "gfx942", "--provider", "triton", "--drafts", "3x4")),
         (
             "deepseek-v3",
-            (
-                "--arch",
-                "sm_90",
-            ),
+            ("--arch", "sm_90"),
         ),
     ],
 )
@@ -77,7 +69,7 @@ def test_a_capture_is_planned_without_triton_as_with_it(
     model: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ("--max-batch-size", "8", "--max-kv-len", "4096", "--triton-release", "3.9.0")
-    command = ("capture-plan", config_of(model), *sizes, *options)
+    command = ("capture-plan", str(config_of(model)), *sizes, *options)
     done = without_triton(*command)
     assert (done.returncode, done.stderr) == (DONE, "")
     assert main(command) == DONE
@@ -85,7 +77,7 @@ def test_a_capture_is_planned_without_triton_as_with_it(
 
 
 def test_prewarm_says_in_a_sentence_that_it_needs_triton() -> None:
-    done = without_triton("prewarm", config_of("llama-3-8b"), "--arch", "gfx942")
+    done = without_triton("prewarm", str(config_of("llama-3-8b")), "--arch", "gfx942")
     assert (done.returncode, done.stdout) == (FAILED, "")
     *_, sentence = done.stderr.splitlines()
     assert sentence.startswith("rocm-attn: triton is not installed; it compiles kernels; torch for a GPU ")

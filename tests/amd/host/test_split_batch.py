@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rocm_attn.batch.halves import split_batch, split_point
 from rocm_attn.batch.inputs import ON_HOST, DeviceInputs
-from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo, token_places
+from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, token_places
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, CapacityExceeded
@@ -76,15 +76,6 @@ def test_a_split_shape_has_room_for_both_halves(
         for room in policy.largest_shapes()
         if room.kind is shape.kind and room.num_children == 2
     )
-
-
-def test_a_forced_size_must_be_even_and_large_enough() -> None:
-    policy = PaddingPolicy(SizeLadder((4,)), SizeLadder((1,)), 2)
-    assert policy.split_shape(batch([1] * 3), pad_to=PadTo(16)) == PaddedShape(StepKind.DECODE, 16, 16, 2)
-    with pytest.raises(CapacityExceeded, match="pad to an even number"):
-        policy.split_shape(batch([1]), pad_to=PadTo(5))
-    with pytest.raises(CapacityExceeded, match="pad to at least 3"):
-        policy.split_shape(batch([1] * 3), pad_to=PadTo(2))
 
 
 @given(NEW_TOKENS)

@@ -55,6 +55,8 @@ ENGINES = {
     "slots_in_table": 2,
     "null_page": 5,
     "head_weights": 5,
+    "capacity": 17,
+    "finite_kv": 17,
 }
 
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from rocm_attn.errors import BadBatch, BadSetting, CapacityExceeded
+from rocm_attn.errors import BadSetting, CapacityExceeded
 from rocm_attn.paging.checkpoints import StateMemory, spacing_of
 from rocm_attn.paging.state_pool import RecurrentLayers, slot_bytes
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
-from rocm_serve.prefix_cache import PrefixCache
 from rocm_serve.request import Request
 from rocm_serve.scheduled_step import ScheduledStep
 from rocm_serve.speculation import engines
@@ -125,15 +124,6 @@ def test_a_state_that_a_text_has_passed_is_given_back_before_others(loaded: Load
     (done,) = served.generate([Request(prompt(1, 5), 50)])
     assert cached(served, one) == [16]
     assert cached(served, (*done.prompt_token_ids, *done.token_ids, 1)) == [48]
-
-
-def test_a_prefix_without_a_state_is_refused_by_the_table(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache asks for states; without the question no request goes on with a wrong one."""
-    served = engine(loaded)
-    cached(served, prompt(0, 45))
-    monkeypatch.setattr(PrefixCache, "_longest", lambda cache, found: len(found))
-    with pytest.raises(BadBatch, match=r"no state after 44 kept tokens; begin after 16, 32 tokens"):
-        served.generate([Request(prompt(0, 45), 1)])
 
 
 def test_states_go_with_forgotten_pages(loaded: LoadedModel) -> None:

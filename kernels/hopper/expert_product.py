@@ -182,7 +182,7 @@ class _Pairs(NamedTuple):
 class _Block(NamedTuple):
     """A block: an expert, the first pair, the end of the block's pairs, and the first column of out.
 
-    expert: EXPERTS if there is no block with such a number
+    expert: EXPERTS stands for the end
     """
 
     expert: Any
@@ -267,11 +267,9 @@ def _block_of(number, until, pairs, G: gl.constexpr):
         within = number - gl.max(gl.where(is_before, until, 0), 0)
     first, end = _pairs_of(expert, pairs, G)
     row_blocks = _row_blocks(end - first, G)
-    # Beyond the last expert's blocks there is none.
-    expert = gl.where(within < row_blocks * column_blocks, expert, G.EXPERTS)
     panel = within // (_PANEL * column_blocks) * _PANEL
     within -= panel * column_blocks
-    blocks = gl.maximum(gl.minimum(row_blocks - panel, _PANEL), 1)
+    blocks = gl.minimum(row_blocks - panel, _PANEL)
     row_block = panel + within % blocks
     first += row_block * _BLOCK_ROWS
     end = gl.where(row_block + 1 < row_blocks, first + _BLOCK_ROWS, end)
@@ -344,15 +342,15 @@ def _load(source, pairs, room, G: gl.constexpr):
     # A block's columns are in two pieces, each with all sides.
     PART: gl.constexpr = G.COLUMNS // (2 * SIDES)
     until = _block_ends(pairs, G)
-    num_blocks = 0
+    first, end = _pairs_of(G.EXPERTS - 1, pairs, G)
+    num_blocks = _row_blocks(end - first, G) * _column_blocks(G)
     if G.EXPERTS > 1:
-        first, end = _pairs_of(G.EXPERTS - 1, pairs, G)
-        num_blocks = gl.max(until, 0) + _row_blocks(end - first, G) * _column_blocks(G)
+        num_blocks += gl.max(until, 0)
     turn = 0
     number = gl.program_id(0)
-    block = _block_of(number, until, pairs, G)
     n = 0
-    while block.expert < G.EXPERTS:
+    while number < num_blocks:
+        block = _block_of(number, until, pairs, G)
         _pass_on(block, turn, room, G)
         begins, is_pair = _rows_of(block, source, G)
         for first in range(0, G.IN, _STEP):
@@ -377,11 +375,10 @@ def _load(source, pairs, room, G: gl.constexpr):
             n += 1
         turn += 1
         number = _next_number(number, num_blocks, pairs, G)
-        block = _block_of(number, until, pairs, G)
     # The end has no step, so it is passed on with an empty one.
     full = room.full.index(n % G.STAGES)
     mbarrier.wait(room.free.index(n % G.STAGES), ((n // G.STAGES) & 1) ^ 1)
-    _pass_on(block, turn, room, G)
+    _pass_on(_Block(G.EXPERTS, 0, 0, 0), turn, room, G)
     mbarrier.expect(full, 0)
     if G.BY_EXPERT:
         mbarrier.arrive(full, count=G.GROUPS - 1)

@@ -142,7 +142,8 @@ class ExternalRuns:
             rows=tables.rows,
             kv_len=max_kv_len,
             min_q_len=step.min_q_len,
-            max_q_len=min(step.max_q_len, max_q_len),
+            # A single token does not mean that each sequence has one: others may have none.
+            max_q_len=min(step.max_q_len, max(2, max_q_len)),
             num_tokens=shape.num_tokens,
             page_size=tables.page_size,
             causal=not tables.short_kv or any(problem.causal for problem in core.kinds.problems),

@@ -182,6 +182,14 @@ def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.
 
 
 @pytest.mark.fast(interpreted=0)
+def test_the_only_new_token_may_be_that_of_a_later_sequence(device: torch.device, provider: str) -> None:
+    filled = Filled(device, provider)
+    q_len, q = [0, 0, 1, 0], filled.rows(1, Q_HEADS, DIM)
+    filled.assert_right(q_len, filled.attend(q_len, filled.step(q_len, min_q_len=1, max_q_len=2), q), q)
+    filled.attention.check_device()
+
+
+@pytest.mark.fast(interpreted=0)
 def test_queries_that_outnumber_keys_are_cut_where_attention_is_causal(device: torch.device, provider: str) -> None:
     filled = Filled(device, provider)
     filled.attend([9], filled.step([9]), filled.rows(9, Q_HEADS, DIM))

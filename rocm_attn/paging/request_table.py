@@ -32,6 +32,8 @@ _ALWAYS = np.array(ALWAYS, np.int32)  # see ONE
 class RequestTable:
     """The block table: one row of page ids per admitted request, with reference-counted pages.
 
+    Its calls, and those that begin or end a step over it, must not overlap: threads that share it need a lock.
+
     max_num_seqs: most sequences in a step
     max_num_rows: most requests admitted at a time, at least max_num_seqs (row 0 is extra); 0: max_num_seqs
     max_kv_len:   most tokens of a row

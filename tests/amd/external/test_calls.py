@@ -182,11 +182,21 @@ def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.
     filled.attention.check_device()
 
 
-@pytest.mark.fast(interpreted=0)
-def test_the_only_new_token_may_be_that_of_a_later_sequence(device: torch.device, provider: str) -> None:
-    filled = Filled(device, provider)
-    q_len, q = [0, 0, 1, 0], filled.rows(1, Q_HEADS, DIM)
-    filled.assert_right(q_len, filled.attend(q_len, filled.step(q_len, min_q_len=1, max_q_len=2), q), q)
+@pytest.mark.fast(8, interpreted=0)
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("q_len", [[0, 0, 1, 0], [1, 0, 1, 0]])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sequence_without_a_new_token_may_come_before_others_with_one(
+    masked: bool, q_len: list[int], most: int, device: torch.device, provider: str
+) -> None:
+    """The step is padded to one token for each sequence, or has a single one."""
+    filled, tokens = Filled(device, provider, custom_mask=masked), 1 if sum(q_len) == 1 else 4
+    q, starts = filled.rows(tokens, Q_HEADS, DIM), torch.tensor([0, *itertools.accumulate(q_len)], device=device)
+    lengths = torch.tensor(filled.kv_len, device=device)
+    step = ExternalStep.extend(starts, lengths, num_tokens=tokens, max_q_len=most, max_kv_len=64)
+    if masked:
+        step = replace(step, mask=DeviceSpans(torch.empty(0, 3, dtype=torch.int32, device=device)))
+    filled.assert_right(q_len, filled.attend(q_len, step, q), q)
     filled.attention.check_device()
 
 

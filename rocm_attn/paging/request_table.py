@@ -289,6 +289,7 @@ class RequestTable:
             self.generations.change(row)
         self.states.truncate(row, kv_len)
         self._rows.known_room, self._rows.look_from[row] = NO_ROOM, ALWAYS
+        self._rows.num_cuts += 1
         # In this order an interrupt leaves no token that counts as stored without its page, and none that may be stored
         # in a page that another row holds.
         self.tokens.forget(row, kv_len)

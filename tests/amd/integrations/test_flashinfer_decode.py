@@ -1,6 +1,7 @@
 """Decode by FlashInfer's names equals FlashInfer's definition."""
 
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -316,17 +317,21 @@ def test_providers_are_chosen_by_name(device: torch.device) -> None:
         assert isinstance(wrapper.run(queries(2, device=device), cache), Tensor)
 
 
-def test_scales_of_many_calls_keep_no_kernels_without_end(device: torch.device) -> None:
+def test_scales_of_many_calls_keep_no_kernels_without_end_and_no_pages(device: torch.device) -> None:
     batch = new_batch((6, 3), 4, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.01)
-    q = queries(2, device=device)
+    q, caches = queries(2, device=device), []
     for scale in range(1, 41):
-        found = wrapper.run(q, batch.cache, q_scale=float(scale), return_lse=True)
+        k, v = (side.clone() for side in batch.cache.unbind(1))
+        caches += [weakref.ref(k), weakref.ref(v)]
+        found = wrapper.run(q, (k, v), q_scale=float(scale), return_lse=True)
         if scale % 20 == 0:
             check(found, wanted(batch, q, [1, 1], [Scores(0.01 * scale)] * 2))
     assert wrapper._planned is not None
     assert len(wrapper._planned._built) == 32
+    del k, v
+    assert not any(cache() is not None for cache in caches), "a program's pages are freed when it drops them"
 
 
 def test_workspaces_are_handed_around_as_engines_do(device: torch.device) -> None:

@@ -327,8 +327,9 @@ class AdoptedTables:
     def _make_room(self, num_rows: int) -> None:
         """Makes room for the numbers of steps that stored in the rows of a table."""
         if num_rows > len(self.rows.named):
-            # No step has a negative number, so no row counts as named.
-            self.rows.named = torch.full((num_rows,), -1, dtype=torch.int32, device=self.device)
+            with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
+                # No step has a negative number, so no row counts as named.
+                self.rows.named = torch.full((num_rows,), -1, dtype=torch.int32, device=self.device)
 
     def _count_rows(self) -> None:
         """Sets the rows that sequences may have: those that every table has."""

@@ -433,6 +433,15 @@ def test_a_table_for_which_memory_runs_out_changes_nothing(dtype: torch.dtype, d
         made.check_device()
 
 
+def test_a_larger_table_that_is_given_in_inference_mode_is_read_outside_of_it(device: torch.device) -> None:
+    filled = Filled(device, "torch")
+    with torch.inference_mode():
+        filled.attention.tables.use(torch.cat([filled.source.entries] * 2))
+    q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
+    step = replace(filled.step(q_len), rows=torch.arange(4, 8, device=device))
+    filled.assert_right(q_len, filled.attend(q_len, step, q), q)
+
+
 def test_a_table_that_is_replaced_before_the_fill_drops_its_step(device: torch.device) -> None:
     """A fill would gather rows that begin() has not compared with the new table."""
     filled = Filled(device, "torch")

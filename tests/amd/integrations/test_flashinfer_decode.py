@@ -98,6 +98,18 @@ def test_a_wrapper_is_planned_in_one_thread_and_run_in_another(device: torch.dev
             check(other.submit(wrapper.run, q, batch.cache, return_lse=True).result(), expected)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_inference_mode_may_begin_and_end_between_two_plans(captured: bool, device: torch.device) -> None:
+    batch, q = new_batch((6, 3), 4, device=device), queries(2, device=device)
+    buffers = [torch.zeros(9, dtype=torch.int32, device=device)[:size] for size in (3, 9, 2)] if captured else []
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), "NHD", captured, False, *buffers)
+    for is_on in (True, False, True):
+        with torch.inference_mode(is_on):
+            wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.3)
+            found = wrapper.run(q, batch.cache, return_lse=True)
+        check(found, wanted(batch, q, [1, 1], [Scores(0.3)] * 2))
+
+
 def test_after_memory_has_run_out_in_a_plan_of_longer_lists_it_may_be_made_again(device: torch.device) -> None:
     """The wrapper kept its short lists, and believed that they were long."""
     q, short, long = (

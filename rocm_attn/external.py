@@ -342,6 +342,7 @@ class ExternalAttention:
         """
         gate, tables = self.gate, self.tables
         run, page_size = gate.begun(), tables.page_size
+        gate.is_filled = False  # a second fill that is refused, or breaks off, leaves no step to run
         spaces, mask = run.step.spaces, gate.mask
         with on_device(self.device):
             if tables.gathered_in_fill:

@@ -12,7 +12,7 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import Integers, StepBatch
-from rocm_attn.errors import NotCopied, WrongState
+from rocm_attn.errors import NotCopied, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
@@ -142,9 +142,14 @@ class AttentionRuntime:
     def expanded_prefill(self, layer: int) -> ExpandedPrefill:
         """Returns the non-absorbed (expanded) prefill attention of a latent layer, for the running step.
 
-        Raises BadProblem for a layer that is not latent, or has a window.
+        Raises BadProblem for a layer that is not latent, or has a window, and Unsupported in deterministic mode.
         """
         problem = self.core.layers.problem(layer)
+        if self.deterministic:
+            raise Unsupported(
+                "expanded attention cuts prefixes by their number in the step, so results are not the same in any "
+                "batch; attend to this layer absorbed, or build without deterministic"
+            )
         packed = PackedAttention(problem, self.target, self.options.provider, self.head_weights.of(layer).sinks)
         return ExpandedPrefill(
             problem, self.pool.layer(layer), self.table.full.entries, packed, self.gate.running_batch

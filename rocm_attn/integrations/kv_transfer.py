@@ -70,6 +70,7 @@ class _Mover:
     source:   of the pages that the tokens come from
     """
 
+    @torch.inference_mode(False)  # views that are made in that mode cannot be written outside of it
     def __init__(self, owner: Owner, passport: KVPassport, source: KVPassport) -> None:
         self._owner, self._pool = owner, pool_of(owner)
         self.device = self._pool.device
@@ -90,10 +91,7 @@ class _Mover:
             space: min(len(pages.k) for (layer, _), pages in self._bound.items() if self._spaces[layer] == space)
             for space in dict.fromkeys(self._spaces)
         }
-        with torch.inference_mode(False):
-            self._alike = {
-                layers: self._put_together(layers) for layers in (self._all, *((each,) for each in self._all))
-            }
+        self._alike = {layers: self._put_together(layers) for layers in (self._all, *((each,) for each in self._all))}
 
     def pages_of(self, row: int, kv_len: int) -> Mapping[Space, list[int]]:
         """Returns the pages of a runtime's row that hold its first kv_len tokens.

@@ -141,6 +141,8 @@ class ChangeGate(Protocol):
 
     def change(self, call: str) -> None: ...
 
+    def drop_unfilled(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:
@@ -231,6 +233,7 @@ class AdoptedTables:
         # A CPU's event is never recorded, and such an event counts as reached.
         self._copied = torch.Event(device)
         self.rows = EngineRows(0, torch.empty(0, dtype=torch.int32, device=device))
+        self._make_room(max(_num_rows(table.gather) for table in self.spaces))
         self._count_rows()
 
     @property
@@ -277,7 +280,7 @@ class AdoptedTables:
             entries[: len(pages), :width].copy_(cells, non_blocking=True)
 
     def use(self, source: Source | Tensor, space: Space = Space.FULL) -> None:
-        """Sets the table that a space reads from the next begin() on.
+        """Sets the table that a space reads from the next begin() on. A step that was begun and not filled is dropped.
 
         source: a longer or shorter table at the same address counts as the same table; a tensor: only new entries
         Raises BadTensor for one of another kind, NeverFits, and WrongState if graphs read another, or while another
@@ -313,20 +316,26 @@ class AdoptedTables:
                 f"{named} has moved, and graphs read the old one; write into the old table, or build anew and "
                 "capture again"
             )
+        self._make_room(num_rows)  # memory may run out, and nothing has changed then
+        self._gate.drop_unfilled()
         table.source, table.gather = source, gather
         if not self.gathered:
             table.entries = gather.entries
         self._count_rows()
         self.changes += 1
 
+    def _make_room(self, num_rows: int) -> None:
+        """Makes room for the numbers of steps that stored in the rows of a table."""
+        if num_rows > len(self.rows.named):
+            with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
+                # No step has a negative number, so no row counts as named.
+                self.rows.named = torch.full((num_rows,), -1, dtype=torch.int32, device=self.device)
+
     def _count_rows(self) -> None:
         """Sets the rows that sequences may have: those that every table has."""
-        tables, rows = [table.gather for table in self.spaces], self.rows
-        rows.num = min(map(_num_rows, tables))
-        rows.csr_indptr = next((table.csr_indptr for table in tables if table.csr_indptr is not None), None)
-        if rows.num > len(rows.named):
-            # No step has a negative number, so no row counts as named.
-            rows.named = torch.full((rows.num,), -1, dtype=torch.int32, device=self.device)
+        tables = [table.gather for table in self.spaces]
+        self.rows.num = min(map(_num_rows, tables))
+        self.rows.csr_indptr = next((table.csr_indptr for table in tables if table.csr_indptr is not None), None)
 
     def _of(self, space: Space) -> AdoptedSpace:
         table = next((table for table in self.spaces if table.space == space), None)

@@ -82,6 +82,7 @@ class AdoptedPages:
     page_strides:     True if pages may be strided; the last stride is 1
     even_slots:       True if all slots of such pages lie at equal distances
     binds_calls:      True if a layer's pages may change at each call; fill() then does not know their number
+    bound:            the pages of each layer; None: none yet, or its owner has let them go after a call
     in_every_layer:   space -> int32 [1], on the device, which graphs read: the fewest pages of a bound layer
     aligned_sides, aligned_rows: layers whose K and V must begin at multiples of 16 bytes, and layers whose pages must
                                  have aligned rows, each with the name of the kernel that needs it
@@ -110,7 +111,7 @@ class AdoptedPages:
         self._fewest = dict.fromkeys(spaces, num_pages)
         self.aligned_sides: dict[int, str] = {}
         self.aligned_rows: dict[int, str] = {}
-        self._layers: list[LayerPages | None] = [None] * len(problems)
+        self.bound: list[LayerPages | None] = [None] * len(problems)
         self._index: list[LayerPages | None] = [None] * len(problems)
 
     def bind_all(
@@ -153,7 +154,7 @@ class AdoptedPages:
         pages = self._pages(f"pages of layer {layer}", k, v, scales, declared, problem.page_format)
         self._check_rows(layer, pages)
         self._check_scales(f"layer {layer}", pages)
-        self._adopt(self._layers, layer, "pages", pages)
+        self._adopt(self.bound, layer, "pages", pages)
 
     def bind_index(
         self, layer: int, keys: Tensor, scale: Tensor | None = None, declared: PageFormat | None = None
@@ -188,7 +189,7 @@ class AdoptedPages:
 
     def layer(self, layer: int) -> LayerPages:
         """The bound pages of one layer. Raises WrongState while it has none."""
-        pages = self._layers[layer]
+        pages = self.bound[layer]
         if pages is None:
             raise WrongState(f"layer {layer} has no pages yet; call pages.bind() before its first step")
         return pages
@@ -228,7 +229,7 @@ class AdoptedPages:
 
     def _count_pages(self, space: Space) -> None:
         """Counts the pages of a space again after a layer has got other pages."""
-        bound = [pages for of_layers in (self._layers, self._index) for pages in of_layers]
+        bound = [pages for of_layers in (self.bound, self._index) for pages in of_layers]
         of_space = [pages for pages, its in zip(bound, self._spaces * 2, strict=True) if its is space and pages]
         fewest = min(self._num_pages, *(side.shape[0] for pages in of_space for side in (pages.k, pages.v)))
         if fewest != self._fewest[space]:

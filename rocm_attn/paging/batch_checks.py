@@ -25,7 +25,7 @@ class BatchChecks:
 
     def __init__(self, rows: Rows, max_num_seqs: int) -> None:
         self._rows, self._max_num_seqs = rows, max_num_seqs
-        self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int] = (None, b"", 0)
+        self._prefixes_checked: tuple[SharedPrefixes | None, bytes, int, int] = (None, b"", 0, 0)
 
     def check(self, batch: StepBatch) -> None:
         """Raises BadBatch unless every row is admitted, named once, has room for its kv_len, its windows and its state.
@@ -50,8 +50,8 @@ class BatchChecks:
         if not state.states.is_empty:
             state.states.check(batch)
         if not batch.is_plain and isinstance(batch.prefixes, SharedPrefixes):
-            # While rows stay admitted, they keep the whole pages before their last token.
-            shared = (batch.prefixes, named, state.generations.last_change)
+            # While rows stay admitted and are not cut, they keep the whole pages before their last token.
+            shared = (batch.prefixes, named, state.generations.last_change, state.num_cuts)
             if shared != self._prefixes_checked:
                 batch.prefixes.check_pages(state.spaces[0].entries_host, rows, state.page_size)
                 self._prefixes_checked = shared

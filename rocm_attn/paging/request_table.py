@@ -32,6 +32,8 @@ _ALWAYS = np.array(ALWAYS, np.int32)  # see ONE
 class RequestTable:
     """The block table: one row of page ids per admitted request, with reference-counted pages.
 
+    Its calls, and those that begin or end a step over it, must not overlap: threads that share it need a lock.
+
     max_num_seqs: most sequences in a step
     max_num_rows: most requests admitted at a time, at least max_num_seqs (row 0 is extra); 0: max_num_seqs
     max_kv_len:   most tokens of a row
@@ -287,6 +289,7 @@ class RequestTable:
             self.generations.change(row)
         self.states.truncate(row, kv_len)
         self._rows.known_room, self._rows.look_from[row] = NO_ROOM, ALWAYS
+        self._rows.num_cuts += 1
         # In this order an interrupt leaves no token that counts as stored without its page, and none that may be stored
         # in a page that another row holds.
         self.tokens.forget(row, kv_len)

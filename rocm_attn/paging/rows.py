@@ -71,6 +71,7 @@ class Rows:
     free:         rows that are not admitted, the next one last
     known_rows:   rows that were in the table, each named once, as bytes, and as int64 for NumPy's faster look-up
     known_room:   rows and kv_len, as bytes, that had room at the last check. No row has gone back since
+    num_cuts:     how often a row has given pages back and lived on
     must_fit:     raises NeverFits for more tokens than a row can hold
     """
 
@@ -95,7 +96,7 @@ class Rows:
         self.generations = RowGenerations(num_rows)
         self.free = list(range(num_rows - 1, RESERVED_ROW, -1))
         self.known_rows = b"", np.empty(0, np.int64)
-        self.known_room = NO_ROOM
+        self.known_room, self.num_cuts = NO_ROOM, 0
         self._seen = np.zeros(num_rows, np.int32)
 
     def space(self, space: Space) -> PageTable:

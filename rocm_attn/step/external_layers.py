@@ -78,6 +78,11 @@ class ExternalGate:
             with self._holder.idle(_waits(call)):
                 self.thread = 0
 
+    def drop_unfilled(self) -> None:
+        """Forgets a step that was begun and not filled: its rows were compared with a table that is replaced."""
+        if not self.is_filled:
+            self.run = None
+
     def take_over(self) -> None:
         """Moves the step that was begun last to the current thread, whichever thread had it."""
         if self.thread != get_ident() and not self._holder.is_mine:

@@ -131,9 +131,9 @@ class ExternalRuns:
         bakes = {baked for kernel in kernels for baked in kernel.entry.bakes}
         if Baked.MAX_KV_LEN not in bakes:
             max_kv_len = tables.max_kv_len
-        max_q_len = 1 if shape.kind.decodes else min(step.max_q_len, shape.num_tokens)
-        if Baked.MAX_Q_LEN in bakes:
-            max_q_len = next_power_of_2(max_q_len)
+        # A bound of 1 says that each sequence has one token, and others may have none.
+        most = 1 if shape.kind.decodes else max(2, min(step.max_q_len, shape.num_tokens))
+        max_q_len = next_power_of_2(most) if Baked.MAX_Q_LEN in bakes else most
         plan = make_plan(shape, kernels, max_q_len=max_q_len, max_kv_len=max_kv_len, may_capture=step.captured)
         _check_plan(plan, captured=step.captured)
         views = self._new_views(core, plan)
@@ -142,7 +142,7 @@ class ExternalRuns:
             rows=tables.rows,
             kv_len=max_kv_len,
             min_q_len=step.min_q_len,
-            max_q_len=min(step.max_q_len, max_q_len),
+            max_q_len=most,
             num_tokens=shape.num_tokens,
             page_size=tables.page_size,
             causal=not tables.short_kv or any(problem.causal for problem in core.kinds.problems),

@@ -133,7 +133,7 @@ class ExternalStep:
     q:             the new tokens of each sequence
     rows:          int32 or int64 [num_seqs or more], any stride, on the device; rows of the engine's tables. None:
                    sequence i has row i
-    min_q_len, max_q_len: fewest and most new tokens of a sequence that has any
+    min_q_len, max_q_len: fewest and most new tokens of a sequence that has any; ONE_EACH alone says that each has one
     max_kv_len:    most tokens of a sequence
     captured:      True if the engine captures or replays the step. A replay must have the same shape, type of q,
                    min_q_len, max_q_len, type of mask and causality as the capture; max_kv_len is ignored
@@ -216,7 +216,7 @@ class ExternalStep:
             )
         if not isinstance(self.mask, NoCells):
             kind = StepKind.MASKED
-        elif isinstance(self.q, OneEach) or self.min_q_len == self.max_q_len == 1:
+        elif isinstance(self.q, OneEach):
             kind = StepKind.DECODE
         else:
             kind = StepKind.EXTEND if self.min_q_len > 1 else StepKind.MIXED
@@ -228,7 +228,7 @@ class ExternalStep:
         _check("kv_len", self.kv_len, self.num_seqs)
         if self.rows is not None:
             _check("rows", self.rows, self.num_seqs)
-        if kind is StepKind.DECODE or isinstance(self.q, OneEach):
+        if isinstance(self.q, OneEach):
             lengths = EngineLengths(self.kv_len, self.rows, None, Q_EACH_ONE)
         else:
             form, more = (Q_LENGTHS, 0) if isinstance(self.q, NewLengths) else (Q_BOUNDARIES, 1)

@@ -397,6 +397,12 @@ class LayerForms:
                 stored.launches + attended.launches,
             )
 
+    def let_go(self, prepared: PreparedCalls, layer: int) -> None:
+        """Drops all references to a layer's pages, which will not be bound again."""
+        for calls in (prepared.stored, prepared.roped, prepared.attended, prepared.both):
+            calls.pop(layer, None)
+        self._memories = {at: memory for at, memory in self._memories.items() if at[1] != layer}
+
     def _again(
         self, calls: LastCalls, layer: int, addresses: tuple[int, ...], tensors: tuple[Tensor, ...], other: object
     ) -> bool:

@@ -103,7 +103,9 @@ def listed_batch(lengths: BatchLengths, indices: Tensor, indptr: Int64Array, mas
             f"with the {count} entries that indptr ends with"
         )
     low, high = on_host(page_bounds(indices, count))[0].tolist()
-    return PlannedBatch(lengths, indices, count, (low, high), given_cells(lengths, masks, indices.device))
+    # A copy: some wrappers read it at each run(), and an engine may have written its next step's pages by then.
+    pages = indices[:count].clone()
+    return PlannedBatch(lengths, pages, count, (low, high), given_cells(lengths, masks, indices.device))
 
 
 def token_batch(lengths: BatchLengths, kv_indptr: Int64Array, masks: Masks, device: torch.device) -> PlannedBatch:

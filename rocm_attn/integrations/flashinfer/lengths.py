@@ -94,7 +94,7 @@ class BatchLengths:
 
 
 def on_host(*tensors: Tensor) -> list[Int64Array]:
-    """Returns one-dimensional integers on the host. All that are on a device come in one copy. Raises BadTensor."""
+    """Returns copies of one-dimensional integers on the host. Those on a device come in one copy. Raises BadTensor."""
     for tensor in tensors:
         require_tensor("a list of lengths or boundaries", tensor)
         if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
@@ -107,7 +107,10 @@ def on_host(*tensors: Tensor) -> list[Int64Array]:
     if away:
         joined = torch.cat([tensor.to(away[0].device, torch.int64) for tensor in away]).cpu()
         copied = iter(torch.split(joined, [len(tensor) for tensor in away]))
-    return [(next(copied) if tensor.device.type != "cpu" else tensor.to(torch.int64)).numpy() for tensor in tensors]
+    return [
+        (next(copied) if tensor.device.type != "cpu" else tensor.to(torch.int64, copy=True)).numpy()
+        for tensor in tensors
+    ]
 
 
 def paged_kv_len(indptr: Int64Array, last_page_len: Int64Array, page_size: int) -> Int64Array:

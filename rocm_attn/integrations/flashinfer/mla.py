@@ -84,7 +84,6 @@ class BatchMLAPagedAttentionWrapper(PlannedWrapper):
 
         query:    [tokens, heads, head_dim_ckv + head_dim_kpe], or its two parts; also as q_nope and q_pe
         kv_cache: [pages, page_size, head_dim_ckv + head_dim_kpe], or its two parts; also as ckv_cache and kpe_cache
-        kv_len, page_table: for batches that were not planned; refused
         Raises Unsupported, BadTensor, WrongState.
         """
         refuse(o_scale=given.o_scale)

@@ -22,8 +22,9 @@ class PageLists:
     def __init__(self, num_entries: int, width: int, device: torch.device) -> None:
         self.num_entries, self.width = num_entries, width
         self._num_written = 0
-        # A sequence without pages may begin after the last entry.
-        self._entries = torch.zeros(num_entries + 1 + width, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
+            # A sequence without pages may begin after the last entry.
+            self._entries = torch.zeros(num_entries + 1 + width, dtype=torch.int32, device=device)
 
     @property
     def table(self) -> TableSource:

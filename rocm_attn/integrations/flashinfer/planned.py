@@ -150,6 +150,8 @@ class PlannedAttention:
             self._attend_padded(attention, inputs, self._fixed.num_tokens)
         else:
             attention.layers.attend(0, inputs.q, inputs.out, inputs.lse)
+        if self._fixed is None:
+            _let_go(attention)
         if inputs.lse is not None:
             _count_sinks(inputs.lse, inputs.sinks)
             if geometry.alibi:
@@ -296,6 +298,13 @@ class PlannedAttention:
             raise WrongState(
                 "a plan cannot be captured; before the capture call plan(), and run() once with the same arguments"
             )
+
+
+def _let_go(attention: ExternalAttention) -> None:
+    """Drops the references to a call's pages, which its program may free, as a wrapper keeps many attentions."""
+    run = attention.gate.running()
+    attention.pages.bound[0] = None
+    run.core.layers.forms.let_go(run.step.prepared, 0)
 
 
 def _see_nothing(inputs: Inputs) -> None:

@@ -49,6 +49,7 @@ ALWAYS_REFUSED = {
     "output_scale": "no kernel here writes eight-bit outputs; scale the output",
     "bmm1_scale": "the scale is fixed by the plan; give sm_scale to plan()",
     "bmm2_scale": "scale the output",
+    **dict.fromkeys(("kv_len", "page_table"), "lengths and pages are those of the plan; give them to plan()"),
     **dict.fromkeys(("custom_mask_d", "packed_custom_mask_d"), _NO_MASK_OF_ONE),
     **dict.fromkeys(("block_mask", "q2k_indices", "q2k_num"), _BLOCKS),
     "kv_block_lens": "blocks have one size here; use VariableBlockSparseAttentionWrapper",

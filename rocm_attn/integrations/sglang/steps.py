@@ -126,29 +126,31 @@ class StepMaker:
             return ExternalStep(num_seqs, count, tokens, kv_len, new, rows, 1, width, self.max_kv_len, mask=cells)
         more = width if verifies else 0
         kv_len = self._kv_len.of(batch, more=more, hides_pads=hides_pads) if more or hides_pads else batch.seq_lens
-        new = NewLengths(self._of_width(width, count))
+        has_one = width == 1 and isinstance(cells, NoCells)
+        q = ONE_EACH if has_one else NewLengths(self._of_width(width, count))
         # The host's lengths may be out of date here: the device is the first to know how many drafts were accepted.
         return ExternalStep(
-            num_seqs, count, count * width, kv_len, new, rows, width, width, self.max_kv_len, captured, mask=cells
+            num_seqs, count, count * width, kv_len, q, rows, width, width, self.max_kv_len, captured, mask=cells
         )
 
     def _extend(self, batch: ForwardBatchView, num_seqs: int) -> ExternalStep:
         lens = on_host(batch.extend_seq_lens_cpu)
         if lens is None:
             raise BadBatch("a batch that extends has no extend_seq_lens_cpu; its number of tokens must be known")
-        lens = lens[: batch.batch_size]
+        lens, mask = lens[: batch.batch_size], self.images.of(batch)
         most = max(lens)
+        has_one = lens == [1] * batch.batch_size and isinstance(mask, NoCells)
         return ExternalStep(
             num_seqs,
             batch.batch_size,
             max(1, sum(lens)),
             batch.seq_lens,
-            NewLengths(batch.extend_seq_lens),
+            ONE_EACH if has_one else NewLengths(batch.extend_seq_lens),
             batch.req_pool_indices,
             min(lens),
             max(1, most),
             self._longest(batch),
-            mask=self.images.of(batch),
+            mask=mask,
         )
 
     def _longest(self, batch: ForwardBatchView) -> int:

@@ -409,6 +409,11 @@ def _new_shared_group(
     layers: Mapping[str, GroupLayer], vllm_config: VllmConfig, device: torch.device
 ) -> SharedContextGroup:
     """Like new_group, but for layers whose contexts ranks share."""
+    if is_batch_invariant():
+        raise Unsupported(
+            "VLLM_BATCH_INVARIANT is not served if ranks share contexts, because a prompt's tokens and their context "
+            f"are summed apart, and the batch decides where a prompt is cut; set {DECODES_SHARED} to 1"
+        )
     sharing = ContextSharing(get_dcp_group(), vllm_config.parallel_config.cp_kv_cache_interleave_size)
     return SharedContextGroup(layers, _sizes(vllm_config), device, _options(vllm_config, 1), sharing)
 

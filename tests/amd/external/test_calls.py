@@ -40,6 +40,7 @@ from rocm_attn.step.external_step import (
 )
 from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM
 from tests.amd.integrations.oracle import Scores, attention
+from tests.amd.runtime.interrupts import OutOfMemory
 
 PAGE = 16
 Cells = npt.NDArray[Any]
@@ -178,6 +179,24 @@ def test_queries_may_outnumber_keys_where_attention_is_not_causal(device: torch.
     q_len, kv_len, q = [9, 3, 2, 4], [5, 33, 0, 1], filled.rows(18, Q_HEADS, DIM)
     found = filled.attend(q_len, filled.step(q_len, kv_len), q)
     filled.assert_right(q_len, found, q, causal=False, kv_len=kv_len)
+    filled.attention.check_device()
+
+
+@pytest.mark.fast(8, interpreted=0)
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("q_len", [[0, 0, 1, 0], [1, 0, 1, 0]])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sequence_without_a_new_token_may_come_before_others_with_one(
+    masked: bool, q_len: list[int], most: int, device: torch.device, provider: str
+) -> None:
+    """The step is padded to one token for each sequence, or has a single one."""
+    filled, tokens = Filled(device, provider, custom_mask=masked), 1 if sum(q_len) == 1 else 4
+    q, starts = filled.rows(tokens, Q_HEADS, DIM), torch.tensor([0, *itertools.accumulate(q_len)], device=device)
+    lengths = torch.tensor(filled.kv_len, device=device)
+    step = ExternalStep.extend(starts, lengths, num_tokens=tokens, max_q_len=most, max_kv_len=64)
+    if masked:
+        step = replace(step, mask=DeviceSpans(torch.empty(0, 3, dtype=torch.int32, device=device)))
+    filled.assert_right(q_len, filled.attend(q_len, step, q), q)
     filled.attention.check_device()
 
 
@@ -383,6 +402,54 @@ def test_calls_out_of_order_are_refused(device: torch.device, provider: str) -> 
         made.seal()
     with pytest.raises(CapacityExceeded, match="padded to 17 sequences, and the most is 16; raise num_seqs"):
         engine.run([engine.admit()], [1], pads=16)
+
+
+@pytest.mark.fast(interpreted=0)
+def test_a_second_fill_that_is_refused_leaves_no_step_to_run(device: torch.device, provider: str) -> None:
+    """It would store to the table's slots, which the first one dropped."""
+    filled = Filled(device, provider)
+    made, row = filled.attention, filled.rows(1, KV_HEADS, DIM)
+    made.begin(filled.step([1]))
+    made.fill(torch.tensor([-1], device=device))
+    with pytest.raises(BadTensor, match="slots are"):
+        made.fill(torch.tensor([[-1]], device=device))
+    with pytest.raises(WrongState, match=r"call begin\(\) and fill\(\) first"):
+        made.layers.store(0, row, row)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["read in place", "gathered"])
+def test_a_table_for_which_memory_runs_out_changes_nothing(dtype: torch.dtype, device: torch.device) -> None:
+    filled = Filled(device, "torch")
+    made = filled.build(TableSource(filled.source.entries.to(dtype)))
+    larger = made.tables.spaces[0].source.entries.new_zeros((9, 4))  # type: ignore[union-attr]
+    with pytest.raises(torch.OutOfMemoryError), OutOfMemory(1):
+        made.tables.use(larger)
+    filled.attention = made
+    q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
+    filled.assert_right(q_len, filled.attend(q_len, filled.step(q_len), q), q)
+    made.check_device()
+    filled.attend([1] * 5, filled.step([1] * 5, [1] * 5), filled.rows(5, Q_HEADS, DIM))
+    with pytest.raises(DeviceFault, match="a row that was given lies outside of the table"):
+        made.check_device()
+
+
+def test_a_larger_table_that_is_given_in_inference_mode_is_read_outside_of_it(device: torch.device) -> None:
+    filled = Filled(device, "torch")
+    with torch.inference_mode():
+        filled.attention.tables.use(torch.cat([filled.source.entries] * 2))
+    q_len, q = [3, 4, 2, 1], filled.rows(10, Q_HEADS, DIM)
+    step = replace(filled.step(q_len), rows=torch.arange(4, 8, device=device))
+    filled.assert_right(q_len, filled.attend(q_len, step, q), q)
+
+
+def test_a_table_that_is_replaced_before_the_fill_drops_its_step(device: torch.device) -> None:
+    """A fill would gather rows that begin() has not compared with the new table."""
+    filled = Filled(device, "torch")
+    made = filled.build(TableSource(filled.source.entries.long()))
+    made.begin(filled.step([1] * 4))
+    made.tables.use(filled.source.entries[:1].long())
+    with pytest.raises(WrongState, match=r"there is no step to fill; call begin\(\) first"):
+        made.fill()
 
 
 @pytest.mark.fast(interpreted=1)

@@ -200,6 +200,21 @@ def test_a_prepared_form_is_not_used_for_tensors_that_begin_elsewhere(odd_one: i
     assert [call is not None for call in made(given(odd=True))] == has_it
 
 
+def test_a_layer_that_lets_go_of_its_pages_keeps_its_forms_alone() -> None:
+    forms, *_ = forms_of(PLAIN)
+    kernel, calls, tensors = Kernel(("q",)), PreparedCalls(), q_and_out()
+    with calls.noting(attend(forms, 0, *tensors, None), ()):
+        launch(kernel, (1,), 1)
+    for _ in range(2):  # launches are kept from the second time on
+        assert forms.attend(calls, 0, *tensors, None) is None
+    assert calls.attended[0].owners[0] is forms._memories["attend", 0].owners[0]
+    forms.let_go(calls, 0)
+    assert not calls.attended
+    assert not forms._memories
+    assert forms.attend(calls, 0, *tensors, None) is None
+    assert len(kernel.ran) == 3
+
+
 def rows_at(first: int, *sizes: int) -> Tensor:
     """Returns a contiguous tensor that begins `first` elements after a multiple of 16 bytes."""
     return torch.zeros(prod(sizes) + first)[first:].view(sizes)

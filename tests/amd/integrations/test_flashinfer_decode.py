@@ -1,6 +1,7 @@
 """Decode by FlashInfer's names equals FlashInfer's definition."""
 
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -95,6 +96,18 @@ def test_a_wrapper_is_planned_in_one_thread_and_run_in_another(device: torch.dev
             expected = wanted(batch, q, [1, 1], [Scores(0.3)] * 2)
             check(wrapper.run(q, batch.cache, return_lse=True), expected)
             check(other.submit(wrapper.run, q, batch.cache, return_lse=True).result(), expected)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_inference_mode_may_begin_and_end_between_two_plans(captured: bool, device: torch.device) -> None:
+    batch, q = new_batch((6, 3), 4, device=device), queries(2, device=device)
+    buffers = [torch.zeros(9, dtype=torch.int32, device=device)[:size] for size in (3, 9, 2)] if captured else []
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), "NHD", captured, False, *buffers)
+    for is_on in (True, False, True):
+        with torch.inference_mode(is_on):
+            wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.3)
+            found = wrapper.run(q, batch.cache, return_lse=True)
+        check(found, wanted(batch, q, [1, 1], [Scores(0.3)] * 2))
 
 
 def test_after_memory_has_run_out_in_a_plan_of_longer_lists_it_may_be_made_again(device: torch.device) -> None:
@@ -316,17 +329,21 @@ def test_providers_are_chosen_by_name(device: torch.device) -> None:
         assert isinstance(wrapper.run(queries(2, device=device), cache), Tensor)
 
 
-def test_scales_of_many_calls_keep_no_kernels_without_end(device: torch.device) -> None:
+def test_scales_of_many_calls_keep_no_kernels_without_end_and_no_pages(device: torch.device) -> None:
     batch = new_batch((6, 3), 4, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     wrapper.plan(*batch.lists, *SIZES, 4, q_data_type="float32", sm_scale=0.01)
-    q = queries(2, device=device)
+    q, caches = queries(2, device=device), []
     for scale in range(1, 41):
-        found = wrapper.run(q, batch.cache, q_scale=float(scale), return_lse=True)
+        k, v = (side.clone() for side in batch.cache.unbind(1))
+        caches += [weakref.ref(k), weakref.ref(v)]
+        found = wrapper.run(q, (k, v), q_scale=float(scale), return_lse=True)
         if scale % 20 == 0:
             check(found, wanted(batch, q, [1, 1], [Scores(0.01 * scale)] * 2))
     assert wrapper._planned is not None
     assert len(wrapper._planned._built) == 32
+    del k, v
+    assert not any(cache() is not None for cache in caches), "a program's pages are freed when it drops them"
 
 
 def test_workspaces_are_handed_around_as_engines_do(device: torch.device) -> None:

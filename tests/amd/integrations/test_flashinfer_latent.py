@@ -70,6 +70,7 @@ def test_latents_are_read_in_one_tensor_or_in_two(q_lens: tuple[int, ...], causa
     latents = Latents((3, 17, 8), q_lens, device)
     wrapper, expected = new_wrapper(device), latents.wanted(causal)
     wrapper.plan(metadata=latents.metadata, causal=causal, **SIZES)
+    needed(latents.metadata.kv_indices).fill_(10**6)  # by then a caller may write those of its next step
     ckv, kpe = latents.cache.split((CKV, KPE), -1)  # type: ignore[no-untyped-call]
     q = latents.q[..., :CKV], latents.q[..., CKV:]
     check(wrapper.run(query=latents.q, kv_cache=latents.cache, return_lse=True), expected)

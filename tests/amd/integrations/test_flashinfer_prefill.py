@@ -74,14 +74,33 @@ def test_new_tokens_are_the_last_of_their_sequence(
     check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, q_lens, [scores] * len(q_lens)))
 
 
-def test_a_sequence_without_kv_is_no_fault_of_later_plans(device: torch.device) -> None:
-    """It begins at the entry of the sequence after it."""
-    kv_lens, q_lens, scores = (1, 0, 4), (3, 2, 5), Scores(0.3, causal=False)
+@pytest.mark.parametrize(
+    ("kv_lens", "q_lens"),
+    [((1, 0, 4), (3, 2, 5)), ((4, 3), (0, 1))],
+    ids=["without KV: it begins at the entry of the one after it", "without new tokens before the only one"],
+)
+def test_a_sequence_without_tokens_is_no_fault_of_later_plans(
+    kv_lens: tuple[int, ...], q_lens: tuple[int, ...], device: torch.device
+) -> None:
+    scores = [Scores(0.3, causal=False)] * len(kv_lens)
     batch, q = new_batch(kv_lens, 4, device=device), queries(sum(q_lens), device=device)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     for _ in range(4):
         wrapper.plan(indptr(q_lens, device), *batch.lists, *SIZES, 4, sm_scale=0.3, q_data_type=torch.float32)
-        check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, q_lens, [scores] * 3))
+        check(wrapper.run(q, batch.cache, return_lse=True), wanted(batch, q, q_lens, scores))
+
+
+def test_a_plan_keeps_its_lengths_when_the_caller_writes_the_next_ones(device: torch.device) -> None:
+    """The first run begins a step of its own, because of its sinks. int64 lists on the host need no conversion."""
+    batch, q = new_batch(KV_LENS, 4, device=device), queries(sum(Q_LENS), device=device)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    lists = [each.cpu().long() for each in (indptr(Q_LENS, device), batch.indptr, batch.last_page_len)]
+    wrapper.plan(*lists[:2], batch.indices, lists[2], *SIZES, 4, causal=True, sm_scale=0.3, q_data_type=torch.float32)
+    for each in lists:
+        each.fill_(1)
+    sinks = torch.full((SIZES[0],), -float("inf"), device=device)
+    found = wrapper.run(q, batch.cache, return_lse=True, sinks=sinks)
+    check(found, wanted(batch, q, Q_LENS, [Scores(0.3)] * len(KV_LENS)))
 
 
 @pytest.mark.fast

@@ -63,7 +63,9 @@ def test_a_token_sees_what_comes_before_and_its_span(causal_left: int, range_lef
 
 
 def test_each_run_has_spans_of_its_own(device: torch.device) -> None:
+    """The pages are the plan's, whatever the caller writes to its list after it."""
     wrapper, batch = planned(device)
+    batch.indices.fill_(10**6)
     q, none = queries(sum(NEW), device=device), ranges(device).fill_(-1)
     with_spans = wanted(batch, q, NEW, [replace(Scores(0.3), shown=cells(seq, -1, -1)) for seq in range(len(LENS))])
     without = wanted(batch, q, NEW, [Scores(0.3)] * len(LENS))

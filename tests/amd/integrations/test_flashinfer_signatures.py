@@ -79,8 +79,9 @@ def test_values_that_ask_for_nothing_are_taken_and_others_refused() -> None:
         mla.plan(output_scale="".join(["no", "ne"]), scale_mode="kv-per-tensor", use_profiler=False)
     with pytest.raises(Unsupported, match="scale_mode is not served"):
         mla.plan(scale_mode="bmm-scalar")
-    with pytest.raises(Unsupported, match="o_scale is not served"):
-        mla.run(o_scale=1.0)
+    for name in ("o_scale", "kv_len", "page_table"):
+        with pytest.raises(Unsupported, match=f"{name} is not served"):
+            mla.run(**{name: torch.ones(1)})
     rows = torch.ones(1, 1, 1)
     for o_scale, error in ((1.0, WrongState), (2.0, Unsupported)):
         with pytest.raises(error):

@@ -422,3 +422,19 @@ def test_pages_may_be_arrays_of_whole_numbers_as_the_table_gives_them(device: to
     assert torch.equal(buffer, again)
     with pytest.raises(BadBatch, match="the space 'full' holds float64; it must hold integers"):
         exporter.export({Space.FULL: pages + 0.5}, extent, buffer)  # type: ignore[dict-item]
+
+
+@pytest.mark.fast(interpreted=0)
+def test_movers_that_were_made_in_inference_mode_move_tokens_outside_of_it(provider: str, device: torch.device) -> None:
+    problems = MODELS["codes with scales of tokens"]
+    story, source = Story(problems, device), runtime_of(problems, device, provider)
+    target = runtime_of(problems, device, provider)
+    row = story.prefill(source, 11)
+    with torch.inference_mode():
+        exporter, importer = KVExporter(source), KVImporter(target, KVPassport.of(source))
+    extent = exporter.extent(exporter.pages_of(row, 11), 11)
+    buffer = torch.zeros(exporter.num_bytes(extent), dtype=torch.uint8, device=device)
+    exporter.export_row(row, 11, buffer)
+    new_row = importer.admit(extent)
+    importer.import_row(new_row, extent, buffer)
+    assert all(map(torch.equal, story.decode(source, row, 11), story.decode(target, new_row, 11)))

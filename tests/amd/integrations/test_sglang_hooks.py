@@ -67,6 +67,15 @@ def test_prompts_in_chunks_decode_mixed_and_idle_steps_give_what_an_oracle_gives
     engine.hooks.attention.check_device()
 
 
+@pytest.mark.parametrize("mode", [Mode.EXTEND, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2])
+def test_one_new_token_in_each_sequence_is_served_by_the_kernels_of_decode(
+    mode: Mode, provider: str, device: torch.device
+) -> None:
+    engine, one = prompted(provider, device)
+    engine.run(mode, [one, engine.admit()], [1, 1])
+    assert engine.hooks.attention.gate.begun().plan.shape.kind.decodes
+
+
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("kind", POOLS)
 @pytest.mark.parametrize("says_padding", [True, False])

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,9 @@ def test_batch_invariance_asks_for_deterministic_kernels(
     made.build(0, step())
     assert made.group.attention.options.deterministic is is_requested
     assert backend_of(ours, "backend").supports_batch_invariance()
+    refusal = "VLLM_BATCH_INVARIANT is not served if ranks share contexts"
+    with pytest.raises(Unsupported, match=refusal) if is_requested else nullcontext():
+        builder(ours, "backend", **DECODES_SHARED)
 
 
 def test_in_batch_invariant_mode_prompts_of_latent_layers_count_as_decodes(

@@ -207,6 +207,9 @@ def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
     runtime = build_runtime([EXPANDED, small_problem()], options, device=torch.device("cpu"))
     with pytest.raises(BadProblem, match="only latent layers can be expanded, and this layer has K and V pages"):
         runtime.expanded_prefill(1)
+    deterministic = build_runtime([EXPANDED], replace(options, deterministic=True), device=torch.device("cpu"))
+    with pytest.raises(Unsupported, match="expanded attention cuts prefixes by their number in the step"):
+        deterministic.expanded_prefill(0)
     row = runtime.table.admit()
     runtime.table.reserve(row, 3)
     prefill = runtime.expanded_prefill(0)

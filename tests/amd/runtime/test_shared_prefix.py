@@ -18,7 +18,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.select import select
 from tests.amd.worlds.problems import small_problem
-from tests.amd.worlds.world import Request, World, page_zero_is_zero
+from tests.amd.worlds.world import Request, World, page_zero_is_zero, take_back
 
 PROBLEMS = {
     "sinks": small_problem(has_sinks=True),
@@ -155,6 +155,19 @@ def test_rows_that_were_handed_out_again_share_nothing(device: torch.device) -> 
     for _ in range(2):
         with pytest.raises(BadBatch, match="sequence 1 does not share"):
             world.step([requests[0], other], [1, 1], prefixes=prefixes)
+
+
+def test_a_row_that_was_cut_and_has_other_pages_shares_nothing(device: torch.device) -> None:
+    """Tokens that are not stored any more, by mark_stored(), are cut like those that were reserved ahead."""
+    world, requests = world_of(device)
+    prefixes, other = SharedPrefixes([PrefixGroup(2, 8)]), requests[1]
+    world.step(requests, [1, 1], prefixes=prefixes)
+    world.runtime.table.mark_stored([other.row], [4])
+    world.runtime.table.truncate(other.row, 4)
+    take_back(other, other.kv_len - 4)
+    world.step([other], [8])
+    with pytest.raises(BadBatch, match="sequence 1 does not share the first 8 tokens with sequence 0"):
+        world.step(requests, [1, 1], prefixes=prefixes)
 
 
 def test_steps_that_do_not_decode_are_refused(device: torch.device) -> None:

@@ -107,7 +107,7 @@ def embeddings_by_width(fields: Fields) -> Multipliers:
 
 def gpt_oss_rope(fields: Fields) -> Mapping[str, object]:
     """The rotary embedding of gpt-oss, if the file leaves it out."""
-    said = fields.has("rope_scaling") or fields.has("rope_parameters")
+    said = fields.values.get("rope_scaling") or fields.has("rope_parameters")  # an empty scaling says nothing
     return {} if said else {"rope_parameters": _GPT_OSS_ROPE}
 
 
@@ -430,6 +430,8 @@ _KIMI_LINEAR_FAMILY = Family(
         "n_shared_experts": "num_shared_experts",
         "num_experts_per_tok": "num_experts_per_token",
     },
+    # Rows that do not turn have no context that YaRN stretches.
+    derived=lambda fields: {"rope_parameters": None, "rope_scaling": None},
 )
 _KIMI_HYBRID = Family(HybridAttention(latent_layers, kimi_delta))
 _GLM_HYBRID = Family(HybridAttention(indexed_latent_layers, kimi_delta))

@@ -261,6 +261,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon_h1_bias_of_the_input": ("falcon_h1", {"mamba_proj_bias": True}),
+    "kimi_linear_unread": ("kimi_linear", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}),
     "kimi_linear_own_head": ("kimi_linear", {"tie_word_embeddings": True}),
     "nemotron_h_own_head": ("nemotron_h", {"tie_word_embeddings": True}),
     "qwen3_5_one_interval": ("qwen3_5", {"layer_types": None, "full_attention_interval": 2, "rms_norm_eps": 0.05}),

@@ -26,6 +26,7 @@ CONFIGS = {
     "gpt-oss-20b, by its class": {
         name: value for name, value in published("gpt-oss-20b").items() if name not in ("rope_scaling", "rope_theta")
     },
+    "gpt-oss-20b, with an empty scaling": {**published("gpt-oss-20b"), "rope_scaling": {}},
     "llama-3.1-8b, its base with the rest": {
         **{name: value for name, value in LLAMA.items() if name != "rope_theta"},
         "rope_scaling": {**LLAMA["rope_scaling"], "rope_theta": LLAMA["rope_theta"]},

@@ -16,7 +16,7 @@ from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.gates import ClampedSwiGLU
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.models.hf_attention import GroupedAttention, no_window
-from rocm_attn.models.hf_mlp import mlps_by_type
+from rocm_attn.models.hf_mlp import MIXTRAL_EXPERTS, mlps_by_type
 from rocm_attn.models.hf_projections import Projections
 from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp
 from rocm_attn.models.routing import ExpertScores, Routing
@@ -30,6 +30,12 @@ _OLDER_NAMES = {
     "index_block_size": "sparse_block_size",
     "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
+}
+# Names of tensors in published files; transformers' text model writes the others, and joins gate and up.
+MINIMAX_M3_TENSORS = {
+    ".block_sparse_moe.e_score": ".mlp.gate.e_score",
+    **MIXTRAL_EXPERTS,
+    **{f".index_{name}.": f".indexer.{name}." for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
 }
 
 
@@ -96,8 +102,8 @@ def minimax_m3_mlps(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
         has_correction=True,
     )
     shared, inner = fields.count("shared_intermediate_size"), fields.count("intermediate_size")
-    experts = ExpertMlp(routing, inner, gate, ExpertTensors.JOINED, shared_size=shared)
-    dense = DenseMlp(fields.count("dense_intermediate_size"), gate, is_joined=True)
+    experts = ExpertMlp(routing, inner, gate, ExpertTensors.EACH, shared_size=shared)
+    dense = DenseMlp(fields.count("dense_intermediate_size"), gate)
     return mlps_by_type(fields, dense, experts, num_layers)
 
 

@@ -59,6 +59,7 @@ from rocm_attn.models.hf_minimax_m3 import (
     MINIMAX_M3_TENSORS,
     block_indexed_layers,
     minimax_m3_heads,
+    minimax_m3_mlp_types,
     minimax_m3_mlps,
 )
 from rocm_attn.models.hf_mlp import (
@@ -341,6 +342,7 @@ _MINIMAX_M3_FAMILY = Family(
         renamed=MINIMAX_M3_TENSORS,
         unread=(*_MTP, "model.mtp."),
     ),
+    derived=minimax_m3_mlp_types,
 )
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, scale=lambda fields, head_dim: 1.0),

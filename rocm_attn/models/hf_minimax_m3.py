@@ -12,7 +12,7 @@ from dataclasses import replace
 from rocm_attn.errors import BadModel
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.models.config import HeadProjections
-from rocm_attn.models.fields import Fields, shown
+from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.gates import ClampedSwiGLU
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.models.hf_attention import GroupedAttention, no_window
@@ -83,6 +83,15 @@ def _indexer(fields: Fields, layer: AttentionLayer) -> Indexer:
         scale=1.0, top=top, sets=heads, rectified=False, unit_keys=index.count("index_block_size"), last=local
     )
     return Indexer(heads, index.count("index_head_dim"), indexing)
+
+
+def minimax_m3_mlp_types(fields: Fields) -> Mapping[str, object]:
+    """mlp_layer_types by moe_layer_freq, its name in published files, or experts in all layers. Raises BadModel."""
+    if fields.has("mlp_layer_types"):
+        return {}
+    in_all = [1] * fields.count("num_hidden_layers", most=MAX_LAYERS)
+    has_experts = fields.list("moe_layer_freq") if fields.has("moe_layer_freq") else in_all
+    return {"mlp_layer_types": ["sparse" if each else "dense" for each in has_experts]}
 
 
 def minimax_m3_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:

@@ -44,7 +44,7 @@ def from_parameters(parameters: Iterable[tuple[str, str, str]], schema: Mapping[
 
 
 def _value(text: str, kind: str, schema: object) -> str:
-    types = _types(schema if isinstance(schema, Mapping) else {})
+    types = types_of(schema if isinstance(schema, Mapping) else {})
     if kind != "true" and types != {"string"}:
         written = _CONSTANTS.get(text.strip(), text.strip())
         try:
@@ -58,7 +58,7 @@ def _value(text: str, kind: str, schema: object) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Mapping[str, Any]) -> set[object]:
+def types_of(schema: Mapping[str, Any]) -> set[object]:
     """Returns the types that a schema names at its top; none if it names none."""
     named = schema.get("type")
     if isinstance(named, str | list):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rocm_attn.errors import BadRequest
+from rocm_serve.server.call_arguments import types_of
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.written_forms import MARK, CallForm, ReasoningForm, filled
 
@@ -122,11 +123,13 @@ def _parameter(form: CallForm, key: str, schema: Json, described: object, lark: 
     # A part of a schema keeps the definitions that it may refer to.
     alone: Json = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     alone |= described if isinstance(described, Mapping) else {}
-    texts, before, after = alone.get("enum"), *form.parameter.split("{value}")
-    mark = after.split()[0]
-    is_text = alone.get("type") == "string" and texts is None
-    if isinstance(texts, list) and texts and all(isinstance(each, str) and each for each in texts):
-        is_text, value = True, "(" + " | ".join(map(lark.exact, texts)) + ")" + lark.exact(after)
+    values, before, after = alone.get("enum"), *form.parameter.split("{value}")
+    mark, types = after.split()[0], types_of(alone)
+    # Where the form does not tell a text from JSON, from_parameters() does, and reads quotes as part of a text.
+    is_text = "string" in types and (types == {"string"} or "{kind}" not in form.parameter)
+    if is_text and isinstance(values, list):
+        written = (each if isinstance(each, str) else json.dumps(each) for each in values)
+        value = "(" + " | ".join(map(lark.exact, written)) + ")" + lark.exact(after)
     elif is_text:
         value = lark.until(mark) + lark.exact(after.partition(mark)[2])
     else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rocm_attn.errors import BadRequest
-from rocm_serve.server.call_arguments import types_of
+from rocm_serve.server.call_arguments import alternatives_of, types_of, values_of
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.written_forms import MARK, CallForm, ReasoningForm, filled
 
@@ -121,18 +121,26 @@ def _call(form: CallForm, function: Json, lark: _Lark) -> str:
 
 def _parameter(form: CallForm, key: str, schema: Json, described: object, lark: _Lark) -> str:
     # A part of a schema keeps the definitions that it may refer to.
-    alone: Json = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    alone |= described if isinstance(described, Mapping) else {}
-    values, before, after = alone.get("enum"), *form.parameter.split("{value}")
-    mark, types = after.split()[0], types_of(alone)
+    named: Json = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    alone: Json = {**named, **(described if isinstance(described, Mapping) else {})}
+    before, after = form.parameter.split("{value}")
+    types = types_of(alone)
     # Where the form does not tell a text from JSON, from_parameters() does, and reads quotes as part of a text.
     is_text = "string" in types and (types == {"string"} or "{kind}" not in form.parameter)
-    if is_text and isinstance(values, list):
-        written = (each if isinstance(each, str) else json.dumps(each) for each in values)
-        value = "(" + " | ".join(map(lark.exact, written)) + ")" + lark.exact(after)
-    elif is_text:
-        value = lark.until(mark) + lark.exact(after.partition(mark)[2])
+    if is_text:
+        value = "(" + " | ".join(_as_text({**named, **each}, after, lark) for each in alternatives_of(alone)) + ")"
     else:
         value = lark.rule(f"%json {json.dumps(alone)}") + lark.exact(after)
     kind = "true" if is_text else "false"
     return filled(before, lark.exact, {"key": lambda _: lark.exact(key), "kind": lambda _: lark.exact(kind)}) + value
+
+
+def _as_text(schema: Mapping[str, Any], after: str, lark: _Lark) -> str:
+    """Returns a value whose texts stand without quotes, with what comes after it."""
+    mark, values = after.split()[0], values_of(schema)
+    if values:
+        written = (each if isinstance(each, str) else json.dumps(each) for each in values)
+        return "(" + " | ".join(map(lark.exact, written)) + ")" + lark.exact(after)
+    if "string" in types_of(schema):
+        return lark.until(mark) + lark.exact(after.partition(mark)[2])
+    return lark.rule(f"%json {json.dumps(schema)}") + lark.exact(after)

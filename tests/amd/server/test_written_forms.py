@@ -463,13 +463,17 @@ def test_a_required_call_is_held_to_the_form_and_the_schema(example: Example, as
         (1, {"enum": ["a", 1]}),
         ("", {"enum": ["", "a"]}),
         ("1", {"type": "string", "enum": ["a", "1"]}),
+        ("12", {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        (None, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        (12, {"oneOf": [{"const": "a"}, {"type": "integer"}]}),
+        ([3], {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/$defs/Hour"}}]}),
     ],
     ids=str,
 )
 def test_a_required_value_that_may_be_a_text_is_the_one_that_is_read(
     value: object, described: dict[str, Any], name: str
 ) -> None:
-    form, schema = form_named(name, CALL_FORMS), {"type": "object", "properties": {"a": described}, "required": ["a"]}
+    form, schema = form_named(name, CALL_FORMS), {**WEATHER, "properties": {"a": described}, "required": ["a"]}
     written = value if isinstance(value, str) else json.dumps(value)
     parameter = form.parameter.replace("{key}", "a").replace("{value}", written)
     text = form.opens[0] + form.call.replace("{name}", "f").replace("{parameters}", parameter) + form.closes

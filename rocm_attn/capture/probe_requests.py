@@ -130,7 +130,7 @@ class ProbeRequests:
         self._fill(rows)
         table.mark_stored(np.array(rows, np.int32), np.array(kv_len, np.int32))
         self._fill_states(rows, [all_tokens - new for all_tokens, new in zip(kv_len, q_len, strict=True)])
-        token_ids = self._random.integers(1, self._vocabulary, sum(q_len))
+        token_ids = self._random.integers(min(1, self._vocabulary - 1), self._vocabulary, sum(q_len))
         arrays = [np.array(values, np.int32) for values in (rows, kv_len, q_len, token_ids)]
         return StepBatch(*arrays, inputs=self._inputs.for_lengths(arrays[2]))
 

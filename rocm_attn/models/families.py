@@ -54,8 +54,16 @@ from rocm_attn.models.hf_gemma4 import (
 )
 from rocm_attn.models.hf_indexer import indexed_latent_layers, indexed_layers
 from rocm_attn.models.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
-from rocm_attn.models.hf_minimax_m3 import MINIMAX_M3_DEFAULTS, block_indexed_layers, minimax_m3_heads, minimax_m3_mlps
+from rocm_attn.models.hf_minimax_m3 import (
+    MINIMAX_M3_DEFAULTS,
+    MINIMAX_M3_TENSORS,
+    block_indexed_layers,
+    minimax_m3_heads,
+    minimax_m3_mlp_types,
+    minimax_m3_mlps,
+)
 from rocm_attn.models.hf_mlp import (
+    MIXTRAL_EXPERTS,
     deepseek_v2_experts,
     deepseek_v3_experts,
     geglu,
@@ -107,7 +115,7 @@ def embeddings_by_width(fields: Fields) -> Multipliers:
 
 def gpt_oss_rope(fields: Fields) -> Mapping[str, object]:
     """The rotary embedding of gpt-oss, if the file leaves it out."""
-    said = fields.has("rope_scaling") or fields.has("rope_parameters")
+    said = fields.values.get("rope_scaling") or fields.has("rope_parameters")  # an empty scaling says nothing
     return {} if said else {"rope_parameters": _GPT_OSS_ROPE}
 
 
@@ -177,7 +185,7 @@ def attention_geometry(config: Mapping[str, object]) -> AttentionGeometry:
     geometry = FAMILIES[architecture].attention(fields)
     # transformers 5 serves any class whose masks are causal as an encoder, if the file says so. A window of n keys then
     # reaches n keys to each side, and in causal masks n - 1 (masking_utils.py).
-    if fields.values.get("is_causal") is False:
+    if not fields.flag("is_causal", True):
         return geometry.not_causal(more=1)
     if fields.values.get("use_bidirectional_attention") is not True or architecture in _WITH_A_PREFIX:
         return geometry
@@ -289,7 +297,10 @@ _GEMMA3_FAMILY = Family(
     _GEMMA3_DECODER,
     derived=half_if_bidirectional,
 )
-_GEMMA3_IMAGE_FAMILY = replace(_GEMMA3_FAMILY, attention=WithSpans(_GEMMA3_FAMILY.attention))
+# transformers caps the logits of the text model alone.
+_GEMMA3_IMAGE_FAMILY = replace(
+    _GEMMA3_FAMILY, attention=WithSpans(_GEMMA3_FAMILY.attention), decoder=replace(_GEMMA3_DECODER, may_cap=False)
+)
 _GEMMA4_FAMILY = Family(
     gemma4_layers,
     GEMMA4_DEFAULTS,
@@ -323,7 +334,15 @@ _MODERN_BERT_FAMILY = Family(modern_bert_layers, MODERN_BERT_DEFAULTS, derived=h
 _MINIMAX_M3_FAMILY = Family(
     block_indexed_layers,
     MINIMAX_M3_DEFAULTS,
-    Decoder(minimax_m3_mlps, minimax_m3_heads, rope_of_first_elements, norm_offset=1.0, unread=(*_MTP, "model.mtp.")),
+    Decoder(
+        minimax_m3_mlps,
+        minimax_m3_heads,
+        rope_of_first_elements,
+        norm_offset=1.0,
+        renamed=MINIMAX_M3_TENSORS,
+        unread=(*_MTP, "model.mtp."),
+    ),
+    derived=minimax_m3_mlp_types,
 )
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, scale=lambda fields, head_dim: 1.0),
@@ -414,12 +433,7 @@ _KIMI_LINEAR_FAMILY = Family(
         kimi_experts,
         partial(latent_rows, interleaved=False),
         no_rope,
-        renamed={
-            ".block_sparse_moe.": ".mlp.",
-            ".w1.": ".gate_proj.",
-            ".w3.": ".up_proj.",
-            ".w2.": ".down_proj.",
-        },
+        renamed=MIXTRAL_EXPERTS,
         may_tie=False,
     ),
     {
@@ -430,6 +444,8 @@ _KIMI_LINEAR_FAMILY = Family(
         "n_shared_experts": "num_shared_experts",
         "num_experts_per_tok": "num_experts_per_token",
     },
+    # Rows that do not turn have no context that YaRN stretches.
+    derived=lambda fields: {"rope_parameters": None, "rope_scaling": None},
 )
 _KIMI_HYBRID = Family(HybridAttention(latent_layers, kimi_delta))
 _GLM_HYBRID = Family(HybridAttention(indexed_latent_layers, kimi_delta))

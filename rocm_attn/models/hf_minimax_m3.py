@@ -12,11 +12,11 @@ from dataclasses import replace
 from rocm_attn.errors import BadModel
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.models.config import HeadProjections
-from rocm_attn.models.fields import Fields, shown
+from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.gates import ClampedSwiGLU
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.models.hf_attention import GroupedAttention, no_window
-from rocm_attn.models.hf_mlp import mlps_by_type
+from rocm_attn.models.hf_mlp import MIXTRAL_EXPERTS, mlps_by_type
 from rocm_attn.models.hf_projections import Projections
 from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp
 from rocm_attn.models.routing import ExpertScores, Routing
@@ -30,6 +30,12 @@ _OLDER_NAMES = {
     "index_block_size": "sparse_block_size",
     "index_topk_blocks": "sparse_topk_blocks",
     "index_local_blocks": "sparse_local_block",
+}
+# Names of tensors in published files; transformers' text model writes the others, and joins gate and up.
+MINIMAX_M3_TENSORS = {
+    ".block_sparse_moe.e_score": ".mlp.gate.e_score",
+    **MIXTRAL_EXPERTS,
+    **{f".index_{name}.": f".indexer.{name}." for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
 }
 
 
@@ -79,6 +85,15 @@ def _indexer(fields: Fields, layer: AttentionLayer) -> Indexer:
     return Indexer(heads, index.count("index_head_dim"), indexing)
 
 
+def minimax_m3_mlp_types(fields: Fields) -> Mapping[str, object]:
+    """mlp_layer_types by moe_layer_freq, its name in published files, or experts in all layers. Raises BadModel."""
+    if fields.has("mlp_layer_types"):
+        return {}
+    in_all = [1] * fields.count("num_hidden_layers", most=MAX_LAYERS)
+    has_experts = fields.list("moe_layer_freq") if fields.has("moe_layer_freq") else in_all
+    return {"mlp_layer_types": ["sparse" if each else "dense" for each in has_experts]}
+
+
 def minimax_m3_heads(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
     """[layers] Norms on q and k, and indexers."""
     return tuple(HeadProjections(qk_norm=True, indexer=sparse) for sparse in sparse_layers(fields, num_layers))
@@ -96,8 +111,8 @@ def minimax_m3_mlps(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
         has_correction=True,
     )
     shared, inner = fields.count("shared_intermediate_size"), fields.count("intermediate_size")
-    experts = ExpertMlp(routing, inner, gate, ExpertTensors.JOINED, shared_size=shared)
-    dense = DenseMlp(fields.count("dense_intermediate_size"), gate, is_joined=True)
+    experts = ExpertMlp(routing, inner, gate, ExpertTensors.EACH, shared_size=shared)
+    dense = DenseMlp(fields.count("dense_intermediate_size"), gate)
     return mlps_by_type(fields, dense, experts, num_layers)
 
 

@@ -121,10 +121,11 @@ def _cost(layers: Sequence[tuple[Selection, int]]) -> tuple[int, int]:
     for selection, count in layers:
         for kind in _KINDS:
             entry = selection.kernel(kind).entry
-            entries = ENTRIES[entry.provider]
+            # By name: a layer with sparse kernels has other rows of the same names.
+            rows = [(each.name, each.kind) for each in ENTRIES[entry.provider]]
             by_provider += count * providers.index(entry.provider)
             # A prefill without a kernel of its own is served by a row that counts as coming after all of its own.
-            by_entry += count * (entries.index(entry) if entry.kind is kind else len(entries))
+            by_entry += count * (rows.index((entry.name, kind)) if entry.kind is kind else len(rows))
     return by_provider, by_entry
 
 

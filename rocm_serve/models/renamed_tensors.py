@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from rocm_attn.errors import BadModel
+from rocm_attn.models.fields import shown
 from rocm_attn.models.tensors import Shape, TensorSource
 
 # transformers' prefixes of the decoder's part of a model that also takes images, by release, and its prefix in a text
@@ -19,12 +21,22 @@ _PREFIXES = {
 
 
 class RenamedTensors:
-    """A TensorSource over another. name_of: its name of a tensor for the other's; "" leaves the tensor out"""
+    """A TensorSource over another. name_of: its name of a tensor for the other's; "" leaves the tensor out
+
+    Raises BadModel for two tensors of one name.
+    """
 
     def __init__(self, whole: TensorSource, name_of: Callable[[str], str]) -> None:
         self.name = whole.name
         self._whole = whole
-        self._names = {name_of(name): name for name in whole.shapes() if name_of(name)}
+        self._names: dict[str, str] = {}
+        for name in whole.shapes():
+            ours = name_of(name)
+            if ours and self._names.setdefault(ours, name) != name:
+                raise BadModel(
+                    f"{whole.name} holds one weight twice, as {shown(self._names[ours])} and as {shown(name)}; leave "
+                    "one of them out"
+                )
 
     def shapes(self) -> Mapping[str, Shape]:
         """name -> shape of the tensors that are not left out."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.config import LatentProjections, LayerConfig, MixerConfig, ModelConfig, RecurrentConfig
-from rocm_attn.models.mlp_config import ExpertMlp, ExpertTensors, Mlp, NoMlp
+from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp, NoMlp
 from rocm_attn.models.shards import WHOLE, Shard, ShardRange
 from rocm_attn.models.tensors import Shape, ShapesOfReads, TensorPart, TensorReader, TensorSource
 from rocm_serve.models.arithmetic import OwnInput
@@ -189,11 +189,14 @@ def _read_model(reader: TensorReader, config: ModelConfig, shard: Shard) -> Mode
 
 
 def _as_stored(source: TensorSource, config: ModelConfig) -> ModelConfig:
-    """The config, with experts as the source holds them: Qwen3.5's files have one of two forms."""
+    """The config, with MLPs as the source holds them: files of Qwen3.5 and MiniMax-M3 have one of two forms."""
     shapes = source.shapes()
 
     def of(number: int, mlp: Mlp) -> Mlp:
-        is_joined = f"model.layers.{number}.mlp.experts.gate_up_proj" in shapes
+        prefix = f"model.layers.{number}.mlp."
+        if isinstance(mlp, DenseMlp):
+            return replace(mlp, is_joined=f"{prefix}gate_up_proj.weight" in shapes)
+        is_joined = f"{prefix}experts.gate_up_proj" in shapes
         if is_joined and isinstance(mlp, ExpertMlp) and mlp.tensors is ExpertTensors.EACH:
             return replace(mlp, tensors=ExpertTensors.JOINED)
         return mlp

@@ -15,7 +15,15 @@ Made = list[tuple[str, str]]
 _BLANKS = re.compile(r"[ \t\n\r]*")
 # Templates that print a value with Jinja's own filter write it as Python does.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_TYPES: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    list: "array",
+    dict: "object",
+}
 
 
 def from_object(text: str, hole: str, key: str) -> str | Made | None:
@@ -44,7 +52,7 @@ def from_parameters(parameters: Iterable[tuple[str, str, str]], schema: Mapping[
 
 
 def _value(text: str, kind: str, schema: object) -> str:
-    types = _types(schema if isinstance(schema, Mapping) else {})
+    types = types_of(schema if isinstance(schema, Mapping) else {})
     if kind != "true" and types != {"string"}:
         written = _CONSTANTS.get(text.strip(), text.strip())
         try:
@@ -58,14 +66,31 @@ def _value(text: str, kind: str, schema: object) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Mapping[str, Any]) -> set[object]:
-    """Returns the types that a schema names at its top; none if it names none."""
+def types_of(schema: Mapping[str, Any]) -> set[object]:
+    """Returns the types that a schema or each of its alternatives names at its top; none if one of them names none."""
+    of_each = [_types_at_top(each) for each in alternatives_of(schema)]
+    return set[object]().union(*of_each) if all(of_each) else set()
+
+
+def alternatives_of(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the schemas of which a value fits one: those of anyOf or oneOf, or else the schema itself."""
+    found = schema.get("anyOf", schema.get("oneOf"))
+    is_list = "type" not in schema and isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
+    return found if is_list and found else [schema]
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any]:
+    """Returns the only values that a schema allows; none if it names none."""
+    found = [schema["const"]] if "const" in schema else schema.get("enum")
+    return found if isinstance(found, list) else []
+
+
+def _types_at_top(schema: Mapping[str, Any]) -> set[object]:
     named = schema.get("type")
     if isinstance(named, str | list):
         types: set[object] = {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
         return types | {"integer"} if "number" in types else types
-    values = schema.get("enum")
-    return {_TYPES.get(type(each)) for each in values} if isinstance(values, list) else set()
+    return {_TYPES.get(type(each)) for each in values_of(schema)}
 
 
 def _call(text: str, key: str) -> tuple[str, str]:

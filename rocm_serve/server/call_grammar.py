@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rocm_attn.errors import BadRequest
+from rocm_serve.server.call_arguments import alternatives_of, types_of, values_of
 from rocm_serve.text.constraint import Constraint
 from rocm_serve.text.written_forms import MARK, CallForm, ReasoningForm, filled
 
@@ -120,16 +121,26 @@ def _call(form: CallForm, function: Json, lark: _Lark) -> str:
 
 def _parameter(form: CallForm, key: str, schema: Json, described: object, lark: _Lark) -> str:
     # A part of a schema keeps the definitions that it may refer to.
-    alone: Json = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    alone |= described if isinstance(described, Mapping) else {}
-    texts, before, after = alone.get("enum"), *form.parameter.split("{value}")
-    mark = after.split()[0]
-    is_text = alone.get("type") == "string" and texts is None
-    if isinstance(texts, list) and texts and all(isinstance(each, str) and each for each in texts):
-        is_text, value = True, "(" + " | ".join(map(lark.exact, texts)) + ")" + lark.exact(after)
-    elif is_text:
-        value = lark.until(mark) + lark.exact(after.partition(mark)[2])
+    named: Json = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    alone: Json = {**named, **(described if isinstance(described, Mapping) else {})}
+    before, after = form.parameter.split("{value}")
+    types = types_of(alone)
+    # Where the form does not tell a text from JSON, from_parameters() does, and reads quotes as part of a text.
+    is_text = "string" in types and (types == {"string"} or "{kind}" not in form.parameter)
+    if is_text:
+        value = "(" + " | ".join(_as_text({**named, **each}, after, lark) for each in alternatives_of(alone)) + ")"
     else:
         value = lark.rule(f"%json {json.dumps(alone)}") + lark.exact(after)
     kind = "true" if is_text else "false"
     return filled(before, lark.exact, {"key": lambda _: lark.exact(key), "kind": lambda _: lark.exact(kind)}) + value
+
+
+def _as_text(schema: Mapping[str, Any], after: str, lark: _Lark) -> str:
+    """Returns a value whose texts stand without quotes, with what comes after it."""
+    mark, values = after.split()[0], values_of(schema)
+    if values:
+        written = (each if isinstance(each, str) else json.dumps(each) for each in values)
+        return "(" + " | ".join(map(lark.exact, written)) + ")" + lark.exact(after)
+    if "string" in types_of(schema):
+        return lark.until(mark) + lark.exact(after.partition(mark)[2])
+    return lark.rule(f"%json {json.dumps(schema)}") + lark.exact(after)

@@ -46,9 +46,7 @@ class EmittedTokens:
         """
         first = self._num_characters(prompt[0], text, 0)
         cut = (TokenLogprobs(each.token_id, each.logprob, each.likeliest[:num]) for each in logprobs)
-        emitted, end = self.beside_text(cut, first, text)
-        dropped = max(0, end - len(text))  # a tokenizer may put a space before a text, which the text does not have
-        emitted["text_offset"] = [max(0, offset - dropped) for offset in emitted["text_offset"]]
+        emitted, _ = self.beside_text(cut, first, text)
         before = {"tokens": self._beside_text(prompt[0]), "token_logprobs": None, "top_logprobs": None}
         return {name: [{**before, "text_offset": 0}[name], *values] for name, values in emitted.items()}
 
@@ -120,10 +118,14 @@ class EmittedTokens:
             return 0
         of_token = self.tokenizer.bytes_of(token_id)
         if not self.tokenizer.is_text(token_id):
-            # The text lacks a space that its tokens may have: see of_echo().
-            places = (max(0, offset - 1), offset)
-            return len(of_token.decode()) if any(text.startswith(of_token.decode(), at) for at in places) else 0
-        return sum(byte & 0xC0 != 0x80 for byte in of_token)
+            return len(of_token.decode()) if text.startswith(of_token.decode(), offset) else 0
+        num = sum(byte & 0xC0 != 0x80 for byte in of_token)
+        if not text:
+            return num
+        # Tokenizers put spaces before a text, and after special tokens, which the text does not have.
+        spaces = len(of_token) - len(of_token.lstrip(b" "))
+        there = text[offset : offset + spaces]
+        return num - spaces + len(there) - len(there.lstrip(" "))
 
 
 def _number(logprob: float) -> float:

@@ -40,8 +40,7 @@ class TokenCount:
         added = backend.get_added_tokens_decoder().values()
         stripping = tuple(token.content for token in added if token.lstrip or token.rstrip)
         # A part that takes out or replaces a text of any length does not look at neighbours alone.
-        is_local = backend.truncation is None and backend.padding is None
-        is_local &= all(part.get("behavior") != "Removed" for part in _parts(backend.pre_tokenizer, "pretokenizers"))
+        is_local = all(part.get("behavior") != "Removed" for part in _parts(backend.pre_tokenizer, "pretokenizers"))
         is_local &= all("Regex" not in part.get("pattern", {}) for part in _parts(backend.normalizer, "normalizers"))
         return cls(backend, is_local, stripping)
 

@@ -46,6 +46,9 @@ class Tokenizer:
     _special_marks: Mapping[str, int] = field(init=False, repr=False)  # special tokens that are a text all the same
 
     def __post_init__(self) -> None:
+        # A file may have those of its training, which cut every prompt, or fill it up.
+        self.backend.no_truncation()
+        self.backend.no_padding()
         added = self.backend.get_added_tokens_decoder()
         kept = kept_marks({token.content for token in added.values()})
         special = {token.content: number for number, token in added.items() if token.special}

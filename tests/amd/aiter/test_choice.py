@@ -13,9 +13,10 @@ import torch
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
+from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.machine.choices import AUTO
 from rocm_attn.machine.target import Target, known_target
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import Indexer, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL, PoolSize
 from rocm_attn.providers.select import Selection, select
 from rocm_attn.selection import build
@@ -113,6 +114,7 @@ def test_a_workspace_beyond_the_budget_takes_another_kernel() -> None:
 
 
 GFX950 = known_target("gfx950")
+_BLOCKS = Indexer(2, 64, Indexing(scale=1.0, top=4, sets=2, rectified=False, unit_keys=32, last=1))
 WIDE = plain_problem(dims=(128, 128))
 HEADS = plain_problem(heads=(16, 2), dims=(128, 128))
 LINEAR = (PoolKind.SPLIT,)
@@ -142,6 +144,7 @@ CASES = {
     "nothing of AITER's": ([EIGHTY] * 3, chooser(GFX942), 16),
     "another arch": ([WIDE], chooser(known_target("sm_90")), 16),
     "torch": ([WIDE], chooser(known_target("cpu"), "torch"), 16),
+    "layers with an indexer of blocks": ([replace(WIDE, indexer=_BLOCKS)], chooser(known_target("cpu")), 16),
 }
 
 

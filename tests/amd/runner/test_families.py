@@ -261,6 +261,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon_h1_bias_of_the_input": ("falcon_h1", {"mamba_proj_bias": True}),
+    "kimi_linear_unread": ("kimi_linear", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}),
     "kimi_linear_own_head": ("kimi_linear", {"tie_word_embeddings": True}),
     "nemotron_h_own_head": ("nemotron_h", {"tie_word_embeddings": True}),
     "qwen3_5_one_interval": ("qwen3_5", {"layer_types": None, "full_attention_interval": 2, "rms_norm_eps": 0.05}),
@@ -334,8 +335,11 @@ def test_embeddings_are_scaled_by_a_factor_that_no_dtype_rounds(tmp_path: Path) 
 
 
 def gemma3_with_images() -> tuple[Any, Any]:
-    """Returns a small Gemma 3 that also takes images, and the text model that has its decoder's weights."""
-    text = small_hf_config("Gemma3", **FAMILIES["gemma3"][1])
+    """Returns a small Gemma 3 that also takes images, and the text model that has its decoder's weights.
+
+    transformers does not read final_logit_softcapping of the former.
+    """
+    text = small_hf_config("Gemma3", **FAMILIES["gemma3"][1], final_logit_softcapping=0.5)
     vision = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -370,6 +374,13 @@ def test_a_missing_tensor_of_the_decoder_is_named(tmp_path: Path) -> None:
     with changed_tensors(save(gemma3_with_images()[0], tmp_path)) as tensors:
         del tensors["language_model.model.layers.1.post_feedforward_layernorm.weight"]
     with pytest.raises(BadModel, match=r"lacks model\.layers\.1\.post_feedforward_layernorm\.weight"):
+        load(tmp_path)
+
+
+def test_a_weight_under_two_names_is_refused(tmp_path: Path) -> None:
+    with changed_tensors(save(gemma3_with_images()[0], tmp_path)) as tensors:
+        tensors["model.language_model.norm.weight"] = torch.ones(48)
+    with pytest.raises(BadModel, match=r"one weight twice, as 'language_model.model.norm.weight' and as 'model.langua"):
         load(tmp_path)
 
 
@@ -428,6 +439,22 @@ def test_experts_of_qwen3_5_are_read_in_one_tensor_or_in_many(tmp_path: Path) ->
             del tensors[name]
         tensors |= joined
     assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(reference, token_ids))
+
+
+def test_minimax_m3_is_read_from_the_names_of_its_makers(tmp_path: Path) -> None:
+    """transformers writes them for the model with images; its text model has other names, and joins gate and up."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = small_hf_config("MiniMaxM3VL", **FAMILIES["minimax_m3"][1]).to_dict()
+    whole: Any = transformers.MiniMaxM3SparseForConditionalGeneration(
+        transformers.MiniMaxM3VLConfig(text_config=text, vision_config=vision)
+    )
+    text_model = family_model("minimax_m3")
+    whole.model.language_model.load_state_dict(text_model.model.state_dict())
+    whole.lm_head.load_state_dict(text_model.lm_head.state_dict())
+    with changed_tensors(save(whole, tmp_path)) as tensors:
+        assert "language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight" in tensors
+    token_ids = random_tokens(30)
+    assert_layers_close(dense_logits(load(tmp_path), token_ids), hf_logits(text_model, token_ids))
 
 
 def test_experts_in_mxfp4_are_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -245,6 +245,7 @@ def test_the_runner_serves_text_and_no_images() -> None:
         ("Llama 4", {"layer_types": None, "no_rope_layers": [1, 0]}, BadModel, "no_rope_layers is .* one of 4"),
         ("BERT", {"position_embedding_type": "relative_key"}, Unsupported, "only 'absolute' is served"),
         ("PaliGemma", {"text_config": {"model_type": "llama"}}, Unsupported, "type 'llama' is not served"),
+        ("BERT", {"is_causal": None}, BadModel, "is_causal is null; it must be true or false"),
         (
             "Llama 4",
             {"is_causal": False},

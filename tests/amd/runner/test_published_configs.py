@@ -17,6 +17,18 @@ OF_MINICPM3 = ("scale_emb", "scale_depth", "dim_model_base", "kv_lora_rank", "hi
 MINICPM3 = published("minicpm3-4b")
 OF_STATES = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
 LLAMA = published("llama-3.1-8b")
+# The others are by its class.
+MINIMAX_M3: dict[str, Any] = {
+    "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+    "text_config": {
+        "hidden_size": 6144,
+        "num_hidden_layers": 3,
+        "vocab_size": 200064,
+        "max_position_embeddings": 524288,
+        "partial_rotary_factor": 0.5,
+        "eos_token_id": 200020,
+    },
+}
 PALIGEMMA2 = published("paligemma2-3b-pt-224")
 OF_GEMMA2 = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 CONFIGS = {
@@ -26,9 +38,27 @@ CONFIGS = {
     "gpt-oss-20b, by its class": {
         name: value for name, value in published("gpt-oss-20b").items() if name not in ("rope_scaling", "rope_theta")
     },
+    "gpt-oss-20b, with an empty scaling": {**published("gpt-oss-20b"), "rope_scaling": {}},
     "llama-3.1-8b, its base with the rest": {
         **{name: value for name, value in LLAMA.items() if name != "rope_theta"},
         "rope_scaling": {**LLAMA["rope_scaling"], "rope_theta": LLAMA["rope_theta"]},
+    },
+    "minimax-m3, by its class": MINIMAX_M3,
+    "minimax-m3, in its makers' words": {
+        **MINIMAX_M3,
+        "text_config": {
+            **MINIMAX_M3["text_config"],
+            "hidden_act": "swigluoai",
+            "moe_layer_freq": [0, 1, 1],
+            "sparse_attention_config": {
+                "sparse_num_index_heads": 4,
+                "sparse_index_dim": 64,
+                "sparse_block_size": 64,
+                "sparse_topk_blocks": 8,
+                "sparse_local_block": 2,
+                "sparse_attention_freq": [0, 0, 1],
+            },
+        },
     },
     "paligemma2-3b, by its class": {
         **PALIGEMMA2,

@@ -49,18 +49,6 @@ def removing() -> tokenizers.Tokenizer:
     return backend
 
 
-def truncating() -> tokenizers.Tokenizer:
-    backend = by_bytes()
-    backend.enable_truncation(4)
-    return backend
-
-
-def padding() -> tokenizers.Tokenizer:
-    backend = by_bytes()
-    backend.enable_padding(length=3 * PIECE)
-    return backend
-
-
 BACKENDS = {
     "bytes": by_bytes(),
     "bytes without some": by_bytes(leaves_out="xyz"),
@@ -75,8 +63,6 @@ BACKENDS = {
 # A part of their text may depend on all of it.
 GLOBAL = {
     "removes": removing(),
-    "truncates": truncating(),
-    "pads": padding(),
     "by a pattern": by_bytes(normalizer=normalizers.Replace(tokenizers.Regex(" +"), " ")),
 }
 LONG_TEXTS = (LONGEST, "x", " ", "w1 ", "letter", "\u1fbe\u0308\u0301", "a <|end|>" + " " * 500)

@@ -294,6 +294,19 @@ def test_a_tokenizer_json_with_its_template_is_read(trained: tokenizers.Tokenize
     assert ours.encode_chat("fox") == fast.encode("<|start|>fox<|end|>")
 
 
+def test_a_tokenizer_json_that_cuts_texts_or_fills_them_up_does_neither(
+    trained: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    backend = tokenizers.Tokenizer.from_str(trained.to_str())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=50)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    for text in (CORPUS[0], "fox"):
+        assert ours.encode(text) == ours.encode_unmarked(text) == fast.encode(text)
+
+
 def test_a_template_in_tokenizer_config_json_is_read(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
     trained.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(

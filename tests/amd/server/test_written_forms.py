@@ -453,6 +453,38 @@ def test_a_required_call_is_held_to_the_form_and_the_schema(example: Example, as
         assert not accepts(constraint, text, ours, written_by=letters())
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2"])
+@pytest.mark.parametrize(
+    ("value", "described"),
+    [
+        ("Oslo", {"type": ["string", "null"]}),
+        (None, {"type": ["string", "null"]}),
+        ("a", {"enum": ["a", 1]}),
+        (1, {"enum": ["a", 1]}),
+        ("", {"enum": ["", "a"]}),
+        ("1", {"type": "string", "enum": ["a", "1"]}),
+        ("12", {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        (None, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
+        (12, {"oneOf": [{"const": "a"}, {"type": "integer"}]}),
+        ([3], {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/$defs/Hour"}}]}),
+    ],
+    ids=str,
+)
+def test_a_required_value_that_may_be_a_text_is_the_one_that_is_read(
+    value: object, described: dict[str, Any], name: str
+) -> None:
+    form, schema = form_named(name, CALL_FORMS), {**WEATHER, "properties": {"a": described}, "required": ["a"]}
+    written = value if isinstance(value, str) else json.dumps(value)
+    parameter = form.parameter.replace("{key}", "a").replace("{value}", written)
+    text = form.opens[0] + form.call.replace("{name}", "f").replace("{parameters}", parameter) + form.closes
+    ours, tool = letters(), {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert accepts(calls_only(form, [tool], ours.special_mark, several=False), text, ours)
+    reader = AnswerReader(form, {"f": schema})
+    (call,) = [*reader.push(text), *reader.finish()]
+    assert isinstance(call, ToolCall)
+    assert json.loads(call.arguments) == {"a": value}
+
+
 def test_calls_in_python_cannot_be_required() -> None:
     with pytest.raises(BadRequest, match="calls of the form pythonic cannot be required"):
         calls_only(form_named("pythonic", CALL_FORMS), TOOLS, letters().special_mark, several=True)

@@ -80,7 +80,6 @@ class Agreement(Protocol):
 
     def new_meetings(self) -> Meetings:
         """Makes the meetings of one runtime."""
-        ...
 
 
 class _Alone:

@@ -44,7 +44,6 @@ class RowTable(Protocol):
     @property
     def spaces(self) -> Sequence[SpaceTable]:
         """The tables of all spaces, the full space first if layers live there."""
-        ...
 
 
 class PagePool(Protocol):
@@ -59,16 +58,12 @@ class PagePool(Protocol):
 
     def layer(self, layer: int, /) -> LayerPages:
         """The pages of one layer of the model."""
-        ...
 
     def format(self, layer: int) -> PageFormat:
         """The present or future format of the pages of a layer."""
-        ...
 
     def index(self, layer: int) -> LayerPages:
         """The index pages of a layer that has an indexer; v is all of k."""
-        ...
 
     def state(self, layer: int) -> LayerPages:
         """The pages of the state of a layer whose rows stand for several tokens: K holds values, and V gates."""
-        ...

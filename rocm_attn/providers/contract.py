@@ -61,11 +61,9 @@ class Schedule(Protocol):
 
     def words(self, shape: PaddedShape) -> int:
         """int32 words that a step of this shape needs, or one with fewer sequences or tokens: see workspace_words."""
-        ...
 
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         """Fills the words. queries: the sequences that attend; step, bounds: the step that they belong to"""
-        ...
 
 
 @runtime_checkable
@@ -74,7 +72,6 @@ class RangedSchedule(Schedule, Protocol):
 
     def build_ranges(self, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
         """Fills the words that follow from the windows of a mask's cells, after build() and the mask; no others."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +99,15 @@ class BoundKernel(Protocol):
     @property
     def schedule(self) -> Schedule:
         """The schedule that is built before its layers run; NO_SCHEDULE if it needs none."""
-        ...
 
     def describe(self) -> str:
         """Name and tiles as text."""
-        ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """float32 words of workspace that a step of this shape needs, or one with fewer sequences or tokens.
 
         Graphs of all sizes share memory that is made for the largest one.
         """
-        ...
 
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         """Runs one layer's attention; padded tokens of out receive zeros if the row says so.
@@ -121,7 +115,6 @@ class BoundKernel(Protocol):
         args:         with the words of its schedule, and workspace_words(shape) or more
         step, bounds: the step in the layer's space, for values that a kernel reads in addition to its arguments
         """
-        ...
 
 
 @runtime_checkable
@@ -133,7 +126,6 @@ class StoringKernel(BoundKernel, Protocol):
 
     def store_and_attend(self, args: AttendArgs, new: NewRows, step: StepTensors, bounds: StepBounds) -> None:
         """Stores the new rows and attends. The results are bitwise those of a store followed by attend()."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

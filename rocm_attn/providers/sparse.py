@@ -37,18 +37,15 @@ class BoundIndexer(Protocol):
 
     def describe(self) -> str:
         """Name and tiles as text."""
-        ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """See BoundKernel.workspace_words."""
-        ...
 
     def select(self, args: IndexArgs, selection: SelectedKeys, workspace: Tensor) -> None:
         """Writes the units of every token to the selection; padded tokens get none.
 
         workspace: workspace_words(shape) or more; content is undefined
         """
-        ...
 
 
 class BoundSelected(Protocol):
@@ -56,15 +53,12 @@ class BoundSelected(Protocol):
 
     def describe(self) -> str:
         """Name and tiles as text."""
-        ...
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """See BoundKernel.workspace_words."""
-        ...
 
     def attend(self, args: SelectedArgs) -> None:
         """Runs one layer's attention; padded tokens of out receive zeros, and those of lse -inf."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ class RunsSteps(Protocol[Outputs_co]):
 
     def run(self, batch: StepBatch, pad_to: PadTo | None = None) -> Outputs_co:
         """See `StepRunner.run`."""
-        ...
 
 
 class LayerCalls(Protocol):

@@ -39,7 +39,6 @@ class StateCalls(Protocol):
         x, out: [T, channels], different memory; any strides but the last. Padded tokens of out receive zeros
         weight: [channels, width], its last column for the token itself; bias: [channels]
         """
-        ...
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
         """Folds tokens into the states of their sequences, and reads the states with q; see Update.
@@ -49,7 +48,6 @@ class StateCalls(Protocol):
         decay:  float32 [T, heads], or [T, heads, k_dim] with decays of channels: natural logarithms, at most 0
         beta:   float32 [T, heads]
         """
-        ...
 
 
 class StateLayers(TensorChecks):

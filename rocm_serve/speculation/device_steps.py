@@ -181,7 +181,6 @@ class SpeculativePicks(StepPicks):
         self.speculative_step_number = series.num_launched - 1
 
     def read(self) -> Picks:
-        """Like StepPicks.read."""
         self.done.synchronize()
         series, emitted = self._series, self.emitted
         picked, appended = PickedTokens(self.found, NoFence()).read(), emitted[:, 0]
@@ -241,7 +240,6 @@ class DeviceSpeculation(SpeculativeSteps):
         self._reported_fault: tuple[int | None, int] = (-1, 0)
 
     def begin(self, step: ScheduledStep, picks: StepPicks, scheduler: Scheduler) -> StepPicks:
-        """Like SpeculativeSteps.begin."""
         batch, last, width = step.batch, self._runtime.gate.last, self._width
         if last is None or last.batch.row_bytes != batch.row_bytes or not self._runner.may_run_again:
             return picks
@@ -277,7 +275,6 @@ class DeviceSpeculation(SpeculativeSteps):
         return found
 
     def goes_on(self, scheduler: Scheduler) -> bool:
-        """Like SpeculativeSteps.goes_on."""
         series = self._series
         if series is None or series.is_over or not series.is_launched or series.num_changes != scheduler.num_changes:
             return False
@@ -296,7 +293,6 @@ class DeviceSpeculation(SpeculativeSteps):
         return True
 
     def launch(self) -> tuple[ScheduledStep, StepPicks]:
-        """Like SpeculativeSteps.launch."""
         series = self._series
         assert series is not None
         series.is_launched = False
@@ -310,7 +306,6 @@ class DeviceSpeculation(SpeculativeSteps):
         return series.step, found
 
     def end(self) -> bool:
-        """Like SpeculativeSteps.end."""
         series, self._series = self._series, None
         if series is None:
             return False
@@ -328,7 +323,6 @@ class DeviceSpeculation(SpeculativeSteps):
         return series.has_fault
 
     def first_fault_of(self, step: int | None) -> int:
-        """Like SpeculativeSteps.first_fault_of."""
         series, reported_fault = self._series, self._reported_fault
         if series is not None and series.has_fault:
             reported_fault = series.number, series.first_fault

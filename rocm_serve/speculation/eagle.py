@@ -73,7 +73,6 @@ class EagleDrafter(RowDrafter[_Row]):
         self._new: dict[int, _New] = {}
 
     def follow(self, step: ScheduledStep, appended: Appended) -> None:
-        """Like Drafter.follow."""
         first = 0
         kv_len, q_len = step.batch.kv_len.tolist(), step.batch.q_len.tolist()
         for seq, sequence in enumerate(step.sequences):

@@ -55,7 +55,6 @@ class Eagle3Weights(EagleWeights):
     token_of: Tensor
 
     def over(self, large: Model, runtime: AttentionRuntime, most_tokens: int) -> Eagle3Head:
-        """Like EagleWeights.over."""
         return Eagle3Head(self, large, runtime, most_tokens)
 
 
@@ -109,15 +108,12 @@ class Eagle3Head(EagleHead):
         self._shares_embedding = self._of_head.embedding is large.weights.embedding
 
     def tokens(self, drafted: Tensor) -> Tensor:
-        """Like DraftingModel.tokens."""
         return self._weights.token_of[drafted.long()]
 
     def given(self, features: Tensor) -> Tensor:
-        """Like EagleHead.given."""
         return self._arithmetic.linears.linear(features, self._fc)
 
     def next_features(self, step: Part, features: Tensor) -> Tensor:
-        """Like EagleHead.next_features."""
         norm = self._arithmetic.norm
         if self._shares_embedding:
             embedded = self._large.embed(step.token_ids)
@@ -128,7 +124,6 @@ class Eagle3Head(EagleHead):
         return self.through_layer(step, torch.cat(both, 1), features)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Like EagleHead.logits."""
         return self._arithmetic.linears.linear(
             self._arithmetic.norm(features, self._of_head.final_norm), self._of_head.head
         )

@@ -107,7 +107,6 @@ class EagleHead(DraftingModel):
         return self.logits(last), last
 
     def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """Like DraftingModel.drafted."""
         features = self.next_features(step, carried)
         return self.logits(features), features
 

@@ -192,10 +192,8 @@ class SmallModel(DraftingModel):
         self.nothing_carried = torch.empty(0, 0, dtype=model.weights.dtype, device=model.weights.device)
 
     def taken_in(self, step: Part) -> tuple[Tensor, Tensor]:
-        """Like DraftingModel.taken_in."""
         logits = self._model.forward(step)
         return logits, self.nothing_carried.new_empty(logits.shape[0], 0)
 
     def drafted(self, step: Part, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """Like DraftingModel.drafted."""
         return self._model.logits(self._model.hidden(step)), carried

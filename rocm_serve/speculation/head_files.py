@@ -35,11 +35,9 @@ class HeadFiles(RenamedTensors):
         super().__init__(self._files, _ours)
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Like TensorSource.shapes."""
         return {**self._ones, **super().shapes()}
 
     def read(self, name: str, *where: slice) -> Tensor:
-        """Like TensorSource.read."""
         return super().read(name, *where) if name in self._names else torch.ones(self._ones[name])[where]
 
     def read_integers(self, name: str) -> Tensor:

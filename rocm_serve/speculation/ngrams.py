@@ -32,7 +32,6 @@ class NgramDrafter(Drafter):
         self._texts: dict[int, _Text] = {}
 
     def draft(self, decoding: Iterable[tuple[Sequence, int]], alive: Set[int]) -> dict[int, DraftTree]:
-        """Like Drafter.draft."""
         texts = self._texts
         if not texts.keys() <= alive:
             for number in texts.keys() - alive:

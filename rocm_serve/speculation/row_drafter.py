@@ -58,7 +58,6 @@ class RowDrafter(Drafter, Generic[Held]):
         return self.runners.probabilities
 
     def capture_all(self, progress: Progress) -> None:
-        """Like Drafter.capture_all."""
         self.runners.capture_all(progress)
 
     def leave(self, number: int) -> None:

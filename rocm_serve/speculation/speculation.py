@@ -209,7 +209,6 @@ class _Verified(StepPicks):
 
     @property
     def tokens(self) -> PickedTokens | None:
-        """Like StepPicks.tokens."""
         return self._picked if isinstance(self._picked, PickedTokens) else None
 
     def read(self) -> Picks:
@@ -244,7 +243,6 @@ class _Verified(StepPicks):
         return Picks.of(picks)
 
     def logprobs(self) -> Mapping[int, Many[TokenLogprobs]]:
-        """Like StepPicks.logprobs."""
         if isinstance(self._picked, PickedTokens):
             return NO_LOGPROBS_OF
         emitted, found = self._picked.logprobs(self._found), dict[int, Many[TokenLogprobs]]()

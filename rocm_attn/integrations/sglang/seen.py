@@ -72,11 +72,9 @@ class KVPoolView(Protocol):
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         """Returns [slots, heads, dim], or [pages, heads, page_size, dim]. May wait for a layer that is being loaded."""
-        ...
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
         """Like get_key_buffer, but for V."""
-        ...
 
 
 class Runner(Protocol):

@@ -32,20 +32,16 @@ class ContextRanks(Protocol):
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        ...
 
     @property
     def rank_in_group(self) -> int:
         """The number of this rank."""
-        ...
 
     def all_gather(self, input_: Tensor, dim: int) -> Tensor:
         """Returns the tensors of all ranks, concatenated along a dimension."""
-        ...
 
     def reduce_scatter(self, input_: Tensor, dim: int) -> Tensor:
         """Returns this rank's part, along a dimension, of the sum of all ranks' tensors."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

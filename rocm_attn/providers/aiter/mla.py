@@ -64,7 +64,6 @@ class LatentWork(Schedule, Protocol):
 
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
         """Arguments of mla_decode_fwd for a schedule that was built into words."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from rocm_attn.kernels.metadata.step_tensors import Need
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import faults, oddities
-from rocm_attn.providers.aiter.gluon import bind_gluon, bind_gluon_verify
-from rocm_attn.providers.aiter.mla import LatentExtend, bind_latent_decode, bind_latent_verify
-from rocm_attn.providers.aiter.mla_eight_bits import bind_eight_bit_latent_decode, bind_eight_bit_latent_verify
+from rocm_attn.providers.aiter.gluon import GluonDecode, GluonVerify
+from rocm_attn.providers.aiter.mla import LatentDecode, LatentExtend, LatentVerify
+from rocm_attn.providers.aiter.mla_eight_bits import EightBitLatentDecode, EightBitLatentVerify
 from rocm_attn.providers.aiter.mla_persistent import bind_scheduled_latent_decode
 from rocm_attn.providers.aiter.prefill import BatchPrefill, EightBitBatchPrefill, VarlenPrefill
 from rocm_attn.providers.aiter.ragged import bind_ragged
@@ -323,7 +323,7 @@ ENTRIES: tuple[KernelEntry, ...] = (
         "pa_decode_gluon",
         StepKind.DECODE,
         _GLUON,
-        bind_gluon,
+        GluonDecode.bind,
         needs=_TABLE,
         faults=faults.GLUON,
         notes=(oddities.REDUCTION, oddities.SMALL_SCALES),
@@ -337,12 +337,12 @@ ENTRIES: tuple[KernelEntry, ...] = (
         bind_scheduled_latent_decode,
         notes=(oddities.FEW_SEQUENCES,),
     ),
-    _listed("mla_decode_fwd", StepKind.DECODE, _LATENT, bind_latent_decode, notes=(oddities.MANY_HEADS,)),
+    _listed("mla_decode_fwd", StepKind.DECODE, _LATENT, LatentDecode.bind, notes=(oddities.MANY_HEADS,)),
     _listed(
         "mla_decode_fwd+get_mla_metadata_v1[fp8]",
         StepKind.DECODE,
         _LATENT_EIGHT_BITS,
-        bind_eight_bit_latent_decode,
+        EightBitLatentDecode.bind,
         faults=faults.LATENT_EIGHT_BITS,
         notes=(oddities.SATURATED_QUERIES, oddities.GROUPED_HEADS),
         **_ROUNDED,
@@ -364,7 +364,7 @@ ENTRIES: tuple[KernelEntry, ...] = (
         "pa_decode_gluon[verify]",
         StepKind.VERIFY,
         _GLUON_VERIFY,
-        bind_gluon_verify,
+        GluonVerify.bind,
         needs=_TABLE,
         faults=faults.GLUON,
         notes=(oddities.REDUCTION, oddities.LAST_ROWS, oddities.PARTS_OF_WINDOWS),
@@ -374,7 +374,7 @@ ENTRIES: tuple[KernelEntry, ...] = (
         "mla_decode_fwd[verify]",
         StepKind.VERIFY,
         replace(_LATENT, max_gqa_ratio=16),
-        bind_latent_verify,
+        LatentVerify.bind,
         min_kv_len=FEW_TOKENS,
         notes=(oddities.LAST_ROWS, oddities.FEWER_KEYS, oddities.EIGHT_ROWS),
     ),
@@ -382,7 +382,7 @@ ENTRIES: tuple[KernelEntry, ...] = (
         "mla_decode_fwd+get_mla_metadata_v1[fp8, verify]",
         StepKind.VERIFY,
         replace(_LATENT_EIGHT_BITS, max_gqa_ratio=16),
-        bind_eight_bit_latent_verify,
+        EightBitLatentVerify.bind,
         min_kv_len=FEW_TOKENS,
         faults=faults.LATENT_EIGHT_BITS_OF_FEW,
         notes=(oddities.SATURATED_QUERIES, oddities.LAST_ROWS, oddities.FEWER_KEYS),

@@ -56,6 +56,20 @@ class GluonDecode(AiterKernel):
     name = "pa_decode_gluon"
     query_length: ClassVar[int] = 1
 
+    @classmethod
+    def bind(cls, problem: Problem, target: Target, pool: PoolSize) -> GluonDecode:
+        if problem.gqa_ratio < _FEWEST_HEADS_ON_ONE:
+            raise LookupError(
+                f"it needs {_FEWEST_HEADS_ON_ONE} or more query heads per KV head, and this layer has "
+                f"{problem.gqa_ratio}"
+            )
+        if problem.window_left != UNLIMITED_WINDOW and problem.page_size > _PARTITION_KEYS:
+            raise LookupError(
+                f"with a window (window_left {problem.window_left}) it needs pages of up to {_PARTITION_KEYS} tokens, "
+                f"and page_size is {problem.page_size}"
+            )
+        return cls(problem, target.compute_units)
+
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         self.call(args, step, cut(args.workspace, self.parts(bounds.shape)), args.q, args.out)
 
@@ -161,22 +175,3 @@ def _sliding_window(window_left: int, query_length: int) -> int:
     if window_left == UNLIMITED_WINDOW:
         return 0 if query_length == 1 else _WIDER_THAN_ANY
     return window_left + 1 + query_length
-
-
-def bind_gluon(problem: Problem, target: Target, pool: PoolSize) -> GluonDecode:
-    """Binds the kernel, which chooses its own tiles. Raises LookupError for layers that it cannot serve."""
-    if problem.gqa_ratio < _FEWEST_HEADS_ON_ONE:
-        raise LookupError(
-            f"it needs {_FEWEST_HEADS_ON_ONE} or more query heads per KV head, and this layer has {problem.gqa_ratio}"
-        )
-    if problem.window_left != UNLIMITED_WINDOW and problem.page_size > _PARTITION_KEYS:
-        raise LookupError(
-            f"with a window (window_left {problem.window_left}) it needs pages of up to {_PARTITION_KEYS} tokens, "
-            f"and page_size is {problem.page_size}"
-        )
-    return GluonDecode(problem, target.compute_units)
-
-
-def bind_gluon_verify(problem: Problem, target: Target, pool: PoolSize) -> GluonVerify:
-    """Binds the kernel for verify steps. Raises the LookupErrors of `bind_gluon`."""
-    return GluonVerify(problem, bind_gluon(problem, target, pool).compute_units)

@@ -67,7 +67,17 @@ class LatentWork(Schedule, Protocol):
 
 
 @dataclass(frozen=True)
-class LatentDecode(AiterKernel):
+class _OfWork(AiterKernel):
+    """A kernel that takes the shares of its work, in equal splits unless it is bound otherwise."""
+
+    work: LatentWork
+
+    @classmethod
+    def bind(cls, problem: Problem, target: Target, pool: PoolSize) -> _OfWork:
+        return cls(problem, EqualSplits(target.compute_units))
+
+
+class LatentDecode(_OfWork):
     """One new token in each sequence.
 
     Heads are padded with zeros to 16 or 128: the time of a decode step is reading the latent rows, which are read once
@@ -75,7 +85,6 @@ class LatentDecode(AiterKernel):
     length of the page list, is kept for ever, and may be allocated inside a capture.
     """
 
-    work: LatentWork
     name = "mla_decode_fwd"
 
     @property
@@ -95,14 +104,12 @@ class LatentDecode(AiterKernel):
         return rows_of_heads(self.problem, shape.num_tokens, num_heads)
 
 
-@dataclass(frozen=True)
-class LatentVerify(AiterKernel):
+class LatentVerify(_OfWork):
     """Up to FEW_TOKENS new tokens in each sequence, by the kernel of 16 heads and as many rows.
 
     All releases have that kernel, and op_tests/test_mla.py runs it by default as heads and tokens (16, 4).
     """
 
-    work: LatentWork
     name = "mla_decode_fwd[verify]"
 
     @property
@@ -187,13 +194,3 @@ def _keys(problem: Problem, args: AttendArgs, step: StepTensors) -> dict[str, ob
         "sm_scale": problem.scale,
         "logit_cap": 0.0,
     }
-
-
-def bind_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> LatentDecode:
-    """Binds the kernel, with splits for the target's compute units."""
-    return LatentDecode(problem, EqualSplits(target.compute_units))
-
-
-def bind_latent_verify(problem: Problem, target: Target, pool: PoolSize) -> LatentVerify:
-    """Binds the kernel, with splits for the target's compute units."""
-    return LatentVerify(problem, EqualSplits(target.compute_units))

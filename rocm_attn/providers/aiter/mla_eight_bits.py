@@ -9,6 +9,7 @@ they group heads on gfx950, so only 16 are taken there (faults.py). 16 heads als
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -37,6 +38,12 @@ class EightBitLatentDecode(AiterKernel):
 
     shares: LatentShares
     name = "mla_decode_fwd[fp8]"
+    num_rows: ClassVar[int] = 1
+
+    @classmethod
+    def bind(cls, problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentDecode:
+        num_heads, dtype = round_up(problem.num_q_heads, FEW_HEADS), problem.page_format.encoding.dtype
+        return cls(problem, LatentShares(target.compute_units, dtype, num_heads, cls.num_rows))
 
     @property
     def schedule(self) -> Schedules:
@@ -65,6 +72,7 @@ class EightBitLatentVerify(EightBitLatentDecode):
     """Up to FEW_TOKENS new tokens in each sequence, by the kernel of 16 heads and as many rows."""
 
     name = "mla_decode_fwd[fp8, verify]"
+    num_rows = FEW_TOKENS
 
     @property
     def schedule(self) -> Schedules:
@@ -73,7 +81,7 @@ class EightBitLatentVerify(EightBitLatentDecode):
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         q, codes, out = cut(args.workspace, self.room(bounds.shape))
         shares, _, rows = self.schedule.split(bounds.shape, args.schedule)
-        starts = self.shares.row_starts(bounds.shape, shares)
+        *_, starts = cut(shares, self.shares.parts(bounds.shape))
         codes = query_codes(_LAST_ROWS.spread(args.q, q, rows), (q, codes))
         self.decode(args, step, bounds.shape, LatentQueries(codes, out, starts, FEW_TOKENS))
         _LAST_ROWS.collect(out, args.out, rows)
@@ -82,17 +90,3 @@ class EightBitLatentVerify(EightBitLatentDecode):
         """Room for rows of q, saturated and in eight bits, and for rows of out."""
         q, out = rows_of_heads(self.problem, shape.num_seqs * FEW_TOKENS, FEW_HEADS)
         return q, ScratchTensor(q.shape, self.problem.page_format.encoding.dtype), out
-
-
-def bind_eight_bit_latent_decode(problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentDecode:
-    """Binds the kernel, with shares for the target's compute units."""
-    num_heads = round_up(problem.num_q_heads, FEW_HEADS)
-    return EightBitLatentDecode(
-        problem, LatentShares(target.compute_units, problem.page_format.encoding.dtype, num_heads)
-    )
-
-
-def bind_eight_bit_latent_verify(problem: Problem, target: Target, pool: PoolSize) -> EightBitLatentVerify:
-    """Binds the kernel, with shares for the target's compute units."""
-    shares = LatentShares(target.compute_units, problem.page_format.encoding.dtype, num_rows=FEW_TOKENS)
-    return EightBitLatentVerify(problem, shares)

@@ -91,10 +91,6 @@ class LatentShares:
             ScratchTensor((num_seqs + 1 if self.num_rows > 1 else 0,), torch.int32),
         )
 
-    def row_starts(self, shape: PaddedShape, words: Tensor) -> Tensor:
-        """Where the rows of each sequence begin, if it has several: int32 [num_seqs + 1]."""
-        return cut(words, self.parts(shape))[-1]
-
     def as_arguments(self, shape: PaddedShape, words: Tensor) -> dict[str, Tensor | int]:
         """Arguments of mla_decode_fwd for a schedule that was built into words."""
         addresses, indptr, work, reduce_indptr, final_map, partial_map, _ = cut(words, self.parts(shape))

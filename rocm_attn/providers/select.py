@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -12,14 +13,14 @@ from rocm_attn.errors import BadSetting, Unsupported
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.releases import aiter_not_read
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import ALL_KEYS, Problem
+from rocm_attn.problem import ALL_KEYS, AllKeys, Indexer, Problem
 from rocm_attn.providers import torch_sparse, triton_sparse
 from rocm_attn.providers.aiter import selected as aiter_selected
 from rocm_attn.providers.aiter.entries import ENTRIES as AITER_ENTRIES
 from rocm_attn.providers.contract import SMALLEST_POOL, KernelEntry, LayerKernel, PoolSize
 from rocm_attn.providers.cpu import CPU
 from rocm_attn.providers.launches import StepOps
-from rocm_attn.providers.sparse import IndexerEntry, NoSparseKernel, SelectedKeysEntry, SparseKernels, choose_sparse
+from rocm_attn.providers.sparse import IndexerEntry, SelectedKeysEntry, Selecting, SparseKernels
 from rocm_attn.providers.torch_ref import TORCH
 from rocm_attn.providers.triton import TRITON
 
@@ -141,7 +142,7 @@ def select(
     deterministic: refuses kernels whose results depend on the batch
     Raises Unsupported with every reason, BadSetting for an unknown name.
     """
-    names = _candidates(provider, target)
+    names, allowed = _candidates(provider, target), _Allowed(unavailable, deterministic)
     refusals: list[Refusal] = []
     kernels = {}
     # For steps that attend to all keys, which a layer with an indexer may also run.
@@ -149,14 +150,24 @@ def select(
     # A layer with custom_mask must have a kernel for masks; other layers serve a step with a mask like any other step.
     kinds = [kind for kind in StepKind if kind.extra is not Extra.MASK or problem.custom_mask]
     for kind in kinds:
-        entries = [entry for name in names for entry in ENTRIES[name] if entry.kind is kind]
-        kernel = _first_that_serves(entries, dense, target, pool, unavailable, deterministic, refusals)
+        kernel = allowed.first(
+            # A row that is not bound and refuses the layer would not be a kernel of it.
+            (
+                entry
+                for name in names
+                for entry in ENTRIES[name]
+                if entry.kind is kind and not (entry.not_bound and entry.limits.refusals(dense, target, pool))
+            ),
+            lambda entry: entry.refusals(dense, target, pool),
+            lambda entry: LayerKernel(entry, entry.bind(dense, target, pool)),
+            lambda entry, reason: refusals.append(Refusal(entry.name, entry.kind, reason)),
+        )
         if kernel is not None:
             kernels[kind] = kernel
     needed = [kind for kind in kinds if kind.instead is kind or kind.extra is Extra.MASK]
     missing = [kind.value for kind in needed if kind not in kernels]
     if not missing:
-        sparse = _sparse_kernels(names, problem, target, pool, unavailable, deterministic)
+        sparse = _sparse_kernels(names, problem, target, pool, allowed)
         if sparse is not None:
             kernels = {kind: sparse.beside(kernel) for kind, kernel in kernels.items()}
         return Selection(problem, target, kernels, tuple(refusals), sparse)
@@ -197,55 +208,89 @@ def _candidates(provider: str, target: Target) -> tuple[str, ...]:
     return _AUTO_ON_GPU if target.is_gpu else _AUTO_ON_CPU
 
 
-def _first_that_serves(
-    entries: Sequence[KernelEntry],
-    problem: Problem,
-    target: Target,
-    pool: PoolSize,
-    unavailable: Unavailable,
-    deterministic: bool,
-    refusals: list[Refusal],
-) -> LayerKernel | None:
-    for entry in entries:
-        if entry.not_bound and entry.limits.refusals(problem, target, pool):
-            continue  # it would not be a kernel of this layer
-        reasons = entry.refusals(problem, target, pool)
-        if deterministic and not entry.batch_invariant and not entry.not_bound:
-            reasons = (*reasons, "a sequence's result may depend on the batch")
-        if entry.name in unavailable:
-            reasons = (*reasons, unavailable[entry.name])
-        if not reasons:
-            try:
-                return LayerKernel(entry, entry.bind(problem, target, pool))
-            except LookupError as miss:
-                reasons = (str(miss.args[0]),)
-        refusals.extend(Refusal(entry.name, entry.kind, reason) for reason in reasons)
-    return None
+_Row = TypeVar("_Row", KernelEntry, IndexerEntry, SelectedKeysEntry)
+_Bound = TypeVar("_Bound")
+
+
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    """The kernels that may be used; see select()."""
+
+    unavailable: Unavailable
+    deterministic: bool
+
+    def first(
+        self,
+        rows: Iterable[_Row],
+        refusals: Callable[[_Row], Sequence[str]],
+        bind: Callable[[_Row], _Bound],
+        refuse: Callable[[_Row, str], None],
+    ) -> _Bound | None:
+        """Binds the first kernel that serves; None if none does. refuse: called for each reason not to take a kernel"""
+        for row in rows:
+            reasons = list(refusals(row))
+            if self.deterministic and not (row.batch_invariant or (isinstance(row, KernelEntry) and row.not_bound)):
+                reasons.append("a sequence's result may depend on the batch")
+            if row.name in self.unavailable:
+                reasons.append(self.unavailable[row.name])
+            if not reasons:
+                try:
+                    return bind(row)
+                except LookupError as miss:
+                    reasons.append(str(miss.args[0]))
+            for reason in reasons:
+                refuse(row, reason)
+        return None
 
 
 def _sparse_kernels(
-    names: Sequence[str],
-    problem: Problem,
-    target: Target,
-    pool: PoolSize,
-    unavailable: Unavailable,
-    deterministic: bool,
+    names: Sequence[str], problem: Problem, target: Target, pool: PoolSize, allowed: _Allowed
 ) -> SparseKernels | None:
     """The kernels of the first provider that has them all; None if none are needed. Raises Unsupported.
 
     Triton's come before AITER's, which cut no token's keys into parts for more programs.
     """
+    if isinstance(problem.indexer, AllKeys):
+        return None
     reasons: list[str] = []
     for name in reversed(names):
-        try:
-            entries = INDEXER_ENTRIES.get(name, ()), SELECTED_ENTRIES.get(name, ())
-            return choose_sparse(problem, target, pool, *entries, unavailable=unavailable, deterministic=deterministic)
-        except NoSparseKernel as missing:
-            reasons += [f"{name}: {reason}" for reason in missing.reasons]
+        of_provider: list[str] = []
+        kernels = _sparse_kernels_of(name, problem, target, pool, allowed, of_provider)
+        if kernels is not None:
+            return kernels
+        reasons += [f"{name}: {reason}" for reason in of_provider or ["it has no such kernel"]]
     raise Unsupported(
-        f"no {'deterministic ' if deterministic else ''}kernels of {_and(names)} select keys and attend to them for "
-        f"{_describe(problem)} on {target.arch}",
+        f"no {'deterministic ' if allowed.deterministic else ''}kernels of {_and(names)} select keys and attend to "
+        f"them for {_describe(problem)} on {target.arch}",
         reasons,
+    )
+
+
+def _sparse_kernels_of(
+    provider: str, problem: Problem, target: Target, pool: PoolSize, allowed: _Allowed, reasons: list[str]
+) -> SparseKernels | None:
+    """The kernels of a provider; None if it lacks one, and then the reasons not to take those that it has."""
+    assert not isinstance(problem.indexer, AllKeys)
+    indexer, indexing, selecting = problem.indexer, problem.indexer.indexing, None
+
+    def refuse(row: IndexerEntry | SelectedKeysEntry, reason: str) -> None:
+        reasons.append(f"{row.name}: {reason}")
+
+    if isinstance(indexer, Indexer):
+        blocks = [replace(indexer, indexing=indexing.of_blocks)] if indexing.candidate_blocks else []
+        selecting = allowed.first(
+            INDEXER_ENTRIES.get(provider, ()),
+            lambda row: row.limits.refusals(indexer, problem, target),
+            lambda row: Selecting(row, *(row.bind(each, problem, target, pool) for each in (indexer, *blocks))),
+            refuse,
+        )
+        if selecting is None:
+            return None
+    return allowed.first(
+        SELECTED_ENTRIES.get(provider, ()),
+        lambda row: (*row.limits.refusals(problem, target, pool), *row.serves(indexing)),
+        lambda row: SparseKernels(row, row.bind(problem, target, pool), row.limits.gives_lse(problem), selecting),
+        refuse,
     )
 
 

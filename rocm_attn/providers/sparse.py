@@ -6,7 +6,7 @@ selects, the other attends to the selection. A layer that reuses an earlier laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, LastTokens, SelectedArgs, SelectedKeys, SparseTokens
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import AllKeys, Indexer, KVEncoding, Problem, Scales
+from rocm_attn.problem import Indexer, KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import (
     Baked,
     BoundKernel,
@@ -131,36 +131,48 @@ class SelectedKeysEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class Selecting:
+    """The kernels of a layer that has an indexer.
+
+    keys:   selects the keys
+    blocks: selects the blocks of keys that are left for a later choice; None if none are
+    """
+
+    entry: IndexerEntry
+    keys: BoundIndexer
+    blocks: BoundIndexer | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SparseKernels:
     """The kernels of a layer in addition to those of its steps.
 
-    selected: attention over a selection
-    indexer:  selects the keys; None if an earlier layer's selection is used
-    blocks:   selects the blocks of keys that are left for a later choice; None if none are
-    entries:  names of both rows, that of selected first
-    limits:   of selected
-    bakes:    of both
-    batch_invariant: of both
-    gives_lse: True if selected returns the log-sum-exp
-    is_probed: True if selected runs against the reference before it serves
+    entry:     of attention over a selection
+    selected:  attends to the selection
+    gives_lse: True if it returns the log-sum-exp
+    selecting: None if an earlier layer's selection is used
     """
 
+    entry: SelectedKeysEntry
     selected: BoundSelected
-    indexer: BoundIndexer | None
-    blocks: BoundIndexer | None
-    entries: tuple[str, ...]
-    limits: Limits
-    bakes: frozenset[Baked]
-    batch_invariant: bool
     gives_lse: bool
-    is_probed: bool
+    selecting: Selecting | None
+
+    @property
+    def _rows(self) -> list[SelectedKeysEntry | IndexerEntry]:
+        return [self.entry] if self.selecting is None else [self.entry, self.selecting.entry]
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The names of the rows, that of attention over a selection first."""
+        return tuple(row.name for row in self._rows)
 
     def beside(self, dense: LayerKernel) -> LayerKernel:
         """Adds these kernels to that of a kind of step: a plan has room for them, and its graph key names them."""
         entry = replace(
             dense.entry,
-            bakes=dense.entry.bakes | self.bakes,
-            batch_invariant=dense.entry.batch_invariant and self.batch_invariant,
+            bakes=dense.entry.bakes.union(*(row.bakes for row in self._rows)),
+            batch_invariant=all(row.batch_invariant for row in (dense.entry, *self._rows)),
         )
         return LayerKernel(entry, BesideSparse(dense.bound, self))
 
@@ -190,8 +202,9 @@ class BesideSparse:
         self.dense.attend(args, step, bounds)
 
     def _kernels(self) -> list[BoundKernel | BoundSelected | BoundIndexer]:
-        indexers = [each for each in (self.sparse.indexer, self.sparse.blocks) if each is not None]
-        return [self.dense, self.sparse.selected, *indexers]
+        selecting = self.sparse.selecting
+        indexers = () if selecting is None else (selecting.keys, selecting.blocks)
+        return [self.dense, self.sparse.selected, *(each for each in indexers if each is not None)]
 
 
 def every_row(args: AttendArgs, step: StepTensors, bounds: StepBounds, keys: int) -> SelectedArgs:
@@ -201,79 +214,3 @@ def every_row(args: AttendArgs, step: StepTensors, bounds: StepBounds, keys: int
     )
     rows, results = (args.q, args.pages, args.table, tokens), (args.out, args.lse, args.sinks, args.workspace)
     return SelectedArgs(*rows, LastTokens(keys), *results)
-
-
-class NoSparseKernel(LookupError):
-    """No kernel of a provider serves. reasons: one for each that was considered"""
-
-    def __init__(self, reasons: Sequence[str]) -> None:
-        super().__init__("; ".join(reasons))
-        self.reasons = tuple(reasons)
-
-
-def choose_sparse(
-    problem: Problem,
-    target: Target,
-    pool: PoolSize,
-    indexer_entries: Iterable[IndexerEntry],
-    selected_entries: Iterable[SelectedKeysEntry],
-    *,
-    unavailable: Mapping[str, str],
-    deterministic: bool,
-) -> SparseKernels | None:
-    """The first kernels that serve a problem; None if it attends to all keys. Raises NoSparseKernel.
-
-    unavailable: name of a kernel -> why it may not be used here
-    """
-    if isinstance(problem.indexer, AllKeys):
-        return None
-    indexing = problem.indexer.indexing
-    reasons: list[str] = []
-
-    def refused(entry: IndexerEntry | SelectedKeysEntry, found: Sequence[str]) -> bool:
-        also = ["a sequence's result may depend on the batch"] * (deterministic and not entry.batch_invariant)
-        if entry.name in unavailable:
-            also.append(unavailable[entry.name])
-        reasons.extend(f"{entry.name}: {reason}" for reason in (*found, *also))
-        return bool(found or also)
-
-    indexer = blocks = None
-    names: list[str] = []
-    bakes, invariant = frozenset[Baked](), True
-    if isinstance(problem.indexer, Indexer):
-        for indexer_entry in indexer_entries:
-            if refused(indexer_entry, indexer_entry.limits.refusals(problem.indexer, problem, target)):
-                continue
-            try:
-                indexer = indexer_entry.bind(problem.indexer, problem, target, pool)
-                if indexing.candidate_blocks:
-                    of_blocks = replace(problem.indexer, indexing=indexing.of_blocks)
-                    blocks = indexer_entry.bind(of_blocks, problem, target, pool)
-            except LookupError as miss:
-                reasons.append(f"{indexer_entry.name}: {miss.args[0]}")
-                continue
-            names.append(indexer_entry.name)
-            bakes, invariant = indexer_entry.bakes, indexer_entry.batch_invariant
-            break
-        else:
-            raise NoSparseKernel(reasons or ["it has no indexer"])
-    for entry in selected_entries:
-        if refused(entry, (*entry.limits.refusals(problem, target, pool), *entry.serves(indexing))):
-            continue
-        try:
-            selected = entry.bind(problem, target, pool)
-        except LookupError as miss:
-            reasons.append(f"{entry.name}: {miss.args[0]}")
-            continue
-        return SparseKernels(
-            selected,
-            indexer,
-            blocks,
-            (entry.name, *names),
-            entry.limits,
-            bakes | entry.bakes,
-            invariant and entry.batch_invariant,
-            entry.limits.gives_lse(problem),
-            entry.is_probed,
-        )
-    raise NoSparseKernel(reasons or ["it has no attention over a selection"])

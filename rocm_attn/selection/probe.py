@@ -48,7 +48,7 @@ def _runs_of(selection: Selection, device: torch.device) -> Sequence[Run]:
 def _selecting_provider(selection: Selection) -> str:
     """The provider of its attention over a selection, if that is probed; else nothing."""
     sparse = selection.sparse
-    return sparse.entries[0].partition(".")[0] if sparse is not None and sparse.is_probed else ""
+    return sparse.entries[0].partition(".")[0] if sparse is not None and sparse.entry.is_probed else ""
 
 
 def _runs(provider: str, device: torch.device) -> bool:

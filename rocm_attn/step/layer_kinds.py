@@ -60,7 +60,7 @@ class LayerKinds:
         for selection in self.selections:
             limits = [(kernel.entry.name, kernel.entry.limits) for kernel in selection.kernels.values()]
             if selection.sparse is not None:
-                limits.append((selection.sparse.entries[0], selection.sparse.limits))
+                limits.append((selection.sparse.entries[0], selection.sparse.entry.limits))
             of_kind.append([name for name, each in limits if what(each)])
         return {layer: of_kind[kind][0] for layer, kind in enumerate(self.of_layer) if of_kind[kind]}
 

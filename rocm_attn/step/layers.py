@@ -26,6 +26,7 @@ from rocm_attn.problem import Indexer, PoolKind, Problem, Scales
 from rocm_attn.providers.contract import StoringKernel
 from rocm_attn.providers.launches import StepOps
 from rocm_attn.providers.mixed import MixedAtOnce, is_capturing
+from rocm_attn.providers.sparse import Selecting
 from rocm_attn.step.head_weights import LayerHeadWeights, NewHeadWeights, written_in_place
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.memory import DeviceStep
@@ -238,10 +239,10 @@ class Layers(TensorChecks):
         """Selects, and leaves blocks for a later choice if the layer's indexing says so."""
         args = self._select(step, layer, q, weights, among=None)
         kind = self._kind_of_layer[layer]
-        left, sparse = step.left[kind], self._selections[kind].sparse
-        if left is not None and sparse is not None and sparse.blocks is not None:
+        left, blocks = step.left[kind], self._selecting(kind).blocks
+        if left is not None and blocks is not None:
             with on_device(self._device):
-                sparse.blocks.select(args, left, step.workspace)
+                blocks.select(args, left, step.workspace)
 
     def select_among(self, step: DeviceStep, layer: int, q: Tensor, weights: Tensor | None) -> None:
         """Selects among the blocks that the layer's last select() has left."""
@@ -252,10 +253,8 @@ class Layers(TensorChecks):
     ) -> IndexArgs:
         problem, indexer = self._indexer(layer)
         kind = self._kind_of_layer[layer]
-        tensors, selected, sparse = step.of_kind[kind], step.selected[kind], self._selections[kind].sparse
+        tensors, selected = step.of_kind[kind], step.selected[kind]
         assert selected is not None
-        assert sparse is not None
-        assert sparse.indexer is not None
         pages = self._pool.index(layer)
         scale = pages.k_scale
         if scale is not None and pages.format.scales is Scales.TOKEN:
@@ -268,10 +267,16 @@ class Layers(TensorChecks):
             self._check("weights of index heads", weights, shape[:2], torch.float32)
         args = IndexArgs(q, weights, IndexPages(pages.k[:, :, 0], scale), tensors.table, step.places, among)
         with on_device(self._device):
-            sparse.indexer.select(args, selected, step.workspace)
+            self._selecting(kind).keys.select(args, selected, step.workspace)
             if self._checks_selections:
                 self._check_selection(step, selected, tensors)
         return args
+
+    def _selecting(self, kind: int) -> Selecting:
+        sparse = self._selections[kind].sparse
+        assert sparse is not None
+        assert sparse.selecting is not None
+        return sparse.selecting
 
     def give_selection(self, step: DeviceStep, layer: int, units: Tensor, counts: Tensor) -> None:
         self._indexer(layer)

@@ -55,9 +55,7 @@ def over_selections(problem: Problem) -> Selection:
     chosen = select(problem, known_target("cpu"), "torch")
     assert chosen.sparse is not None
     bound = ROW.bind(problem, GFX942, SMALLEST_POOL)
-    sparse = replace(
-        chosen.sparse, selected=bound, entries=(ROW.name, *chosen.sparse.entries[1:]), gives_lse=False, is_probed=True
-    )
+    sparse = replace(chosen.sparse, entry=ROW, selected=bound, gives_lse=False)
     dense = select(replace(problem, indexer=ALL_KEYS), known_target("cpu"), "torch").kernels
     return replace(chosen, kernels={kind: sparse.beside(kernel) for kind, kernel in dense.items()}, sparse=sparse)
 

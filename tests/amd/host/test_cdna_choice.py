@@ -177,7 +177,7 @@ def test_a_selection_of_latents_has_a_kernel_of_its_own(arch: str, has_sinks: bo
     chosen = select(replace(SELECTING, has_sinks=has_sinks), on(arch), "triton").sparse
     assert chosen is not None
     assert chosen.entries == (SELECTED, "triton.indexer")
-    assert chosen.is_probed
+    assert chosen.entry.is_probed
     # A device of as many programs, two for each token; the same room for parts as the plain kernel has with such tiles.
     shape = PaddedShape(StepKind.DECODE, 2, 2)
     assert chosen.selected.workspace_words(shape) == 2 * 128 * 32 * (512 + 2)
@@ -192,7 +192,7 @@ def _in_records(arch: str) -> Problem:
 def test_a_selection_of_records_has_one_too(arch: str, heads: int, rows: int) -> None:
     chosen = select(replace(_in_records(arch), num_q_heads=heads), on(arch), "triton").sparse
     assert chosen is not None
-    assert (chosen.entries[0], chosen.is_probed) == (RECORDS, True)
+    assert (chosen.entries[0], chosen.entry.is_probed) == (RECORDS, True)
     assert isinstance(chosen.selected, CdnaSelected)
     assert chosen.selected.tiles.query_rows == rows
 

@@ -193,18 +193,13 @@ def _runtime_of_kinds(
     return runtime
 
 
-def _one_of_each_kind(recurrent: RecurrentLayers) -> RecurrentLayers:
-    """One layer of each kind, in the order in which they come, without checkpoints."""
-    return replace(recurrent, layers=tuple(dict.fromkeys(recurrent.layers)), checkpoints=0)
-
-
 def _states_of_kinds(recurrent: RecurrentLayers, num_rows: int) -> RecurrentLayers:
     """One layer of each kind. Its checkpoints make the slots exceed 2 GiB if those of all layers do.
 
     Fewer layers change no other variant: the strides between slots are multiples of 16 elements for any layers.
     num_rows: the reserved row included
     """
-    of_kinds = _one_of_each_kind(recurrent)
+    of_kinds = replace(recurrent, layers=tuple(dict.fromkeys(recurrent.layers)), checkpoints=0)
     of_rows, of_slot = SLOTS_OF_ROW * num_rows, slot_bytes(of_kinds)
     if (of_rows + recurrent.checkpoints) * slot_bytes(recurrent) <= _BUFFER_LOAD_BYTES:
         return of_kinds

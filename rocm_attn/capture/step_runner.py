@@ -596,14 +596,11 @@ class StepRunner(Generic[Outputs]):
             self._runtime.seals.give_up()
 
 
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, (RecordingRefused, StaleRecording)) else f"{type(error).__name__}: {error}"
-
-
 def _wrong_by(error: Exception) -> Wrong:
     """Returns what an exception in a trial says of its graph. NaN in K or V may be a request's fault: others may do."""
     is_of_requests = isinstance(error, DeviceFault) and error.is_contained
-    return {"failure" if isinstance(error, _REFUSALS) and not is_of_requests else "raised": _in_words(error)}
+    words = str(error) if isinstance(error, (RecordingRefused, StaleRecording)) else f"{type(error).__name__}: {error}"
+    return {"failure" if isinstance(error, _REFUSALS) and not is_of_requests else "raised": words}
 
 
 def _word_of(wrong: Wrong) -> str:

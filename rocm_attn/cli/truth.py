@@ -97,15 +97,10 @@ def _layers(options: argparse.Namespace, way: Way, target: Target) -> tuple[Page
         over = geometry.without_idle_windows(max(_plan(options, way, 0, torch.device("cpu")).kv_len)).problems(
             dtype=dtype, page_size=128
         )
-    over = [way.of(problem) for problem in _one_of_each(over)]
+    over = [way.of(problem) for problem in dict.fromkeys(over)]  # a layer of each kind, in order
     missing = missing_kernels(target, way.provider)
     pages = page_choice(options, over, partial(select, target=target, provider=way.provider, unavailable=missing))
     return pages, pages.problems(over)
-
-
-def _one_of_each(problems: Sequence[Problem]) -> list[Problem]:
-    """One layer of each kind, in order; a layer that shares a selection stays after the one that makes it."""
-    return list(dict.fromkeys(problems))
 
 
 def _plan(options: argparse.Namespace, way: Way, num_pages: int, device: torch.device) -> TruthPlan:

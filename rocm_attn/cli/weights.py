@@ -35,7 +35,7 @@ def weights_of(options: argparse.Namespace) -> Weights:
     if options.weights_gib is not None:
         return Weights(int(options.weights_gib * 2**30), "--weights-gib")
     path = config_at(options.config)
-    on_disk = _on_disk(path)
+    on_disk = sum(file.stat().st_size for file in path.parent.glob("model*.safetensors"))
     try:
         config = runner_config(path)
     except (BadModel, Unsupported) as refused:
@@ -58,8 +58,3 @@ def runner_config(path: Path) -> ModelConfig:
 
         return config_from_gguf(GGUFFile(path))
     return config_from_json(read_json(path))
-
-
-def _on_disk(path: Path) -> int:
-    """Bytes of the safetensors files next to a config.json; 0 if there are none."""
-    return sum(file.stat().st_size for file in path.parent.glob("model*.safetensors"))

@@ -54,8 +54,10 @@ def choose_kernels(
         if not wrong:
             break
         unavailable.update(wrong)
-    if runs and any(kernel.entry.provider == "aiter" for each in selections for kernel in each.kernels.values()):
-        _say_if_not_read(releases.aiter_version())
+    kernels = (kernel for each in selections for kernel in each.kernels.values())
+    of_aiter = runs and any(kernel.entry.provider == "aiter" for kernel in kernels)
+    if of_aiter and (unread := not_read(releases.aiter_version())):
+        _warn_once(f"{unread}; its kernels serve because their parameters agree and their probe passed")
     for selection in selections:
         if provider == "auto" and target.is_amd and runs and not deterministic:
             _say_what_fell_back(selection)
@@ -78,12 +80,6 @@ def _say_what_fell_back(selection: Selection) -> None:
         # Kinds for which AITER has no kernels have nothing to fall back from.
         if kernel.entry.provider != "aiter" and reasons:
             _warn_once(f"{kind.value} steps are served by {kernel.entry.name}, not by AITER ({'; '.join(reasons)})")
-
-
-def _say_if_not_read(version: str) -> None:
-    """Warns of a release of AITER whose sources were not read, though its kernels passed their probe."""
-    if unread := not_read(version):
-        _warn_once(f"{unread}; its kernels serve because their parameters agree and their probe passed")
 
 
 @cache

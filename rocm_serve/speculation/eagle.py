@@ -108,10 +108,8 @@ class EagleDrafter(RowDrafter[_Row]):
             np.array([row.num_stored for row in rows], np.int32),
             self.runners.terms([each.sequence for each in drafting]),
         )
-        numbers, places = (
-            [each.sequence.number for each in drafting],
-            self.runners.places([e.sequence for e in drafting]),
-        )
+        places = self.runners.places([each.sequence for each in drafting])
+        numbers = (each.sequence.number for each in drafting)
         return {number: found.drafts(seq, wanted[number], places[seq]) for seq, number in enumerate(numbers)}
 
     def _has_room(self, new: _New, drafts: bool) -> bool:

@@ -103,7 +103,9 @@ class AttentionHooks:
         self.on_fault = serving.on_fault
         self._serving, self._own_table = serving, table
         self._device = torch.device(runner.device)
-        _check_pool(self.token_to_kv_pool)
+        if getattr(self.token_to_kv_pool, "is_quantized_kv_cache", False):
+            name = type(self.token_to_kv_pool).__name__
+            raise Unsupported(f"the pool {name} keeps K and V in four bits, which no kernel here reads")
         self._layers = ModelLayers(
             runner,
             self._served(runner),
@@ -468,9 +470,3 @@ def _joined(
         k = torch.cat((k.view(-1, 1, latent), k_rope.view(-1, 1, rotated)), -1)
         v = k[..., :latent]
     return q, k, v
-
-
-def _check_pool(pool: KVPoolView) -> None:
-    """Raises Unsupported for a pool of four bits."""
-    if getattr(pool, "is_quantized_kv_cache", False):
-        raise Unsupported(f"the pool {type(pool).__name__} keeps K and V in four bits, which no kernel here reads")

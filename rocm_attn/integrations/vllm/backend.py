@@ -305,17 +305,13 @@ class RocmAttnImpl(AttentionImpl[RocmAttnMetadata]):
             )
         group, step, name = attn_metadata.group, attn_metadata.step, layer.layer_name
         if self.terms.stores and key is not None and value is not None:
-            if self.terms.kind == CROSS:
-                self._store_encoded(layer, key, value, kv_cache, attn_metadata.slot_mapping)
-            else:
+            slots = attn_metadata.slot_mapping
+            if self.terms.kind != CROSS:
                 group.store(name, step, kv_cache, key, value)
+            elif slots is not None and len(slots):  # encoders have new tokens
+                self.do_kv_cache_update(layer, key, value, kv_cache, slots)
         group.attend(name, step, kv_cache, query, output)
         return output
-
-    def _store_encoded(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor | None) -> None:
-        """Stores K and V of the encoders' tokens that are new in the step."""
-        if slots is not None and len(slots):
-            self.do_kv_cache_update(layer, key, value, kv_cache, slots)
 
 
 def layers_of(vllm_config: VllmConfig, layer_names: Sequence[str]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ decodes. vLLM stores the latent rows itself, before it asks for attention.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -160,20 +160,16 @@ def latent_group(
     dtypes = vllm_config.model_config.dtype, current_platform.fp8_dtype()
     cache = CacheTerms(kv_cache_spec.block_size, 0, *dtypes, shards)
     layers = layers_of(vllm_config, layer_names)
-    if torch.device(device).type == "cpu":
-        require_plain(layers.values())
+    on_cpu = torch.device(device).type == "cpu"
+    # vLLM has no kernel for CPUs that stores latent rows as codes.
+    if on_cpu and any(layer.impl.terms.kv_cache_dtype not in PLAIN_DTYPES for layer in layers.values()):
+        raise Unsupported("latent rows are not stored in FP8 on a CPU; leave --kv-cache-dtype at auto there")
     of_group = {
         name: GroupLayer(layer, replace(layer.impl.terms.latent_problem(cache, layer.impl.kv_lora_rank), **of_problem))
         for name, layer in layers.items()
     }
     probe = LatentProbe([*layers.values()], VLLM.log, most_new, choosers)
     return new_group(of_group, vllm_config, device, shards, probe, probe.ahead)
-
-
-def require_plain(layers: Iterable[Any]) -> None:
-    """Raises Unsupported for an FP8 cache on a CPU, where vLLM has no kernel that stores latent rows as codes."""
-    if any(layer.impl.terms.kv_cache_dtype not in PLAIN_DTYPES for layer in layers):
-        raise Unsupported("latent rows are not stored in FP8 on a CPU; leave --kv-cache-dtype at auto there")
 
 
 _OF_LAYERS = 10  # the number of leading arguments that all implementations share

@@ -64,22 +64,16 @@ def _columns_of_mamba(metadata: Any, num_seqs: int) -> _Columns:
 
 def _columns_of_delta_nets(metadata: Any, num_seqs: int) -> _Columns:
     """Sequences with drafts and others have a tensor each, and a mask says which is which. Decodes are read always."""
-    plain, mask, has_state = (
-        metadata.non_spec_state_indices_tensor,
-        metadata.spec_sequence_masks,
-        metadata.has_initial_state,
-    )
+    plain, mask = metadata.non_spec_state_indices_tensor, metadata.spec_sequence_masks
+    has_state = metadata.has_initial_state
     if mask is None:
         slots = first_rows(plain[:, None], num_seqs)
         is_read = torch.arange(num_seqs, device=slots.device) < metadata.num_decodes
         if has_state is not None:
             is_read = is_read | first_rows(has_state.bool(), num_seqs)
         return _Columns(slots, is_read, torch.zeros_like(is_read), torch.ones_like(slots[:, 0]))
-    drafts, of_drafts, accepted = (
-        first_rows(mask, num_seqs),
-        metadata.spec_state_indices_tensor,
-        metadata.num_accepted_tokens,
-    )
+    drafts, of_drafts = first_rows(mask, num_seqs), metadata.spec_state_indices_tensor
+    accepted = metadata.num_accepted_tokens
     place = (drafts.cumsum(0) - 1).clamp(min=0)
     slots, is_read = of_drafts[place.clamp(max=len(of_drafts) - 1)], torch.ones_like(drafts)
     if plain is not None and len(plain):

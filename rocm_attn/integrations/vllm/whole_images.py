@@ -31,16 +31,13 @@ def require_room_for_images(scheduler_config: Any) -> None:
             "--disable-chunked-mm-input"
         )
     if threshold := scheduler_config.long_prefill_token_threshold:
-        others = " and max_num_partial_prefills, which sets it," if _sets_threshold(scheduler_config) else ""
+        # vLLM may have chosen the threshold itself: 0.26 takes 4% of the context.
+        partial_prefills = getattr(scheduler_config, "max_num_partial_prefills", 1)
+        others = " and max_num_partial_prefills, which sets it," if partial_prefills > 1 else ""
         raise Unsupported(
             f"the tokens of this model's images see each other, and long_prefill_token_threshold lets a prompt have "
             f"{threshold} tokens in a step, which an image may exceed; leave it{others} out"
         )
-
-
-def _sets_threshold(scheduler_config: Any) -> bool:
-    """True if vLLM may have chosen the threshold itself: 0.26 takes 4% of the context."""
-    return getattr(scheduler_config, "max_num_partial_prefills", 1) > 1
 
 
 def _whole(schedule: Callable[..., Any]) -> Any:

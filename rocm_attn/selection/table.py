@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.cache.page_format import Scales
@@ -61,19 +62,11 @@ def markdown() -> str:
     parts = [_INTRODUCTION]
     for provider, entries in ENTRIES.items():
         bound = _merged([entry for entry in entries if not entry.not_bound])
-        parts.append(f"## {_TITLES[provider]}\n")
-        parts.append(_table(_SERVES, bound))
-        parts.append(_table(_SCORES, bound))
-        parts.append(_table(_CODED, bound))
-        parts.append(_table(_DEMANDS, bound))
-        sparse = _sparse(provider)
-        if sparse:
-            parts.append("Layers with an indexer, in every kind of step, in addition to the kernels above:\n")
-            parts.append(sparse)
-        faulty = _faults(bound)
-        if faulty:
-            parts.append("Refused in some releases; `explain` takes `--aiter-release` and `--rocm-release`:\n")
-            parts.append(faulty)
+        parts += [f"## {_TITLES[provider]}\n", *(_table(each, bound) for each in (_SERVES, _SCORES, _CODED, _DEMANDS))]
+        if sparse := _sparse(provider):
+            parts += ["Layers with an indexer, in every kind of step, in addition to the kernels above:\n", sparse]
+        if faulty := _faults(bound):
+            parts += ["Refused in some releases; `explain` takes `--aiter-release` and `--rocm-release`:\n", faulty]
         odd: dict[str, list[str]] = {}
         for entry, kinds in bound:
             for note in entry.notes:
@@ -88,8 +81,15 @@ def markdown() -> str:
     return "\n".join([*parts, _MEANING])
 
 
-# A row, and the kinds of step that it serves.
-_Line = tuple[KernelEntry, str]
+class _Line(NamedTuple):
+    """A row, and the kinds of step that it serves."""
+
+    entry: KernelEntry
+    kinds: str
+
+    @property
+    def limits(self) -> Limits:
+        return self.entry.limits
 
 
 def _merged(entries: Sequence[KernelEntry]) -> list[_Line]:
@@ -100,7 +100,7 @@ def _merged(entries: Sequence[KernelEntry]) -> list[_Line]:
     bakes = {
         entry: frozenset(b for other in entries if other.name == entry.name for b in other.bakes) for entry in kinds
     }
-    return [(replace(entry, bakes=bakes[entry]), ", ".join(values)) for entry, values in kinds.items()]
+    return [_Line(replace(entry, bakes=bakes[entry]), ", ".join(values)) for entry, values in kinds.items()]
 
 
 def _sparse(provider: str) -> str:
@@ -157,7 +157,7 @@ def _range(span: tuple[int, int]) -> str:
 
 
 def _dims(line: _Line) -> str:
-    limits = line[0].limits
+    limits = line.limits
     if limits.exact_dims:
         return ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in limits.exact_dims)
     same = limits.head_dim == limits.v_head_dim
@@ -171,13 +171,13 @@ def _page_sizes(limits: Limits) -> str:
 
 
 def _heads(line: _Line) -> str:
-    limits = line[0].limits
+    limits = line.limits
     least = f"{limits.least_gqa_ratio} to " if limits.least_gqa_ratio > 1 else ""
     return f"{least}{limits.max_gqa_ratio} on a KV head"
 
 
 def _reads_ahead(line: _Line) -> str:
-    ahead = line[0].reads_ahead
+    ahead = line.entry.reads_ahead
     if ahead == ReadAhead():
         return "no"
     return f"{ahead.list_entries} entries" if ahead.list_entries else f"tiles of {ahead.table_tokens} tokens"
@@ -191,17 +191,17 @@ def _needs(line: _Line) -> str:
         Need.MASK: "packed masks",
         Need.PREFIXES: "groups of sequences",
     }
-    needs = [name for need, name in names.items() if need in line[0].needs]
-    return ", ".join(needs + ["lengths on the host"] * line[0].needs_host_lengths) or "nothing"
+    needs = [name for need, name in names.items() if need in line.entry.needs]
+    return ", ".join(needs + ["lengths on the host"] * line.entry.needs_host_lengths) or "nothing"
 
 
 def _freezes(line: _Line) -> str:
     names = {Baked.MAX_KV_LEN: "longest KV", Baked.MAX_Q_LEN: "most new tokens"}
-    return ", ".join(name for baked, name in names.items() if baked in line[0].bakes) or "nothing"
+    return ", ".join(name for baked, name in names.items() if baked in line.entry.bakes) or "nothing"
 
 
 def _lse(line: _Line) -> str:
-    limits = line[0].limits
+    limits = line.limits
     return "yes" if limits.lse and limits.lse_of_slopes else "without ALiBi" if limits.lse else "no"
 
 
@@ -213,7 +213,7 @@ def _scale_values(line: _Line) -> str:
         Scales.GROUP: "group of a record",
         Scales.FOOTER: "group, in the footer",
     }
-    return ", ".join(name for scales, name in names.items() if scales in line[0].limits.scales) or "nothing"
+    return ", ".join(name for scales, name in names.items() if scales in line.limits.scales) or "nothing"
 
 
 def _window(limits: Limits) -> str:
@@ -225,21 +225,23 @@ def _yes(value: object) -> str:
 
 
 def _pool_limit(line: _Line) -> str:
-    limit = line[0].limits.max_side_bytes
+    limit = line.limits.max_side_bytes
     return f"{(limit + 1) >> 30} GiB" if limit else "none"
 
 
-_NAME: dict[str, Callable[[_Line], str]] = {"kernel": lambda line: f"`{line[0].name}`"}
+_NAMED: dict[str, Callable[[_Line], str]] = {
+    "kernel": lambda line: f"`{line.entry.name}`",
+    "steps": lambda line: line.kinds,
+}
 
 _SERVES: dict[str, Callable[[_Line], str]] = {
-    **_NAME,
-    "steps": lambda line: line[1],
-    "archs": lambda line: _archs(line[0].limits),
-    "dtypes": lambda line: _dtypes(line[0].limits),
+    **_NAMED,
+    "archs": lambda line: _archs(line.limits),
+    "dtypes": lambda line: _dtypes(line.limits),
     "head_dim": _dims,
-    "page sizes": lambda line: _page_sizes(line[0].limits),
+    "page sizes": lambda line: _page_sizes(line.limits),
     "query heads": _heads,
-    "pools": lambda line: ", ".join(pool.value for pool in line[0].limits.pools),
+    "pools": lambda line: ", ".join(pool.value for pool in line.limits.pools),
     "LSE": _lse,
     "pool limit": _pool_limit,
 }
@@ -250,33 +252,31 @@ def _ranges(limits: Limits) -> str:
 
 
 _SCORES: dict[str, Callable[[_Line], str]] = {
-    **_NAME,
-    "steps": lambda line: line[1],
-    "window": lambda line: _window(line[0].limits),
-    "ranges": lambda line: _ranges(line[0].limits),
-    "soft cap": lambda line: _yes(line[0].limits.soft_cap),
-    "sinks": lambda line: _yes(line[0].limits.sinks),
-    "ALiBi": lambda line: _yes(line[0].limits.alibi),
-    "not causal": lambda line: _yes(line[0].limits.non_causal),
+    **_NAMED,
+    "window": lambda line: _window(line.limits),
+    "ranges": lambda line: _ranges(line.limits),
+    "soft cap": lambda line: _yes(line.limits.soft_cap),
+    "sinks": lambda line: _yes(line.limits.sinks),
+    "ALiBi": lambda line: _yes(line.limits.alibi),
+    "not causal": lambda line: _yes(line.limits.non_causal),
 }
 
 _CODED: dict[str, Callable[[_Line], str]] = {
-    **_NAME,
-    "steps": lambda line: line[1],
-    "K and V": lambda line: ", ".join(encoding.value for encoding in line[0].limits.encodings),
+    **_NAMED,
+    "K and V": lambda line: ", ".join(encoding.value for encoding in line.limits.encodings),
     "a scale per": _scale_values,
-    "multiplies": lambda line: "in eight bits" if line[0].rounds_products else "in q's dtype",
+    "multiplies": lambda line: "in eight bits" if line.entry.rounds_products else "in q's dtype",
 }
 
 _DEMANDS: dict[str, Callable[[_Line], str]] = {
-    **_NAME,
+    "kernel": _NAMED["kernel"],
     "needs": _needs,
     "freezes": _freezes,
     "reads ahead": _reads_ahead,
-    "least KV length": lambda line: str(line[0].min_kv_len),
-    "masks V": lambda line: _yes(line[0].masks_v),
-    "clears pads": lambda line: _yes(line[0].clears_pads),
-    "in graphs": lambda line: _yes(line[0].graph_safe),
-    "any batch": lambda line: _yes(line[0].batch_invariant),
-    "Triton": lambda line: ", ".join(map(str, line[0].limits.tritons)) or "any",
+    "least KV length": lambda line: str(line.entry.min_kv_len),
+    "masks V": lambda line: _yes(line.entry.masks_v),
+    "clears pads": lambda line: _yes(line.entry.clears_pads),
+    "in graphs": lambda line: _yes(line.entry.graph_safe),
+    "any batch": lambda line: _yes(line.entry.batch_invariant),
+    "Triton": lambda line: ", ".join(map(str, line.limits.tritons)) or "any",
 }

@@ -26,7 +26,7 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device, require_tensor, wait_for_device, with_index
-from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.settings import check_fields
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Reach, Source
 from rocm_attn.paging.adopted_pages import AdoptedPages
@@ -75,12 +75,11 @@ class Bounds:
     num_pages: int
 
     def __post_init__(self) -> None:
+        check_fields(self, BadSetting)
         for name in ("num_seqs", "num_tokens", "kv_len", "num_pages"):
-            value = whole_number(name, getattr(self, name))
-            most = MOST_TOKENS if name == "kv_len" else INT32_MAX
+            value, most = getattr(self, name), MOST_TOKENS if name == "kv_len" else INT32_MAX
             if not 1 <= value <= most:
                 raise BadSetting(f"{name} is {value}; it must be from 1 to {most}")
-            object.__setattr__(self, name, value)
 
 
 FaultPolicy = Callable[[DeviceFault], None]
@@ -128,6 +127,8 @@ class ExternalOptions:
     watches_pages: whether to report PAGE_TAKEN if a page is written through another table entry while a row still names
                    it. It takes 8 bytes per page of a row, and per page of the pool
     on_fault:      called with the DeviceFault of an earlier step
+
+    Raises BadSetting.
     """
 
     provider: str = "auto"
@@ -142,6 +143,9 @@ class ExternalOptions:
     binds_calls: bool = False
     watches_pages: bool = False
     on_fault: FaultPolicy = raise_fault
+
+    def __post_init__(self) -> None:
+        check_fields(self, BadSetting)
 
     def problem(self, problem: Problem, causality: Causality) -> Problem:
         """A layer's problem in steps of this causality. Raises BadProblem for chunks with a non-causal one."""

@@ -6,20 +6,18 @@ Kernels are chosen for a Problem; layers with equal Problems share kernels and p
 from __future__ import annotations
 
 import enum
-import math
-import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.errors import BadProblem, BadSetting, Unsupported
+from rocm_attn.errors import BadProblem, Unsupported
 from rocm_attn.kernels.attention import scores
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.cache.page_format import RECORDS, Encoding, PageFormat, PoolKind, RecordLayout, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine import choices
-from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.settings import check_fields
 
 # The types and values that a Problem is made of, importable from here.
 __all__ = [
@@ -104,8 +102,8 @@ class Indexer:
 
     def __post_init__(self) -> None:
         _check_indexing(self.indexing)
+        check_fields(self, BadProblem, " of an indexer")
         for name in ("num_heads", "head_dim"):
-            object.__setattr__(self, name, whole_field(f"{name} of an indexer", getattr(self, name)))
             if getattr(self, name) < 1:
                 raise BadProblem(f"{name} of an indexer is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.indexing.sets:
@@ -139,24 +137,6 @@ def _check_indexing(indexing: Indexing) -> None:
         raise BadProblem(indexing.refusal)
 
 
-def whole_field(name: str, value: object) -> int:
-    """A whole number as an int. Raises BadProblem."""
-    try:
-        return whole_number(name, value)
-    except BadSetting as error:
-        raise BadProblem(str(error)) from None
-
-
-def number_field(name: str, value: object) -> float:
-    """A number as a float. Raises BadProblem."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise BadProblem(f"{name} is {value!r}; it must be a number")
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """The tokens that one row of K and V in a layer's pages stands for: one, or several in compressed KV (DeepSeek-V4).
@@ -181,8 +161,7 @@ class Row:
     state_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "also"):
-            object.__setattr__(self, name, whole_field(f"{name} of a row", getattr(self, name)))
+        check_fields(self, BadProblem, " of a row")
         if min(self.tokens, self.also + 1) < 1 or (self.tokens == 1 and (self.overlaps or self.also)):
             raise BadProblem(
                 f"a row of {self.tokens} tokens with overlaps={self.overlaps} and also={self.also}; give 1 token or "
@@ -263,20 +242,12 @@ class Problem:
     row: Row = OF_ONE_TOKEN
 
     def __post_init__(self) -> None:
-        for name in ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "v_head_dim"):
-            object.__setattr__(self, name, whole_field(name, getattr(self, name)))
-        for name in ("window_left", "window_right", "chunk"):
-            object.__setattr__(self, name, whole_field(name, getattr(self, name)))
-        for name in ("scale", "logits_soft_cap"):
-            object.__setattr__(self, name, number_field(name, getattr(self, name)))
+        check_fields(self, BadProblem)
         kinds = ("pool", PoolKind), ("kv_encoding", KVEncoding), ("kv_scales", Scales), ("row", Row)
         for name, kind in (*kinds, ("indexer", AllKeys | Indexer | EarlierSelection)):
             if not isinstance(getattr(self, name), kind):
                 words = kind.__name__ if isinstance(kind, type) else str(kind).replace(f"{__name__}.", "")
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a {words}")
-        for name in ("has_sinks", "has_alibi_slopes", "custom_mask", "spans_pass_window", "wants_lse"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.v_head_dim == AS_HEAD_DIM:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size"):

@@ -12,7 +12,8 @@ import torch
 
 from rocm_attn.errors import BadProblem
 from rocm_attn.kernels.states.arguments import RecurrenceRule, Update
-from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE, number_field, whole_field
+from rocm_attn.machine.settings import check_fields
+from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE
 
 # Kernels count the elements of a state, and of a convolution's inputs, in int32.
 _MOST_ELEMENTS = 2**31 - 1
@@ -34,10 +35,7 @@ class Convolution:
     silu: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("channels", "width"):
-            object.__setattr__(self, name, whole_field(f"{name} of a convolution", getattr(self, name)))
-        if not isinstance(self.silu, bool):
-            raise BadProblem(f"silu is {self.silu!r}; it must be True or False")
+        check_fields(self, BadProblem, " of a convolution")
         if self.channels < 0 or self.width < 2:
             raise BadProblem(
                 f"a convolution of {self.channels} channels and width {self.width}; give 0 channels or more, and a "
@@ -84,8 +82,8 @@ class Recurrence:
     normalises: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, BadProblem, " of a recurrence")
         for name in ("num_heads", "num_k_heads", "k_dim", "v_dim"):
-            object.__setattr__(self, name, whole_field(f"{name} of a recurrence", getattr(self, name)))
             if getattr(self, name) < 1:
                 raise BadProblem(f"{name} of a recurrence is {getattr(self, name)}; it must be at least 1")
         elements = self.num_heads * self.k_dim * self.v_dim
@@ -105,10 +103,6 @@ class Recurrence:
         for name, kind in (("update", Update), ("convolution", Convolution)):
             if not isinstance(getattr(self, name), kind):
                 raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be a value of {kind.__name__}")
-        for name in ("channel_decay", "normalises"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadProblem(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        object.__setattr__(self, "scale", number_field("scale of a recurrence", self.scale))
         if self.scale == 0:
             object.__setattr__(self, "scale", self.k_dim**-0.5)
         if not SMALLEST_SCALE <= self.scale <= LARGEST_SCALE:

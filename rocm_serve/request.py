@@ -6,10 +6,10 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
+from rocm_attn.machine.settings import check_fields
 from rocm_serve.request_times import RequestTimes
 from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
 from rocm_serve.sampling.sampling_options import Sampling
@@ -79,21 +79,12 @@ class Request:
     detokenise: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "priority", "min_tokens", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise BadRequest(f"{name} is {value!r}; it must be a whole number")
-            object.__setattr__(self, name, int(value))  # sums of NumPy's numbers wrap around
-        if not isinstance(self.cache_salt, str):
-            raise BadRequest(f"cache_salt is {self.cache_salt!r}; it must be a text")
+        check_fields(self, BadRequest)
         if not isinstance(self.sampling, Sampling):
             raise BadRequest(f"sampling is {self.sampling!r}; it must be a Sampling")
         for name, of in (("stop_token_ids", "token ids"), ("stop", "texts"), ("allowed_token_ids", "token ids")):
             if not isinstance(getattr(self, name), tuple):
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; give a tuple of {of}")
-        for name in ("ignore_eos", "prefix_caching", "include_stop", "detokenise"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadRequest(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if not isinstance(self.prompt_token_ids, tuple | list | array):
             raise BadRequest(f"the prompt is a {type(self.prompt_token_ids).__name__}; give a tuple of token ids")
         if not self.prompt_token_ids:

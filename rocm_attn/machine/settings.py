@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
+from numbers import Real
+from typing import Any
 
-from rocm_attn.errors import BadSetting
+from rocm_attn.errors import BadSetting, RocmAttnError
 
 PREFIX = "ROCM_ATTN_"
 DEBUG = "ROCM_ATTN_DEBUG"
@@ -145,14 +148,41 @@ class Settings:
             )
 
 
-def whole_number(name: str, value: object) -> int:
-    """A setting that counts something, as an int. Raises BadSetting for anything but an integer, and for a bool."""
+def whole_number(name: str, value: object, error: type[RocmAttnError] = BadSetting) -> int:
+    """A value that counts something, as an int. Raises `error` for anything but an integer, and for a bool."""
     try:
         if isinstance(value, bool):
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]  # that is what it raises TypeError for
     except TypeError:
-        raise BadSetting(f"{name} is {value!r}; it must be a whole number") from None
+        raise error(f"{name} is {value!r}; it must be a whole number") from None
+
+
+def real_number(name: str, value: object, error: type[RocmAttnError]) -> float:
+    """A number as a float, infinity if none is large enough. Raises `error` for anything else, and for a bool."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise error(f"{name} is {value!r}; it must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def check_fields(given: Any, error: type[RocmAttnError], of: str = "") -> None:
+    """Raises `error` for a field of a dataclass that is no int, float, bool or str although its annotation says so.
+
+    Numbers become Python's, because NumPy's wrap around. of: follows each name in the message, as in " of a row"
+    """
+    for each in fields(given):
+        name, value = each.name, getattr(given, each.name)
+        if each.type == "int":
+            object.__setattr__(given, name, whole_number(name + of, value, error))
+        elif each.type == "float":
+            object.__setattr__(given, name, real_number(name + of, value, error))
+        elif each.type == "bool" and not isinstance(value, bool):
+            raise error(f"{name}{of} is {value!r}; it must be True or False")
+        elif each.type == "str" and not isinstance(value, str):
+            raise error(f"{name}{of} is {value!r}; it must be a text")
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:

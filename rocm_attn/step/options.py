@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.halves import HALVES
@@ -13,7 +13,7 @@ from rocm_attn.batch.step_kinds import Extra
 from rocm_attn.errors import BadSetting
 from rocm_attn.hip_graphs.errors import BadLadder
 from rocm_attn.hip_graphs.size_ladder import SizeLadder, default_ladder
-from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.settings import check_fields
 from rocm_attn.paging.index_spaces import RESERVED_PAGE, Space
 from rocm_attn.paging.kv_pool import space_of
 from rocm_attn.paging.page_table import SpacePages
@@ -75,11 +75,7 @@ class RuntimeOptions:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if each.type == "int":
-                object.__setattr__(self, each.name, whole_number(each.name, getattr(self, each.name)))
-            elif each.type == "bool" and not isinstance(getattr(self, each.name), bool):
-                raise BadSetting(f"{each.name} is {getattr(self, each.name)!r}; it must be True or False")
+        check_fields(self, BadSetting)
         if self.max_num_rows and self.max_num_rows < self.max_num_seqs:
             raise BadSetting(
                 f"max_num_rows is {self.max_num_rows} and max_num_seqs is {self.max_num_seqs}; each sequence of a "

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadBatch, BadTensor
+from rocm_attn.errors import BadBatch, BadProblem, BadTensor
 from rocm_attn.integrations.flashinfer.cells import NO_MASKS, Masks, given_cells
 from rocm_attn.integrations.flashinfer.lengths import BatchLengths, Int64Array, on_host, paged_kv_len
 from rocm_attn.integrations.flashinfer.page_lists import page_bounds
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 from rocm_attn.machine.devices import require_tensor
-from rocm_attn.problem import whole_field
+from rocm_attn.machine.settings import whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class PagedKVLists:
 
     def batch(self, q_indptr: Tensor, page_size: int, masks: Masks = NO_MASKS) -> PlannedBatch:
         """Returns the batch with these new tokens of each sequence. Raises BadBatch, BadTensor, BadProblem."""
-        page_size = whole_field("page_size", page_size)
+        page_size = whole_number("page_size", page_size, BadProblem)
         given = [q_indptr, self.indptr, self.last_page_len]
         if self.seq_lens is not None:
             require_tensor("seq_lens", self.seq_lens)

@@ -14,7 +14,8 @@ from rocm_attn.integrations.flashinfer.planned import LOG2_E, Inputs, PlannedAtt
 from rocm_attn.integrations.flashinfer.requests import Geometry, check_rows
 from rocm_attn.integrations.flashinfer.signatures import Given
 from rocm_attn.machine.devices import require_tensor
-from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE, number_field
+from rocm_attn.machine.settings import real_number
+from rocm_attn.problem import LARGEST_SCALE, SMALLEST_SCALE
 
 Scale = float | Tensor | None
 # K and V in one tensor, or in two.
@@ -166,5 +167,5 @@ def _check_one(scale: Scale) -> None:
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
             raise BadTensor(f"a scale of shape {list(scale.shape)} is not served; q, K and V have one scale each")
-    elif scale is not None and math.isinf(number_field("a scale of q, K or V", scale)):
+    elif scale is not None and math.isinf(real_number("a scale of q, K or V", scale, BadProblem)):
         raise BadProblem("a scale of q, K or V is infinite; give a finite number")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.step_batch import MOST_TOKENS
-from rocm_attn.errors import BadBatch, Unsupported
+from rocm_attn.errors import BadBatch, BadProblem, Unsupported
 from rocm_attn.integrations.flashinfer.batch import PagedKVLists
 from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, pages_of
 from rocm_attn.integrations.flashinfer.requests import ScoreRules, as_dtype, geometry_of
@@ -19,7 +19,8 @@ from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
 from rocm_attn.integrations.flashinfer.single import as_nhd, attend_alone
 from rocm_attn.integrations.flashinfer.wrapped import PlannedWrapper, as_plan, deprecated
 from rocm_attn.machine.devices import require_tensor
-from rocm_attn.problem import UNLIMITED_WINDOW, whole_field
+from rocm_attn.machine.settings import whole_number
+from rocm_attn.problem import UNLIMITED_WINDOW
 
 # Arguments of _plan_impl() that plan() never took by position after page_size; the others it did, in this order.
 _BY_NAME_ONLY = ("window_right", "is_causal", "use_token_head_sf")
@@ -91,14 +92,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedWrapper):
 
         window_left, window_right: keys before and after its own that a token sees; -1: all of them
         """
-        each = whole_field("q_len_per_req", given.q_len_per_req)
+        each = whole_number("q_len_per_req", given.q_len_per_req, BadProblem)
         if not 1 <= each <= MOST_TOKENS:
             raise BadBatch(f"q_len_per_req is {each}; it must be from 1 to {MOST_TOKENS}")
         if given.is_causal is not None and given.is_causal != (each > 1):
             raise Unsupported(f"is_causal={given.is_causal} with q_len_per_req={each} is not served; leave it None")
         geometry = geometry_of(
             given,
-            window_right=max(whole_field("window_right", given.window_right), UNLIMITED_WINDOW),
+            window_right=max(whole_number("window_right", given.window_right, BadProblem), UNLIMITED_WINDOW),
             # A request's last token has none after it.
             causal=given.window_right == 0 or each == 1,
         )

@@ -14,15 +14,8 @@ from rocm_attn.errors import BadProblem, BadSetting, BadTensor, Unsupported
 from rocm_attn.integrations.flashinfer.signatures import NVFP4, Given
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.devices import require_tensor
-from rocm_attn.problem import (
-    UNLIMITED_WINDOW,
-    KVEncoding,
-    PoolKind,
-    Problem,
-    Scales,
-    number_field,
-    whole_field,
-)
+from rocm_attn.machine.settings import real_number, whole_number
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 
 LAYOUTS = ("NHD", "HND")
 NO_POSITIONS, ROPE, ALIBI = "NONE", "ROPE_LLAMA", "ALIBI"
@@ -129,9 +122,9 @@ class Geometry:
     def __post_init__(self) -> None:
         sizes = "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size"
         for name in (*sizes, "window_left", "window_right"):
-            object.__setattr__(self, name, whole_field(name, getattr(self, name)))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), BadProblem))
         for name in ("scale", "soft_cap"):
-            object.__setattr__(self, name, number_field(name, getattr(self, name)))
+            object.__setattr__(self, name, real_number(name, getattr(self, name), BadProblem))
         if self.dtype.itemsize == 1:
             raise Unsupported(f"queries in {self.dtype} are not served; pass them in 16 bits")
         if self.kv_dtype == torch.uint8:
@@ -211,7 +204,7 @@ class ScoreRules:
         return replace(
             geometry,
             alibi=check_positions(self.pos_encoding_mode),
-            window_left=max(whole_field("window_left", self.window_left), UNLIMITED_WINDOW),
+            window_left=max(whole_number("window_left", self.window_left, BadProblem), UNLIMITED_WINDOW),
             soft_cap=self.logits_soft_cap or 0.0,
             scale=self.sm_scale if self.sm_scale is not None else 1.0 / math.sqrt(geometry.head_dim),
         )

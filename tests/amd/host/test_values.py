@@ -20,10 +20,11 @@ from rocm_attn.batch.prefixes import NO_PREFIXES, PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded
+from rocm_attn.external import ExternalOptions
 from rocm_attn.hip_graphs.size_ladder import SizeLadder
 from rocm_attn.kernels.metadata.step_tensors import Need, Unit
 from rocm_attn.paging.index_spaces import Space, num_pages
-from rocm_attn.problem import PoolKind, Problem
+from rocm_attn.problem import PoolKind, Problem, Row
 from rocm_attn.step.buffers import BufferSpec, StepBuffers, TableSizes
 
 CPU = torch.device("cpu")
@@ -76,6 +77,20 @@ def test_a_problem_that_contradicts_itself_is_refused(changes: dict[str, object]
     }
     with pytest.raises(BadProblem, match=message):
         Problem(**(good | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Row(2, overlaps="no"), "overlaps of a row is 'no'; it must be True or False"),  # type: ignore[arg-type]
+        (lambda: ExternalOptions(zero_tails="no"), "zero_tails is 'no'; it must be True or False"),  # type: ignore[arg-type]
+        (lambda: ExternalOptions(provider=None), "provider is None; it must be a text"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_switch_that_is_no_bool_is_refused(make: Callable[[], object], message: str) -> None:
+    """Any text counted as True: zero_tails="no" let kernels write to slots of an engine's pages."""
+    with pytest.raises((BadProblem, BadSetting), match=f"^{message}$"):
+        make()
 
 
 def test_a_window_that_no_sequence_fills_is_cut_so_that_kernels_can_add_to_it() -> None:

@@ -17,7 +17,7 @@ from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.cache.page_format import RECORDS, Encoding, PageFormat, PoolKind, RecordLayout, Scales
 from rocm_attn.kernels.sparse.arguments import Indexing, LastUnit, Pooling
 from rocm_attn.machine import choices
-from rocm_attn.machine.settings import check_fields
+from rocm_attn.machine.settings import check_fields, whole_number
 
 # The types and values that a Problem is made of, importable from here.
 __all__ = [
@@ -104,8 +104,7 @@ class Indexer:
         _check_indexing(self.indexing)
         check_fields(self, BadProblem, " of an indexer")
         for name in ("num_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise BadProblem(f"{name} of an indexer is {getattr(self, name)}; it must be at least 1")
+            whole_number(f"{name} of an indexer", getattr(self, name), BadProblem, least=1)
         if self.num_heads % self.indexing.sets:
             raise BadProblem(
                 f"{self.num_heads} index heads select {self.indexing.sets} sets of units; the heads must be a "
@@ -251,8 +250,7 @@ class Problem:
         if self.v_head_dim == AS_HEAD_DIM:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         for name in ("num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "page_size"):
-            if getattr(self, name) < 1:
-                raise BadProblem(f"{name} is {getattr(self, name)}; it must be at least 1")
+            whole_number(name, getattr(self, name), BadProblem, least=1)
         if self.scale == AS_HEAD_DIM:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
         if self.num_q_heads % self.num_kv_heads:

@@ -12,7 +12,7 @@ import torch
 
 from rocm_attn.errors import BadProblem
 from rocm_attn.kernels.states.arguments import RecurrenceRule, Update
-from rocm_attn.machine.settings import check_fields
+from rocm_attn.machine.settings import check_fields, whole_number
 from rocm_attn.problem import DTYPES, LARGEST_SCALE, SMALLEST_SCALE
 
 # Kernels count the elements of a state, and of a convolution's inputs, in int32.
@@ -84,8 +84,7 @@ class Recurrence:
     def __post_init__(self) -> None:
         check_fields(self, BadProblem, " of a recurrence")
         for name in ("num_heads", "num_k_heads", "k_dim", "v_dim"):
-            if getattr(self, name) < 1:
-                raise BadProblem(f"{name} of a recurrence is {getattr(self, name)}; it must be at least 1")
+            whole_number(f"{name} of a recurrence", getattr(self, name), BadProblem, least=1)
         elements = self.num_heads * self.k_dim * self.v_dim
         if elements > _MOST_ELEMENTS:
             raise BadProblem(

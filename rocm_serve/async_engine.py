@@ -15,7 +15,7 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from rocm_attn.errors import BadSetting, FitsLater, RocmAttnError, WrongState
+from rocm_attn.errors import FitsLater, RocmAttnError, WrongState
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.step.metrics import Metrics
 from rocm_attn.truth.verdict import TruthVerdict
@@ -57,9 +57,7 @@ class EngineClient:
     """
 
     def __init__(self, engine: RunningEngine, *, max_requests: int = 1024) -> None:
-        max_requests = whole_number("max_requests", max_requests)
-        if max_requests < 1:
-            raise BadSetting(f"max_requests is {max_requests}; it must be at least 1")
+        max_requests = whole_number("max_requests", max_requests, least=1)
         self._engine = engine
         self._max_requests = max_requests
         self._books = _Books(engine)

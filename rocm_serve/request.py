@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from rocm_attn.errors import BadRequest, DeviceFault, RocmAttnError
-from rocm_attn.machine.settings import check_fields
+from rocm_attn.machine.settings import check_fields, whole_number
 from rocm_serve.request_times import RequestTimes
 from rocm_serve.sampling.logprobs import MOST_LIKELIEST, NO_LOGPROBS, TokenLogprobs
 from rocm_serve.sampling.sampling_options import Sampling
@@ -89,8 +89,7 @@ class Request:
             raise BadRequest(f"the prompt is a {type(self.prompt_token_ids).__name__}; give a tuple of token ids")
         if not self.prompt_token_ids:
             raise BadRequest("the prompt is empty; give at least one token")
-        if self.max_new_tokens < 1:
-            raise BadRequest(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        whole_number("max_new_tokens", self.max_new_tokens, BadRequest, least=1)
         if not 0 <= self.min_tokens <= self.max_new_tokens:
             raise BadRequest(
                 f"min_tokens is {self.min_tokens}; it must be at least 0 and at most max_new_tokens, "

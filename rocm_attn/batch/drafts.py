@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rocm_attn.errors import BadBatch
+from rocm_attn.errors import BadBatch, BadSetting
 from rocm_attn.kernels.speculative.limits import MOST_NODES
-from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.settings import check_fields
 
 
 class NoDrafts:
@@ -49,8 +49,7 @@ class Drafts:
     steps: int
 
     def __post_init__(self) -> None:
-        for name in ("branches", "steps"):
-            object.__setattr__(self, name, whole_number(f"{name} of drafts", getattr(self, name)))
+        check_fields(self, BadSetting, " of drafts")
         if self.branches < 1 or self.steps < 1:
             raise BadBatch(f"drafts have {self.branches} branches and {self.steps} steps; give at least 1 of each")
         if self.tokens >= MOST_NODES:

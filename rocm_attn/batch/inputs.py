@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rocm_attn.errors import BadBatch, BadSetting, BadTensor
+from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.machine.devices import require_tensor
 from rocm_attn.machine.settings import whole_number
 
@@ -202,10 +202,7 @@ class DeviceInputs:
 
 
 def _checked_ahead(ahead: int) -> int:
-    try:
-        tokens = whole_number("ahead", ahead)
-    except BadSetting as error:
-        raise BadTensor(str(error)) from None
+    tokens = whole_number("ahead", ahead, BadTensor)
     if not 0 <= tokens <= _MOST_AHEAD:
         raise BadTensor(f"ahead is {tokens}; it must be a number of tokens from 0 to {_MOST_AHEAD}")
     return tokens

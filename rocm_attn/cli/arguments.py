@@ -14,7 +14,7 @@ import torch
 from rocm_attn.capture.step_times import MOST_CHUNK
 from rocm_attn.errors import BadModel, BadSetting
 from rocm_attn.machine.aiter_releases import too_old
-from rocm_attn.machine.devices import device_of
+from rocm_attn.machine.devices import device_of, require_there
 from rocm_attn.machine.releases import UNKNOWN, Release, Releases
 from rocm_attn.machine.target import Target, target_elsewhere
 from rocm_attn.models.families import attention_geometry, text_fields
@@ -35,10 +35,7 @@ from rocm_attn.step.options import RuntimeOptions
 def device_named(name: str | None) -> torch.device:
     """The torch device of --device; if not given: a GPU if there is one, else the CPU. Raises BadSetting."""
     device = device_of(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadSetting(
-            f"device {str(device)!r} does not exist: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'"
-        )
+    require_there(device)
     return device
 
 

@@ -25,6 +25,16 @@ def device_of(device: torch.device | str) -> torch.device:
     return torch.device("cpu") if named.type == "cpu" else named
 
 
+def require_there(device: torch.device) -> None:
+    """Raises BadSetting for a device that is neither a CPU nor a GPU which torch sees."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadSetting(
+            f"device {str(device)!r} does not exist: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise BadSetting(f"device {str(device)!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda' in torch)")
+
+
 def with_index(device: torch.device | str) -> torch.device:
     """Turns cuda into cuda:N, so that the device compares equal to those of tensors. Raises BadSetting."""
     device = device_of(device)

@@ -148,14 +148,17 @@ class Settings:
             )
 
 
-def whole_number(name: str, value: object, error: type[RocmAttnError] = BadSetting) -> int:
-    """A value that counts something, as an int. Raises `error` for anything but an integer, and for a bool."""
+def whole_number(name: str, value: object, error: type[RocmAttnError] = BadSetting, *, least: float = -math.inf) -> int:
+    """A value that counts something, as an int. Raises `error` for one that is no integer, for a bool, and for less."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]  # that is what it raises TypeError for
+        number = operator.index(value)  # type: ignore[arg-type]  # that is what it raises TypeError for
     except TypeError:
         raise error(f"{name} is {value!r}; it must be a whole number") from None
+    if number < least:
+        raise error(f"{name} is {number}; it must be at least {least}")
+    return number
 
 
 def real_number(name: str, value: object, error: type[RocmAttnError]) -> float:
@@ -171,18 +174,21 @@ def real_number(name: str, value: object, error: type[RocmAttnError]) -> float:
 def check_fields(given: Any, error: type[RocmAttnError], of: str = "") -> None:
     """Raises `error` for a field of a dataclass that is no int, float, bool or str although its annotation says so.
 
-    Numbers become Python's, because NumPy's wrap around. of: follows each name in the message, as in " of a row"
+    Numbers become Python's, because NumPy's wrap around. of: follows the name of a number, as in " of a row"
     """
     for each in fields(given):
-        name, value = each.name, getattr(given, each.name)
+        name = each.name
+        if each.type not in ("int", "float", "bool", "str"):
+            continue
+        value = getattr(given, name)
         if each.type == "int":
             object.__setattr__(given, name, whole_number(name + of, value, error))
         elif each.type == "float":
             object.__setattr__(given, name, real_number(name + of, value, error))
         elif each.type == "bool" and not isinstance(value, bool):
-            raise error(f"{name}{of} is {value!r}; it must be True or False")
+            raise error(f"{name} is {value!r}; it must be True or False")
         elif each.type == "str" and not isinstance(value, str):
-            raise error(f"{name}{of} is {value!r}; it must be a text")
+            raise error(f"{name} is {value!r}; it must be a text")
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:

@@ -11,6 +11,7 @@ import torch
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice
 from rocm_attn.machine.aiter_marks import MARKS
+from rocm_attn.machine.devices import require_there
 from rocm_attn.machine.gpus import GPUS
 from rocm_attn.machine.releases import NOT_KNOWN, Release, Releases, installed_releases, triton_version
 
@@ -112,8 +113,7 @@ def detect_target(device: torch.device) -> Target:
     if device.type == "cpu":
         # Triton reads the same variable when its kernels are imported.
         return KNOWN_TARGETS["interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else "cpu"]
-    if device.type != "cuda":
-        raise BadSetting(f"device {str(device)!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda' in torch)")
+    require_there(device)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         arch = re.split(r"[:\s]", properties.gcnArchName)[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.errors import BadBatch, BadSetting, BadTensor
+from rocm_attn.errors import BadBatch, BadTensor
 from rocm_attn.kernels.metadata.engine_tensors import (
     MOST_MASK_CELLS,
     Q_BOUNDARIES,
@@ -20,7 +20,7 @@ from rocm_attn.kernels.metadata.engine_tensors import (
     EngineLengths,
 )
 from rocm_attn.machine.devices import require_tensor
-from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.settings import check_fields
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -239,15 +239,11 @@ class ExternalStep:
 
     def _require_kinds(self) -> None:
         """Turns other whole numbers, such as NumPy's, into ints. Raises BadBatch for values of another kind."""
-        for name in ("num_seqs", "padded_seqs", "padded_tokens", "min_q_len", "max_q_len", "max_kv_len"):
-            try:
-                object.__setattr__(self, name, whole_number(f"{name} of a step", getattr(self, name)))
-            except BadSetting as error:
-                raise BadBatch(str(error)) from None
         for name, kinds in _KINDS.items():
             if not isinstance(value := getattr(self, name), kinds):
                 words = " or ".join(kind.__name__ for kind in kinds)
                 raise BadBatch(f"{name} of a step is a {type(value).__name__}; it must be {words}")
+        check_fields(self, BadBatch, " of a step")
 
 
 # Fields of a step that are no numbers -> the kinds of values that they may have.

@@ -61,11 +61,7 @@ class TruthPlan:
 
     def __post_init__(self) -> None:
         for name in ("first_chunk", "chunk", "decode_steps", "num_pages", "seed"):
-            value = whole_number(name, getattr(self, name))
-            if value < (1 if name.endswith("chunk") else 0):
-                raise BadSetting(
-                    f"{name} is {value}; it must be a whole number of at least {int(name.endswith('chunk'))}"
-                )
+            whole_number(name, getattr(self, name), least=int(name.endswith("chunk")))
         if not self.lengths or min(self.lengths) < 2:
             raise BadSetting(f"lengths are {self.lengths}; give one or more, each at least 2")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel, BadSetting
+from rocm_attn.machine.devices import require_there
 from rocm_attn.models.config import ModelConfig, RowFactors
 from rocm_attn.models.cut import cost_of_cut
 from rocm_attn.models.families import DECODERS
@@ -91,7 +92,9 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ra
     Raises BadModel for a missing, damaged or unknown model, BadSetting for an unsupported dtype or device.
     """
     started = time.perf_counter()
-    _check_dtype_and_device(dtype, device)
+    if dtype not in DTYPES:
+        raise BadSetting(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
+    require_there(device)
     files, num_ranks = open_model(path), ranks.shard.num_ranks
     weights = load_weights(files.source, files.config, dtype=dtype, device=device, shard=ranks.shard)
     part, cost = files.config.on_one_of(num_ranks), cost_of_cut(files.config, num_ranks)
@@ -115,17 +118,6 @@ def default_dtype(path: str | Path, device_type: str) -> torch.dtype:
     if device_type == "cpu":
         return torch.float32
     return torch.float16 if is_gguf else torch.bfloat16
-
-
-def _check_dtype_and_device(dtype: torch.dtype, device: torch.device) -> None:
-    if dtype not in DTYPES:
-        raise BadSetting(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadSetting(
-            f"device {str(device)!r} does not exist: torch sees {torch.cuda.device_count()} GPUs; use 'cpu'"
-        )
-    if device.type not in ("cpu", "cuda"):
-        raise BadSetting(f"device {str(device)!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda' in torch)")
 
 
 def load_tokenizer(place: Path) -> Tokenizer | None:

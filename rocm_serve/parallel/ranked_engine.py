@@ -40,7 +40,7 @@ class RankedEngine:
     def __init__(
         self, load: ModelLoader, options: EngineOptions | None = None, *, num_ranks: int, device_type: str = "cpu"
     ) -> None:
-        num_ranks = whole_number("num_ranks", num_ranks)
+        num_ranks = whole_number("num_ranks", num_ranks, least=1)
         self.options = options if options is not None else EngineOptions()
         _check(num_ranks, device_type, self.options.host_kv_bytes)
         self._processes = processes = RankProcesses()
@@ -147,8 +147,6 @@ class RankedEngine:
 
 
 def _check(num_ranks: int, device_type: str, host_kv_bytes: int) -> None:
-    if num_ranks < 1:
-        raise BadSetting(f"num_ranks is {num_ranks}; it must be at least 1")
     if device_type not in ("cpu", "cuda"):
         raise BadSetting(f"device_type {device_type!r} is not served; use 'cpu' or 'cuda' (HIP devices are 'cuda')")
     if device_type == "cuda" and num_ranks > torch.cuda.device_count():

@@ -82,7 +82,7 @@ def test_a_problem_that_contradicts_itself_is_refused(changes: dict[str, object]
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Row(2, overlaps="no"), "overlaps of a row is 'no'; it must be True or False"),  # type: ignore[arg-type]
+        (lambda: Row(2, overlaps="no"), "overlaps is 'no'; it must be True or False"),  # type: ignore[arg-type]
         (lambda: ExternalOptions(zero_tails="no"), "zero_tails is 'no'; it must be True or False"),  # type: ignore[arg-type]
         (lambda: ExternalOptions(provider=None), "provider is None; it must be a text"),  # type: ignore[arg-type]
     ],

@@ -374,5 +374,5 @@ def test_wrong_arguments_are_named(device: torch.device) -> None:
         replace(GATED_DELTA, num_heads=4, num_k_heads=4, k_dim=2**31 - 1)  # bytes of its slots overflow an int64
     with pytest.raises(BadProblem, match=f"a convolution of 2 channels and width {2**30} keeps {2**31} elements"):
         replace(GATED_DELTA.convolution, channels=2, width=2**30)
-    with pytest.raises(BadProblem, match="silu of a convolution is 'no'"):
+    with pytest.raises(BadProblem, match="silu is 'no'"):
         replace(GATED_DELTA.convolution, silu="no")  # type: ignore[arg-type]

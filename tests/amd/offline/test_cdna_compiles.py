@@ -98,7 +98,7 @@ def test_every_tile_has_accepted_figures() -> None:
 def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str) -> None:
     case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
     tiles = tiles_of_case(arch, case)
-    kernel = compiled_decode(arch, case, tiles)
+    kernel = compiled_decode(arch, case)
     code, loop = read_amd_code(kernel), hot_loop_of(kernel)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.vgprs <= MOST_VGPRS
@@ -122,7 +122,7 @@ def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_codes_spill_nothing_and_leave_a_simd_two_waves(arch: str, layer: str, scales: Scales) -> None:
     case = replace(CASE, dims=(128, 128), kv=EXTEND_CODES[arch], scales=scales, **LAYERS[layer])
-    kernel = compiled_decode(arch, case, tiles_of_case(arch, case))
+    kernel = compiled_decode(arch, case)
     code, loop = read_amd_code(kernel), hot_loop_of(kernel)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.vgprs <= MOST_VGPRS

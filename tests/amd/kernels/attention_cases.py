@@ -31,6 +31,8 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # The initial value of every tensor that a kernel must overwrite or leave unchanged.
 UNTOUCHED = -77.0
+# A word of memory that nothing has filled.
+GARBAGE = 0x7F7F7F7F
 # The place of a padded token: a kernel that reads it is far from every key.
 NO_KEY = 1 << 30
 # A function that places scratch memory before a launch.
@@ -630,4 +632,9 @@ def assert_serves(run: Run, case: Case, device: torch.device, seed: int = 0, **o
 
 def garbage(words: int, device: torch.device) -> Tensor:
     """Returns int32 memory that nothing has filled."""
-    return torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=device)
+    return torch.full((words,), GARBAGE, dtype=torch.int32, device=device)
+
+
+def ints(values: Sequence[int] | Sequence[list[int]], device: torch.device) -> Tensor:
+    """Returns int32."""
+    return torch.tensor(values, dtype=torch.int32, device=device)

@@ -18,6 +18,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
     ALL_SHARED,
+    GARBAGE,
     UNTOUCHED,
     Case,
     Run,
@@ -45,7 +46,6 @@ SCORED = replace(RAGGED, kv_len=[45, 0, 17, 1, 12], q_len=[13, 0, 17, 1, 0], dim
 # Every K and V that no bit of its sequence shows is NaN; and, over ranges, every one outside of all ranges.
 MASKED = replace(SCORED, kv_len=[37, 0, 17, 1, 12, 40], q_len=[5, 0, 17, 1, 0, 3], masked=True)
 RANGED = replace(MASKED, kv_len=[137, 0, 67, 1, 12, 140], masked=False, ranged=True)
-GARBAGE = 0x7F7F7F7F
 
 GEOMETRIES = {
     "mha": replace(RAGGED, heads=(2, 2)),

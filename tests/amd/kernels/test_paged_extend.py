@@ -27,7 +27,6 @@ from tests.amd.kernels.attention_cases import (
     build,
     dtypes,
     extend_cut,
-    garbage,
     in_each_way,
     queries_of,
     run_decode,
@@ -236,12 +235,9 @@ def test_rows_may_be_cut_alike(
     tiles = ExtendTiles(16, 16, 4, 1, one_launch=True)
     sharing = ALL_SHARED._replace(programs=programs, row_keys=8, split_keys=30, least_keys=20, alike_keys=alike_keys)
     cut = extend_cut(tensors, tiles, sharing)
-    num_tokens, num_seqs = tensors.q.shape[0], tensors.num_seqs
-    schedule = garbage(cut.words(num_tokens, num_seqs), kernel_device)
-    launch_extend_schedule(tensors.queries, schedule, cut)
-    words = schedule.tolist()
+    words = tensors.extend_args(cut).schedule.tolist()
     assert words[SHARE_SIZE.value - SHARE_WORDS] == size, "of a share, or of an equal part"
-    expected = extend_schedule(case.kv_len, case.q_len, cut, num_tokens)
+    expected = extend_schedule(case.kv_len, case.q_len, cut, tensors.q.shape[0])
     assert without_idle_shares([*words, 0, 0, 0], cut) == [*expected, 0, 0, 0]
     run_extend(tensors, tiles=tiles, sharing=sharing)
     assert_served(tensors)

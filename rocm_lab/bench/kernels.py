@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -254,15 +253,9 @@ def compile_ahead(
     tasks = [(case, contestant, device) for case in dict.fromkeys(cases) for contestant in own]
     if processes < 2 or not tasks:
         return
-    with _pool(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for _ in pool.imap_unordered(_compiled, tasks):
             pass
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[Any]:
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        yield pool
 
 
 def _compiled(task: tuple[SuiteCase, OwnProvider, torch.device]) -> None:

@@ -82,7 +82,7 @@ def _rounds(result: Result) -> dict[str, Any]:
     def drafter(row: Mapping[str, Any]) -> dict[str, Any]:
         if not row["draft_tokens"]:
             return {"drafted_by": "", "branches": ""}
-        return {"drafted_by": row.get("drafter", "ngram"), "branches": row.get("topk", 1)}
+        return {"drafted_by": row["drafter"], "branches": row["topk"]}
 
     return _with(result["rows"], drafter)
 
@@ -113,7 +113,7 @@ def _sparse(result: Result) -> dict[str, Any]:
         us = row["lower_bound_us"]
         return {"lower_bound": f"{us:.1f} | {row['us'] / us:.2f}" if us else "| "}
 
-    return _with([row for row in result["rows"] if "lower_bound_us" in row], lower_bound)  # the others are candidates
+    return _with(result["rows"], lower_bound)
 
 
 def _selected(result: Result) -> dict[str, Any]:

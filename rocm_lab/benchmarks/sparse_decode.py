@@ -2,22 +2,23 @@
 
     python -m rocm_lab.benchmarks.sparse_decode --out rocm_lab/benchmarks/results/sparse_decode_h200.json
 
-Each time is reported with its lower bound, a plain streaming read of the bytes that have to be read once: index keys
-and their scales, and the selected rows. Exits with 1, after writing the file, if a result is wrong or the first case
-takes longer than allowed.
+The kernels are those that serve such a layer here. Each time is reported with its lower bound, a plain streaming read
+of the bytes that have to be read once: index keys and their scales, and the selected rows. Exits with 1, after writing
+the file, if a result is wrong or the first case takes longer than allowed.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.cache.layer_pages import LayerPages
-from rocm_attn.kernels.cache.page_format import PoolKind
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.cache.page_format import PoolKind, Scales
 from rocm_attn.kernels.refs.sparse import index_scores, selected_attention
 from rocm_attn.kernels.sparse.arguments import (
     IndexArgs,
@@ -28,14 +29,18 @@ from rocm_attn.kernels.sparse.arguments import (
     SelectedKeys,
     SparseTokens,
 )
-from rocm_attn.kernels.sparse.attention import launch_selected_attention
-from rocm_attn.kernels.sparse.cuts import select_chunk, select_words, top_k_cut
-from rocm_attn.kernels.sparse.index_scores import launch_index_scores, launch_select
+from rocm_attn.kernels.sparse.cuts import select_chunk, top_k_cut
+from rocm_attn.kernels.sparse.index_scores import launch_index_scores
 from rocm_attn.kernels.sparse.top_k import launch_top_k
-from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles, index_tiles, selected_tiles
-from rocm_attn.machine.target import detect_target
+from rocm_attn.machine.target import Target, detect_target
+from rocm_attn.problem import Indexer, KVEncoding, Problem
+from rocm_attn.providers.contract import PoolSize
+from rocm_attn.providers.select import select
+from rocm_attn.providers.sparse import BoundSelected
+from rocm_attn.providers.triton_sparse import TritonIndexer
 from rocm_lab.bench.ceilings import read_us
 from rocm_lab.bench.clocks import GraphClock, median_us
+from rocm_lab.bench.step_data import random_pages
 from rocm_lab.benchmarks.script import Row, parser_of, printed, write
 
 TIMES_ALLOWED = 1.5
@@ -43,21 +48,27 @@ TIMES_ALLOWED = 1.5
 _MOST_ERROR = 2e-2
 _DEVICE = torch.device("cuda", 0)
 _CLOCK = GraphClock(_DEVICE, 2000.0)
+LATENTS = Problem(16, 1, 576, torch.bfloat16, 64, v_head_dim=512, pool=PoolKind.LATENT)
+SPLIT = Problem(64, 4, 128, torch.bfloat16, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class SparseCase:
-    """num_seqs sequences of one length, one new token each. heads: query, KV heads; dims: head_dim, v_head_dim."""
+    """num_seqs sequences of one length, one new token each. layer: but for its indexer"""
 
     name: str
     num_seqs: int
     kv_len: int
     indexing: Indexing
     index_heads: int
-    heads: tuple[int, int] = (16, 1)
-    dims: tuple[int, int] = (576, 512)
-    page_size: int = 64
+    layer: Problem = LATENTS
     coded_q: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        """The layer."""
+        indexer = Indexer(self.index_heads, 128, self.indexing, KVEncoding.E4M3FN, Scales.TOKEN)
+        return replace(self.layer, indexer=indexer)
 
     @property
     def selected(self) -> int:
@@ -72,9 +83,8 @@ class SparseCase:
     @property
     def row_bytes(self) -> int:
         """Selected rows; every KV head has its own selection, or shares it."""
-        is_latent = self.heads[1] == 1 and self.dims[0] > self.dims[1]
-        elements = self.dims[0] if is_latent else sum(self.dims) * self.heads[1]
-        return self.num_seqs * self.selected * elements * 2
+        sides = 1 if self.layer.pool is PoolKind.LATENT else 2 * self.layer.num_kv_heads
+        return self.num_seqs * self.selected * sides * self.layer.head_dim * 2
 
 
 V32 = Indexing(128**-0.5, 2048)
@@ -87,30 +97,41 @@ CASES = (
     SparseCase("64 index heads, 1 x 128k", 1, 131072, V32, 64),
     SparseCase("32 index heads, 256 x 8k", 256, 8192, V32, 32),
     SparseCase("32 index heads pooled by 4, 64 x 64k", 64, 65536, POOLED, 32),
-    SparseCase("blocks of 128, 64 x 64k", 64, 65536, M3, 4, (64, 4), (128, 128), 128),
+    SparseCase("blocks of 128, 64 x 64k", 64, 65536, M3, 4, SPLIT),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SparseTensors:
-    """The tensors of a case."""
+    """The kernels and the tensors of a case. workspace: of the indexer"""
 
     case: SparseCase
+    indexer: TritonIndexer
+    selected: BoundSelected
     index: IndexArgs
     selection: SelectedKeys
     workspace: Tensor
     attention: SelectedArgs
 
+    def select(self) -> None:
+        """Selects keys."""
+        self.indexer.select(self.index, self.selection, self.workspace)
 
-def prepared(case: SparseCase) -> SparseTensors:
-    """Random keys in random pages."""
+    def attend(self) -> None:
+        """Attends to the selection."""
+        self.selected.attend(self.attention)
+
+
+def prepared(case: SparseCase, target: Target) -> SparseTensors:
+    """Random keys in random pages, and the kernels that serve them on a target."""
     generator = torch.Generator(_DEVICE).manual_seed(0)
-    indexing, page_size = case.indexing, case.page_size
+    problem, indexing = case.problem, case.indexing
+    page_size = problem.page_size
     pages_of_seq = -(-case.kv_len // page_size)
     num_pages = case.num_seqs * pages_of_seq + 1
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=_DEVICE, dtype=torch.bfloat16)
+        return torch.randn(*shape, generator=generator, device=_DEVICE, dtype=problem.dtype)
 
     def ints(values: Tensor) -> Tensor:
         return values.to(torch.int32)
@@ -134,40 +155,38 @@ def prepared(case: SparseCase) -> SparseTensors:
         table,
         tokens,
     )
-    (num_heads, num_kv_heads), (head_dim, v_head_dim) = case.heads, case.dims
-    k = random(num_pages, page_size, num_kv_heads, head_dim)
-    is_latent = num_kv_heads == 1
-    v = k[..., :v_head_dim] if is_latent else random(num_pages, page_size, num_kv_heads, v_head_dim)
+    sparse = select(problem, target, "triton", pool=PoolSize(num_pages, case.kv_len, case.num_seqs)).sparse
+    assert sparse is not None
+    assert isinstance(sparse.indexer, TritonIndexer)
+    shape = PaddedShape(StepKind.DECODE, case.num_seqs, case.num_seqs)
     units = torch.empty(case.num_seqs, indexing.sets, indexing.width, dtype=torch.int32, device=_DEVICE)
     selection = SelectedKeys(units, torch.empty_like(units[:, :, 0]), indexing.unit_tokens)
-    q = random(case.num_seqs, num_heads, head_dim)
+    q = random(case.num_seqs, problem.num_q_heads, problem.head_dim)
     attention = SelectedArgs(
         q=q,
-        pages=LayerPages.plain(k, v, kind=PoolKind.LATENT if is_latent else PoolKind.SPLIT),
+        pages=random_pages(problem, num_pages, generator),
         table=table,
         tokens=tokens,
         selection=selection,
-        out=torch.empty(case.num_seqs, num_heads, v_head_dim, dtype=q.dtype, device=_DEVICE),
+        out=torch.empty_like(q[..., : problem.v_head_dim]),
         lse=None,
         sinks=None,
-        workspace=torch.empty(64 << 20, device=_DEVICE),
+        workspace=torch.empty(sparse.selected.workspace_words(shape), device=_DEVICE),
     )
-    words = select_words(case.num_seqs, case.kv_len, indexing)
-    return SparseTensors(case, index, selection, torch.empty(words, device=_DEVICE), attention)
+    workspace = torch.empty(sparse.indexer.workspace_words(shape), device=_DEVICE)
+    return SparseTensors(case, sparse.indexer, sparse.selected, index, selection, workspace, attention)
 
 
-def pieces(
-    made: SparseTensors, tiles: IndexTiles, selected: SelectedTiles
-) -> dict[str, tuple[Callable[[], None], int]]:
+def pieces(made: SparseTensors) -> dict[str, tuple[Callable[[], None], int]]:
     """Returns the timed parts, and the bytes that each has to read."""
-    case, indexing = made.case, made.case.indexing
-    units = torch.cuda.get_device_properties(_DEVICE).multi_processor_count
+    case, indexing, indexer = made.case, made.case.indexing, made.indexer
     cut = top_k_cut(indexing.max_units(case.kv_len), indexing)
     chunk = select_chunk(case.num_seqs, case.kv_len, indexing)
     words = chunk * indexing.sets * cut.stride
     scores = made.workspace[:words].view(chunk, indexing.sets, cut.stride)
     scratch = made.workspace[words:].view(torch.int32)
-    programs = units * tiles.programs_per_cu
+    tiles = indexer.coded_q_tiles if case.coded_q else indexer.tiles
+    programs = indexer.compute_units * tiles.programs_per_cu
 
     def score() -> None:
         for first in range(0, case.num_seqs, chunk):
@@ -177,24 +196,21 @@ def pieces(
     def choose() -> None:
         launch_top_k(scores, scratch, made.index.tokens, made.selection, indexing=indexing, cut=cut)
 
-    def attend() -> None:
-        launch_selected_attention(made.attention, scale=0.05, tiles=selected, programs=units * selected.programs_per_cu)
-
     def everything() -> None:
-        launch_select(made.index, made.selection, made.workspace, indexing=indexing, tiles=tiles, programs=programs)
-        attend()
+        made.select()
+        made.attend()
 
-    result = {"scores": (score, case.index_bytes), "attention": (attend, case.row_bytes)}
+    result = {"scores": (score, case.index_bytes), "attention": (made.attend, case.row_bytes)}
     if chunk >= case.num_seqs:
         result["top-k"] = choose, 0
     result["all"] = everything, case.index_bytes + case.row_bytes
     return result
 
 
-def error_of(made: SparseTensors, tiles: IndexTiles, selected: SelectedTiles) -> float:
+def error_of(made: SparseTensors) -> float:
     """Returns the worst relative error of the first token: wrongly chosen scores, and its output."""
-    everything, _ = pieces(made, tiles, selected)["all"]
-    everything()
+    made.select()
+    made.attend()
     case, args = made.case, made.attention
     tokens = args.tokens
     one = tokens._replace(row_of_token=tokens.row_of_token[:1], position_of_token=tokens.position_of_token[:1])
@@ -211,24 +227,17 @@ def error_of(made: SparseTensors, tiles: IndexTiles, selected: SelectedTiles) ->
     else:
         wrong = float((best.sum(2) - chosen.sum(2)).abs().max() / best.abs().sum(2).max())
     out = torch.empty_like(args.out[:1])
-    selected_attention(args._replace(q=args.q[:1], tokens=one, selection=selection, out=out, lse=None), scale=0.05)
+    selected_attention(
+        args._replace(q=args.q[:1], tokens=one, selection=selection, out=out, lse=None), scale=case.problem.scale
+    )
     return max(wrong, float((out - args.out[:1]).float().norm() / out.float().norm()))
 
 
-def rows_of(case: SparseCase, arch: str) -> Iterator[Row]:
+def rows_of(case: SparseCase, target: Target) -> Iterator[Row]:
     """Yields times of the parts of a case."""
-    made = prepared(case)
-    tiles = index_tiles(arch, heads=case.index_heads, dim=128, key_dtype=torch.float8_e4m3fn, coded_q=case.coded_q)
-    selected = selected_tiles(
-        arch,
-        gqa_ratio=case.heads[0] // case.heads[1],
-        head_dim=case.dims[0],
-        v_head_dim=case.dims[1],
-        dtype=torch.bfloat16,
-        is_coded=False,
-    )
-    error = error_of(made, tiles, selected)
-    for piece, (run, num_bytes) in pieces(made, tiles, selected).items():
+    made = prepared(case, target)
+    error = error_of(made)
+    for piece, (run, num_bytes) in pieces(made).items():
         lower_bound, us = read_us(num_bytes, _DEVICE, _CLOCK), median_us(_CLOCK, run)
         yield {"case": case.name, "piece": piece, "us": us, "lower_bound_us": lower_bound, "error": error}
 
@@ -236,10 +245,10 @@ def rows_of(case: SparseCase, arch: str) -> Iterator[Row]:
 def main() -> None:
     """Measures, prints, and writes the result."""
     options = parser_of(__doc__).parse_args()
-    arch = detect_target(_DEVICE).arch
+    target = detect_target(_DEVICE)
     rows = []
     for case in CASES:
-        rows += printed(rows_of(case, arch))
+        rows += printed(rows_of(case, target))
         torch.cuda.empty_cache()
     write(options.out, times_allowed=TIMES_ALLOWED, rows=rows)
     first = next(row for row in rows if row["piece"] == "all")

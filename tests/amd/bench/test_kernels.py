@@ -32,13 +32,14 @@ from rocm_lab.bench.layers import NAMED
 from rocm_lab.bench.machine import cache_bytes
 from rocm_lab.bench.peers.torch_sdpa import TorchSdpa
 from rocm_lab.bench.result_file import lines_of, read_result
-from rocm_lab.bench.step_data import StepData
+from rocm_lab.bench.step_data import StepData, random_steps
 from rocm_lab.bench.suites import SuiteCase, suite
 from rocm_lab.cli import bench_kernels
 from tests.amd.bench.layers import CPU, LAYER
 
 Capture = pytest.CaptureFixture[str]
 NO_METER = EnergyMeter(lambda: float("nan"), "", "none here")
+CEILINGS = Ceilings(1e10, 2e10, 1e12)
 SMALL = ("--heads", "4/2", "--head-dim", "16", "--dtype", "float32", "--rounds", "3", "--round-us", "1")
 
 
@@ -77,11 +78,17 @@ class Refuses:
         raise NotServed("it is not installed")
 
 
-def race(of: dict[str, Contestant], meter: EnergyMeter = NO_METER, energy_s: float = 0.0) -> list[ContestantResult]:
+def race(
+    of: dict[str, Contestant],
+    *,
+    batch: str = "3d40",
+    ceilings: Ceilings = CEILINGS,
+    meter: EnergyMeter = NO_METER,
+    energy_s: float = 0.0,
+) -> list[ContestantResult]:
     """Races the contestants on a small case."""
     options = KernelOptions(rounds=4, round_us=1.0, energy_s=energy_s)
-    case = SuiteCase(LAYER, BatchSpec.parse("3d40"))
-    (rows,) = Race(of, CPU, Ceilings(1e10, 2e10, 1e12), options, meter).rows([case])
+    (rows,) = Race(of, CPU, ceilings, options, meter).rows([SuiteCase(LAYER, BatchSpec.parse(batch))])
     return rows
 
 
@@ -118,11 +125,7 @@ def test_the_share_is_the_floor_by_the_median() -> None:
 def test_what_is_faster_than_the_device_can_be_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph whose launches do nothing leaves the right result of the previous launch in place."""
     monkeypatch.setattr(Race, "_is_past_cache", lambda race, work, sets: True)
-    slow = Ceilings(1.0, 1.0, 1.0)
-    case = SuiteCase(LAYER, BatchSpec.parse("3d40"))
-    ((row,),) = Race({"torch": OwnProvider("torch")}, CPU, slow, KernelOptions(rounds=2, round_us=1.0), NO_METER).rows(
-        [case]
-    )
+    (row,) = race({"torch": OwnProvider("torch")}, ceilings=Ceilings(1.0, 1.0, 1.0))
     assert row.status == WRONG
     assert not row.samples.us
     assert "times the speed" in row.reason
@@ -191,7 +194,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 def test_energy_is_divided_by_launches_and_tokens() -> None:
     counter = iter([10.0, 70.0])
-    (row,) = race({"torch": OwnProvider("torch")}, EnergyMeter(lambda: next(counter), "test"), energy_s=1e-9)
+    meter = EnergyMeter(lambda: next(counter), "test")
+    (row,) = race({"torch": OwnProvider("torch")}, meter=meter, energy_s=1e-9)
     # At least one launch, of three tokens.
     assert 0 < row.joules_a_token <= 60 / 3
     (row,) = race({"torch": OwnProvider("torch")})
@@ -221,9 +225,7 @@ def test_kernels_take_turns() -> None:
 
 @pytest.mark.parametrize("batch", ["3d40", "2x7", "2x7+30"])
 def test_sdpa_gives_the_same(batch: str) -> None:
-    case = SuiteCase(LAYER, BatchSpec.parse(batch))
-    options = KernelOptions(rounds=1, round_us=1.0)
-    ((row,),) = Race({"sdpa": TorchSdpa()}, CPU, Ceilings(1e10, 1e10, 1e12), options, NO_METER).rows([case])
+    (row,) = race({"sdpa": TorchSdpa()}, batch=batch)
     assert row.status == OK, row.reason
 
 
@@ -253,16 +255,8 @@ def run_kernels(*arguments: str) -> int:
 def test_a_run_is_written_with_all_that_it_takes_to_repeat_it(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "run.json"
     (tmp_path / "trace.jsonl").write_text('{"arrival_s": 0, "prompt_tokens": 4, "output_tokens": 1}')
-    arguments = (
-        "--batch",
-        "3d40",
-        "--batch",
-        f"@{tmp_path}/trace.jsonl",
-        *SMALL,
-        "--out",
-        str(out),
-    )
-    assert run_kernels(*arguments) == DONE
+    batches = ("--batch", "3d40", "--batch", f"@{tmp_path}/trace.jsonl")
+    assert run_kernels(*batches, *SMALL, "--out", str(out)) == DONE
     printed = capsys.readouterr().out
     assert "4/2 x 16: 3d40" in printed
     kept = read_result(out)
@@ -370,15 +364,9 @@ def test_nothing_that_serves_is_a_failure(capsys: Capture) -> None:
 
 
 def test_the_seed_decides_the_data() -> None:
-    first, second, other = (_queries(seed) for seed in (1, 1, 2))
+    first, second, other = (random_steps(LAYER, BatchSpec.parse("3d40"), 1, CPU, seed)[0].q for seed in (1, 1, 2))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
-
-
-def _queries(seed: int) -> torch.Tensor:
-    from rocm_lab.bench.step_data import random_steps
-
-    return random_steps(LAYER, BatchSpec.parse("3d40"), 1, CPU, seed)[0].q
 
 
 def test_pages_are_past_the_infinity_cache_of_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

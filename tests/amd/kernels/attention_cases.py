@@ -31,6 +31,8 @@ from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # The initial value of every tensor that a kernel must overwrite or leave unchanged.
 UNTOUCHED = -77.0
+# A word of memory that nothing has filled.
+GARBAGE = 0x7F7F7F7F
 # The place of a padded token: a kernel that reads it is far from every key.
 NO_KEY = 1 << 30
 # A function that places scratch memory before a launch.
@@ -202,6 +204,18 @@ class Tensors:
             schedule=self.q.new_empty(0, dtype=torch.int32) if schedule is None else schedule,
             workspace=self.q.new_empty(0, dtype=torch.float32) if workspace is None else workspace,
         )
+
+    def decode_args(self, cut: DecodeCut, words: int, put: Put = as_it_is) -> AttendArgs:
+        """Returns the arguments of decode, over a schedule made in garbage. words: of scratch memory, which is NaN"""
+        schedule = put(garbage(cut.words(self.num_seqs), self.q.device))
+        launch_decode_schedule(self.queries, schedule, cut)
+        return self.args(schedule, put(_nan(words, dtype=torch.float32).to(self.q.device)))
+
+    def extend_args(self, cut: ExtendCut, words: int = 0, put: Put = as_it_is) -> AttendArgs:
+        """Returns the same of extend."""
+        schedule = put(garbage(cut.words(self.q.shape[0], self.num_seqs), self.q.device))
+        launch_extend_schedule(self.queries, schedule, cut)
+        return self.args(schedule, put(_nan(words, dtype=torch.float32).to(self.q.device)) if words else None)
 
 
 # Windows, soft caps, slopes, sinks and attention to later keys; rows of K and V of different lengths.
@@ -537,11 +551,8 @@ def run_decode(
     tiles = tiles or tiles_of(tensors.arch, case)[0]
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=num_programs, window_left=case.window_left)
     cut = replace(cut, rounds=rounds)
-    schedule = put(garbage(cut.words(tensors.num_seqs), tensors.q.device))
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
-    partials = put(_nan(words, dtype=torch.float32).to(tensors.q.device))
-    launch_decode_schedule(tensors.queries, schedule, cut)
-    launch_paged_decode(tensors.args(schedule, partials), scores=tensors.scores, cut=cut, tiles=tiles)
+    launch_paged_decode(tensors.decode_args(cut, words, put), scores=tensors.scores, cut=cut, tiles=tiles)
 
 
 def run_shared_decode(tensors: Tensors, *, num_programs: int = 5, tiles: DecodeTiles | None = None) -> None:
@@ -573,11 +584,7 @@ def run_extend(
         if tensors.mask is not None:
             tiles = tiles.of_masked_steps(tensors.gqa_ratio, case.codes)
     cut = extend_cut(tensors, tiles, sharing, min_q_len=min_q_len)
-    schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
-    words = cut.partials_words(query_rows=tiles.query_rows, v_head_dim=case.dims[1])
-    partials = put(_nan(words, dtype=torch.float32).to(tensors.q.device))
-    launch_extend_schedule(tensors.queries, schedule, cut)
-    args = tensors.args(schedule, partials)
+    args = tensors.extend_args(cut, cut.partials_words(query_rows=tiles.query_rows, v_head_dim=case.dims[1]), put)
     launch_paged_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
 
@@ -630,4 +637,9 @@ def assert_serves(run: Run, case: Case, device: torch.device, seed: int = 0, **o
 
 def garbage(words: int, device: torch.device) -> Tensor:
     """Returns int32 memory that nothing has filled."""
-    return torch.full((words,), 0x7F7F7F7F, dtype=torch.int32, device=device)
+    return torch.full((words,), GARBAGE, dtype=torch.int32, device=device)
+
+
+def ints(values: Sequence[int] | Sequence[list[int]], device: torch.device) -> Tensor:
+    """Returns int32."""
+    return torch.tensor(values, dtype=torch.int32, device=device)

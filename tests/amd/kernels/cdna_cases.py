@@ -8,13 +8,12 @@ from functools import partial
 import torch
 
 from rocm_attn.kernels.attention.cuts import DecodeCut
-from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, cdna_tiles
 from rocm_attn.kernels.tuning.tiles import CdnaTiles
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_later import cdna_launches
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, build, garbage
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, build
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -66,10 +65,8 @@ def launch_cdna(arch: str, tensors: Tensors, cut: DecodeCut) -> None:
     """Runs schedule, decode and merge, with scratch memory of NaN or garbage, and no page before windows."""
     case, tensors = tensors.case, _without_pages_before_windows(tensors)
     tiles = tiles_of_case(arch, case)
-    schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
-    launch_decode_schedule(tensors.queries, schedule, cut)
-    args = tensors.args(schedule, torch.full((words,), float("nan"), device=tensors.q.device))
+    args = tensors.decode_args(cut, words)
     cdna_launches.launch_cdna_decode(args, arch=arch, scores=tensors.scores, cut=cut, tiles=tiles)
 
 

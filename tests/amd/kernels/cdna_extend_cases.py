@@ -5,12 +5,11 @@ from dataclasses import replace
 import torch
 
 from rocm_attn.kernels.attention.cuts import ExtendCut
-from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_ARCHS, EXTEND_CODES, EXTEND_TILES
 from rocm_attn.problem import UNLIMITED_WINDOW
 from rocm_attn.providers.triton_later import cdna_launches
-from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, garbage
+from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
 # Six whole blocks, of which the loop takes four; the first new tokens of a sequence; a tail that no sequence owns.
@@ -61,9 +60,7 @@ def cdna_extend_cut(tensors: Tensors) -> ExtendCut:
 def run_cdna_extend(arch: str, tensors: Tensors) -> None:
     """Runs schedule and extend; the schedule's memory is garbage before."""
     cut = cdna_extend_cut(tensors)
-    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device)
-    launch_extend_schedule(tensors.queries, schedule, cut)
-    cdna_launches.launch_cdna_extend(tensors.args(schedule, None), arch=arch, scores=tensors.scores, cut=cut)
+    cdna_launches.launch_cdna_extend(tensors.extend_args(cut), arch=arch, scores=tensors.scores, cut=cut)
 
 
 def assert_extended(tensors: Tensors) -> None:

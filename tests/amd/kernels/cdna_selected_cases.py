@@ -6,11 +6,10 @@ import torch
 
 from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.sparse.arguments import SelectedKeys
-from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES
 from rocm_attn.kernels.tuning.sparse_tiles import cdna_selected_tiles
 from rocm_attn.providers.triton_later import cdna_launches
-from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, build_selected
+from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, build_selected, with_parts
 
 STEP = Step([170, 1, 35], [2, 1, 1], page_size=16, tail=1)
 # Entries come in any order, some twice, and some give no key.
@@ -42,11 +41,8 @@ def cases_of(arch: str) -> dict[str, SelectedCase]:
 
 def run_cdna_selected(arch: str, problem: SelectedProblem, programs: int) -> None:
     """Attends, with scratch memory of NaN."""
-    args = problem.args
-    tiles = cdna_selected_tiles(arch, args.heads[1], is_record=args.pages.record is not None)
-    cut = selected_cut(len(args.q), args.selection.width, heads=args.heads, tiles=tiles, programs=programs)
-    words = cut.words(len(args.q), args.out.shape[2])
-    given = args._replace(workspace=torch.full((words,), float("nan"), device=args.q.device))
+    tiles = cdna_selected_tiles(arch, problem.args.heads[1], is_record=problem.args.pages.record is not None)
+    given = with_parts(problem.args, tiles, programs)
     cdna_launches.launch_cdna_selected(given, arch=arch, scale=problem.scale, tiles=tiles, programs=programs)
 
 

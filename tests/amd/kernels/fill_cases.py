@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
+from tests.amd.kernels.attention_cases import GARBAGE
 
-GARBAGE = 0x7F7F7F7F
 MAX_PAGES = 5
 CAPACITY = 9
 AFTER = 70  # elements of garbage after each output

@@ -8,15 +8,12 @@ from torch import Tensor
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.problem import Row
+from tests.amd.kernels.attention_cases import ints
 from tests.amd.tolerances import BOUNDS
 from tests.amd.worlds.compressed import folded
 
 Fold = Callable[..., None]
 NAN = float("nan")
-
-
-def int32(values: object, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def step_of_state(table: Tensor, row_of_token: Tensor, position_of_token: Tensor, counts: Tensor) -> StepTensors:
@@ -48,9 +45,9 @@ def folded_by(
     out = torch.full((num_tokens + pads, columns + 5), NAN, device=device)[:, :columns]
     step = step_of_state(
         table.to(device),
-        int32(rows_of + [0] * pads, device),
-        int32(positions + [row.tokens - 1] * pads, device),
-        int32([len(kv_len), num_tokens, 0, 0], device),
+        ints(rows_of + [0] * pads, device),
+        ints(positions + [row.tokens - 1] * pads, device),
+        ints([len(kv_len), num_tokens, 0, 0], device),
     )
     state = LayerPages.plain(*(side.to(device) for side in pages))
     fold(state, step, out, tokens=row.tokens, overlaps=row.overlaps)

@@ -3,9 +3,8 @@
 import torch
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
-from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
 from rocm_attn.kernels.latent.cuts import latent_decode_cut, latent_extend_cut, latent_partials_words
 from rocm_attn.kernels.latent.decode import launch_latent_decode
 from rocm_attn.kernels.latent.extend import launch_latent_extend
@@ -71,10 +70,9 @@ def run_latent_extend(
     case = tensors.case
     if tiles is None:
         tiles = latent_extend_tiles(tensors.arch, dims=case.dims, dtype=case.dtype, is_coded=case.kv is not None)
-    cut: ExtendCut = latent_extend_cut(tiles, num_heads=case.heads[0], min_q_len=min_q_len)
-    schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
-    launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_latent_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
+    cut = latent_extend_cut(tiles, num_heads=case.heads[0], min_q_len=min_q_len)
+    args = tensors.extend_args(cut, put=put)
+    launch_latent_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
 
 def run_latent_segment_decode(
@@ -87,10 +85,8 @@ def run_latent_segment_decode(
         tiles.decode(case.heads[0]), num_heads=case.heads[0], compute_units=compute_units, window_left=case.window_left
     )
     most = tiles.most_segments(max(case.kv_len), case.window_left)
-    schedule = put(garbage(cut.words(tensors.num_seqs), tensors.q.device))
     words = sum(cut.segment_words(tensors.num_seqs, most, q_rows=case.heads[0], v_head_dim=case.dims[1]))
-    args = tensors.args(schedule, put(torch.full((words,), float("nan"), device=tensors.q.device)))
-    launch_decode_schedule(tensors.queries, schedule, cut)
+    args = tensors.decode_args(cut, words, put)
     launch_latent_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 
@@ -101,6 +97,5 @@ def run_latent_segment_extend(
     case = tensors.case
     tiles = tiles or latent_segment_tiles(tensors.arch, dims=case.dims, dtype=case.dtype)
     cut = latent_extend_cut(tiles.block, num_heads=case.heads[0], min_q_len=min_q_len)
-    schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
-    launch_extend_schedule(tensors.queries, schedule, cut)
-    launch_latent_segment_extend(tensors.args(schedule), scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
+    args = tensors.extend_args(cut, put=put)
+    launch_latent_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)

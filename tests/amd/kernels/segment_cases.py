@@ -5,18 +5,17 @@ from dataclasses import replace
 import torch
 
 from rocm_attn.kernels.attention.cuts import WHOLE_ROWS, DecodeCut, RowSharing
-from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
-from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS, SHARE_CUT, launch_extend_schedule
+from rocm_attn.kernels.attention.extend_schedule import BLOCK_WORDS, SHARE_CUT
 from rocm_attn.kernels.attention.segment_decode import launch_segment_decode
 from rocm_attn.kernels.attention.segment_extend import launch_segment_extend
 from rocm_attn.kernels.refs import segments as twins
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
-from tests.amd.kernels.attention_cases import ALL_SHARED, UNTOUCHED, Put, Tensors, as_it_is, extend_cut, garbage
+from tests.amd.kernels.attention_cases import ALL_SHARED, UNTOUCHED, Put, Tensors, as_it_is, extend_cut
 
 
 def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles, put: Put = as_it_is) -> None:
     """Runs schedule, decode and merge, with scratch memory that is NaN or garbage before."""
-    case, device, ratio = tensors.case, tensors.q.device, tensors.gqa_ratio
+    case, ratio = tensors.case, tensors.gqa_ratio
     cut = DecodeCut.of(
         tiles.decode(ratio),
         num_kv_heads=case.heads[1],
@@ -24,13 +23,11 @@ def run_decode(tensors: Tensors, *, num_programs: int, tiles: SegmentTiles, put:
         window_left=case.window_left,
         has_slots=True,
     )
-    schedule = put(garbage(cut.words(tensors.num_seqs), device))
-    launch_decode_schedule(tensors.queries, schedule, cut)
     most = tiles.most_segments(max(case.kv_len), case.window_left)
     words = sum(
         cut.segment_words(tensors.num_seqs, most, q_rows=tiles.decode(ratio).q_rows(ratio), v_head_dim=case.dims[1])
     )
-    args = tensors.args(schedule, put(torch.full((words,), float("nan"), device=device)))
+    args = tensors.decode_args(cut, words, put)
     launch_segment_decode(args, scores=tensors.scores, most_segments=most, cut=cut, tiles=tiles)
 
 
@@ -49,8 +46,6 @@ def run_extend(
     """
     case = tensors.case
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
-    schedule = put(garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), tensors.q.device))
-    launch_extend_schedule(tensors.queries, schedule, cut)
     words = tiles.extend_words(
         cut.max_blocks(tensors.q.shape[0], tensors.num_seqs),
         programs=sharing.programs,
@@ -58,10 +53,10 @@ def run_extend(
         gqa_ratio=tensors.gqa_ratio,
         v_head_dim=case.dims[1],
     )
-    args = tensors.args(schedule, put(torch.full((words,), float("nan"), device=tensors.q.device)))
+    args = tensors.extend_args(cut, words, put)
     launch_segment_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
     first_share = cut.max_blocks(tensors.q.shape[0], tensors.num_seqs) * BLOCK_WORDS.value
-    return int(schedule[first_share + SHARE_CUT.value]) if sharing.programs else 0
+    return int(args.schedule[first_share + SHARE_CUT.value]) if sharing.programs else 0
 
 
 def all_shared(tiles: SegmentTiles, programs: int) -> RowSharing:

@@ -26,6 +26,10 @@ from rocm_attn.kernels.sparse.arguments import (
     SelectedKeys,
     SparseTokens,
 )
+from rocm_attn.kernels.sparse.attention import launch_selected_attention
+from rocm_attn.kernels.sparse.cuts import select_words, selected_cut
+from rocm_attn.kernels.sparse.index_scores import launch_select
+from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles, index_tiles, selected_tiles
 from tests.amd.kernels.record_cases import POISON, RecordPages
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 
@@ -128,6 +132,16 @@ class IndexProblem:
 
     def assert_selected(self) -> None:
         assert_units(self.selection, self.expected)
+
+
+def run_select(arch: str, problem: IndexProblem, programs: int) -> None:
+    """Runs scores and top-k, in the tiles of the tuning table."""
+    args, indexing = problem.args, problem.case.indexing
+    heads, dim = args.q.shape[1:]
+    key_dtype, coded_q = args.pages.keys.dtype, args.q.dtype.itemsize == 1
+    tiles = index_tiles(arch, heads=heads, dim=dim, key_dtype=key_dtype, coded_q=coded_q)
+    workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing), device=args.q.device)
+    launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=programs)
 
 
 def candidates_of(scores: list[float], indexing: Indexing) -> set[int]:
@@ -360,6 +374,36 @@ def build_selected(case: SelectedCase, device: torch.device) -> SelectedProblem:
         workspace=torch.empty(0, device=device),
     )
     return SelectedProblem(case, args, scale, reference, reference_lse, largest)
+
+
+def selected_tiles_of(arch: str, case: SelectedCase) -> SelectedTiles:
+    """The tiles of the tuning table for a case on an arch."""
+    return selected_tiles(
+        arch,
+        gqa_ratio=case.heads[0] // case.heads[1],
+        head_dim=case.dims[0],
+        v_head_dim=case.dims[1],
+        dtype=case.dtype,
+        is_coded=case.encoding is not None and case.encoding.is_fp8,
+        is_record=case.scales in (Scales.GROUP, Scales.FOOTER),
+    )
+
+
+def run_attention(arch: str, problem: SelectedProblem, programs: int, *, least_parts: int = 1) -> None:
+    """Attends with as many programs, in the tiles of the tuning table, and checks every token."""
+    tiles = selected_tiles_of(arch, problem.case)
+    args = with_parts(problem.args, tiles, programs, least_parts)
+    launch_selected_attention(args, scale=problem.scale, tiles=tiles, programs=programs)
+    problem.assert_served()
+
+
+def with_parts(args: SelectedArgs, tiles: SelectedTiles, programs: int, least_parts: int = 1) -> SelectedArgs:
+    """The step with scratch memory of NaN. Asserts that it has this many parts at least."""
+    keys = args.selection.width * args.selection.unit_tokens
+    cut = selected_cut(len(args.q), keys, heads=args.heads, tiles=tiles, programs=programs)
+    assert cut.parts >= least_parts
+    words = cut.words(len(args.q), args.out.shape[2])
+    return args._replace(workspace=torch.full((words,), float("nan"), device=args.q.device))
 
 
 def records_of(case: SelectedCase, form: PageFormat) -> RecordPages:

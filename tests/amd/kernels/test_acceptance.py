@@ -13,8 +13,8 @@ from rocm_attn.kernels.refs import speculative as twins
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
+from tests.amd.kernels.attention_cases import GARBAGE
 
-GARBAGE = 0x7F7F7F7F
 Accept = Callable[..., None]
 
 by_drawn = pytest.mark.parametrize("accept", [launch_accept_drawn, twins.accept_drawn], ids=["kernel", "twin"])

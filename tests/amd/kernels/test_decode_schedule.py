@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule, number_of_program
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from tests.amd.kernels.attention_cases import queries_of
+from tests.amd.kernels.attention_cases import GARBAGE, queries_of
 from tests.amd.schedule_twins import decode_schedule, visible_blocks
 
 TILES = DecodeTiles(key_block=16, num_warps=1, num_stages=1, programs_per_cu=1)
-GARBAGE = 0x7F7F7F7F
 
 Row = tuple[int, int]  # seq, row of KV heads
 

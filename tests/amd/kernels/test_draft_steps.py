@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT, Pads
 from rocm_attn.kernels.refs.metadata import draft_steps
+from tests.amd.kernels.attention_cases import GARBAGE
 from tests.amd.kernels.draft_rounds import Launch, of_draft_steps
-from tests.amd.kernels.fill_cases import GARBAGE
 
 both = pytest.mark.parametrize("derive", [launch_draft_steps, draft_steps], ids=["kernel", "twin"])
 

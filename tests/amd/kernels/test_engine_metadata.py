@@ -38,8 +38,8 @@ from rocm_attn.kernels.metadata.slot_layout import ECHO, ECHOED_STEP, NO_ECHO, W
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, Pads, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.take_slots import launch_take_slots
 from rocm_attn.kernels.refs import engine_metadata as twins
+from tests.amd.kernels.attention_cases import GARBAGE, garbage, ints
 
-GARBAGE = 0x7F7F7F7F
 Launch = Callable[..., None]
 publishes = pytest.mark.parametrize("publish", [launch_publish_engine, twins.publish_engine], ids=["kernel", "twin"])
 gathers = pytest.mark.parametrize("gather", [launch_gather_table, twins.gather_table], ids=["kernel", "twin"])
@@ -54,14 +54,6 @@ def engines(values: Sequence[int], dtype: torch.dtype, stride: int, device: torc
     memory = torch.full((max(1, len(values)), stride), GARBAGE, dtype=dtype)
     memory[: len(values), 0] = torch.tensor(values, dtype=dtype)
     return memory.to(device)[: len(values), 0]
-
-
-def ints(values: Sequence[int] | Sequence[list[int]], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def garbage(*shape: int, device: torch.device) -> Tensor:
-    return torch.full(shape, GARBAGE, dtype=torch.int32, device=device)
 
 
 def rows_of(num: int, device: torch.device) -> EngineRows:

@@ -12,14 +12,11 @@ from rocm_attn.kernels.cache.tails import launch_zero_tails
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs.cache import zero_tails
 from rocm_attn.kernels.refs.pads import clear_pads
+from tests.amd.kernels.attention_cases import ints
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
 Launch = Callable[..., None]
 NAN = float("nan")
-
-
-def int32(values: object, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 @pytest.mark.fast
@@ -35,7 +32,7 @@ def test_padded_tokens_are_cleared_and_no_others(
     before = memory.clone()
     lse = torch.randn(heads, 7, device=kernel_device).t()
     lse_before = lse.clone()
-    clear(int32([9, num_tokens, 1, 0], kernel_device), memory[..., :dim], lse if with_lse else None)
+    clear(ints([9, num_tokens, 1, 0], kernel_device), memory[..., :dim], lse if with_lse else None)
     assert torch.equal(memory[:num_tokens], before[:num_tokens])
     assert not memory[num_tokens:, :, :dim].any()
     assert bool(memory[num_tokens:, :, dim:].isnan().all())
@@ -58,10 +55,10 @@ def test_only_the_dead_rows_of_pages_that_were_just_written_are_zeroed(
     k_pages, v_pages = pages(k_dim), pages(v_dim)
     k_pages[0] = v_pages[0] = 0.0
     # Sequences: one token; a whole page; a page and a token; none new; a pad; empty; a length beyond its row.
-    table = int32([[0, 0], [1, 7], [2, 7], [3, 4], [5, 6], [7, 8]], kernel_device)
-    row_of_seq = int32([1, 2, 3, 4, 0, 0, 5], kernel_device)
-    kv_len = int32([1, page_size, page_size + 1, page_size + 1, 1, 0, 2 * page_size + 1], kernel_device)
-    q_len = int32([1, page_size, 2, 0, 1, 0, 1], kernel_device)
+    table = ints([[0, 0], [1, 7], [2, 7], [3, 4], [5, 6], [7, 8]], kernel_device)
+    row_of_seq = ints([1, 2, 3, 4, 0, 0, 5], kernel_device)
+    kv_len = ints([1, page_size, page_size + 1, page_size + 1, 1, 0, 2 * page_size + 1], kernel_device)
+    q_len = ints([1, page_size, 2, 0, 1, 0, 1], kernel_device)
     want_k, want_v = k_pages.clone(), v_pages.clone()
     for page in (1, 4):
         want_k[page, 1:] = 0.0
@@ -84,10 +81,10 @@ def test_dead_rows_of_vectorised_pages_are_those_of_linear_ones(
     for pages in linear:
         pages[0] = 0.0
     vectorised = [vectorised_keys(linear[0], x), vectorised_values(linear[1], x)]
-    table = int32([[0, 0], [1, 7], [2, 7], [3, 4], [5, 6], [7, 8]], kernel_device)
-    row_of_seq = int32([1, 2, 3, 4, 0, 0, 5], kernel_device)
-    kv_len = int32([1, page_size, page_size + 1, page_size + 1, 1, 0, 2 * page_size - 3], kernel_device)
-    q_len = int32([1, page_size, 2, 0, 1, 0, 1], kernel_device)
+    table = ints([[0, 0], [1, 7], [2, 7], [3, 4], [5, 6], [7, 8]], kernel_device)
+    row_of_seq = ints([1, 2, 3, 4, 0, 0, 5], kernel_device)
+    kv_len = ints([1, page_size, page_size + 1, page_size + 1, 1, 0, 2 * page_size - 3], kernel_device)
+    q_len = ints([1, page_size, 2, 0, 1, 0, 1], kernel_device)
     step = StepTensors.of(table[:0], table=table, row_of_seq=row_of_seq, kv_len=kv_len, q_len=q_len)
     for sides in (linear, vectorised):
         zero(step, LayerPages.plain(*sides))

@@ -7,7 +7,8 @@ from rocm_attn.kernels.cache.fold_rows import launch_fold_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.refs.cache import fold_rows
 from rocm_attn.problem import Row
-from tests.amd.kernels.fold_cases import Fold, assert_folded, folded_by, int32, step_of_state
+from tests.amd.kernels.attention_cases import ints
+from tests.amd.kernels.fold_cases import Fold, assert_folded, folded_by, step_of_state
 from tests.amd.worlds.compressed import folded
 
 both = pytest.mark.parametrize("fold", [launch_fold_rows, fold_rows], ids=["kernel", "twin"])
@@ -47,9 +48,9 @@ def test_a_state_in_bfloat16_adds_no_larger_error_than_its_bound(
     generator, columns = torch.Generator().manual_seed(0), 64
     values, gates = (torch.randn(4, columns, generator=generator) * each for each in (1.0, size))
     pages = LayerPages.plain(*(each.bfloat16()[None, :, None].to(kernel_device) for each in (values, gates)))
-    at = (int32([[0]], kernel_device), int32([0], kernel_device), int32([3], kernel_device))
+    at = (ints([[0]], kernel_device), ints([0], kernel_device), ints([3], kernel_device))
     rows = torch.empty(1, columns, device=kernel_device)
-    fold(pages, step_of_state(*at, int32([1, 1, 0, 0], kernel_device)), rows, tokens=4, overlaps=False)
+    fold(pages, step_of_state(*at, ints([1, 1, 0, 0], kernel_device)), rows, tokens=4, overlaps=False)
     error = (rows[0].cpu().double() - folded(values, gates, Row(4))[0]).abs()
     bound = values.abs().amax(0).double() * (2**-8 + torch.expm1(2 * 2**-8 * gates.abs().amax(0).double()))
     assert (error <= bound).all()
@@ -63,7 +64,7 @@ def test_gates_of_any_size_give_numbers(fold: Fold, kernel_device: torch.device)
     values, gates = torch.randn(2, 4, 1, 8), torch.full((2, 4, 1, 8), -1e30)
     gates[1, 2] = 2e38
     rows = torch.empty(1, 8, device=kernel_device)
-    at = (int32([[1]], kernel_device), int32([0], kernel_device), int32([3], kernel_device))
+    at = (ints([[1]], kernel_device), ints([0], kernel_device), ints([3], kernel_device))
     pages = LayerPages.plain(values.to(kernel_device), gates.to(kernel_device))
-    fold(pages, step_of_state(*at, int32([1, 1, 0, 0], kernel_device)), rows, tokens=4, overlaps=False)
+    fold(pages, step_of_state(*at, ints([1, 1, 0, 0], kernel_device)), rows, tokens=4, overlaps=False)
     assert torch.equal(rows.cpu()[0], values[1, 2, 0])

@@ -86,14 +86,10 @@ def run_hopper(
     if tiles.segment_len:
         sharing = sharing._replace(most_keys=tiles.most_keys)
     cut = extend_cut(tensors, tiles.extend, sharing, min_q_len=min_q_len)
-    device = tensors.q.device
-    schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
     words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=tensors.case.dims[1])
     if tiles.segment_len:
         words = tiles.segment_words(programs=sharing.programs, v_head_dim=tensors.case.dims[1])
-    partials = torch.full((words,), float("nan"), device=device)
-    launch_extend_schedule(tensors.queries, schedule, cut)
-    args = tensors.args(schedule, partials)
+    args = tensors.extend_args(cut, words)
     for _ in range(launches):
         if launches > 1:
             tensors.out.fill_(UNTOUCHED)
@@ -372,10 +368,7 @@ def test_rows_are_drawn_anew_after_a_launch_that_was_broken_off(
     for sharing in (NONE_SHARED, ALL_SHARED._replace(split_keys=0)):
         tensors = build(case, device)
         cut = extend_cut(tensors, tiles.extend, sharing)
-        schedule = garbage(cut.words(tensors.q.shape[0], tensors.num_seqs), device)
-        words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim)
-        args = tensors.args(schedule, torch.full((words,), float("nan"), device=device))
-        launch_extend_schedule(tensors.queries, schedule, cut)
+        args = tensors.extend_args(cut, cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=dim))
         with monkeypatch.context() as broken:
             broken.setattr("rocm_attn.kernels.hopper.extend.launch_extend_merge", Mock(side_effect=error))
             with pytest.raises(error):

@@ -15,7 +15,6 @@ from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.latent.limits import ANY_TOKENS
 from rocm_attn.kernels.refs.sparse import selected_attention
 from rocm_attn.kernels.sparse.arguments import LastTokens
-from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.tuning.latent_tiles import HOPPER_LATENT_TILES
 from rocm_attn.kernels.tuning.sparse_tiles import HOPPER_RECORD_TILES, HOPPER_SELECTED_TILES
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -23,7 +22,7 @@ from rocm_attn.providers.triton_later import hopper_launches
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_serves, build
 from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
 from tests.amd.kernels.latent_cases import latent_decode_args
-from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, build_selected
+from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, build_selected, with_parts
 from tests.amd.tolerances import assert_attention_close
 
 pytestmark = OF_HOPPERS_KERNELS
@@ -127,13 +126,9 @@ PROGRAMS = (1, 132)
 
 def attended(problem: SelectedProblem, programs: int) -> None:
     """Runs the kernel with scratch memory of NaN, and checks all that it writes."""
-    args, case = problem.args, problem.case
-    tiles = HOPPER_SELECTED_TILES if args.pages.record is None else HOPPER_RECORD_TILES
-    keys = case.width * case.unit_tokens
-    cut = selected_cut(len(args.q), keys, heads=args.heads, tiles=tiles.selected, programs=programs)
-    words = cut.words(len(args.q), case.dims[1])
-    args.out.fill_(UNTOUCHED)
-    args = args._replace(workspace=torch.full((words,), float("nan"), device=args.q.device))
+    tiles = HOPPER_SELECTED_TILES if problem.args.pages.record is None else HOPPER_RECORD_TILES
+    problem.args.out.fill_(UNTOUCHED)
+    args = with_parts(problem.args, tiles.selected, programs)
     hopper_launches.launch_hopper_selected(args, scale=problem.scale, tiles=tiles, programs=programs)
     problem.assert_served()
 

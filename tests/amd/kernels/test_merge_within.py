@@ -24,7 +24,6 @@ from tests.amd.kernels.attention_cases import (
     assert_serves,
     build,
     dtypes,
-    garbage,
     run_decode,
 )
 
@@ -58,10 +57,8 @@ def _prepared(tensors: Tensors, tiles: DecodeTiles, programs: int) -> tuple[Atte
     """Returns a launch's arguments, with its schedule and a workspace of NaN."""
     case = tensors.case
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=programs, window_left=case.window_left)
-    schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
-    launch_decode_schedule(tensors.queries, schedule, cut)
-    return tensors.args(schedule, torch.full((words,), float("nan"), device=tensors.q.device)), cut
+    return tensors.decode_args(cut, words), cut
 
 
 def _counters(args: AttendArgs, cut: DecodeCut) -> Tensor:

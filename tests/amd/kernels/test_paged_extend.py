@@ -18,6 +18,7 @@ from rocm_attn.kernels.cache.page_format import Encoding, Scales
 from rocm_attn.kernels.tuning.tiles import ExtendTiles
 from tests.amd.kernels.attention_cases import (
     ALL_SHARED,
+    GARBAGE,
     UNTOUCHED,
     Case,
     Run,
@@ -26,7 +27,6 @@ from tests.amd.kernels.attention_cases import (
     build,
     dtypes,
     extend_cut,
-    garbage,
     in_each_way,
     queries_of,
     run_decode,
@@ -45,7 +45,6 @@ SCORED = replace(RAGGED, kv_len=[45, 0, 17, 1, 12], q_len=[13, 0, 17, 1, 0], dim
 # Every K and V that no bit of its sequence shows is NaN; and, over ranges, every one outside of all ranges.
 MASKED = replace(SCORED, kv_len=[37, 0, 17, 1, 12, 40], q_len=[5, 0, 17, 1, 0, 3], masked=True)
 RANGED = replace(MASKED, kv_len=[137, 0, 67, 1, 12, 140], masked=False, ranged=True)
-GARBAGE = 0x7F7F7F7F
 
 GEOMETRIES = {
     "mha": replace(RAGGED, heads=(2, 2)),
@@ -236,12 +235,9 @@ def test_rows_may_be_cut_alike(
     tiles = ExtendTiles(16, 16, 4, 1, one_launch=True)
     sharing = ALL_SHARED._replace(programs=programs, row_keys=8, split_keys=30, least_keys=20, alike_keys=alike_keys)
     cut = extend_cut(tensors, tiles, sharing)
-    num_tokens, num_seqs = tensors.q.shape[0], tensors.num_seqs
-    schedule = garbage(cut.words(num_tokens, num_seqs), kernel_device)
-    launch_extend_schedule(tensors.queries, schedule, cut)
-    words = schedule.tolist()
+    words = tensors.extend_args(cut).schedule.tolist()
     assert words[SHARE_SIZE.value - SHARE_WORDS] == size, "of a share, or of an equal part"
-    expected = extend_schedule(case.kv_len, case.q_len, cut, num_tokens)
+    expected = extend_schedule(case.kv_len, case.q_len, cut, tensors.q.shape[0])
     assert without_idle_shares([*words, 0, 0, 0], cut) == [*expected, 0, 0, 0]
     run_extend(tensors, tiles=tiles, sharing=sharing)
     assert_served(tensors)

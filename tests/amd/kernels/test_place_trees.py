@@ -11,7 +11,7 @@ from rocm_attn.kernels.metadata.error_word import BAD_PARENT, ERROR_WORD
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs.metadata import place_trees
-from tests.amd.kernels.fill_cases import GARBAGE
+from tests.amd.kernels.attention_cases import GARBAGE
 
 Place = Callable[[torch.Tensor, int, int, int, StepTensors], None]
 

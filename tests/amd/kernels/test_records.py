@@ -18,13 +18,10 @@ from rocm_attn.kernels.refs.cache import store_kv
 from rocm_attn.kernels.refs.rope import rope_store
 from rocm_attn.kernels.refs.sparse import selected_attention
 from rocm_attn.kernels.sparse.arguments import LastTokens
-from rocm_attn.kernels.sparse.attention import launch_selected_attention
-from rocm_attn.kernels.sparse.cuts import selected_cut
-from rocm_attn.kernels.tuning.sparse_tiles import selected_tiles
 from rocm_attn.machine.target import detect_target
 from tests.amd.kernels.codes_kernels import scales_of_exponents
 from tests.amd.kernels.record_cases import POISON, RecordPages
-from tests.amd.kernels.sparse_cases import UNTOUCHED, SelectedCase, Step, build_selected
+from tests.amd.kernels.sparse_cases import UNTOUCHED, SelectedCase, Step, build_selected, run_attention
 
 PAGE_SIZE = 4
 # DeepSeek-V3.2's rows, fewer groups than columns of a block, and rows without a part that turns.
@@ -167,12 +164,7 @@ def test_without_a_selection_a_token_sees_the_last_ones_up_to_its_own(
     )
     problem = build_selected(case, kernel_device)
     args = problem.args._replace(selection=LastTokens(width))
-    shape = {"gqa_ratio": 4, "head_dim": dims[0], "v_head_dim": dims[1], "dtype": case.dtype}
-    tiles = selected_tiles(detect_target(kernel_device).arch, **shape, is_coded=True, is_record=True)  # type: ignore[arg-type]
-    cut = selected_cut(len(args.q), args.selection.width, heads=args.heads, tiles=tiles, programs=programs)
-    workspace = torch.empty(cut.words(len(args.q), dims[1]), device=kernel_device)
-    launch_selected_attention(args._replace(workspace=workspace), scale=problem.scale, tiles=tiles, programs=programs)
-    problem.assert_served()
+    run_attention(detect_target(kernel_device).arch, replace(problem, args=args), programs)
     args.out.fill_(UNTOUCHED)
     selected_attention(args, scale=problem.scale)
     problem.assert_served()

@@ -8,14 +8,18 @@ from rocm_attn.kernels.refs import sparse
 from rocm_attn.kernels.refs.attention import seq_of_tokens
 from rocm_attn.kernels.refs.sparse import selected_attention
 from rocm_attn.kernels.sparse.arguments import LastTokens, SelectedArgs, SelectedKeys, SparseTokens
-from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
-from rocm_attn.kernels.sparse.cuts import segment_cut, selected_cut
-from rocm_attn.kernels.tuning.sparse_tiles import selected_tiles
+from rocm_attn.kernels.sparse.attention import launch_selected_segments
+from rocm_attn.kernels.sparse.cuts import segment_cut
 from rocm_attn.machine.target import detect_target
 from tests.amd.kernels.attention_cases import UNTOUCHED, Case, Tensors, assert_served, build
 from tests.amd.kernels.matrix_unit import use_matrix_unit
 from tests.amd.kernels.segment_cases import run_extend
-from tests.amd.kernels.sparse_cases import SelectedCase, SelectedProblem, Step, build_selected
+from tests.amd.kernels.sparse_cases import (
+    SelectedCase,
+    Step,
+    build_selected,
+    run_attention,
+)
 from tests.amd.kernels.test_segments import tiles_at
 from tests.amd.runner.metered_memory import MeteredMemory
 
@@ -72,28 +76,11 @@ def test_the_twin_is_right_however_little_memory_it_may_hold(
     assert memory.most_held() <= 4 * words + of_a_token
 
 
-def attended(problem: SelectedProblem, programs: int) -> None:
-    """Runs launch_selected_attention with the device's tiles."""
-    args, case = problem.args, problem.case
-    tiles = selected_tiles(
-        detect_target(args.q.device).arch,
-        gqa_ratio=args.heads[1],
-        head_dim=case.dims[0],
-        v_head_dim=case.dims[1],
-        dtype=case.dtype,
-        is_coded=case.encoding is not None and case.encoding.is_fp8,
-    )
-    cut = selected_cut(len(args.q), case.width * case.unit_tokens, heads=args.heads, tiles=tiles, programs=programs)
-    workspace = torch.empty(cut.words(len(args.q), case.dims[1]), device=args.q.device)
-    launch_selected_attention(args._replace(workspace=workspace), scale=problem.scale, tiles=tiles, programs=programs)
-    problem.assert_served()
-
-
 @pytest.mark.fast(3, interpreted=2)
 @every_case
 def test_every_token_sees_its_selection(case: SelectedCase, kernel_device: torch.device) -> None:
-    attended(build_selected(case, kernel_device), programs=1)
-    attended(build_selected(case, kernel_device), programs=40)
+    for programs in (1, 40):
+        run_attention(detect_target(kernel_device).arch, build_selected(case, kernel_device), programs)
 
 
 nightly = pytest.mark.nightly

@@ -24,9 +24,7 @@ from rocm_attn.kernels.sparse.arguments import (
 )
 from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import index_splits, select_words, top_k_cut
-from rocm_attn.kernels.sparse.index_scores import launch_select
 from rocm_attn.kernels.sparse.top_k import launch_top_k
-from rocm_attn.kernels.tuning.sparse_tiles import index_tiles
 from rocm_attn.machine.target import detect_target
 from tests.amd.kernels.sparse_cases import (
     IndexCase,
@@ -37,6 +35,7 @@ from tests.amd.kernels.sparse_cases import (
     best_units,
     build_index,
     empty_selection,
+    run_select,
 )
 from tests.amd.runner.metered_memory import MeteredMemory
 
@@ -134,7 +133,7 @@ def test_a_later_choice_is_made_among_the_blocks_that_were_left(
     both = TwoChoices.build(IndexCase(STEP, indexing), kernel_device)
     for problem in (both.of_blocks, both.later):
         if is_kernel:
-            launched(problem)
+            run_select(detect_target(kernel_device).arch, problem, programs=5)
         else:
             select(problem.args, problem.selection, indexing=problem.case.indexing)
     both.assert_chosen()
@@ -201,18 +200,8 @@ def test_units_that_no_token_may_have_are_not_even_counted(kernel_device: torch.
 
 def selected(problem: IndexProblem, programs: int = 5) -> None:
     """Runs launch_select, with the tiles of the device, and checks what it has chosen."""
-    launched(problem, programs)
+    run_select(detect_target(problem.args.q.device).arch, problem, programs)
     problem.assert_selected()
-
-
-def launched(problem: IndexProblem, programs: int = 5) -> None:
-    args, indexing = problem.args, problem.case.indexing
-    heads, dim = args.q.shape[1:]
-    key_dtype, coded_q = args.pages.keys.dtype, args.q.dtype.itemsize == 1
-    tiles = index_tiles(detect_target(args.q.device).arch, heads=heads, dim=dim, key_dtype=key_dtype, coded_q=coded_q)
-    words = select_words(len(args.q), args.tokens.max_kv_len, indexing)
-    workspace = torch.empty(words, device=args.q.device)
-    launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=programs)
 
 
 @pytest.mark.fast(2, interpreted=1)

@@ -27,18 +27,10 @@ from rocm_attn.kernels.metadata.table_update import launch_table_update
 from rocm_attn.kernels.metadata.take_inputs import launch_take_inputs
 from rocm_attn.kernels.refs import cache as cache_refs
 from rocm_attn.kernels.refs import metadata as refs
+from tests.amd.kernels.attention_cases import GARBAGE, garbage, ints
 from tests.amd.vectorised import vectorised_keys, vectorised_values
 
-GARBAGE = 0x7F7F7F7F
 Launch = Callable[..., None]
-
-
-def device_ints(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def garbage(count: int, device: torch.device) -> Tensor:
-    return torch.full((count,), GARBAGE, dtype=torch.int32, device=device)
 
 
 def published(pads: Pads, *tensors: Tensor) -> StepTensors:
@@ -84,7 +76,7 @@ def test_publish_says_how_the_step_before_went(
     """Only then does it overwrite its counts. With 700 sequences, one program of three does it."""
     words = [1, 1, 41, 0, 40, NO_ECHO, GARBAGE, GARBAGE, 3, 7, 1]
     slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
-    before = device_ints([GARBAGE, GARBAGE, number, error_word], kernel_device)
+    before = ints([GARBAGE, GARBAGE, number, error_word], kernel_device)
     counts = before if same else garbage(4, kernel_device)
     seqs = garbage(700, kernel_device), garbage(700, kernel_device), garbage(700, kernel_device)
     nothing = garbage(0, kernel_device)
@@ -116,7 +108,7 @@ def test_a_run_takes_the_slot_that_is_due_in_it(
     words = [_due(*other), _due(*other)]
     words[at] = _due(41, 7)
     slots = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
-    counts, runs = device_ints([GARBAGE, GARBAGE, 40, 5], kernel_device), device_ints([7], kernel_device)
+    counts, runs = ints([GARBAGE, GARBAGE, 40, 5], kernel_device), ints([7], kernel_device)
     seqs = garbage(5, kernel_device), garbage(5, kernel_device), garbage(5, kernel_device)
     prefixes = garbage(5 * with_prefixes, kernel_device), garbage(5 * with_prefixes, kernel_device)
     token_ids = garbage(300, kernel_device)
@@ -135,7 +127,7 @@ def test_a_run_takes_the_slot_that_is_due_in_it(
 def test_a_step_of_more_than_one_program_is_taken_by_none(
     take: Launch, num_seqs: int, num_tokens: int, kernel_device: torch.device
 ) -> None:
-    slots, runs = torch.zeros(2, 4096, dtype=torch.int32), device_ints([7], kernel_device)
+    slots, runs = torch.zeros(2, 4096, dtype=torch.int32), ints([7], kernel_device)
     written = [garbage(size, kernel_device) for size in (4, *[num_seqs] * 3, 0, 0, num_tokens)]
     with pytest.raises(AssertionError, match="no such step is taken by its graph"):
         take(slots, runs, to=published(Pads(1, 0), *written))
@@ -148,7 +140,7 @@ def test_a_run_for_which_no_slot_is_due_changes_nothing_but_the_count(
     """The largest number of runs is followed by 0."""
     words = [_due(41, 7), _due(42, 2**31 - 1, NO_ECHO)]
     slots = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
-    runs = device_ints([2**31 - 1], kernel_device)
+    runs = ints([2**31 - 1], kernel_device)
     written = [garbage(size, kernel_device) for size in (4, 5, 5, 5, 5, 5, 5)]
     take(slots, runs, to=published(Pads(1, 0), *written))
     assert runs.tolist() == [0]
@@ -197,8 +189,8 @@ def test_device_inputs_are_placed_within_their_bounds(place: Launch, kernel_devi
     words = [n, most, 41, 0, 40, 0, 40, 0, *range(1, n + 1), *kv_bound, *q_bound]
     slot = torch.tensor(words, dtype=torch.int32, pin_memory=kernel_device.type == "cuda")
     ids = list(range(100, 100 + most)) if case.with_ids else []
-    sources = [device_ints(values, kernel_device) for values in (kv_len, q_len, ids, first_writable, stored)]
-    counts = device_ints([n, most, 41, 0], kernel_device)
+    sources = [ints(values, kernel_device) for values in (kv_len, q_len, ids, first_writable, stored)]
+    counts = ints([n, most, 41, 0], kernel_device)
     lengths = [garbage(n + case.seq_pads, kernel_device) for _ in range(2)]
     token_ids = garbage(max(1, most + case.token_pads), kernel_device)
     place(slot, GivenInputs._make((*sources, case.ahead)), placed(counts, *lengths, token_ids))
@@ -236,7 +228,7 @@ def test_device_inputs_of_many_sequences_are_placed_whole(place: Launch, kernel_
     slot = words.to(torch.int32)
     slot = slot.pin_memory() if kernel_device.type == "cuda" else slot
     ids = torch.arange(2 * n, dtype=torch.int32, device=kernel_device) + 7
-    counts, token_ids = device_ints([n, 2 * n, 41, 0], kernel_device), garbage(2 * n + 9, kernel_device)
+    counts, token_ids = ints([n, 2 * n, 41, 0], kernel_device), garbage(2 * n + 9, kernel_device)
     lengths = [garbage(n, kernel_device) for _ in range(2)]
     sources = [x.to(kernel_device, torch.int32) for x in (kv_len, q_len)]
     given = GivenInputs(sources[0], sources[1], ids, torch.zeros_like(sources[0]), sources[0])
@@ -295,8 +287,8 @@ def test_the_store_writes_live_tokens_and_drops_all_others(
     for token in (0, 1, 2, 4):
         want_k[slots[token] // page_size, slots[token] % page_size] = k[token]
         want_v[slots[token] // page_size, slots[token] % page_size] = v[token]
-    counts = device_ints([2, 5, 1, 0], kernel_device)
-    store(k, v, device_ints(slots, kernel_device), counts, LayerPages.plain(k_pages, v_pages))
+    counts = ints([2, 5, 1, 0], kernel_device)
+    store(k, v, ints(slots, kernel_device), counts, LayerPages.plain(k_pages, v_pages))
     assert torch.equal(k_pages, want_k)
     assert torch.equal(v_pages, want_v)
 
@@ -316,8 +308,8 @@ def test_what_is_no_number_is_stored_as_zero_and_reported(
     pages = [torch.zeros(3, 4, 3, 24, dtype=dtype, device=kernel_device) for _ in range(2)]
     want = [rows[name].clone() for name in ("k", "v")]
     rows[side][token, 2, 23], want[side == "v"][token, 2, 23] = value, 0.0
-    counts = device_ints([1, 3, 1, TOKEN_WITHOUT_PAGE], kernel_device)
-    store(rows["k"], rows["v"], device_ints([4, 9, 3, 10], kernel_device), counts, LayerPages.plain(*pages))
+    counts = ints([1, 3, 1, TOKEN_WITHOUT_PAGE], kernel_device)
+    store(rows["k"], rows["v"], ints([4, 9, 3, 10], kernel_device), counts, LayerPages.plain(*pages))
     for stored, wanted in zip(pages, want, strict=True):
         assert torch.equal(stored[1, 0], wanted[0])
         assert torch.equal(stored[2, 1], wanted[1])
@@ -339,9 +331,9 @@ def test_a_vectorised_store_writes_what_a_linear_one_writes(
     vectorised = [vectorised_keys(linear[0], x), vectorised_values(linear[1], x)]
     k, v = (torch.randn(7, heads, dim + 8, device=kernel_device)[..., :dim] for dim in (k_dim, v_dim))
     slots = [page_size, 3 * page_size + page_size - 1, 2 * page_size + 2, page_size - 1, 5 * page_size, 0, 4]
-    counts = device_ints([2, 5, 1, 0], kernel_device)
+    counts = ints([2, 5, 1, 0], kernel_device)
     for sides in (linear, vectorised):
-        store(k, v, device_ints(slots, kernel_device), counts, LayerPages.plain(*sides))
+        store(k, v, ints(slots, kernel_device), counts, LayerPages.plain(*sides))
     assert torch.equal(linear[0][2, 2], k[2])
     assert torch.equal(vectorised[0], vectorised_keys(linear[0], x))
     assert torch.equal(vectorised[1], vectorised_values(linear[1], x))

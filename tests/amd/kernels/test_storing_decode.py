@@ -10,11 +10,10 @@ from torch import Tensor
 from rocm_attn.kernels.attention.arguments import NewRows
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode import launch_paged_decode, launch_storing_decode
-from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.error_word import ERROR_WORD, NOT_FINITE
 from rocm_attn.kernels.tuning.tiles import DecodeTiles
-from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, garbage, tiles_of
+from tests.amd.kernels.attention_cases import Case, Tensors, assert_served, build, dtypes, tiles_of
 
 KV_LEN = [33, 0, 1, 16, 40, 15]
 RAGGED = Case(kv_len=KV_LEN, q_len=[1] * len(KV_LEN))
@@ -78,11 +77,8 @@ def _run(tensors: Tensors, new: NewRows, tiles: DecodeTiles | None, *, stores: b
     mine = replace(tensors, k_pages=k_pages, v_pages=v_pages, out=tensors.out.clone(), lse=tensors.lse.clone())
     given = new._replace(counts=counts)
     cut = DecodeCut.of(tiles, num_kv_heads=case.heads[1], programs=programs, window_left=case.window_left)
-    schedule = garbage(cut.words(tensors.num_seqs), tensors.q.device)
     words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=case.dims[1], tiles=tiles)
-    partials = torch.full((words,), float("nan"), device=tensors.q.device)
-    launch_decode_schedule(tensors.queries, schedule, cut)
-    args = mine.args(schedule, partials)
+    args = mine.decode_args(cut, words)
     if stores:
         launch_storing_decode(args, given, scores=tensors.scores, cut=cut, tiles=tiles)
     else:

@@ -14,11 +14,11 @@ from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.kernels.metadata.step_tensors import NO_PADS, StepTensors, TableTerms
 from rocm_attn.kernels.metadata.watch_pages import launch_watch_pages
 from rocm_attn.kernels.refs import page_watch as twins
+from tests.amd.kernels.attention_cases import GARBAGE
 
 Launch = Callable[..., None]
 watches = pytest.mark.parametrize("watch_pages", [launch_watch_pages, twins.watch_pages], ids=["kernel", "twin"])
 ROWS, WIDTH, PAGES = 5, 6, 28
-GARBAGE = 0x7F7F7F7F
 
 
 @dataclass

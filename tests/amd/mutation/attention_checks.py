@@ -101,9 +101,8 @@ def storing_decode(memory: Memory) -> None:
         new = NewRows(k, v, memory.put((page * PAGE_SIZE + offset).int()), counts, null_page=True)
         cut = DecodeCut.of(tiles, num_kv_heads=heads[1], programs=4, window_left=case.window_left)
         words = cut.partials_words(gqa_ratio=tensors.gqa_ratio, v_head_dim=dims[1], tiles=tiles)
-        schedule, partials = memory.put(garbage(cut.words(3))), memory.put(torch.full((words,), float("nan")))
-        launch_decode_schedule(tensors.queries, schedule, cut)
-        launch_storing_decode(tensors.args(schedule, partials), new, scores=tensors.scores, cut=cut, tiles=tiles)
+        args = tensors.decode_args(cut, words, memory.put)
+        launch_storing_decode(args, new, scores=tensors.scores, cut=cut, tiles=tiles)
         assert_served(tensors)
         assert counts[3] == 0, "what lies beside a row was looked at"
         memory.assert_surroundings_untouched()

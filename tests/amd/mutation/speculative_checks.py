@@ -13,7 +13,7 @@ from rocm_attn.kernels.speculative.move_paths import launch_move_paths
 from rocm_attn.kernels.speculative.next_step import launch_next_step
 from rocm_attn.kernels.speculative.paths import AcceptedPaths
 from tests.amd.mutation.arguments import assert_same
-from tests.amd.mutation.memory import Memory
+from tests.amd.mutation.memory import Memory, ints
 
 # Trees of up to five nodes; the third sequence has none, and later ones have no line of parents.
 PARENTS = [[-1, 0, 0, 1, 2], [-1, 0, 7, 2, 3], [5, 5, 5, 5, 5]]
@@ -21,11 +21,6 @@ Q_LEN, KV_LEN = [5, 3, 0, 2, 0], [17, 9, 4, 6, 3]
 # An id outside every vocabulary.
 _NO_TOKEN = 1 << 28
 VOCAB = 11
-
-
-def ints(values: list[int]) -> Tensor:
-    """Returns an int32 tensor."""
-    return torch.tensor(values, dtype=torch.int32)
 
 
 # Three picked tokens of each of four sequences.

@@ -96,7 +96,7 @@ def plain_lines_of(row: Row) -> Iterator[str]:
     tiles = _cdna_tiles(row)
     if tiles is not None:
         for kind, changes in KINDS.items():
-            kernel = compiled_decode(row.arch, replace(_case_of(row), **changes), tiles)
+            kernel = compiled_decode(row.arch, replace(_case_of(row), **changes))
             yield _line("triton.cdna_decode", row, kind, tiles, kernel)
 
 
@@ -202,7 +202,7 @@ def decode_traffic(arch: str, layer: DecodedLayer) -> tuple[CompiledKernel, Loop
     kv = EXTEND_CODES[arch] if layer.is_coded else None
     case = Case([300, 200], [1, 1], heads=(layer.num_q_heads, 8), dims=(128, 128), dtype=layer.dtype)
     case = replace(case, kv=kv, scales=layer.scales)
-    kernel = compiled_decode(arch, case, tiles_of_case(arch, case))
+    kernel = compiled_decode(arch, case)
     # Scales of tokens are other loads of 8 bytes a lane.
     traffic = loop_traffic(parse_assembly(kernel.asm["amdgcn"]), ("buffer_load_",))
     assert traffic is not None

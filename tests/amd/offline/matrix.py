@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import random_mask
 from rocm_attn.batch.prefixes import PrefixGroup, SharedPrefixes
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PageFormat
@@ -56,6 +56,8 @@ from tests.amd.offline.other_launches import (
     launch_whole_fill,
 )
 from tests.amd.worlds.world import padded_to
+
+CPU = torch.device("cpu")
 
 SMALL_POOL_BYTES = 64 << 20
 # Above this Triton can no longer assume that an offset fits 32 bits, and generates other code.
@@ -392,7 +394,7 @@ def _runtime(row: Row, problems: list[Problem], *, deterministic: bool = False) 
             provider="triton",
             deterministic=deterministic,
         ),
-        device=torch.device("cpu"),
+        device=CPU,
         target=known_target(row.arch),
         guards=Guards().without("echo_check"),  # kernels that are only compiled compute no answer
     )
@@ -423,18 +425,10 @@ def _launch_step(
     runtime: AttentionRuntime, batch: StepBatch, *, pad_to: int | None = None, with_lse: bool = False
 ) -> None:
     step = runtime.step(batch, runtime.plan(batch, padded_to(pad_to))).parts[0]
-    num_tokens = step.token_ids.shape[0]
+    num_tokens, inputs = len(step.token_ids), ZeroInputs(CPU)
     for layer, problem in enumerate(selection.problem for selection in runtime.selections):
-
-        def empty(num_heads: int, dim: int, dtype: torch.dtype = problem.dtype) -> Tensor:
-            return torch.empty(num_tokens, num_heads, dim, dtype=dtype)
-
-        heads = problem.num_q_heads
-        k = empty(problem.num_kv_heads, problem.head_dim)
-        is_latent = problem.pool is PoolKind.LATENT
-        v = k[..., : problem.v_head_dim] if is_latent else empty(problem.num_kv_heads, problem.v_head_dim)
-        q, out = empty(heads, problem.head_dim), empty(heads, problem.v_head_dim)
-        lse = torch.empty(num_tokens, heads) if with_lse else None
+        q, k, v, out = inputs.of(problem, num_tokens)
+        lse = inputs.of_lse(problem, num_tokens) if with_lse else None
         # A kernel that stores K and V itself is another variant of it.
         step.layers.store_and_attend(layer, q, k, v, out, lse)
         step.layers.store(layer, k, v)
@@ -445,20 +439,14 @@ def _launch_step(
 def _launch_row_work(runtime: AttentionRuntime, batch: StepBatch) -> None:
     """Launches the kernels around attention: rotation of whole and partial rows before it, and the finish after it."""
     step, problem = runtime.step(batch).parts[0], runtime.selections[0].problem
-    num_tokens, heads, dim, v_dim = step.token_ids.shape[0], problem.num_q_heads, problem.head_dim, problem.v_head_dim
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=problem.dtype)
-
-    q, out = empty(num_tokens, heads, dim), empty(num_tokens, heads, v_dim)
-    k, v = (empty(num_tokens, problem.num_kv_heads, side) for side in (dim, v_dim))
-    norm = RowNorm(empty(dim), 1e-6, 1.0)
+    q, k, v, out = ZeroInputs(CPU).of(problem, len(step.token_ids))
+    dim, norm = problem.head_dim, RowNorm(q[0, 0], 1e-6, 1.0)
     whole = RopeTable(torch.empty(KV_LEN, dim))
     part = RopeTable(torch.empty(KV_LEN, min(dim, 32)), RopePairs.NEIGHBOURS, at_end=True)
     step.layers.rope_and_store(0, q, k, v, q, QkvWork(whole, norm, norm))
-    step.layers.rope_and_store(0, q, k, v, q, QkvWork(part, v_norm=RowNorm(empty(v_dim), 1e-6)))
+    step.layers.rope_and_store(0, q, k, v, q, QkvWork(part, v_norm=RowNorm(v[0, 0], 1e-6)))
     step.layers.rope_queries(0, q, q, QkvWork(whole, norm))
-    for gate in (None, empty(num_tokens, heads), empty(num_tokens, heads, v_dim)):
+    for gate in (None, out[..., 0].contiguous(), torch.empty_like(out)):
         step.layers.finish(0, out, gate=gate, undo=part)
     runtime.end_step()
 
@@ -481,9 +469,7 @@ def _launch_vectorised(row: Row) -> None:
     (_, heads), ops, tokens = row.heads, TRITON.ops(), 16
     page_bytes = row.page_size * heads * min(row.dims) * row.dtype.itemsize
     num_pages = (LARGE_POOL_BYTES if row.is_large else SMALL_POOL_BYTES) // page_bytes + 1
-    pages = empty_vectorised_pages(
-        num_pages, row.page_size, heads, row.dims, 8, dtype=row.dtype, device=torch.device("cpu")
-    )
+    pages = empty_vectorised_pages(num_pages, row.page_size, heads, row.dims, 8, dtype=row.dtype, device=CPU)
     k, v = (torch.empty(tokens, heads, dim, dtype=row.dtype) for dim in row.dims)
     of_token, counts = (torch.empty(size, dtype=torch.int32) for size in (tokens, 4))
     table = torch.empty(tokens, 64, dtype=torch.int32)

@@ -4,12 +4,14 @@ Index keys and rows lie in pools below 2 GiB, or above.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rocm_attn.kernels.cache.layer_pages import LayerPages
+from rocm_attn.batch.padding import PaddedShape
+from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.capture.zero_inputs import ZeroInputs
 from rocm_attn.kernels.sparse.arguments import (
     IndexArgs,
     Indexing,
@@ -21,20 +23,21 @@ from rocm_attn.kernels.sparse.arguments import (
     SelectedKeys,
     SparseTokens,
 )
-from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
 from rocm_attn.kernels.sparse.check import launch_check_selection
-from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut
+from rocm_attn.kernels.sparse.cuts import select_words
 from rocm_attn.kernels.sparse.index_scores import launch_select
-from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_segment_tiles, selected_tiles
-from rocm_attn.kernels.tuning.tiles import CodeKind
+from rocm_attn.kernels.tuning.sparse_tiles import index_tiles
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.kv_pool import KVPool
 from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
-from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
+from rocm_attn.providers import triton_sparse
+from rocm_attn.providers.sparse import BoundSelected
+from tests.amd.offline.matrix import CPU, LARGE_POOL_BYTES, SMALL_POOL_BYTES
 from tests.amd.simulator.case import own_encoding
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MAX_KV_LEN, NUM_TOKENS = 65536, 64
+SHAPE = PaddedShape(StepKind.DECODE, NUM_TOKENS, NUM_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,50 +125,33 @@ class LayerRow:
 
     def launch(self) -> None:
         """Launches attention in several parts, with sinks and LSE."""
-        (num_heads, num_kv_heads), (head_dim, v_head_dim) = self.heads, self.dims
-        ratio = num_heads // num_kv_heads
+        problem, target = self._problem(), known_target(self.arch)
+        row_bytes = problem.num_kv_heads * min(self.dims) * problem.page_format.encoding.dtype.itemsize
+        num_pages = (LARGE_POOL_BYTES if self.is_large else SMALL_POOL_BYTES) // (64 * row_bytes) + 1
+        q, _, _, out = ZeroInputs(CPU).of(problem, NUM_TOKENS)
+        selection = LastTokens(MAX_KV_LEN) if self.is_dense else _selection(self.sets, self.width, self.unit_tokens)
+        keys = selection.width * selection.unit_tokens
+        if self.exact:
+            bound: BoundSelected = triton_sparse._segments(problem, target, keys)
+        else:
+            # So many programs that every row is cut in several parts.
+            bound = replace(triton_sparse._selected(problem, target, keys), programs=16 * NUM_TOKENS)
         args = SelectedArgs(
-            q=torch.empty(NUM_TOKENS, num_heads, head_dim, dtype=self.dtype),
-            pages=self._pages(),
+            q=q,
+            pages=KVPool([problem], num_pages=num_pages, page_size=64, device=CPU).layers[0],
             table=_table(64),
             tokens=_tokens(1),
-            selection=LastTokens(MAX_KV_LEN) if self.is_dense else _selection(self.sets, self.width, self.unit_tokens),
-            out=torch.empty(NUM_TOKENS, num_heads, v_head_dim, dtype=self.dtype),
-            lse=torch.empty(NUM_TOKENS, num_heads),
-            sinks=torch.empty(num_heads),
-            workspace=torch.empty(0),
+            selection=selection,
+            out=out,
+            lse=torch.empty(q.shape[:2]),
+            sinks=torch.empty(problem.num_q_heads),
+            workspace=torch.empty(bound.workspace_words(SHAPE)),
         )
-        keys, heads = args.selection.width * args.selection.unit_tokens, (num_kv_heads, ratio)
-        if self.exact:
-            segments, by_pairs = selected_segment_tiles(
-                self.arch,
-                dims=self.dims,
-                dtype=self.dtype,
-                codes=CodeKind.NONE if self.scales is Scales.NONE else CodeKind.BY_TOKEN,
-                is_latent=self.kind is PoolKind.LATENT,
-            )
-            words = segment_cut(keys, heads=heads, tiles=segments).words(NUM_TOKENS, v_head_dim)
-            launch_selected_segments(
-                args._replace(workspace=torch.empty(words)), scale=0.1, tiles=segments, by_pairs=by_pairs
-            )
-            return
-        tiles = selected_tiles(
-            self.arch,
-            gqa_ratio=ratio,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            dtype=self.dtype,
-            is_coded=args.pages.format.encoding.is_fp8,
-            is_record=args.pages.format.record is not None,
-        )
-        programs = 16 * NUM_TOKENS
-        cut = selected_cut(NUM_TOKENS, keys, heads=heads, tiles=tiles, programs=programs)
-        workspace = torch.empty(cut.words(NUM_TOKENS, v_head_dim))
-        launch_selected_attention(args._replace(workspace=workspace), scale=0.1, tiles=tiles, programs=programs)
+        bound.attend(args)
 
-    def _pages(self) -> LayerPages:
+    def _problem(self) -> Problem:
         is_coded = self.scales is not Scales.NONE
-        problem = Problem(
+        return Problem(
             *self.heads,
             self.dims[0],
             self.dtype,
@@ -176,9 +162,6 @@ class LayerRow:
             kv_encoding=KVEncoding[own_encoding(self.arch).name] if is_coded else KVEncoding.LIKE_Q,
             kv_scales=self.scales,
         )
-        row_bytes = self.heads[1] * min(self.dims) * problem.page_format.encoding.dtype.itemsize
-        num_pages = (LARGE_POOL_BYTES if self.is_large else SMALL_POOL_BYTES) // (64 * row_bytes) + 1
-        return KVPool([problem], num_pages=num_pages, page_size=64, device=torch.device("cpu")).layers[0]
 
 
 def _table(page_size: int) -> Tensor:

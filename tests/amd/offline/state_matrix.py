@@ -14,11 +14,10 @@ from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, StatePool, slot_bytes
 from rocm_attn.recurrence import Convolution, Recurrence, rule_of
-from tests.amd.offline.matrix import LARGE_POOL_BYTES, SMALL_POOL_BYTES
+from tests.amd.offline.matrix import CPU, LARGE_POOL_BYTES, SMALL_POOL_BYTES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ARCHS = ("gfx942", "gfx950", "sm_90")
-CPU = torch.device("cpu")
 _MOST_KEPT, _NUM_SEQS = 4, 16
 
 

@@ -17,7 +17,7 @@ from rocm_attn.kernels.cache.page_format import Scales
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.tuning.cdna_tiles import ARCHS, EXTEND_CODES, HEAD_DIMS
 from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES
-from rocm_attn.kernels.tuning.sparse_tiles import cdna_selected_tiles, selected_tiles
+from rocm_attn.kernels.tuning.sparse_tiles import cdna_selected_tiles
 from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.releases import Release, triton_version
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -29,7 +29,7 @@ from tests.amd.kernels.cdna_cases import tiles_of_case
 from tests.amd.kernels.cdna_extend_cases import ARCHS as EXTEND_ARCHS
 from tests.amd.kernels.cdna_extend_cases import PLAIN
 from tests.amd.kernels.cdna_selected_cases import CASES, cases_of, run_cdna_selected
-from tests.amd.kernels.sparse_cases import SelectedCase, build_selected
+from tests.amd.kernels.sparse_cases import SelectedCase, build_selected, selected_tiles_of
 from tests.amd.offline.cdna_kernels import Latents, compiled_decode, compiled_extend, compiled_latents, latent_traffic
 from tests.amd.offline.code_object import read_amd_code
 from tests.amd.offline.cycle_counts import DECODES, DecodedLayer, count_of, decode_traffic
@@ -98,7 +98,7 @@ def test_every_tile_has_accepted_figures() -> None:
 def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str) -> None:
     case = replace(CASE, dims=(dim, dim), **LAYERS[layer])
     tiles = tiles_of_case(arch, case)
-    kernel = compiled_decode(arch, case, tiles)
+    kernel = compiled_decode(arch, case)
     code, loop = read_amd_code(kernel), hot_loop_of(kernel)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.vgprs <= MOST_VGPRS
@@ -122,7 +122,7 @@ def test_it_spills_nothing_and_keys_pass_no_lds(arch: str, dim: int, layer: str)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_codes_spill_nothing_and_leave_a_simd_two_waves(arch: str, layer: str, scales: Scales) -> None:
     case = replace(CASE, dims=(128, 128), kv=EXTEND_CODES[arch], scales=scales, **LAYERS[layer])
-    kernel = compiled_decode(arch, case, tiles_of_case(arch, case))
+    kernel = compiled_decode(arch, case)
     code, loop = read_amd_code(kernel), hot_loop_of(kernel)
     assert (code.vgpr_spills, code.sgpr_spills, code.scratch_bytes) == (0, 0, 0)
     assert code.vgprs <= MOST_VGPRS
@@ -372,16 +372,7 @@ def test_a_key_in_a_record_takes_far_fewer_clocks_than_in_the_plain_kernel(heads
 def _plain_clocks_of_key(arch: str, case: SelectedCase) -> float:
     """Clocks of a SIMD for a key of all heads of a program of the kernel for every layer."""
     problem = build_selected(replace(case, width=64), _CPU)
-    is_record = case.scales is not Scales.NONE
-    tiles = selected_tiles(
-        arch,
-        gqa_ratio=case.heads[0],
-        head_dim=576,
-        v_head_dim=512,
-        dtype=torch.bfloat16,
-        is_coded=is_record,
-        is_record=is_record,
-    )
+    tiles = selected_tiles_of(arch, case)
     name = "_selected_attention_kernel"
     kernel = last_compiled_by(
         lambda: launch_selected_attention(problem.args, scale=1.0, tiles=tiles, programs=1), arch, [name]

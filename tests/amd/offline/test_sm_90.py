@@ -5,7 +5,7 @@ Conditions of the speed of decode and extend: loads of page numbers, and the mer
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,11 +14,6 @@ import torch
 from triton.compiler import CompiledKernel
 
 from rocm_attn.batch.step_kinds import StepKind
-from rocm_attn.kernels.model.add_norm import NormedSum, launch_add_norm
-from rocm_attn.kernels.model.few_rows import launch_few_rows
-from rocm_attn.kernels.model.gate import SILU, GateForm, launch_gate
-from rocm_attn.kernels.model.normed_product import launch_normed_product
-from rocm_attn.kernels.model.row_product import launch_row_product
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
@@ -32,7 +27,7 @@ from tests.amd.offline.candidate_kernels import decode_kernels, extend_kernels, 
 from tests.amd.offline.code_object import read_nvidia_code
 from tests.amd.offline.early_launches import assert_waits
 from tests.amd.offline.matrix import Row, launch_all
-from tests.amd.offline.offline_driver import compiled_by, last_compiled_by
+from tests.amd.offline.offline_driver import last_compiled_by
 
 
 @functools.cache
@@ -123,24 +118,23 @@ def test_tiles_of_short_prefills_are_launched_once_and_early_and_spill_hardly_an
         assert code.shared_bytes <= target.lds_bytes
 
 
-def _launch_all() -> None:
-    rows, matrix = torch.empty(2, 2048, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.bfloat16)
-    row = matrix[:1]
-    launch_add_norm(NormedSum(rows, rows[None], rows[0], rows, rows, 1.0, 1e-5))
-    launch_normed_product(NormedSum(row, row, matrix[0], row, row, 1.0, 1e-5), matrix, None, row, 132)
-    launch_gate(rows, torch.empty(2, 1024, dtype=rows.dtype), GateForm(SILU))
-    launch_few_rows(matrix[:2], matrix, None, rows[None], 132, GateForm(SILU))
-    launch_row_product(matrix[:1], matrix, None, matrix[1:2])
+OF_ONE_ROW = ("_add_norm", "_normed_product", "_row_product")
+OF_A_MODEL = ("_few_rows", "_gate", *OF_ONE_ROW)
+
+
+def compiled_of(arch: str, names: Sequence[str]) -> dict[str, CompiledKernel]:
+    """The kernels of these names that a row of the matrix launches."""
+    row = Row(arch, (8, 2), (64, 64), torch.bfloat16, 16)
+    kernels = last_compiled_by(partial(launch_all, row), arch, [f"{name}_kernel" for name in names])
+    assert len(kernels) == len(names)
+    return kernels
 
 
 @pytest.mark.fast
 def test_kernels_of_a_model_wait() -> None:
     """Norms and products of one row load weights before they wait, which no launch of a step writes."""
-    kernels = {kernel.metadata.name: kernel for kernel in compiled_by(_launch_all, "sm_90")}
-    of_one_row = {"_add_norm_kernel", "_normed_product_kernel", "_row_product_kernel"}
-    assert kernels.keys() == {"_few_rows_kernel", "_gate_kernel"} | of_one_row
-    for name, kernel in kernels.items():
-        assert_waits(kernel, reads_before=name in of_one_row)
+    for name, kernel in compiled_of("sm_90", OF_A_MODEL).items():
+        assert_waits(kernel, reads_before=name.removesuffix("_kernel") in OF_ONE_ROW)
         ptx = kernel.asm["ptx"]
         assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 
@@ -154,27 +148,21 @@ STORE_AND_EXPERTS = (
     "_inner_products",
     "_sort_pairs",
 )
-OF_STATES = ("_convolve", "_gated_norm", "_gates", "_token_steps")
+OF_STATES = tuple(f"{name}_kernel" for name in ("_convolve", "_gated_norm", "_gates", "_token_steps"))
 
 
-@pytest.mark.parametrize(
-    ("launches", "names"),
-    [
-        (partial(launch_all, Row("sm_90", (8, 2), (64, 64), torch.bfloat16, 16)), STORE_AND_EXPERTS),
-        (next(row for row in state_matrix.ROWS if str(row) == "sm_90-mamba_2").launch, OF_STATES),
-    ],
-)
-def test_these_kernels_read_nothing_before_they_wait(launches: Callable[[], None], names: tuple[str, ...]) -> None:
-    kernels = last_compiled_by(launches, "sm_90", [f"{name}_kernel" for name in names])
-    assert len(kernels) == len(names)
-    for kernel in kernels.values():
+def test_these_kernels_read_nothing_before_they_wait() -> None:
+    row = next(row for row in state_matrix.ROWS if str(row) == "sm_90-mamba_2")
+    of_states = last_compiled_by(row.launch, "sm_90", OF_STATES)
+    assert len(of_states) == len(OF_STATES)
+    for kernel in (*compiled_of("sm_90", STORE_AND_EXPERTS).values(), *of_states.values()):
         assert_waits(kernel, reads_before=False)
 
 
-def test_no_launch_starts_early_elsewhere() -> None:
-    for arch in ("sm_80", "gfx942"):
-        for kernel in compiled_by(_launch_all, arch):
-            assert not getattr(kernel.metadata, "launch_pdl", False)
+@pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
+def test_no_launch_starts_early_elsewhere(arch: str) -> None:
+    for kernel in compiled_of(arch, OF_A_MODEL).values():
+        assert not getattr(kernel.metadata, "launch_pdl", False)
 
 
 def test_a_part_is_there_before_it_counts_and_counts_before_parts_are_read() -> None:

@@ -73,9 +73,7 @@ def _decode_latents(arch: str, tensors: Tensors) -> None:
 def run_selected(arch: str, case: SelectedCase, *, programs: int = 60, is_large: bool = False) -> None:
     """Runs attention over a selection. is_large: likewise"""
     problem = build_selected(case, torch.device("cpu"))
-    if is_large:
-        problem = replace(problem, args=with_large_pages(problem.args))
-    _select(arch, problem, programs)
+    _select(arch, replace(problem, args=with_large_pages(problem.args)) if is_large else problem, programs)
 
 
 def run_unseen(arch: str, case: SelectedCase = SELECTED_PLAIN, *, programs: int = 60) -> None:

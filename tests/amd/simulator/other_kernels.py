@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -97,12 +98,17 @@ def kernel_named(name: str) -> Any:
     """The jitted function, imported from a file that lives as long as the process: Triton reads its source there."""
     path = Path(tempfile.mkdtemp(prefix="other-kernels-")) / f"{name.strip('_')}.py"
     path.write_text(pins()[name].source())
+    return getattr(imported(path), name)
+
+
+def imported(path: Path) -> ModuleType:
+    """The module of a file that is in no package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, name)
+    return module
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 2e-3) -> None:

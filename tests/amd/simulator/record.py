@@ -7,7 +7,6 @@ with 1, and leaves the document as it is, when a case fails.
 """
 
 import os
-import subprocess
 import sys
 import time
 from datetime import datetime, timezone
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import triton
 
+from rocm_lab.bench.machine import commit
 from rocm_lab.page_parts import rows_of, with_rows
 from rocm_lab.simulator.launcher import ARCHS
 from tests.amd.simulator.case import Runs
@@ -62,16 +62,6 @@ def with_choice(text: str, cells: list[str]) -> str:
     rows.append(f"| {' | '.join(cells)} |\n")
     rows.sort(key=lambda row: [int(part) for part in row.split("|")[1].strip().split(".")])
     return with_rows(text, "grid", rows)
-
-
-def commit() -> str:
-    """Returns the commit of the checkout, and whether there are changes on top of it."""
-    name = _git("rev-parse", "--short=10", "HEAD")
-    return f"{name} + changes" if _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs") else name
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

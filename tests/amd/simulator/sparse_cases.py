@@ -10,7 +10,6 @@ from rocm_attn.kernels.cache.fold_rows import launch_fold_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import Encoding, PoolKind, Scales
 from rocm_attn.kernels.sparse.arguments import (
-    IndexArgs,
     Indexing,
     IndexPages,
     LastTokens,
@@ -19,19 +18,20 @@ from rocm_attn.kernels.sparse.arguments import (
     SelectedKeys,
     SparseTokens,
 )
-from rocm_attn.kernels.sparse.attention import launch_selected_attention, launch_selected_segments
+from rocm_attn.kernels.sparse.attention import launch_selected_segments
 from rocm_attn.kernels.sparse.check import launch_check_selection
-from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_cut, top_k_cut
-from rocm_attn.kernels.sparse.index_scores import launch_select
+from rocm_attn.kernels.sparse.cuts import segment_cut, top_k_cut
 from rocm_attn.kernels.sparse.top_k import launch_top_k
-from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_segment_tiles, selected_tiles
+from rocm_attn.kernels.tuning.sparse_tiles import selected_segment_tiles
 from rocm_attn.kernels.tuning.tiles import CodeKind
 from rocm_attn.problem import Row
 from rocm_lab.simulator.large_pools import LARGE_POOL_BYTES, pool_ending_with
 from tests.amd.kernels.fold_cases import assert_folded, folded_by
 from tests.amd.kernels.sparse_cases import (
     IndexCase,
+    IndexProblem,
     SelectedCase,
+    SelectedProblem,
     Step,
     TwoChoices,
     assert_units,
@@ -39,6 +39,8 @@ from tests.amd.kernels.sparse_cases import (
     build_index,
     build_selected,
     empty_selection,
+    run_attention,
+    run_select,
 )
 from tests.amd.simulator.case import KernelCase, own_encoding
 
@@ -57,14 +59,14 @@ ROWS = SelectedCase(STEP, (16, 1), (64, 64), latent=True, width=70, dense=True, 
 SPLIT = SelectedCase(STEP, (6, 2), (64, 64), sets=2, width=6, unit_tokens=8, dtype=BF16)
 
 
-def with_large_keys(args: IndexArgs) -> IndexArgs:
+def with_large_keys(problem: IndexProblem) -> IndexProblem:
     """Returns the same step with its keys, and their scales, at the end of a pool above 4 GiB."""
-    keys, scale = args.pages
+    args, (keys, scale) = problem.args, problem.args.pages
     num_pages = LARGE_POOL_BYTES // keys[0].nbytes
     if scale is not None and scale.dim() == 2:
         scale = pool_ending_with(scale, num_pages)
     pages = IndexPages(pool_ending_with(keys, num_pages), scale)
-    return args._replace(pages=pages, table=args.table + (num_pages - len(keys)))
+    return replace(problem, args=args._replace(pages=pages, table=args.table + (num_pages - len(keys))))
 
 
 def with_large_pages(args: SelectedArgs) -> SelectedArgs:
@@ -80,29 +82,21 @@ def with_large_pages(args: SelectedArgs) -> SelectedArgs:
     return args._replace(pages=moved, table=args.table + (num_pages - len(pages.k)))
 
 
-def run_select(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = False) -> None:
+def run_choice(arch: str, case: IndexCase, *, is_coded: bool, is_large: bool = False) -> None:
     """Runs scores and top-k of a step. is_coded: true if keys are codes, and so is q if keys have no scales"""
     if is_coded:
         dtype = own_encoding(arch).dtype
         case = replace(case, key_dtype=dtype, dtype=dtype if case.scales is Scales.NONE else case.dtype)
     problem = build_index(case, CPU)
-    args, indexing = with_large_keys(problem.args) if is_large else problem.args, case.indexing
-    tiles = index_tiles(
-        arch, heads=args.q.shape[1], dim=case.dim, key_dtype=case.key_dtype, coded_q=args.q.dtype.itemsize == 1
-    )
-    workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing))
-    launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)
+    run_select(arch, with_large_keys(problem) if is_large else problem, programs=3)
     problem.assert_selected()
 
 
 def run_candidates(arch: str) -> None:
     """Runs a choice of blocks, and a choice by other queries among them."""
     both = TwoChoices.build(replace(TOKENS, indexing=LEAVING), CPU)
-    tiles = index_tiles(arch, heads=TOKENS.heads, dim=TOKENS.dim, key_dtype=BF16, coded_q=False)
     for problem in (both.of_blocks, both.later):
-        args, indexing = problem.args, problem.case.indexing
-        workspace = torch.empty(select_words(len(args.q), args.tokens.max_kv_len, indexing))
-        launch_select(args, problem.selection, workspace, indexing=indexing, tiles=tiles, programs=3)
+        run_select(arch, problem, programs=3)
     both.assert_chosen()
 
 
@@ -124,53 +118,31 @@ def run_long_lines() -> None:
     assert faults.bool().tolist() == [False, True]
 
 
-def run_attention(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bool = False) -> None:
+def _placed(problem: SelectedProblem, *, is_large: bool) -> SelectedProblem:
+    return replace(problem, args=with_large_pages(problem.args)) if is_large else problem
+
+
+def run_attended(arch: str, case: SelectedCase, *, is_coded: bool, is_large: bool = False) -> None:
     """Runs attention over a selection in several parts. is_coded: true if pages are codes, with scales of tokens"""
     if is_coded:
         case = replace(case, encoding=own_encoding(arch), scales=Scales.TOKEN)
     problem = build_selected(case, CPU)
-    args = with_large_pages(problem.args) if is_large else problem.args
-    tiles = selected_tiles(
-        arch,
-        gqa_ratio=args.heads[1],
-        head_dim=case.dims[0],
-        v_head_dim=case.dims[1],
-        dtype=case.dtype,
-        is_coded=is_coded,
-    )
-    cut = selected_cut(len(args.q), case.width * case.unit_tokens, heads=args.heads, tiles=tiles, programs=60)
-    assert cut.parts > 1
-    workspace = torch.full((cut.words(len(args.q), case.dims[1]),), float("nan"))
-    launch_selected_attention(args._replace(workspace=workspace), scale=problem.scale, tiles=tiles, programs=60)
-    problem.assert_served()
+    run_attention(arch, _placed(problem, is_large=is_large), 60, least_parts=2)
 
 
 def run_records(arch: str, case: SelectedCase, encoding: Encoding, *, is_large: bool = False) -> None:
     """Runs attention to records, over selections in several parts, then to the last 50 tokens that each sees."""
     problem = build_selected(replace(case, encoding=encoding), CPU)
-    args = with_large_pages(problem.args) if is_large else problem.args
     dense = build_selected(replace(case, encoding=encoding, dense=True, width=50), CPU)
-    everything = dense.args._replace(selection=LastTokens(50))
-    head_dim, v_head_dim = case.dims
-    tiles = selected_tiles(
-        arch, gqa_ratio=16, head_dim=head_dim, v_head_dim=v_head_dim, dtype=BF16, is_coded=True, is_record=True
-    )
-    for each, scale in ((args, problem.scale), (everything, dense.scale)):
-        cut = selected_cut(len(each.q), each.selection.width, heads=each.heads, tiles=tiles, programs=60)
-        assert cut.parts > 1
-        workspace = torch.full((cut.words(len(each.q), v_head_dim),), float("nan"))
-        launch_selected_attention(each._replace(workspace=workspace), scale=scale, tiles=tiles, programs=60)
-    problem.assert_served()
-    dense.assert_served()
+    everything = replace(dense, args=dense.args._replace(selection=LastTokens(50)))
+    for each in (_placed(problem, is_large=is_large), everything):
+        run_attention(arch, each, 60, least_parts=2)
 
 
 def run_rows(arch: str) -> None:
     """Runs folds of rows of 4 tokens that overlap, and of 3 from bfloat16, then attention in both modes."""
     dense, exact = build_selected(ROWS, CPU), build_selected(ROWS, CPU)
     given = dense.args._replace(selection=LastTokens(dense.args.tokens.max_kv_len))
-    tiles = selected_tiles(arch, gqa_ratio=16, head_dim=64, v_head_dim=64, dtype=BF16, is_coded=False)
-    cut = selected_cut(len(given.q), given.selection.width, heads=given.heads, tiles=tiles, programs=60)
-    workspace = torch.full((cut.words(len(given.q), 64),), float("nan"))
     exact_tiles, by_pairs = selected_segment_tiles(arch, dims=(64, 64), dtype=BF16, codes=CodeKind.NONE, is_latent=True)
     words = segment_cut(given.selection.width, heads=given.heads, tiles=exact_tiles).words(len(given.q), 64)
     segments = exact.args._replace(selection=given.selection, workspace=torch.full((words,), float("nan")))
@@ -178,26 +150,25 @@ def run_rows(arch: str) -> None:
         folded_by(launch_fold_rows, row, 150, [4, 9, 12, 3], [4, 3, 8, 1], page_size, CPU)
         for row, page_size in ((Row(4, overlaps=True), 8), (Row(3, state_dtype=torch.bfloat16), 6))
     ]
-    launch_selected_attention(given._replace(workspace=workspace), scale=dense.scale, tiles=tiles, programs=60)
+    run_attention(arch, replace(dense, args=given), 60, least_parts=2)
     launch_selected_segments(segments, scale=exact.scale, tiles=exact_tiles, by_pairs=by_pairs)
     for found, wanted in folds:
         assert_folded(found, wanted)
-    dense.assert_served()
     exact.assert_served()
 
 
 def sparse_cases(arch: str) -> list[KernelCase]:
     """Every kernel of sparse attention, over codes and above 4 GiB."""
     runs: dict[str, Callable[[], None]] = {
-        "coded_tokens": partial(run_select, arch, TOKENS, is_coded=True),
+        "coded_tokens": partial(run_choice, arch, TOKENS, is_coded=True),
         "candidates": partial(run_candidates, arch),
         "long_lines": run_long_lines,
-        "coded_latent": partial(run_attention, arch, LATENT, is_coded=True),
+        "coded_latent": partial(run_attended, arch, LATENT, is_coded=True),
         "footers": partial(run_records, arch, FOOTERS, own_encoding(arch)),
         "rows": partial(run_rows, arch),
-        "tokens-above": partial(run_select, arch, TOKENS, is_coded=False, is_large=True),
-        "latent-above": partial(run_attention, arch, LATENT, is_coded=False, is_large=True),
-        "split": partial(run_attention, arch, SPLIT, is_coded=False),
+        "tokens-above": partial(run_choice, arch, TOKENS, is_coded=False, is_large=True),
+        "latent-above": partial(run_attended, arch, LATENT, is_coded=False, is_large=True),
+        "split": partial(run_attended, arch, SPLIT, is_coded=False),
     }
     return [KernelCase(f"sparse-{name}", arch, run) for name, run in runs.items()]
 
@@ -205,17 +176,17 @@ def sparse_cases(arch: str) -> list[KernelCase]:
 def more_sparse_cases(arch: str) -> list[KernelCase]:
     """The other granularities, and pages without codes and above 4 GiB."""
     runs = {
-        "tokens": partial(run_select, arch, TOKENS, is_coded=False),
-        "blocks": partial(run_select, arch, BLOCKS, is_coded=False),
-        "coded_pools": partial(run_select, arch, POOLS, is_coded=True),
-        "coded_pools-above": partial(run_select, arch, POOLS, is_coded=True, is_large=True),
-        "latent": partial(run_attention, arch, LATENT, is_coded=False),
-        "latent_of_40_heads": partial(run_attention, arch, MANY_HEADS, is_coded=False),
-        "coded_latent_of_40_heads": partial(run_attention, arch, MANY_HEADS, is_coded=True),
+        "tokens": partial(run_choice, arch, TOKENS, is_coded=False),
+        "blocks": partial(run_choice, arch, BLOCKS, is_coded=False),
+        "coded_pools": partial(run_choice, arch, POOLS, is_coded=True),
+        "coded_pools-above": partial(run_choice, arch, POOLS, is_coded=True, is_large=True),
+        "latent": partial(run_attended, arch, LATENT, is_coded=False),
+        "latent_of_40_heads": partial(run_attended, arch, MANY_HEADS, is_coded=False),
+        "coded_latent_of_40_heads": partial(run_attended, arch, MANY_HEADS, is_coded=True),
         "records": partial(run_records, arch, RECORDS, own_encoding(arch)),
         "records-above": partial(run_records, arch, RECORDS, Encoding.E4M3FN, is_large=True),
         "footers-above": partial(run_records, arch, FOOTERS, Encoding.E4M3FN, is_large=True),
-        "coded_split": partial(run_attention, arch, SPLIT, is_coded=True),
-        "split-above": partial(run_attention, arch, SPLIT, is_coded=False, is_large=True),
+        "coded_split": partial(run_attended, arch, SPLIT, is_coded=True),
+        "split-above": partial(run_attended, arch, SPLIT, is_coded=False, is_large=True),
     }
     return [KernelCase(f"sparse-{name}", arch, run) for name, run in runs.items()]

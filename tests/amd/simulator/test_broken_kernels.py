@@ -1,6 +1,5 @@
 """The simulator detects mistakes: copies of the real kernels, each with one mistake in it."""
 
-import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from tests.amd.mutation import metadata_checks
 from tests.amd.simulator import kernel_cases
 from tests.amd.simulator.check_cases import run_check
 from tests.amd.simulator.kernel_cases import BF16, STEP, linear_pools, run_step, run_store
+from tests.amd.simulator.other_kernels import imported
 
 SMALL_STEP = replace(STEP, kv_len=[40, 33], q_len=[1, 9], heads=(2, 1), dims=(64, 64), dtype=BF16)
 
@@ -168,12 +168,7 @@ def import_copy(module: ModuleType, source: str, folder: Path) -> ModuleType:
     assert module.__file__ is not None
     path = folder / f"broken_{Path(module.__file__).name}"
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    copied = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
-    return copied
+    return imported(path)
 
 
 @pytest.mark.parametrize(

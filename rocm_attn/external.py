@@ -110,7 +110,7 @@ class LogAndCount:
 class ExternalOptions:
     """How kernels are chosen, and what they may do to the engine's pages.
 
-    provider:      "auto", "torch", "triton" or "aiter"
+    provider:      "auto", "cpu", "torch", "triton" or "aiter"
     deterministic: whether a sequence's results must be bitwise the same in any batch
     page_strides:  whether pages may be strided, as when K and V are packed into one tensor
     even_slots:    whether all slots of strided pages lie at equal distances, which more kernels support. pages.bind()

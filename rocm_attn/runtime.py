@@ -56,6 +56,7 @@ class AttentionRuntime:
     head_weights:  sinks and ALiBi slopes of each layer
     max_kv_len:    tokens of the longest sequence
     deterministic: whether a sequence's results are bitwise the same in any batch, in every layer
+    device:        torch's name of that device
     table, pool:   the block table (RequestTable), and the KV pages of every layer
     states:        the state slots of recurrent layers
     gate:          begins and ends steps, for callers that replay them as graphs

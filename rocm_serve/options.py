@@ -23,6 +23,10 @@ _OF_DRAFTS = ("draft_tokens", "topk", "sampled_drafts")
 class EngineOptions(AttentionOptions):
     """How a model is served. Options change the text only through rounding, and by sampled_drafts.
 
+    Fields mean what the flags of `rocm-attn serve` with their names do (docs/serve_flags.md), except one:
+
+    capture_after: see StepRunner; None: graphs.eager_steps_before_capture()
+
     Raises BadSetting.
     """
 

@@ -5,7 +5,7 @@
 #   bash docker/ci/rocm.sh build        the image for tests; AITER is compiled once a machine and kept
 #   bash docker/ci/rocm.sh test         the tests on the GPU; the report is in reports/
 #   bash docker/ci/rocm.sh after        removes this job's container, fails where a GPU is in use, makes room on the disk
-#   bash docker/ci/rocm.sh emulator     the tests of a GPU on AMD's emulator; needs no GPU: see docs/deployment.md
+#   bash docker/ci/rocm.sh emulator     the tests of a GPU on AMD's emulator; needs no GPU; never tried
 #
 #   RUNNER_NAME     names this runner, so that its own containers are found again (the host's name)
 #   CONTAINER       the container's name (rocm-attn-tests-RUNNER_NAME)

@@ -72,6 +72,7 @@ class RopeTable:
 
         inv_freq: float32 [n / 2], radians per position; 0 for a pair that is not rotated
         factor:   factor on cosines and sines (YaRN's attention factor)
+        Raises ValueError if inv_freq has another shape or dtype.
         """
         if inv_freq.dim() != 1 or inv_freq.dtype != torch.float32:
             raise ValueError(f"inv_freq is {inv_freq.dtype} {list(inv_freq.shape)}; it must be torch.float32 [pairs]")

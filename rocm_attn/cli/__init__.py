@@ -26,7 +26,7 @@ _REMEDIES = {
     "huggingface_hub": installing(".", "hub"),
     **dict.fromkeys(("jinja2", "rocm_serve", "safetensors", "tokenizers"), installing("rocm_serve")),
     **dict.fromkeys(("fastapi", "pydantic", "starlette", "uvicorn"), installing("rocm_serve", "server")),
-    **dict.fromkeys(("httpx", "matplotlib"), installing("rocm_lab", "bench")),
+    "matplotlib": installing("rocm_lab", "bench"),
     "triton": "it compiles kernels; torch for a GPU brings it; with torch for CPUs run: pip install 'triton>=3.6'",
 }
 

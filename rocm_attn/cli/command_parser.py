@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from rocm_attn.cli.vllm_flags import FROM_VLLM
+from rocm_attn.cli.vllm_flags import FROM_VLLM, WITHOUT
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -48,6 +48,8 @@ class CommandParser(argparse.ArgumentParser):
         if name in FROM_VLLM:
             ours = [flag for flag in FROM_VLLM[name] if flag in own]
             hint = f"; vLLM's {name} is {' and '.join(ours)} here" if ours else ""
+        elif name in WITHOUT:
+            hint = f"; {WITHOUT[name]}"
         elif not name.startswith("-") and "--model" in own:  # as of `vllm serve MODEL`
             hint = f"; if that is the model, give it as --model {name}"
         else:

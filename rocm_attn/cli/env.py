@@ -92,7 +92,8 @@ def environment() -> dict[str, Any]:
 
 def _aiter_version() -> str | None:
     """AITER's version. The distribution is amd-aiter; the registry's "aiter" is another project of that name."""
-    if importlib.util.find_spec("aiter") is None:
+    spec = importlib.util.find_spec("aiter")
+    if spec is None or spec.origin is None:  # a folder without code, such as a clone in the working directory
         return None
     return version_of("amd-aiter") or "of unknown version; the distribution amd-aiter is not installed"
 

@@ -225,8 +225,9 @@ def _with_measured_choices(target: Target, named: str | None) -> tuple[Target, s
     named: the file, or "off"; if not given, the file that a runtime would read: if it is bad, none of its rows serve
     """
     if named is None:
-        place = place_of(settings().tuning)
-        if place is None or not os.path.isfile(place):
+        chosen = settings().tuning
+        place = place_of(chosen)
+        if place is None or (not chosen and not os.path.isfile(place)):
             return target, ""
         try:
             return with_choices_of(target, place)

@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` -> ours, for a refusal that names the right one and for the page of the server's flags."""
+"""Flags of `vllm serve` -> ours, or why there is none: for a refusal's hint and for the page of the server's flags."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ FROM_VLLM: dict[str, tuple[str, ...]] = {
     "--max-num-batched-tokens": ("--chunk",),
     "--gpu-memory-utilization": ("--gpu-memory-share",),
     "--kv-cache-memory-bytes": ("--kv-bytes",),
+    "--kv-offloading-size": ("--host-kv-bytes",),
     "--num-gpu-blocks-override": ("--num-pages",),
     "--block-size": ("--page-size",),
     "--kv-cache-dtype": ("--kv-dtype", "--kv-scales"),
@@ -33,4 +34,15 @@ FROM_VLLM: dict[str, tuple[str, ...]] = {
     "--generation-config": ("--generation-config",),
     "--enable-log-requests": ("--access-log",),
     "--otlp-traces-endpoint": ("--traces",),
+}
+
+# Flags that have no other name here -> why.
+WITHOUT = {
+    "--trust-remote-code": "no code of a model's folder is ever run",
+    "--quantization": "a .gguf file brings its own; other quantised weights are not served",
+    "--data-parallel-size": "start several servers behind a gateway (docs/scale.md)",
+    "--pipeline-parallel-size": "layers are not divided among GPUs; use --tp",
+    "--enable-lora": "adapters are not served; merge them into the weights",
+    "--cpu-offload-gb": "weights stay on the GPU",
+    "--limit-mm-per-prompt": "only the text part of a model is served",
 }

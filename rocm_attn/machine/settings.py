@@ -48,8 +48,20 @@ class Variable:
     @classmethod
     def of_words(cls, name: str, read_by: str, words: tuple[str, ...], effect: str) -> Variable:
         """Makes a variable that takes one of some words."""
-        *others, last = (f"`{word}`" for word in words)
-        return cls(name, read_by, f"{', '.join(others)} or {last}", f"`{words[0]}`", effect, words)
+        quoted = tuple(f"`{word}`" for word in words)
+        return cls(name, read_by, _choice(quoted), quoted[0], effect, words)
+
+    def word(self, environment: Mapping[str, str]) -> str:
+        """Returns the value in an environment: one of the words, the first if it is not set. Raises BadSetting."""
+        value = environment.get(self.name, "").strip() or self.words[0]
+        if value not in self.words:
+            raise BadSetting(f"{self.name} is {value!r}; it must be {_choice(self.words)}")
+        return value
+
+
+def _choice(words: tuple[str, ...]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} or {last}"
 
 
 # Every variable that users set, also those of the distributions beside this one.
@@ -116,7 +128,8 @@ VARIABLES = (
     ),
 )
 
-_SWITCH = {"": False, "0": False, "1": True}
+# Name -> variable, of those that take one of some words.
+CHOICES = {each.name: each for each in VARIABLES if each.words}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,22 +207,14 @@ def check_fields(given: Any, error: type[RocmAttnError], of: str = "") -> None:
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """The settings in an environment. Raises BadSetting."""
     return Settings(
-        debug=_switched(environment, DEBUG),
+        debug=CHOICES[DEBUG].word(environment) == "1",
         disable_guards=_listed(environment, DISABLE_GUARDS),
         disable_plugins=_listed(environment, DISABLE_PLUGINS),
         take_backends=_listed(environment, TAKE_BACKENDS),
         tuning=environment.get(TUNING, "").strip(),
-        watch_states=_switched(environment, WATCH_STATES),
-        untested_engines=_switched(environment, UNTESTED_ENGINES),
+        watch_states=CHOICES[WATCH_STATES].word(environment) == "1",
+        untested_engines=CHOICES[UNTESTED_ENGINES].word(environment) == "1",
     )
-
-
-def _switched(environment: Mapping[str, str], variable: str) -> bool:
-    """True if a variable is 1. Raises BadSetting."""
-    value = environment.get(variable, "").strip()
-    if value not in _SWITCH:
-        raise BadSetting(f"{variable} is {value!r}; it must be 0 or 1")
-    return _SWITCH[value]
 
 
 def _listed(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
@@ -218,7 +223,7 @@ def _listed(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
 
 
 def misspelt(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that nobody reads and that look like one that is read, with the name that was probably meant."""
+    """The variables that are not read and look like one that is, with the name that was probably meant."""
     known = [variable.name for variable in VARIABLES]
     unknown = [name for name in environment if name.startswith(PREFIX) and name not in known]
     meant = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.85) for name in unknown}

@@ -38,6 +38,7 @@ class RequestTable:
     max_num_rows: most requests admitted at a time, at least max_num_seqs (row 0 is extra); 0: max_num_seqs
     max_kv_len:   most tokens of a row
     num_pages:    pages of the full space's pool, the reserved page 0 included
+    page_size:    tokens in a page
     windows:      sliding-window spaces, whose pages are freed when they have left the window
     recurrent:    recurrent layers, which keep a state per row in place of pages
 

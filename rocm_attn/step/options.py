@@ -35,7 +35,7 @@ class RuntimeOptions:
     swa_kept:        tokens before the window that stay in that pool: at least the number of tokens that a sequence may
                      be rolled back by, for instance the rejected draft tokens of a verify step
     first_swa_page:  the first page id of that pool in use. From num_pages on, no id is used in both pools
-    provider:        "auto", "torch", "triton" or "aiter"
+    provider:        "auto", "cpu", "torch", "triton" or "aiter"
     capture_sizes:   sequence counts that decode steps are padded to and may be captured at; None: default_ladder() up
                      to max_num_seqs. Memory is reserved for all steps that may be captured; other steps run eagerly. To
                      run without graphs, use a StepRunner whose recorder is None

@@ -61,8 +61,8 @@ def _add_status(app: FastAPI, generations: Generations, model: ServedModel, heal
     scrape = Scrape(generations, model.name, health)
 
     @app.get("/health")
-    async def of_health() -> Response:
-        """Returns 200 if the server is well, and 503 if the engine has ended or the server fails; see health.py."""
+    async def server_health() -> Response:
+        """Returns 200 if the server is well, and 503 with the reason if the engine has ended or the server fails."""
         generations.front.check()
         if health.trouble:
             return _failing(health)
@@ -103,7 +103,7 @@ def _failing(health: Health) -> Response:
 
 def _add_truth(app: FastAPI, truth: TruthProbe) -> None:
     @app.get("/health/truth")
-    async def of_truth() -> Response:
+    async def layers_truth() -> Response:
         """Returns the truth probe's verdict on each layer, with 503 if any is wrong."""
         verdict, age = await truth.verdict()
         content = {**verdict.as_dict(), "age_seconds": round(age, 3)}

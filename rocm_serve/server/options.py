@@ -132,7 +132,7 @@ class ServerOptions:
     )
     access_log: bool = option(
         False,
-        "write a line of JSON per request to stderr; requests that fail through the server's fault always get one",
+        "write a line of JSON per request to stderr; a request that is answered 500 or above always gets one",
     )
     traces: bool = option(
         False,

@@ -312,7 +312,7 @@ class ServedModel:
         requested, most = num_prompts * n, min(self.options.max_choices, self.options.max_requests)
         if requested > most:
             raise bad_request(
-                f"the request asks for {requested} answers ({num_prompts} prompts, n is {n}) and this server allows "
+                f"the request asks for {requested} answers (prompts: {num_prompts}, n: {n}) and this server allows "
                 f"at most {most}; split it",
                 "n",
             )

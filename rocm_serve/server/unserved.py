@@ -72,6 +72,7 @@ FIELDS: Mapping[str, Unserved] = {
     "lora_path": Unserved("a server has one model, without adapters; merge them into its weights", (None,)),
     "kv_transfer_params": Unserved("KV stays in the server that computed it", (None,)),
     "ebnf": Unserved("grammars are given as structured_outputs here", (None,)),
+    "structural_tag": Unserved("functions are given as tools here, and formats as structured_outputs", (None,)),
 }
 
 _KEPT = "the server keeps no answers; send the earlier items in input"

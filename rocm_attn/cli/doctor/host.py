@@ -5,7 +5,7 @@ from __future__ import annotations
 from rocm_attn.cli.doctor.finding import Diagnosis, machine_check, ok, problem, skipped, warning
 from rocm_attn.cli.doctor.machine import Folder, Machine
 from rocm_attn.errors import BadSetting
-from rocm_attn.machine.settings import DISABLE_GUARDS, misspelt, read_settings
+from rocm_attn.machine.settings import CHOICES, DISABLE_GUARDS, misspelt, read_settings
 
 _NO_AMD = "no AMD GPU and no torch for ROCm"
 # Docker's default is 64 MiB; RCCL and the worker processes of a serving engine take gigabytes.
@@ -119,10 +119,12 @@ def _debug_switches(machine: Machine) -> Diagnosis:
     return ok("no debugging variable is set")
 
 
-@machine_check("safeguards", "this project's own variables", "docs/guards.md")
+@machine_check("safeguards", "this project's own variables", "docs/environment.md")
 def _settings(machine: Machine) -> Diagnosis:
     try:
         settings = read_settings(machine.environment)
+        for variable in CHOICES.values():  # also those that only plug-ins read
+            variable.word(machine.environment)
     except BadSetting as error:
         return problem(str(error), "set the variable to an allowed value, or unset it")
     if settings.disable_guards:

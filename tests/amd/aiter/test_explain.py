@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rocm_attn.cli import main
+from rocm_attn.cli import explain, main
 from rocm_attn.cli.arguments import requested_target
 from rocm_attn.machine.aiter_marks import MARKS
+from rocm_attn.machine.settings import Settings
 from rocm_attn.selection.table import markdown
 from tests.amd.aiter.explained import GOLDEN, MODELS, PAGE, config_of, explained, page_with_table, place
 from tests.amd.house.source_tree import ROOT
@@ -54,6 +55,15 @@ def run(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> tuple[
     """Returns exit code, stdout and stderr of `rocm-attn explain` on a published config."""
     code = main(["explain", str(config_of(model)), *options])
     return code, *capsys.readouterr()
+
+
+def test_a_file_of_tiles_that_the_environment_names_and_that_is_missing_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explain, "settings", lambda: Settings(tuning=str(tmp_path / "missing.json")))
+    code, said, _ = run(capsys, "llama-3-8b", "--arch", "gfx942")
+    assert code == 0
+    assert "missing.json; name one that `rocm-attn tune` wrote, or off; the built-in tiles are used" in said
 
 
 # Phi-3-medium-128k: its window is as long as its context.

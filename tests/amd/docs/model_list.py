@@ -16,7 +16,7 @@ class Named:
     """Models by the name that users know.
 
     architectures: their class in config.json, one or several
-    weights: a clause about published weights that the engine does not read; empty if it reads them
+    weights: a clause about published weights, if the engine does not read them, or reads them as another class
     """
 
     name: str
@@ -25,11 +25,12 @@ class Named:
 
 
 _FP8 = "published in FP8: convert to bfloat16 first"
+_GGUF = "yes, GGUF too"
 
 MODELS = (
     Named("Llama 2, 3, 3.1, 3.2, 3.3 (text)", ("LlamaForCausalLM",)),
     Named("Llama 4", ("Llama4ForConditionalGeneration", "Llama4ForCausalLM")),
-    Named("Mistral 7B, Ministral, Mistral Nemo, Mistral Small 3", ("MistralForCausalLM",)),
+    Named("Mistral 7B, Ministral, Mistral Nemo, Mistral Small 3", ("MistralForCausalLM",), _GGUF),
     Named("Mixtral 8x7B, 8x22B", ("MixtralForCausalLM",)),
     Named("Phi-3, Phi-3.5, Phi-4", ("Phi3ForCausalLM",)),
     Named("Qwen2, Qwen2.5, QwQ", ("Qwen2ForCausalLM",)),
@@ -84,7 +85,7 @@ _TRIED_HYBRIDS = ("Qwen3NextForCausalLM",)
 def _row(model: Named) -> str:
     family = FAMILIES[model.architectures[0]]
     decoder = family.decoder
-    engine = "no" if decoder is None else model.weights or ("yes, GGUF too" if decoder.gguf else "yes")
+    engine = "no" if decoder is None else model.weights or (_GGUF if decoder.gguf else "yes")
     plugins = "yes"
     if family.attention is compressed_layers:
         plugins = "no"

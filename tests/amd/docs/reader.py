@@ -30,7 +30,12 @@ else:
     import tomli as tomllib
 
 OURS = {"rocm-attn": ROOT, "rocm-serve": ROOT / "rocm_serve", "rocm-lab": ROOT / "rocm_lab"}
-_FOLDERS = {".": "rocm-attn", "./rocm_serve": "rocm-serve", "./rocm_lab": "rocm-lab"}
+_PLACES = {
+    ".": "rocm-attn",
+    "wheels/rocm_attn-*.whl": "rocm-attn",
+    "./rocm_serve": "rocm-serve",
+    "./rocm_lab": "rocm-lab",
+}
 # A line of a block, or code within a sentence, which a line's end may break.
 _PIP_INSTALL = re.compile(r"^pip install ((?:\\\n|[^\n#])+)|`pip install\s([^`]+)`", re.MULTILINE)
 _OPTIONS_WITH_VALUES = ("--index-url", "--find-links")
@@ -49,7 +54,7 @@ def asked_for(text: str) -> frozenset[str]:
                 next(words)
             elif not word.startswith("-"):
                 name, bracket, extras = word.partition("[")
-                found.add(_FOLDERS.get(name, name) + bracket + extras)
+                found.add(_PLACES.get(name, name) + bracket + extras)
     return frozenset(found)
 
 

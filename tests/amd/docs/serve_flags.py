@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 
 from rocm_attn.cli.parser import build_parser
-from rocm_attn.cli.vllm_flags import FROM_VLLM
+from rocm_attn.cli.vllm_flags import FROM_VLLM, WITHOUT
 from rocm_lab.page_parts import with_part, with_rows
 from tests.amd.docs.pages import DOCS
 
 PAGE = DOCS / "serve_flags.md"
-
-# Flags of `vllm serve` that have no other name here.
-WITHOUT = {
-    "--trust-remote-code": "no code of a model's folder is ever run",
-    "--quantization": "a `.gguf` file brings its own; other quantised weights are not served",
-    "--data-parallel-size": "start several servers behind [the gateway](scale.md)",
-    "--pipeline-parallel-size": "layers are not divided among GPUs; use `--tp`",
-    "--enable-lora": "adapters are not served; merge them into the weights",
-    "--swap-space, --cpu-offload-gb": "K, V and weights stay on the GPU",
-    "--limit-mm-per-prompt": "only the text part of a model is served",
-}
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -54,7 +44,9 @@ def page() -> str:
     for theirs, flags in {"MODEL": ("--model",), **FROM_VLLM}.items():
         assert all(ours[flag] for flag in flags)
         lines.append(f"| `{theirs}` | {', '.join(f'`{flag}`' for flag in flags)} |\n")
-    lines += [f"| `{theirs.replace(', ', '`, `')}` | {reason} |\n" for theirs, reason in WITHOUT.items()]
+    for theirs, reason in WITHOUT.items():
+        linked = re.sub(r"\(docs/(\w+\.md)\)", r"([how](\1))", reason)
+        lines.append(f"| `{theirs}` | {linked} |\n")
     return with_rows(with_part(PAGE.read_text(), "flags", "\n".join(parts)), "vllm", lines)
 
 

@@ -503,6 +503,9 @@ BROKEN = {
     "a setting with a typo": _problem(
         _with(ROCM_ATTN_DEBUG="yes"), "safeguards", "it must be 0 or 1", "an allowed value"
     ),
+    "a provider that plug-ins do not have": _problem(
+        _with(ROCM_ATTN_PROVIDER="cpu"), "safeguards", "it must be auto, triton, aiter or torch", "an allowed value"
+    ),
     "a variable with a typo": _warning(
         _with(ROCM_ATTN_PROVIDR="aiter"), "safeguards", "ROCM_ATTN_PROVIDR", "rename ROCM_ATTN_PROVIDR to"
     ),

@@ -1,4 +1,4 @@
-"""The installed Triton's version, under each name of its distribution, and layers that a release compiles wrongly."""
+"""The installed Triton's version, under each name of its distribution, and layers that it compiles wrongly; AITER's."""
 
 import sys
 from dataclasses import replace
@@ -29,6 +29,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Returns the only folder of distributions, empty at first."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     return tmp_path
+
+
+def test_a_clone_of_aiter_in_the_working_directory_is_no_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "aiter" / "aiter").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert environment()["versions"]["aiter"] is None
 
 
 @pytest.mark.parametrize("name", TRITON_DISTRIBUTIONS)

@@ -4,6 +4,7 @@ python -m tests.amd.house.interface writes it.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 
@@ -94,7 +95,8 @@ def described(node: ast.stmt) -> list[str]:
             return [_called(node)]
         case ast.ClassDef():
             bases = ", ".join(ast.unparse(base) for base in node.bases)
-            return [f"class {node.name}({bases})" if bases else f"class {node.name}", *_members(node)]
+            head = f"class {node.name}({bases})" if bases else f"class {node.name}"
+            return [head, *_members(node), *_attributes(node)]
     return [ast.unparse(node)]
 
 
@@ -114,6 +116,22 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
                 yield f"    {name}: {ast.unparse(member.annotation)}{_default(member.value)}"
             case ast.Assign(targets=[ast.Name(id=name)]) if not name.startswith("_"):
                 yield f"    {ast.unparse(member)}"
+
+
+def _attributes(node: ast.ClassDef) -> Iterator[str]:
+    """Yields a line with the attributes that __init__ sets and the class's docstring describes, in its order."""
+    declared = {ast.unparse(member.target) for member in node.body if isinstance(member, ast.AnnAssign)}
+    makers = [member for member in node.body if isinstance(member, ast.FunctionDef) and member.name == "__init__"]
+    stored = {
+        ast.unparse(each)
+        for maker in makers
+        for each in ast.walk(maker)
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+    }
+    described = re.findall(r"^(?:[a-z]\w*, )*[a-z]\w*(?=:)", ast.get_docstring(node) or "", re.MULTILINE)
+    names = [name for line in described for name in line.split(", ")]
+    if made := [name for name in names if f"self.{name}" in stored and name not in declared]:
+        yield f"    attributes of an object: {', '.join(made)}"
 
 
 def _default(value: ast.expr | None) -> str:

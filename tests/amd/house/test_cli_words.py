@@ -33,6 +33,7 @@ from tests.amd.house.test_cli import LLAMA, config_file
         (["serve", "--enable-prefix-caching"], "vLLM's --enable-prefix-caching is --prefix-caching here"),
         (["serve", "--tensor-parallel-size", "8"], "vLLM's --tensor-parallel-size is --tp here"),
         (["capture-plan", "config.json", "--max-num-seqs=4"], "vLLM's --max-num-seqs is --max-batch-size here"),
+        (["serve", "--enable-lora"], "unrecognized arguments: --enable-lora; adapters are not served; merge them into"),
         (["serve", "--api-key=SECRET"], "unrecognized arguments: --api-key; vLLM's --api-key is --api-key-file here"),
         (
             ["serve", "--api-key", "SECRET"],

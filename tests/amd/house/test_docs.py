@@ -138,6 +138,14 @@ def texts_of_the_tree() -> dict[str, str]:
     return found
 
 
+@each_page
+def test_an_installation_of_the_engine_installs_the_library_too(page: Path) -> None:
+    commands = re.findall(
+        r"pip\s+install\s([^`#\n]*rocm.serve[^`#\n]*)", page.read_text().replace("install\n", "install ")
+    )
+    assert [each for each in commands if not re.search(r"(^|\s)\.\s|rocm_attn-", each)] == []
+
+
 def test_nobody_is_reported_to_install_a_name_that_is_on_no_index() -> None:
     texts = texts_of_the_tree()
     assert {"README.md", "docs/vllm.md", "docker/Dockerfile", "scripts/demo.sh", ".ci/run"} <= set(texts)

@@ -304,8 +304,8 @@ def test_as_many_messages_as_are_read_reach_the_template(server: Running) -> Non
         ([-1] * 21, "context_length_exceeded", "the prompt has 21 tokens and this server allows at most 20"),
         ([[-1] * 21], "context_length_exceeded", "the prompt has 21 tokens and this server allows at most 20"),
         ([[1], [-1] * 21], "context_length_exceeded", "the prompt has 21 tokens and this server allows at most 20"),
-        ([[-1]] * 5, "invalid_value", "5 prompts, n is 1"),
-        (["w1", *[5] * 4], "invalid_value", "5 prompts, n is 1"),
+        ([[-1]] * 5, "invalid_value", "prompts: 5, n: 1"),
+        (["w1", *[5] * 4], "invalid_value", "prompts: 5, n: 1"),
     ],
     ids=["ids", "one of ids", "several of ids", "prompts", "texts"],
 )

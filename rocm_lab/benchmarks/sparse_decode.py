@@ -157,7 +157,9 @@ def prepared(case: SparseCase, target: Target) -> SparseTensors:
     )
     sparse = select(problem, target, "triton", pool=PoolSize(num_pages, case.kv_len, case.num_seqs)).sparse
     assert sparse is not None
-    assert isinstance(sparse.indexer, TritonIndexer)
+    assert sparse.selecting is not None
+    indexer = sparse.selecting.keys
+    assert isinstance(indexer, TritonIndexer)
     shape = PaddedShape(StepKind.DECODE, case.num_seqs, case.num_seqs)
     units = torch.empty(case.num_seqs, indexing.sets, indexing.width, dtype=torch.int32, device=_DEVICE)
     selection = SelectedKeys(units, torch.empty_like(units[:, :, 0]), indexing.unit_tokens)
@@ -173,8 +175,8 @@ def prepared(case: SparseCase, target: Target) -> SparseTensors:
         sinks=None,
         workspace=torch.empty(sparse.selected.workspace_words(shape), device=_DEVICE),
     )
-    workspace = torch.empty(sparse.indexer.workspace_words(shape), device=_DEVICE)
-    return SparseTensors(case, sparse.indexer, sparse.selected, index, selection, workspace, attention)
+    workspace = torch.empty(indexer.workspace_words(shape), device=_DEVICE)
+    return SparseTensors(case, indexer, sparse.selected, index, selection, workspace, attention)
 
 
 def pieces(made: SparseTensors) -> dict[str, tuple[Callable[[], None], int]]:

@@ -114,7 +114,8 @@ def is_loopback(host: str) -> bool:
 def _read(path: Path) -> list[str]:
     try:
         # A byte that is no UTF-8 may be in a comment; in a key it is refused like other characters beyond ASCII.
-        lines = path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
+        # str.splitlines would also end a comment at U+0085 and the like, and take its rest for a key.
+        lines = path.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n")
     except OSError as error:
         raise BadSetting(
             f"the API keys in {path} cannot be read ({reason_of(error)}); give a file with one per line"

@@ -370,6 +370,9 @@ def test_keys_are_read_from_a_file(tmp_path: Any) -> None:
             keys_from(ServerOptions(api_key_file=file), {})
     file.write_bytes(b"\xef\xbb\xbf# na\xefve\n" + KEYS[0].encode() + b"\r\n")
     assert keys_from(ServerOptions(api_key_file=file), {}) == ApiKeys.of(list(KEYS[:1]))
+    for odd in ("\x0b", "\x0c", "\x1c", "\x85", "\u2028"):
+        file.write_text(f"# a comment ends with its line,{odd}not-before\n{KEYS[0]}\n", encoding="utf-8")
+        assert keys_from(ServerOptions(api_key_file=file), {}) == ApiKeys.of(list(KEYS[:1]))
     file.write_bytes(KEYS[0].encode() + b"\xc3\n")
     with pytest.raises(BadSetting, match="API key 1 cannot be used; a key has at least 8 printable ASCII characters"):
         keys_from(ServerOptions(api_key_file=file), {})

@@ -79,7 +79,7 @@ def check_by_openais_types(response: Any) -> None:
     """OpenAI's own client reads an answer: whole ones, the chunks of streams, and errors."""
     kind = response.headers["content-type"][0].partition(";")[0]
     if kind == "text/event-stream":
-        events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+        events = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
         if events[-1] == "[DONE]":
             events.pop()
         else:

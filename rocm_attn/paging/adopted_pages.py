@@ -82,7 +82,6 @@ class AdoptedPages:
     page_strides:     True if pages may be strided; the last stride is 1
     even_slots:       True if all slots of such pages lie at equal distances
     binds_calls:      True if a layer's pages may change at each call; fill() then does not know their number
-    bound:            the pages of each layer; None: none yet, or its owner has let them go after a call
     in_every_layer:   space -> int32 [1], on the device, which graphs read: the fewest pages of a bound layer
     aligned_sides, aligned_rows: layers whose K and V must begin at multiples of 16 bytes, and layers whose pages must
                                  have aligned rows, each with the name of the kernel that needs it
@@ -111,6 +110,7 @@ class AdoptedPages:
         self._fewest = dict.fromkeys(spaces, num_pages)
         self.aligned_sides: dict[int, str] = {}
         self.aligned_rows: dict[int, str] = {}
+        # Of each layer. None: it has none yet, or the package has let them go after a call.
         self.bound: list[LayerPages | None] = [None] * len(problems)
         self._index: list[LayerPages | None] = [None] * len(problems)
 

@@ -595,8 +595,8 @@ def block_size(args: ProductArgs, compute_units: int) -> BlockSize:
 
     size = min(_WIDE, _HALF, _QUARTER, key=time)
     has_several = _blocks(args, _WIDE, num_pairs) >= _SEVERAL * compute_units
-    # With less than half a block of an expert's pairs on average, few blocks have the third group.
-    return _TALL if size is _WIDE and has_several and 2 * num_pairs >= _BLOCK_ROWS * len(args.weight) else size
+    # With up to half a block of an expert's pairs on average, few blocks have the third group.
+    return _TALL if size is _WIDE and has_several and 2 * num_pairs > _BLOCK_ROWS * len(args.weight) else size
 
 
 def launch_hopper_expert_product(args: ProductArgs, *, compute_units: int) -> None:

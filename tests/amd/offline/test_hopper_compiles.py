@@ -258,18 +258,22 @@ def test_the_product_of_experts_does_too(gate: GateForm | None, size: int) -> No
 @pytest.mark.parametrize("experts", [(8, 2, 4160), (8, 2, 12800), (64, 6, 1856), (512, 10, 1088)], ids=str)
 def test_a_product_of_experts_has_no_variant_that_powers_of_two_have_not(experts: tuple[int, int, int]) -> None:
     """Kernels are compiled ahead for prompts of 1, 2, 4, ... tokens."""
-    from rocm_attn.kernels.hopper.expert_product import block_size
-
-    num, chosen, width = experts
-    weight = torch.empty(1, device="meta").expand(num, width, 64)
-
-    def size_of(tokens: int) -> tuple[int, ...]:
-        x, out = weight[0, :1].expand(tokens, 64), weight[0, :, :1].t().expand(tokens * chosen, width)
-        return block_size(ProductArgs(x, weight, None, out, None, x, x, None), 132)
-
-    ahead = {size_of(1 << power) for power in range(13)}
-    assert {size_of(tokens) for tokens in range(1, 1 << 12)} <= ahead
+    ahead = {block_size(1 << power, *experts) for power in range(13)}
+    assert {block_size(tokens, *experts) for tokens in range(1, 1 << 12)} <= ahead
     assert len(ahead) > 1
+
+
+def test_blocks_have_a_third_group_of_pairs_where_experts_have_pairs_for_it() -> None:
+    assert [block_size(tokens, 512, 10, 1024)[1] for tokens in (32, 256, 2048, 8192)] == [2, 2, 2, 3]
+
+
+def block_size(tokens: int, experts: int, chosen: int, width: int) -> tuple[int, ...]:
+    """Returns columns, groups of pairs and stages of a product's blocks on an H200."""
+    from rocm_attn.kernels.hopper import expert_product
+
+    weight = torch.empty(1, device="meta").expand(experts, width, 64)
+    x, out = weight[0, :1].expand(tokens, 64), weight[0, :, :1].t().expand(tokens * chosen, width)
+    return expert_product.block_size(ProductArgs(x, weight, None, out, None, x, x, None), 132)
 
 
 def blank_selected(case: SelectedCase) -> SelectedArgs:

@@ -136,7 +136,9 @@ class PlannedAttention:
         if not num_pages:
             _see_nothing(inputs)
             return
-        geometry = replace(geometry, sinks=inputs.sinks is not None).scaled(scale_value)
+        if geometry.sinks != (inputs.sinks is not None):
+            geometry = replace(geometry, sinks=inputs.sinks is not None)
+        geometry = geometry.scaled(scale_value)
         attention = self._begin(batch, geometry)
         assert self._geometry is not None
         self._ran.add(_Run(self._geometry, geometry))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -163,25 +164,30 @@ class Geometry:
 
     def problem(self, *, causal: bool, masked: bool) -> Problem:
         """Returns the problem that kernels are chosen for. masked: steps bring a mask of cells in place of the rest"""
-        return Problem(
-            self.num_q_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            self.dtype,
-            self.page_size,
-            v_head_dim=self.v_head_dim,
-            scale=self.scale,
-            window_left=UNLIMITED_WINDOW if masked else self.window_left,
-            window_right=0 if causal else UNLIMITED_WINDOW if masked else self.window_right,
-            logits_soft_cap=self.soft_cap,
-            has_sinks=self.sinks,
-            has_alibi_slopes=self.alibi,
-            custom_mask=masked,
-            pool=self.pool,
-            kv_encoding=_EIGHT_BITS.get(self.kv_dtype, KVEncoding.LIKE_Q),
-            kv_scales=Scales.LAYER if self.is_coded else Scales.NONE,
-            wants_lse=True,
-        )
+        return _problem_of(self, causal, masked)
+
+
+@lru_cache(maxsize=256)  # each run() asks for it, and the checks of a new one take as long as a launch
+def _problem_of(geometry: Geometry, causal: bool, masked: bool) -> Problem:
+    return Problem(
+        geometry.num_q_heads,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        geometry.dtype,
+        geometry.page_size,
+        v_head_dim=geometry.v_head_dim,
+        scale=geometry.scale,
+        window_left=UNLIMITED_WINDOW if masked else geometry.window_left,
+        window_right=0 if causal else UNLIMITED_WINDOW if masked else geometry.window_right,
+        logits_soft_cap=geometry.soft_cap,
+        has_sinks=geometry.sinks,
+        has_alibi_slopes=geometry.alibi,
+        custom_mask=masked,
+        pool=geometry.pool,
+        kv_encoding=_EIGHT_BITS.get(geometry.kv_dtype, KVEncoding.LIKE_Q),
+        kv_scales=Scales.LAYER if geometry.is_coded else Scales.NONE,
+        wants_lse=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

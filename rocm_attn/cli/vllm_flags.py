@@ -40,7 +40,7 @@ FROM_VLLM: dict[str, tuple[str, ...]] = {
 WITHOUT = {
     "--trust-remote-code": "no code of a model's folder is ever run",
     "--quantization": "a .gguf file brings its own; other quantised weights are not served",
-    "--data-parallel-size": "start several servers behind a gateway (docs/scale.md)",
+    "--data-parallel-size": "start several servers and a gateway that shares requests among them (docs/scale.md)",
     "--pipeline-parallel-size": "layers are not divided among GPUs; use --tp",
     "--enable-lora": "adapters are not served; merge them into the weights",
     "--cpu-offload-gb": "weights stay on the GPU",

@@ -110,7 +110,7 @@ class AdoptedPages:
         self._fewest = dict.fromkeys(spaces, num_pages)
         self.aligned_sides: dict[int, str] = {}
         self.aligned_rows: dict[int, str] = {}
-        # Of each layer. None: it has none yet, or the package has let them go after a call.
+        # A layer has None before its first pages, and after a call whose pages were let go.
         self.bound: list[LayerPages | None] = [None] * len(problems)
         self._index: list[LayerPages | None] = [None] * len(problems)
 

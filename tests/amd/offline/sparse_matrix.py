@@ -134,7 +134,7 @@ class LayerRow:
         if self.exact:
             bound: BoundSelected = triton_sparse._segments(problem, target, keys)
         else:
-            # So many programs that every row is cut in several parts.
+            # With 16 programs for each token, every row is cut in several parts.
             bound = replace(triton_sparse._selected(problem, target, keys), programs=16 * NUM_TOKENS)
         args = SelectedArgs(
             q=q,

@@ -118,8 +118,8 @@ def test_tiles_of_short_prefills_are_launched_once_and_early_and_spill_hardly_an
         assert code.shared_bytes <= target.lds_bytes
 
 
-OF_ONE_ROW = ("_add_norm", "_normed_product", "_row_product")
-OF_A_MODEL = ("_few_rows", "_gate", *OF_ONE_ROW)
+READ_WEIGHTS = ("_add_norm", "_few_rows", "_normed_product", "_row_product")
+OF_A_MODEL = ("_gate", *READ_WEIGHTS)
 
 
 def compiled_of(arch: str, names: Sequence[str]) -> dict[str, CompiledKernel]:
@@ -132,9 +132,9 @@ def compiled_of(arch: str, names: Sequence[str]) -> dict[str, CompiledKernel]:
 
 @pytest.mark.fast
 def test_kernels_of_a_model_wait() -> None:
-    """Norms and products of one row load weights before they wait, which no launch of a step writes."""
+    """Norms, and products of one row and of a few, load weights before they wait, which no launch of a step writes."""
     for name, kernel in compiled_of("sm_90", OF_A_MODEL).items():
-        assert_waits(kernel, reads_before=name.removesuffix("_kernel") in OF_ONE_ROW)
+        assert_waits(kernel, reads_before=name.removesuffix("_kernel") in READ_WEIGHTS)
         ptx = kernel.asm["ptx"]
         assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
 

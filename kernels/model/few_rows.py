@@ -65,14 +65,17 @@ def _few_rows_kernel(
     for at in tl.range(FIRST, IN // PARTS, STEP, num_stages=STAGES):
         given = tl.load(inputs + at + element, mask=is_row, other=0.0)
         acc = tl.dot(tl.load(weights + at + element), tl.trans(given), acc, input_precision="ieee")
+    # Where the loop is empty, Triton takes a product plus a bias for a product that starts with the bias. A transposed
+    # product it leaves, so a sum has one order.
+    acc = tl.trans(acc)
     if bias is not None:
         # Parts have one sum.
-        acc += tl.load(bias + weight_row, mask=of_both >= part * SIDES * OUTPUTS, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + weight_row, mask=of_both >= part * SIDES * OUTPUTS, other=0.0).to(tl.float32)[None, :]
     if GATE is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, ROWS)), (1, 2, 0)))
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, OUTPUTS)), (0, 2, 1)))
         acc = gated(gate, up, GATE.kind, GATE.limit, GATE.alpha)
     at = (part * rows + row)[:, None].to(tl.int64) * OUT + (first_output + tl.arange(0, OUTPUTS))[None, :]
-    tl.store(out + at, tl.trans(acc).to(out.dtype.element_ty), mask=is_row)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_row)
 
 
 _variant = repeated_launches(_few_rows_kernel)

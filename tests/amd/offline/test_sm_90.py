@@ -14,6 +14,7 @@ import torch
 from triton.compiler import CompiledKernel
 
 from rocm_attn.batch.step_kinds import StepKind
+from rocm_attn.kernels.model.few_rows import launch_few_rows
 from rocm_attn.kernels.tuning.tiles import DecodeTiles, ExtendTiles
 from rocm_attn.machine.releases import Releases
 from rocm_attn.machine.target import known_target
@@ -137,6 +138,17 @@ def test_kernels_of_a_model_wait() -> None:
         assert_waits(kernel, reads_before=name.removesuffix("_kernel") in READ_WEIGHTS)
         ptx = kernel.asm["ptx"]
         assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+
+
+@pytest.mark.parametrize("num_in", [64, 256, 2048])
+def test_a_bias_is_added_to_a_sum_and_does_not_start_it(num_in: int) -> None:
+    """A deterministic model has other kernels for more rows: there it comes last too."""
+    x, weight, bias, out = (torch.empty(size) for size in ((3, num_in), (64, num_in), (64,), (1, 3, 64)))
+    launch = partial(launch_few_rows, x.half(), weight.half(), bias.half(), out.half(), 132)
+    code = last_compiled_by(launch, "sm_90", ["_few_rows_kernel"])["_few_rows_kernel"].asm["ttir"]
+    first = re.search(r"tt\.dot [^,]+, [^,]+, (%\w+)", code)
+    assert first
+    assert f"{first[1]} = arith.constant dense<0.000000e+00>" in code
 
 
 STORE_AND_EXPERTS = (

@@ -22,7 +22,7 @@ from rocm_lab.waits.effects import Unit
 from rocm_lab.waits.hazards import Facts
 
 # Bytes of a lane that an access of LDS moves, as in ds_read2st64_b64; of exchanges between lanes, one word.
-_LDS_ACCESS = re.compile(r"ds_(?:read|write)(2?)(?:st64)?_(?:b64_tr_)?[biu](\d+)")
+_LDS_ACCESS = re.compile(r"ds_(?:read|write)(2?)(?:st64)?_[biu](\d+)")
 _LOAD = re.compile(r"(?:buffer|global)_(?:load|store|atomic)_(?:lds_)?(?:dword(?:x(\d))?|\w+)")
 _WORD = 4
 

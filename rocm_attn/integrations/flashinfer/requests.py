@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rocm_attn.batch.step_batch import INT32_MAX
 from rocm_attn.errors import BadProblem, BadSetting, BadTensor, Unsupported
-from rocm_attn.integrations.flashinfer.signatures import NVFP4, Given
+from rocm_attn.integrations.flashinfer.signatures import ALWAYS_REFUSED, Given
 from rocm_attn.machine.choices import PROVIDERS
 from rocm_attn.machine.devices import require_tensor
 from rocm_attn.machine.settings import real_number, whole_number
@@ -129,7 +129,7 @@ class Geometry:
         if self.dtype.itemsize == 1:
             raise Unsupported(f"queries in {self.dtype} are not served; pass them in 16 bits")
         if self.kv_dtype == torch.uint8:
-            raise Unsupported(f"K and V in torch.uint8 are not served: {NVFP4}")
+            raise Unsupported(f"K and V in torch.uint8 are not served: {ALWAYS_REFUSED['kv_cache_sf']}")
         if self.kv_dtype != self.dtype and self.kv_dtype not in _EIGHT_BITS:
             raise Unsupported(
                 f"K and V in {self.kv_dtype} with queries in {self.dtype} are not served; give both one dtype, or K "

@@ -19,53 +19,11 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import Unsupported
+from rocm_attn.integrations.flashinfer.names import reasons
 
 DATA = Path(__file__).parent.with_name("flashinfer_signatures.json")
-NVFP4 = "no kernel here reads NVFP4 pages; keep K and V in 16 bits or in FP8"
-_CUDA_SOURCE = "it is CUDA source for FlashInfer's own kernels"
-_MULTI_ITEM = "there is no multi-item scoring; pass its mask as custom_mask"
-_LATENT_CODES = "no kernel here reads eight-bit latent pages with a scale per call; keep them in 16 bits"
-_HEAD_SCALES = "per-head scales belong to eight-bit queries, which no kernel here reads"
-_NO_MASK_OF_ONE = "a decode token sees all of its keys; FlashInfer ignores a mask here"
-_BLOCKS = "use VariableBlockSparseAttentionWrapper"
-
-# Arguments that FlashInfer takes and no kernel here supports -> the reason.
-ALWAYS_REFUSED = {
-    "jit_args": _CUDA_SOURCE,
-    "jit_kwargs": _CUDA_SOURCE,
-    "variant_owns_mask": "it concerns CUDA source for FlashInfer's own kernels",
-    "args": "these are arguments of CUDA source for FlashInfer's own kernels",
-    **dict.fromkeys(("kv_cache_sf", "v_sf_swizzled"), NVFP4),
-    "use_token_head_sf": "scales of tokens lie in a rocm_attn runtime's pages; use one, or scales of the call",
-    "skip_softmax_threshold_scale_factor": "every key counts here; leave it None",
-    "uses_spcompress": "no kernel here has a compressed softmax; leave it None",
-    **dict.fromkeys(("prefix_len_ptr", "token_pos_in_items_ptr", "max_item_len_ptr"), _MULTI_ITEM),
-    "v_indptr": "K and V of a token lie at the same place of their tensors; leave it None",
-    "o_indptr": "a token's output lies where its query lies; leave it None",
-    "scale_q": "no kernel here reads eight-bit queries; pass them in 16 bits",
-    **dict.fromkeys(("scale_k", "scale_v"), _HEAD_SCALES),
-    "skip_softmax": "every key counts here; leave it False",
-    **dict.fromkeys(("ckv_scale", "ckv_scale_arr", "kpe_scale"), _LATENT_CODES),
-    "output_scale": "no kernel here writes eight-bit outputs; scale the output",
-    "bmm1_scale": "the scale is fixed by the plan; give sm_scale to plan()",
-    "bmm2_scale": "scale the output",
-    **dict.fromkeys(("kv_len", "page_table"), "lengths and pages are those of the plan; give them to plan()"),
-    **dict.fromkeys(("custom_mask_d", "packed_custom_mask_d"), _NO_MASK_OF_ONE),
-    **dict.fromkeys(("block_mask", "q2k_indices", "q2k_num"), _BLOCKS),
-    "kv_block_lens": "blocks have one size here; use VariableBlockSparseAttentionWrapper",
-    "use_profiler": "only FlashInfer's kernels are profiled so, and they do not run here; use torch.profiler",
-    "profiler_buffer": "only FlashInfer's kernels write it, and they do not run here",
-}
-# Arguments that some functions here serve and others do not.
-_REFUSED_BY_SOME = {
-    **dict.fromkeys(("q_scale", "k_scale", "v_scale"), "scales of blocks belong to eight-bit queries"),
-    "o_scale": "no kernel here writes eight-bit outputs; scale the output",
-    "scale_mode": _LATENT_CODES,
-    **dict.fromkeys(
-        ("custom_mask_p", "packed_custom_mask_p"),
-        "the step of both is planned without masks; use BatchPrefillWithPagedKVCacheWrapper",
-    ),
-}
+# Arguments that FlashInfer takes -> why they are refused: by each function, and by those here that do not serve them.
+ALWAYS_REFUSED, _REFUSED_BY_SOME = reasons("arguments"), reasons("arguments_of_some")
 
 Result = TypeVar("Result")
 

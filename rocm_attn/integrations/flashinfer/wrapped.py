@@ -15,7 +15,7 @@ from rocm_attn.batch.step_batch import MOST_TOKENS
 from rocm_attn.errors import BadSetting, BadTensor, NeverFits, WrongState
 from rocm_attn.integrations.flashinfer.batch import BatchCapacity, PlannedBatch
 from rocm_attn.integrations.flashinfer.calls import Result, RunArguments, attend
-from rocm_attn.integrations.flashinfer.names import REFUSED_ATTRIBUTES, NotServed, reason_in
+from rocm_attn.integrations.flashinfer.names import REFUSED_ATTRIBUTES, NotServed
 from rocm_attn.integrations.flashinfer.planned import PlannedAttention
 from rocm_attn.integrations.flashinfer.requests import Geometry, ScoreRules, as_out_dtype, check_layout, provider_of
 from rocm_attn.integrations.flashinfer.signatures import Given, as_in_flashinfer
@@ -37,7 +37,7 @@ class Wrapper:
 
         def __getattr__(self, name: str) -> Any:
             """Raises NotServed for attributes of FlashInfer's that engines read and no wrapper here has."""
-            reason = reason_in(REFUSED_ATTRIBUTES, name)
+            reason = REFUSED_ATTRIBUTES.get(name)
             if reason is not None:
                 raise NotServed(f"{type(self).__name__}.{name} is not served: {reason}")
             return object.__getattribute__(self, name)

@@ -5,7 +5,9 @@
 writes them.
 """
 
-from rocm_attn.integrations.flashinfer.names import REFUSED, REFUSED_ATTRIBUTES
+from collections.abc import Iterable
+
+from rocm_attn.integrations.flashinfer.names import TABLES
 from rocm_lab.page_parts import with_rows
 from tests.amd.house.source_tree import ROOT
 from tests.amd.integrations.signatures import served_names
@@ -13,7 +15,7 @@ from tests.amd.integrations.signatures import served_names
 PAGE = ROOT / "docs" / "flashinfer.md"
 
 
-def _quoted(names: list[str]) -> str:
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
@@ -21,8 +23,8 @@ def tables() -> dict[str, list[str]]:
     """Returns the rows of served names, of refused names, and of refused attributes."""
     return {
         "served": [f"| `{module}` | {_quoted(names)} |\n" for module, names in sorted(served_names().items())],
-        "refused": [f"| {_quoted(names.split())} | {reason} |\n" for names, reason in REFUSED.items()],
-        "attributes": [f"| {_quoted(names.split())} | {reason} |\n" for names, reason in REFUSED_ATTRIBUTES.items()],
+        "refused": [f"| {_quoted(names)} | {reason} |\n" for reason, names in TABLES["names"].items()],
+        "attributes": [f"| {_quoted(names)} | {reason} |\n" for reason, names in TABLES["attributes"].items()],
     }
 
 

@@ -11,12 +11,12 @@ import torch
 
 from rocm_attn.errors import Unsupported
 from rocm_attn.integrations import flashinfer
-from rocm_attn.integrations.flashinfer.names import REFUSED, NotImportable, NotServed
+from rocm_attn.integrations.flashinfer.names import REFUSED, TABLES, NotImportable, NotServed
 from tests.amd.integrations import flashinfer_page
 from tests.amd.integrations.signatures import recorded_names
 
 NAMES = recorded_names()
-REFUSED_NAMES = [name for names in REFUSED for name in names.split()]
+REFUSED_NAMES = [name for names in TABLES["names"].values() for name in names]
 # Names here that are not at FlashInfer's top: its modules, a value of its mla, and the choice of kernels.
 OURS = {"MLAPlanMetadata", "use_provider"} | {module for module in NAMES.values() if "." not in module}
 

@@ -1,7 +1,8 @@
 """The model families: one table entry each.
 
-An entry says how the attention of a model's config.json is read and, if the runner runs the model, the rest. The
-attention runtime serves the attention layers of every family here, whatever the other layers are.
+An entry says how the attention of a model's config.json is read and, if the runner runs the model, the rest. Its
+numbers and names are in families.json. The attention runtime serves the attention layers of every family here, whatever
+the other layers are.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import partial
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.config import Multipliers, OwnInputs, RecurrentProjections, RowFactors
+from rocm_attn.models.family_values import DEFAULTS, FIELD_NAMES, ROPES, TENSOR_NAMES
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import (
@@ -30,40 +32,22 @@ from rocm_attn.models.hf_attention import (
 )
 from rocm_attn.models.hf_compressed import compressed_layers
 from rocm_attn.models.hf_encoders import (
-    ENCODER_DEFAULTS,
-    MODERN_BERT_DEFAULTS,
     encoder_layers,
     half_if_bidirectional,
     half_of_local_attention,
     modern_bert_layers,
 )
 from rocm_attn.models.hf_falcon_h1 import (
-    FALCON_H1_DEFAULTS,
     attention_and_state_everywhere,
     falcon_h1_factors,
     falcon_h1_mamba,
     falcon_h1_multipliers,
 )
-from rocm_attn.models.hf_gemma4 import (
-    GEMMA4_DEFAULTS,
-    gemma4_heads,
-    gemma4_layers,
-    gemma4_mlps,
-    gemma4_rope,
-    own_inputs,
-)
+from rocm_attn.models.hf_gemma4 import gemma4_heads, gemma4_layers, gemma4_mlps, gemma4_rope, own_inputs
 from rocm_attn.models.hf_indexer import indexed_latent_layers, indexed_layers
-from rocm_attn.models.hf_minicpm3 import MINICPM3_DEFAULTS, minicpm3_multipliers, minicpm3_rows
-from rocm_attn.models.hf_minimax_m3 import (
-    MINIMAX_M3_DEFAULTS,
-    MINIMAX_M3_TENSORS,
-    block_indexed_layers,
-    minimax_m3_heads,
-    minimax_m3_mlp_types,
-    minimax_m3_mlps,
-)
+from rocm_attn.models.hf_minicpm3 import minicpm3_multipliers, minicpm3_rows
+from rocm_attn.models.hf_minimax_m3 import block_indexed_layers, minimax_m3_heads, minimax_m3_mlp_types, minimax_m3_mlps
 from rocm_attn.models.hf_mlp import (
-    MIXTRAL_EXPERTS,
     deepseek_v2_experts,
     deepseek_v3_experts,
     geglu,
@@ -74,15 +58,7 @@ from rocm_attn.models.hf_mlp import (
     swiglu,
     swiglu_with_bias,
 )
-from rocm_attn.models.hf_nemotron_h import (
-    NEMOTRON_H_DEFAULTS,
-    NEMOTRON_H_NAMES,
-    NEMOTRON_H_TENSORS,
-    kinds_of_layers,
-    nemotron_h_mlps,
-    nemotron_h_places,
-    nemotron_h_state,
-)
+from rocm_attn.models.hf_nemotron_h import kinds_of_layers, nemotron_h_mlps, nemotron_h_places, nemotron_h_state
 from rocm_attn.models.hf_projections import (
     Projections,
     bias_everywhere_if_said,
@@ -116,7 +92,7 @@ def embeddings_by_width(fields: Fields) -> Multipliers:
 def gpt_oss_rope(fields: Fields) -> Mapping[str, object]:
     """The rotary embedding of gpt-oss, if the file leaves it out."""
     said = fields.values.get("rope_scaling") or fields.has("rope_parameters")  # an empty scaling says nothing
-    return {} if said else {"rope_parameters": _GPT_OSS_ROPE}
+    return {} if said else {"rope_parameters": ROPES["gpt_oss"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,54 +206,6 @@ def architecture_of(config: Mapping[str, object]) -> str:
 _LONGEST_NAME = 100
 
 _WINDOW_4096: dict[str, object] = {"sliding_window": 4096}
-_MISTRAL: dict[str, object] = {"num_key_value_heads": 8, "sliding_window": 4096}
-_GPT_OSS: dict[str, object] = {
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "sliding_window": 128,
-    "attention_bias": True,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150_000.0,
-}
-# GptOssConfig, for a file that has no such parameters.
-_GPT_OSS_ROPE: dict[str, object] = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-_GEMMA: dict[str, object] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-}
-_GEMMA2: dict[str, object] = {
-    **_GEMMA,
-    "vocab_size": 256_000,
-    "max_position_embeddings": 8192,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-}
-_GEMMA3: dict[str, object] = {
-    **_GEMMA,
-    "vocab_size": 262_208,
-    "max_position_embeddings": 131_072,
-    "sliding_window_pattern": 6,
-}
-_GEMMA3N: dict[str, object] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "sliding_window": 512,
-    "sliding_window_pattern": 5,
-    "num_kv_shared_layers": 15,
-}
 
 # transformers leaves these out for the families that name them (_keys_to_ignore_on_load_unexpected).
 _MTP = ("mtp.",)
@@ -293,7 +221,7 @@ _GEMMA3_DECODER = Decoder(
 )
 _GEMMA3_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, scale=by_query_scalar),
-    _GEMMA3,
+    DEFAULTS["gemma3"],
     _GEMMA3_DECODER,
     derived=half_if_bidirectional,
 )
@@ -303,7 +231,7 @@ _GEMMA3_IMAGE_FAMILY = replace(
 )
 _GEMMA4_FAMILY = Family(
     gemma4_layers,
-    GEMMA4_DEFAULTS,
+    DEFAULTS["gemma4"],
     Decoder(
         gemma4_mlps,
         gemma4_heads,
@@ -317,47 +245,30 @@ _GEMMA4_FAMILY = Family(
     derived=gemma4_rope,
 )
 _GEMMA4_IMAGE_FAMILY = replace(_GEMMA4_FAMILY, attention=gemma4_image_layers)
-_LLAMA4_FAMILY = Family(
-    GroupedAttention(no_window, chunks=rotated_layers_have_chunks),
-    {
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "attention_chunk_size": 8192,
-        "no_rope_layer_interval": 4,
-        "max_position_embeddings": 131_072,
-    },
-)
-_ENCODER_FAMILY = Family(encoder_layers, ENCODER_DEFAULTS)
-_MODERN_BERT_FAMILY = Family(modern_bert_layers, MODERN_BERT_DEFAULTS, derived=half_of_local_attention)
+_LLAMA4_FAMILY = Family(GroupedAttention(no_window, chunks=rotated_layers_have_chunks), DEFAULTS["llama4"])
+_ENCODER_FAMILY = Family(encoder_layers, DEFAULTS["encoder"])
+_MODERN_BERT_FAMILY = Family(modern_bert_layers, DEFAULTS["modern_bert"], derived=half_of_local_attention)
 _MINIMAX_M3_FAMILY = Family(
     block_indexed_layers,
-    MINIMAX_M3_DEFAULTS,
+    DEFAULTS["minimax_m3"],
     Decoder(
         minimax_m3_mlps,
         minimax_m3_heads,
         rope_of_first_elements,
         norm_offset=1.0,
-        renamed=MINIMAX_M3_TENSORS,
+        renamed=TENSOR_NAMES["minimax_m3"],
         unread=(*_MTP, "model.mtp."),
     ),
     derived=minimax_m3_mlp_types,
 )
 _GEMMA3N_FAMILY = Family(
     GroupedAttention(all_but_one_in_a_pattern_slide, reads=of_the_last_like_it, scale=lambda fields, head_dim: 1.0),
-    _GEMMA3N,
+    DEFAULTS["gemma3n"],
 )
 _QWEN_LAYERS = HybridAttention(GroupedAttention(no_window), gated_delta)
-_QWEN_HYBRID: dict[str, object] = {
-    "head_dim": 256,
-    "rope_theta": 1e4,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-}
 _QWEN3_NEXT_FAMILY = Family(
     _QWEN_LAYERS,
-    {**_QWEN_HYBRID, "num_key_value_heads": 2, "norm_topk_prob": True},
+    DEFAULTS["qwen3_next"],
     Decoder(
         qwen_experts,
         gated_heads,
@@ -369,81 +280,64 @@ _QWEN3_NEXT_FAMILY = Family(
 )
 _QWEN3_5_FAMILY = Family(
     _QWEN_LAYERS,
-    {**_QWEN_HYBRID, "num_key_value_heads": 4},
+    DEFAULTS["qwen3_5"],
     Decoder(swiglu, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
 )
 _QWEN3_5_EXPERTS_FAMILY = Family(
     _QWEN_LAYERS,
-    {**_QWEN_HYBRID, "num_key_value_heads": 2},
+    DEFAULTS["qwen3_5_moe"],
     Decoder(qwen3_5_experts, gated_heads, rope_of_first_elements, norm_offset=1.0, unread=_MTP),
 )
-# Bamba's and Falcon-H1's names.
-_FEED_FORWARD = {
-    ".feed_forward.": ".mlp.",
-    ".pre_ff_layernorm.": ".post_attention_layernorm.",
-    "model.final_layernorm.": "model.norm.",
-}
 _FALCON_H1_FAMILY = Family(
     HybridAttention(GroupedAttention(no_window), mamba, attention_and_state_everywhere),
-    FALCON_H1_DEFAULTS,
+    DEFAULTS["falcon_h1"],
     Decoder(
         swiglu_with_bias,
         multipliers=falcon_h1_multipliers,
         recurrent_projections=falcon_h1_mamba,
-        renamed=_FEED_FORWARD,
+        renamed=TENSOR_NAMES["feed_forward"],
         factors=falcon_h1_factors,
     ),
 )
 _BAMBA_FAMILY = Family(
     HybridAttention(GroupedAttention(no_window), mamba),
-    {
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
-    },
+    DEFAULTS["bamba"],
     Decoder(
         swiglu_with_bias,
         ropes=rope_of_first_elements,
         recurrent_projections=of_mamba,
-        renamed=_FEED_FORWARD,
+        renamed=TENSOR_NAMES["feed_forward"],
     ),
     # transformers reads the share in rope_parameters alone.
     derived=lambda fields: {"partial_rotary_factor": 0.5},
 )
 _NEMOTRON_H_FAMILY = Family(
     HybridAttention(GroupedAttention(no_window), nemotron_h_state, nemotron_h_places),
-    NEMOTRON_H_DEFAULTS,
+    DEFAULTS["nemotron_h"],
     Decoder(
         nemotron_h_mlps,
         no_bias,
         no_rope,
         recurrent_projections=of_mamba,
-        renamed=NEMOTRON_H_TENSORS,
+        renamed=TENSOR_NAMES["nemotron_h"],
         unread=_MTP,
         may_tie=False,
     ),
-    NEMOTRON_H_NAMES,
+    FIELD_NAMES["nemotron_h"],
     kinds_of_layers,
 )
 _QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
 _KIMI_LINEAR_FAMILY = Family(
     HybridAttention(latent_layers, kimi_delta),
-    {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446},
+    DEFAULTS["kimi_linear"],
     Decoder(
         kimi_experts,
         partial(latent_rows, interleaved=False),
         no_rope,
-        renamed=MIXTRAL_EXPERTS,
+        renamed=TENSOR_NAMES["mixtral"],
         may_tie=False,
     ),
-    {
-        "max_position_embeddings": "model_max_length",
-        "norm_topk_prob": "moe_renormalize",
-        "n_group": "num_expert_group",
-        "n_routed_experts": "num_experts",
-        "n_shared_experts": "num_shared_experts",
-        "num_experts_per_tok": "num_experts_per_token",
-    },
+    FIELD_NAMES["kimi_linear"],
     # Rows that do not turn have no context that YaRN stretches.
     derived=lambda fields: {"rope_parameters": None, "rope_scaling": None},
 )
@@ -453,7 +347,7 @@ _GLM_HYBRID = Family(HybridAttention(indexed_latent_layers, kimi_delta))
 FAMILIES: Mapping[str, Family] = {
     # Mistral's GGUF files say "llama" too.
     "LlamaForCausalLM": Family(GroupedAttention(no_window), decoder=Decoder(swiglu_with_bias, gguf="llama")),
-    "MistralForCausalLM": Family(GroupedAttention(window_everywhere), _MISTRAL, Decoder(swiglu, no_bias)),
+    "MistralForCausalLM": Family(GroupedAttention(window_everywhere), DEFAULTS["mistral"], Decoder(swiglu, no_bias)),
     "MixtralForCausalLM": Family(GroupedAttention(window_everywhere), {"num_key_value_heads": 8}),
     "Phi3ForCausalLM": Family(GroupedAttention(window_everywhere)),
     "Qwen2ForCausalLM": Family(
@@ -470,7 +364,7 @@ FAMILIES: Mapping[str, Family] = {
     "FalconH1ForCausalLM": _FALCON_H1_FAMILY,
     "Gemma2ForCausalLM": Family(
         GroupedAttention(even_layers_slide, scale=by_query_scalar, may_cap=True),
-        _GEMMA2,
+        DEFAULTS["gemma2"],
         Decoder(geglu, out_norms=True, multipliers=embeddings_by_width, may_cap=True, norm_offset=1.0),
     ),
     "Gemma3ForCausalLM": _GEMMA3_FAMILY,
@@ -493,12 +387,15 @@ FAMILIES: Mapping[str, Family] = {
     "XLMRobertaModel": _ENCODER_FAMILY,
     "XLMRobertaForSequenceClassification": _ENCODER_FAMILY,
     "MiniCPM3ForCausalLM": Family(
-        latent_layers, MINICPM3_DEFAULTS, Decoder(swiglu_with_bias, minicpm3_rows, multipliers=minicpm3_multipliers)
+        latent_layers, DEFAULTS["minicpm3"], Decoder(swiglu_with_bias, minicpm3_rows, multipliers=minicpm3_multipliers)
     ),
     "MiniMaxM3VLForCausalLM": _MINIMAX_M3_FAMILY,
     "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3_FAMILY,
     "GptOssForCausalLM": Family(
-        GroupedAttention(even_layers_slide, has_sinks=True), _GPT_OSS, Decoder(gpt_oss_experts), derived=gpt_oss_rope
+        GroupedAttention(even_layers_slide, has_sinks=True),
+        DEFAULTS["gpt_oss"],
+        Decoder(gpt_oss_experts),
+        derived=gpt_oss_rope,
     ),
     "DeepseekV2ForCausalLM": Family(latent_layers, decoder=Decoder(deepseek_v2_experts, latent_rows)),
     "DeepseekV32ForCausalLM": Family(

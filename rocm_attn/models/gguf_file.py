@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
+from rocm_attn.models.family_values import TENSOR_NAMES
 from rocm_attn.models.fields import shown
 from rocm_attn.models.tensors import Shape
 
@@ -24,22 +25,7 @@ Float32Array = npt.NDArray[np.float32]
 # Exceptions that the gguf package raises on invalid bytes.
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError, RecursionError)
 
-_HF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_norm": "post_attention_layernorm",
-}
+_HF_NAMES = TENSOR_NAMES["gguf"]
 _ROPE_DIVISORS = "rope_freqs.weight"
 _HEADS_FIELD = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 

@@ -12,23 +12,6 @@ from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import GroupedAttention, no_window, window_where
 
-# BertConfig, and those of the models after it.
-ENCODER_DEFAULTS: dict[str, object] = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 512,
-}
-# ModernBertConfig.
-MODERN_BERT_DEFAULTS: dict[str, object] = {
-    "hidden_size": 768,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 8192,
-    "local_attention": 128,
-    "global_attn_every_n_layers": 3,
-}
-
 
 def encoder_layers(fields: Fields) -> AttentionGeometry:
     """The layers of an encoder, or causal ones if the file says is_decoder. Raises BadModel, Unsupported."""

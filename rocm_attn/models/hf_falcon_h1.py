@@ -12,18 +12,6 @@ from rocm_attn.models.config import GatedNorm, Multipliers, RecurrentProjections
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.hf_recurrent import Places, mamba, of_mamba
 
-# Defaults of transformers' FalconH1Config for absent fields.
-FALCON_H1_DEFAULTS: dict[str, object] = {
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "mamba_d_ssm": 1024,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-}
-
 
 def attention_and_state_everywhere(fields: Fields) -> Places:
     """All layers have both."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from rocm_attn.errors import BadModel, Unsupported
 from rocm_attn.models.config import HeadProjections, OwnInputs
+from rocm_attn.models.family_values import ROPES
 from rocm_attn.models.fields import MAX_LAYERS, Fields
 from rocm_attn.models.gates import GeGLU
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
@@ -107,25 +108,4 @@ def own_inputs(fields: Fields) -> OwnInputs:
 
 def gemma4_rope(fields: Fields) -> Mapping[str, object]:
     """The rotary embeddings, if the file leaves them out or says null."""
-    return {} if fields.has("rope_parameters") else {"rope_parameters": _ROPE}
-
-
-_ROPE: Mapping[str, object] = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}
-
-GEMMA4_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 262_144,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "tie_word_embeddings": True,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262_144,
-}
+    return {} if fields.has("rope_parameters") else {"rope_parameters": ROPES["gemma4"]}

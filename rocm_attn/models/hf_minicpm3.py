@@ -6,25 +6,6 @@ from rocm_attn.models.config import Multipliers
 from rocm_attn.models.fields import Fields
 from rocm_attn.models.hf_projections import Projections, latent_rows
 
-# Defaults of transformers' MiniCPM3Config for absent fields.
-MINICPM3_DEFAULTS: dict[str, object] = {
-    "vocab_size": 73448,
-    "hidden_size": 2560,
-    "intermediate_size": 6400,
-    "num_hidden_layers": 62,
-    "num_attention_heads": 40,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "kv_lora_rank": 256,
-    "q_lora_rank": 768,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "scale_emb": 12,
-    "scale_depth": 1.4,
-    "dim_model_base": 256,
-}
-
 
 def minicpm3_rows(fields: Fields, num_layers: int) -> tuple[Projections, ...]:
     """[layers] Latent rows whose first half turns with the second. V's default size is hidden_size / heads."""

@@ -12,31 +12,18 @@ from dataclasses import replace
 from rocm_attn.errors import BadModel
 from rocm_attn.kernels.sparse.arguments import Indexing
 from rocm_attn.models.config import HeadProjections
+from rocm_attn.models.family_values import FIELD_NAMES
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.gates import ClampedSwiGLU
 from rocm_attn.models.geometry import AttentionGeometry, AttentionLayer
 from rocm_attn.models.hf_attention import GroupedAttention, no_window
-from rocm_attn.models.hf_mlp import MIXTRAL_EXPERTS, mlps_by_type
+from rocm_attn.models.hf_mlp import mlps_by_type
 from rocm_attn.models.hf_projections import Projections
 from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp
 from rocm_attn.models.routing import ExpertScores, Routing
 from rocm_attn.problem import Indexer
 
 _SPARSE = "minimax_m3_sparse"
-# Names of these fields in published files, in an object of their own.
-_OLDER_NAMES = {
-    "index_n_heads": "sparse_num_index_heads",
-    "index_head_dim": "sparse_index_dim",
-    "index_block_size": "sparse_block_size",
-    "index_topk_blocks": "sparse_topk_blocks",
-    "index_local_blocks": "sparse_local_block",
-}
-# Names of tensors in published files; transformers' text model writes the others, and joins gate and up.
-MINIMAX_M3_TENSORS = {
-    ".block_sparse_moe.e_score": ".mlp.gate.e_score",
-    **MIXTRAL_EXPERTS,
-    **{f".index_{name}.": f".indexer.{name}." for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
-}
 
 
 def block_indexed_layers(fields: Fields) -> AttentionGeometry:
@@ -70,7 +57,7 @@ def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 def _indexer(fields: Fields, layer: AttentionLayer) -> Indexer:
     older = fields.inner("sparse_attention_config")
-    given = {name: older.values[old] for name, old in _OLDER_NAMES.items() if older.has(old)}
+    given = {name: older.values[old] for name, old in FIELD_NAMES["minimax_m3_indexer"].items() if older.has(old)}
     index = Fields({**fields.values, **given}, fields.source)
     heads, local, top = (index.count(f"index_{name}") for name in ("n_heads", "local_blocks", "topk_blocks"))
     if heads != layer.num_kv_heads:
@@ -114,23 +101,3 @@ def minimax_m3_mlps(fields: Fields, num_layers: int) -> tuple[Mlp, ...]:
     experts = ExpertMlp(routing, inner, gate, ExpertTensors.EACH, shared_size=shared)
     dense = DenseMlp(fields.count("dense_intermediate_size"), gate)
     return mlps_by_type(fields, dense, experts, num_layers)
-
-
-MINIMAX_M3_DEFAULTS: Mapping[str, object] = {
-    "intermediate_size": 3072,
-    "dense_intermediate_size": 12288,
-    "shared_intermediate_size": 3072,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "routed_scaling_factor": 2.0,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "index_n_heads": 4,
-    "index_head_dim": 128,
-    "index_block_size": 128,
-    "index_topk_blocks": 16,
-    "index_local_blocks": 1,
-}

@@ -8,14 +8,6 @@ from rocm_attn.models.gates import ClampedSwiGLU, GeGLU, SwiGLU
 from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp
 from rocm_attn.models.routing import ExpertScores, Routing
 
-# Mixtral's names of experts, which other models took over -> the usual ones.
-MIXTRAL_EXPERTS = {
-    ".block_sparse_moe.": ".mlp.",
-    ".w1.": ".gate_proj.",
-    ".w3.": ".up_proj.",
-    ".w2.": ".down_proj.",
-}
-
 
 def activation(fields: Fields, name: str, known: str) -> None:
     """Raises BadModel if the file names another activation than the known one."""

@@ -15,38 +15,6 @@ from rocm_attn.models.hf_recurrent import Places, mamba
 from rocm_attn.models.mlp_config import DenseMlp, ExpertMlp, ExpertTensors, Mlp, NoMlp
 from rocm_attn.models.recurrent import RecurrentLayer
 
-# Defaults of transformers' NemotronHConfig for absent fields.
-NEMOTRON_H_DEFAULTS: dict[str, object] = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "mamba_n_heads": 128,
-    "mamba_d_head": 64,
-    "mamba_n_groups": 8,
-    "mamba_d_state": 128,
-    "mamba_d_conv": 4,
-}
-# Names of the fields of a Mamba2 layer, which other families share -> those in Nemotron-H's files.
-NEMOTRON_H_NAMES = {
-    "head_dim": "attention_head_dim",
-    "rms_norm_eps": "layer_norm_epsilon",
-    "mamba_n_heads": "mamba_num_heads",
-    "mamba_d_head": "mamba_head_dim",
-    "mamba_n_groups": "n_groups",
-    "mamba_d_state": "ssm_state_size",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_proj_bias": "use_bias",
-}
-# A file calls every layer's part its mixer; the tensor's own name says which part it is.
-NEMOTRON_H_TENSORS = {
-    "backbone.": "model.",
-    "model.embeddings.": "model.embed_tokens.",
-    "model.norm_f.": "model.norm.",
-    **{f".mixer.{name}": f".mamba.{name}" for name in ("in_", "conv1d", "A_log", "dt_bias", "D", "norm", "out_")},
-    **{f".mixer.{name}_proj": f".self_attn.{name}_proj" for name in "qkvo"},
-    ".mixer.": ".mlp.",
-}
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _LETTERS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _EXPERTS}
 _KINDS = {"mamba": _MAMBA, "attention": _ATTENTION, **{kind: kind for kind in _LETTERS.values()}}

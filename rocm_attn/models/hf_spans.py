@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rocm_attn.errors import Unsupported
+from rocm_attn.models.family_values import DEFAULTS
 from rocm_attn.models.fields import Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
 from rocm_attn.models.hf_attention import GroupedAttention, by_query_scalar, even_layers_slide, no_window
@@ -48,22 +49,6 @@ def gemma4_image_layers(fields: Fields) -> AttentionGeometry:
 
 _GEMMA = GroupedAttention(no_window)
 _GEMMA2 = GroupedAttention(even_layers_slide, scale=by_query_scalar, may_cap=True)
-# GemmaConfig and Gemma2Config: their numbers fill a text model that leaves some out.
-_GEMMA_FIELDS: dict[str, object] = {
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 256,
-}
-_GEMMA2_FIELDS: dict[str, object] = {
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "attn_logit_softcapping": 50.0,
-}
 
 
 def paligemma_layers(fields: Fields) -> AttentionGeometry:
@@ -71,6 +56,6 @@ def paligemma_layers(fields: Fields) -> AttentionGeometry:
     kind = fields.text("model_type", "gemma")
     if kind not in ("gemma", "gemma2"):
         raise Unsupported(f"PaliGemma over a text model of type {shown(kind)} is not served; it may be gemma or gemma2")
-    attention, defaults = (_GEMMA, _GEMMA_FIELDS) if kind == "gemma" else (_GEMMA2, _GEMMA2_FIELDS)
-    filled = Fields({**defaults, **fields.values}, fields.source)
+    attention, model = (_GEMMA, "paligemma_text") if kind == "gemma" else (_GEMMA2, "paligemma2_text")
+    filled = Fields({**DEFAULTS[model], **fields.values}, fields.source)
     return WithSpans(attention, pass_window=True)(filled)

@@ -1,13 +1,14 @@
 """ModelConfig from config.json: one sentence for all that is not read, and the frequencies of transformers."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rocm_attn.errors import BadModel
+from rocm_attn.models import family_values
 from rocm_attn.models.families import DECODERS, attention_geometry
 from rocm_attn.models.fields import Fields, read_json
 from rocm_attn.models.hf_config import config_from_json
@@ -34,6 +35,13 @@ LONGROPE: dict[str, Any] = {
     "long_factor": [1.0] * 63 + [4.0],
     "original_max_position_embeddings": 4096,
 }
+
+
+def test_every_entry_of_families_json_is_read() -> None:
+    folder = Path(family_values.__file__).parent
+    code = "".join(path.read_text() for path in folder.glob("*.py"))
+    named = [name for table in read_json(folder / "families.json").values() for name in cast(dict[str, object], table)]
+    assert [name for name in named if f'"{name}"' not in code] == []
 
 
 def test_yarn_without_a_scale_stretches_to_the_context() -> None:

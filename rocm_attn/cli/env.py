@@ -56,7 +56,8 @@ def run(options: argparse.Namespace) -> None:
         memory = f"{device['memory_bytes'] / 2**30:.0f} GiB"
         print(f"{device['device']:12} {device['name']}, {device['arch']}, {device['compute_units']} units, {memory}")
     if facts["torch_error"]:
-        print(f"{'devices':12} not known: torch cannot be imported ({facts['torch_error']}); run rocm-attn doctor")
+        why = "torch cannot be imported" if _TORCH_ERROR else "torch fails to describe them"
+        print(f"{'devices':12} not known: {why} ({facts['torch_error']}); run rocm-attn doctor")
     elif not facts["devices"]:
         print(f"{'devices':12} no GPU; cpu")
     for name, value in facts["variables"].items():
@@ -68,7 +69,7 @@ def environment() -> dict[str, Any]:
 
     versions:    None: not installed
     devices:     GPUs, in torch's order
-    torch_error: why torch cannot be imported; "" if it can
+    torch_error: why torch cannot be imported, or fails to describe the devices; "" if it does
     variables:   those of _VARIABLES that are set
     """
     built_for: dict[str, str | None] = {"rocm": None, "cuda": None}

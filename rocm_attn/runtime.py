@@ -104,8 +104,10 @@ class AttentionRuntime:
             guards=guards.table,
         )
         self.states = StatePool(recurrent, num_rows=options.num_rows + 1, device=self.device)
-        self.core = core = StepCore(kinds, self.table, self.pool, guards.step, self.states, mask_keys=options.mask_keys)
-        self.kinds, self.selections, self.head_weights = core.kinds, core.selections, core.head_weights
+        self.head_weights = LayerHeadWeights(problems, self.device, guards.step.layers.new_head_weights)
+        of_memory = self.table, self.pool, guards.step, self.states, self.head_weights
+        self.core = core = StepCore(kinds, *of_memory, mask_keys=options.mask_keys)
+        self.kinds, self.selections = core.kinds, core.selections
         self.target = self.selections[0].target
         self.max_kv_len = options.max_kv_len
         self.deterministic = kinds.deterministic

@@ -26,7 +26,7 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device, require_tensor, wait_for_device, with_index
-from rocm_attn.machine.settings import check_fields
+from rocm_attn.machine.settings import check_fields, require_kind
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Reach, Source
 from rocm_attn.paging.adopted_pages import AdoptedPages
@@ -291,6 +291,7 @@ class ExternalAttention:
         Raises WrongState, NeverFits.
         """
         bounds, gate = self.bounds if bounds is None else bounds, self.gate
+        require_kind("bounds", bounds, Bounds, BadSetting)
         gate.change("seal()")
         if gate.is_sealed:
             raise WrongState("addresses are sealed already; build another ExternalAttention for other sizes")
@@ -310,10 +311,7 @@ class ExternalAttention:
         It makes one launch, one more for each copied table, and one for a mask of spans.
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; no step is begun then.
         """
-        if not isinstance(step, ExternalStep):
-            raise BadBatch(
-                f"the step is a {type(step).__name__}; give an ExternalStep, as its decode() and extend() do"
-            )
+        require_kind("the step", step, ExternalStep, BadBatch)
         gate, tables, publisher = self.gate, self.tables, self._publisher
         had_step = gate.enter()
         try:

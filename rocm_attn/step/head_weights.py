@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rocm_attn.errors import BadTensor, WrongState, no_such_layer
 from rocm_attn.machine.devices import require_tensor
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.problem import Problem
 
 
@@ -104,6 +105,7 @@ class LayerHeadWeights:
         """
         if layer not in range(len(self._problems)):
             raise no_such_layer(layer, len(self._problems))
+        require_kind(f"head weights of layer {layer}", weights, HeadWeights, BadTensor)
         for name, tensor in (("sinks", weights.sinks), ("alibi_slopes", weights.alibi_slopes)):
             is_wanted = name in self._wanted[layer]
             if is_wanted and tensor is None:

@@ -147,7 +147,8 @@ class AttentionRuntime:
     def expanded_prefill(self, layer: int) -> ExpandedPrefill:
         """Returns the non-absorbed (expanded) prefill attention of a latent layer, for the running step.
 
-        Raises BadProblem for a layer that is not latent, or has a window, and Unsupported in deterministic mode.
+        Raises BadProblem for a layer that is not latent, or has a window, ALiBi slopes or rows of several tokens, and
+        Unsupported in deterministic mode.
         """
         problem = self.core.layers.problem(layer)
         if self.deterministic:

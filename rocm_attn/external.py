@@ -26,7 +26,7 @@ from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.metadata.page_watch import PageWatch
 from rocm_attn.machine.agreement import Agree, alone
 from rocm_attn.machine.devices import on_device, require_tensor, wait_for_device, with_index
-from rocm_attn.machine.settings import check_fields
+from rocm_attn.machine.settings import check_fields, require_kind
 from rocm_attn.machine.target import Target, detect_target
 from rocm_attn.paging.adopted import AdoptedSpace, AdoptedTables, Reach, Source
 from rocm_attn.paging.adopted_pages import AdoptedPages
@@ -40,7 +40,7 @@ from rocm_attn.step.core import StepCore
 from rocm_attn.step.external_layers import ExternalGate, ExternalLayers
 from rocm_attn.step.external_runs import EnginePublisher, ExternalRun, ExternalRuns
 from rocm_attn.step.external_step import BoolCells, Causality, DeviceSpans, ExternalStep
-from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights
+from rocm_attn.step.head_weights import NO_HEAD_WEIGHTS, HeadWeights, LayerHeadWeights
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.plan import StepPlan
 from rocm_attn.step.selections import StepSelections
@@ -230,6 +230,7 @@ class ExternalAttention:
             gate=gate,
         )
         target = target if target is not None else detect_target(self.device)
+        self._head_weights = LayerHeadWeights(problems, self.device, guards.step.layers.new_head_weights)
         self.cores = {
             causality: self._new_core([options.problem(p, causality) for p in problems], spaces, target, agree)
             for causality in options.causalities
@@ -273,8 +274,7 @@ class ExternalAttention:
         Raises BadTensor, and WrongState while another thread has a step.
         """
         self.gate.change("set_head_weights()")
-        for core in self.cores.values():
-            core.head_weights.set(layer, weights)
+        self._head_weights.set(layer, weights)
 
     def take_over(self) -> None:
         """Makes this thread the owner of the step that was begun last, for engines that change threads between steps.
@@ -291,6 +291,7 @@ class ExternalAttention:
         Raises WrongState, NeverFits.
         """
         bounds, gate = self.bounds if bounds is None else bounds, self.gate
+        require_kind("bounds", bounds, Bounds, BadSetting)
         gate.change("seal()")
         if gate.is_sealed:
             raise WrongState("addresses are sealed already; build another ExternalAttention for other sizes")
@@ -310,10 +311,7 @@ class ExternalAttention:
         It makes one launch, one more for each copied table, and one for a mask of spans.
         Raises BadBatch, NeverFits, WrongState, and what on_fault raises for an earlier step; no step is begun then.
         """
-        if not isinstance(step, ExternalStep):
-            raise BadBatch(
-                f"the step is a {type(step).__name__}; give an ExternalStep, as its decode() and extend() do"
-            )
+        require_kind("the step", step, ExternalStep, BadBatch)
         gate, tables, publisher = self.gate, self.tables, self._publisher
         had_step = gate.enter()
         try:
@@ -431,7 +429,7 @@ class ExternalAttention:
             guards = replace(guards, memory=replace(guards.memory, mask_room=lambda shape, mask_keys: 32))
         self.pages.aligned_sides |= kinds.reading_alone(lambda limits: limits.aligned_sides)
         self.pages.aligned_rows |= kinds.reading_alone(lambda limits: limits.aligned_rows)
-        return StepCore(kinds, self.tables, self.pages, guards, StatePool.none(self.device))
+        return StepCore(kinds, self.tables, self.pages, guards, StatePool.none(self.device), self._head_weights)
 
     def _gather(self, tables: Sequence[AdoptedSpace], run: ExternalRun) -> None:
         """Copies the entries that a step needs from the engine's tables into those that kernels read."""

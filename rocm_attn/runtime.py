@@ -12,11 +12,12 @@ import torch
 
 from rocm_attn.batch.padding import PaddedShape, PaddingPolicy, PadTo
 from rocm_attn.batch.step_batch import Integers, StepBatch
-from rocm_attn.errors import NotCopied, Unsupported, WrongState
+from rocm_attn.errors import BadBatch, BadTensor, NotCopied, Unsupported, WrongState
 from rocm_attn.guards.registry import Guards
 from rocm_attn.kernels.speculative.arguments import Accepted
 from rocm_attn.machine.agreement import Agree, Agreement, alone
 from rocm_attn.machine.devices import on_device, with_index
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.machine.target import Target
 from rocm_attn.paging.canary import what_was_written
 from rocm_attn.paging.index_spaces import Space
@@ -104,8 +105,10 @@ class AttentionRuntime:
             guards=guards.table,
         )
         self.states = StatePool(recurrent, num_rows=options.num_rows + 1, device=self.device)
-        self.core = core = StepCore(kinds, self.table, self.pool, guards.step, self.states, mask_keys=options.mask_keys)
-        self.kinds, self.selections, self.head_weights = core.kinds, core.selections, core.head_weights
+        self.head_weights = LayerHeadWeights(problems, self.device, guards.step.layers.new_head_weights)
+        of_memory = self.table, self.pool, guards.step, self.states, self.head_weights
+        self.core = core = StepCore(kinds, *of_memory, mask_keys=options.mask_keys)
+        self.kinds, self.selections = core.kinds, core.selections
         self.target = self.selections[0].target
         self.max_kv_len = options.max_kv_len
         self.deterministic = kinds.deterministic
@@ -132,6 +135,7 @@ class AttentionRuntime:
         kept, because stored K and V would change their values. Raises BadTensor, WrongState; nothing has changed then.
         """
         with self.gate.holder.idle("scales of K and V cannot change"), on_device(self.device):
+            require_kind(f"scales of layer {layer}", scales, KVScales, BadTensor)
             k, v = scales.of(layer, self.core.layers.problem(layer))
             if not self.table.is_empty:
                 raise WrongState(
@@ -143,7 +147,8 @@ class AttentionRuntime:
     def expanded_prefill(self, layer: int) -> ExpandedPrefill:
         """Returns the non-absorbed (expanded) prefill attention of a latent layer, for the running step.
 
-        Raises BadProblem for a layer that is not latent, or has a window, and Unsupported in deterministic mode.
+        Raises BadProblem for a layer that is not latent, or has a window, ALiBi slopes or rows of several tokens, and
+        Unsupported in deterministic mode.
         """
         problem = self.core.layers.problem(layer)
         if self.deterministic:
@@ -170,6 +175,7 @@ class AttentionRuntime:
         Raises NeverFits, BadBatch; Unsupported for prefixes that no layer can share, and for several branches of drafts
         if a layer's problem has no custom_mask; BadTensor for inputs on another device; BadSetting for other halves.
         """
+        require_kind("the batch", batch, StepBatch, BadBatch)
         if isinstance(pad_to, PaddedShape):
             return self.gate.planner.plan_as(batch, pad_to)
         return self.gate.planner.plan(batch, pad_to, halves)
@@ -218,6 +224,7 @@ class AttentionRuntime:
         layer, and after a row of the step was freed, truncated, forked or kept; BadBatch for sequences that are not in
         the step, and if it may not store; Unsupported for layers whose index keys stand for several tokens.
         """
+        require_kind("accepted", accepted, Accepted, BadTensor)
         self.core.moves.check(accepted)
         self.core.moves.move(accepted, self.gate.before_paths(len(accepted.path), seqs))
 

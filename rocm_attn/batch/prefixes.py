@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rocm_attn.errors import BadBatch
-from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.settings import require_kind, whole_number
 
 _Int32Array = npt.NDArray[np.int32]
 _MOST = 2**31 - 1
@@ -65,6 +65,9 @@ class SharedPrefixes:
     group_end: _Int32Array = field(init=False)
 
     def __post_init__(self) -> None:
+        require_kind("groups", self.groups, Sequence, BadBatch)
+        for group in self.groups:
+            require_kind("a group", group, PrefixGroup, BadBatch)
         counts = [whole_number("num_seqs of a group", group.num_seqs) for group in self.groups]
         if min(counts, default=1) < 1 or sum(counts) > _MOST:
             raise BadBatch(

@@ -16,6 +16,7 @@ from rocm_attn.batch.inputs import HOST_INPUTS, ON_HOST, DeviceInputs, Inputs
 from rocm_attn.batch.mask import NO_MASK, Mask, NoMask, TokenSpans
 from rocm_attn.batch.prefixes import NO_PREFIXES, Prefixes, SharedPrefixes
 from rocm_attn.errors import BadBatch
+from rocm_attn.machine.settings import require_kind
 
 Int32Array = npt.NDArray[np.int32]
 # The types that a batch takes: arrays of any integers, and plain sequences.
@@ -174,6 +175,7 @@ def draft_batch(
 
     Raises BadBatch.
     """
+    require_kind("drafts of a round", drafts, Drafts, BadBatch)
     before = as_int32("prefix_len", prefix_len)
     if len(before) and before.item(before.argmax()) > INT32_MAX - drafts.tokens:
         raise BadBatch(f"a prefix of {int(before.max())} tokens with {drafts.tokens} drafts overflows int32")

@@ -37,6 +37,7 @@ from rocm_attn.hip_graphs.errors import RecordingRefused, StaleRecording
 from rocm_attn.hip_graphs.recorder import CountedRecording, Recorder
 from rocm_attn.hip_graphs.tensor_trees import tensors_in
 from rocm_attn.machine.agreement import alone
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.machine.watchdog import Watchdog
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.runtime import AttentionRuntime
@@ -143,7 +144,7 @@ class StepRunner(Generic[Outputs]):
         pad_to, halves: see AttentionRuntime.plan
         Raises what AttentionRuntime.step and forward raise; the runtime is ready for another step then.
         """
-        if batch.token_ids is FORGOTTEN_TOKEN_IDS or not batch.is_plain:
+        if batch.__class__ is not StepBatch or batch.token_ids is FORGOTTEN_TOKEN_IDS or not batch.is_plain:
             self._require_forward(batch)
         if pad_to is None and halves == 1:
             return self._run(batch, None)
@@ -341,6 +342,7 @@ class StepRunner(Generic[Outputs]):
 
     def _require_forward(self, batch: StepBatch) -> None:
         """Raises BadBatch for a batch without token ids, and for a round where there is no forward of rounds."""
+        require_kind("the batch", batch, StepBatch, BadBatch)
         if batch.token_ids is FORGOTTEN_TOKEN_IDS and batch.inputs.token_ids_on_host and batch.num_fed:
             raise BadBatch(
                 f"the batch has {batch.num_fed} new tokens and no token ids; pass token_ids, or NO_TOKEN_IDS if "

@@ -12,6 +12,7 @@ All copies are launched on the current stream, next to the steps. restore() wait
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
@@ -70,6 +71,7 @@ class HostPages:
         self._runtime, self._memory, self._metrics, self._least = runtime, memory, metrics, least
         self._model = model
         self.device = runtime.device
+        self._alone = threading.Lock()  # calls of several threads would mix their staged records
         if memory.record_bytes != self.record_bytes(runtime):
             raise BadSetting(
                 f"the memory has records of {memory.record_bytes} bytes, and this runtime's have "
@@ -105,7 +107,7 @@ class HostPages:
         Raises BadBatch for other keys or pages.
         """
         pages, identity = self._checked(keys, pages), self._identity_now()
-        with on_device(self.device), torch.inference_mode():
+        with self._alone, on_device(self.device), torch.inference_mode():
             for some, page, records in self._in_turn(keys, pages):
                 head = records[:, :_HEAD_BYTES].view(torch.int64)
                 head[:, :CHECKSUM] = sent(_words([key + identity for key in some]), self.device)
@@ -129,25 +131,26 @@ class HostPages:
                 "a page was given that no row has, or more than one, or that is to be copied; give pages of a row from "
                 "admit()"
             )
-        there = next((at for at, key in enumerate(keys) if key not in self._memory), len(keys))
-        keys, checks = keys[:there], list[Tensor]()
         with (
+            self._alone,
             idle(self._runtime, "pages cannot come back from host memory"),
             on_device(self.device),
             torch.inference_mode(),
         ):
+            there = next((at for at, key in enumerate(keys) if key not in self._memory), len(keys))
+            keys, checks = keys[:there], list[Tensor]()
             for some, page, records in self._in_turn(keys, pages):
                 for key, record in zip(some, records, strict=True):
                     record.copy_(self._memory.at(key), non_blocking=True)
                 self._scatter(page, records)
                 checks.append(self._check(some, identity, records, page))
             passed = torch.cat(checks).tolist() if checks else []
-        bad = next((at for at, each in enumerate(passed) if not all(each)), len(passed))
-        if bad < len(passed):
-            self._refuse(keys[bad], OTHER if not passed[bad][0] else CHANGED)
-        right = self._least(bad)
-        for key in keys[: right + 1]:
-            self._memory.forget(key)
+            bad = next((at for at, each in enumerate(passed) if not all(each)), len(passed))
+            if bad < len(passed):
+                self._refuse(keys[bad], OTHER if not passed[bad][0] else CHANGED)
+            right = self._least(bad)
+            for key in keys[: right + 1]:
+                self._memory.forget(key)
         self._metrics.host_kv_hits += right
         self._metrics.host_kv_bytes = self._memory.num_bytes
         return right

@@ -184,6 +184,12 @@ def real_number(name: str, value: object, error: type[RocmAttnError]) -> float:
         return math.inf
 
 
+def require_kind(name: str, value: object, kind: type, error: type[RocmAttnError]) -> None:
+    """Raises `error` for a value of another kind, such as None."""
+    if not isinstance(value, kind):
+        raise error(f"{name} is a {type(value).__name__}; it must be of type {kind.__name__}")
+
+
 def check_fields(given: Any, error: type[RocmAttnError], of: str = "") -> None:
     """Raises `error` for a field of a dataclass that is no int, float, bool or str although its annotation says so.
 

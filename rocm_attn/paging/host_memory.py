@@ -66,7 +66,7 @@ class HostMemory:
         self.num_slots = whole_number("num_bytes", num_bytes) // record_bytes
         self._records = HostRecords(self.num_slots, record_bytes, pinned=pinned)
         self._slots: OrderedDict[bytes, int] = OrderedDict()
-        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._free: list[int] = []
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -91,6 +91,8 @@ class HostMemory:
     def take(self, key: bytes) -> Tensor:
         """Returns memory for a key's record: its older record's, free memory, or that of the least recently used."""
         self.forget(key)
+        if not self._free and len(self) < self.num_slots:  # so are they at first, and after clear() or an interrupt
+            self._free = sorted(set(range(self.num_slots)).difference(self._slots.values()), reverse=True)
         if not self._free:
             self.forget(next(iter(self._slots)))
         self._slots[key] = self._free.pop()
@@ -103,5 +105,5 @@ class HostMemory:
             self._free.append(slot)
 
     def clear(self) -> None:
-        self._free += self._slots.values()
         self._slots.clear()
+        self._free = []

@@ -246,7 +246,10 @@ class KeptPages:
 
     def _places(self, given: GivenIds) -> KeptIds:
         """int64 [n]: the places of ids. Raises BadBatch, and WrongState unless all are kept, and each is named once."""
-        ids = np.asarray(given)
+        try:
+            ids = np.asarray(given)
+        except ValueError:  # lists of several lengths
+            ids = np.asarray(given, np.object_)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise BadBatch(
                 f"ids of kept pages are {ids.dtype} of shape {list(ids.shape)}; give a vector of integers, results of "

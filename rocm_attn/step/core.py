@@ -91,6 +91,7 @@ class StepCore:
     pool:  the pages of every layer
     mask_keys: see StepMemory
     states:    the slots of recurrent layers
+    head_weights: of the layers
     """
 
     def __init__(
@@ -100,15 +101,15 @@ class StepCore:
         pool: PagePool,
         guards: StepGuards,
         states: StatePool,
+        head_weights: LayerHeadWeights,
         *,
         mask_keys: int = ALL_KEYS,
     ) -> None:
-        self.device, self.guards = pool.device, guards
+        self.device, self.guards, self.head_weights = pool.device, guards, head_weights
         self.kinds = kinds = kinds.of_kernels(guards.launches.selection)
         self.selections = kinds.selections
-        self.head_weights = LayerHeadWeights(kinds.problems, self.device, guards.layers.new_head_weights)
         self.ops = guards.launches.ops(ops_for(self.selections, self.device))
-        self.layers = Layers(kinds, pool, self.head_weights, self.ops, guards.layers, states.stored)
+        self.layers = Layers(kinds, pool, head_weights, self.ops, guards.layers, states.stored)
         self.states = StateLayers(states, self.ops, self.layers.sides, deterministic=kinds.deterministic)
         self.memory = StepMemory(kinds, table, self.device, guards.memory, states, mask_keys=mask_keys)
         self.moves = AcceptedMoves(kinds, table, pool, self.ops)

@@ -35,7 +35,7 @@ from rocm_attn.kernels.tuning.extend_tiles import extend_tiles
 from rocm_attn.machine.devices import on_device
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import ALL_KEYS, UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import ALL_KEYS, OF_ONE_TOKEN, UNLIMITED_WINDOW, KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.providers.aiter import library
 from rocm_attn.providers.aiter.packed import PackedRows, PackedVarlen, packed_varlen
 from rocm_attn.providers.scores import scores_of
@@ -50,7 +50,7 @@ Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
 class ExpandedPrefill:
     """Expanded (non-absorbed) prefill of a latent (MLA) layer, eager. Latents are stored as in absorbed attention.
 
-    problem: the layer's: latent, causal and without a window
+    problem: the layer's: latent, causal, a row for each token, without a window and ALiBi slopes
     pages:   pages of the layer
     table:   int32 [rows, width], row, page_no -> page
     packed:  attention over the expanded keys and values
@@ -69,6 +69,11 @@ class ExpandedPrefill:
             raise BadProblem(f"only latent layers can be expanded, and this layer has {problem.pool.value}")
         if not problem.causal or scores_of(problem).visibility.windowed:
             raise BadProblem("expanded attention must be causal and without a window; attend to this layer absorbed")
+        if problem.has_alibi_slopes or problem.row != OF_ONE_TOKEN:
+            raise BadProblem(
+                "expanded attention has no ALiBi slopes, and a row of the layer's latents for each token; attend to "
+                "this layer absorbed"
+            )
 
     def attend(
         self, q: Tensor, latents: Tensor, expand: Expand, *, chunk_tokens: int = 1 << 15

@@ -80,6 +80,7 @@ class BoolCells:
     positions: Tensor
 
     def __post_init__(self) -> None:
+        require_tensor("cells of a mask", self.cells)
         if self.cells.dtype not in (torch.bool, torch.uint8) or self.cells.dim() != 1 or not self.cells.is_contiguous():
             raise BadTensor(
                 f"mask cells are {self.cells.dtype} {list(self.cells.shape)}; they must be bool or uint8, in one row"
@@ -111,6 +112,7 @@ class DeviceSpans:
 
     def __post_init__(self) -> None:
         spans = self.of_step
+        require_tensor("spans", spans)
         if spans.dtype != torch.int32 or spans.dim() != 2 or spans.shape[1] != 3 or not spans.is_contiguous():
             raise BadTensor(
                 f"spans are {spans.dtype} of shape {list(spans.shape)} and strides {list(spans.stride())}; they must "

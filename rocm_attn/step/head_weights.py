@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadTensor, WrongState, no_such_layer
 from rocm_attn.machine.devices import require_tensor
+from rocm_attn.machine.settings import require_kind
 from rocm_attn.problem import Problem
 
 
@@ -47,6 +50,19 @@ def written_in_place(owned: Tensor, given: Tensor) -> Tensor:
 
 # current weights of a layer, new weights -> the tensor that it uses from now on
 NewHeadWeights = Callable[[Tensor, Tensor], Tensor]
+_Written = TypeVar("_Written")
+
+
+def finished(write: Callable[[], _Written]) -> _Written:
+    """Calls a function that writes several tensors; again after an interrupt, which leaves no old one next to new ones.
+
+    Raises the interrupt.
+    """
+    try:
+        return write()
+    except BaseException:
+        write()
+        raise
 
 
 class _Given(dict[int, HeadWeights]):
@@ -89,6 +105,7 @@ class LayerHeadWeights:
         """
         if layer not in range(len(self._problems)):
             raise no_such_layer(layer, len(self._problems))
+        require_kind(f"head weights of layer {layer}", weights, HeadWeights, BadTensor)
         for name, tensor in (("sinks", weights.sinks), ("alibi_slopes", weights.alibi_slopes)):
             is_wanted = name in self._wanted[layer]
             if is_wanted and tensor is None:
@@ -97,10 +114,10 @@ class LayerHeadWeights:
                 raise BadTensor(f"{name} were given to layer {layer}, whose problem has none; leave them out")
             if tensor is not None:
                 self._check(name, tensor, self._problems[layer])
-        owned = self._given.get(layer, NO_HEAD_WEIGHTS)
-        self._given[layer] = HeadWeights(
-            self._owned(owned.sinks, weights.sinks), self._owned(owned.alibi_slopes, weights.alibi_slopes)
-        )
+        # Memory may run out here, and nothing has changed then.
+        new = HeadWeights(*map(self._converted, (weights.sinks, weights.alibi_slopes)))
+        owned = self._given.get(layer)
+        self._given[layer] = self._copied(new) if owned is None else finished(partial(self._renewed, owned, new))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Name -> tensor, for the tensors that graphs read."""
@@ -122,16 +139,19 @@ class LayerHeadWeights:
         if tensor.is_meta:
             raise BadTensor(f"{name} is on the meta device, whose tensors have no values; load it first")
 
-    def _owned(self, owned: Tensor | None, given: Tensor | None) -> Tensor | None:
-        """Copies the values into memory of the runtime: the existing tensor, if there is one."""
-        if given is None:
-            return None
-        given = given.detach()
-        if owned is not None:
-            return self._renew(owned, given)
-        with torch.inference_mode(False):  # memory that is made in that mode cannot be written outside of it
-            owned = torch.empty(given.shape, dtype=torch.float32, device=self._device)
-        return owned.copy_(given)
+    def _converted(self, given: Tensor | None) -> Tensor | None:
+        return None if given is None else given.detach().to(self._device, torch.float32)
+
+    @torch.inference_mode(False)  # memory that is made in that mode cannot be written outside of it
+    def _copied(self, new: HeadWeights) -> HeadWeights:
+        """The same values in memory of the runtime."""
+        copies = (None if given is None else torch.empty_like(given) for given in (new.sinks, new.alibi_slopes))
+        return self._renewed(HeadWeights(*copies), new)
+
+    def _renewed(self, owned: HeadWeights, new: HeadWeights) -> HeadWeights:
+        """The layer's memory with new values."""
+        pairs = (owned.sinks, new.sinks), (owned.alibi_slopes, new.alibi_slopes)
+        return HeadWeights(*(old if old is None or to is None else self._renew(old, to) for old, to in pairs))
 
 
 def _names(problem: Problem) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.paging.adopted_pages import check_scales
 from rocm_attn.paging.convert import KEEPING_BITS
 from rocm_attn.problem import KVEncoding, Problem, Scales
-from rocm_attn.step.head_weights import NewHeadWeights
+from rocm_attn.step.head_weights import NewHeadWeights, finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,10 @@ class KVScales:
 
 def written_pages(pages: LayerPages, k: Tensor, v: Tensor, renew: NewHeadWeights) -> LayerPages:
     """A layer's pages with new scales. renew: how they are stored; if graphs read them, in the existing memory"""
-    assert pages.k_scale is not None
-    assert pages.v_scale is not None
-    k_scale, v_scale = renew(pages.k_scale, k), renew(pages.v_scale, v)
+    k_now, v_now = pages.k_scale, pages.v_scale
+    assert k_now is not None
+    assert v_now is not None
+    k_scale, v_scale = finished(lambda: (renew(k_now, k), renew(v_now, v)))
     if k_scale is pages.k_scale and v_scale is pages.v_scale:
         return pages
     return replace(pages, k_scale=k_scale, v_scale=v_scale)

@@ -73,6 +73,11 @@ def as_out_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+# FlashInfer's own backends.
+_BACKENDS = (
+    *("cake", "cudnn", "cute-dsl", "cutile", "cutlass", "fa2", "fa3", "prims-ts", "prims_ts"),
+    *("trtllm-gen", "trtllm-native", "xqa"),
+)
 _chosen = ["auto"]
 
 
@@ -84,10 +89,12 @@ def use_provider(provider: str) -> None:
 
 
 def provider_of(backend: str = "auto") -> str:
-    """Returns the provider whose kernels serve a call.
+    """Returns the provider whose kernels serve a call. Raises BadSetting for a backend of another name.
 
     backend: a provider of ours, or a name of FlashInfer's, which means "auto": its kernels do not run here
     """
+    if backend not in (*PROVIDERS, *_BACKENDS):
+        raise BadSetting(f"backend is {backend!r}; it must be one of {', '.join((*PROVIDERS, *_BACKENDS))}")
     return backend if backend in PROVIDERS and backend != "auto" else _chosen[0]
 
 

@@ -38,9 +38,10 @@ from rocm_attn.step.external_step import (
     NewLengths,
     OneEach,
 )
+from rocm_attn.step.head_weights import HeadWeights
 from tests.amd.external.engines import DIM, KV_HEADS, Q_HEADS, SCALE, V_DIM, VLLM
 from tests.amd.integrations.oracle import Scores, attention
-from tests.amd.runtime.interrupts import OutOfMemory
+from tests.amd.runtime.interrupts import OutOfMemory, every_line
 
 PAGE = 16
 Cells = npt.NDArray[Any]
@@ -578,3 +579,22 @@ def test_layers_tables_and_bounds_must_agree(device: torch.device, provider: str
         build([LayerSource(problem())], {Space.FULL: table.entries})  # type: ignore[dict-item]
     with pytest.raises(BadTensor, match="indptr has 1 elements"):
         CsrSource(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+
+
+def test_an_interrupt_leaves_the_same_weights_in_steps_of_every_causality() -> None:
+    attention = ExternalAttention(
+        [LayerSource(problem(has_sinks=True))],
+        TableSource(torch.zeros(4, 4, dtype=torch.int32)),
+        device="cpu",
+        bounds=BOUNDS,
+        options=ExternalOptions(provider="torch", causalities=[Causality.CAUSAL, Causality.NOT_CAUSAL]),
+    )
+    numbers = itertools.count(1)
+
+    def change() -> None:
+        attention.set_head_weights(0, HeadWeights(torch.full((Q_HEADS,), float(next(numbers)))))
+
+    change()
+    for _ in every_line(change):
+        causal, other = (core.head_weights.of(0).sinks for core in attention.cores.values())
+        assert (causal == other).all()  # type: ignore[union-attr]

@@ -321,6 +321,11 @@ def test_sizes_of_narrow_types_count_as_their_values(device: torch.device) -> No
 def test_providers_are_chosen_by_name(device: torch.device) -> None:
     with pytest.raises(BadSetting, match="provider is 'fa2'; it must be one of auto, cpu, torch, triton, aiter"):
         flashinfer.use_provider("fa2")
+    for backend in ("zz", "Triton", None, ["fa2"]):
+        with pytest.raises(
+            BadSetting, match=r"backend is .*; it must be one of auto, cpu, torch, triton, aiter, cake, "
+        ):
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend)
     cache = new_batch((6, 3), 4, device=device).cache
     for backend in ("fa2", "torch"):
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend)

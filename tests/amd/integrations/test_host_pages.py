@@ -5,6 +5,7 @@ Two public threads are replayed here, each as a copy that goes wrong in the way 
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.metrics import Metrics
 from tests.amd.integrations.kv_stories import MODELS, Story, assert_others_untouched, coded, runtime_of, storages
+from tests.amd.runtime.interrupts import every_line
 from tests.amd.worlds.hybrid import GATED_DELTA, Hybrid
 from tests.amd.worlds.problems import record_layer, small_problem
 
@@ -133,6 +135,47 @@ def test_the_least_recently_used_record_is_given_back_first(device: torch.device
     assert len(memory) == tier._metrics.host_kv_bytes == 0
     tier.put(KEYS[:4], pages[:4])
     assert len(memory) == 4
+
+
+def test_an_interrupt_loses_no_record_of_host_memory() -> None:
+    memory = HostMemory(4 * 16, 16, pinned=False)
+
+    def changed() -> None:
+        memory.take(KEYS[4])
+        memory.take(KEYS[4])
+        memory.clear()
+        memory.take(KEYS[5])
+
+    for _ in every_line(changed):
+        for key in KEYS[:4]:
+            memory.take(key).fill_(key[0])
+        assert all(key in memory and (memory.at(key) == key[0]).all() for key in KEYS[:4])
+
+
+class PutMeanwhile(HostPages):
+    """Lets another thread put a page while this one has gathered its first one."""
+
+    def put(self, keys: Sequence[bytes], pages: Int32Array) -> None:
+        self._others = [(keys[1:], pages[1:])]
+        self._threads = ThreadPoolExecutor(1)
+        super().put(keys[:1], pages[:1])
+        self._threads.shutdown()
+
+    def _gather(self, page: Tensor, records: Tensor) -> None:
+        super()._gather(page, records)
+        if self._others:
+            wait([self._threads.submit(super().put, *self._others.pop())], 0.1)
+
+
+def test_threads_that_put_pages_at_a_time_lose_none(device: torch.device) -> None:
+    problems = [small_problem()]
+    story, runtime = Story(problems, device), runtime_of(problems, device, "torch")
+    tier = tier_of(runtime, memory_for(runtime), PutMeanwhile)
+    row, pages = stored(story, runtime)
+    tier.put(KEYS[:2], pages[:2])
+    free_and_fill(runtime, row)
+    _, right = come_back(runtime, tier, KEYS[:2])
+    assert (right, tier._metrics.host_kv_refusals) == (2, {})
 
 
 def wrong_pages(

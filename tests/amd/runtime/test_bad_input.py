@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
 from rocm_attn.batch.padding import PadTo
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
+from rocm_attn.batch.prefixes import SharedPrefixes
+from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
+from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
 from rocm_attn.machine.target import known_target
 from rocm_attn.problem import Problem
@@ -20,6 +23,7 @@ from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step import buffers
+from rocm_attn.step.external_step import BoolCells, DeviceSpans
 from rocm_attn.step.options import RuntimeOptions
 from tests.amd.worlds.problems import small_problem
 from tests.amd.worlds.world import World
@@ -46,6 +50,31 @@ def test_a_bad_batch_leaves_the_runtime_ready(
 ) -> None:
     with pytest.raises(BadBatch):
         world.runtime.step(StepBatch(np.array(rows), np.array(kv_len), np.array(q_len), NO_TOKEN_IDS))
+    world.step(world.requests, [1, 1])
+
+
+@pytest.mark.parametrize("given", [None, [1, 2], "x"])
+def test_values_of_another_kind_are_named_and_the_next_step_runs(world: World, given: Any) -> None:
+    runtime, kept = world.runtime, world.runtime.table.kept
+    runner = StepRunner(runtime, lambda part: torch.zeros(0), None)
+    calls: dict[str, list[Callable[[], object]]] = {
+        "the batch": [partial(call, given) for call in (runtime.step, runtime.stage, runtime.plan, runner.run)],
+        "head weights of layer 0": [lambda: runtime.head_weights.set(0, given)],
+        "scales of layer 0": [lambda: runtime.set_kv_scales(0, given)],
+        "accepted": [lambda: runtime.move_accepted(given)],
+        "drafts of a round": [lambda: draft_batch([1], [3], given)],
+        "spans": [lambda: DeviceSpans(given)],
+        "cells of a mask": [lambda: BoolCells(given, torch.zeros(1, dtype=torch.int32))],
+    }
+    for name, its in calls.items():
+        for call in its:
+            with pytest.raises((BadBatch, BadTensor), match=f"^{name} is a {type(given).__name__}; "):
+                call()
+    for groups in (None, [given]):
+        with pytest.raises(BadBatch, match=r"groups? is a \w+; it must be of type "):
+            SharedPrefixes(groups)  # type: ignore[arg-type]
+    with pytest.raises(BadBatch, match="ids of kept pages are object of shape"):
+        kept.drop([[1], [2, 3]])  # type: ignore[list-item]
     world.step(world.requests, [1, 1])
 
 

@@ -14,10 +14,11 @@ from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, Unsupp
 from rocm_attn.guards.registry import Guards
 from rocm_attn.machine.target import known_target
 from rocm_attn.paging.kv_pool import KVPool
-from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
+from rocm_attn.problem import KVEncoding, PoolKind, Problem, Row, Scales
 from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
+from rocm_attn.step.head_weights import HeadWeights
 from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.options import RuntimeOptions
 from rocm_attn.step.step import Step
@@ -207,6 +208,14 @@ def test_what_cannot_be_expanded_is_refused(device: torch.device) -> None:
     runtime = build_runtime([EXPANDED, small_problem()], options, device=torch.device("cpu"))
     with pytest.raises(BadProblem, match="only latent layers can be expanded, and this layer has K and V pages"):
         runtime.expanded_prefill(1)
+    for other in (replace(EXPANDED, has_alibi_slopes=True), replace(EXPANDED, row=Row(4), logits_soft_cap=0.0)):
+        of_other = build_runtime([other], options, device=torch.device("cpu"))
+        generator = torch.Generator().manual_seed(0)
+        of_other.head_weights.set(0, HeadWeights.random(other, generator))
+        with pytest.raises(
+            BadProblem, match="expanded attention has no ALiBi slopes, and a row of the layer's latents"
+        ):
+            of_other.expanded_prefill(0)
     deterministic = build_runtime([EXPANDED], replace(options, deterministic=True), device=torch.device("cpu"))
     with pytest.raises(Unsupported, match="expanded attention cuts prefixes by their number in the step"):
         deterministic.expanded_prefill(0)

@@ -1,5 +1,6 @@
 """Layers with windows, soft caps, sinks and slopes next to plain ones, through whole steps, against the reference."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,8 +14,10 @@ from rocm_attn.problem import KVEncoding, PoolKind, Problem, Scales
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.selection.build import build_runtime
 from rocm_attn.step.head_weights import HeadWeights
+from rocm_attn.step.kv_scales import KVScales
 from rocm_attn.step.layer_kinds import LayerKinds
 from rocm_attn.step.options import RuntimeOptions
+from tests.amd.runtime.interrupts import every_line
 from tests.amd.worlds.problems import record_layer, small_problem
 from tests.amd.worlds.world import World, page_zero_is_zero
 
@@ -101,6 +104,23 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(
         world.runtime.head_weights.set(0, weights)
     assert world.runtime.head_weights.of(0) is before
     world.step([world.admit()], [3])
+
+
+def test_an_interrupt_leaves_no_old_values_of_a_layer_next_to_new_ones() -> None:
+    problem = small_problem(has_sinks=True, has_alibi_slopes=True, kv_encoding=KVEncoding.E5M2, kv_scales=Scales.LAYER)
+    options = RuntimeOptions(provider="torch", num_pages=8, max_num_seqs=2, max_kv_len=16)
+    runtime, numbers = build_runtime([problem], options, device="cpu"), itertools.count(1)
+
+    def change() -> None:
+        number = float(next(numbers))
+        runtime.head_weights.set(0, HeadWeights(*torch.full((2, 6), number)))
+        runtime.set_kv_scales(0, KVScales(number, number))
+
+    change()
+    for _ in every_line(change):
+        weights, pages = runtime.head_weights.of(0), runtime.pool.layer(0)
+        assert (weights.sinks == weights.alibi_slopes).all()  # type: ignore[union-attr]
+        assert pages.k_scale == pages.v_scale
 
 
 GIVEN = {

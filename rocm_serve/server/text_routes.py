@@ -22,6 +22,7 @@ from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.template_fields import TemplateFields
 from rocm_serve.server.tools import MOST_TOOLS, Tool
 from rocm_serve.server.unserved import refuse_unserved
+from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 
 # Items of a list that one call writes as JSON.
@@ -84,9 +85,8 @@ def add_text_routes(app: FastAPI, routes: BodyRoutes, generations: Generations, 
     async def tokenizer_info() -> Response:
         """Returns the chat template, and the texts of the tokens that it may name; null for what the model lacks."""
         tokenizer = _require_tokenizer(model)
-        template = tokenizer.chat_template
-        source, bos, eos = (template.source, template.bos_token, template.eos_token) if template else ("", "", "")
-        answer = {"chat_template": source, "bos_token": bos, "eos_token": eos}
+        template = tokenizer.chat_template or ChatTemplate("")
+        answer = {"chat_template": template.source, "bos_token": "", "eos_token": "", **template.tokens}
         return JSONResponse({name: text or None for name, text in answer.items()})
 
     @app.get("/version")

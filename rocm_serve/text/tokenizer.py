@@ -61,9 +61,9 @@ class Tokenizer:
         return self._special_marks.get(text)
 
     def with_template(self, source: str) -> Tokenizer:
-        """The same tokenizer with another chat template, for which bos_token and eos_token stay what they are."""
+        """The same tokenizer with another chat template, which may write the same special tokens."""
         before, other = self.chat_template or ChatTemplate(""), copy.copy(self)  # replace() would make all of it again
-        object.__setattr__(other, "chat_template", ChatTemplate(source, before.bos_token, before.eos_token))
+        object.__setattr__(other, "chat_template", ChatTemplate(source, before.tokens))
         return other
 
     def encode(self, text: str, check: Callable[[int], None] = any_number) -> list[int]:

@@ -154,7 +154,7 @@ def test_a_template_for_tools_comes_from_the_file(tmp_path: Path) -> None:
     named = {"tokenizer.chat_template": "for all", "tokenizer.chat_template.tool_use": "for tools"}
     tokenizer = load_tokenizer(write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata=named))
     assert tokenizer is not None
-    assert tokenizer.chat_template == ChatTemplate("for all", "", "t1", with_tools="for tools")
+    assert tokenizer.chat_template == ChatTemplate("for all", {"bos_token": "", "eos_token": "t1"}, "for tools")
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,8 @@ class ServedModel:
         if self.tokenizer is not None:
             threads = Tokenising(self.tokenizer, self._most_prompt_tokens, self._too_long)
         object.__setattr__(self, "tokenising", threads)
+        biases = tuple(pair for pair in self.defaults.logit_bias if pair[0] < self.limits.vocab_size)
+        object.__setattr__(self, "defaults", replace(self.defaults, logit_bias=biases))
 
     @property
     def max_len(self) -> int:
@@ -336,7 +338,9 @@ def _sampling(body: GenerationBody, defaults: Sampling) -> Sampling:
     said = {name: getattr(body, name) for name in _SAMPLED if getattr(body, name) is not None}
     if body.top_k is not None:
         said["top_k"] = max(0, body.top_k)
-    return replace(defaults, **said, logit_bias=body.biases)
+    biases, given = body.biases, dict(body.biases)
+    others = [(token, bias) for token, bias in defaults.logit_bias if token not in given]
+    return replace(defaults, **said, logit_bias=(*biases, *others))
 
 
 def seed_of_answer(seed: int, place: int, choice: int) -> int:

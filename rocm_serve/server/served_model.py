@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +21,13 @@ from rocm_serve.limits import RequestLimits
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.api_errors import ApiError, bad_request
-from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools
+from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools, with_ids
 from rocm_serve.server.call_grammar import calls_only, lead_of
 from rocm_serve.server.call_reader import AnswerReader, Reader
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.parsing import let_streams_write
-from rocm_serve.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody
+from rocm_serve.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody, Message
 from rocm_serve.server.tokenising import Tokenising
 from rocm_serve.server.tools import NamedTool
 from rocm_serve.text.chat_template import ChatTemplate
@@ -157,10 +158,10 @@ class ServedModel:
         self._check_options(1, body)
         if self.tokenising is None:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
-        messages, tools = [each.as_template for each in body.messages], body.tools_as_template
-        rendering = body.rendering(messages[-1])
         writer = self.writer(self.tokenising.tokenizer, body.chat_template)
         constraint = await asyncio.to_thread(self._calls_of, body, writer)
+        messages, tools = self.messages(body.messages, writer), body.tools_as_template
+        rendering = body.rendering(messages[-1])
         tokens = await self.tokenising.conversation(messages, partial(writer.conversation, messages, tools, rendering))
         most = body.max_completion_tokens or body.max_tokens
         constraint, form = constraint or body.constraint, self._reasoning(writer.chat_template)
@@ -169,6 +170,15 @@ class ServedModel:
             lead = lead_of(form, writer.special_mark, is_inside=is_inside, is_text=is_text)
             constraint = replace(constraint, lead=lead)
         return await self._requests(body, [tokens], most, self.max_len, salt, constraint)
+
+    def messages(self, said: Sequence[Message], writer: Tokenizer) -> list[dict[str, Any]]:
+        """Returns a conversation as the chat template expects it. Raises ApiError. writer: from writer()"""
+        messages, template = [each.as_template for each in said], writer.chat_template
+        if template is not None and any("tool_calls" in each for each in messages):
+            with suppress(BadRequest):  # calls of a form that is not known may be written all the same
+                if (form := self._calls(template)).call_id:
+                    with_ids(messages, form)
+        return messages
 
     def reader_of(self, body: ChatBody, request: Request) -> Reader:
         """Returns the reader of one choice's text. Call it after chat_requests(), which raises all errors.

@@ -70,7 +70,7 @@ def add_text_routes(app: FastAPI, routes: BodyRoutes, generations: Generations, 
         said = [body.prompt or "", *(each.as_template["content"] for each in body.messages or ())]
         job: Job = request.scope[JOB]
         answer = await job.wait_for(
-            model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model.max_len)
+            model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model)
         )
         return Response(answer, media_type="application/json")
 
@@ -121,13 +121,13 @@ def _require_tokenizer(model: ServedModel) -> Tokenizer:
     return model.tokenizer
 
 
-def _tokens_answer(tokenizer: Tokenizer, body: TokenizeBody, max_len: int) -> bytes:
+def _tokens_answer(tokenizer: Tokenizer, body: TokenizeBody, model: ServedModel) -> bytes:
     """Returns the answer, as JSON. Raises like _tokens_of."""
-    tokens = _tokens_of(tokenizer, body)
+    tokens = _tokens_of(tokenizer, body, model)
     entries = "null"
     if body.return_token_strs:
         entries = _written([tokenizer.backend.id_to_token(token) for token in tokens])
-    numbers = f'"count":{len(tokens)},"max_model_len":{max_len}'
+    numbers = f'"count":{len(tokens)},"max_model_len":{model.max_len}'
     return f'{{{numbers},"tokens":{_written(tokens)},"token_strs":{entries}}}'.encode()
 
 
@@ -137,7 +137,7 @@ def _written(items: Sequence[int | str | None]) -> str:
     return f"[{','.join(json.dumps(piece, separators=(',', ':'))[1:-1] for piece in pieces)}]"
 
 
-def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
+def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody, model: ServedModel) -> list[int]:
     """Raises ApiError, BadRequest, BadModel."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("the body has both prompt and messages, or neither; give one of them", "prompt")
@@ -153,7 +153,7 @@ def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
             "out",
             "add_special_tokens",
         )
-    messages = [each.as_template for each in body.messages or ()]
+    messages = model.messages(body.messages or (), tokenizer)
     return tokenizer.encode_messages(
         messages, [tool.as_template for tool in body.tools or ()], body.rendering(messages[-1])
     )

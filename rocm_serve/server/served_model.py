@@ -299,13 +299,18 @@ class ServedModel:
         seed = body.seed if body.seed is not None else secrets.randbits(63)
         sampling = _sampling(body, self.defaults)
         allowed = tuple(sorted(set(body.allowed_token_ids or ())))
+        # A special token has no text in which its name could be found.
+        silent = self.tokenizer.silent if self.tokenizer is not None else {}
+        vocabulary = range(self.limits.vocab_size)
+        named = (token for text in body.stops if (token := silent.get(text, -1)) in vocabulary)
+        stop_token_ids = (*(body.stop_token_ids or ()), *named)
         return [
             Request(
                 prompt_token_ids=prompt,
                 max_new_tokens=max_new_tokens or min(by_default, self.limits.room(len(prompt))),
                 sampling=replace(sampling, seed=seed_of_answer(seed, place, choice)),
                 stop=body.stops,
-                stop_token_ids=tuple(body.stop_token_ids or ()),
+                stop_token_ids=stop_token_ids,
                 allowed_token_ids=allowed,
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,

@@ -194,7 +194,8 @@ class ServedModel:
             return Reader()
         is_inside = reasoning is not None and self._is_inside(reasoning, request.prompt_token_ids)
         functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
-        return AnswerReader(calls, functions, reasoning, is_inside=is_inside)
+        several = body.parallel_tool_calls is not False
+        return AnswerReader(calls, functions, reasoning, is_inside=is_inside, several=several)
 
     def count_tokens(self, text: str) -> int:
         """Returns the number of tokens of a part of an answer."""

@@ -331,6 +331,17 @@ def test_arguments_stay_as_they_are_written(written: str) -> None:
     assert (call.name, call.arguments) == ("7", written)
 
 
+def test_one_call_is_read_where_several_are_not_wanted() -> None:
+    call = '{"name": "f", "arguments": {}}'
+    for name, text in (
+        ("mistral_v3", f"[TOOL_CALLS] [{call}, {call}]"),
+        ("hermes", f"<tool_call>{call}</tool_call>" * 2),
+    ):
+        reader = AnswerReader(form_named(name, CALL_FORMS), FUNCTIONS, several=False)
+        (found,) = reader.push(text) + reader.finish()
+        assert isinstance(found, ToolCall)
+
+
 def test_text_is_reported_as_soon_as_it_can_be_no_call() -> None:
     reader = AnswerReader(form_named("hermes", CALL_FORMS), FUNCTIONS)
     assert reader.push("It is 3 < 4") == ["It is 3 < 4"]

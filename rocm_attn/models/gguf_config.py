@@ -23,6 +23,9 @@ from rocm_attn.problem import UNLIMITED_WINDOW
 
 _ARCHITECTURES = {decoder.gguf: name for name, decoder in DECODERS.items() if decoder.gguf}
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Tokens that end a turn wherever a vocabulary has them, as in llama.cpp: files of fine-tuned models may name their
+# base's end token alone.
+_ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 # Fields of YaRN that are served with one value. Converters write HF's attention_factor as yarn_attn_factor, which
 # llama.cpp multiplies by its own, so another value has two meanings.
 _YARN_PLAIN = {
@@ -130,5 +133,6 @@ def _scaling(fields: Fields) -> Scaling:
 
 
 def _end_tokens(fields: Fields) -> tuple[int, ...]:
-    tokens = (token for name in _END_TOKENS for token in fields.ids(f"tokenizer.ggml.{name}"))
+    tokens = [token for name in _END_TOKENS for token in fields.ids(f"tokenizer.ggml.{name}")]
+    tokens += [token for token, text in enumerate(fields.list("tokenizer.ggml.tokens")) if text in _ENDS_OF_TURNS]
     return tuple(dict.fromkeys(tokens))

@@ -98,8 +98,8 @@ def read_trace(path: Path) -> RequestTrace:
     except (OSError, UnicodeDecodeError) as error:
         raise BadSetting(f"{path} cannot be read ({error}); give a file of requests (docs/bench.md)") from error
     try:
-        lines = text.splitlines()
-        is_csv = bool(lines) and not lines[0].lstrip().startswith("{")
+        lines = text.split("\n")  # str.splitlines() would also end a line within a text of JSON, at U+2028 and the like
+        is_csv = bool(text.strip()) and not text.lstrip().startswith("{")
         return RequestTrace.of(_from_csv(lines) if is_csv else _from_json_lines(lines))
     except (BadSetting, csv.Error) as error:
         raise BadSetting(f"{path}: {error}") from error
@@ -122,7 +122,7 @@ def _from_json_lines(lines: Sequence[str]) -> Iterator[TracedRequest]:
             continue
         try:
             found = json.loads(line)
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             raise BadSetting(f"line {number} is not JSON ({error})") from error
         if not isinstance(found, dict):
             raise BadSetting(f"line {number} is {type(found).__name__}, not an object")
@@ -194,7 +194,7 @@ def _checked_time(line: int, text: str | None) -> datetime:
 def _checked(line: int, read: Callable[[Mapping[str, Any]], TracedRequest], found: Mapping[str, Any]) -> TracedRequest:
     try:
         return read(found)
-    except (BadSetting, TypeError, ValueError) as error:
+    except (BadSetting, OverflowError, TypeError, ValueError) as error:
         raise BadSetting(f"line {line}: {error}") from error
 
 

@@ -136,7 +136,8 @@ def _open_directory(directory: Path) -> ModelFiles:
     json = read_json(directory / "config.json")
     config, tokenizer = config_from_json(json), _tokenizer_of_directory(directory)
     generation = Fields(_json_if_there(directory / "generation_config.json"), "generation_config.json")
-    ends = dict.fromkeys(config.eos_token_ids + generation.ids("eos_token_id"))
+    of_tokenizer = (token for token in _ends_of(tokenizer, directory) if token < config.vocab_size)
+    ends = dict.fromkeys((*config.eos_token_ids, *generation.ids("eos_token_id"), *of_tokenizer))
     config = replace(config, eos_token_ids=tuple(ends))
     source: TensorSource = SafetensorsFiles(directory)
     if "text_config" in json:  # the text model is one part of several
@@ -156,11 +157,11 @@ def _tokenizer_of_gguf(file: GGUFFile) -> Tokenizer:
     adds_bos = fields.flag("tokenizer.ggml.add_bos_token", is_llama3 or fields.text("tokenizer.ggml.model") == "llama")
     template = None
     if fields.has("tokenizer.chat_template"):
-        bos, eos = (_special(backend, fields, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+        tokens = {f"{n}_token": _special(backend, fields, f"tokenizer.ggml.{n}_token_id") for n in ("bos", "eos")}
         named = {"default": fields.text("tokenizer.chat_template")}
         if fields.has("tokenizer.chat_template.tool_use"):
             named["tool_use"] = fields.text("tokenizer.chat_template.tool_use")
-        template = template_of(named, bos, eos)
+        template = template_of(named, tokens)
     bos_token_id = _token_id(backend, fields, "tokenizer.ggml.bos_token_id") if adds_bos else None
     return Tokenizer(backend=backend, bos_token_id=bos_token_id, chat_template=template)
 
@@ -188,14 +189,30 @@ def _tokenizer_of_directory(directory: Path) -> Tokenizer | None:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise BadModel(f"{path} is not a tokenizer ({error})") from error
-    options = _json_if_there(directory / "tokenizer_config.json")
+    options = _options_of_tokenizer(directory)
     template_file = directory / "chat_template.jinja"
     named: object = options.get("chat_template")
     if template_file.is_file():
         others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
         named = {"default": read_text(template_file), **{each.stem: read_text(each) for each in others}}
-    bos, eos = (_token_text(options.get(f"{name}_token")) for name in ("bos", "eos"))
-    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template_of(named, bos, eos))
+    tokens = {name: text for name, token in options.items() if name.endswith("_token") and (text := _token_text(token))}
+    return Tokenizer(backend=backend, bos_token_id=None, chat_template=template_of(named, tokens))
+
+
+def _ends_of(tokenizer: Tokenizer | None, directory: Path) -> tuple[int, ...]:
+    """The end token of tokenizer_config.json, if it is there. Some fine-tuned models name that of their turns nowhere
+    else.
+    """
+    text = _token_text(_options_of_tokenizer(directory).get("eos_token"))
+    token = tokenizer.backend.token_to_id(text) if tokenizer is not None else None
+    return () if token is None else (token,)
+
+
+def _options_of_tokenizer(directory: Path) -> Mapping[str, object]:
+    options = _json_if_there(directory / "tokenizer_config.json")
+    # Older versions of transformers wrote the special tokens into a file of their own.
+    older = {} if "added_tokens_decoder" in options else _json_if_there(directory / "special_tokens_map.json")
+    return {**options, **older}
 
 
 def _token_text(token: object) -> str:

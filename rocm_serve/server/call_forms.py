@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import re
 from collections.abc import Callable
 from functools import lru_cache
@@ -31,6 +33,7 @@ _QUESTION: Json = {"role": "user", "content": "?"}
 _CALL: Json = {"type": "function", "function": {"name": _NAME, "arguments": CallArguments({_KEY: "1"})}}
 # Mistral's templates refuse ids of another length, and Kimi's write the id and not the name.
 _CALL_IDS = ("000000000", f"functions.{_NAME}:0")
+_NINE = re.compile("[a-zA-Z0-9]{9}")
 _PARTS = re.compile(r"(\s+|[{}:\[\]])")
 
 
@@ -68,6 +71,23 @@ def form_of(template: ChatTemplate) -> CallForm:
         "the model's chat template writes calls in a format that this server does not read; name a form with "
         "--tool-parser, leave tools out, or set tool_choice to none"
     )
+
+
+def with_ids(messages: list[Json], form: CallForm) -> None:
+    """Gives earlier calls, and the results that name them, ids that templates of a form take.
+
+    The same conversation always gets the same ones, so that its beginning is found in the prefix cache.
+    """
+    ids: dict[str, str] = {}
+    numbers = itertools.count()
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            given = call["id"]
+            nine = given if _NINE.fullmatch(given) else hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
+            name = call["function"]["name"]
+            ids[given] = call["id"] = form.call_id.format(name=name, number=next(numbers), nine=nine)
+        if "tool_call_id" in message:
+            message["tool_call_id"] = ids.get(message["tool_call_id"], message["tool_call_id"])
 
 
 def reasoning_of(template: ChatTemplate) -> ReasoningForm | None:

@@ -62,6 +62,7 @@ class AnswerReader(Reader):
     functions: name of a function -> the schema of its parameters
     reasoning: the form of reasoning; None if the model writes none
     is_inside: whether the prompt ends inside of reasoning
+    several:   whether more calls than the first are returned; others are left out
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class AnswerReader(Reader):
         reasoning: ReasoningForm | None = None,
         *,
         is_inside: bool = False,
+        several: bool = True,
     ) -> None:
         self._calls, self._functions, self._reasoning, self._is_inside = calls, functions, reasoning, is_inside
+        self._several = several
         self._held, self._at = "", 0  # text that was not returned yet, and how much of it was read
         self._has_ended = self._has_called = False
         self._is_fresh = True  # nothing but blanks came since the beginning, or since the last mark
@@ -186,7 +189,7 @@ class AnswerReader(Reader):
                 # At the end all of the rest is text: each further mark would make it be read once more.
                 self._tell(len(self._held) if self._has_ended else self._at)
                 return
-            self._parts += calls
+            self._parts += calls if self._several else [] if self._has_called else calls[:1]
             self._has_called = True
             self._drop(self._at)
             is_closed = yield from self._literal(form.closes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from json.encoder import encode_basestring
+from json.encoder import encode_basestring_ascii
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -151,7 +151,7 @@ class _Frame:
             whole = as_event({**chunk.make(chunk.choice, _MARK), **self._more})
             before, _, after = whole.partition(json.dumps(_MARK).encode())
             self._around = before, after
-        return before + encode_basestring(chunk.text).encode() + after
+        return before + encode_basestring_ascii(chunk.text).encode() + after
 
 
 def error_response(error: ApiError) -> JSONResponse:

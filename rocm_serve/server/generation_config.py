@@ -9,7 +9,7 @@ from typing import Any
 from rocm_attn.errors import BadModel, BadRequest, BadSetting
 from rocm_attn.models.fields import Fields, read_json
 from rocm_serve.models.places import find_model
-from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.sampling.sampling_options import LARGEST_BIAS, Sampling
 
 # Values of --generation-config that are not a place.
 OF_MODEL, OF_OPENAI = "auto", "none"
@@ -51,6 +51,8 @@ def _read(file: Path) -> Sampling:
     }
     if fields.has("top_k"):
         said["top_k"] = max(0, fields.whole("top_k"))
+    # Gemma 4 names marks of images and sounds there, which are no text and may be the likeliest tokens all the same.
+    said["logit_bias"] = tuple((token, -LARGEST_BIAS) for token in dict.fromkeys(fields.ids("suppress_tokens")))
     try:
         return replace(OPENAI_DEFAULTS, **said)
     except BadRequest as error:

@@ -23,10 +23,11 @@ class JsonSchema(ToolPart):
 
 
 class ResponseFormat(ToolPart):
-    """The format that the answer must have."""
+    """The format that the answer must have. schema: of a json_object, which llama.cpp and Together put there"""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class StructuredOutputs(ToolPart):
@@ -78,7 +79,8 @@ class GuidedFields(BaseModel):
         named = {name: getattr(self, name) for name in GuidedFields.model_fields}
         named |= {"response_format": None, "structured_outputs": None}
         if form is not None and form.type == "json_object":
-            named["response_format.json_object"] = True
+            named["response_format.json_object"] = True if form.schema_ is None else None
+            named["response_format.schema"] = form.schema_
         if form is not None and form.type == "json_schema":
             if form.json_schema is None:
                 raise bad_request("response_format.json_schema is missing; give it a schema", "response_format")

@@ -41,9 +41,9 @@ class ServerOptions:
     )
     generation_config: str = option(
         "auto",
-        "defaults of the sampling parameters that a request omits: auto reads temperature, top_p, top_k, min_p and "
-        "repetition_penalty from the model's generation_config.json, none uses OpenAI's defaults, and a path "
-        "names another such file",
+        "defaults of the sampling parameters that a request omits: auto reads temperature, top_p, top_k, min_p, "
+        "repetition_penalty and suppress_tokens from the model's generation_config.json, none uses OpenAI's defaults, "
+        "and a path names another such file",
         unit="auto|none|FILE",
     )
     api_key_file: Path | None = option(  # noqa: RUF009  # it makes a field

@@ -272,7 +272,10 @@ class ChatReplies(_WithChoices):
 
 
 def as_event(content: Mapping[str, object]) -> bytes:
-    """Returns the bytes of a server-sent event, which has a name if its content is of a type."""
+    """Returns the bytes of a server-sent event, which has a name if its content is of a type.
+
+    They are ASCII: clients that read lines of text, as httpx gives them, would end one at U+2028 or U+0085, too.
+    """
     kind = content.get("type")
     name = f"event: {kind}\n".encode() if isinstance(kind, str) else b""
-    return name + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return name + b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"

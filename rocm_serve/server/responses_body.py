@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rocm_serve.server.api_errors import bad_request
 from rocm_serve.server.schema import FEW_MESSAGES, MOST_MESSAGES, ChatBody
@@ -111,6 +111,12 @@ class ResponsesBody(BaseModel):
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """A null means the default, as in OpenAI's API."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @property
     def as_chat(self) -> ChatBody:

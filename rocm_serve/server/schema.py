@@ -75,6 +75,8 @@ class Message(ToolPart):
     """One message of a conversation.
 
     reasoning_content: that came before an assistant's content; the templates of some models write it
+    reasoning:    the same, as vLLM names it
+    name:         of who speaks, or of a tool; the templates of some models write it
     tool_calls:   that an assistant has asked for
     tool_call_id: of the call whose result a tool's content is
     """
@@ -82,6 +84,8 @@ class Message(ToolPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    name: str | None = None
     tool_calls: Annotated[list[MadeCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -104,8 +108,11 @@ class Message(ToolPart):
         parts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content or ()
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": "".join(part.text for part in parts)}
-        if self.reasoning_content is not None:  # gpt-oss's template has its own name for it
-            message["reasoning_content"] = message["thinking"] = self.reasoning_content
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if thought is not None:  # gpt-oss's template has its own name for it
+            message["reasoning_content"] = message["thinking"] = thought
+        if self.name is not None:
+            message["name"] = self.name
         if self.tool_calls:
             message["tool_calls"] = [call.as_template for call in self.tool_calls]
         if self.role == "tool":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +21,13 @@ from rocm_serve.limits import RequestLimits
 from rocm_serve.request import Request
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.api_errors import ApiError, bad_request
-from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools
+from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools, with_ids
 from rocm_serve.server.call_grammar import calls_only, lead_of
 from rocm_serve.server.call_reader import AnswerReader, Reader
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.parsing import let_streams_write
-from rocm_serve.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody
+from rocm_serve.server.schema import SHAPES, ChatBody, CompletionBody, GenerationBody, Message
 from rocm_serve.server.tokenising import Tokenising
 from rocm_serve.server.tools import NamedTool
 from rocm_serve.text.chat_template import ChatTemplate
@@ -71,6 +72,8 @@ class ServedModel:
         if self.tokenizer is not None:
             threads = Tokenising(self.tokenizer, self._most_prompt_tokens, self._too_long)
         object.__setattr__(self, "tokenising", threads)
+        biases = tuple(pair for pair in self.defaults.logit_bias if pair[0] < self.limits.vocab_size)
+        object.__setattr__(self, "defaults", replace(self.defaults, logit_bias=biases))
 
     @property
     def max_len(self) -> int:
@@ -155,10 +158,10 @@ class ServedModel:
         self._check_options(1, body)
         if self.tokenising is None:
             raise bad_request("the model has no tokenizer; give token ids to /v1/completions", "messages")
-        messages, tools = [each.as_template for each in body.messages], body.tools_as_template
-        rendering = body.rendering(messages[-1])
         writer = self.writer(self.tokenising.tokenizer, body.chat_template)
         constraint = await asyncio.to_thread(self._calls_of, body, writer)
+        messages, tools = self.messages(body.messages, writer), body.tools_as_template
+        rendering = body.rendering(messages[-1])
         tokens = await self.tokenising.conversation(messages, partial(writer.conversation, messages, tools, rendering))
         most = body.max_completion_tokens or body.max_tokens
         constraint, form = constraint or body.constraint, self._reasoning(writer.chat_template)
@@ -167,6 +170,15 @@ class ServedModel:
             lead = lead_of(form, writer.special_mark, is_inside=is_inside, is_text=is_text)
             constraint = replace(constraint, lead=lead)
         return await self._requests(body, [tokens], most, self.max_len, salt, constraint)
+
+    def messages(self, said: Sequence[Message], writer: Tokenizer) -> list[dict[str, Any]]:
+        """Returns a conversation as the chat template expects it. Raises ApiError. writer: from writer()"""
+        messages, template = [each.as_template for each in said], writer.chat_template
+        if template is not None and any("tool_calls" in each for each in messages):
+            with suppress(BadRequest):  # calls of a form that is not known may be written all the same
+                if (form := self._calls(template)).call_id:
+                    with_ids(messages, form)
+        return messages
 
     def reader_of(self, body: ChatBody, request: Request) -> Reader:
         """Returns the reader of one choice's text. Call it after chat_requests(), which raises all errors.
@@ -182,7 +194,8 @@ class ServedModel:
             return Reader()
         is_inside = reasoning is not None and self._is_inside(reasoning, request.prompt_token_ids)
         functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
-        return AnswerReader(calls, functions, reasoning, is_inside=is_inside)
+        several = body.parallel_tool_calls is not False
+        return AnswerReader(calls, functions, reasoning, is_inside=is_inside, several=several)
 
     def count_tokens(self, text: str) -> int:
         """Returns the number of tokens of a part of an answer."""
@@ -287,13 +300,18 @@ class ServedModel:
         seed = body.seed if body.seed is not None else secrets.randbits(63)
         sampling = _sampling(body, self.defaults)
         allowed = tuple(sorted(set(body.allowed_token_ids or ())))
+        # A special token has no text in which its name could be found.
+        silent = self.tokenizer.silent if self.tokenizer is not None else {}
+        vocabulary = range(self.limits.vocab_size)
+        named = (token for text in body.stops if (token := silent.get(text, -1)) in vocabulary)
+        stop_token_ids = (*(body.stop_token_ids or ()), *named)
         return [
             Request(
                 prompt_token_ids=prompt,
                 max_new_tokens=max_new_tokens or min(by_default, self.limits.room(len(prompt))),
                 sampling=replace(sampling, seed=seed_of_answer(seed, place, choice)),
                 stop=body.stops,
-                stop_token_ids=tuple(body.stop_token_ids or ()),
+                stop_token_ids=stop_token_ids,
                 allowed_token_ids=allowed,
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,
@@ -336,7 +354,9 @@ def _sampling(body: GenerationBody, defaults: Sampling) -> Sampling:
     said = {name: getattr(body, name) for name in _SAMPLED if getattr(body, name) is not None}
     if body.top_k is not None:
         said["top_k"] = max(0, body.top_k)
-    return replace(defaults, **said, logit_bias=body.biases)
+    biases, given = body.biases, dict(body.biases)
+    others = [(token, bias) for token, bias in defaults.logit_bias if token not in given]
+    return replace(defaults, **said, logit_bias=(*biases, *others))
 
 
 def seed_of_answer(seed: int, place: int, choice: int) -> int:

@@ -11,7 +11,10 @@ from rocm_serve.text.chat_template import Rendering
 
 
 class TemplateFields(BaseModel):
-    """vLLM's fields, and OpenAI's reasoning_effort, which is a variable of the templates that know it."""
+    """vLLM's fields, and OpenAI's reasoning_effort, which is a variable of the templates that know it.
+
+    Other templates know whether the model reasons: they get enable_thinking and thinking, false for the effort none.
+    """
 
     chat_template: Annotated[str, Field(max_length=1 << 16)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -33,6 +36,9 @@ class TemplateFields(BaseModel):
                 "or leave the field out",
                 "continue_final_message",
             )
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            thinks = self.reasoning_effort != "none"
+            effort = {"reasoning_effort": self.reasoning_effort, "enable_thinking": thinks, "thinking": thinks}
         begins_answer = self.add_generation_prompt is not False
         return Rendering({**effort, **(self.chat_template_kwargs or {})}, begins_answer, goes_on)

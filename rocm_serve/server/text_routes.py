@@ -22,6 +22,7 @@ from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.template_fields import TemplateFields
 from rocm_serve.server.tools import MOST_TOOLS, Tool
 from rocm_serve.server.unserved import refuse_unserved
+from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
 
 # Items of a list that one call writes as JSON.
@@ -69,7 +70,7 @@ def add_text_routes(app: FastAPI, routes: BodyRoutes, generations: Generations, 
         said = [body.prompt or "", *(each.as_template["content"] for each in body.messages or ())]
         job: Job = request.scope[JOB]
         answer = await job.wait_for(
-            model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model.max_len)
+            model.tokenising.in_thread(sum(map(len, said)), _tokens_answer, tokenizer, body, model)
         )
         return Response(answer, media_type="application/json")
 
@@ -84,9 +85,8 @@ def add_text_routes(app: FastAPI, routes: BodyRoutes, generations: Generations, 
     async def tokenizer_info() -> Response:
         """Returns the chat template, and the texts of the tokens that it may name; null for what the model lacks."""
         tokenizer = _require_tokenizer(model)
-        template = tokenizer.chat_template
-        source, bos, eos = (template.source, template.bos_token, template.eos_token) if template else ("", "", "")
-        answer = {"chat_template": source, "bos_token": bos, "eos_token": eos}
+        template = tokenizer.chat_template or ChatTemplate("")
+        answer = {"chat_template": template.source, "bos_token": "", "eos_token": "", **template.tokens}
         return JSONResponse({name: text or None for name, text in answer.items()})
 
     @app.get("/version")
@@ -121,13 +121,13 @@ def _require_tokenizer(model: ServedModel) -> Tokenizer:
     return model.tokenizer
 
 
-def _tokens_answer(tokenizer: Tokenizer, body: TokenizeBody, max_len: int) -> bytes:
+def _tokens_answer(tokenizer: Tokenizer, body: TokenizeBody, model: ServedModel) -> bytes:
     """Returns the answer, as JSON. Raises like _tokens_of."""
-    tokens = _tokens_of(tokenizer, body)
+    tokens = _tokens_of(tokenizer, body, model)
     entries = "null"
     if body.return_token_strs:
         entries = _written([tokenizer.backend.id_to_token(token) for token in tokens])
-    numbers = f'"count":{len(tokens)},"max_model_len":{max_len}'
+    numbers = f'"count":{len(tokens)},"max_model_len":{model.max_len}'
     return f'{{{numbers},"tokens":{_written(tokens)},"token_strs":{entries}}}'.encode()
 
 
@@ -137,7 +137,7 @@ def _written(items: Sequence[int | str | None]) -> str:
     return f"[{','.join(json.dumps(piece, separators=(',', ':'))[1:-1] for piece in pieces)}]"
 
 
-def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
+def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody, model: ServedModel) -> list[int]:
     """Raises ApiError, BadRequest, BadModel."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("the body has both prompt and messages, or neither; give one of them", "prompt")
@@ -153,7 +153,7 @@ def _tokens_of(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
             "out",
             "add_special_tokens",
         )
-    messages = [each.as_template for each in body.messages or ()]
+    messages = model.messages(body.messages or (), tokenizer)
     return tokenizer.encode_messages(
         messages, [tool.as_template for tool in body.tools or ()], body.rendering(messages[-1])
     )

@@ -1,4 +1,4 @@
-"""The parts of OpenAI's, vLLM's and SGLang's APIs that this server has not: each is refused with its reason.
+"""The parts of OpenAI's and similar APIs that this server has not: each is refused with its reason.
 
 An answer that silently differs from the request is worse than none. Fields that change nothing in an answer are ignored
 instead, as all unknown ones are.
@@ -22,6 +22,9 @@ class Unserved(NamedTuple):
 _CALLS = "functions are given as tools here"
 _IMAGES = "the model reads and writes text alone"
 _TEMPLATES = "it is for /v1/chat/completions"
+_VARIABLES = "variables of the model's template are given as chat_template_kwargs"
+_SAMPLERS = "tokens are drawn by temperature, top_k, min_p and top_p"
+_REASONING_BOUND = "reasoning has no bound of its own; lower max_tokens"
 _BEAMS = "one answer is drawn for each choice, and beams are not searched"
 
 # A field -> why it is refused.
@@ -64,8 +67,8 @@ FIELDS: Mapping[str, Unserved] = {
     "no_stop_trim": Unserved("include_stop_str_in_output means the same here", (None, False)),
     "stop_regex": Unserved("an answer ends at texts of stop alone", (None, [], "")),
     "repetition_detection": Unserved("an answer may repeat itself; use frequency_penalty", (None,)),
-    "thinking": Unserved("variables of the model's template are given as chat_template_kwargs", (None,)),
-    "thinking_token_budget": Unserved("reasoning has no bound of its own; lower max_tokens", (None,)),
+    "thinking": Unserved(_VARIABLES, (None,)),
+    "thinking_token_budget": Unserved(_REASONING_BOUND, (None,)),
     "watermark": Unserved("answers are not marked", (None,)),
     "watermarking": Unserved("answers are not marked", (None, False)),
     "session_params": Unserved("the server keeps nothing of a request; send the whole prompt", (None, {})),
@@ -73,6 +76,18 @@ FIELDS: Mapping[str, Unserved] = {
     "kv_transfer_params": Unserved("KV stays in the server that computed it", (None,)),
     "ebnf": Unserved("grammars are given as structured_outputs here", (None,)),
     "structural_tag": Unserved("functions are given as tools here, and formats as structured_outputs", (None,)),
+    # llama.cpp's
+    "grammar": Unserved("grammars are given as structured_outputs here", (None, "")),
+    "repeat_penalty": Unserved("repetition_penalty means the same here", (None, 1)),
+    "n_predict": Unserved("max_tokens means the same here", (None, -1)),
+    "typical_p": Unserved(_SAMPLERS, (None, 1)),
+    "mirostat": Unserved(_SAMPLERS, (None, 0)),
+    "xtc_probability": Unserved(_SAMPLERS, (None, 0)),
+    "dry_multiplier": Unserved(_SAMPLERS, (None, 0)),
+    # of gateways to many models
+    "enable_thinking": Unserved(_VARIABLES, (None,)),
+    "thinking_budget": Unserved(_REASONING_BOUND, (None,)),
+    "reasoning": Unserved("the effort is given as reasoning_effort here", (None, {})),
 }
 
 _KEPT = "the server keeps no answers; send the earlier items in input"

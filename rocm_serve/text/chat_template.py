@@ -62,13 +62,12 @@ class ChatTemplate:
     """A Jinja template that came with a model; it runs in a sandbox.
 
     source:     the template's text
-    bos_token:  text of the token that a template may name, "" if the model has none; likewise eos_token
+    tokens:     name of a special token that a template may write, such as "bos_token" -> its text
     with_tools: the text of the model's other template, for conversations with tools; "" if it has none
     """
 
     source: str
-    bos_token: str = ""
-    eos_token: str = ""
+    tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
     with_tools: str = ""
 
     def render(
@@ -94,9 +93,7 @@ class ChatTemplate:
                     messages=list(messages),
                     tools=list(tools) or None,
                     add_generation_prompt=rendering.begins_answer and not rendering.goes_on,
-                    bos_token=self.bos_token,
-                    eos_token=self.eos_token,
-                    **rendering.keywords,
+                    **{"bos_token": "", "eos_token": "", **self.tokens, **rendering.keywords},
                 )
             )
         except _Refused as error:
@@ -117,10 +114,11 @@ class ChatTemplate:
         return before
 
 
-def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate | None:
+def template_of(named: object, tokens: Mapping[str, str]) -> ChatTemplate | None:
     """Returns a model's template as its files name it; None if they name none.
 
-    named: one text, or templates by name, as Hugging Face has them: "default", and "tool_use" for tools
+    named:  one text, or templates by name, as Hugging Face has them: "default", and "tool_use" for tools
+    tokens: of ChatTemplate
     """
     if isinstance(named, Sequence) and not isinstance(named, str):  # as tokenizer_config.json writes them
         entries = [each for each in named if isinstance(each, Mapping) and isinstance(each.get("name"), str)]
@@ -129,7 +127,7 @@ def template_of(named: object, bos_token: str, eos_token: str) -> ChatTemplate |
     source, with_tools = by_name.get("default"), by_name.get("tool_use")
     if not isinstance(source, str):
         return None
-    return ChatTemplate(source, bos_token, eos_token, with_tools if isinstance(with_tools, str) else "")
+    return ChatTemplate(source, tokens, with_tools if isinstance(with_tools, str) else "")
 
 
 _LONGEST_REASON = 300

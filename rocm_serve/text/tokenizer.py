@@ -41,7 +41,8 @@ class Tokenizer:
     backend: tokenizers.Tokenizer
     bos_token_id: int | None
     chat_template: ChatTemplate | None
-    _silent: frozenset[int] = field(init=False, repr=False)  # tokens that are no text
+    silent: Mapping[str, int] = field(init=False, repr=False)  # name of a token that is no text -> its id
+    _silent: frozenset[int] = field(init=False, repr=False)  # these ids
     _bytes: TokenBytes = field(init=False, repr=False)
     _special_marks: Mapping[str, int] = field(init=False, repr=False)  # special tokens that are a text all the same
 
@@ -52,7 +53,8 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         kept = kept_marks({token.content for token in added.values()})
         special = {token.content: number for number, token in added.items() if token.special}
-        object.__setattr__(self, "_silent", frozenset(special[text] for text in special.keys() - kept))
+        object.__setattr__(self, "silent", {text: special[text] for text in special.keys() - kept})
+        object.__setattr__(self, "_silent", frozenset(self.silent.values()))
         object.__setattr__(self, "_bytes", TokenBytes(self.backend))
         object.__setattr__(self, "_special_marks", {text: special[text] for text in special.keys() & kept})
 
@@ -61,9 +63,9 @@ class Tokenizer:
         return self._special_marks.get(text)
 
     def with_template(self, source: str) -> Tokenizer:
-        """The same tokenizer with another chat template, for which bos_token and eos_token stay what they are."""
+        """The same tokenizer with another chat template, which may write the same special tokens."""
         before, other = self.chat_template or ChatTemplate(""), copy.copy(self)  # replace() would make all of it again
-        object.__setattr__(other, "chat_template", ChatTemplate(source, before.bos_token, before.eos_token))
+        object.__setattr__(other, "chat_template", ChatTemplate(source, before.tokens))
         return other
 
     def encode(self, text: str, check: Callable[[int], None] = any_number) -> list[int]:

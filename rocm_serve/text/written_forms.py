@@ -41,6 +41,8 @@ class CallForm:
     parameter: the pattern of a parameter, for {parameters}
     is_list:   whether several calls may come between the marks; otherwise each has its own
     is_only:   whether nothing can follow a call, not even another one
+    call_id:   ids of earlier calls, if templates of these models demand a form: with {name}, the {number} of the call
+               in the conversation, and {nine}, an id of nine letters and digits; "": they take any
     """
 
     names: tuple[str, ...]
@@ -50,6 +52,7 @@ class CallForm:
     parameter: str = ""
     is_list: bool = False
     is_only: bool = False
+    call_id: str = ""
 
     @property
     def texts(self) -> str:
@@ -125,6 +128,7 @@ CALL_FORMS = (
         "<|tool_call_begin|>functions.{name}:{any:/[0-9]+/}<|tool_call_argument_begin|>{json}<|tool_call_end|>",
         "<|tool_calls_section_end|>",
         is_list=True,
+        call_id="functions.{name}:{number}",
     ),
     # DeepSeek-V3-0324 and R1-0528: vLLM's tool_chat_template_deepseekv3.jinja
     CallForm(
@@ -153,9 +157,9 @@ CALL_FORMS = (
     ),
     # Mistral's tokenizers from version 11 on: InstructTokenizerV11 and V13 of mistral_common. V11 writes an id between
     # name and arguments
-    CallForm(("mistral",), ("[TOOL_CALLS]",), "{name}{any:}[ARGS]{json}"),
+    CallForm(("mistral",), ("[TOOL_CALLS]",), "{name}{any:}[ARGS]{json}", call_id="{nine}"),
     # Mistral-7B-Instruct-v0.3 and others with an older tokenizer: vLLM's mistral_tool_parser.py
-    CallForm(("mistral_v3",), ("[TOOL_CALLS]",), "{calls:arguments}"),
+    CallForm(("mistral_v3",), ("[TOOL_CALLS]",), "{calls:arguments}", call_id="{nine}"),
     # gpt-oss: docs/format.md of openai/harmony; the recipient comes in the role or in the channel
     CallForm(
         ("openai", "gpt-oss"),

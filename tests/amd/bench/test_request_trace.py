@@ -69,6 +69,11 @@ def test_dates_may_have_a_zone_and_lack_parts_of_a_second(tmp_path: Path) -> Non
     assert [request.arrival_s for request in trace.requests] == [0.0, 0.5, 1.75, 2.5, 3.5, 5.0]
 
 
+def test_a_text_within_a_line_may_hold_any_other_end_of_a_line(tmp_path: Path) -> None:
+    said = ', "said": "a\u2028b\u0085c\x7f"}\r\n'
+    assert trace_of("\n" + OWN.replace("}\n", said), tmp_path) == trace_of(OWN, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -79,6 +84,8 @@ def test_dates_may_have_a_zone_and_lack_parts_of_a_second(tmp_path: Path) -> Non
         (OWN + '{"arrival_s": -1, "prompt_tokens": 7, "output_tokens": 9}', "line 3: it arrives at -1"),
         (OWN + '{"arrival_s": 1, "prompt_tokens": 0, "output_tokens": 9}', "line 3: prompt_tokens is 0"),
         (OWN + '{"arrival_s": 1, "prompt_tokens": 1.5, "output_tokens": 9}', "line 3: 1.5 is not a whole number"),
+        (OWN + f'{{"arrival_s": {10**400}, "prompt_tokens": 1, "output_tokens": 9}}', "line 3: int too large"),
+        (OWN + "[" * 100_000, "line 3 is not JSON"),
         (OWN + "[]", "line 3 is list"),
         ("a,b\n1,2\n", "line 1 is 'a,b'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n", "line 2 has the TIMESTAMP 'now'"),

@@ -79,17 +79,17 @@ def test_a_conversation_with_tools_has_a_template_of_its_own_where_the_model_has
         {"name": ["rag"], "template": "of no name"},
         {},
     ]
-    template = template_of(named, "<s>", "")
+    template = template_of(named, {"bos_token": "<s>"})
     assert template is not None
     assert (template.render(ASKED), template.render(ASKED, [TOOL])) == ("plain", "<s> tools")
-    alone = template_of("for all", "", "")
+    alone = template_of("for all", {})
     assert alone is not None
     assert alone.render(ASKED, [TOOL]) == "for all"
 
 
 @pytest.mark.parametrize("named", [None, 7, [], [{"name": "tool_use", "template": "x"}], {"default": 1}, ["default"]])
 def test_a_model_without_a_template_for_all_has_none(named: object) -> None:
-    assert template_of(named, "", "") is None
+    assert template_of(named, {}) is None
 
 
 def test_what_is_marked_for_training_is_written_as_it_stands() -> None:

@@ -127,10 +127,11 @@ def test_quantised_matrices_are_dequantised(kind: gguf.GGMLQuantizationType, tmp
 
 
 def test_shapes_and_end_tokens_come_from_the_file(tmp_path: Path) -> None:
-    path = write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata={"tokenizer.ggml.eot_token_id": 9})
-    config = load(path).config
+    tokens = ["t", "1", *(f"t{token}" for token in range(1, 98)), "<|im_end|>"]
+    named = {"tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.tokens": [*tokens, "last"]}
+    config = load(write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata=named)).config
     assert (config.vocab_size, config.context_len, config.num_layers) == (101, 128, 3)
-    assert config.eos_token_ids == (2, 9)
+    assert config.eos_token_ids == (2, 9, 99)  # the last one ends turns, as in llama.cpp
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_template_for_tools_comes_from_the_file(tmp_path: Path) -> None:
     named = {"tokenizer.chat_template": "for all", "tokenizer.chat_template.tool_use": "for tools"}
     tokenizer = load_tokenizer(write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata=named))
     assert tokenizer is not None
-    assert tokenizer.chat_template == ChatTemplate("for all", "", "t1", with_tools="for tools")
+    assert tokenizer.chat_template == ChatTemplate("for all", {"bos_token": "", "eos_token": "t1"}, "for tools")
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from rocm_serve.models.loading import default_dtype, load_model
 from rocm_serve.models.places import find_model
 from tests.amd.runner.dense_attention import dense_logits
 from tests.amd.runner.hf_models import changed_tensors, hf_logits, load, random_tokens, save, small_hf_model
+from tests.amd.runner.small_tokenizers import of_characters
 from tests.amd.tolerances import assert_layers_close
 
 CPU = torch.device("cpu")
@@ -275,3 +276,13 @@ def test_a_damaged_config_is_refused(text: str, model_dir: Path) -> None:
 def test_end_tokens_of_the_generation_config_count_too(model_dir: Path) -> None:
     (model_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
     assert load(model_dir).config.eos_token_ids == (2, 7)
+
+
+def test_the_end_token_of_the_tokenizer_counts_too(model_dir: Path) -> None:
+    """Fine-tuned models end turns with it, and their config.json may still have their base's alone."""
+    backend = of_characters("abc")
+    backend.add_tokens([f"<{number}>" for number in range(200)])
+    backend.save(str(model_dir / "tokenizer.json"))
+    for name, ends in (("<end>", (2, 3)), ("<unknown>", (2,)), ("<199>", (2,))):
+        (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": name}}))
+        assert load(model_dir).config.eos_token_ids == ends

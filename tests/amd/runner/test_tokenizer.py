@@ -317,6 +317,25 @@ def test_a_template_in_tokenizer_config_json_is_read(trained: tokenizers.Tokeniz
     assert ours.encode_chat("fox") == trained.encode("<|end|>fox").ids
 
 
+def test_a_template_may_write_each_special_token_as_transformers_does(
+    trained: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    """bos_token and eos_token alone were known, so the others left no trace in a prompt."""
+    trained.save(str(tmp_path / "tokenizer.json"))
+    source = "{{ bos_token }}{{ pad_token }}{% for m in messages %}{{ m.content }}{{ sep_token }}{% endfor %}"
+    options = {
+        "chat_template": source,
+        "pad_token": "<|end|>",
+        "sep_token": {"__type": "AddedToken", "content": "<|start|>"},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**options, "add_bos_token": True}))
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<|start|>"}')  # of older versions
+    ours, fast = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    said = [{"role": "user", "content": "fox"}]
+    assert ours.conversation(said) == fast.apply_chat_template(said, tokenize=False) == "<|start|><|end|>fox<|start|>"
+
+
 def test_a_template_for_tools_is_read_wherever_it_is(trained: tokenizers.Tokenizer, tmp_path: Path) -> None:
     trained.save(str(tmp_path / "tokenizer.json"))
     named = [{"name": name, "template": name} for name in ("default", "tool_use")]
@@ -385,7 +404,7 @@ def test_a_text_that_the_model_has_no_tokens_for_is_refused() -> None:
 
 def test_with_another_template_a_tokenizer_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that brings a template would wait for the added tokens of its model to be read."""
-    first = Tokenizer(_OF_BYTES.backend, 9, ChatTemplate("{{ bos_token }}first", "<|start|>", with_tools="tools"))
+    first = Tokenizer(_OF_BYTES.backend, 9, ChatTemplate("{{ bos_token }}first", {"bos_token": "<|start|>"}, "tools"))
 
     def read_again(*_: object) -> None:
         raise AssertionError("the tokenizer is made again")

@@ -79,7 +79,7 @@ def word_tokenizer() -> Tokenizer:
     vocabulary = {word: number for number, word in enumerate(WORDS)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    template = ChatTemplate("{{ 'w63 ' + messages[0]['content'] }}", "", "")
+    template = ChatTemplate("{{ 'w63 ' + messages[0]['content'] }}")
     return Tokenizer(backend=backend, bos_token_id=None, chat_template=template)
 
 

@@ -3,6 +3,7 @@
 Logprobs of prompts over HTTP: the requests of lm-eval's client, and vLLM's form.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -41,14 +42,17 @@ def emitted() -> EmittedTokens:
     return EmittedTokens(Tokenizer(backend, None, None))
 
 
-@pytest.mark.parametrize("text", [" the", 'a "quoted" \\ word\n', "\N{PARTY POPPER} \x00 \x7f", "\u2028"])
+@pytest.mark.parametrize("text", [" the", 'a "quoted" \\ word\n', "\N{PARTY POPPER} \x00 \x7f", "\u2028\x85"])
 def test_the_event_of_a_text_is_the_json_of_its_chunk(text: str, emitted: EmittedTokens) -> None:
     for replies in (ChatReplies("m", emitted, Reader), CompletionReplies("m", emitted)):
         frame = _Frame({"usage": None})
         for each in ("first", text):
             (chunk,) = replies.chunk(0, OutputChunk((1,), each, None))
             assert isinstance(chunk, TextChunk)
-            assert frame.event(chunk) == as_event({**chunk.make(0, each), "usage": None})
+            event = frame.event(chunk)
+            assert event == as_event({**chunk.make(0, each), "usage": None})
+            line, _ = event.decode().splitlines()
+            assert json.loads(line.removeprefix("data: "))["choices"] == chunk.make(0, each)["choices"]
     assert ChatReplies("m", emitted, Reader).chunk(0, OutputChunk((1,), "", None)) == []
 
 

@@ -142,6 +142,7 @@ def asked(server: Running, **fields: Any) -> Any:
         ({"regex": "a{2}", "response_format": {"type": "text"}, "guided_json": None}, "aa"),
         (format_of(SCHEMA), '"(no|yes)"'),
         ({"response_format": {"type": "json_object"}}, r"\s*\{.*"),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '"(no|yes)"'),
     ],
     ids=str,
 )

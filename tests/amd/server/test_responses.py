@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from rocm_serve.sampling.sampling_options import Sampling
+from rocm_serve.server.responses_body import ResponsesBody
 from rocm_serve.server.unserved import OF_RESPONSES
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.tokenizer import Tokenizer
@@ -215,6 +216,8 @@ def test_a_value_that_changes_no_answer_is_taken(server: Running) -> None:
         given = {name: field.harmless[number : number + 1] for name, field in OF_RESPONSES.items()}
         harmless = {name: value for name, values in given.items() for value in values}
         assert post(server, {"model": NAME, "input": "?", "max_output_tokens": 1, **harmless}, PATH).status == 200
+    nulls = dict.fromkeys(ResponsesBody.model_fields.keys() - {"model", "input", "max_output_tokens"})
+    assert post(server, {"model": NAME, "input": "?", "max_output_tokens": 1, **nulls}, PATH).status == 200
 
 
 def test_fields_of_sampling_are_those_of_a_conversation(server: Running) -> None:

@@ -24,7 +24,7 @@ from tests.amd.server.tool_models import TEMPLATES, WEATHER, tokenizer, tool_eng
 # Begins reasoning unless it is told not to, as Qwen3's and DeepSeek-V3.1's templates do.
 SOURCE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
-    "{% for m in messages %}{{ m.role }}:"
+    "{% for m in messages %}{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}:"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     '{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
     "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}|{% endfor %}"
@@ -66,15 +66,21 @@ def ask(server: Running, **fields: Any) -> Reply:
         ({}, "user:How is it?|assistant:<think>\n"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "assistant:<think>\n\n</think>\n\n"),
         ({"reasoning_effort": "low"}, "|low assistant:<think>\n"),
+        ({"reasoning_effort": "none"}, "|none assistant:<think>\n\n</think>\n\n"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "|none assistant:<think>\n"),
+        ({"reasoning_effort": "none", "chat_template": "{{ messages[0].content }}{{ thinking }}"}, "How is it?False"),
+        ({"reasoning_effort": "high", "chat_template": "{{ messages[0].content }}{{ thinking }}"}, "How is it?True"),
         ({"add_generation_prompt": False}, "user:How is it?|"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "It is "}], "continue_final_message": True,
           "add_generation_prompt": False}, "|assistant:It is "),
         ({"messages": [*ASKED, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, *ASKED]},
          "|assistant:<think>Hm.</think>Yes.|user:How is it?|assistant:<think>\n"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}, *ASKED]},
+         "|assistant:<think>Hm.</think>Yes.|user:How is it?|assistant:<think>\n"),
         ({"messages": [*ASKED, {"role": "assistant", "content": None, "tool_calls": [MADE]},
-                       {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]},
-         'assistant:<tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>|tool:rain|assistant:'
-         "<think>\n"),
+                       {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": "rain"}]},
+         'assistant:<tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>|tool get_weather:rain|'
+         "assistant:<think>\n"),
         ({"chat_template": "{{ messages[0].content }}{{ x }}", "chat_template_kwargs": {"x": "!"}}, "How is it?!"),
     ],
     ids=str,

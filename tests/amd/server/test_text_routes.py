@@ -115,6 +115,16 @@ def test_the_tokenizer_is_described_for_clients_that_write_conversations(server:
     assert send(server, "GET", "/tokenizer_info").json == expected
 
 
+def test_a_stop_text_that_names_a_special_token_ends_the_answer_there() -> None:
+    """Clients name <|im_end|> and the like. Such a token has no text in which its name could be found."""
+    words = with_special_tokens()
+    with running(engine(tiny_model(tokenizer=words)), tokenizer=words) as served:
+        for stop, reason, num in (("w7", "length", 5), ("w63", "stop", 1)):
+            reply = post(served, requested(prompt=[9], max_tokens=5, logit_bias={"63": 100}, stop=["w7", stop])).json
+            assert (reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]) == ("", reason)
+            assert reply["usage"]["completion_tokens"] == num
+
+
 def test_small_facts_are_told_without_a_key() -> None:
     with running(engine(tiny_model()), keys=[KEY]) as locked:
         assert send(locked, "GET", "/version").json == {"version": version("rocm-serve")}

@@ -123,6 +123,9 @@ def test_words_and_several_calls_come_together(servers: dict[str, Running], monk
         assert json.loads(weather.function.arguments)["days"] == 2
         assert json.loads(time.function.arguments) == {}
     assert len({call.id for choice in choices for call in choice.message.tool_calls}) == 4
+    (choice,) = ask(servers["hermes"], parallel_tool_calls=False)
+    assert [call.function.name for call in choice.message.tool_calls] == ["get_weather"]
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Whatever the pieces are in which a text comes, the same is found. The sources ar
 
 import json
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rocm_attn.errors import BadRequest, BadSetting
+from rocm_serve.limits import RequestLimits
 from rocm_serve.server.call_forms import form_of, reasoning_of, require_tools
 from rocm_serve.server.call_grammar import calls_only, lead_of
 from rocm_serve.server.call_reader import AnswerReader, Thought, ToolCall, _Brackets
 from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.schema import Message
+from rocm_serve.server.served_model import ServedModel
 from rocm_serve.text.chat_template import ChatTemplate
 from rocm_serve.text.constraint import Constraint, compiled_of, tokens_of
 from rocm_serve.text.constraint_trial import TrialProcess, TrialTokens
@@ -327,6 +331,17 @@ def test_arguments_stay_as_they_are_written(written: str) -> None:
     assert (call.name, call.arguments) == ("7", written)
 
 
+def test_one_call_is_read_where_several_are_not_wanted() -> None:
+    call = '{"name": "f", "arguments": {}}'
+    for name, text in (
+        ("mistral_v3", f"[TOOL_CALLS] [{call}, {call}]"),
+        ("hermes", f"<tool_call>{call}</tool_call>" * 2),
+    ):
+        reader = AnswerReader(form_named(name, CALL_FORMS), FUNCTIONS, several=False)
+        (found,) = reader.push(text) + reader.finish()
+        assert isinstance(found, ToolCall)
+
+
 def test_text_is_reported_as_soon_as_it_can_be_no_call() -> None:
     reader = AnswerReader(form_named("hermes", CALL_FORMS), FUNCTIONS)
     assert reader.push("It is 3 < 4") == ["It is 3 < 4"]
@@ -367,6 +382,37 @@ WRITTEN = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_form_is_found_by_the_call_that_a_template_writes(name: str) -> None:
     assert form_of(ChatTemplate(TEMPLATE.replace("CALL", WRITTEN[name]))) is form_named(name, CALL_FORMS)
+
+
+# The length of this server's own ids.
+GIVEN = ("call_0123456789abcdef01234567", "123456789", "call_0123456789abcdef01234567")
+HASHED = sha256(GIVEN[0].encode()).hexdigest()[:9]
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("kimi_k2", ["functions.f:0", "functions.f:1", "functions.f:2"]),
+        ("mistral", [HASHED, "123456789", HASHED]),
+        ("deepseek_v3", list(GIVEN)),
+    ],
+)
+def test_earlier_calls_have_ids_that_the_models_template_takes(name: str, ids: list[str]) -> None:
+    """Templates of Mistral's models refuse this server's own ids, and Kimi's write the id in place of the name."""
+    written = CALL.replace("CALL", WRITTEN[name]) + "{% if m.tool_call_id %} {{ m.tool_call_id }}{% endif %}"
+    tools = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    own = Tokenizer(of_bytes(), None, ChatTemplate(f"{tools}{{% for m in messages %}}{written}{{% endfor %}}"))
+    model = ServedModel("m", own, RequestLimits(500, 500, 300, own), ServerOptions())
+    said = []
+    for call_id in GIVEN:
+        call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        asked = {"role": "assistant", "tool_calls": [call]}
+        said += [asked, {"role": "tool", "tool_call_id": call_id, "content": "7"}]
+    messages = model.messages([Message.model_validate(each) for each in said], own)
+    assert [each["tool_calls"][0]["id"] for each in messages[::2]] == ids
+    assert [each["tool_call_id"] for each in messages[1::2]] == ids
+    text = own.conversation(messages)
+    assert [place for each in ids if (place := text.find(f" {each}")) < 0] == []
 
 
 def test_a_template_that_no_form_fits_or_that_ignores_tools_is_refused() -> None:

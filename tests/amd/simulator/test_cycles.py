@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from rocm_attn.cli import BAD_INPUT, DONE, main
-from rocm_attn.errors import BadSetting
 from rocm_lab.cycles import rates
 from rocm_lab.cycles.count import count_loop, waves_of
 from rocm_lab.cycles.issue import Simd, slots_of
 from rocm_lab.cycles.loops import hot_loop, innermost_loops, is_staggered, other_half
-from rocm_lab.cycles.page import with_line
 from rocm_lab.simulator.assembly import Assembly, parse_assembly, parse_instruction
 from tests.amd.simulator.test_wait_files import assembly_text
 
@@ -268,20 +266,3 @@ def test_a_kernel_that_cannot_be_read_is_a_sentence(
     said = capsys.readouterr().err
     assert f"the loops of {file} cannot be counted (" in said
     assert why in said
-
-
-def test_the_page_compares_a_published_loop_with_its_count(tmp_path: Path) -> None:
-    file = tmp_path / "fav4.s"
-    file.write_text(assembly_text(*LOOP, arch="gfx950"))
-    page = "before\n<!-- published -->\n| loop |\n|---|\n<!-- end of published -->\nafter\n"
-    once = with_line(page, "fav4", file)
-    assert with_line(once, "fav4", file) == once
-    assert "| `fav4` |" in once
-    assert "| 4,373 | 64 | -98.5% |" in once
-    both = with_line(once, "fav3", file)
-    assert both.index("`fav3`") < both.index("`fav4`")
-    # 1,297.8 TFLOP/s on both lines; the loop of one matrix instruction takes as long as its passes.
-    peers = with_line("<!-- peers -->\n| kernel |\n|---|\n<!-- end of peers -->\n", "hipkittens", file)
-    assert "| 1,298 | 51.6% | 88.8% or 80.2% | 100.0% | +12.6% or +24.7% |" in peers
-    with pytest.raises(BadSetting, match="'fav9' is not published; known are fav3"):
-        with_line(page, "fav9", file)

@@ -25,8 +25,9 @@ from rocm_serve.server.gate import JOB, ServerGate
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Job
+from rocm_serve.server.keys import ApiKeys
 from rocm_serve.server.long_json import long_json
-from rocm_serve.server.observed import Observed, Observers
+from rocm_serve.server.observers import Observers
 from rocm_serve.server.parsing import BodyRoutes
 from rocm_serve.server.record import note_error, request_id
 from rocm_serve.server.replies import ChatReplies, CompletionReplies, PromptReport, Replies, without_new_tokens
@@ -44,7 +45,9 @@ DEADLINE_HEADER = "x-request-timeout"
 _CODES = {405: "method_not_allowed"}
 
 
-def build_app(generations: Generations, model: ServedModel, observers: Observers, truth: TruthProbe) -> ASGIApp:
+def build_app(
+    generations: Generations, model: ServedModel, keys: ApiKeys, observers: Observers, truth: TruthProbe
+) -> ASGIApp:
     """Builds the ASGI application of a server."""
     app = FastAPI(title="rocm-attn", docs_url=None, redoc_url=None, redirect_slashes=False)
     routes = BodyRoutes(app)
@@ -54,7 +57,7 @@ def build_app(generations: Generations, model: ServedModel, observers: Observers
     add_text_routes(app, routes, generations, model)
     _add_errors(app, generations)
     _document(app)
-    return Observed(ServerGate(routes, generations, observers.keys, model.options), observers)
+    return ServerGate(routes, generations, keys, observers, model.options)
 
 
 def _add_status(app: FastAPI, generations: Generations, model: ServedModel, health: Health) -> None:

@@ -1,29 +1,35 @@
-"""Gate: the first part of the server that sees every HTTP request.
+"""Gate: the first part of the server that sees every HTTP request, and the last that sees its answer.
 
-It counts requests and checks the key. It refuses requests that cannot be served now without keeping a byte of the body.
-It reads bodies within their bounds, and watches whether the client stays connected.
+It gives each request an id, counts it, checks its key, and reports it once it has ended. It refuses requests that
+cannot be served now without keeping a byte of the body. It reads bodies within their bounds, and watches whether the
+client stays connected.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rocm_attn.errors import FitsLater, RocmAttnError
+from rocm_serve.server import record as records
 from rocm_serve.server.api_errors import CLIENT_GONE, ApiError, client_gone, draining
 from rocm_serve.server.connections import MOST_HEAD_BYTES, head_too_large
 from rocm_serve.server.event_stream import error_response
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.job import Job
-from rocm_serve.server.keys import ApiKeys
+from rocm_serve.server.keys import ApiKeys, Sender
+from rocm_serve.server.observers import Observers
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.parsing import LONG_BODY
+from rocm_serve.server.record import GENERATING, RequestRecord
 from rocm_serve.server.waiting import WaitingBody, WaitingBytes, client_at
 
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+_ID_HEADER = b"x-request-id"
+_TRACE_HEADERS = ("traceparent", "tracestate")
+# Methods are words of the client's choice.
+_LONGEST_METHOD = 16
 # The paths whose bodies are kept. Their requests take places.
 _WITH_BODY = GENERATING | {"/tokenize", "/detokenize"}
 # Paths that need a key, in addition to those of /v1/.
@@ -56,29 +62,46 @@ _MOST_READ = 2
 class ServerGate:
     """An ASGI application around another one."""
 
-    def __init__(self, app: ASGIApp, generations: Generations, keys: ApiKeys, options: ServerOptions) -> None:
-        self._app, self._generations, self._keys, self._options = app, generations, keys, options
+    def __init__(
+        self, app: ASGIApp, generations: Generations, keys: ApiKeys, observers: Observers, options: ServerOptions
+    ) -> None:
+        self._app, self._generations, self._keys, self._observers = app, generations, keys, observers
+        self._options = options
         self._waiting = WaitingBytes(options, generations.counts)
         self._parsing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        counts, started = self._generations.counts, time.perf_counter()
-        answer = _Answer(send)
+        counts, sender = self._generations.counts, self._sender_of(scope)
+        record = _record_of(scope, sender)
+        records.begin(record)
+        answer = _Answer(send, record)
         counts.open += 1
         try:
-            await self._pass(scope, receive, answer)
+            await self._pass(scope, receive, answer, sender)
         except ApiError as error:
             if error.status != CLIENT_GONE:
                 counts.refused[_REFUSED_FOR.get(error.code, "other")] += 1
                 await error_response(error)(scope, receive, answer)
+        except Exception as error:  # while an answer was sent
+            records.note_error(500, "internal_error", f"{type(error).__name__}, whose traceback is in the log")
+            raise
         finally:
+            record.end()
             counts.open -= 1
-            counts.disconnects += not answer.is_whole or answer.status == CLIENT_GONE
-            counts.note(route_of(scope["path"]), answer.status, time.perf_counter() - started)
+            counts.disconnects += not answer.is_whole or record.status == CLIENT_GONE
+            counts.note(record.route, record.status or CLIENT_GONE, record.seconds)
+            self._observers.report(record)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: _Answer) -> None:
+    def _sender_of(self, scope: Scope) -> Sender | None:
+        """Returns the sender of a request; None if it must have a key, and has none that fits."""
+        path = scope["path"]
+        if not path.startswith("/v1/") and path not in _KEYED:
+            return Sender("")
+        return self._keys.sender_of(dict(scope["headers"]).get(b"authorization"))
+
+    async def _pass(self, scope: Scope, receive: Receive, send: _Answer, sender: Sender | None) -> None:
         """Passes a request on. Raises ApiError for requests that the application must not see."""
-        salt = self._admit(scope)
+        salt = self._admit(scope, sender)
         if _has_body(scope):
             await self._generate(scope, receive, send, salt)
         else:
@@ -88,7 +111,7 @@ class ServerGate:
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
             await self._app({**scope, "method": method}, _Replay(b"", send.client_left, self._parsing), send)
 
-    def _admit(self, scope: Scope) -> str:
+    def _admit(self, scope: Scope, sender: Sender | None) -> str:
         """Returns the salt of the client. Raises ApiError."""
         if _head_bytes(scope) > MOST_HEAD_BYTES:  # h11 bounds only heads that come in parts
             raise head_too_large()
@@ -101,8 +124,7 @@ class ServerGate:
                 "them",
                 code="ambiguous_length",
             )
-        salt = self._keys.salt_of(headers.get(b"authorization")) if needs_key(scope["path"]) else ""
-        if salt is None:
+        if sender is None:
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
@@ -125,7 +147,7 @@ class ServerGate:
                 "send it as it is",
                 code="unsupported_media_type",
             )
-        return salt
+        return sender.salt
 
     async def _generate(self, scope: Scope, receive: Receive, send: _Answer, salt: str) -> None:
         """Runs a job from its start to its end. Raises ApiError."""
@@ -173,20 +195,22 @@ class ServerGate:
 
 
 class _Answer:
-    """Sends an answer, and records how far it got.
+    """Sends an answer with its request's id, and records its status and how far it got.
 
-    status:      the status that was sent; CLIENT_GONE if none was
     is_whole:    whether its last byte was sent
     client_left: set once the client has gone. Data sent after that is lost, and the ASGI server does not report it: an
                  answer that was computed by then would look whole
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send, self.status, self.is_whole = send, CLIENT_GONE, False
+    def __init__(self, send: Send, record: RequestRecord) -> None:
+        self._send, self._record, self.is_whole = send, record, False
         self.client_left = asyncio.Event()
 
     async def __call__(self, message: Message) -> None:
-        self.status = message.get("status", self.status)
+        if message["type"] == "http.response.start":
+            self._record.status = message["status"]
+            request_id = (_ID_HEADER, self._record.request_id.encode())
+            message = {**message, "headers": [*message.get("headers", ()), request_id]}
         await self._send(message)
         is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
         self.is_whole = is_last and not self.client_left.is_set()
@@ -214,15 +238,23 @@ class _Replay:
         return {"type": "http.disconnect"}
 
 
+def _record_of(scope: Scope, sender: Sender | None) -> RequestRecord:
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    peer = scope.get("client")
+    return RequestRecord(
+        records.id_from(headers.get(_ID_HEADER)),
+        scope["method"][:_LONGEST_METHOD],
+        _route_of(scope["path"]),
+        peer[0] if peer else "",
+        sender.name if sender is not None else "",
+        {name: headers[name.encode()].decode("latin-1") for name in _TRACE_HEADERS if name.encode() in headers},
+    )
+
+
 def _client_of(scope: Scope) -> str:
     """Returns the client at the other end; one name for all whose address the ASGI server does not know."""
     peer = scope.get("client")
     return client_at(peer[0]) if peer else ""
-
-
-def needs_key(path: str) -> bool:
-    """True if a request for a path must have an API key, where there are any."""
-    return path.startswith("/v1/") or path in _KEYED
 
 
 def _has_body(scope: Scope) -> bool:
@@ -230,7 +262,7 @@ def _has_body(scope: Scope) -> bool:
     return scope["method"] == "POST" and scope["path"] in _WITH_BODY
 
 
-def route_of(path: str) -> str:
+def _route_of(path: str) -> str:
     """Returns the route of a path for HttpMetrics.note. Unknown paths are "other", so clients cannot add names."""
     if path.startswith(_OF_A_MODEL):
         return f"{_OF_A_MODEL}{{name}}"

@@ -21,6 +21,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
+class Sender:
+    """The sender of a request. name: of its API key; salt: of the cached prefixes that it may use"""
+
+    name: str
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ApiKeys:
     """Keys as their SHA-256, so that no key is printed by mistake. If empty, everybody is served.
 
@@ -57,29 +65,18 @@ class ApiKeys:
             name_of[digest] = name
         return cls(tuple(name_of), tuple(name_of.values()))
 
-    def salt_of(self, authorization: bytes | None) -> str | None:
-        """Returns the salt of the cached prefixes of a header's sender, "" if there are no keys, None if no key fits.
+    def sender_of(self, authorization: bytes | None) -> Sender | None:
+        """Returns a header's sender, ANONYMOUS if there are no keys, None if no key fits.
 
         Every key is compared in constant time.
         """
         if not self.digests:
-            return ""
-        found = self._place_of(authorization)
-        return self.digests[found].hex() if found is not None else None
-
-    def name_of(self, authorization: bytes | None) -> str:
-        """Returns the name of a header's key, ANONYMOUS if there are no keys, "" if no key fits."""
-        if not self.digests:
-            return ANONYMOUS
-        found = self._place_of(authorization)
-        return self.names[found] if found is not None else ""
-
-    def _place_of(self, authorization: bytes | None) -> int | None:
+            return Sender(ANONYMOUS)
         scheme, _, key = (authorization or b"").partition(b" ")
         given, found = _digest(key.strip()), None
-        for place, digest in enumerate(self.digests):
+        for digest, name in zip(self.digests, self.names, strict=True):
             if hmac.compare_digest(given, digest):
-                found = place
+                found = Sender(name, digest.hex())
         return found if scheme.lower() == b"bearer" else None
 
 

@@ -16,6 +16,8 @@ from typing import Protocol
 from rocm_serve.request import Request
 from rocm_serve.request_stream import RequestStream, cached_tokens
 
+# The routes whose requests generate text.
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 # Ids that are taken from clients; another one is replaced. Others would break lines of logs, or fill them.
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 # Statuses of 500 and above that say nothing about the engine: the server ends, and a client's own deadline.

@@ -25,7 +25,7 @@ from rocm_serve.server.generation import Generations
 from rocm_serve.server.health import Health
 from rocm_serve.server.job import Jobs
 from rocm_serve.server.keys import ANONYMOUS, ApiKeys
-from rocm_serve.server.observed import LOGGER, Observers
+from rocm_serve.server.observers import LOGGER, Observers
 from rocm_serve.server.served_model import ServedModel
 from rocm_serve.server.traces import OtelTraces
 from rocm_serve.server.truth import TruthProbe
@@ -99,7 +99,7 @@ class Server(uvicorn.Server):
         self._traces = traces
         self.health = Health(model.options.unhealthy_after)
         self._truth = TruthProbe(front, self.health, model.options.truth_seconds)
-        observers = Observers(model.name, model.options.access_log, keys, counts, self.health, traces)
+        observers = Observers(model.name, model.options.access_log, counts, self.health, traces)
         self._loop = asyncio.get_running_loop()
         self._signal = asyncio.Event()
         self._num_signals = 0
@@ -108,7 +108,7 @@ class Server(uvicorn.Server):
         self._most_connections = connections_within(self._limit, model.options.max_connections)
         super().__init__(
             uvicorn.Config(
-                build_app(self.generations, model, observers, self._truth),
+                build_app(self.generations, model, keys, observers, self._truth),
                 lifespan="off",
                 ws="none",
                 log_config=_LOGGING,

@@ -107,7 +107,7 @@ def level_of(module: str) -> str:
 
 def test_only_modules_of_http_import_fastapi() -> None:
     """Other modules of the server work with any framework; and --help reads the server's options."""
-    http = {"app", "connections", "event_stream", "gate", "observed", "parsing", "run", "text_routes"}
+    http = {"app", "connections", "event_stream", "gate", "parsing", "run", "text_routes"}
     for source in sources():
         if belongs_to(source.module, SERVER) and source.path.stem not in http:
             found = {name.module.partition(".")[0] for name in source.imports()}

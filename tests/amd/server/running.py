@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import uvloop
+from starlette.types import ASGIApp
 
 from rocm_attn.errors import RocmAttnError
 from rocm_serve.async_engine import AsyncEngine
@@ -17,10 +19,14 @@ from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.sampling.sampling_options import Sampling
 from rocm_serve.server.address import bind, url_of
+from rocm_serve.server.gate import ServerGate
 from rocm_serve.server.generation import Generations
 from rocm_serve.server.generation_config import OPENAI_DEFAULTS
+from rocm_serve.server.health import Health
+from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.job import Job, Jobs
 from rocm_serve.server.keys import ApiKeys
+from rocm_serve.server.observers import Observers
 from rocm_serve.server.options import ServerOptions
 from rocm_serve.server.run import Server
 from rocm_serve.server.served_model import ServedModel
@@ -46,6 +52,13 @@ def word_model() -> LoadedModel:
 def letter_model() -> LoadedModel:
     """A model of one layer, whose tokens are characters."""
     return tiny_model(tokenizer=character_tokenizer(), eos_token_ids=(END,), base=_ONE_LAYER)
+
+
+def gate_of(app: ASGIApp, counts: HttpMetrics) -> ServerGate:
+    """The gate of a server that runs nothing."""
+    front = SimpleNamespace(check=lambda: None, num_requests=0)
+    generations: Any = SimpleNamespace(counts=counts, jobs=Jobs(), front=front)
+    return ServerGate(app, generations, ApiKeys(), Observers(NAME, False, counts, Health(1), ()), ServerOptions())
 
 
 @dataclass(slots=True, eq=False)

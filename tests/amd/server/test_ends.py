@@ -21,18 +21,15 @@ from rocm_serve.request_stream import Inbox, OutputChunk, RequestStream
 from rocm_serve.server.api_errors import ApiError, client_gone
 from rocm_serve.server.emitted_tokens import EmittedTokens
 from rocm_serve.server.event_stream import EventStream
-from rocm_serve.server.gate import ServerGate
 from rocm_serve.server.generation import Pieces
 from rocm_serve.server.http_metrics import HttpMetrics
-from rocm_serve.server.job import Job, Jobs
-from rocm_serve.server.keys import ApiKeys
-from rocm_serve.server.options import ServerOptions
+from rocm_serve.server.job import Job
 from rocm_serve.server.record import WRITER
 from rocm_serve.server.replies import CompletionReplies
 from tests.amd.runner.async_engines import Broken, engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
 from tests.amd.server.raw import CHAT, Client, Reply, as_bytes, head_of_a_post, post, requested, send
-from tests.amd.server.running import MANY_STEPS, NAME, Running, gated_server, running, word_model
+from tests.amd.server.running import MANY_STEPS, NAME, Running, gate_of, gated_server, running, word_model
 
 LONG: dict[str, Any] = {"max_tokens": 60}
 JSON = (b"content-type", b"application/json")
@@ -123,10 +120,9 @@ async def test_an_answer_whose_rest_waits_for_a_client_that_leaves_is_not_whole(
             asyncio.get_running_loop().call_soon(lose_connection)
             await writable.wait()
 
-    counts, front = HttpMetrics(), SimpleNamespace(check=lambda: None, num_requests=0)
-    generations: Any = SimpleNamespace(counts=counts, jobs=Jobs(), front=front)
+    counts = HttpMetrics()
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [JSON]}
-    await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
+    await gate_of(app, counts)(scope, receive, send)
     assert counts.disconnects == 1
 
 

@@ -12,8 +12,8 @@ import pytest
 from rocm_attn.cli import BAD_INPUT
 from rocm_attn.errors import BadSetting
 from rocm_serve.models.loading import LoadedModel
-from rocm_serve.server.keys import ANONYMOUS, ApiKeys
-from rocm_serve.server.observed import LOGGER
+from rocm_serve.server.keys import ANONYMOUS, ApiKeys, Sender
+from rocm_serve.server.observers import LOGGER
 from rocm_serve.server.record import RequestRecord
 from tests.amd.forked import run_forked
 from tests.amd.runner.async_engines import engine
@@ -229,10 +229,10 @@ def test_the_scrape_says_what_serves_and_how_much_is_let_in(loaded: LoadedModel)
 def test_a_key_may_have_a_name_which_no_other_has() -> None:
     keys = ApiKeys.of(["a sk-aaaaaaaa", "sk-bbbbbbbb"])
     assert keys.names == ("a", "key-2")
-    assert keys.name_of(b"Bearer sk-aaaaaaaa") == "a"
-    assert keys.name_of(b"Bearer sk-bbbbbbbb") == "key-2"
-    assert keys.name_of(b"Bearer a") == keys.name_of(b"Basic sk-aaaaaaaa") == keys.name_of(None) == ""
-    assert ApiKeys().name_of(None) == ANONYMOUS
+    senders = [keys.sender_of(b"Bearer sk-aaaaaaaa"), keys.sender_of(b"Bearer sk-bbbbbbbb")]
+    assert [each.name for each in senders if each is not None] == ["a", "key-2"]
+    assert keys.sender_of(b"Bearer a") is keys.sender_of(b"Basic sk-aaaaaaaa") is keys.sender_of(None) is None
+    assert ApiKeys().sender_of(None) == Sender(ANONYMOUS)
     for bad in (
         ["a sk-aaaaaaaa", "a sk-bbbbbbbb"],
         ['a" sk-aaaaaaaa'],

@@ -5,7 +5,6 @@ import json
 import math
 import socket
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.settings import API_KEYS
-from rocm_serve.server.gate import ServerGate
 from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.keys import ApiKeys, keys_from
 from rocm_serve.server.options import ServerOptions
@@ -25,7 +23,7 @@ from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import CONFIG, tiny_model, word_tokenizer
 from tests.amd.server.raw import CHAT, COMPLETIONS, all_of, head_of_a_post, post, requested, send
-from tests.amd.server.running import NAME, Running, running
+from tests.amd.server.running import NAME, Running, gate_of, running
 
 MOST_BYTES = 20_000
 USER = [{"role": "user", "content": "w9"}]
@@ -322,9 +320,8 @@ async def test_a_body_that_no_route_reads_is_not_kept() -> None:
     async def send(message: Message) -> None:
         pass
 
-    generations: Any = SimpleNamespace(counts=HttpMetrics())
     scope = {"type": "http", "method": "POST", "path": "/health", "headers": []}
-    await ServerGate(app, generations, ApiKeys(), ServerOptions())(scope, receive, send)
+    await gate_of(app, HttpMetrics())(scope, receive, send)
     assert read == [{"type": "http.request", "body": b"", "more_body": False}]
 
 

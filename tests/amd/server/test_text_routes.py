@@ -11,7 +11,7 @@ import tokenizers
 
 from rocm_serve.engine import Engine
 from rocm_serve.server import text_routes
-from rocm_serve.server.gate import GENERATING
+from rocm_serve.server.record import GENERATING
 from rocm_serve.server.unserved import PATHS
 from rocm_serve.text.tokenizer import Tokenizer
 from tests.amd.runner.async_engines import engine

@@ -1,7 +1,4 @@
-"""Observed: the outermost part of the server. It gives each request an id, and reports it once it has ended.
-
-The reports are a line of JSON, the counts of its API key, the server's health and, if they are sent, traces.
-"""
+"""Observers: an ended request is reported as a line of JSON, to the counts of its API key, to health and to traces."""
 
 from __future__ import annotations
 
@@ -11,22 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from rocm_serve.server import record as records
-from rocm_serve.server.gate import GENERATING, needs_key, route_of
 from rocm_serve.server.health import Health
 from rocm_serve.server.http_metrics import HttpMetrics
-from rocm_serve.server.keys import ApiKeys
-from rocm_serve.server.record import RequestRecord
+from rocm_serve.server.record import GENERATING, RequestRecord
 from rocm_serve.server.traces import OtelTraces
 
-ID_HEADER = b"x-request-id"
 # Its lines are JSON; run.py gives it a handler.
 LOGGER = "rocm_serve.requests"
-_TRACE_HEADERS = ("traceparent", "tracestate")
-# Methods are words of the client's choice.
-_LONGEST_METHOD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +27,6 @@ class Observers:
 
     model: str
     access_log: bool
-    keys: ApiKeys
     counts: HttpMetrics
     health: Health
     traces: Sequence[OtelTraces]
@@ -83,42 +70,3 @@ class Observers:
         if record.error_status >= 500:
             line["cause"] = record.cause
         return json.dumps(line, ensure_ascii=True)
-
-
-class Observed:
-    """An ASGI application around another one."""
-
-    def __init__(self, app: ASGIApp, observers: Observers) -> None:
-        self._app, self._observers = app, observers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = self._begun(scope)
-        records.begin(record)
-        request_id = (ID_HEADER, record.request_id.encode())
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), request_id]}
-            await send(message)
-
-        try:
-            await self._app(scope, receive, answer)
-        except Exception as error:  # while an answer was sent
-            records.note_error(500, "internal_error", f"{type(error).__name__}, whose traceback is in the log")
-            raise
-        finally:
-            record.end()
-            self._observers.report(record)
-
-    def _begun(self, scope: Scope) -> RequestRecord:
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        client = scope.get("client")
-        return RequestRecord(
-            records.id_from(headers.get(ID_HEADER)),
-            scope["method"][:_LONGEST_METHOD],
-            route_of(scope["path"]),
-            client[0] if client else "",
-            self._observers.keys.name_of(headers.get(b"authorization")) if needs_key(scope["path"]) else "",
-            {name: headers[name.encode()].decode("latin-1") for name in _TRACE_HEADERS if name.encode() in headers},
-        )

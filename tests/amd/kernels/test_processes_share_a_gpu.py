@@ -5,6 +5,7 @@ right. With three at a time each failed within seconds.
 """
 
 import multiprocessing
+import time
 from multiprocessing.connection import wait
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Barrier
@@ -56,7 +57,9 @@ def replay(barrier: Barrier, failures: SimpleQueue[str]) -> None:
             timed = clock.timed((launch.run,))
             out.fill_(float("nan"))
             barrier.wait()
-            timed.run(SECONDS)
+            until = time.monotonic() + SECONDS
+            while time.monotonic() < until:
+                timed.microseconds()
             if wanted.isnan().any() or not torch.equal(out, wanted):
                 failures.put(f"{name}: the result changed")
     except Exception as failure:

@@ -88,7 +88,7 @@ class ServerGate:
         finally:
             record.end()
             counts.open -= 1
-            counts.disconnects += not answer.is_whole or record.status == CLIENT_GONE
+            counts.disconnects += not answer.is_whole
             counts.note(record.route, record.status or CLIENT_GONE, record.seconds)
             self._observers.report(record)
 

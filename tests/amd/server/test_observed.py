@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from rocm_attn.cli import BAD_INPUT
 from rocm_attn.errors import BadSetting
 from rocm_serve.models.loading import LoadedModel
+from rocm_serve.server.http_metrics import HttpMetrics
 from rocm_serve.server.keys import ANONYMOUS, ApiKeys, Sender
 from rocm_serve.server.observers import LOGGER
 from rocm_serve.server.record import RequestRecord
@@ -19,7 +21,7 @@ from tests.amd.forked import run_forked
 from tests.amd.runner.async_engines import engine
 from tests.amd.runner.tiny_model import NAN_TOKEN, with_nan_token
 from tests.amd.server.raw import Client, post, requested, send
-from tests.amd.server.running import NAME, Running, running, word_model
+from tests.amd.server.running import NAME, Running, gate_of, running, word_model
 from tests.amd.server.scraped import families_of, value_of
 
 SECRETS = ["team-a sk-aaaaaaaaaaaa", "sk-bbbbbbbbbbbb"]
@@ -132,6 +134,27 @@ def test_words_of_clients_cannot_make_a_line_long_or_two_lines(loaded: LoadedMod
         line = lines.next(server)
         assert (line["method"], line["route"], line["status"]) == ("X" * 16, "other", 404)
         assert len(json.dumps(line)) < 1000
+
+
+async def test_an_error_amid_an_answer_is_reported_with_its_kind_alone(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        raise ValueError("text of a prompt")
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    counts = HttpMetrics()
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    with pytest.raises(ValueError, match="text of a prompt"):
+        await gate_of(app, counts)(scope, receive, send)
+    (line,) = (json.loads(each.getMessage()) for each in caplog.records if each.name == LOGGER)
+    assert (line["status"], line["error"]) == (200, "internal_error")
+    assert line["cause"] == "ValueError, whose traceback is in the log"
+    assert (counts.open, counts.disconnects) == (0, 1)
 
 
 def test_a_server_error_is_logged_with_its_cause_without_an_access_log(loaded: LoadedModel) -> None:

@@ -21,6 +21,25 @@ def rows_are_contiguous(*tensors: Tensor) -> bool:
     return all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
 
 
+def check_rows(
+    q: Tensor, pages: LayerPages, table: Tensor, out: Tensor, lse: Tensor | None, *of_heads: Tensor | None
+) -> None:
+    """Asserts that a kernel's tensors fit each other. of_heads: weights, one for each query head"""
+    num_tokens, num_q_heads, head_dim = q.shape
+    assert pages.format.head_dim == head_dim, "q and the pages disagree"
+    assert out.shape == (num_tokens, num_q_heads, pages.format.v_head_dim), "out disagrees with q and the pages"
+    assert q.dtype == out.dtype
+    assert rows_are_contiguous(q, pages.k, pages.v, out), "the last stride must be 1"
+    assert table.dtype == torch.int32
+    assert table.stride(1) == 1
+    assert table.shape[1] >= 1
+    assert lse is None or (lse.dtype == torch.float32 and lse.shape == (num_tokens, num_q_heads))
+    for weights in of_heads:
+        assert weights is None or (
+            weights.dtype == torch.float32 and weights.shape == (num_q_heads,) and weights.stride(0) == 1
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
     """Sequences whose new tokens attend: S sequences with T new tokens, both padded, and the keys that each may see.
@@ -157,41 +176,37 @@ class AttendArgs(NamedTuple):
         assert self.workspace.is_contiguous()
 
     def check(self, kernel: str) -> None:
+        """check_kind() for pages of K and of V, and for the limits of the kernels over them."""
+        form = self.pages.format
+        reasons = refusals(
+            num_q_heads=self.q.shape[1],
+            num_kv_heads=form.num_kv_heads,
+            head_dim=self.q.shape[2],
+            v_head_dim=form.v_head_dim,
+            page_size=form.page_size,
+            dtype=self.q.dtype,
+        )
+        self.check_kind(PoolKind.SPLIT, kernel, reasons)
+
+    def check_kind(self, kind: PoolKind, kernel: str, reasons: list[str]) -> None:
         """Checks only what would corrupt memory silently. Cheap, on the host.
+
+        kind:    of the pages that the kernel reads
+        reasons: why it does not serve the problem, a sentence each
 
         Raises ValueError for a problem that no kernel serves. The runtime checked the rest, which is asserted here.
         """
-        q, k, v, out = self.q, self.pages.k, self.pages.v, self.out
-        num_tokens, num_q_heads, head_dim = q.shape
-        form = self.pages.format
-        reasons = refusals(
-            num_q_heads=num_q_heads,
-            num_kv_heads=form.num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=form.v_head_dim,
-            page_size=form.page_size,
-            dtype=q.dtype,
-        )
-        if form.kind is not PoolKind.SPLIT or not (form.encoding.is_fp8 or form.encoding.dtype == q.dtype):
-            reasons.append(
-                f"with q in {q.dtype} it reads {PoolKind.SPLIT.value} in that dtype or in eight bits, not {form}"
-            )
+        q, form = self.q, self.pages.format
+        if form.kind is not kind or not (form.encoding.is_fp8 or form.encoding.dtype == q.dtype):
+            reasons = [
+                *reasons,
+                f"with q in {q.dtype} it reads {kind.value} in that dtype or in eight bits, not {form}",
+            ]
         if reasons:
             raise ValueError(f"{kernel} does not serve this: {'; '.join(reasons)}")
         self.queries.check()
-        assert self.queries.num_tokens == num_tokens, "q and the queries disagree"
-        assert form.head_dim == head_dim, "q and the pages disagree"
-        assert out.shape == (num_tokens, num_q_heads, form.v_head_dim), "out disagrees with q and the pages"
-        assert q.dtype == out.dtype
-        assert rows_are_contiguous(q, k, v, out), "the last stride must be 1"
-        assert self.table.dtype == torch.int32
-        assert self.table.stride(1) == 1
-        assert self.table.shape[1] >= 1
-        assert self.lse is None or (self.lse.dtype == torch.float32 and self.lse.shape == (num_tokens, num_q_heads))
-        for weights in (self.sinks, self.slopes):
-            assert weights is None or (
-                weights.dtype == torch.float32 and weights.shape == (num_q_heads,) and weights.stride(0) == 1
-            )
+        assert self.queries.num_tokens == len(q), "q and the queries disagree"
+        check_rows(q, self.pages, self.table, self.out, self.lse, self.sinks, self.slopes)
 
     def check_new(self, new: NewRows) -> None:
         """Asserts dtypes, shapes and strides of new rows that are stored to the pages."""

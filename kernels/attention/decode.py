@@ -42,6 +42,8 @@ from rocm_attn.kernels.attention.decode_columns import (
     KeyRows,
     alone,
     blocks_of_q,
+    by_key,
+    by_row,
     column_offsets,
     elements,
     even_and_odd,
@@ -171,6 +173,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, scale_values, G: tl.cons
     QUERY_ROWS: tl.constexpr = G.QUERY_ROWS
     PAGE_SIZE: tl.constexpr = G.PAGE_SIZE
     BY_PAGE: tl.constexpr = are_read_by_page(G.IN_ONE_PAGE)
+    KEY_AXIS: tl.constexpr = 0 if G.TRANSPOSED else 1
     # True if each half of the rows has a scale of its own for a key: with two heads; or with one, so that each thread
     # of a warp loads one scale. With 16 scales Triton 3.6 has a thread load the four that it needs.
     HEADS: tl.constexpr = G.rows.HEADS_PER_ROW
@@ -238,28 +241,20 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, scale_values, G: tl.cons
         products = _products(q, k_rows, live, G)
         if C.SCALES == TOKEN_SCALES:
             products = times_scales(products, k_scale_value, G.TRANSPOSED)
-        if G.TRANSPOSED:
-            scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * early
-            if logits.slope is not None:
-                scores += logits.slope[None, :] * (kv_index - (keys.end - 1))[:, None]
-            scores = tl.where(live[:, None], scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 0) * late)
-            weights = tl.exp2(scores * late - new_maximum[None, :])
-        else:
-            scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * early
-            if logits.slope is not None:
-                scores += logits.slope[:, None] * (kv_index - (keys.end - 1))[None, :]
-            scores = tl.where(live[None, :], scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1) * late)
-            base = new_maximum
-            if BY_AMOUNT:
-                before = amount.exponent
-                amount = amount_of(v_scale_value, amount)
-                base = new_maximum + amount.exponent
-            weights = tl.exp2(scores * late - base[:, None])
+        scores = (capped(products, logits.tanh_scale) if G.CAPPED else products) * early
+        if logits.slope is not None:
+            scores += by_row(logits.slope, G) * by_key(kv_index - (keys.end - 1), G)
+        scores = tl.where(by_key(live, G), scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, KEY_AXIS) * late)
+        base = new_maximum
+        if BY_AMOUNT:
+            before = amount.exponent
+            amount = amount_of(v_scale_value, amount)
+            base = new_maximum + amount.exponent
+        weights = tl.exp2(scores * late - by_row(base, G))
         decay = tl.exp2(maximum - new_maximum)
         maximum = new_maximum
-        wide = decay[None, :] if G.TRANSPOSED else decay[:, None]
+        wide = by_row(decay, G)
         if G.PAIRED:
             # pairs: [KEY_BLOCK, V_COLUMNS / 2]
             pairs = elements(v_rows, live, 0, LOADED, 0, V_READ)
@@ -276,7 +271,7 @@ def _attend_key_blocks(q, k_side, v_side, read, logits, scale_values, G: tl.cons
                 parts = times_scales(weights, part, G.TRANSPOSED)
             acc = _with_values(acc, wide, parts, v_rows, live, v_scale_value, DTYPE, G)
         # After the product: before it, gfx942's compiler takes a register more, and a fourth wave has no room.
-        more = tl.sum(weights, 0 if G.TRANSPOSED else 1)
+        more = tl.sum(weights, KEY_AXIS)
         total = total * decay + (more * tl.exp2(amount.exponent) if BY_AMOUNT else more)
     if G.PAIRED:
         if BY_AMOUNT:
@@ -387,7 +382,7 @@ def _decode_kernel(
     if G.V_TAIL > 0:
         v_tail = tail_offsets(G.V_PARTS, G.V_COLUMNS, G.V_TAIL, G.V_HEAD_DIM, vp_head, G)
     # Along the side of the q and the output block that TRANSPOSED chooses.
-    m = q_row[None, :] if G.TRANSPOSED else q_row[:, None]
+    m = by_row(q_row, G)
     sums = partials + num_programs * (2 * R.Q_ROWS * G.V_HEAD_DIM)
 
     while work > 0:
@@ -431,7 +426,7 @@ def _decode_kernel(
             # scales, the first one.
             head = first_kv_head
             if R.HEADS_PER_ROW > 1 and C.SCALES != TOKEN_SCALES:
-                head = first_kv_head + (half[None, :] if G.TRANSPOSED else half[:, None])
+                head = first_kv_head + by_row(half, G)
             q_line = q + token * q_token + first_head * q_head + m.to(tl.int64) * q_head
             q_blocks = blocks_of_q(q_line, half, m < num_q_rows, G)
             if k_new is not None:
@@ -470,10 +465,10 @@ def _decode_kernel(
                 if sinks is not None:
                     sink = tl.load(sinks + first_head + q_row, mask=is_row, other=float("-inf"))
                     maximum, total, decay = add_sink(maximum, total, sink)
-                    acc = scaled_parts(acc, decay[None, :] if G.TRANSPOSED else decay[:, None])
+                    acc = scaled_parts(acc, by_row(decay, G))
                 out_row = out + token * out_token + first_head * out_head + m.to(tl.int64) * out_head
                 for i in tl.static_range(V_PARTS):
-                    value = acc[i] / (total[None, :] if G.TRANSPOSED else total[:, None])
+                    value = acc[i] / by_row(total, G)
                     tl.store(out_row + v_own[i], value.to(out.dtype.element_ty), mask=is_out[i])
                 if lse is not None:
                     lse_row = lse + token * lse_token + first_head * lse_head
@@ -486,8 +481,7 @@ def _decode_kernel(
                     log_sum = maximum + tl.log2(total)
                     sum_row = sums + (part * R.Q_ROWS + m) * G.V_HEAD_DIM
                     for i in tl.static_range(V_PARTS):
-                        wide = total[None, :] if G.TRANSPOSED else total[:, None]
-                        wide_sum = log_sum[None, :] if G.TRANSPOSED else log_sum[:, None]
+                        wide, wide_sum = by_row(total, G), by_row(log_sum, G)
                         tl.store(part_row + v_own[i], acc[i] / wide, mask=is_out[i])
                         tl.store(sum_row + v_own[i], tl.broadcast_to(wide_sum, acc[i].shape), mask=is_out[i])
                 else:

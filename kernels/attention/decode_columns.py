@@ -62,6 +62,18 @@ def even_and_odd(block):
 
 
 @triton.jit
+def by_row(x, G: tl.constexpr):
+    """A number of each query row along its side of scores and of accumulators."""
+    return x[None, :] if G.TRANSPOSED else x[:, None]
+
+
+@triton.jit
+def by_key(x, G: tl.constexpr):
+    """A number of each key along its side of scores."""
+    return x[:, None] if G.TRANSPOSED else x[None, :]
+
+
+@triton.jit
 def alone(block):
     """A tuple of one block."""
     return (block,)
@@ -121,7 +133,7 @@ def own_columns(half, FIRST: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.conste
     column = FIRST + tl.arange(0, COLUMNS)
     column = column[:, None] if G.TRANSPOSED else column[None, :]
     if G.rows.HEADS_PER_ROW > 1:
-        own = column // DIM == (half[None, :] if G.TRANSPOSED else half[:, None])
+        own = column // DIM == by_row(half, G)
         column = column % DIM
     else:
         own = column < DIM

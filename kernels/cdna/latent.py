@@ -62,6 +62,7 @@ from rocm_attn.kernels.cdna.latent_heads import (
 )
 from rocm_attn.kernels.cdna.latent_layouts import shares_rows
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
+from rocm_attn.kernels.latent.key_loop import read_strides
 from rocm_attn.kernels.latent.limits import check_plain_latents
 from rocm_attn.kernels.launch import launch
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, EXTEND_UNITS
@@ -269,11 +270,7 @@ def launch_cdna_latent_decode(args: AttendArgs, *, arch: str, scores: Scores, cu
         pages.k_scale,
         scores.base_2_scale,
         cut.programs,
-        args.q.stride(0),
-        args.q.stride(1),
-        pages.raw_k.stride(0),
-        pages.raw_k.stride(1),
-        table.stride(0),
+        *read_strides(args),
         *args.written_strides,
         G=geometry,
         num_warps=WAVES.value,

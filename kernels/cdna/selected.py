@@ -42,7 +42,8 @@ from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
 from rocm_attn.kernels.sparse.places import visible_tokens
 from rocm_attn.kernels.sparse.rows import heads_of_row, listed_keys
 from rocm_attn.kernels.tuning.cdna_tiles import EXTEND_CODES, EXTEND_UNITS
-from rocm_attn.kernels.tuning.sparse_tiles import CDNA_MOST_KEYS, SelectedTiles
+from rocm_attn.kernels.tuning.latent_tiles import SelectedTiles
+from rocm_attn.kernels.tuning.sparse_tiles import CDNA_MOST_KEYS
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # Dies of MI300X and MI355X.

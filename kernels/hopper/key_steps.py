@@ -174,6 +174,31 @@ def with_bound(softmax, G: gl.constexpr):
 
 
 @gluon.jit
+def scores_of_step(acc, products, query, rings, n, G: gl.constexpr):
+    """Products of q and the keys of the n-th step [64, KEY_BLOCK], without their factor; and accumulators.
+
+    products: that are in flight if G.OVERLAPS, and then waited for too; otherwise not read
+    """
+    KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
+    OF_K: gl.constexpr = G.K
+    K_PARTS: gl.constexpr = parts_of(OF_K)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
+    stage = n % G.STAGES
+    wait_for_keys(rings, n, G)
+    pending = (gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=layout),)
+    for i in gl.static_range(K_PARTS):
+        q_tile = columns_of(query.tiles.index(i), i, OF_K)
+        k_tile = columns_of(rings.k.tiles.index(stage * K_PARTS + i), i, OF_K).permute((1, 0))
+        pending = (warpgroup_mma(q_tile, k_tile, pending[0], use_acc=i > 0, is_async=True),)
+    if G.OVERLAPS:
+        waited = warpgroup_mma_wait(0, deps=pending + products)
+        scores, acc = waited[0], waited[1:]
+    else:
+        scores = warpgroup_mma_wait(0, deps=pending)
+    return scores, acc
+
+
+@gluon.jit
 def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl.constexpr):
     """Adds steps of a span to a softmax state.
 
@@ -185,17 +210,14 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
     G.SCALES_SELDOM, it is raised seldom, so that after a row's first steps most warps have nothing to scale.
     """
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
-    OF_K: gl.constexpr = G.K
-    K_PARTS: gl.constexpr = parts_of(OF_K)
     OF_V: gl.constexpr = G.V
     V_PARTS: gl.constexpr = parts_of(OF_V)
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
     lane = gl.arange(0, KEY_BLOCK, layout=gl.SliceLayout(0, s_layout))
-    zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
     # Powers computed by products would not become 0 for keys that are not seen.
     BY_PRODUCTS: gl.constexpr = 0 if MASKED else G.POWERS_BY_PRODUCTS
     AT_ONCE: gl.constexpr = G.BOUNDED and not MASKED and G.EIGHTS_BY_PRODUCTS > 0
-    k, v, free = rings
+    v = rings.v
     by_row = gl.expand_dims(query.product_scale, 1) if G.MOVES_Q else query.product_scale
     row_scale = query.cap_scale if G.CAPPED else query.product_scale
     by_score = query.cap_scale if G.CAPPED else by_row
@@ -206,22 +228,11 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
         for i in gl.static_range(V_PARTS):
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
-        stage = n % G.STAGES
-        wait_for_keys(rings, n, G)
-        pending = (zero,)
-        for i in gl.static_range(K_PARTS):
-            q_tile = columns_of(query.tiles.index(i), i, OF_K)
-            k_tile = columns_of(k.tiles.index(stage * K_PARTS + i), i, OF_K).permute((1, 0))
-            pending = (warpgroup_mma(q_tile, k_tile, pending[0], use_acc=i > 0, is_async=True),)
-        if G.OVERLAPS:
-            waited = warpgroup_mma_wait(0, deps=pending + products)
-            scores, acc = waited[0], waited[1:]
-        else:
-            scores = warpgroup_mma_wait(0, deps=pending)
+        scores, acc = scores_of_step(acc, products if G.OVERLAPS else acc, query, rings, n, G)
         if G.SCALES == TOKEN_SCALES:
-            k_scale_value = query.scales.k.index(stage).load(gl.SliceLayout(0, s_layout))
+            k_scale_value = query.scales.k.index(n % G.STAGES).load(gl.SliceLayout(0, s_layout))
         gl.thread_barrier()
-        mbarrier.arrive(free.index(stage), count=1)
+        mbarrier.arrive(rings.free.index(n % G.STAGES), count=1)
         wait_for_values(rings, n, 0, 1, G)
         if G.SCALES == TOKEN_SCALES:
             scores = scores * gl.expand_dims(k_scale_value, 0)

@@ -13,9 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_init,
-    warpgroup_mma_wait,
 )
 
 from rocm_attn.kernels.attention.bundles import Softmax
@@ -26,10 +24,11 @@ from rocm_attn.kernels.hopper.key_steps import (
     blocks_of,
     is_visible,
     scaled_by_rows,
+    scores_of_step,
     waited_for,
 )
-from rocm_attn.kernels.hopper.rings import value_stage, wait_for_keys, wait_for_values, zero_unseen
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, parts_of
+from rocm_attn.kernels.hopper.rings import value_stage, wait_for_values, zero_unseen
+from rocm_attn.kernels.hopper.rows import parts_of
 
 
 @gluon.jit
@@ -49,16 +48,12 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
     KEY_BLOCK: gl.constexpr = G.KEY_BLOCK
     VALUE_BLOCK: gl.constexpr = G.VALUE_BLOCK
     BLOCKS: gl.constexpr = G.KEY_BLOCK // G.VALUE_BLOCK
-    OF_K: gl.constexpr = G.K
-    K_PARTS: gl.constexpr = parts_of(OF_K)
     OF_V: gl.constexpr = G.V
     V_PARTS: gl.constexpr = parts_of(OF_V)
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.KEY_BLOCK, 16])
     b_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, G.VALUE_BLOCK, 16])
     lane = gl.expand_dims(gl.arange(0, VALUE_BLOCK, layout=gl.SliceLayout(0, b_layout)), 0)
-    zero = gl.zeros([GROUP_ROWS, KEY_BLOCK], gl.float32, layout=s_layout)
     scale = query.cap_scale if G.CAPPED else query.product_scale
-    k, v, free = rings
+    v = rings.v
     softmax, n = progress
     acc, maximum, total = softmax
     if G.OVERLAPS:
@@ -66,20 +61,9 @@ def attend_segment_steps(progress, query, rings, span, seen, G: gl.constexpr, MA
         for i in gl.static_range(V_PARTS):
             products += (warpgroup_mma_init(acc[i]),)  # type: ignore[assignment]
     for step in range(span.first, span.end):
-        stage = n % G.STAGES
-        wait_for_keys(rings, n, G)
-        pending = (zero,)
-        for i in gl.static_range(K_PARTS):
-            q_tile = columns_of(query.tiles.index(i), i, OF_K)
-            k_tile = columns_of(k.tiles.index(stage * K_PARTS + i), i, OF_K).permute((1, 0))
-            pending = (warpgroup_mma(q_tile, k_tile, pending[0], use_acc=i > 0, is_async=True),)
-        if G.OVERLAPS:
-            waited = warpgroup_mma_wait(0, deps=pending + products)
-            scores, acc = waited[0], waited[1:]
-        else:
-            scores = warpgroup_mma_wait(0, deps=pending)
+        scores, acc = scores_of_step(acc, products if G.OVERLAPS else acc, query, rings, n, G)
         gl.thread_barrier()
-        mbarrier.arrive(free.index(stage), count=1)
+        mbarrier.arrive(rings.free.index(n % G.STAGES), count=1)
         wait_for_values(rings, n, 0, BLOCKS, G)
         if MASKED and not G.GATHERED:
             zero_unseen(v, n, step, seen, G)

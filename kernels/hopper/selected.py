@@ -35,7 +35,7 @@ from rocm_attn.kernels.sparse.arguments import SelectedArgs
 from rocm_attn.kernels.sparse.attention import parts_and_sums, selected_geometry
 from rocm_attn.kernels.sparse.cuts import selected_cut
 from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
-from rocm_attn.kernels.tuning.sparse_tiles import HopperSelectedTiles
+from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles
 
 
 @gluon.jit(do_not_specialize=["num_items", "num_programs", "width"])
@@ -87,13 +87,13 @@ def _hopper_selected_kernel(
         run_groups(gather, latents, step, shared, to, todo, G)
 
 
-def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperSelectedTiles, programs: int) -> None:
+def launch_hopper_selected(args: SelectedArgs, *, scale: float, tiles: HopperLatentTiles, programs: int) -> None:
     """Like `launch_selected_attention`, without sinks, over contiguous rows of 512 + 64 elements, or their records.
 
     Raises ValueError for pages that the kernel does not read.
     """
     selection, tokens, pages = args.selection, args.tokens, args.pages
-    of_cut = tiles.selected
+    of_cut = tiles.latent
     cut = selected_cut(
         len(args.q), selection.width * selection.unit_tokens, heads=args.heads, tiles=of_cut, programs=programs
     )

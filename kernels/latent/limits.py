@@ -20,18 +20,11 @@ MOST_SPLIT_TOKENS, ANY_TOKENS = 8, 2**30
 
 
 def check_latent(args: AttendArgs, kernel: str) -> None:
-    """Checks only what would corrupt memory silently. Cheap, on the host.
-
-    Raises ValueError for a problem that no kernel serves. The runtime checked the rest, which is asserted here.
-    """
-    q, k, out, form = args.q, args.pages.k, args.out, args.pages.format
-    num_tokens, num_heads, head_dim = q.shape
+    """AttendArgs.check_kind() for latent pages, and for the limits above."""
+    q, form = args.q, args.pages.format
+    _, num_heads, head_dim = q.shape
     page_size, v_head_dim = form.page_size, form.v_head_dim
     reasons = []
-    if form.kind is not PoolKind.LATENT or not (form.encoding.is_fp8 or form.encoding.dtype == q.dtype):
-        reasons.append(
-            f"with q in {q.dtype} it reads {PoolKind.LATENT.value} in that dtype or in eight bits, not {form}"
-        )
     if num_heads > MAX_HEADS:
         reasons.append(f"{num_heads} query heads are too many; at most {MAX_HEADS} are allowed")
     if not 1 <= v_head_dim <= MAX_V_HEAD_DIM:
@@ -42,21 +35,8 @@ def check_latent(args: AttendArgs, kernel: str) -> None:
         reasons.append(f"page_size is {page_size}; it must be from 1 to {MAX_PAGE_SIZE}")
     if q.dtype not in DTYPES:
         reasons.append(f"dtype is {q.dtype}; it must be one of {', '.join(map(str, DTYPES))}")
-    if reasons:
-        raise ValueError(f"{kernel} does not serve this: {'; '.join(reasons)}")
-    args.queries.check()
-    assert args.queries.num_tokens == num_tokens, "q and the queries disagree"
-    assert form.head_dim == head_dim, "q and the pages disagree"
-    assert out.shape == (num_tokens, num_heads, v_head_dim), "out disagrees with q and the pages"
+    args.check_kind(PoolKind.LATENT, kernel, reasons)
     assert args.slopes is None, "no latent kernel has slopes"
-    assert q.dtype == out.dtype
-    assert q.stride(2) == k.stride(3) == out.stride(2) == 1, "the last stride must be 1"
-    assert args.table.dtype == torch.int32
-    assert args.table.stride(1) == 1
-    assert args.table.shape[1] >= 1
-    assert args.lse is None or (args.lse.dtype == torch.float32 and args.lse.shape == (num_tokens, num_heads))
-    sinks = args.sinks
-    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,) and sinks.stride(0) == 1)
 
 
 def check_plain_latents(args: AttendArgs, scores: Scores, kernel: str) -> None:

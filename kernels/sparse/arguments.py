@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rocm_attn.kernels.attention.arguments import check_rows
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 
 # The entries of a selection at and past its count.
@@ -313,24 +314,12 @@ class SelectedArgs(NamedTuple):
 
     def check(self) -> None:
         """Asserts the properties that launchers rely on, cheaply and on the host."""
-        q, k, v, out = self.q, self.pages.k, self.pages.v, self.out
-        num_tokens, num_q_heads, head_dim = q.shape
-        assert head_dim == self.pages.format.head_dim, "q and the pages disagree"
-        num_pages, page_size, num_kv_heads, v_head_dim = v.shape
+        k, v, num_kv_heads = self.pages.k, self.pages.v, self.heads[0]
+        num_tokens, num_q_heads, _ = self.q.shape
         self.tokens.check()
         self.selection.check(num_tokens)
         assert self.tokens.row_of_token.shape == (num_tokens,), "q and the tokens disagree"
-        assert k.shape[:3] == (num_pages, page_size, num_kv_heads), "K pages and V pages disagree"
+        assert k.shape[:3] == v.shape[:3], "K pages and V pages disagree"
         assert num_q_heads % num_kv_heads == 0
         assert self.selection.sets in (1, num_kv_heads), "the KV heads share one set, or have one each"
-        assert out.shape == (num_tokens, num_q_heads, v_head_dim), "out disagrees with q and the pages"
-        assert q.dtype == out.dtype
-        assert q.stride(2) == k.stride(3) == v.stride(3) == out.stride(2) == 1, "the last stride must be 1"
-        assert self.table.dtype == torch.int32
-        assert self.table.stride(1) == 1
-        assert self.table.shape[1] >= 1
-        assert self.lse is None or (self.lse.dtype == torch.float32 and self.lse.shape == (num_tokens, num_q_heads))
-        sinks = self.sinks
-        assert sinks is None or (
-            sinks.dtype == torch.float32 and sinks.shape == (num_q_heads,) and sinks.stride(0) == 1
-        )
+        check_rows(self.q, self.pages, self.table, self.out, self.lse, self.sinks)

@@ -41,8 +41,8 @@ from rocm_attn.kernels.sparse.cuts import SelectedCut, segment_cut, selected_cut
 from rocm_attn.kernels.sparse.merge_parts import launch_merge_parts
 from rocm_attn.kernels.sparse.places import visible_tokens
 from rocm_attn.kernels.sparse.rows import SelectedGeometry, heads_of_row, listed_keys
+from rocm_attn.kernels.tuning.latent_tiles import SelectedTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
-from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rocm_attn.kernels.sparse.arguments import Indexing
+from rocm_attn.kernels.tuning.latent_tiles import SelectedTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
-from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles
 from rocm_attn.kernels.tuning.tiles import next_power_of_2
 
 # float32 words of scratch, 128 MiB, that one launch of the indexer fills at most; a single token may take more.

@@ -6,7 +6,9 @@ decode. AMD's were chosen from the compiler's reports: no spills, registers, LDS
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -15,14 +17,35 @@ from rocm_attn.kernels.tuning.tiles import NoTiles
 
 
 @dataclass(frozen=True, slots=True)
-class LatentTiles:
-    """The way that a program walks latent rows.
+class SelectedTiles:
+    """The way that rows of query heads are attended, block of keys by block of keys.
 
-    query_rows:      rows of a query block: new tokens times query heads
+    query_rows:      rows of a query block: query heads, or new tokens times query heads
     key_block:       keys of a block of the loop
     num_warps:       warps (waves on AMD) of a program
     num_stages:      key blocks whose loads are in flight at the same time
-    programs_per_cu: programs that a decode grid holds for each compute unit
+    programs_per_cu: programs that a decode grid holds for each compute unit; the most, if a selection is cut in parts
+    """
+
+    query_rows: int
+    key_block: int
+    num_warps: int
+    num_stages: int
+    programs_per_cu: int = 1
+
+
+AnyRows = TypeVar("AnyRows", bound=SelectedTiles)
+
+
+def that_hold(tiles: Sequence[AnyRows], rows: int) -> AnyRows:
+    """The first tiles whose query_rows hold all rows, else the last."""
+    return next((each for each in tiles if rows <= each.query_rows), tiles[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTiles(SelectedTiles):
+    """The way that a program walks latent rows.
+
     row_cost:        cost of starting a row in addition to its key blocks, in blocks; at least 1
     chains:          sums of products that a score is added up from, 1 or 2: two are shorter, and take registers
     wide:            whether V's columns are one part, not two: products of sm_90's warpgroups want that
@@ -32,11 +55,6 @@ class LatentTiles:
     even:            whether decode cuts rows that are alike alike, with one new token each (DecodeCut)
     """
 
-    query_rows: int
-    key_block: int
-    num_warps: int
-    num_stages: int
-    programs_per_cu: int = 1
     row_cost: int = 2
     chains: int = 1
     wide: bool = False
@@ -78,7 +96,7 @@ class LatentTiles:
 
 @dataclass(frozen=True, slots=True)
 class HopperLatentTiles:
-    """The way that decode for Hopper walks latent rows (hopper/latent.py).
+    """The way that decode for Hopper walks latent rows (hopper/latent.py), and selected ones (selected.py).
 
     latent: its programs, and how rows are cut; a program's warps are four groups of num_warps
     score_registers, loader_registers: of a thread of the group that weighs keys, and of the one that loads them; both
@@ -92,12 +110,7 @@ class HopperLatentTiles:
     @property
     def value_registers(self) -> int:
         """The registers that the other warp groups leave of an SM's for a thread of each, in units of eight."""
-        return registers_left(self.score_registers, self.loader_registers)
-
-
-def registers_left(*others: int) -> int:
-    """The registers of a thread of each of the two groups that add up values. others: of threads of other groups"""
-    return (512 - sum(others)) // 16 * 8
+        return (512 - self.score_registers - self.loader_registers) // 16 * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +145,7 @@ class LatentSegmentTiles:
 
     def of_decode(self, num_heads: int) -> LatentTiles:
         """The tiles by which decode walks a segment."""
-        tiles = self.decoders or (self.block,)
-        return next((each for each in tiles if num_heads <= each.query_rows), tiles[-1])
+        return that_hold(self.decoders or (self.block,), num_heads)
 
     def decode(self, num_heads: int) -> LatentTiles:
         """The tiles by which decode's schedule is cut: its key blocks are segments."""
@@ -203,8 +215,7 @@ def cdna_latent_tiles(num_heads: int, page_size: int, *, is_coded: bool) -> Late
     """The tiles of latent decode on CDNA: the first that hold all heads, or the last. A program of 64 heads has no
     registers for the numbers of pages that hold fewer than eight tokens in a row."""
     tiles = CDNA_LATENT_CODE_TILES if is_coded else CDNA_LATENT_TILES
-    serving = tiles[: 3 if page_size % 8 == 0 else 2]
-    return next((tiles for tiles in serving if num_heads <= tiles.query_rows), serving[-1])
+    return that_hold(tiles[: 3 if page_size % 8 == 0 else 2], num_heads)
 
 
 def latent_decode_tiles(
@@ -246,12 +257,8 @@ def _tiles(
     for of_arch in choices_of(rows, arch, dtype):
         serving = [row for row in of_arch if (is_coded or not row.coded) and _fit(dims)]
         # Rows for codes are whole by themselves.
-        tiles = [row.tiles for row in serving if row.coded == serving[0].coded]
-        for each in tiles:
-            if num_rows <= each.query_rows:
-                return each
-        if tiles:
-            return tiles[-1]
+        if tiles := [row.tiles for row in serving if row.coded == serving[0].coded]:
+            return that_hold(tiles, num_rows)
     raise _no_tiles("latent tiles", arch, dims, dtype, {row.arch for row in rows})
 
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from rocm_attn.kernels.tuning.latent_tiles import CDNA_LATENT_TILES, latent_segment_tiles, registers_left
+from rocm_attn.kernels.tuning.latent_tiles import (
+    CDNA_LATENT_TILES,
+    HopperLatentTiles,
+    LatentTiles,
+    SelectedTiles,
+    latent_segment_tiles,
+    that_hold,
+)
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles, segment_tiles
 from rocm_attn.kernels.tuning.tile_choices import TableFile, choices_of
 from rocm_attn.kernels.tuning.tiles import CodeKind, ExtendTiles, NoTiles
@@ -28,42 +35,6 @@ class IndexTiles:
     num_warps: int
     num_stages: int
     programs_per_cu: int
-
-
-@dataclass(frozen=True, slots=True)
-class SelectedTiles:
-    """The way that a selection is attended.
-
-    query_rows:      most query heads of a program; each such block reads the selection
-    key_block:       keys of a block of the loop
-    num_warps:       warps (waves on AMD) of a program
-    num_stages:      key blocks whose loads are in flight
-    programs_per_cu: most programs that the grid holds for each compute unit, if it cuts selections in parts
-    """
-
-    query_rows: int
-    key_block: int
-    num_warps: int
-    num_stages: int
-    programs_per_cu: int
-
-
-@dataclass(frozen=True, slots=True)
-class HopperSelectedTiles:
-    """The way that selections of latents are attended on Hopper (hopper/selected.py).
-
-    selected: its programs; a program's warps are four groups of num_warps
-    score_registers, loader_registers: like HopperLatentTiles'
-    """
-
-    selected: SelectedTiles
-    score_registers: int
-    loader_registers: int
-
-    @property
-    def value_registers(self) -> int:
-        """The registers that the other warp groups leave of an SM's for a thread of each, in units of eight."""
-        return registers_left(self.score_registers, self.loader_registers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +69,10 @@ class SelectedTileChoice:
     records: bool = False
 
 
-HOPPER_SELECTED_TILES = HopperSelectedTiles(SelectedTiles(64, 64, 4, 2, 1), 128, 48)
+# Of latents on Hopper (hopper/selected.py).
+HOPPER_SELECTED_TILES = HopperLatentTiles(LatentTiles(64, 64, 4, 2), 128, 48)
 # Records arrive in registers, which blocks of 64 keys spill.
-HOPPER_RECORD_TILES = HopperSelectedTiles(SelectedTiles(64, 32, 4, 4, 1), 96, 96)
+HOPPER_RECORD_TILES = HopperLatentTiles(LatentTiles(64, 32, 4, 4), 96, 96)
 # The first row that serves wins.
 INDEXER_CHOICES = TableFile(IndexerTileChoice, "sparse.json", "index")
 # Among the rows that serve, the first one whose query_rows hold the query heads of a KV head is taken, else the last.
@@ -141,12 +113,8 @@ def selected_tiles(
         serving = [row for row in serving if row.records and is_record] or [row for row in serving if not row.records]
         # Rows for larger dims serve if there is none for these; those for codes are whole by themselves.
         alike = [row for row in serving if row.max_head_dim == serving[0].max_head_dim]
-        tiles = [row.tiles for row in alike if row.coded == alike[0].coded]
-        for each in tiles:
-            if gqa_ratio <= each.query_rows:
-                return each
-        if tiles:
-            return tiles[-1]
+        if tiles := [row.tiles for row in alike if row.coded == alike[0].coded]:
+            return that_hold(tiles, gqa_ratio)
     raise NoTiles(
         f"no tiles of attention over a selection for {arch} with {dtype} and head dims {head_dim} and {v_head_dim}; "
         f"rows exist for {', '.join(dict.fromkeys(row.arch for row in SELECTED_CHOICES))}"
@@ -157,15 +125,14 @@ def selected_tiles(
 CDNA_MOST_KEYS = 2048
 
 
-def cdna_selected_tiles(arch: str, num_heads: int, *, is_record: bool) -> SelectedTiles:
+def cdna_selected_tiles(arch: str, num_heads: int, *, is_record: bool) -> LatentTiles:
     """The tiles of CDNA's own kernel: the first of its latent decode's that hold all heads, or the last.
 
     Waves share records, for however few heads. With 64 heads they take more LDS than a compute unit of CDNA 3 has.
     """
     most = 32 if is_record and arch == "gfx942" else CDNA_LATENT_TILES[-1].query_rows
     tiles = [each for each in CDNA_LATENT_TILES if (32 if is_record else 1) <= each.query_rows <= most]
-    of = next((each for each in tiles if num_heads <= each.query_rows), tiles[-1])
-    return SelectedTiles(of.query_rows, of.key_block, of.num_warps, of.num_stages, of.programs_per_cu)
+    return that_hold(tiles, num_heads)
 
 
 def selected_segment_tiles(

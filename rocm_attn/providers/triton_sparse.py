@@ -20,14 +20,13 @@ from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.sparse.arguments import IndexArgs, Indexing, SelectedArgs, SelectedKeys
 from rocm_attn.kernels.sparse.cuts import segment_cut, select_words, selected_words
+from rocm_attn.kernels.tuning.latent_tiles import HopperLatentTiles, SelectedTiles
 from rocm_attn.kernels.tuning.segment_tiles import SegmentTiles
 from rocm_attn.kernels.tuning.sparse_tiles import (
     CDNA_MOST_KEYS,
     HOPPER_RECORD_TILES,
     HOPPER_SELECTED_TILES,
-    HopperSelectedTiles,
     IndexTiles,
-    SelectedTiles,
     cdna_selected_tiles,
     index_tiles,
     selected_segment_tiles,
@@ -112,7 +111,7 @@ class TritonSelected:
 class HopperSelected(TritonSelected):
     """The same by Hopper's own kernel. registers: of its warp groups, whose other tiles are `tiles`"""
 
-    registers: HopperSelectedTiles
+    registers: HopperLatentTiles
 
     def describe(self) -> str:
         return f"triton.hopper_selected({self.problem}, {self.registers}, programs={self.programs})"
@@ -226,7 +225,7 @@ def _selected(problem: Problem, target: Target, keys: int) -> TritonSelected:
 
 def _hopper(problem: Problem, target: Target, keys: int) -> HopperSelected:
     registers = HOPPER_SELECTED_TILES if problem.page_format.record is None else HOPPER_RECORD_TILES
-    return HopperSelected(problem, keys, registers.selected, target.compute_units, registers)
+    return HopperSelected(problem, keys, registers.latent, target.compute_units, registers)
 
 
 def _cdna(problem: Problem, target: Target, keys: int) -> CdnaSelected:

@@ -137,7 +137,7 @@ def test_hoppers_attends_to_selections(problem: Problem, heads: int) -> None:
     kernel = attends(replace(problem, num_q_heads=heads), HOPPER)
     assert isinstance(kernel, HopperSelected)
     tiles = HOPPER_SELECTED_TILES if problem is CHOSEN else HOPPER_RECORD_TILES
-    assert (kernel.registers, kernel.tiles) == (tiles, tiles.selected)
+    assert (kernel.registers, kernel.tiles) == (tiles, tiles.latent)
     assert kernel.describe().startswith("triton.hopper_selected(")
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rocm_attn.kernels.metadata.step_tensors import FIELDS, StepTensors
-from tests.amd.kernels.attention_cases import GARBAGE
+from tests.amd.kernels.attention_cases import GARBAGE, ints
 
 MAX_PAGES = 5
 CAPACITY = 9
@@ -148,9 +148,6 @@ def tensors(case: Case, device: torch.device) -> StepTensors:
     # The values of pads in these are not read.
     pads = [GARBAGE] * (num_seqs - len(case.seqs))
 
-    def ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
     def output(name: str) -> Tensor:
         shape = shapes[name] if name in case.wanted else (0, *shapes[name][1:])
         dtype = torch.int64 if name in INT64 and name in case.wanted else torch.int32
@@ -158,15 +155,15 @@ def tensors(case: Case, device: torch.device) -> StepTensors:
         return memory[: math.prod(shape)].view(shape)
 
     return StepTensors.of(
-        ints([]),
-        counts=ints([len(case.seqs), case.num_tokens, 41, 0]),
-        row_of_seq=ints(rows + [0] * (num_seqs - len(rows))),
-        kv_len=ints([length for length, _ in case.padded_seqs]),
-        q_len=ints([new for _, new in case.padded_seqs]),
+        ints([], device),
+        counts=ints([len(case.seqs), case.num_tokens, 41, 0], device),
+        row_of_seq=ints(rows + [0] * (num_seqs - len(rows)), device),
+        kv_len=ints([length for length, _ in case.padded_seqs], device),
+        q_len=ints([new for _, new in case.padded_seqs], device),
         table=table.to(device) if device.type == "cuda" else table,
-        prefix_len=ints([*case.prefix_len, *pads]),
-        group_end=ints([*case.group_end, *pads]),
-        mask_start=ints(case.mask_start),
+        prefix_len=ints([*case.prefix_len, *pads], device),
+        group_end=ints([*case.group_end, *pads], device),
+        mask_start=ints(case.mask_start, device),
         **{name: output(name) for name in DERIVED},
     )
 

@@ -29,7 +29,8 @@ from rocm_attn.kernels.sparse.arguments import (
 from rocm_attn.kernels.sparse.attention import launch_selected_attention
 from rocm_attn.kernels.sparse.cuts import select_words, selected_cut
 from rocm_attn.kernels.sparse.index_scores import launch_select
-from rocm_attn.kernels.tuning.sparse_tiles import SelectedTiles, index_tiles, selected_tiles
+from rocm_attn.kernels.tuning.latent_tiles import SelectedTiles
+from rocm_attn.kernels.tuning.sparse_tiles import index_tiles, selected_tiles
 from tests.amd.kernels.record_cases import POISON, RecordPages
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 

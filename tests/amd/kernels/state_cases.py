@@ -19,6 +19,7 @@ from rocm_attn.kernels.states.arguments import (
     StatePlaces,
 )
 from rocm_attn.recurrence import Recurrence, rule_of
+from tests.amd.kernels.attention_cases import ints
 from tests.amd.tolerances import assert_attention_close
 from tests.amd.worlds.recurrent import Drawn, recurrent
 
@@ -92,14 +93,11 @@ class Sequences:
         for new in news:
             firsts.append(firsts[-1] + new.q_len)
 
-        def int32(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
-
         places = StatePlaces(
-            int32([place.slot for place in taken]),
-            int32(targets),
-            int32([place.pending for place in taken]),
-            int32(firsts),
+            ints([place.slot for place in taken], self.device),
+            ints(targets, self.device),
+            ints([place.pending for place in taken], self.device),
+            ints(firsts, self.device),
             firsts[-1] + PADS,
             max_q_len or max(1, *(new.q_len for new in news)),
         )

@@ -13,7 +13,7 @@ from rocm_attn.kernels.refs import speculative as twins
 from rocm_attn.kernels.speculative.accept_drawn import launch_accept_drawn
 from rocm_attn.kernels.speculative.accept_sampled import launch_accept_sampled
 from rocm_attn.kernels.speculative.arguments import Accepted, Probabilities, Verified
-from tests.amd.kernels.attention_cases import GARBAGE
+from tests.amd.kernels.attention_cases import GARBAGE, ints
 
 Accept = Callable[..., None]
 
@@ -36,22 +36,19 @@ class Tree:
 def verified(trees: Sequence[Tree], device: torch.device, more_seqs: int = 0) -> tuple[Verified, Accepted]:
     """Returns the trees as tensors: parents with a stride and garbage after the nodes, then sequences without nodes."""
 
-    def ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
     most = max([len(tree.parents) for tree in trees] + [1])
     parents = torch.full((len(trees), most + 2), GARBAGE, dtype=torch.int32)
     for line, tree in zip(parents, trees, strict=True):
-        line[: len(tree.parents)] = ints(tree.parents)
+        line[: len(tree.parents)] = ints(tree.parents, device)
     q_len = [len(tree.parents) for tree in trees] + [0] * more_seqs
     to = Accepted.empty(len(q_len), most, device)
     for each in to:
         each.fill_(GARBAGE)
     return (
         Verified(
-            token_ids=ints([token for tree in trees for token in tree.token_ids] or [0]),
-            q_indptr=ints([sum(q_len[:seq]) for seq in range(len(q_len) + 1)]),
-            kv_len=ints([tree.older + len(tree.parents) for tree in trees] + [0] * more_seqs),
+            token_ids=ints([token for tree in trees for token in tree.token_ids] or [0], device),
+            q_indptr=ints([sum(q_len[:seq]) for seq in range(len(q_len) + 1)], device),
+            kv_len=ints([tree.older + len(tree.parents) for tree in trees] + [0] * more_seqs, device),
             parents=parents.to(device)[:, :most],
         ),
         to,

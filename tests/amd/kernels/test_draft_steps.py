@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rocm_attn.kernels.metadata.draft_steps import launch_draft_steps
 from rocm_attn.kernels.metadata.step_tensors import NO_PARENT, Pads
 from rocm_attn.kernels.refs.metadata import draft_steps
-from tests.amd.kernels.attention_cases import GARBAGE
+from tests.amd.kernels.attention_cases import GARBAGE, garbage
 from tests.amd.kernels.draft_rounds import Launch, of_draft_steps
 
 both = pytest.mark.parametrize("derive", [launch_draft_steps, draft_steps], ids=["kernel", "twin"])
@@ -18,13 +18,10 @@ def check(derive: Launch, prefix: list[int], pads: int, branches: int, steps: in
     """Derives the steps of these sequences twice, and compares all of it; nothing is written between their parts."""
     num_seqs, pad = len(prefix) + pads, Pads(7, 0)
 
-    def garbage(size: int) -> torch.Tensor:
-        return torch.full((size,), GARBAGE, dtype=torch.int32, device=device)
-
-    kv_len, token_ids = garbage(steps * (num_seqs + 2)), garbage(steps * (num_seqs * branches + 1))
+    kv_len, token_ids = garbage(steps * (num_seqs + 2), device), garbage(steps * (num_seqs * branches + 1), device)
     masked = branches > 1
-    mask_start = garbage(steps * (num_seqs + 3) * masked)
-    parents = garbage(num_seqs * branches * steps * masked)
+    mask_start = garbage(steps * (num_seqs + 3) * masked, device)
+    parents = garbage(num_seqs * branches * steps * masked, device)
     kv_len[:num_seqs] = torch.tensor([length + branches for length in prefix] + [7] * pads, dtype=torch.int32)
     counts = torch.tensor([len(prefix), len(prefix) * branches, 5, 0], dtype=torch.int32, device=device)
     for _ in range(2):

@@ -128,7 +128,7 @@ def attended(problem: SelectedProblem, programs: int) -> None:
     """Runs the kernel with scratch memory of NaN, and checks all that it writes."""
     tiles = HOPPER_SELECTED_TILES if problem.args.pages.record is None else HOPPER_RECORD_TILES
     problem.args.out.fill_(UNTOUCHED)
-    args = with_parts(problem.args, tiles.selected, programs)
+    args = with_parts(problem.args, tiles.latent, programs)
     hopper_launches.launch_hopper_selected(args, scale=problem.scale, tiles=tiles, programs=programs)
     problem.assert_served()
 

@@ -11,6 +11,7 @@ from rocm_attn.kernels.metadata.error_word import ERROR_WORD, LENGTH_BEYOND_BOUN
 from rocm_attn.kernels.refs import speculative as twins
 from rocm_attn.kernels.speculative.arguments import EMITTED_WORDS, SpeculativeStep
 from rocm_attn.kernels.speculative.next_step import launch_next_step
+from tests.amd.kernels.attention_cases import ints
 
 MOST = 1200  # tokens of a text, more than the kernel reads in one step
 GARBAGE = 0x5A5A5A5A
@@ -62,23 +63,22 @@ def ran(next_step: NextRound, texts: list[Text], limit: list[int], device: torch
     """Returns the round after one of these texts, with a pad after them and rows in another order."""
     width = len(texts[0].picks)
 
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
     rows = list(range(len(texts), 0, -1))
     stored = torch.full((len(texts) + 2, MOST), GARBAGE, dtype=torch.int32, device=device)
     for row, text in zip(rows, texts, strict=True):
-        stored[row, : len(text.tokens)] = ints(text.tokens)
+        stored[row, : len(text.tokens)] = ints(text.tokens, device)
     given = SpeculativeStep(
-        counts=ints([len(texts), len(texts) * width, 7, 0]),
-        row_of_seq=ints([*rows, 0]),
-        kv_len=ints([*(len(text.tokens) + width - 1 for text in texts), 1]),
-        token_ids=ints([token for text in texts for token in (text.tokens[-1], *text.draft_tokens)] + [GARBAGE] * 3),
+        counts=ints([len(texts), len(texts) * width, 7, 0], device),
+        row_of_seq=ints([*rows, 0], device),
+        kv_len=ints([*(len(text.tokens) + width - 1 for text in texts), 1], device),
+        token_ids=ints(
+            [token for text in texts for token in (text.tokens[-1], *text.draft_tokens)] + [GARBAGE] * 3, device
+        ),
         texts=stored,
-        limit=ints(limit),
+        limit=ints(limit, device),
         emitted=torch.full((len(texts), EMITTED_WORDS), GARBAGE, dtype=torch.int32, device=device),
     )
-    next_step(ints([pick for text in texts for pick in text.picks] + [GARBAGE]), given, width)
+    next_step(ints([pick for text in texts for pick in text.picks] + [GARBAGE], device), given, width)
     return given
 
 

@@ -11,7 +11,7 @@ from rocm_attn.kernels.metadata.error_word import BAD_PARENT, ERROR_WORD
 from rocm_attn.kernels.metadata.place_trees import launch_place_trees
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs.metadata import place_trees
-from tests.amd.kernels.attention_cases import GARBAGE
+from tests.amd.kernels.attention_cases import GARBAGE, garbage, ints
 
 Place = Callable[[torch.Tensor, int, int, int, StepTensors], None]
 
@@ -23,23 +23,16 @@ WINDOW = 2
 
 def step_of(older: Sequence[int], q_len: Sequence[int], pads: tuple[int, int], device: torch.device) -> StepTensors:
     """Returns a step's lengths, with garbage as its mask. older: tokens before the new ones; pads: sequences, tokens"""
-
-    def ints(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    def garbage(size: int) -> torch.Tensor:
-        return torch.full((size,), GARBAGE, dtype=torch.int32, device=device)
-
     num_tokens, nothing = sum(q_len), [0] * pads[0]
     return StepTensors.of(
-        ints([]),
-        counts=ints([len(q_len), num_tokens, 1, 0]),
-        kv_len=ints([*(before + new for before, new in zip(older, q_len, strict=True)), *nothing]),
-        q_len=ints([*q_len, *nothing]),
-        mask_start=garbage(len(q_len) + pads[0]),
-        mask_words=garbage(60),
-        mask_positions=garbage(num_tokens + pads[1]),
-        window_start=garbage(num_tokens + pads[1]),
+        ints([], device),
+        counts=ints([len(q_len), num_tokens, 1, 0], device),
+        kv_len=ints([*(before + new for before, new in zip(older, q_len, strict=True)), *nothing], device),
+        q_len=ints([*q_len, *nothing], device),
+        mask_start=garbage(len(q_len) + pads[0], device),
+        mask_words=garbage(60, device),
+        mask_positions=garbage(num_tokens + pads[1], device),
+        window_start=garbage(num_tokens + pads[1], device),
     )
 
 

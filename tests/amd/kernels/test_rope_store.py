@@ -16,7 +16,7 @@ from rocm_attn.kernels.cache.store import launch_store_kv
 from rocm_attn.kernels.metadata.error_word import NOT_FINITE
 from rocm_attn.kernels.refs import cache as cache_twins
 from rocm_attn.kernels.refs import rope as twins
-from tests.amd.kernels.attention_cases import UNTOUCHED, dtypes
+from tests.amd.kernels.attention_cases import UNTOUCHED, dtypes, ints
 from tests.amd.kernels.rope_cases import assert_rounded, normalised, random_norm, random_rope, turned
 
 Launch = Callable[..., None]
@@ -79,10 +79,7 @@ class Case:
 
 
 def places(device: torch.device) -> TokenPlaces:
-    def ints(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
-    return TokenPlaces(ints(POSITIONS), ints(SLOTS), ints([3, NUM_TOKENS, 1, 0]))
+    return TokenPlaces(ints(POSITIONS, device), ints(SLOTS, device), ints([3, NUM_TOKENS, 1, 0], device))
 
 
 CASES = {

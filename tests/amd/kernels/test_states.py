@@ -17,6 +17,7 @@ from rocm_attn.kernels.states.places import launch_state_places
 from rocm_attn.kernels.states.recur import launch_recur
 from rocm_attn.machine.target import detect_target
 from rocm_attn.recurrence import Recurrence
+from tests.amd.kernels.attention_cases import ints
 from tests.amd.kernels.state_cases import ConvolutionRun, Launch, New, StateRun, assert_states, steps_of
 from tests.amd.tolerances import BOUNDS, assert_attention_close
 from tests.amd.worlds.recurrent import Drawn, convolved, recurrent
@@ -232,9 +233,6 @@ def test_each_sequence_reads_the_slot_that_its_tokens_follow_from(
     if detect_target(device).is_gpu or detect_target(device).is_interpreted:
         on_kernels.append(launch_state_places)
 
-    def ints(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
-
     padded = len(seqs) + num_pads
     garbage = [GARBAGE] * num_pads
     error, places_wanted = 0, list[tuple[int, int, int]]()
@@ -248,16 +246,16 @@ def test_each_sequence_reads_the_slot_that_its_tokens_follow_from(
     places_wanted += [(LEFT_OUT, 0, 0)] * num_pads
     for launch in on_kernels:
         step = StepTensors.of(
-            ints([]),
-            counts=ints([len(seqs), 0, 1, 0]),
-            row_of_seq=ints([row for row, _, _ in seqs] + garbage),
-            kv_len=ints([start + new for _, start, new in seqs] + garbage),
-            q_len=ints([new for _, _, new in seqs] + garbage),
+            ints([], device),
+            counts=ints([len(seqs), 0, 1, 0], device),
+            row_of_seq=ints([row for row, _, _ in seqs] + garbage, device),
+            kv_len=ints([start + new for _, start, new in seqs] + garbage, device),
+            q_len=ints([new for _, _, new in seqs] + garbage, device),
         )
-        source, target, pending = (ints([GARBAGE] * padded) for _ in range(3))
-        places = StatePlaces(source, target, pending, ints([0] * (padded + 1)), 1, 1)
-        made = ints([word for slot in headers for word in _words(slot)]).view(-1, 4)
-        launch(step, ints(tags)[:, None], made, places, kept=kept)
+        source, target, pending = (ints([GARBAGE] * padded, device) for _ in range(3))
+        places = StatePlaces(source, target, pending, ints([0] * (padded + 1), device), 1, 1)
+        made = ints([word for slot in headers for word in _words(slot)], device).view(-1, 4)
+        launch(step, ints(tags, device)[:, None], made, places, kept=kept)
         found = list(zip(places.source.tolist(), places.target.tolist(), places.pending.tolist(), strict=True))
         assert found == places_wanted
         assert made.tolist() == [_words(slot) for slot in after]

@@ -15,7 +15,8 @@ from rocm_attn.kernels.sparse.check import launch_check_selection
 from rocm_attn.kernels.sparse.cuts import selected_cut, top_k_cut
 from rocm_attn.kernels.sparse.index_scores import launch_index_scores
 from rocm_attn.kernels.sparse.top_k import launch_top_k
-from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles, SelectedTiles
+from rocm_attn.kernels.tuning.latent_tiles import SelectedTiles
+from rocm_attn.kernels.tuning.sparse_tiles import IndexTiles
 from tests.amd.kernels.sparse_cases import (
     IndexCase,
     IndexProblem,

@@ -81,6 +81,9 @@ def ask(server: Running, **fields: Any) -> Reply:
                        {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": "rain"}]},
          'assistant:<tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>|tool get_weather:rain|'
          "assistant:<think>\n"),
+        *(({"messages": [*ASKED, {"role": "assistant", "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "get_weather", **arguments}}]}]},
+           '"arguments": {}}\n</tool_call>|assistant:<think>\n') for arguments in ({"arguments": ""}, {})),
         ({"chat_template": "{{ messages[0].content }}{{ x }}", "chat_template_kwargs": {"x": "!"}}, "How is it?!"),
     ],
     ids=str,

@@ -73,6 +73,8 @@ def ask(server: Running, **fields: Any) -> Reply:
         ({"add_generation_prompt": False}, "user:How is it?|"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "It is "}], "continue_final_message": True,
           "add_generation_prompt": False}, "|assistant:It is "),
+        *(({"messages": [*ASKED, {"role": "assistant", "content": "It is ", name: True}]}, "|assistant:It is ")
+          for name in ("prefix", "partial")),
         ({"messages": [*ASKED, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, *ASKED]},
          "|assistant:<think>Hm.</think>Yes.|user:How is it?|assistant:<think>\n"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}, *ASKED]},

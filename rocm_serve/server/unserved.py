@@ -22,6 +22,7 @@ class Unserved(NamedTuple):
 _CALLS = "functions are given as tools here"
 _IMAGES = "the model reads and writes text alone"
 _TEMPLATES = "it is for /v1/chat/completions"
+_MODERATION = "the server judges no texts; use a server of classifiers"
 _VARIABLES = "variables of the model's template are given as chat_template_kwargs"
 _SAMPLERS = "tokens are drawn by temperature, top_k, min_p and top_p"
 _REASONING_BOUND = "reasoning has no bound of its own; lower max_tokens"
@@ -38,6 +39,7 @@ FIELDS: Mapping[str, Unserved] = {
     "modalities": Unserved(_IMAGES, (None, ["text"])),
     "audio": Unserved(_IMAGES, (None,)),
     "prediction": Unserved("drafts come from the server's own --speculative", (None,)),
+    "moderation": Unserved(_MODERATION, (None,)),
     "web_search_options": Unserved("the server reaches no other one", (None,)),
     "use_beam_search": Unserved(_BEAMS, (None, False)),
     "length_penalty": Unserved(_BEAMS, (None, 1, 1.0)),
@@ -102,6 +104,7 @@ OF_RESPONSES: Mapping[str, Unserved] = {
     "include": Unserved("answers have no other parts", (None, [], ["reasoning.encrypted_content"])),
     "prompt": Unserved("OpenAI keeps the template that it names; write its text into instructions and input", (None,)),
     "truncation": Unserved("a prompt is never cut; shorten the input", (None, "disabled")),
+    "context_management": Unserved("a prompt is never cut; shorten the input", (None, [])),
     "max_tool_calls": Unserved("it bounds tools that a server calls, and this server calls none", (None,)),
     "top_logprobs": Unserved(_ELSEWHERE, (None, 0)),
     "prompt_logprobs": Unserved(_ELSEWHERE, (None,)),
@@ -138,7 +141,7 @@ PATHS: Mapping[str, str] = {
     "/v1/realtime": _IMAGES,
     "/v1/fine_tuning": "the server trains no models; serve the weights of one that is trained",
     "/generate": "this is another API's form; send the prompt to /v1/completions",
-    "/v1/moderations": "the server judges no texts; use a server of classifiers",
+    "/v1/moderations": _MODERATION,
 }
 
 

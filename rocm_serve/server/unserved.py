@@ -63,6 +63,7 @@ FIELDS: Mapping[str, Unserved] = {
     "return_tokens_as_token_ids": Unserved("logprobs name tokens by their texts and bytes", (None, False)),
     "return_token_ids": Unserved("answers have texts; their tokens are in logprobs", (None, False)),
     "return_prompt_token_ids": Unserved("answers have texts; POST /tokenize gives a prompt's tokens", (None, False)),
+    "return_prompt_text": Unserved("POST /tokenize and /detokenize give a prompt's text", (None, False)),
     "logprob_token_ids": Unserved("logprobs are those of the likeliest tokens", (None, [])),
     "echo": Unserved("an answer repeats no message", (None, False)),  # of conversations: /v1/completions has it
     "input_ids": Unserved("token ids are the prompt of /v1/completions", (None, [])),
@@ -78,7 +79,7 @@ FIELDS: Mapping[str, Unserved] = {
     "kv_transfer_params": Unserved("KV stays in the server that computed it", (None,)),
     "ebnf": Unserved("grammars are given as structured_outputs here", (None,)),
     "structural_tag": Unserved("functions are given as tools here, and formats as structured_outputs", (None,)),
-    # llama.cpp's
+    # fields of llama.cpp
     "grammar": Unserved("grammars are given as structured_outputs here", (None, "")),
     "repeat_penalty": Unserved("repetition_penalty means the same here", (None, 1)),
     "n_predict": Unserved("max_tokens means the same here", (None, -1)),
@@ -86,7 +87,7 @@ FIELDS: Mapping[str, Unserved] = {
     "mirostat": Unserved(_SAMPLERS, (None, 0)),
     "xtc_probability": Unserved(_SAMPLERS, (None, 0)),
     "dry_multiplier": Unserved(_SAMPLERS, (None, 0)),
-    # of gateways to many models
+    # fields of gateways to many models
     "enable_thinking": Unserved(_VARIABLES, (None,)),
     "thinking_budget": Unserved(_REASONING_BOUND, (None,)),
     "reasoning": Unserved("the effort is given as reasoning_effort here", (None, {})),

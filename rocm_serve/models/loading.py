@@ -204,7 +204,7 @@ def _ends_of(tokenizer: Tokenizer | None, directory: Path) -> tuple[int, ...]:
     else.
     """
     text = _token_text(_options_of_tokenizer(directory).get("eos_token"))
-    token = tokenizer.backend.token_to_id(text) if tokenizer is not None else None
+    token = tokenizer.backend.token_to_id(text) if tokenizer is not None and text else None
     return () if token is None else (token,)
 
 

@@ -77,6 +77,7 @@ class Message(ToolPart):
     reasoning_content: that came before an assistant's content; the templates of some models write it
     reasoning:    the same, as vLLM names it
     name:         of who speaks, or of a tool; the templates of some models write it
+    prefix, partial: names of DeepSeek and Mistral, and of Kimi, for continue_final_message
     tool_calls:   that an assistant has asked for
     tool_call_id: of the call whose result a tool's content is
     """
@@ -86,6 +87,8 @@ class Message(ToolPart):
     reasoning_content: str | None = None
     reasoning: str | None = None
     name: str | None = None
+    prefix: bool | None = None
+    partial: bool | None = None
     tool_calls: Annotated[list[MadeCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -113,6 +116,8 @@ class Message(ToolPart):
             message["reasoning_content"] = message["thinking"] = thought
         if self.name is not None:
             message["name"] = self.name
+        if self.prefix or self.partial:
+            message["prefix"] = True
         if self.tool_calls:
             message["tool_calls"] = [call.as_template for call in self.tool_calls]
         if self.role == "tool":

@@ -24,7 +24,7 @@ class TemplateFields(BaseModel):
 
     def rendering(self, last: dict[str, Any]) -> Rendering:
         """Returns how the template writes the conversation. last: its last message. Raises ApiError, BadRequest."""
-        goes_on = bool(self.continue_final_message)
+        goes_on = bool(self.continue_final_message) or "prefix" in last
         if goes_on and self.add_generation_prompt:
             raise bad_request(
                 "continue_final_message and add_generation_prompt exclude each other; leave one of them out",

@@ -62,10 +62,10 @@ class NamedTool(ToolPart):
 
 
 class CalledFunction(ToolPart):
-    """A call that was made. arguments: as JSON"""
+    """A call that was made. arguments: as JSON; many clients send an empty text, or a null, for none"""
 
     name: FunctionName
-    arguments: str
+    arguments: str | None = None
 
 
 class MadeCall(ToolPart):
@@ -79,7 +79,7 @@ class MadeCall(ToolPart):
     def as_template(self) -> dict[str, Any]:
         """The call as chat templates expect it: the arguments as an object. Raises ApiError."""
         try:
-            arguments = FINITE_JSON.decode(self.function.arguments)
+            arguments = FINITE_JSON.decode(self.function.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):

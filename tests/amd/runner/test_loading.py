@@ -280,9 +280,9 @@ def test_end_tokens_of_the_generation_config_count_too(model_dir: Path) -> None:
 
 def test_the_end_token_of_the_tokenizer_counts_too(model_dir: Path) -> None:
     """Fine-tuned models end turns with it, and their config.json may still have their base's alone."""
-    backend = of_characters("abc")
+    backend = of_characters(["", "a", "b"])
     backend.add_tokens([f"<{number}>" for number in range(200)])
     backend.save(str(model_dir / "tokenizer.json"))
-    for name, ends in (("<end>", (2, 3)), ("<unknown>", (2,)), ("<199>", (2,))):
+    for name, ends in (("<end>", (2, 3)), ("<unknown>", (2,)), ("<199>", (2,)), ("", (2,))):
         (model_dir / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": name}}))
         assert load(model_dir).config.eos_token_ids == ends

@@ -140,7 +140,7 @@ def test_a_prompt_and_an_answer_longer_than_the_context_are_refused() -> None:
         *({"repetition_detection": {}}, {"logprob_token_ids": [1]}, {"return_prompt_token_ids": True}),
         *({"grammar": 'root ::= "a"'}, {"repeat_penalty": 1.1}, {"n_predict": 9}, {"typical_p": 0.9}, {"mirostat": 2}),
         *({"xtc_probability": 0.5}, {"dry_multiplier": 0.8}, {"enable_thinking": False}, {"thinking_budget": 9}),
-        {"reasoning": {"effort": "none"}},
+        *({"reasoning": {"effort": "none"}}, {"moderation": {"model": "any"}}, {"return_prompt_text": True}),
     ],
     ids=str,
 )

@@ -190,6 +190,8 @@ def test_a_schema_holds_the_text_and_reasoning_may_come_first(server: Running, t
         *(({name: ["a", "value"]}, name, f"not served: {name}; ") for name in OF_RESPONSES),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools must be a list"),
         ({"tool_choice": {"type": "function", "name": "b"}, "tools": [WEATHER]}, "tool_choice", "not among the tools"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management", "a prompt is never cut"),
+        ({"moderation": {"model": "any"}}, "moderation", "the server judges no texts"),
         ({"input": []}, "input", "input is empty"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input", "input must be a text or a list of items"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "must be"),

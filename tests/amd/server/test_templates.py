@@ -73,6 +73,8 @@ def ask(server: Running, **fields: Any) -> Reply:
         ({"add_generation_prompt": False}, "user:How is it?|"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "It is "}], "continue_final_message": True,
           "add_generation_prompt": False}, "|assistant:It is "),
+        *(({"messages": [*ASKED, {"role": "assistant", "content": "It is ", name: True}]}, "|assistant:It is ")
+          for name in ("prefix", "partial")),
         ({"messages": [*ASKED, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}, *ASKED]},
          "|assistant:<think>Hm.</think>Yes.|user:How is it?|assistant:<think>\n"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}, *ASKED]},
@@ -81,6 +83,9 @@ def ask(server: Running, **fields: Any) -> Reply:
                        {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": "rain"}]},
          'assistant:<tool_call>\n{"name": "get_weather", "arguments": {"days": 2}}\n</tool_call>|tool get_weather:rain|'
          "assistant:<think>\n"),
+        *(({"messages": [*ASKED, {"role": "assistant", "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "get_weather", **arguments}}]}]},
+           '"arguments": {}}\n</tool_call>|assistant:<think>\n') for arguments in ({"arguments": ""}, {})),
         ({"chat_template": "{{ messages[0].content }}{{ x }}", "chat_template_kwargs": {"x": "!"}}, "How is it?!"),
     ],
     ids=str,

@@ -182,6 +182,7 @@ class AttentionRuntime:
 
     def stage(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:
         """Checks a step and publishes its inputs, like step(), but does not fill. Call Step.fill(), then the layers."""
+        require_kind("the batch", batch, StepBatch, BadBatch)
         return self.gate.stage(batch, plan)
 
     def step(self, batch: StepBatch, plan: AnyPlan | None = None) -> Step:
@@ -194,6 +195,7 @@ class AttentionRuntime:
         Raises BadBatch, CapacityExceeded, NeverFits, WrongState, and DeviceFault for an earlier step, once; no step is
         begun then. Also raises what plan() raises.
         """
+        require_kind("the batch", batch, StepBatch, BadBatch)
         self.gate.holder.require_free("a step cannot begin")
         try:
             if self.agree is not alone:

@@ -144,8 +144,12 @@ class StepRunner(Generic[Outputs]):
         pad_to, halves: see AttentionRuntime.plan
         Raises what AttentionRuntime.step and forward raise; the runtime is ready for another step then.
         """
-        if batch.__class__ is not StepBatch or batch.token_ids is FORGOTTEN_TOKEN_IDS or not batch.is_plain:
-            self._require_forward(batch)
+        try:
+            if batch.token_ids is FORGOTTEN_TOKEN_IDS or not batch.is_plain:
+                self._require_forward(batch)
+        except AttributeError:  # a look at its kind before would cost each step
+            require_kind("the batch", batch, StepBatch, BadBatch)
+            raise
         if pad_to is None and halves == 1:
             return self._run(batch, None)
         return self._run(batch, partial(self._runtime.plan, pad_to=pad_to, halves=halves))

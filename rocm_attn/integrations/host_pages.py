@@ -71,7 +71,7 @@ class HostPages:
         self._runtime, self._memory, self._metrics, self._least = runtime, memory, metrics, least
         self._model = model
         self.device = runtime.device
-        self._alone = threading.Lock()  # calls of several threads would mix their staged records
+        self._alone = threading.RLock()  # calls of several threads would mix their staged records
         if memory.record_bytes != self.record_bytes(runtime):
             raise BadSetting(
                 f"the memory has records of {memory.record_bytes} bytes, and this runtime's have "

@@ -32,7 +32,6 @@ from rocm_attn.batch.step_batch import Int32Array, Integers, StepBatch, as_int32
 from rocm_attn.errors import BadBatch, WrongState
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.machine.devices import StreamOrder, is_current, on_device
-from rocm_attn.machine.settings import require_kind
 from rocm_attn.paging.batch_checks import BatchGuards
 from rocm_attn.paging.request_table import RequestTable
 from rocm_attn.paging.stored_tokens import StepStores
@@ -210,8 +209,6 @@ class StepGate:
 
         input_plans: plans whose graphs take the inputs if nothing publishes them; these graphs run the step then
         """
-        if batch.__class__ is not StepBatch:
-            require_kind("the batch", batch, StepBatch, BadBatch)
         self.holder.begin("a step cannot begin")
         try:
             if plan is AGAIN:

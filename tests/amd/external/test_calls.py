@@ -597,4 +597,6 @@ def test_an_interrupt_leaves_the_same_weights_in_steps_of_every_causality() -> N
     change()
     for _ in every_line(change):
         causal, other = (core.head_weights.of(0).sinks for core in attention.cores.values())
-        assert torch.equal(causal, other)  # type: ignore[arg-type]
+        assert causal is not None
+        assert other is not None
+        assert torch.equal(causal, other)

@@ -119,7 +119,9 @@ def test_an_interrupt_leaves_no_old_values_of_a_layer_next_to_new_ones() -> None
     change()
     for _ in every_line(change):
         weights, pages = runtime.head_weights.of(0), runtime.pool.layer(0)
-        assert torch.equal(weights.sinks, weights.alibi_slopes)  # type: ignore[arg-type]
+        assert weights.sinks is not None
+        assert weights.alibi_slopes is not None
+        assert torch.equal(weights.sinks, weights.alibi_slopes)
         assert pages.k_scale == pages.v_scale
 
 

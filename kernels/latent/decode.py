@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, TableLine
-from rocm_attn.kernels.attention.coded import row_scale
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import DecodeCut, RowCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_PAD,
@@ -38,6 +38,7 @@ from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.latent.cuts import latent_partials_words, latent_row_cut
 from rocm_attn.kernels.latent.key_loop import (
     LatentGeometry,
+    LatentQuery,
     LatentRows,
     as_loaded,
     attend_latents,
@@ -168,7 +169,10 @@ def _latent_decode_kernel(
             end_key = first_kv_index + num_tokens if K.CAUSAL else kv_len
             first_key = tl.maximum(first_kv_index - window_left, 0) if K.WINDOWED else 0
             q_rows = q + (token * q_token + head * q_head)
-            query = load_latent_query(q_rows, is_row, first_kv_index, block_token, qk_scale, tanh_scale, scale_value, K)
+            q_low, q_high, q_rest, q_rest_high, q_scale_value = load_latent_query(q_rows, is_row, K)
+            scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, scale_value * q_scale_value, K.CAPPED, C)
+            logits = Logits(scaled, tanh_scaled, None)
+            query = LatentQuery(q_low, q_high, q_rest, q_rest_high, first_kv_index + block_token, logits)
             rows = LatentRows(pages, p_page, p_token, TableLine(table_line, line_width), scale)
             softmax = no_latents_seen(G.QUERY_ROWS, K)
             first = window_block + first_block

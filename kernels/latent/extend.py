@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, TableLine
-from rocm_attn.kernels.attention.coded import row_scale
+from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange, Logits, TableLine
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_FIRST_TOKEN,
@@ -31,6 +31,7 @@ from rocm_attn.kernels.attention.query_block import KeysOfStep, keys_of_block, r
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys, key_arguments
 from rocm_attn.kernels.latent.key_loop import (
+    LatentQuery,
     LatentRows,
     LatentSoftmax,
     as_loaded,
@@ -120,7 +121,10 @@ def _latent_extend_kernel(
                 first_key = seen_rows.first
         scale_value = row_scale(scale, 0, C)
         q_rows = q + (token * q_token + head * q_head)
-        query = load_latent_query(q_rows, is_row, first_kv_index, block_token, qk_scale, tanh_scale, scale_value, K)
+        q_low, q_high, q_rest, q_rest_high, q_scale_value = load_latent_query(q_rows, is_row, K)
+        scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, scale_value * q_scale_value, K.CAPPED, C)
+        logits = Logits(scaled, tanh_scaled, None)
+        query = LatentQuery(q_low, q_high, q_rest, q_rest_high, first_kv_index + block_token, logits)
         rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
         seen = SeenKeys(KeyRange(first_key, end_key), window_left, seen_rows, mask_words)
         softmax = no_latents_seen(G.QUERY_ROWS, K)

@@ -19,7 +19,6 @@ import triton.language as tl
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.coded import (
     add_shares,
-    coded_scales,
     half_shares,
     largest_exponent,
     moved_to_half,
@@ -97,7 +96,7 @@ class LatentQuery(NamedTuple):
     rest:      operand for the columns after V, [rows, REST]; not read if there are none
     rest_high: with codes in pairs, operand for the second ones of those columns; otherwise not read
     kv_index:  [rows] of each, or [1] of all
-    qk_scale, tanh_scale: as in Logits
+    logits:    how products become logits
     """
 
     low: Any
@@ -105,8 +104,7 @@ class LatentQuery(NamedTuple):
     rest: Any
     rest_high: Any
     kv_index: Any
-    qk_scale: Any
-    tanh_scale: Any
+    logits: Any
 
 
 class LatentSoftmax(NamedTuple):
@@ -224,13 +222,10 @@ def load_part(
 
 
 @triton.jit
-def load_latent_query(rows, is_row, first_kv_index, token, qk_scale, tanh_scale, latent_scale, K: tl.constexpr):
-    """Rows of q as a LatentQuery; 0 for missing rows.
+def load_latent_query(rows, is_row, K: tl.constexpr):
+    """The operands for the parts of V and the rest, from rows of q; 0 for missing rows; and the factor for products.
 
-    rows:           pointers [rows]
-    first_kv_index: of the first token
-    token:          number of each row's one after the first, [rows], or [1] of all
-    latent_scale:   of codes of latents, or 1
+    rows: pointers [rows]
     """
     # A missing operand is replaced by one that is not read: Triton 3.6 returns no tuple with None.
     scale_value = 1.0
@@ -259,8 +254,7 @@ def load_latent_query(rows, is_row, first_kv_index, token, qk_scale, tanh_scale,
         if K.REST > 0:
             rest = load_part(rows, None, is_row, K.V_HEAD_DIM, K.REST, K.HEAD_DIM)
         rest_high = rest
-    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, latent_scale * scale_value, K.CAPPED, K.coding)
-    return LatentQuery(low, high, rest, rest_high, first_kv_index + token, scaled, tanh_scaled)
+    return low, high, rest, rest_high, scale_value
 
 
 @triton.jit
@@ -318,6 +312,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     # compiler"): on AMD each side of it uses the result.
     IN_BRANCHES: tl.constexpr = PARTLY and not on_nvidia()
     low, high, maximum, total = softmax
+    logits = query.logits
     pages = rows.line
     lane = tl.arange(0, KEY_BLOCK)
     end_of_all = seen.keys.end
@@ -380,7 +375,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
         if BY_COLUMN:
             scores = scores * scale_value[None, :]
         if K.CAPPED:
-            scores = capped(scores, query.tanh_scale)
+            scores = capped(scores, logits.tanh_scale)
         if MASKED:
             if PACKED:
                 visible = is_seen(bits[:, None], more_bits[:, None], lane[None, :], KEY_BLOCK)
@@ -402,15 +397,15 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
                 largest = tl.max(scores, 1)
         if not IN_BRANCHES:
             largest = tl.max(scores, 1)
-        new_maximum = tl.maximum(maximum, largest * query.qk_scale)
+        new_maximum = tl.maximum(maximum, largest * logits.qk_scale)
         # A row of a masked block may have seen no key yet; the subtractions below must not be inf - inf.
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
         decay = tl.exp2(maximum - base)
         if K.EXACT:
-            weights = tl.exp2(tl.fma(scores, query.qk_scale, -base[:, None]))
+            weights = tl.exp2(tl.fma(scores, logits.qk_scale, -base[:, None]))
             total = tl.fma(total, decay, sum_by_pairs(weights) if K.BY_PAIRS else tl.sum(weights, 1))
         else:
-            weights = tl.exp2(scores * query.qk_scale - base[:, None])
+            weights = tl.exp2(scores * logits.qk_scale - base[:, None])
             total = total * decay + tl.sum(weights, 1)
         if K.PAIRED:
             shares, amount = half_shares(weights, scale_value, C)

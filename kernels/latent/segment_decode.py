@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.bundles import KeyRange, TableLine
-from rocm_attn.kernels.attention.coded import row_scale
+from rocm_attn.kernels.attention.bundles import KeyRange, Logits, TableLine
+from rocm_attn.kernels.attention.coded import coded_scales, row_scale
 from rocm_attn.kernels.attention.cuts import DecodeCut
 from rocm_attn.kernels.attention.decode_schedule import (
     PROGRAM_DONE,
@@ -34,6 +34,7 @@ from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.latent.cuts import latent_row_cut
 from rocm_attn.kernels.latent.decode import LatentDecodeGeometry
 from rocm_attn.kernels.latent.key_loop import (
+    LatentQuery,
     LatentRows,
     as_loaded,
     latent_geometry,
@@ -86,6 +87,7 @@ def _latent_segment_decode_kernel(
     row_start = tl.load(words + PROGRAM_ROW_START)
     kv_len = tl.load(words + PROGRAM_KV_LEN)
     scale_value = row_scale(scale, 0, C)
+    scaled, tanh_scaled = coded_scales(qk_scale, tanh_scale, scale_value, K.CAPPED, C)
     while work > 0:
         first_key, window_segment, num_segments = visible_blocks(kv_len, window_left, R.KEY_BLOCK, R.WINDOWED)
         row_cost = tl.where(kv_len < 0, 0, num_segments + R.ROW_COST)
@@ -97,8 +99,9 @@ def _latent_segment_decode_kernel(
             token, head, is_row = rows_of_block(tl.load(q_indptr + seq), 1, 0, head_block, G)
             table_line = table + tl.load(row_of_seq + seq).to(tl.int64) * table_row
             q_rows = q + (token * q_token + head * q_head)
-            no_token = tl.full([1], 0, tl.int32)
-            query = load_latent_query(q_rows, is_row, kv_len - 1, no_token, qk_scale, tanh_scale, scale_value, K)
+            kv_index = tl.full([1], 0, tl.int32) + (kv_len - 1)
+            q_low, q_high, q_rest, q_rest_high, _ = load_latent_query(q_rows, is_row, K)
+            query = LatentQuery(q_low, q_high, q_rest, q_rest_high, kv_index, Logits(scaled, tanh_scaled, None))
             rows = LatentRows(pages, p_page, p_token, TableLine(table_line, width), scale)
             seen = SeenKeys(KeyRange(first_key, kv_len), window_left, None, None)
             for index in range(first, end):

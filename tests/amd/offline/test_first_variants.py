@@ -48,6 +48,14 @@ def test_the_first_variant_of_every_kernel_compiles_and_fits(row: Row) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=ONLY_OLDEST) for row in ROWS_OF_EVERY_RUN if row.pool is PoolKind.LATENT], ids=str
+)
+def test_the_oldest_triton_compiles_kernels_of_latents(row: Row) -> None:
+    """Functions of its language return no tuple with None in it."""
+    assert first_kernels(row).keys() >= names_of_all_kernels(LATENT)
+
+
 def test_what_gfx942_launches_last_of_decode_and_extend_fits() -> None:
     (row,) = (row for row in ROWS_OF_EVERY_RUN if str(row) == SCORED_ROW)
     kernels = last_compiled_by(lambda: launch_all(row), row.arch, LAST_OF)

@@ -83,27 +83,6 @@ def test_there_is_room_where_reserving_would_change_nothing() -> None:
     assert not table.is_reserved(rows[:0], rows[:0])
 
 
-@pytest.mark.parametrize("number", [2.5, "2", None, float("nan"), True], ids=str)
-def test_what_counts_no_tokens_or_names_no_row_changes_nothing(number: Any) -> None:
-    """A cut to 2.5 tokens lost the pages after them for good."""
-    table = make_table(page_size=1)
-    row = holding(table, 5)
-    pages, free = table.pages_of(row).tolist(), table.fewest_free_pages
-    for call in (table.truncate, table.fork, table.reserve):
-        with pytest.raises(BadSetting, match="it must be a whole number"):
-            call(row, number)
-    for of_row in (table.free, table.pages_of, lambda row: table.truncate(row, 0)):
-        if number is not True:
-            with pytest.raises(WrongState, match="is not admitted"):
-                of_row(number)
-    assert (table.pages_of(row).tolist(), table.fewest_free_pages) == (pages, free)
-    assert table.room([row, 0, -1, 99]).tolist() == [5, -1, -1, -1]
-    assert not table.is_reserved([-3], [5])
-    assert not table.is_reserved([row, 99], [5, 0])
-    table.free(row)
-    assert table.is_empty
-
-
 def test_a_length_in_a_tensor_is_a_length() -> None:
     """A cut to it was made in part: its pages stayed, and the next call found no array."""
     table = make_table(page_size=1)

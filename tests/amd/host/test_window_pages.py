@@ -119,28 +119,6 @@ def test_a_fork_shares_the_window_and_needs_all_of_it() -> None:
     table.checks.check(StepBatch(ints(nothing), ints(3), ints(3)))
 
 
-@pytest.mark.parametrize("stored", [0, 1, 2, 3, 4, 9, 10, 20])
-def test_room_that_was_reserved_ahead_is_given_back_in_every_space(stored: int) -> None:
-    table = make_table()
-    row = table.admit()
-    grow(table, row, 0, stored)
-    table.mark_stored(ints(row), ints(stored))
-    table.evict(ints(row), ints(stored))
-    held = [table.pages_of(row, pages.space).tolist() for pages in table.spaces]
-    free = [pages.num_free_pages for pages in table.spaces]
-    table.reserve(row, 21)
-    assert [pages.num_free_pages for pages in table.spaces] != free or stored > 18
-    table.truncate(row, stored)
-    assert [table.pages_of(row, pages.space).tolist() for pages in table.spaces] == held
-    assert [pages.num_free_pages for pages in table.spaces] == free
-    assert table.tokens.stored_len[row] == stored
-    with pytest.raises(BadBatch, match=f"row {row} has room for {stored} tokens; call reserve"):
-        table.checks.check(StepBatch(ints(row), ints(stored + 1), ints(1)))
-    table.reserve(row, stored + 1)
-    table.checks.check(StepBatch(ints(row), ints(stored + 1), ints(1)))
-    table.checks.check_stored(StepBatch(ints(row), ints(stored + 1), ints(1)), ints(stored))
-
-
 @pytest.mark.parametrize(("num_pages", "first_page"), [(1, 1), (4, 4), (4, 0)])
 def test_a_space_has_a_page_to_hand_out(num_pages: int, first_page: int) -> None:
     with pytest.raises(CapacityExceeded, match=f"swa_pages is {num_pages} and the first page handed out is"):

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch
+from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.errors import DeviceFault
 from rocm_attn.kernels.metadata import error_word
 from rocm_attn.kernels.metadata.error_word import LENGTH_BEYOND_BOUND, TOKEN_WITHOUT_PAGE, WINDOW_WITHOUT_PAGE
 from rocm_attn.kernels.metadata.slot_layout import WRONG_STEP
-from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.runtime import AttentionRuntime
 from rocm_attn.step.echo import fault_of
-from rocm_attn.step.host_ring import HostRing
-from tests.amd.guards.late_device import LateDevice
 from tests.amd.runtime.interrupts import OutOfMemory, interrupted_at
 from tests.amd.worlds.problems import providers
 from tests.amd.worlds.two_rows import decode_of_both, run_split, run_whole, runtime_of_two_rows
@@ -209,40 +206,6 @@ def test_two_runtimes_hear_of_their_own_steps_only(provider: str, device: torch.
         if round_ == 3:
             numbers.append(set_error_word(served[0][0], LENGTH_BEYOND_BOUND))
     assert reported == [[f"step {numbers[1]}"], [f"step {numbers[0]}"]]
-
-
-def test_a_late_device_answers_although_the_host_runs_three_steps_ahead(device: torch.device) -> None:
-    """The device works only when it is waited for, behind a ring of two slots: the next use of a slot waits."""
-    serving = World.one_layer(torch.device("cpu"), graphs=False)
-    runtime, late = serving.runtime, LateDevice()
-    publisher = runtime.gate._publisher
-
-    publisher._ops = replace(publisher._ops, publish=late.later(publisher._ops.publish))
-    publisher._lines[0].ring = HostRing(torch.device("cpu"), depth=2, new_fence=late.fence)
-    (request,) = serving.admit_all(1)
-    found: list[list[int]] = []
-    reported = []
-
-    def body(step: StepTensors) -> None:
-        found.append([int(step.counts[2]), int(step.kv_len[0])])
-        step.counts[3] = TOKEN_WITHOUT_PAGE if found[-1][0] in (2, 3) else 0
-
-    for length in range(1, 9):
-        runtime.table.reserve(request.row, length)
-        batch = StepBatch(np.array([request.row]), np.array([length]), np.array([1]), NO_TOKEN_IDS)
-        try:
-            step = runtime.stage(batch)
-        except DeviceFault as fault:
-            reported.append((length, fault.step))
-            step = runtime.stage(batch)
-        late.launch(partial(body, step.children[0].tensors))
-        runtime.end_step()
-        runtime.table.mark_stored(batch.rows, batch.kv_len)
-        # The device has begun these steps, but has not done the last one.
-        assert len(found) == max(0, length - 3)
-    assert reported == [(5, 2), (6, 3)]
-    late.drain()
-    assert found == [[length, length] for length in range(1, 9)]
 
 
 def two_faults() -> AttentionRuntime:

@@ -239,24 +239,6 @@ class Told(Flight):
         self.failures.append(error)
 
 
-@pytest.mark.parametrize("begin", ["step", "stage", "run"])
-def test_no_other_step_begins_within_one(begin: str, ran: list[bool]) -> None:
-    reported = Told()
-    served = Going(reported)
-    inner = served.batch()
-    call: Callable[[StepBatch], object] = getattr(served.runner if begin == "run" else served.runtime, begin)
-
-    def then() -> None:
-        with pytest.raises(WrongState, match="a step cannot begin, because a step was staged"):
-            call(inner)
-
-    reported.then = then
-    for _ in range(3):
-        served.step()
-    assert ran[-3:] == [True] * 3
-    served.runtime.check_device()
-
-
 @pytest.mark.parametrize("ask", ["check", "report", "report_own", "forget"])
 def test_the_device_is_not_asked_while_inputs_wait_for_their_graph(ask: str, ran: list[bool]) -> None:
     """The graph would run on the inputs of the step before it."""

@@ -350,9 +350,13 @@ class ExternalAttention:
             if tables.gathered_in_fill:
                 self._gather(tables.gathered_in_fill, run)
             for table, tensors, num_pages in zip(tables.spaces, spaces, self._pages_of_spaces, strict=True):
-                passes = table.spans_pass and isinstance(mask, DeviceSpans)
                 self.ops.check_pages(
-                    tensors, num_pages, page_size=page_size, window_left=table.window_left, spans_pass=passes
+                    tensors,
+                    num_pages,
+                    page_size=page_size,
+                    window_left=table.window_left,
+                    spans_pass=table.spans_pass and isinstance(mask, DeviceSpans),
+                    chunk=table.chunk,
                 )
             if isinstance(mask, BoolCells):
                 run.step.tensors.mask_start.zero_()  # all keys have cells; an earlier step may have had spans

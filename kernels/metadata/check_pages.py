@@ -1,7 +1,8 @@
 """Turns sequences whose pages do not exist into pads, before anything is derived from an engine's table.
 
     page(i, j) = table[row_of_seq[i], j]       for first_no[i] <= j < kv_len[i] / page_size, rounded up
-    window_no[i] = max(max(kv_len[i] - q_len[i], 0) - window_left, 0) // page_size
+    start[i] = max(kv_len[i] - q_len[i], 0)
+    window_no[i] = max(start[i] - window_left, start[i] - start[i] % chunk) // page_size
     first_no[i] = window_no[i]; if spans pass the window, at most (first key of its new tokens' spans) // page_size
 
 If one of them is negative, or num_pages or more, kv_len[i] receives the pads' length and row_of_seq[i] row 0: no kernel
@@ -50,7 +51,7 @@ def _first_of_spans(counts, q_len, span_begin, span_end, seq, BLOCK: tl.constexp
 
 
 @at_any_alignment
-@triton.jit(do_not_specialize=["table_stride", "table_width", "window_left", "pad_kv_len", "shares"])
+@triton.jit(do_not_specialize=["table_stride", "table_width", "window_left", "chunk", "pad_kv_len", "shares"])
 def _check_pages_kernel(
     counts,
     row_of_seq,
@@ -63,6 +64,7 @@ def _check_pages_kernel(
     table_stride,
     table_width,
     window_left,
+    chunk,
     pad_kv_len,
     shares,
     PAGE_SIZE: tl.constexpr,
@@ -79,8 +81,8 @@ def _check_pages_kernel(
     # The largest published length fits a row.
     pages = tl.where(is_live, tl.minimum(tl.cdiv(length, PAGE_SIZE), table_width), 0)
     # Tokens before the KV, which short sequences have, see no key: their places lose nothing.
-    first_key = tl.maximum(tl.maximum(length - tl.load(q_len + seq), 0) - window_left, 0)
-    window_no = first_key // PAGE_SIZE
+    start = tl.maximum(length - tl.load(q_len + seq), 0)
+    window_no = tl.maximum(start - window_left, start - start % chunk) // PAGE_SIZE
     first_no = window_no
     if SPANS_PASS:
         first_of_spans = _first_of_spans(counts, q_len, span_begin, span_end, seq, BLOCK)
@@ -103,7 +105,7 @@ _variant = repeated_launches(_check_pages_kernel)
 
 
 def launch_check_pages(
-    step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int, spans_pass: bool
+    step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int, spans_pass: bool, chunk: int = ALL_KEYS
 ) -> None:
     """Turns the sequences of a step whose pages in its table do not exist into pads.
 
@@ -112,6 +114,7 @@ def launch_check_pages(
     window_left: previous keys that the furthest-looking of them sees, below 2**31
     spans_pass:  whether one of them sees all of the step's spans, even what lies before the window; if so span_begin
                  and span_end are read, which place_spans has written
+    chunk:       as in launch_fill, if all of them have chunks
     """
     num_seqs, (_, table_width) = step.kv_len.shape[0], step.table.shape
     shares = shares_of_seq(table_width, num_seqs, _PAGES_AT_ONCE)
@@ -130,6 +133,7 @@ def launch_check_pages(
         step.table.stride(0),
         table_width,
         window_left,
+        chunk,
         step.pads.kv_len,
         shares,
         *fixed,

@@ -123,13 +123,16 @@ def gather_table(source: GatherSource, engine_row: Tensor, kv_len: Tensor, table
     mine.copy_(torch.where(live, page.to(torch.int32), mine))
 
 
-def check_pages(step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int, spans_pass: bool) -> None:
+def check_pages(
+    step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int, spans_pass: bool, chunk: int = ALL_KEYS
+) -> None:
     """Twin of launch_check_pages; may be recorded."""
     (_, table_width), device = step.table.shape, step.counts.device
     seq, page_no = (torch.arange(n, device=device) for n in (len(step.kv_len), table_width))
     # The largest published length fits a row; tokens before the KV, which short sequences have, see no key.
     pages = torch.where(seq < step.counts[0], (step.kv_len + page_size - 1) // page_size, 0)
-    window_no = ((step.kv_len - step.q_len).clamp(min=0) - window_left).clamp(min=0) // page_size
+    start = (step.kv_len - step.q_len).clamp(min=0)
+    window_no = (start - window_left).maximum(start - start % chunk) // page_size
     first_no = window_no.minimum(_first_of_spans(step) // page_size) if spans_pass else window_no
     looked_at = (page_no >= first_no[:, None]) & (page_no < pages[:, None])
     page = step.table[step.row_of_seq.long()]

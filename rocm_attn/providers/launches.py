@@ -100,7 +100,7 @@ class CheckPages(Protocol):
     """launch_check_pages, or its twin."""
 
     def __call__(
-        self, step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int, spans_pass: bool
+        self, step: StepTensors, num_pages: Tensor, *, page_size: int, window_left: int, spans_pass: bool, chunk: int
     ) -> None: ...
 
 

@@ -298,7 +298,11 @@ def test_spans_of_another_form_are_refused_in_words() -> None:
 @pytest.mark.fast(interpreted=1)
 @pytest.mark.parametrize("q_len", [[3, 4, 2, 1], [1, 1, 1, 1]], ids=str)
 def test_chunks_are_seen_in_engines_pages(q_len: list[int], device: torch.device, provider: str) -> None:
+    """The engine has given back all pages before the chunk of a sequence's first new token."""
     filled = Filled(device, provider, chunk=16)
+    assert isinstance(filled.source.entries, Tensor)
+    for line, new, length in zip(filled.source.entries, q_len, filled.kv_len, strict=True):
+        line[: (length - new) // 16 * 16 // PAGE] = -1
     q = filled.rows(sum(q_len), Q_HEADS, DIM)
     found = filled.attend(q_len, filled.step(q_len), q)
     shown = filled.cells(q_len, lambda at, keys: (keys <= at) & (keys // 16 == at // 16))

@@ -418,6 +418,19 @@ def test_pages_that_exist_and_those_that_no_token_sees_are_left_alone(
 
 
 @checks
+@pytest.mark.parametrize(("page", "is_right"), [(0, True), (1, True), (2, False), (3, False)])
+def test_pages_before_the_chunk_of_the_first_new_token_are_left_alone(
+    check: Launch, page: int, is_right: bool, kernel_device: torch.device
+) -> None:
+    """New tokens are 8 and 9 of chunks of four, which begin in page 2; the window of the first begins in page 1."""
+    row = [5, 6, 7, 8]
+    row[page] = -1
+    step = step_over([row], [(10, 2)], kernel_device, Pads(1, 0))
+    check(step, ints([40], kernel_device), page_size=3, window_left=3, spans_pass=False, chunk=4)
+    assert step.kv_len.tolist()[0] == (10 if is_right else 1)
+
+
+@checks
 def test_one_wrong_page_of_a_long_row_is_found(check: Launch, kernel_device: torch.device) -> None:
     """Several programs share more pages than one takes at once."""
     table = torch.arange(3 * 5000).view(3, 5000)

@@ -209,7 +209,7 @@ def check_pages(memory: Memory) -> None:
             row_of_seq=ints([0, 1, 2, 0]),
             kv_len=ints([6, 15, 9, 2]),
         )
-        options = {"page_size": 3, "window_left": 4, "spans_pass": spans_pass}
+        options = {"page_size": 3, "window_left": 4, "spans_pass": spans_pass, "chunk": 11}
         assert_same(memory, launch_check_pages, engine_metadata.check_pages, step, ints([num_pages]), **options)
 
 

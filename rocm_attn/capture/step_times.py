@@ -119,7 +119,7 @@ class StepTimes:
     def prompt_tokens(self, seconds: float, num_seqs: int, kv_len: int) -> int:
         """The most tokens of prompts, at their beginning, in a step that decodes too and takes this time.
 
-        As many as take no time of their own, while the weights are read, are always among them; so are a few more.
+        It includes those that take no time of their own, because the weights are read meanwhile, and a few more.
         num_seqs, kv_len: of sequences that decode
         """
         left = max(seconds - num_seqs * self._of_each(kv_len), self._reading)

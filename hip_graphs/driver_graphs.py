@@ -13,7 +13,7 @@ LaunchGraph = Callable[..., int]
 
 
 class DriverRefused(RuntimeError):
-    """The driver is not found."""
+    """The driver is not loaded, or cannot launch graphs."""
 
 
 def launch_of_graphs(*, is_hip: bool) -> LaunchGraph:

@@ -1,6 +1,6 @@
 """HostPool: one range of host memory that recordings without a GPU share, as a device's recordings share a pool.
 
-A block is free again when nothing refers to its storage any more, which the storage itself reports. So intermediates of
+A block is free again when nothing refers to its storage, which the storage itself reports. So intermediates of
 a recording reuse each other's memory in the order in which they died, and stay in the caches.
 """
 

@@ -61,7 +61,7 @@ def with_maps(
 ) -> tuple[Run, tuple[object, ...], list[tuple[int, MapOf]]] | None:
     """Returns the result of driver_call with maps instead of descriptors: a function, its arguments, and the maps.
 
-    A descriptor is replaced by a ArgumentPlace for its map, numbered from `first` on, and by its shape and its strides,
+    A descriptor is replaced by an ArgumentPlace for its map, numbered from `first` on, and by its shape and strides,
     number by number. Each of the maps is the number of an address and the function that makes its map. Returns None if
     Triton's launcher is not one of the known ones.
     """
@@ -99,7 +99,7 @@ def _map_of(place: DescribedPlace, metadata: Any) -> MapOf:
 def driver_call(compiled: Any, grid: Sequence[object], stream: object, arguments: Iterable[object]) -> tuple[Run, Any]:
     """Returns a function, and the tuple of arguments that it is called with to launch a compiled kernel.
 
-    grid, stream, arguments: values, or Places, which stay at their positions, perhaps within a tuple of the tuple
+    grid, stream, arguments: values, or places, which stay at their positions, perhaps within a tuple of the tuple
     """
     # The call is that of compiled[grid], without looking for hooks of a profiler.
     handles = compiled.function, compiled.packed_metadata, None, None, None
@@ -115,7 +115,7 @@ def driver_call(compiled: Any, grid: Sequence[object], stream: object, arguments
 
 
 def arguments_of(template: tuple[object, ...], num_values: int, constants: list[object]) -> Arguments:
-    """Returns the function that puts values in the Places of a template. constants: receives everything else.
+    """Returns the function that puts values in the places of a template. constants: receives everything else.
 
     num_values: number of values that come before the constants
     """

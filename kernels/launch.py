@@ -259,7 +259,7 @@ class RepeatedLaunch:
 def repeated_launches(kernel: Any) -> Callable[..., RepeatedLaunch]:
     """Returns a function from a variant of a kernel to its RepeatedLaunch.
 
-    A variant is told apart by dtypes and constexpr arguments.
+    Variants differ in dtypes and constexpr arguments.
     """
     return functools.cache(lambda *variant: RepeatedLaunch(kernel))
 

@@ -64,7 +64,7 @@ class AttentionRuntime:
     faults:        device faults of its steps, for ranks that must raise them together, and for trial steps
     seals:         the addresses that captured graphs read
 
-    Raises BadProblem and CapacityExceeded for an impossible pool.
+    Raises BadProblem and NeverFits for an impossible pool.
     """
 
     kinds: LayerKinds
@@ -192,8 +192,8 @@ class AttentionRuntime:
         plan: from plan(), for two halves or for sizes that ranks agreed on; AGAIN: runs the last staged step once more,
               on inputs that the device has written in place of the old ones. Default: plan(batch), which runs the step
               whole, or as a draft round
-        Raises BadBatch, CapacityExceeded, NeverFits, WrongState, and DeviceFault for an earlier step, once; no step is
-        begun then. Also raises what plan() raises.
+        Raises BadBatch, NeverFits, WrongState, and DeviceFault for an earlier step, once; no step is begun then. Also
+        raises what plan() raises.
         """
         require_kind("the batch", batch, StepBatch, BadBatch)
         self.gate.holder.require_free("a step cannot begin")

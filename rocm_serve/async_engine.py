@@ -344,7 +344,7 @@ class _Books:
             waiting.set_result(answer.result)
 
     def _end(self, error: BaseException | None) -> None:
-        """Everybody who waits gets EngineEnded."""
+        """Each task that waits gets EngineEnded."""
         if self.has_ended.is_set():  # a message could not be taken in before
             return
         self._cause = error

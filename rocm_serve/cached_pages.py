@@ -25,7 +25,7 @@ class CachedPages:
 
     key:        of a page
     before:     the page before it, or NO_PAGE
-    kept_id:    returned by RequestTable.keep(), int64
+    kept_id:    returned by KeptPages.keep(), int64
     step:       the step that entered it, int64
     num_rows:   [space, page]: rows that hold it there, or NOT_KEPT; int32
     num_named:  rows that name it, whether or not it is still kept; int32

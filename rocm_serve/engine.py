@@ -86,7 +86,7 @@ class Engine:
     abort() ends a request early and keeps its completion; cancel() forgets it. Both may be called between two steps,
     and by the on_event of generate().
 
-    Raises Unsupported if no kernel serves the model's layers, CapacityExceeded if a pool is impossible.
+    Raises Unsupported if no kernel serves the model's layers, NeverFits if a pool is impossible.
     """
 
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
@@ -589,7 +589,7 @@ class Engine:
         return self._speculation.pick(step, logits, self.settle, self._masks), prompts
 
     def _end(self, output: Output) -> None:
-        """Notes the completion of a request that has ended and is not served any more."""
+        """Notes the completion of a request that has ended and is no longer served."""
         number = output.sequence.number
         self._done[number] = output.completion()
         self._outputs.pop(number, None)

@@ -132,7 +132,7 @@ def runtime_with(
     If neither kv_bytes nor num_pages is given, and the room on a GPU is not plentiful, the model's largest steps are
     run over a small pool first, and the measurement is returned; otherwise NOT_MEASURED. Ranks that share a model call
     this at the same time.
-    Raises BadSetting, Unsupported, CapacityExceeded.
+    Raises BadSetting, Unsupported, NeverFits.
     """
     _check_layers(loaded, options)
     over, max_kv_len = problems_of(loaded, options), _max_kv_len(loaded, options)

@@ -33,7 +33,7 @@ class _Run:
 
 
 class RecentSteps:
-    """Step numbers, as counted by AttentionRuntime.step_number -> numbers of the requests in these steps."""
+    """Step numbers, as counted by runtime.faults.step_number -> numbers of the requests in these steps."""
 
     def __init__(self) -> None:
         self._runs: deque[_Run] = deque(maxlen=_KEPT)

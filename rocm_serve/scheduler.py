@@ -100,7 +100,7 @@ class Scheduler:
 
     changes: of the sequences and of the cache; once some are halfway, nothing may be called any longer
 
-    Raises CapacityExceeded for a table that cannot hold even one such sequence.
+    Raises NeverFits for a table that cannot hold even one such sequence.
     """
 
     def __init__(

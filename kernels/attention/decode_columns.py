@@ -105,7 +105,7 @@ def tail_offsets(
 
 @triton.jit
 def tails_of_keys(side, row, lane, BY_PAGE: tl.constexpr):
-    """Pointers of the last block of keys, [keys, columns]. side: a Side; row: of each key, or of the page's first"""
+    """Pointers of the last block of keys, [keys, columns]. side: a PageSide; row: of each key, or the page's first"""
     if BY_PAGE:
         tails = side.at + row + offsets_in_page(lane, side.token, side.tail)
     else:

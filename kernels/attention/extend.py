@@ -7,7 +7,7 @@ shared out (extend_schedule.py): programs take the shares, extend_merge.py adds 
 take the other rows, one each. Those need fewer registers, so tiles of many rows give them a launch of their own: a
 step that shares nothing then costs no more. Other tiles save that launch.
 Keys that every row sees come first, without masks. The diagonal follows, under masks with other=0.0: keys that no row
-sees may be NaN. With a window every key block is masked. A packed mask (packed_mask.py) replaces the diagonal: key
+sees may be NaN. With a window every key block is masked. A packed mask (visible_keys.py) replaces the diagonal: key
 blocks before the first key that has bits are read as in any step, and the bits of the others, from the window's first
 key on, say which keys a row sees.
 """

@@ -256,7 +256,7 @@ def _cost_before(schedule, block, is_block):
 
 class ShareGeometry(NamedTuple):
     """The values that shares are compiled for: ROWS of a block; SEGMENT_LEN, SHARES_FIRST, ALIKE_KEYS and ROW_KEYS of
-    cuts.Sharing; BLOCKS, CUTS, ROUNDS that are handled at a time.
+    cuts.RowSharing; BLOCKS, CUTS, ROUNDS that are handled at a time.
     """
 
     ROWS: int

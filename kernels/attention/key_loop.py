@@ -114,8 +114,8 @@ class RowKeys(NamedTuple):
 
 
 class SeenKeys(NamedTuple):
-    """The keys that rows see: keys, a Span of those that some row sees; window_left; RowKeys, or None if causality and
-    the window determine them; the words of the step's cells, or None if it has none.
+    """The keys that rows see: keys, a KeyRange of those that some row sees; window_left; RowKeys, or None if causality
+    and the window determine them; the words of the step's cells, or None if it has none.
     """
 
     keys: Any

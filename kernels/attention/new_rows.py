@@ -59,7 +59,7 @@ def _new_elements(new, token, first_head, DIM: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _keep(elements, pages, slot, first_head, counts, DIM: tl.constexpr, G: tl.constexpr):
-    """Writes _new_elements to their slot. pages: a Pages (bundles.py)"""
+    """Writes _new_elements to their slot. pages: a PagePointers (bundles.py)"""
     head, column, inside = _places(DIM, G)
     is_strange = ~(tl.abs(elements.to(tl.float32)) < float("inf"))
     cell = slot // G.PAGE_SIZE * pages.page + slot % G.PAGE_SIZE * pages.token + (first_head + head) * pages.head
@@ -73,7 +73,7 @@ def _keep(elements, pages, slot, first_head, counts, DIM: tl.constexpr, G: tl.co
 def store_new_rows(k, v, k_pages, v_pages, token, first_head, G: tl.constexpr):
     """Stores a token's K and V of a row's KV heads, if it is here, and lets the program read them afterwards.
 
-    k, v:       Rows (bundles.py); k_pages, v_pages: Pages of the first KV head of all
+    k, v:       HeadRows (bundles.py); k_pages, v_pages: PagePointers of the first KV head of all
     token:      a NewToken
     first_head: int64
     """

@@ -26,7 +26,7 @@ class BlockGeometry(NamedTuple):
     BLOCK_HEADS: query heads of a block
     HEAD_BLOCKS: blocks that the query heads of a KV head are cut into
     QUERY_ROWS:  rows of a block, a token and a query head each
-    ROW_KEYS:    of cuts.Sharing; 0: every row is one program's
+    ROW_KEYS:    of cuts.RowSharing; 0: every row is one program's
     SHARES:      whether programs take their shares of the longest rows
     WHOLE_ROWS:  whether programs take the other rows
     SEGMENT_LEN: keys of a segment of deterministic attention; 0: keys are not cut

@@ -66,7 +66,7 @@ def _geometry(
         assert not tiles.left_in_memory, "programs that share merge in registers"
         assert mask is None, "a window that is counted from a draft's depth begins before what a row costs"
         assert extend.has_equal_blocks(gqa_ratio), "the merge finds heads by the place of a block"
-        assert sharing.most_keys <= tiles.shared_segments * tiles.segment_len, "there is no room for so many segments"
+        assert sharing.most_keys <= tiles.shared_segments * tiles.segment_len, "there is no room for all segments"
     args.check_workspace(
         tiles.extend_words(
             cut.max_blocks(args.queries.num_tokens, args.queries.num_seqs),

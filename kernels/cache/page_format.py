@@ -122,7 +122,7 @@ RECORDS = {
     Scales.FOOTER: RecordLayout(64, 64, torch.uint8, 8, 2.0**-22),
 }
 
-# The kinds of scales that lie beside the rows.
+# The kinds of scales that are not in the rows.
 SCALES_BESIDE_ROWS = tuple(each for each in Scales if each not in RECORDS)
 
 

@@ -35,7 +35,7 @@ LARGEST_OF_GROUP = {Encoding.E4M3FN.number: 448.0, Encoding.E4M3FNUZ.number: 224
 class RecordParts(NamedTuple):
     """The parts of records: codes, uint8; scales, float32 or uint8 exponents; the rest, bfloat16.
 
-    Of pages they are views [pages, page_size, 1, elements], of rows tensors [..., elements].
+    Those of pages are views [pages, page_size, 1, elements], those of rows tensors [..., elements].
     """
 
     codes: Tensor

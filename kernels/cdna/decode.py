@@ -86,7 +86,7 @@ def _lines(L: gl.constexpr, G: gl.constexpr):
 
 @gluon.jit
 def _load_query(q, heads, G: gl.constexpr):
-    """query_operands of a row's q, which is zero in the columns of other KV heads. q: Rows, of the row's token"""
+    """query_operands of a row's q, which is zero in the columns of other KV heads. q: HeadRows of the row's token"""
     Q: gl.constexpr = query_layout(G)
     line, half = _lines(gl.SliceLayout(1, Q), G)
     column = gl.arange(0, G.COLUMNS, layout=gl.SliceLayout(0, Q))

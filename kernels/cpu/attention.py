@@ -1,6 +1,6 @@
 """Paged attention for CPUs: keys are gathered token by token, and torch's fused attention computes all heads at once.
 
-A CPU waits for nobody when it reads a length, so shapes follow from the step's real lengths, and pads cost nothing. A
+A CPU reads a length without a wait, so shapes follow from the step's real lengths, and pads cost nothing. A
 recorder notes a call as one launch. A key that a row does not see is replaced by one that its tile sees, since hidden
 scores of -inf would turn into NaN where K or V of a dead slot is NaN.
 

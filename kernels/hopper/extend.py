@@ -413,7 +413,7 @@ def _check_cut(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTi
     if tiles.drawn_blocks:
         assert sharing.programs > 1, "the merge, which sets the count of drawn rows back, has a program less"
     if tiles.segment_len:
-        assert sharing.most_keys <= tiles.most_keys, "there is no room for so many segments of a program"
+        assert sharing.most_keys <= tiles.most_keys, "there is no room for all segments of a program"
         words = tiles.segment_words(programs=sharing.programs, v_head_dim=args.out.shape[2])
     else:
         words = cut.partials_words(query_rows=tiles.extend.query_rows, v_head_dim=args.out.shape[2])

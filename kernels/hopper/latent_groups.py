@@ -60,7 +60,7 @@ class Latents(NamedTuple):
 
 
 class LatentOutputs(NamedTuple):
-    """Rows of q, out and lse (bundles.Rows); accumulators and sums of parts of rows; factor from q . k to logits."""
+    """Rows of q, out and lse (bundles.HeadRows); accumulators and sums of parts of rows; the factor of q . k."""
 
     q: Any
     out: Any

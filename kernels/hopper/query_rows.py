@@ -15,7 +15,7 @@ from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, of_rows, parts
 
 
 class QueryOutputs(NamedTuple):
-    """Rows of q, out and lse (bundles.Rows); sinks; accumulators and sums of parts of rows."""
+    """Rows of q, out and lse (bundles.HeadRows); sinks; accumulators and sums of parts of rows."""
 
     q: Any
     out: Any

@@ -67,7 +67,7 @@ class HopperGeometry(NamedTuple):
     STAGES:    steps whose keys K's ring holds
     VALUE_STAGES: tiles that V's ring holds
     GROUPS:    consumers
-    ROW_KEYS:  of cuts.Sharing
+    ROW_KEYS:  of cuts.RowSharing
     SEGMENT_STEPS: in deterministic attention, steps of a segment; 0 in other attention
     SEGMENT_SLOTS: in deterministic attention, parts of rows that a program has room for
     LEFT_IN_WORKSPACE: in it, whether everything left of a segment is in the workspace, and not in shared memory

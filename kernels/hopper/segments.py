@@ -114,7 +114,7 @@ def merge_segment(room, left, segment, place, G: gl.constexpr):
     segments.merge_segment of kernels/attention.
 
     The room is not read for the first segment, which has nothing left of it, and not written for the last one, after
-    which no one reads it. If rows have seen no key yet, nothing was written, so their room is not read.
+    which it is not needed. If rows have seen no key yet, nothing was written, so their room is not read.
 
     place: whether the segment is the program's first of the row, and whether it is its last
     """

@@ -3,7 +3,7 @@ latent_groups.py.
 
 A program has 64 rows, query heads of a token, and walks parts of tokens' selections: the latents of the next token
 arrive while results are written. Programs with other heads of the same tokens are neighbours, and walk side by side.
-Parts are merged by merge_parts.py.
+Parts are merged by sparse/merge_parts.py.
 
 Latents that a token does not see may be NaN: zeros are written instead of them. Records (cache/records.py) are decoded
 on the way to shared memory (gather_records.py).

@@ -1,7 +1,7 @@
 """Ends a warp group.
 
-Triton lets a warp group that is done wait for more work, in a loop. ptxas then finds no one number of registers at the
-loop's head, and waits after each matrix product (C7512). A kernel whose warp groups have one task each ends them.
+Triton lets a warp group that is done wait for more work, in a loop. At its head ptxas then finds several numbers of
+registers, and waits after each matrix product (C7512). A kernel whose warp groups have one task each ends them.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def attend_latents(softmax, query, rows, seen, blocks, K: tl.constexpr, MASKED: 
     If not MASKED, every row sees all keys of the blocks. If MASKED, a row sees those of its window; with seen.rows
     those of its range that no cell hides.
 
-    seen:   key_loop.Seen
+    seen:   key_loop.SeenKeys
     STAGES: blocks whose loads are in flight
     """
     KEY_BLOCK: tl.constexpr = K.KEY_BLOCK

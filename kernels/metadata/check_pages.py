@@ -9,7 +9,7 @@ If one of them is negative, or num_pages or more, kv_len[i] receives the pads' l
 reads or writes by that row, and the other sequences keep their tokens. PAGE_NOT_IN_POOL in the step's error word
 reports it. Pages before first_no are seen by no token, and may have been given back. From first_no to window_no page 0
 is wrong too, if it belongs to no sequence: an engine has given back a page that a span needs. One that has another
-owner by now cannot be told from a right one.
+owner by now looks like a right one.
 
 A program has a share of one sequence's pages; the shares follow from the padded sizes, never from the lengths. If one
 has found a wrong page, others of the sequence may meet the pad instead, and leave it unchanged. So the launch may run

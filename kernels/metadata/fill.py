@@ -19,11 +19,11 @@
 The last three belong to decode steps, in which a token has the number of its sequence.
 
 Tokens at or past num_tokens receive position 0 and slot 0. Tokens at or past q_indptr[S], which are of no sequence,
-receive the last one of S and row 0. Entries after the last page, in page_list and block_table
-alike, page 0, a valid page for kernels that read ahead. A token or page beyond its sequence's row of the table, which
-lengths that only the device knows may bring, meets page 0 and never another row's page. A live token that meets page 0
-sets TOKEN_WITHOUT_PAGE in the error word, and one whose window or chunk begins there sets WINDOW_WITHOUT_PAGE. Where
-page 0 is a real page (TableTerms), slots of pads and of tokens without a page are -1.
+receive the last one of S and row 0. Entries after the last page, in page_list and block_table, receive page 0, a valid
+page for kernels that read ahead. A token or page beyond its sequence's row of the table, which lengths that only the
+device knows may bring, meets page 0 and never another row's page. A live token that meets page 0 sets
+TOKEN_WITHOUT_PAGE in the error word, and one whose window or chunk begins there sets WINDOW_WITHOUT_PAGE. Where page 0
+is a real page (TableTerms), slots of pads and of tokens without a page are -1.
 
 A program has one role, by its id: boundaries of a block of sequences, or a share of one sequence's tokens, of its
 pages in the list, or of its row of the block table. The shares follow from the padded sizes, never from the lengths.

@@ -4,10 +4,10 @@
     position t        <- positions[t] for the step's tokens, 0 after them
     window_start t     = max(position t, kv_len - q_len of its sequence) - window_left, 0 after the step's tokens
 
-Bits are in order from the lowest of each byte, as packed_mask.py says. The rest of the last word is 0; the words after
-it stay unchanged, and no kernel reads them. If fewer cells or positions are given than the step has, the bits of the
-others are 0, so that their keys are hidden, and so are those positions; TOO_FEW_GIVEN in the step's error word reports
-it. The launch runs after fill, which computes how many cells the step has, and may be captured with it.
+Bits are in order from the lowest of each byte. The rest of the last word is 0; the words after it stay unchanged, and
+no kernel reads them. If fewer cells or positions are given than the step has, the bits of the others are 0, so that
+their keys are hidden, and so are those positions; TOO_FEW_GIVEN in the step's error word reports it. The launch runs
+after fill, which computes how many cells the step has, and may be captured with it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A BLAS starts when the launch before it has ended, and leaves the gate to a launch of its own. These programs start
 early (early.py) and load the first elements of their rows of the matrix, which no launch writes, before they wait; and
-each combines what it has multiplied. Matrices with few outputs are cut into parts of `in` too, so
-that all processors read them: then the result is one product for each part, whose sum is left to who reads them.
+each combines what it has multiplied. Matrices with few outputs are cut into parts of `in` too, so that all processors
+read them: then the result is one product for each part, whose sum is left to who reads them.
 """
 
 from __future__ import annotations

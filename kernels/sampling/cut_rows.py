@@ -56,8 +56,8 @@ _variant = repeated_launches(_cut_rows_kernel)
 def launch_cut_rows(parameters: Tensor, shaped: Tensor) -> None:
     """Rules out all but the likeliest tokens of rows.
 
-    parameters:  int32 [num, NUM_COLUMNS], contiguous; see parameter_columns.py
-    shaped: float32 [num, vocab], contiguous, no NaN; changed
+    parameters: int32 [num, NUM_COLUMNS], contiguous; see parameter_columns.py
+    shaped:     float32 [num, vocab], contiguous, no NaN; changed
     """
     num, vocab = shaped.shape
     assert vocab + _BLOCK < 2**31

@@ -65,12 +65,12 @@ _variant = repeated_launches(_likeliest_kernel)
 def launch_likeliest(logits: Tensor, parameters: Tensor, tokens: Tensor, likeliest: Tensor) -> None:
     """Finds the likeliest tokens of some rows.
 
-    logits:    float32, float16 or bfloat16 [rows, vocab], rows of contiguous logits; read only
+    logits:     float32, float16 or bfloat16 [rows, vocab], rows of contiguous logits; read only
     parameters: int32 [num, 2], contiguous: a row, and how many of its likeliest tokens, 0 to width
-    tokens:    int32 [rows], the tokens that were picked
-    likeliest: int32 [num, 1 + 2 * width], contiguous, receives the bits of the picked token's logprob, and for each of
-               the likeliest ones its id and the bits of its logprob, in no order; entries beyond stay unchanged. For a
-               row that holds NaN, +inf or nothing but -inf it receives anything, or nothing
+    tokens:     int32 [rows], the tokens that were picked
+    likeliest:  int32 [num, 1 + 2 * width], contiguous, receives the bits of the picked token's logprob, and for each of
+                the likeliest ones its id and the bits of its logprob, in no order; entries beyond stay unchanged. For a
+                row that holds NaN, +inf or nothing but -inf it receives anything, or nothing
     """
     (num, words), vocab = likeliest.shape, logits.shape[1]
     assert logits.stride(1) == 1

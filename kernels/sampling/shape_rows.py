@@ -65,11 +65,11 @@ _variant = repeated_launches(_shape_rows_kernel)
 def launch_shape_rows(logits: Tensor, parameters: Tensor, counts: Tensor, masks: Tensor, shaped: Tensor) -> None:
     """Writes rows of logits, in the form from which they are picked, to a place of their own.
 
-    logits: float32, float16 or bfloat16 [rows, vocab], rows of contiguous logits; read only
-    parameters:  int32 [num, NUM_COLUMNS], contiguous; see parameter_columns.py
-    counts: int32 [any, vocab], contiguous; how often a text has each token, and IN_PROMPT
-    masks:       int32 [any, at least vocab / 32], contiguous; a bit for each token
-    shaped: float32 [num, vocab], contiguous, is written
+    logits:     float32, float16 or bfloat16 [rows, vocab], rows of contiguous logits; read only
+    parameters: int32 [num, NUM_COLUMNS], contiguous; see parameter_columns.py
+    counts:     int32 [any, vocab], contiguous; how often a text has each token, and IN_PROMPT
+    masks:      int32 [any, at least vocab / 32], contiguous; a bit for each token
+    shaped:     float32 [num, vocab], contiguous, is written
     """
     num, vocab = shaped.shape
     assert logits.stride(1) == 1

@@ -77,8 +77,8 @@ class IndexGeometry(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of products, [COLUMNS] except the last two: weight, or None; whether a column is a head of a token;
-    of a line (a token and a set) [TOKENS * SET_COLUMNS]: keys that it sees, and where its scores are written or -1."""
+    """The columns of products, [COLUMNS]: weight, or None; whether a column is a head of a token. Of lines (a token and
+    a set), [TOKENS * SET_COLUMNS]: keys that it sees, its candidates, and where its scores are written or -1."""
 
     weight: Any
     is_head: Any

@@ -53,7 +53,7 @@ class Strides(NamedTuple):
 
 @triton.jit
 def _cells_of(line, strides, kv_index, live, G: tl.constexpr):
-    """Offsets of rows of tokens in their pages, int64 words, and whether there is a page. line: Line"""
+    """Offsets of rows of tokens in their pages, int64 words, and whether there is a page. line: PathPages"""
     page_no = kv_index // G.PAGE_SIZE
     in_row = live & (kv_index >= 0) & (page_no < line.width)
     page = tl.load(line.at + page_no, mask=in_row, other=-1)
@@ -85,7 +85,7 @@ def _move_paths_kernel(
     WORD_BLOCKS: tl.constexpr = (G.ROW_WORDS + G.BLOCK_WORDS - 1) // G.BLOCK_WORDS
     seq = tl.program_id(0) // WORD_BLOCKS
     word = tl.program_id(0) % WORD_BLOCKS * G.BLOCK_WORDS + tl.arange(0, G.BLOCK_WORDS)
-    # Parts are allocations of their own: their distances need 64 bits, and `pages` must not count as one's begin.
+    # Parts are allocations of their own: their distances need 64 bits, and `pages` must not count as one's start.
     of_part = pages + tl.load(places + tl.program_id(1))
     num_moves = tl.minimum(tl.load(num_accepted + seq), num_nodes - 1)
     older = tl.load(kv_len + seq) - 1 - num_moves

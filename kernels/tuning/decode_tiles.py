@@ -59,7 +59,7 @@ def decode_tiles(
 
 
 def _pairs(choice: DecodeTileChoice, gqa_ratio: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> bool:
-    """True if the KV heads can be read as rows of row.tiles.heads_per_row."""
+    """True if the KV heads can be read as rows of choice.tiles.heads_per_row."""
     heads = choice.tiles.heads_per_row
     fits = num_kv_heads % heads == 0 and gqa_ratio * heads <= choice.max_q_rows
     return fits and head_dim == v_head_dim and (choice.any_dim or head_dim == next_power_of_2(head_dim))

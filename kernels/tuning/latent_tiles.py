@@ -52,7 +52,7 @@ class LatentTiles(SelectedTiles):
     paired:          whether codes are read in pairs, as float16 that matrix units take in turn; not wide
     waves_per_eu:    waves per SIMD that the AMD compiler must make room for; 0: its own choice, and elsewhere
     early:           whether launches of decode may begin while the one before still runs (tiles.py)
-    even:            whether decode cuts rows that are alike alike, with one new token each (DecodeCut)
+    even:            whether decode, with one new token each, cuts rows of equal lengths alike (DecodeCut.is_even)
     """
 
     row_cost: int = 2

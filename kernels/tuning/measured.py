@@ -100,10 +100,7 @@ class MeasuredLayer:
 
 @dataclass(frozen=True, slots=True)
 class ShapeTimes:
-    """Medians at one shape of a step (sequences x cached + new tokens) of the choice in use.
-
-    Of the measured one.
-    """
+    """Medians at one shape of a step (sequences x cached + new tokens): of the choice in use, of the measured one."""
 
     shape: str
     in_use_us: float

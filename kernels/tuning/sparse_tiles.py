@@ -69,7 +69,7 @@ class SelectedTileChoice:
     records: bool = False
 
 
-# Of latents on Hopper (hopper/selected.py).
+# For latents on Hopper (hopper/selected.py).
 HOPPER_SELECTED_TILES = HopperLatentTiles(LatentTiles(64, 64, 4, 2), 128, 48)
 # Records arrive in registers, which blocks of 64 keys spill.
 HOPPER_RECORD_TILES = HopperLatentTiles(LatentTiles(64, 32, 4, 4), 96, 96)

@@ -105,10 +105,10 @@ def eager_steps_before_capture(device: torch.device) -> int:
 def capture_shapes(padding: PaddingPolicy) -> tuple[PaddedShape, ...]:
     """The padded shapes that are captured ahead of the first request, largest first, so that they share memory well.
 
-    Every sequence count once for decode steps, and once for steps that verify drafts. Every pair of a sequence count
-    and a token count that a step can have in which each sequence has a token. A token count of 1 is captured when such
-    a step comes, since only steps with idle sequences have it. The same for split and masked steps, and for those that
-    share prefixes, if they may be captured. Steps with prompts at their own token counts, with all sequences.
+    Decode steps, and steps that verify drafts, have a shape per sequence count. Other steps have one per pair of a
+    sequence count and a token count, if each sequence can have a token. A token count of 1 is captured when such a step
+    comes, since only steps with idle sequences have it. Split and masked steps, and those that share prefixes, have the
+    same shapes, if they may be captured. Steps with prompts have their own token counts, at the largest sequence count.
     """
     shapes = [shape for children in range(1, padding.max_children + 1) for shape in _shapes(padding, children)]
     shapes += padding.prompt_shapes()

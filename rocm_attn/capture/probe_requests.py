@@ -373,9 +373,9 @@ def as_steps_of(
 
 
 def give_states(runtime: AttentionRuntime, rows: Int32Array, kv_len: Int32Array) -> Tensor:
-    """Lets rows of no step yet go on after kv_len[i] tokens in recurrent layers. Returns int64 [n], slots to be filled.
+    """Gives rows of no step yet a state after kv_len[i] tokens. Returns int64 [n], the slots to be filled.
 
-    There is none without recurrent layers.
+    It is empty without recurrent layers.
     """
     states = runtime.states
     if states.is_empty:

@@ -15,7 +15,7 @@ from rocm_attn.paging.state_pool import RecurrentLayers, slot_bytes
 from rocm_attn.problem import UNLIMITED_WINDOW, Indexer, Problem
 from rocm_attn.recurrence import Recurrence
 
-# The parts of a device's rates that steps are expected to reach.
+# The shares of a device's rates that steps are expected to reach.
 _REACHED_BYTES, _REACHED_FLOPS = 2 / 3, 0.6
 # The part of that rate of products which attention of a prompt's tokens is expected to reach. H200, heads of 64: 0.64
 # in a prompt of 8,192 tokens; 0.35 for 96 tokens that see 32,768 keys.
@@ -26,10 +26,10 @@ USUAL_LEN, PROMPT_LEN = 512, 2048
 _LONG_PROMPT = 32768
 # A step without sequences that decode has a long prompt's tokens for this time: a prompt that comes later waits for it.
 _CHUNK_SECONDS, _LEAST_CHUNK, MOST_CHUNK = 0.25, 2048, 8192
-# A step with prompts takes as long as this number of steps that only decode the same sequences: with the time in which
-# a server's tokens come later than expected, the time between them stays below three times the usual one.
+# A step with prompts may take as long as this number of steps that only decode the same sequences. With a server's
+# delays, the time between tokens then stays below three times the usual one.
 _TIMES_AS_LONG = 2.5
-# Sequences that decode, as which a request that waits counts: see StepBudget.tokens_beside. H200, a Llama of 1.1B,
+# A waiting request counts as this number of decoding sequences: see StepBudget.tokens_beside. H200, a Llama of 1.1B,
 # requests of 512 + 128 tokens: with 4 in place of 1, 256 at once take 0.93 of the time, and half of them have their
 # first token in 0.86 of it; 32 at once take 0.97, and half of their first tokens come 6 % later.
 DECODING_PER_WAITING = 4
@@ -119,7 +119,7 @@ class StepTimes:
     def prompt_tokens(self, seconds: float, num_seqs: int, kv_len: int) -> int:
         """The most tokens of prompts, at their beginning, in a step that decodes too and takes this time.
 
-        As many as take no time of their own, while the weights are read, are always among them; so are a few more.
+        It includes those that take no time of their own, because the weights are read meanwhile, and a few more.
         num_seqs, kv_len: of sequences that decode
         """
         left = max(seconds - num_seqs * self._of_each(kv_len), self._reading)

@@ -122,7 +122,10 @@ def _fit_lines(options: argparse.Namespace, weights: Weights, gpu: Gpu | None, f
             f"K and V have {fit.tokens:,} tokens, and {fit.room:,} would fit without activations",
         ]
     if fit.room == 0:
-        return [*lines, f"does not fit: no token of K and V fits beside the rest; {driver}; use more ranks (--tp)"]
+        return [
+            *lines,
+            f"does not fit: the rest leaves no room for a token of K and V; {driver}; use more ranks (--tp)",
+        ]
     pages = 1 + fit.room // fit.page_size
     return [
         *lines,

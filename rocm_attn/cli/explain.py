@@ -120,7 +120,7 @@ def explained(options: argparse.Namespace) -> Explained:
     compressed = dict.fromkeys(rows for layer in geometry.layers for rows in layer.compressed)
 
     def choose(problem: Problem) -> Selection:
-        # Windows beside compressed rows are the layers that are asked for a log-sum-exp.
+        # Only layers whose window is merged with compressed rows want a log-sum-exp.
         beside = [rows.problem(problem) for rows in compressed] if problem.wants_lse else []
         *_, chosen = (
             select(each, target, options.provider, pool=pool, deterministic=options.deterministic)
@@ -300,7 +300,7 @@ def lines_of(kind: LayerKind, refused: dict[tuple[str, ...], str]) -> list[str]:
 
 
 def _row_lines(kind: LayerKind) -> list[str]:
-    """The rows that a kind attends to beside its window, what they take, and their kernels."""
+    """The rows that a kind attends to in addition to its window, their bytes, and their kernels."""
     lines = []
     for rows, outcome in zip(kind.compressed, kind.of_rows, strict=True):
         lines.append(f"  and {rows.describe()}")

@@ -19,7 +19,7 @@ def say(*lines: str) -> None:
 
 
 class StdoutFailed(Exception):
-    """stdout takes nothing any more."""
+    """stdout takes no more text."""
 
     def __init__(self, reason: OSError) -> None:
         self.reader_is_gone = isinstance(reason, BrokenPipeError)

@@ -246,7 +246,7 @@ def _require_pages_that_move_alone(runtime: AttentionRuntime) -> None:
     if [table.space for table in runtime.table.spaces] != [Space.FULL]:
         raise Unsupported(
             "pages of a model whose layers with a window have pages of their own do not move to host memory, because "
-            "pages that have left a window are not there any more; leave host memory out",
+            "pages that have left a window are gone; leave host memory out",
             [],
         )
 

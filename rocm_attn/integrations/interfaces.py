@@ -116,7 +116,7 @@ def compare(recorded: Interfaces, tree: Tree) -> list[str]:
             changes[path] = f"{path} is gone"
         elif was == ["base class"]:
             if not isinstance(found.node, ast.ClassDef):
-                changes[path] = f"{path} is no class any more"
+                changes[path] = f"{path} is no longer a class"
                 continue
             for new in sorted(tree.abstract(found)):
                 if f"{path}.{new}" not in recorded:

@@ -2,7 +2,7 @@
 
 vLLM decides which blocks go to host memory, finds them again and runs the connector; HostBlocks moves them. A block
 that has not come back as it left is refused: vLLM then computes its request again, or fails it, as
-kv_load_failure_policy says, and the block is not found any more.
+kv_load_failure_policy says, and the block is no longer found.
 
 vLLM calls these interfaces experimental. So this module lies outside of the plug-in's folder, whose interfaces must be
 unchanged in a release that serves.
@@ -56,7 +56,7 @@ class CheckedManager(CPUOffloadingManager):
     def refuse(self, chunks: Collection[int]) -> None:
         """Lets no later request find these chunks. They stay until others need their place.
 
-        Chunks of loads that began before reset_cache() have no key any more.
+        Chunks of loads that began before reset_cache() no longer have a key.
         """
         self._refused.update(self._key_of_chunk[chunk] for chunk in chunks if chunk in self._key_of_chunk)
 

@@ -24,7 +24,7 @@ Agree = Callable[[Mapping[str, str]], Mapping[str, str]]
 # One operation under two names: the first is the older one, which warns from torch 2.13 on.
 all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-# Called with the reason why a rank waits for the others, and with an empty string when it does not wait any more.
+# Called with the reason why a rank waits for the others, and with an empty string when it no longer waits.
 OnWait = Callable[[str], None]
 
 _STEPS_WRAP = 2**31 - 1

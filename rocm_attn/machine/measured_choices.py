@@ -36,7 +36,7 @@ class SortedChoices:
 
 
 def user_cache() -> Path:
-    """The package's folder in the user's cache. A user without a home has none, and a folder that is named so."""
+    """The package's folder in the user's cache; below a folder named ~ for a user without a home."""
     # Path.home() and Path.expanduser() raise then.
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rocm_attn"
 

@@ -64,7 +64,7 @@ def _choice(words: tuple[str, ...]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-# Every variable that users set, also those of the distributions beside this one.
+# Every variable that users set, also those of the other distributions.
 VARIABLES = (
     Variable.of_words(
         PROVIDER, "plug-ins", ("auto", "triton", "aiter", "torch"), "The provider's kernels serve the layers."

@@ -199,7 +199,7 @@ class ModelConfig:
     def on_one_of(self, num_ranks: int) -> ModelConfig:
         """The part of one tensor-parallel rank: its heads, and its elements of each MLP. Everything else is unchanged.
 
-        The parts of all ranks are alike: sizes that do not divide are padded with zeros, see runner/shards.py.
+        The parts of all ranks are alike: sizes that do not divide are padded with zeros; see shards.py.
         """
         return replace(self, layers=tuple(layer.on_one_of(num_ranks) for layer in self.layers))
 

@@ -37,8 +37,8 @@ class CompressedRows:
     tokens, head_dim: tokens and elements of a row, which is K and V
     top: rows that an indexer of index_heads heads of index_dim elements chooses for a query
     own_rows, own_choice: whether the layer makes the rows, and chooses, or the nearest earlier layer that does
-    overlaps, folds_index: as of Row: whether rows are folded from the tokens before theirs too, and index keys beside
-                           rows; if not, the model projects an index key from a row
+    overlaps, folds_index: as of Row: whether rows are folded from the tokens before theirs too, and whether index keys
+                           are folded; if not, the model projects an index key from a row
     blocks, block_rows: blocks of rows that the layer which makes them leaves for later choices, and rows of each
     """
 

@@ -124,7 +124,7 @@ class AdoptedGuards:
     """The safeguards of tables and pages that an engine owns.
 
     moved:   called with a sentence if a table or pages that graphs read are replaced
-    terms:   changes the owner's terms of a space's table: page 0 belongs to no one, or is a page like others
+    terms:   changes the owner's terms of a space's table: page 0 belongs to no request, or is a page like others
     formats: called with a layer's pages in words, the format that an engine declares, and the one that kernels need
     """
 

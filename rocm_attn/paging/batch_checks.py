@@ -101,11 +101,11 @@ class BatchChecks:
         )
 
     def changed_since(self, change: int, batch: StepBatch, num_staying: int) -> list[int]:
-        """The rows of a batch that an earlier step of it must not write to any more.
+        """The rows of a batch that an earlier step of it must no longer write to.
 
         Rows that were freed or cut since then are different rows now; in rows that are shared, the shared tokens stay.
         change:      the table's last change when the step was staged
-        num_staying: new tokens of a sequence that are not written any more
+        num_staying: new tokens of a sequence that are no longer written
         """
         generations, rows = self._rows.generations, batch.rows
         if change == generations.last_change:

@@ -13,7 +13,7 @@ from rocm_attn.paging.request_table import RequestTable
 
 
 def what_was_written(table: RequestTable, pool: HybridKVPool, layers: Iterable[int]) -> str:
-    """Says which of row 0 of the table and page 0 of these layers is not zero any more; empty if all are.
+    """Says which of row 0 of the table and page 0 of these layers is no longer zero; empty if all are.
 
     Waits for the device, once for each dtype: an engine that becomes idle calls this before it hands out its last
     tokens, and models have many layers.

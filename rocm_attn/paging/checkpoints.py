@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from rocm_attn.paging.state_pool import SLOTS_OF_ROW, RecurrentLayers, slot_bytes
 
-# A checkpoint is copied, which reads and writes a state, and so does each token of a sequence: at this spacing copies
-# are less than two in a hundred of that.
+# Copying a checkpoint reads and writes a state, as each token of a sequence does. At this spacing copies add less than
+# 2 %.
 _SPACING = 64
 
 

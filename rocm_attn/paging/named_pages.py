@@ -13,8 +13,8 @@ from rocm_attn.paging.adopted import AdoptedTables, CsrSource, Source, TableUnit
 def name_pages(tables: AdoptedTables, pages: Tensor, own_pages: Tensor, num_rows: int = 1) -> Tensor:
     """Makes num_rows rows of the tables of all spaces name the same pages: use the engine's own tables afterwards.
 
-    pages:     int64 [n], on the device, of a row, as entries of the tables mean them; a page may come twice
-    own_pages: int64 [n], those of spaces that map the table's slots to slots of their own
+    pages:     int64 [n], on the device, a row's pages, as entries of the tables name them; a page may come twice
+    own_pages: int64 [n], the same pages in spaces that map the table's slots to slots of their own
     Returns the slots of a row's tokens, int64 [n * page_size].
     """
     page_size, device = tables.page_size, tables.device

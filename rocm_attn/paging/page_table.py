@@ -56,7 +56,7 @@ class TableGuards:
 
     row_width:  refuses lengths that a row has no room for
     writers:    holders that a partly filled page may have when a row writes to it; with more, it is copied first
-    sources:    copies that no launch has made yet -> pages that are not handed out yet, though no one holds them
+    sources:    copies that no launch has made yet -> pages without holders that are not handed out yet
     new_tokens: makes the record of tokens that neither a fork nor its parent stores again
     is_kept:    given ids, ids in their places -> which of them are kept
     sent_state: refuses a record of a state that is not the one after the tokens which came with it
@@ -136,7 +136,7 @@ class PageTable:
     and is not free. It never leaves a page free that has a holder, or shared without being counted as such.
     """
 
-    # Page 0 belongs to no one, and a sequence's new tokens are in its KV.
+    # Page 0 belongs to no request, and a sequence's new tokens are in its KV.
     terms = OWN_TABLE
     # Pages are given back by windows alone: a chunk is one, too.
     chunk = ALL_KEYS
@@ -160,7 +160,7 @@ class PageTable:
         # Pages without a holder that are still the source of a pending copy.
         self._sources: list[int] = []
         # For each row: the first page_no that it holds or will hold, the earliest start of a step whose windows are all
-        # there, and the start at which every later step no longer reaches the next page. int64: sums of two bounds.
+        # there, and the start from which no step needs that first page. int64: sums of two bounds.
         self._first, self.first_token = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._earliest_start = np.zeros(num_rows, np.int64)
         self._next_eviction = np.zeros(num_rows, np.int64)
@@ -217,7 +217,7 @@ class PageTable:
         return (length % self._page_size > 0) & (self._holders[page] > self._writers)
 
     def own(self, row: int, length: int) -> None:
-        """Replaces the page that row shares after `length` tokens by a copy, unless it is not shared any more."""
+        """Replaces the page that row shares after `length` tokens by a copy, if it is still shared."""
         page_no = length // self._page_size
         shared = int(self.entries_host[row, page_no])
         if self._holders[shared] <= self._writers:

@@ -62,9 +62,9 @@ class RowStates:
             self.changed.append(row)
 
     def fill(self, rows: Int32Array, kv_len: Int32Array) -> None:
-        """Notes that rows[i] get tokens up to kv_len[i] from elsewhere: a state there is that of others.
+        """Notes that rows[i] get tokens up to kv_len[i] that no step has computed, so that they lose their states.
 
-        These were taken back. The host has lost track of tokens that steps have stored, by lengths on the device.
+        A row whose track was lost keeps its state up to the tokens that its steps may have stored.
         """
         for row, tokens in zip(rows.tolist(), kv_len.tolist(), strict=True):
             start, first, end = self._headers[row].T

@@ -62,12 +62,12 @@ class RowGenerations:
 
 
 class Rows:
-    """The state of a table's choices, int32 [num_rows] each.
+    """The state of a table's rows.
 
-    reserved_len: tokens that the row's owner reserved room for; -1: not admitted
-    capacity:     tokens that the row's pages hold; -1: not admitted
-    look_from:    the first kv_len for which a row may need a page, or a copy of one. Below it a reservation only sets a
-                  number
+    reserved_len: int32 [num_rows], tokens that the row's owner reserved room for; -1: not admitted
+    capacity:     int32 [num_rows], tokens that the row's pages hold; -1: not admitted
+    look_from:    int32 [num_rows], the first kv_len for which a row may need a page, or a copy of one. Below it a
+                  reservation only sets a number
     free:         rows that are not admitted, the next one last
     known_rows:   rows that were in the table, each named once, as bytes, and as int64 for NumPy's faster look-up
     known_room:   rows and kv_len, as bytes, that had room at the last check. No row has gone back since

@@ -21,7 +21,7 @@ class SpaceTable(Protocol):
     entries:     int32 [num_rows, width], at a fixed address
     window_left: previous keys that a query sees in the space's layer with the longest window; ALL_KEYS: all
     chunk:       keys of a chunk, before which no query sees any page; ALL_KEYS: there are no such chunks
-    terms:       whether page 0 belongs to no one, and whether KV may be shorter than the new tokens
+    terms:       whether page 0 belongs to no request, and whether KV may be shorter than the new tokens
     """
 
     space: Space

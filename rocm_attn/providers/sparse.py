@@ -191,7 +191,7 @@ class BesideSparse:
 
     def describe(self) -> str:
         """The descriptions of all kernels."""
-        return " beside ".join(each.describe() for each in self._kernels())
+        return " and ".join(each.describe() for each in self._kernels())
 
     def workspace_words(self, shape: PaddedShape) -> int:
         """The most words of any kernel, because they run one after the other."""

@@ -37,7 +37,7 @@ def build_runtime(
     agree:    how ranks that share a model's layers agree on kernels, graphs and faults: agreement.among(group). All
               ranks must then build their runtimes, capture graphs and begin steps in the same order
 
-    Raises Unsupported if no kernel serves a layer, BadProblem and CapacityExceeded for an impossible pool, and
+    Raises Unsupported if no kernel serves a layer, BadProblem and NeverFits for an impossible pool, and
     BadSetting for safeguards that do not exist.
     """
     device = with_index(device)

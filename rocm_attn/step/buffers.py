@@ -1,7 +1,7 @@
 """StepBuffers: the tensors of a step, and the workspace of its kernels, at fixed addresses and reached by name.
 
 Each buffer declares its unit, dtype, size and padding value. It grows when a padded step exceeds it, because a padded
-batch may have more sequences than the table has rows. After seal() no buffer moves any more, so graphs may read them.
+batch may have more sequences than the table has rows. After seal() no buffer moves, so graphs may read them.
 The parts of a split step use consecutive sub-ranges of the same buffers.
 """
 
@@ -180,8 +180,7 @@ class MemoryGuards:
     capacity:       sizes of buffers and of their views
     first_of_child: child, elements of each -> its first element in a buffer
     sealed_growth:  called with a sentence if memory that graphs read would have to move
-    selection_place: memory for the counts of a selection, the step -> memory that the counts are written to: the first,
-                    since the number of units of each token is no input of the step, and of no plan
+    selection_place: memory for the counts of a selection, the step -> memory that the counts are written to
     mask_room:      as of TableSizes
     """
 
@@ -238,8 +237,8 @@ class StepBuffers:
                 "largest of capture_sizes before the first capture"
             )
         num_bytes = sum(needed * spec.dtype.itemsize for spec, needed in short)
-        # A host without memory ends the process in place of raising; what a GPU gave before it raised, other processes
-        # could not have.
+        # A host without memory ends the process instead of raising. A GPU raises after it has allocated a part, which
+        # other processes then lack.
         if num_bytes > (has := memory_of(self._device)):
             raise NeverFits(
                 f"a step of {shape.num_seqs} sequences and {shape.num_tokens} tokens, pads included, needs {num_bytes} "

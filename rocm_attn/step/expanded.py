@@ -71,8 +71,8 @@ class ExpandedPrefill:
             raise BadProblem("expanded attention must be causal and without a window; attend to this layer absorbed")
         if problem.has_alibi_slopes or problem.row != OF_ONE_TOKEN:
             raise BadProblem(
-                "expanded attention has no ALiBi slopes, and a row of the layer's latents for each token; attend to "
-                "this layer absorbed"
+                "expanded attention needs a layer without ALiBi slopes, whose latents have a row for each token; "
+                "attend to this layer absorbed"
             )
 
     def attend(

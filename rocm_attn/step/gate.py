@@ -365,8 +365,8 @@ class StepGate:
         # A step that moves on writes none of the tokens that the host knows.
         staying = step.batch.max_q_len if self._moves_on else staying
         changed: list[int] = self._changed(step.change, step.batch, staying)
-        # Rounds of drafts ask this many times. Where all tokens count, or all those that ever will, later calls look at
-        # later changes alone.
+        # Rounds of drafts call this often. If nothing has changed for the strictest `staying` that can come, later
+        # calls look at later changes alone.
         if not changed and step is self._staged and (self._moves_on or not staying):
             self._staged = step._replace(change=now)
         return changed

@@ -23,7 +23,7 @@ class HeadWeights:
     A runtime takes any floating dtype, strides and device; its own copies are float32 and contiguous.
 
     sinks:        a logit that is added to the denominator of each softmax of the head
-    alibi_slopes: how much the head's logits decrease with each token that a key is earlier; see Problem
+    alibi_slopes: decrease of the head's logits per token by which a key is earlier; see Problem
     """
 
     sinks: Tensor | None = None
@@ -54,9 +54,8 @@ _Written = TypeVar("_Written")
 
 
 def finished(write: Callable[[], _Written]) -> _Written:
-    """Calls a function that writes several tensors; again after an interrupt, which leaves no old one next to new ones.
-
-    Raises the interrupt.
+    """Calls a function that writes several tensors. If it raises, calls it again, so that no old tensor stays next to
+    new ones, and raises the first exception.
     """
     try:
         return write()

@@ -87,7 +87,7 @@ def wait_for_all(fences: Iterable[Fence], held: object) -> None:
 class RingSlot:
     """A slot, for kernels and for the host.
 
-    words:    its int32 words; an array takes twice as long for a word
+    words:    its int32 words, as a memoryview: an array takes twice as long to read one
     raw:      its bytes
     launched: the fence after launches that read it
     taken:    the fence of a graph that takes it
@@ -149,7 +149,7 @@ class HostRing:
         It waits if the device is `depth` steps late. The slot keeps its old content; an unwritten word is 0.
         """
         slot = self._slots[0]
-        # A graph mostly takes its slot before it comes again, and marks it, so that there is nothing to wait for.
+        # A graph has mostly taken and marked the slot by now, so that there is nothing to wait for.
         if slot.words[ECHO] or slot.done is slot.launched:
             self._wait(slot.done)
         if len(slot.words) < words:

@@ -178,7 +178,7 @@ class StepMemory:
     def device_steps(self, plan: StepPlan) -> tuple[DeviceStep, ...]:
         """The views of each child of a step, whose buffers grow if needed. They are kept for steps of this plan.
 
-        Raises CapacityExceeded if such a buffer is sealed.
+        Raises NeverFits if such a buffer is sealed.
         """
         kept = (self._sealed if plan.replayable else self._open).views
         views: tuple[DeviceStep, ...] | None = kept.get(plan)

@@ -96,7 +96,7 @@ class Lengths(Durations):
 class Reason(str):
     """A sentence, and the word that stands for it where sentences cannot: in the labels of metrics.
 
-    A label that changes with each sentence would leave a series behind for each of them.
+    A label that changes with each sentence would make a series for each of them.
     """
 
     word: str

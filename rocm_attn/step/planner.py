@@ -35,7 +35,7 @@ class PlanningGuards:
     """The safeguards of plans.
 
     longest:   tensors that graphs read -> batch -> tokens of the longest sequence that a step is planned for
-    graph_key: the part of a plan's key that tells graphs apart: all of it, for all that a graph froze
+    graph_key: the part of a plan's key by which graphs differ: all of it
     """
 
     longest: Callable[[SealedTensors], Callable[[StepBatch], int]] = lambda sealed_tensors: attrgetter("max_kv_len")

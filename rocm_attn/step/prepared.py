@@ -42,9 +42,9 @@ from rocm_attn.step.head_weights import HeadWeights, LayerHeadWeights
 
 # The check of torch's compiler; None in a torch that no longer has it, since the name is not public.
 _TENSOR_GUARDS: Callable[..., Any] | None = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-# The property of an address that Triton checks; variants for other than multiples of it are as rare as such tensors.
+# Triton compiles other variants for addresses that are no multiples of it. Such tensors are rare.
 ALIGNMENT = 16
-# Forms of calls that a step remembers. Calls with ever other strides are not prepared.
+# Forms of calls that a step remembers. Later forms, as of strides that keep changing, are not prepared.
 _MOST_FORMS = 64
 
 # Calls of the driver, with all their arguments.
@@ -283,7 +283,7 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def forms_alike(*tensors: Tensor) -> Callable[..., bool] | None:
-    """Returns a check, one call of C, whether as many tensors have the forms of these; it keeps none of them.
+    """Returns a function in C that checks whether as many tensors have the forms of these; it keeps none of them.
 
     The check may fail for equal forms, for instance in another grad or inference mode. None if a tensor is passed
     twice, which is always refused, or if torch has no such check.

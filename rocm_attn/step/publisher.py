@@ -57,7 +57,7 @@ def launch_then_forget(launch: Callable[[], None], forget: Callable[[], None]) -
 # (counts of the step that was published last, its number) -> its fault
 OfLastStep = Callable[[Sequence[int], int], DeviceFault | None]
 
-# Steps of a line whose sequences are remembered: those that may be reported late, and two to spare.
+# Steps of a chain whose sequences are remembered: those that may be reported late, and two to spare.
 _REMEMBERED_STEPS = 5
 # Whole steps from the publication that asks for the result of a split step's second half to the one that has it.
 _STEPS_TO_ANSWER = 3
@@ -140,7 +140,7 @@ class StepChain:
                 self.counts[STEP], self.counts[ERROR_WORD] = self.number, 0
 
 
-# A publication whose launches have begun: its line, the words of its ring slot, counts and number, and whether a graph
+# A publication whose launches have begun: its chain, the words of its ring slot, counts and number, and whether a graph
 # takes it. If it ends early, it is not known whether the first launch was made.
 _Launching = tuple[StepChain, memoryview, Tensor, int, bool]
 
@@ -151,7 +151,7 @@ class PublishingGuards:
 
     ring_wait:      waits for the fence after a ring slot's readers
     deliver:        launches a pending change of the table or of its pages
-    new_echo_check: makes the check of a step's echo when its ring slot comes back
+    new_echo_check: makes the function that checks the echo in a ring slot
     of_last_step:   finds the fault in the counts of a step that no later one echoes
     """
 
@@ -449,7 +449,7 @@ class Publisher:
     def hear_of_the_second_half(self) -> None:
         """Gets the echo of a split step's second half when a whole step follows, so that no second half echoes it.
 
-        A step without sequences does, and its echo is there when the ring slots of the first line have gone round.
+        A step without sequences does, and its echo is there when the ring slots of the first chain have gone round.
         Raises DeviceFault.
         """
         if self.launching is not None:

@@ -43,7 +43,7 @@ class Seals:
         self._num_seals = self.number = 0
 
     def seal(self) -> None:
-        """Fixes the addresses that graphs read, with memory for the largest capture. To grow it afterwards raises."""
+        """Fixes the addresses that graphs read, with memory for the largest capture, which cannot grow afterwards."""
         with self._gate.holder.idle("addresses cannot be sealed"), on_device(self._core.device):
             if self.number == 0:
                 self._seal()
@@ -68,8 +68,8 @@ class Seals:
 
         The new memory is allocated before the old one is freed: if it does not fit, or one of several ranks (agree) has
         no room, nothing has changed. An interrupt may leave the addresses unsealed.
-        Raises BadSetting, WrongState, DeviceFault like check_device(), CapacityExceeded for another rank, and the
-        device's error if its memory is short.
+        Raises BadSetting, WrongState, DeviceFault like check_device(), NeverFits for another rank, and the device's
+        error if its memory is short.
         """
         with self._gate.holder.idle("addresses cannot be sealed again"), on_device(self._core.device):
             padding = self._padding_for(capture_sizes, capture_tokens)

@@ -21,7 +21,7 @@ from rocm_attn.step.tensor_checks import TensorChecks, require_apart
 
 
 class StateCalls(Protocol):
-    """The calls of a model's forward in each recurrent layer. T padded tokens.
+    """The calls of a model's forward in each recurrent layer, for T padded tokens.
 
     Layers have the numbers of RecurrentLayers.layers. A step has stored once each layer has convolved, if it has a
     convolution, and has recurred. A call reads the state before the step and writes the one after it in other memory,
@@ -36,22 +36,22 @@ class StateCalls(Protocol):
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Convolves each channel with the last inputs of its sequence: out[t] = act(bias + sum of weight * x).
 
-        x, out: [T, channels], different memory; any strides but the last. Padded tokens of out receive zeros
+        x, out: [T, channels], different memory; last stride 1, others free. Padded tokens of out become 0
         weight: [channels, width], its last column for the token itself; bias: [channels]
         """
 
     def recur(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, out: Tensor) -> None:
         """Folds tokens into the states of their sequences, and reads the states with q; see Update.
 
-        q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; any strides but the last. out shares memory with no
-                other one; its padded tokens receive zeros
+        q, k:   [T, k_heads, k_dim]; v, out: [T, heads, v_dim]; last stride 1, others free. out shares memory with no
+                other one; its padded tokens become 0
         decay:  float32 [T, heads], or [T, heads, k_dim] with decays of channels: natural logarithms, at most 0
         beta:   float32 [T, heads]
         """
 
 
 class StateLayers(TensorChecks):
-    """The recurrent layers of a model over their slots. deterministic: whether bits depend on no batch and no chunk"""
+    """The recurrent layers of a model over their slots. deterministic: True if no bit depends on batch or chunks"""
 
     def __init__(self, states: StatePool, ops: StepOps, sides: Sides, *, deterministic: bool) -> None:
         super().__init__(states.device)

@@ -113,10 +113,9 @@ def _figure_of_servers(pyplot: Any, rows: Sequence[Mapping[str, Any]], caption: 
 
 
 def _figure(pyplot: Any, picture: Picture, caption: str) -> Any:
-    """Draws times on the left, on a logarithmic axis, with the lower bound as a line at each case.
-
-    Shares of the lower bound's
-    speed on the right."""
+    """Draws times on the left, on a logarithmic axis, with the lower bound as a line at each case; on the right, shares
+    of the lower bound's speed.
+    """
     height = 1.2 + _INCHES_A_CASE * len(picture.cases) * max(1.0, len(picture.providers) / 3)
     figure, (times, shares) = pyplot.subplots(1, 2, sharey=True, figsize=(_WIDTH, height), layout="constrained")
     bar = 0.8 / len(picture.providers)

@@ -32,7 +32,7 @@ _LATENT_HEADS = (8, 16, 32, 64, 128)
 _OTHER_V, _CODED, _LATENT = 0.25, 0.15, 0.1
 # Limits of one layer's K and V, and of its products: a case takes some milliseconds at most.
 MOST_BYTES, MOST_FLOPS = 400 << 20, 4e11
-# A mixed step keeps one decode beside its two chunks.
+# A mixed step keeps one decode and its two chunks.
 _FEWEST_SEQS = 3
 
 # New and stored tokens of each sequence.

@@ -221,7 +221,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=NEW, help="new tokens of a request")
     parser.add_argument("--long", type=int, default=LONG, help="tokens of the long prompt")
-    parser.add_argument("--long-new", type=int, default=4096, help="most new tokens of the streams beside it")
+    parser.add_argument("--long-new", type=int, default=4096, help="most new tokens of the other streams")
     parser.add_argument("--pieces-before", type=int, default=64, help="of each stream before the long prompt comes")
     parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=4, help="that send requests")

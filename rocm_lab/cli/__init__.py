@@ -1,1 +1,1 @@
-"""The commands `rocm-attn bench`, `replay-step`, `soak`, `tune` and `waits`."""
+"""The laboratory's commands; parser.py lists them."""

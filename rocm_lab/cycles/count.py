@@ -25,7 +25,7 @@ class LoopCount:
     clocks:        in which each of them ends an iteration
     matrix:        clocks that they keep the matrix unit in it; no order of instructions is faster
     vector, local_memory, vector_memory: the same for other units
-    packed:        their packed float32 operations, beside which no product runs
+    packed:        their packed float32 operations, during which no product runs
     barriers:      of an iteration of a wave
     """
 

@@ -8,7 +8,7 @@ Sources, by the names that the constants cite:
 
     ISA       "AMD Instinct MI300 Instruction Set Architecture" and the one of CDNA4, section 7: passes of 4 clocks
     LLVM      SISchedule.td (HWWriteRes of SIDPGFX940FullSpeedModel and SIDPGFX950FullSpeedModel; steps of 4 clocks),
-              SIPreEmitPeephole.cpp (packed operations beside matrix instructions)
+              SIPreEmitPeephole.cpp (packed operations next to matrix instructions)
     fav4      ROCm/gfx950-gluon-tutorials, kernels/attention/README.md, sections 1, 2 and 7
     notes     the same repository, kernels/attention/note.md and mfma_coissue_scheduling.md
     lds       the same repository, docs/lds_throughput.md
@@ -31,7 +31,7 @@ SIMDS = 4
 PASS = 4
 # A matrix instruction reads its sources for so long, and the vector unit issues nothing meanwhile (fav4, 2).
 MATRIX_READ = 8
-# A packed float32 operation issues neither beside a matrix instruction nor within so many clocks after one (notes).
+# A packed float32 operation issues neither with a matrix instruction nor for this number of clocks after one (notes).
 PACKED_AFTER_MATRIX = 12
 # A wait state of s_nop is an issue slot (ISA 4.5: the states after 8 passes are 11 and more, which cover 32 clocks).
 WAIT_STATE = 4

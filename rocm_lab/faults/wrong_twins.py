@@ -426,7 +426,7 @@ def full_space(step: DeviceStep, kind: int) -> StepTensors:
 
 
 def last_new_tokens(batch: StepBatch) -> Int32Array:
-    """A step gives back pages that its sequences' last new tokens do not see any more."""
+    """A step gives back pages that its sequences' last new tokens no longer see."""
     return batch.kv_len
 
 
@@ -481,7 +481,7 @@ def forget_then_launch(launch: Callable[[], None], forget: Callable[[], None]) -
 
 
 def page_zero_is_no_ones(terms: TableTerms) -> TableTerms:
-    """Page 0 belongs to no one, even if its owner says otherwise."""
+    """Page 0 counts as reserved, even if its owner says otherwise."""
     return terms._replace(null_page=True)
 
 

@@ -1,1 +1,1 @@
-"""The ledger of AITER's releases: its sources by script, and the page that sets them beside what this project knows."""
+"""The ledger of AITER's releases: its sources by script, and the page that compares them with this project's tables."""

@@ -51,7 +51,7 @@ class Operation:
         """True if it is complete before a later one begins, in every order of waves and programs.
 
         Waves of a program share an L1, which serves them in the order of issue: there a barrier is enough, without a
-        wait. Another program sees a store only if it was complete before the barrier behind which another wave
+        wait. Another program sees a store only if it was complete before the barrier after which another wave
         releases it (llvm/llvm-project#160501).
         """
         if self.wave is later.wave:
@@ -91,7 +91,7 @@ class TimedWave:
             operation.acquires = joined(operation.acquires, word)
         for word in stored:
             word.update(joined(word, self.published))
-        if stored and self.published.get(self) == self.segment:  # a release: whoever acquires it comes after it
+        if stored and self.published.get(self) == self.segment:  # a release: waves that acquire it come after it
             operation.done = self.segment - 1
         queue = operation.queue
         self.flights[queue].append(operation)

@@ -31,7 +31,7 @@ class GoingOn:
         return row in self.untracked and not self.surely(row, tokens)
 
     def lose_track(self, rows: Iterable[int]) -> None:
-        """The host does not know any more where rows go on."""
+        """The host no longer knows where rows go on."""
         if self.kept:
             self.untracked.update(rows)
 

@@ -1,4 +1,4 @@
-"""Scene: one small runtime, the oracle beside it, and what every call that was taken must have left there.
+"""Scene: one small runtime, its oracle, and what every call that was taken must have left there.
 
 Its rules are the API's: any call may come at any time, with any value. A call that is refused changes nothing; one that
 must be refused is refused, or its rows are reported; whatever else is taken leaves each live request, each kept page
@@ -424,7 +424,7 @@ class Scene(Calls):
             at: list[tuple[int, int, int, str]] = []
             for row, kv in self.oracle.kv.items():
                 if not table.is_admitted(row):
-                    raise Finding(f"after {what}: row {row} is not admitted any more")
+                    raise Finding(f"after {what}: row {row} is no longer admitted")
                 pages = table.pages_of(row, space).tolist()
                 at += _tokens(kv, [copies.get(page, page) for page in pages], self.page_size, f"row {row}")
             if self.kept:

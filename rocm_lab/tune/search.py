@@ -124,7 +124,7 @@ class _Best:
 class Search:
     """Searches jobs until they are done or time is up. Each has an equal share of the time that is left.
 
-    seconds_left: until no candidate is begun any more
+    seconds_left: in which candidates are begun
     keep:         called with each row that is faster than the one kept before
     kept:         the row that an earlier search kept for a job, if any
     """

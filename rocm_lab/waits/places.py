@@ -32,7 +32,7 @@ _MOST_VALUES, _MOST_PATHS = 6, 24
 # In place of bounds: all lanes.
 _WHOLE = Bounds(-1, -1)
 _EXEC = NUM_VECTOR + EXEC
-# Registers as in registers.py. Behind them their bounds in lanes that are not active; then, by the number of the load
+# Registers as in registers.py. After them their bounds in lanes that are not active; then, by the number of the load
 # into LDS, its place, and whether that can change.
 _INACTIVE, _PLACE, _SETTLED = 1_000, 10_000, 1_000_000
 _ARRIVED, _SHOWN = Bounds(1, 1), Bounds(2, 2)

@@ -1,4 +1,4 @@
-"""`rocm-attn serve`: a model behind OpenAI's HTTP API.
+"""`rocm-attn serve`: serves a model with OpenAI's HTTP API.
 
 Two processes serve. The engine's imports torch; this one, with HTTP and the tokenizer, does not. The engine's begins
 first, so that it imports torch and reads weights while this one imports its own libraries.

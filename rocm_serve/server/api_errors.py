@@ -60,7 +60,7 @@ def bad_request(message: str, param: str = "", code: str = "invalid_value") -> A
 
 
 def client_gone() -> ApiError:
-    """Returns the error for a client that closed its connection or stopped reading. No one reads the answer."""
+    """Returns the error for a client that closed its connection or stopped reading. It does not get the answer."""
     return ApiError(CLIENT_GONE, "the client has disconnected", code="client_gone")
 
 

@@ -139,7 +139,7 @@ class AnswerReader(Reader):
         self._drop(len(mark) if mark == form.closes else 0 if mark else len(self._held))
 
     def _next(self, marks: Mapping[str, str] | tuple[str, ...], *, as_thought: bool) -> Generator[None, None, str]:
-        """Returns the next mark, where _at is then, or "" at the end. The text before it is told, but for blanks."""
+        """Returns the next mark, where _at is then, or "" at the end. Passes on the text before it, without blanks."""
         pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
         longest = max(map(len, marks), default=0)
         while True:

@@ -94,7 +94,7 @@ class Job:
                 stream.give_up(why)
 
     def close(self) -> None:
-        """Ends all of its requests in the engine, because no result is needed any more."""
+        """Ends all of its requests in the engine, because no result is needed."""
         self._timer.cancel()
         for stream in self._streams:
             stream.close()

@@ -42,8 +42,8 @@ class ApiKeys:
     def of(cls, keys: list[str]) -> ApiKeys:
         """Makes the keys, each given alone or after its name and a space.
 
-        Raises BadSetting for a key that no header can carry, that is easy to guess, or that is given twice, and for a
-        name that no label should have, or that two keys have.
+        Raises BadSetting for a key that no header can carry, that is too short, or that is given twice, and for a name
+        that no label should have, or that two keys have.
         """
         name_of: dict[bytes, str] = {}
         for number, given in enumerate(keys, 1):

@@ -78,7 +78,7 @@ class ServerOptions:
     client_share: float = option(
         0.5,
         "share of --max-connections that one address may use, and of --max-waiting-bytes that one key may use, or "
-        "one address if there are no keys; use 1 behind a gateway, because all clients then have its address",
+        "one address if there are no keys; use 1 if a gateway passes requests on, because all then have its address",
         unit="SHARE",
         above=0,
         most=1,

@@ -70,7 +70,7 @@ class PromptReport:
     """The logprobs of prompts that are in an answer: numbers of likeliest tokens, or NO_LOGPROBS.
 
     num_likeliest: in vLLM's form
-    num_echoed:    in OpenAI's, beside the echoed prompt
+    num_echoed:    in OpenAI's, with the echoed prompt
     """
 
     num_likeliest: int = NO_LOGPROBS

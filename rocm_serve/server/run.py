@@ -146,7 +146,7 @@ class Server(uvicorn.Server):
                 f"(--max-connections): the process may open {self._limit} files (ulimit -n)"
             )
         await super().startup(sockets)
-        self._listen(sockets)  # the loop has told the kernel to keep as few as it accepts at a time
+        self._listen(sockets)  # the loop has set the kernel's queue to as few as it accepts at a time
         self._announce(f"listening on {url_of(sockets[0], self._options)}")
         watching = [self._drain(), self._watch_engine()]
         if self._options.truth_every:

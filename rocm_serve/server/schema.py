@@ -47,7 +47,7 @@ LEAST_DEADLINE_SECONDS = 0.01
 # The largest seed is the one of OpenAI's documentation, a signed integer of 64 bits.
 _Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 _Positive = Annotated[int, Field(ge=1, lt=2**31)]
-# Bounds keep priorities comparable: where they age, the worst one waits for a bounded time behind the best ones.
+# Bounds keep priorities comparable: where they age, the worst one waits for the best ones for a bounded time.
 MOST_PRIORITY = 1000
 _SAMPLING = option_texts(Sampling)
 

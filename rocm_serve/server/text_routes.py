@@ -1,4 +1,4 @@
-"""Routes beside OpenAI's, with vLLM's names and fields: texts and their tokens, and small facts about the server."""
+"""Routes that OpenAI lacks, with vLLM's names and fields: texts and their tokens, and small facts about the server."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ class WaitingBytes:
         self._of: Counter[str] = Counter()
 
     def begin(self, client: str, num_bytes: int) -> WaitingBody:
-        """Returns a body of a client that is expected to have so many bytes; 0 if that is unknown.
+        """Returns a body of a client. num_bytes: that it is expected to have; 0 if that is unknown
 
-        They are counted at once: otherwise, of many bodies that come at the same time, each would have come in part
-        when the bound is reached, and none would be served. Raises FitsLater if there are too many.
+        The expected bytes are counted at once: otherwise, of many bodies that come at the same time, each would have
+        come in part when the bound is reached, and none would be served. Raises FitsLater if there are too many.
         """
         self.add(client, num_bytes)
         return WaitingBody(self, client, num_bytes)

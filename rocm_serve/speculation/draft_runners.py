@@ -124,7 +124,7 @@ class DraftRunners:
         return terms_of_drafts(sequences if self._draws else (), self.num_levels, self.num_branches)
 
     def places(self, sequences: Sequence[DraftedFor]) -> list[int]:
-        """Drafts.place for each of a round's sequences."""
+        """DraftTree.place for each of a round's sequences."""
         return [place if self._draws and samples(each) else NOT_DRAWN for place, each in enumerate(sequences)]
 
     def capture_all(self, progress: Progress) -> None:

@@ -80,7 +80,7 @@ def _read_head(path: str, loaded: LoadedModel) -> EagleWeights:
 
 
 def beside(drafting: Drafting, loaded: LoadedModel, options: EngineOptions) -> Beside:
-    """The model or head that drafts, as it takes memory beside the model."""
+    """The model or head that drafts, with the memory that it takes in addition to the model's."""
     if isinstance(drafting, NoWeights):
         return NOTHING_BESIDE
     attention = (drafting if isinstance(drafting, LoadedModel) else drafting.model).config.attention
@@ -103,7 +103,7 @@ def drafter_of(
 ) -> Drafter:
     """The drafter of an engine's model. model: see served()
 
-    Raises BadModel, CapacityExceeded for a small model or a head that cannot draft.
+    Raises BadModel, NeverFits for a small model or a head that cannot draft.
     """
     if isinstance(drafting, LoadedModel):
         return model_drafter(drafting, loaded, options, runtime)
@@ -126,7 +126,7 @@ def model_drafter(
 ) -> ModelDrafter:
     """A small model that drafts for a large one. options, runtime: of the large model's engine
 
-    Raises BadModel for a model with other tokens, CapacityExceeded for an impossible pool.
+    Raises BadModel for a model with other tokens, NeverFits for an impossible pool.
     """
     if small.config.vocab_size != large.config.vocab_size:
         raise BadModel(
@@ -143,7 +143,7 @@ def model_drafter(
 def eagle_drafter(
     weights: EagleWeights, large: HandingOver, options: EngineOptions, runtime: AttentionRuntime
 ) -> EagleDrafter:
-    """A head that drafts for a model. options, runtime: of the model's engine. Raises CapacityExceeded."""
+    """A head that drafts for a model. options, runtime: of the model's engine. Raises NeverFits."""
     few = 1 + num_levels(options)
     drafting, _ = _runtime_of(weights.model, options, runtime, few)
     most = max(large.features.shape[0], drafting.padding.seqs.largest * few)

@@ -32,8 +32,8 @@ class MultiLevelCascadeAttentionWrapper(Wrapper):
 
     num_levels:             of KV, from the one that most sequences share to the one that each has for itself
     float_workspace_buffer: sets the wrapper's device; nothing is written to it
-    ..._buf_arr:            a list with the buffer of each level's BatchPrefillWithPagedKVCacheWrapper; with
-    use_cuda_graph Raises BadBatch, BadSetting, BadTensor.
+    ..._buf_arr:            with use_cuda_graph, the buffer of each level's BatchPrefillWithPagedKVCacheWrapper
+    Raises BadBatch, BadSetting, BadTensor.
     """
 
     @as_in_flashinfer

@@ -58,7 +58,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     def plan(self, given: Given) -> None:
         """Takes a batch for later calls of run(), which plan it with their spans.
 
-        What run() determines is refused here, as in FlashInfer: causality, masks and windows.
+        Causality, masks and windows are refused here, as in FlashInfer: run() determines them.
         Raises Unsupported, BadSetting, BadBatch, BadTensor. Then nothing is planned.
         """
         defaults = inspect.signature(self.plan).parameters

@@ -166,7 +166,7 @@ class Geometry:
         return self.kv_dtype in _EIGHT_BITS
 
     def scaled(self, scale_value: float) -> Geometry:
-        """Returns the same geometry with its scale multiplied by factor."""
+        """Returns the same geometry with its scale multiplied by scale_value."""
         return self if scale_value == 1.0 else replace(self, scale=self.scale * scale_value)
 
     def problem(self, *, causal: bool, masked: bool) -> Problem:

@@ -47,7 +47,7 @@ class ImageSpans(CausalImages):
         """Returns the spans of a batch of prompts; NO_CELLS without images. Raises BadBatch.
 
         An image whose last token comes in a later step stays causal, as in SGLang's own backends, and the log says so.
-        Of one that began in an earlier step the new tokens see all: those before them have seen it whole, or were cut
+        New tokens see all of an image that began in an earlier step: tokens before them have seen it whole, or were cut
         off.
         """
         inputs = batch.mm_inputs

@@ -407,7 +407,7 @@ class KVGroup:
 
 
 def _scales(each: GroupLayer) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the scales of K and V that vLLM has beside a layer's pages; records have their own."""
+    """Returns the scales of K and V that vLLM keeps outside of a layer's pages; records have their own."""
     if each.problem.kv_scales is Scales.GROUP:
         return None, None
     k_scale = each.layer._k_scale

@@ -190,7 +190,7 @@ class StoresLatentRows:
     ) -> None:
         """Stores latent rows, by vLLM's kernel if it has one. encoding: dtype of the cache, and its scale"""
         if kv_cache.device.type != "cpu" or not kv_cache.numel():
-            super().do_kv_cache_update(  # type: ignore[misc]  # of the class of vLLM's beside this one
+            super().do_kv_cache_update(  # type: ignore[misc]  # of vLLM's class among the bases
                 kv_c_normed, k_pe, kv_cache, slot_mapping, *encoding
             )
             return

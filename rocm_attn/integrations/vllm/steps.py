@@ -132,10 +132,10 @@ def external_step(
 def slots_of_whole(common: CommonMetadata, slots: Tensor, page_size: int, longest: int) -> Tensor:
     """Returns a step's slots, and -1 for all tokens of a sequence whose length vLLM has cut to the longest one.
 
-    Block drafts of vLLM's runner V2 (DFlash) have a fixed number of tokens, also past the longest sequence. It cuts the
-    length there, so by it each token lies before its slot. Drafts after the end are of no use, and stored they would
-    hide what the sequence has. The first two tokens tell: their slots are the table's for later places. Other slots are
-    wrong ones: they stay, and are reported.
+    Block drafts of vLLM's runner V2 (DFlash) have a fixed number of tokens, also past the longest sequence. There vLLM
+    cuts the length and not the slots. Drafts after the end are of no use, and storing them would hide the sequence's
+    own tokens. Such a sequence is known by its first two tokens: the table has their slots at later places. Other slots
+    that differ from the table's are wrong: they stay, and are reported.
     """
     ends, seq_lens = common.query_start_loc[1 : common.num_reqs + 1], common.seq_lens[: common.num_reqs]
     starts, table = common.query_start_loc[: common.num_reqs], common.block_table_tensor[: common.num_reqs]

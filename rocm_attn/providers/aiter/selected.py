@@ -1,4 +1,4 @@
-"""aiter.unified_attention_sparse_mla: attention of latent layers over a selection, a second opinion beside Triton's.
+"""aiter.unified_attention_sparse_mla: attention of latent layers over a selection, a second opinion to Triton's.
 
 It takes the places of selected tokens in the pool, -1 for none: page * tokens of a page + offset. Its indexes are
 multiplied by strides of 64 bits. A program computes 16 heads of one token over all of its keys, a page's number of them

@@ -173,7 +173,7 @@ WHOLE = {"intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5,
     [
         (["--max-kv-len", "8192"], r"fits: 93\.\d GiB remain for activations"),
         ([], r"does not fit: 866\.\d GiB are missing before activations"),
-        (["--weights-gib", "190"], r"does not fit: no token of K and V fits beside the rest"),
+        (["--weights-gib", "190"], r"does not fit: the rest leaves no room for a token of K and V"),
         (["--tp", "8"], r"fits: 41\.\d GiB remain for activations"),
     ],
 )

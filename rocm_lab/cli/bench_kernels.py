@@ -30,7 +30,7 @@ from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions, Race, co
 from rocm_lab.bench.layers import NAMED, LayerSizes
 from rocm_lab.bench.random_cases import COUNT, random_cases
 from rocm_lab.bench.request_trace import read_step
-from rocm_lab.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_json
+from rocm_lab.bench.result_file import KERNELS, deliver, head, kernels_as_json, lines_of
 from rocm_lab.bench.suites import SuiteCase, suite
 
 # A CPU takes milliseconds for work that takes a GPU microseconds.
@@ -82,10 +82,7 @@ def run(options: argparse.Namespace) -> None:
     except (RuntimeError, MemoryError, KeyboardInterrupt) as error:
         failure = error
     result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
-    if options.out:
-        write_json(Path(options.out), result)
-    if options.json:
-        print(as_text(result))
+    deliver(result, options.out, in_json=options.json)
     if isinstance(failure, KeyboardInterrupt):
         raise failure
     if failure is not None:
@@ -122,10 +119,7 @@ def _write_host(
 ) -> None:
     arch = detect_target(device).arch
     result = {**head(KERNELS, device), "arch": arch, "options": asdict(host_options), "rows": rows}
-    if options.out:
-        write_json(Path(options.out), result)
-    if options.json:
-        print(as_text(result))
+    deliver(result, options.out, in_json=options.json)
 
 
 def _begun(cases: Sequence[SuiteCase], max_seconds: float) -> Iterator[SuiteCase]:

@@ -19,6 +19,7 @@ from rocm_lab.bench.openai_load import run_load
 from rocm_lab.bench.plots import draw_serving
 from rocm_lab.bench.request_trace import read_trace
 from rocm_lab.bench.result_file import SERVING, deliver, head, shareable
+from rocm_lab.cli.sigterm import sigterm_interrupts
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 
@@ -55,7 +56,8 @@ def run(options: argparse.Namespace) -> None:
             elsewhere = EnergyMeter(lambda: float("nan"), "", "the server is on another machine")
             meter = meter_of(device) if local else elsewhere
             energy[name] = meter.why_not or meter.source
-            results[name] = asyncio.run(run_load(url, options.model, key, trace, how, meter))
+            with sigterm_interrupts():
+                results[name] = asyncio.run(run_load(url, options.model, key, trace, how, meter))
     finally:  # earlier servers' results are kept at Ctrl-C, or if a later server is not there
         if results:
             _show(options, results, device, energy)

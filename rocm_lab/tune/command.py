@@ -28,6 +28,7 @@ from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.machine import commit, version_of
+from rocm_lab.cli.sigterm import sigterm_interrupts
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
 from rocm_lab.tune.journal import Journal
@@ -82,8 +83,9 @@ def tune(options: argparse.Namespace, target: Target, device: str, bench: Bench)
     run = TuneRun(file, place, facts, journal)
     search = Search(bench, target, journal, lambda: ends - time.monotonic(), run.keep, run.kept)
     try:
-        for tried in search.run(jobs):
-            run.took(tried)
+        with sigterm_interrupts():
+            for tried in search.run(jobs):
+                run.took(tried)
     finally:
         journal.close()
         run.report(options.json, was_enough=time.monotonic() < ends)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -168,14 +169,15 @@ def test_what_was_measured_before_the_device_failed_is_written(
     assert {row["batch"] for row in read_result(tmp_path / "run.json").rows} == {"3d40"}
 
 
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_what_was_measured_of_the_host_before_an_interrupt_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    by: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     row = {"case": "a step", "batch": "1d1", "provider": "torch", "us": 1.0, "status": OK}
 
     def interrupted(*_: object) -> Iterator[dict[str, Any]]:
         yield row
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), by)
 
     monkeypatch.setattr(bench_kernels, "host_rows", interrupted)
     out = tmp_path / "run.json"

@@ -3,7 +3,9 @@
 import argparse
 import fcntl
 import json
+import os
 import resource
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +196,23 @@ def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(
     monkeypatch.setattr(command, "commit", lambda: "another")
     search(place, fourth := FakeBench(cost))
     assert fourth.judged == whole.judged, "another commit is another search"
+
+
+def test_a_candidate_is_not_to_blame_for_a_search_that_sigterm_ends(tmp_path: Path) -> None:
+    """As of `timeout 1800 rocm-attn tune`."""
+
+    class Ended(FakeBench):
+        def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
+            if plain(tiles).key_block == 64:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().judge(job, tiles)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path / "t.json", Ended(cost))
+    assert signal.signal(signal.SIGTERM, before) not in (before, signal.default_int_handler), "it is as it was"
+    (row,) = search(tmp_path / "t.json", FakeBench(cost)).rows
+    assert plain(row.tiles).key_block == 64
 
 
 def test_a_candidate_that_takes_the_process_with_it_is_passed_over(

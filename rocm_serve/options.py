@@ -195,6 +195,11 @@ class EngineOptions(AttentionOptions):
                 f"host_kv_bytes is {self.host_kv_bytes} and speculative is {self.speculative}, which keeps K and V of "
                 "its own that do not move to host memory; use ngram, or leave host_kv_bytes out"
             )
+        files = [place.absolute() for place in (self.flight_record, self.evidence) if place is not None]
+        if len(files) > len(set(files)):
+            raise BadSetting(
+                f"flight_record and evidence are both {self.evidence}, and each would replace the other; name two files"
+            )
         if self.steps_ahead not in (None, 0, 1):
             raise BadSetting(
                 f"steps_ahead is {self.steps_ahead}; it must be 0 or 1, because a step needs the tokens of the one "

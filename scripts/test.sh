@@ -44,6 +44,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
 
+# In a shard that there is not, no test would run, and every stage would pass.
+if ! [[ ${SHARD:-1/1} =~ ^([1-9][0-9]*)/([1-9][0-9]*)$ ]] || ((BASH_REMATCH[1] > BASH_REMATCH[2])); then
+    echo "SHARD is '$SHARD'; give the number of a part and the number of parts, such as 2/5" >&2
+    exit 2
+fi
+
 # Tensors are small here: a second thread gains nothing, and on a busy machine it waits for the first.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Without bytecode, each process of each stage would compile the package and the tests again.

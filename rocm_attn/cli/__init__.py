@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 the job failed, 2 wrong usage or bad input, 130 interrupte
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -18,6 +19,7 @@ from rocm_attn.machine.distributions import installing
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
 _STDERR = 2
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BAD_INPUT_ERRORS = (BadModel, BadProblem, BadRequest, BadSetting)
 
 # Libraries that are not always installed with the package -> how to install them.
@@ -95,6 +97,9 @@ def _answer(error: BaseException) -> int:
     if isinstance(error, OSError) and error.filename is not None:
         say(f"rocm-attn: {error.filename} cannot be used ({error.strerror}); look at its path and its permissions")
         return BAD_INPUT
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:  # a file that is open already has no name
+        say(f"rocm-attn: a file cannot be written ({error.strerror}); make room where Triton's cache and TMPDIR are")
+        return FAILED
     raise error
 
 

@@ -62,7 +62,7 @@ def _with_bundles(
         return _checked(Path(options.check), target, compile_all)
     if options.bundle is None:
         if target.is_gpu:
-            _require_cache()
+            _writable_cache()
         return compile_all()
     from rocm_attn.kernels.compile_only import cache_at
 
@@ -79,19 +79,14 @@ def _with_bundles(
     return replace(report, cache=options.bundle)
 
 
-def _cache() -> Path:
-    """The folder of Triton's cache. Raises BadSetting if it has no name."""
+def _writable_cache() -> Path:
+    """The folder of Triton's cache. Raises BadSetting if it has no name, or if Triton cannot write to it."""
     from rocm_attn.kernels.compile_only import cache_folder
 
-    folder = cache_folder()
-    if not folder:
+    named = cache_folder()
+    if not named:
         raise BadSetting("TRITON_CACHE_DIR is empty, and Triton compiles nothing then; unset it, or name a folder")
-    return Path(folder)
-
-
-def _require_cache() -> None:
-    """Raises BadSetting if Triton cannot write its cache."""
-    folder = _cache()
+    folder = Path(named)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -100,6 +95,7 @@ def _require_cache() -> None:
         raise BadSetting(
             f"Triton's cache {folder} cannot be written ({error.strerror}); set TRITON_CACHE_DIR to another folder"
         ) from error
+    return folder
 
 
 def bundle_facts(target: Target) -> dict[str, str]:
@@ -109,11 +105,11 @@ def bundle_facts(target: Target) -> dict[str, str]:
 
 def _checked(file: Path, target: Target, compile_all: Callable[[], PrewarmReport]) -> PrewarmReport:
     """Adds a bundle to Triton's cache, and compiles what is missing. Raises BadSetting if anything was."""
-    cache = _cache()
+    cache = _writable_cache()
     try:
         load_bundle(file, cache, bundle_facts(target))
     except OSError as error:
-        raise BadSetting(f"--check cannot read {file}: {error}") from error
+        raise BadSetting(f"--check cannot copy {file} into Triton's cache {cache}: {error}") from error
     report = compile_all()
     if report.compiled:
         raise BadSetting(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,7 +37,8 @@ def whole_file(place: Path) -> Iterator[Path]:
     """
     if _is_taken(place):
         raise FileExistsError(errno.EEXIST, _NO_FILE, str(place))
-    part = place.with_name(f"{place.name}.{os.getpid()}.part")
+    # Processes of two containers that share a folder may have one number.
+    part = place.with_name(f"{place.name}.{secrets.token_hex(8)}.part")
     try:
         yield part
         os.replace(part, place)

@@ -2,8 +2,8 @@
 
 These are kernels of other libraries, which may be built without a variant, or with a wrong one, and show it only in
 their results; and kernels of this project for which a plainer one can serve, and that no GPU of their arch has run. The
-probe runs whole steps of small runtimes (probe_runs.py). Verdicts are kept on disk by arch and versions, so that later
-processes do not repeat it.
+probe runs whole steps of small runtimes (probe_runs.py). Verdicts are kept on disk by arch, versions and code, so that
+later processes do not repeat it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from rocm_attn.providers.select import Selection
 from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, outcome, random_run, selected_run
 
 Run = Callable[[Selection, torch.device], FailedProbe | None]
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapping[str, str]:
@@ -87,9 +90,19 @@ def _place(selection: Selection, device: torch.device) -> Path | None:
         "torch": torch.__version__,
         "kernels": sorted(kernel.bound.describe() for kernel in selection.kernels.values()),
         "probe": ALL_OF_IT,
+        "code": _code(),
     }
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return user_cache() / "probes" / f"{name}.json"
+
+
+@cache
+def _code() -> str:
+    """A digest of the kernels and their launches: the version is the same for many commits."""
+    digest = hashlib.sha256()
+    for place in sorted(place for folder in ("kernels", "providers") for place in (_PACKAGE / folder).rglob("*.py")):
+        digest.update(place.read_bytes())
+    return digest.hexdigest()
 
 
 def _read(place: Path) -> Mapping[str, str] | None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,21 @@ _LOW, _HIGH = 0.025, 0.975
 # Fewer samples do not give a useful interval.
 _FEWEST = 5
 
-# Suite, case, batch and provider. Suites share cases.
-Key = tuple[str, str, str, str]
+
+@dataclass(frozen=True, slots=True, order=True)
+class RowKey:
+    """The facts by which rows of two runs are of the same. Suites share cases.
+
+    dtype: of q; empty if the row names none
+    nth:   of rows that are alike otherwise, such as those of layers that differ in their scale, in the file's order
+    """
+
+    suite: str
+    case: str
+    batch: str
+    provider: str
+    dtype: str
+    nth: int
 
 
 class Change(enum.Enum):
@@ -84,8 +98,9 @@ def compare(before: ResultFile, after: ResultFile, smallest: float, allowed: All
     if any(only.values()) and not allowed.common_cases:
         name, keys = next((name, keys) for name, keys in only.items() if keys)
         raise BadSetting(
-            f"{len(keys)} rows are only in the run {name}, such as {keys[0][3]} on {keys[0][1]} ({keys[0][2]}); "
-            "measure the same, or compare the common ones with --common-cases"
+            f"{len(keys)} rows are only in the run {name}, such as {keys[0].provider} on {keys[0].case} "
+            f"({' in '.join(filter(None, (keys[0].batch, keys[0].dtype)))}); measure the same, or compare the common "
+            "ones with --common-cases"
         )
     found = []
     for key in (key for key in old if key in new):
@@ -108,17 +123,24 @@ def _check_files(before: ResultFile, after: ResultFile, allowed: Allowed) -> Non
         )
 
 
-def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, Mapping[str, Any]]:
-    return {(row["suite"], row["case"], row["batch"], row["provider"]): row for row in rows}
+def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[RowKey, Mapping[str, Any]]:
+    found: dict[RowKey, Mapping[str, Any]] = {}
+    seen: Counter[RowKey] = Counter()
+    for row in rows:
+        layer = row.get("layer")
+        dtype = str(layer.get("dtype", "")) if isinstance(layer, dict) else ""
+        first = RowKey(row["suite"], row["case"], row["batch"], row["provider"], dtype, 0)
+        found[replace(first, nth=seen[first])] = row
+        seen[first] += 1
+    return found
 
 
-def _row(key: Key, old: Mapping[str, Any], new: Mapping[str, Any], smallest: float) -> ComparedCase | None:
-    _, case, _, provider = key
+def _row(key: RowKey, old: Mapping[str, Any], new: Mapping[str, Any], smallest: float) -> ComparedCase | None:
     before, after = old.get("samples_us"), new.get("samples_us")
     if not before and not after:
         return None
     if not before or not after:
-        return ComparedCase(case, provider, Change.MENDED if after else Change.BROKEN)
+        return ComparedCase(key.case, key.provider, Change.MENDED if after else Change.BROKEN)
     ratio, low, high = ratio_of_medians(before, after)
     least, most = 1 / (1 + smallest), 1 + smallest
     change = Change.UNCLEAR
@@ -128,7 +150,7 @@ def _row(key: Key, old: Mapping[str, Any], new: Mapping[str, Any], smallest: flo
         change = Change.FASTER
     elif least <= low and high <= most:
         change = Change.SAME
-    return ComparedCase(case, provider, change, ratio, low, high)
+    return ComparedCase(key.case, key.provider, change, ratio, low, high)
 
 
 def ratio_of_medians(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:

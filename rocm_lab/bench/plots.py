@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.whole_files import whole_file
 from rocm_lab.bench.choices import HOST
 from rocm_lab.bench.kernels import OK
 from rocm_lab.bench.result_file import KERNELS, ResultFile
@@ -85,7 +86,8 @@ def _written(path: Path, figure_of: Callable[[Any, Any, str], Any], drawn: Any, 
     with matplotlib.rc_context({"font.size": 8}):
         figure = figure_of(pyplot, drawn, caption)
         try:
-            figure.savefig(path, dpi=_DPI, metadata={"Software": None}, facecolor="white")
+            with whole_file(path) as part:
+                figure.savefig(part, format="png", dpi=_DPI, metadata={"Software": None}, facecolor="white")
         except OSError as error:
             raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another place") from error
         finally:

@@ -159,6 +159,22 @@ def write_json(path: Path, result: Mapping[str, Any]) -> None:
         raise BadSetting(f"{path} cannot be written ({error.strerror}); choose another file") from error
 
 
+def deliver(result: Mapping[str, Any], out: str | None, *, in_json: bool) -> None:
+    """Writes a result to the file `out`, if there is one, and prints it if `in_json`.
+
+    Raises BadSetting if the file cannot be written. The result is printed then in any case: samples are taken once.
+    """
+    try:
+        if out:
+            write_json(Path(out), result)
+    except BadSetting:
+        in_json = True
+        raise
+    finally:
+        if in_json:
+            print(as_text(result))
+
+
 def lines_of(rows: Sequence[ContestantResult]) -> list[str]:
     """Returns the rows of one case as lines of text. Wrong ones get no time."""
     first = rows[0]

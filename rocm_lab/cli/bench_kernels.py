@@ -30,8 +30,9 @@ from rocm_lab.bench.kernels import OK, ContestantResult, KernelOptions, Race, co
 from rocm_lab.bench.layers import NAMED, LayerSizes
 from rocm_lab.bench.random_cases import COUNT, random_cases
 from rocm_lab.bench.request_trace import read_step
-from rocm_lab.bench.result_file import KERNELS, as_text, head, kernels_as_json, lines_of, write_json
+from rocm_lab.bench.result_file import KERNELS, deliver, head, kernels_as_json, lines_of
 from rocm_lab.bench.suites import SuiteCase, suite
+from rocm_lab.cli.sigterm import sigterm_interrupts
 
 # A CPU takes milliseconds for work that takes a GPU microseconds.
 _ROUND_US_ON_CPU = 20_000.0
@@ -74,18 +75,16 @@ def run(options: argparse.Namespace) -> None:
     rows: list[ContestantResult] = []
     failure: RuntimeError | MemoryError | KeyboardInterrupt | None = None
     try:
-        for found in race.rows(_begun(cases, options.max_seconds)):
-            rows += found
-            if not options.json:
-                print("\n".join(lines_of(found)), flush=True)
+        with sigterm_interrupts():
+            for found in race.rows(_begun(cases, options.max_seconds)):
+                rows += found
+                if not options.json:
+                    print("\n".join(lines_of(found)), flush=True)
     # Earlier results are written after a fault of the device too, on which nothing runs then.
     except (RuntimeError, MemoryError, KeyboardInterrupt) as error:
         failure = error
     result = kernels_as_json(rows, device, ceilings, kernel_options, meter.why_not or meter.source)
-    if options.out:
-        write_json(Path(options.out), result)
-    if options.json:
-        print(as_text(result))
+    deliver(result, options.out, in_json=options.json)
     if isinstance(failure, KeyboardInterrupt):
         raise failure
     if failure is not None:
@@ -104,11 +103,12 @@ def _run_host(options: argparse.Namespace, device: torch.device) -> None:
     providers = options.providers or (("triton",) if device.type == "cuda" else ("torch",))
     rows: list[dict[str, Any]] = []
     try:
-        for row in host_rows(providers, device, host_options):
-            rows.append(row)
-            if not options.json:
-                found = f"{row['us']:.1f} us" if row["status"] == OK else f"WRONG: {row['reason']}"
-                print(f"{row['case']}, {row['batch']}, {row['provider']}: {found}", flush=True)
+        with sigterm_interrupts():
+            for row in host_rows(providers, device, host_options):
+                rows.append(row)
+                if not options.json:
+                    found = f"{row['us']:.1f} us" if row["status"] == OK else f"WRONG: {row['reason']}"
+                    print(f"{row['case']}, {row['batch']}, {row['provider']}: {found}", flush=True)
     finally:  # earlier results are kept after an error or Ctrl-C
         if rows:
             _write_host(options, device, host_options, rows)
@@ -122,10 +122,7 @@ def _write_host(
 ) -> None:
     arch = detect_target(device).arch
     result = {**head(KERNELS, device), "arch": arch, "options": asdict(host_options), "rows": rows}
-    if options.out:
-        write_json(Path(options.out), result)
-    if options.json:
-        print(as_text(result))
+    deliver(result, options.out, in_json=options.json)
 
 
 def _begun(cases: Sequence[SuiteCase], max_seconds: float) -> Iterator[SuiteCase]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,8 @@ from rocm_lab.bench.load import LoadOptions, ServingResult
 from rocm_lab.bench.openai_load import run_load
 from rocm_lab.bench.plots import draw_serving
 from rocm_lab.bench.request_trace import read_trace
-from rocm_lab.bench.result_file import SERVING, as_text, head, shareable, write_json
+from rocm_lab.bench.result_file import SERVING, deliver, head, shareable
+from rocm_lab.cli.sigterm import sigterm_interrupts
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 
@@ -34,6 +36,10 @@ def run(options: argparse.Namespace) -> None:
     for flag, place in {"--out": options.out, "--picture": options.picture}.items():
         if place:
             require_place(Path(place), flag)
+    if options.picture:
+        importlib.import_module("matplotlib")  # a picture is drawn last, and whether it can be is known now
+        if Path(options.picture).suffix != ".png":
+            raise BadSetting(f"--picture is {options.picture}; pictures are PNG, so name a file that ends in .png")
     trace = read_trace(Path(options.trace))
     if options.requests is not None:
         trace = trace.first(options.requests)
@@ -50,7 +56,8 @@ def run(options: argparse.Namespace) -> None:
             elsewhere = EnergyMeter(lambda: float("nan"), "", "the server is on another machine")
             meter = meter_of(device) if local else elsewhere
             energy[name] = meter.why_not or meter.source
-            results[name] = asyncio.run(run_load(url, options.model, key, trace, how, meter))
+            with sigterm_interrupts():
+                results[name] = asyncio.run(run_load(url, options.model, key, trace, how, meter))
     finally:  # earlier servers' results are kept at Ctrl-C, or if a later server is not there
         if results:
             _show(options, results, device, energy)
@@ -78,15 +85,12 @@ def _show(
         for target, result in results.items()
     ]
     found = {**head(SERVING, device), "trace": Path(options.trace).name, "rows": rows}
-    if options.out:
-        write_json(Path(options.out), found)
-    if options.picture:
-        draw_serving(rows, found["machine"], Path(options.picture))
-    if options.json:
-        print(as_text(found))
-    else:
+    if not options.json:
         for row, result in zip(rows, results.values(), strict=True):
             print("\n".join([f"{row['target']}:", *(f"  {line}" for line in result.lines())]))
+    deliver(found, options.out, in_json=options.json)
+    if options.picture:
+        draw_serving(rows, found["machine"], Path(options.picture))
 
 
 def _require_answers(results: Mapping[str, ServingResult]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rocm_attn.errors import BadSetting
 from rocm_attn.machine.releases import triton_version
 from rocm_attn.machine.tuning_file import TuningFile, as_json
+from rocm_attn.machine.whole_files import whole_file
 from rocm_lab.first_run.findings import discrepancies
 from rocm_lab.first_run.report import GpuReport
 from rocm_lab.first_run.rows import rows_of
@@ -33,12 +34,15 @@ def run(options: argparse.Namespace) -> None:
     }
     listed = {**facts, "differences": [asdict(each) for each in differences]}
     folder = Path(options.folder)
+    place = folder / TUNING
+    if place.exists() and not (folder / DIFFERENCES).exists():
+        raise BadSetting(f"{place} is of no earlier report, and would be replaced; name another folder with --folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / DIFFERENCES).write_text(json.dumps(listed, indent=1) + "\n")
+        with whole_file(folder / DIFFERENCES) as part:
+            part.write_text(json.dumps(listed, indent=1) + "\n")
     except OSError as error:
         raise BadSetting(f"{folder} cannot be written ({error}); name another folder with --folder") from error
-    place = folder / TUNING
     # Rows of an earlier report must not be taken for rows of this one.
     place.unlink(missing_ok=True)
     if rows.rows:

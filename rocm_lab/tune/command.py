@@ -28,6 +28,7 @@ from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.machine import commit, version_of
+from rocm_lab.cli.sigterm import sigterm_interrupts
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
 from rocm_lab.tune.journal import Journal
@@ -72,18 +73,19 @@ def run(options: argparse.Namespace) -> None:
 def tune(options: argparse.Namespace, target: Target, device: str, bench: Bench) -> None:
     """Searches on a bench. device: its name"""
     place = output_place(options.output)
-    file = TuningFile.read(place) if place.exists() else TuningFile()
+    file = _rows_at(place)
     problems = problems_of(options, target)
     jobs, left_out = jobs_of(problems, target, _shapes(options))
     say(*left_out, *_not_served(problems, target, options.provider, jobs))
     facts = facts_of(target, device)
     ends = time.monotonic() + options.seconds
-    run = TuneRun(file, place, facts)
     journal = Journal(place.with_name(place.name + ".trials"), facts)
+    run = TuneRun(file, place, facts, journal)
     search = Search(bench, target, journal, lambda: ends - time.monotonic(), run.keep, run.kept)
     try:
-        for tried in search.run(jobs):
-            run.took(tried)
+        with sigterm_interrupts():
+            for tried in search.run(jobs):
+                run.took(tried)
     finally:
         journal.close()
         run.report(options.json, was_enough=time.monotonic() < ends)
@@ -92,8 +94,8 @@ def tune(options: argparse.Namespace, target: Target, device: str, bench: Bench)
 class TuneRun:
     """The findings of a search so far, and the file that they are kept in."""
 
-    def __init__(self, file: TuningFile, place: Path, facts: dict[str, str]) -> None:
-        self._file, self._place, self._facts = file, place, facts
+    def __init__(self, file: TuningFile, place: Path, facts: dict[str, str], journal: Journal) -> None:
+        self._file, self._place, self._facts, self._journal = file, place, facts, journal
         self._found: dict[str, MeasuredTileChoice] = {}
         self._tried: list[Tried] = []
 
@@ -115,8 +117,9 @@ class TuneRun:
         """Writes a row into the file. Raises BadSetting."""
         date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         choice = row_of(job, found, self._facts, date)
-        self._file = self._file.with_choice(choice)
-        self._file.write(self._place)
+        with self._journal.alone():  # searches on other GPUs have written rows since it was read
+            self._file = _rows_at(self._place).with_choice(choice)
+            self._file.write(self._place)
         # Rows of other kernels that this row replaces are not reported.
         self._found = {name: old for name, old in self._found.items() if old in self._file.rows} | {str(job): choice}
 
@@ -149,6 +152,11 @@ class TuneRun:
         )
         if not was_enough:
             print("time was up before all were tried; run the same command again to continue")
+
+
+def _rows_at(place: Path) -> TuningFile:
+    """The rows of a file, none if there is no file. Raises BadSetting."""
+    return TuningFile.read(place) if place.exists() else TuningFile()
 
 
 def problems_of(options: argparse.Namespace, target: Target) -> tuple[Problem, ...]:

@@ -5,8 +5,11 @@ A candidate gets a line before it is compiled. If it takes the process down, lat
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,13 +51,13 @@ class Journal:
         try:
             lines = place.read_text(errors="replace").splitlines() if place.exists() else []
             place.parent.mkdir(parents=True, exist_ok=True)
-            self._file = place.open("a")
+            self._file = place.open("ab", buffering=0)  # what a full disk does not take is not written again
         except OSError as error:
             raise BadSetting(f"the list of trials {place} cannot be used ({error}); choose another --output") from error
         for line in lines:
             self._take(line)
         # Ends a line that was cut off in the middle.
-        self._file.write("\n" if lines else "")
+        self._write("\n" if lines else "")
 
     def _take(self, line: str) -> None:
         try:
@@ -74,18 +77,37 @@ class Journal:
         self.end(job, candidate, CandidateResult(BEGUN))
 
     def end(self, job: TuneJob, candidate: CandidateTiles, trial: CandidateResult) -> None:
-        """Records the result of a candidate."""
+        """Records the result of a candidate. Raises BadSetting if the file cannot be written."""
         key = self._key(job, candidate.tiles)
         self._trials[key] = trial
         ratio = None if trial.ratio == float("inf") else round(trial.ratio, 4)
         said: dict[str, Any] = {"key": key, "outcome": trial.outcome, "ratio": ratio, "spilled": trial.spilled}
         said |= {"job": str(job), "candidate": str(candidate)}  # for readers
-        self._file.write(json.dumps(said) + "\n")
-        self._file.flush()
+        self._write(json.dumps(said) + "\n")
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context in which no other search changes the file of tiles that this is the journal of."""
+        with suppress(OSError):  # some disks have no locks
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+    def _write(self, text: str) -> None:
+        try:
+            self._file.write(text.encode())
+        except OSError as error:
+            raise BadSetting(
+                f"the list of trials {self._place} cannot be written ({error.strerror}); make room, and run the same "
+                "command again to continue"
+            ) from error
 
     def _key(self, job: TuneJob, tiles: Tiles) -> str:
         """A key of a job and tiles, with all facts that their time depends on."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rocm_attn.errors import RocmAttnError
+from rocm_attn.errors import BadSetting, RocmAttnError
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice, Provenance, ShapeTimes, Tiles
 from rocm_attn.machine.target import Target
 from rocm_lab.tune.candidates import IN_USE, CandidateTiles, Change, candidates, keeps_block, together
@@ -119,6 +119,11 @@ class _Best:
     ratio: float
     spilled: int
 
+    @property
+    def enough(self) -> float:
+        """The largest ratio that is kept next."""
+        return min(1 - LEAST_GAIN, self.ratio * (1 - LEAST_STEP))
+
 
 @dataclass
 class Search:
@@ -198,8 +203,9 @@ class Search:
         self._expect(job, self._new(job, each))
         for candidate in each:
             trial = self.journal.of(job, candidate.tiles)
-            was_known = trial is not None
-            if trial is None:
+            # Tiles that would be kept were kept: the file with their row was removed.
+            was_known = trial is not None and not (trial.outcome == TIMED and trial.ratio < best.enough)
+            if trial is None or not was_known:
                 if not self._has_time():
                     return
                 trial = self._try(job, candidate, best)
@@ -217,7 +223,7 @@ class Search:
         self.journal.begin(job, candidate)
         try:
             trial = self._timed(job, candidate, best)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BadSetting):  # the candidate is not to blame, also where its row cannot be written
             self.journal.end(job, candidate, CandidateResult(INTERRUPTED))
             raise
         self.journal.end(job, candidate, trial)
@@ -230,10 +236,9 @@ class Search:
         if trial.spilled > best.spilled + MORE_SPILLED:
             return CandidateResult(f"not timed: the choice in use spills {best.spilled}", spilled=trial.spilled)
         gain = gain_of(self.bench.times(job, (job.in_use, candidate.tiles), LOOK))
-        enough = min(1 - LEAST_GAIN, best.ratio * (1 - LEAST_STEP))
-        if gain.ratio < enough:
+        if gain.ratio < best.enough:
             gain = gain_of(self.bench.times(job, (job.in_use, candidate.tiles), CONFIRM))
-            if gain.ratio < enough and gain.high < min(1 - LEAST_GAIN, best.ratio):
+            if gain.ratio < best.enough and gain.high < min(1 - LEAST_GAIN, best.ratio):
                 others = self.bench.judge_others(job, candidate.tiles)
                 if others.wrong:
                     return CandidateResult(others.wrong, spilled=trial.spilled)

@@ -72,6 +72,28 @@ def test_a_change_is_called_by_its_interval(median: float, spread: float, change
     assert compared(tmp_path, samples(100, spread, 1), samples(median, spread, 2)).change is change
 
 
+def test_rows_of_another_dtype_are_other_rows(tmp_path: Path) -> None:
+    old, new = (
+        read_result(result_file(tmp_path / dtype, [{**row("a", samples(100, 0.01, 1)), "layer": {"dtype": dtype}}]))
+        for dtype in ("float32", "bfloat16")
+    )
+    with pytest.raises(
+        BadSetting, match=r"1 rows are only in the run before, such as triton on a \(1d8k in float32\);"
+    ):
+        compare(old, new, 0.02, Allowed())
+
+
+def test_each_of_several_rows_of_one_name_is_compared(tmp_path: Path) -> None:
+    """A model's layers may differ in what a name does not tell."""
+    times = [[samples(median, 0.01, 1) for median in medians] for medians in ((100, 100), (200, 100))]
+    old, new = (
+        read_result(result_file(tmp_path / str(number), [row("a", us) for us in each]))
+        for number, each in enumerate(times)
+    )
+    changes = [each.change for each in compare(old, new, 0.02, Allowed())]
+    assert changes == [Change.SLOWER, Change.SAME]
+
+
 def test_an_outlier_does_not_make_a_row_slower(tmp_path: Path) -> None:
     assert compared(tmp_path, samples(100, 0.005, 1), [*samples(100, 0.005, 2), 900.0]).change is Change.SAME
 

@@ -1,6 +1,9 @@
 """A race: wrong results are not timed, energy is counted, and a run records everything needed to repeat it."""
 
+import errno
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from rocm_attn.machine.target import known_target
 from rocm_attn.providers.select import select
 from rocm_attn.step.layers import StepLayers
 from rocm_lab.bench import contestants as registry
-from rocm_lab.bench import energy
+from rocm_lab.bench import energy, result_file
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.ceilings import Ceilings
 from rocm_lab.bench.choices import LAYERS, SUITES
@@ -166,14 +169,15 @@ def test_what_was_measured_before_the_device_failed_is_written(
     assert {row["batch"] for row in read_result(tmp_path / "run.json").rows} == {"3d40"}
 
 
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_what_was_measured_of_the_host_before_an_interrupt_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    by: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     row = {"case": "a step", "batch": "1d1", "provider": "torch", "us": 1.0, "status": OK}
 
     def interrupted(*_: object) -> Iterator[dict[str, Any]]:
         yield row
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), by)
 
     monkeypatch.setattr(bench_kernels, "host_rows", interrupted)
     out = tmp_path / "run.json"
@@ -190,6 +194,21 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
     streams = capsys.readouterr()
     assert streams.out == ""
     assert streams.err == f"rocm-attn: --out {out} cannot be written: {out.parent} is not a folder; create it\n"
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_samples_that_a_full_disk_does_not_take_are_printed(
+    as_json: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def full(place: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+
+    monkeypatch.setattr(result_file, "whole_file", full)
+    assert run_kernels("--batch", "1d9", *SMALL, "--out", str(tmp_path / "run.json"), *as_json) == BAD_INPUT
+    streams = capsys.readouterr()
+    row, *_ = json.loads(streams.out[streams.out.index("{") :])["rows"]
+    assert row["samples_us"]
+    assert "run.json cannot be written (No space left on device)" in streams.err
 
 
 def test_energy_is_divided_by_launches_and_tokens() -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import math
+import sys
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,6 +199,25 @@ def test_servers_that_were_measured_before_one_could_not_be_are_kept(
         servers = ["--url", f"one={url}", "--url", "two=http://127.0.0.1:2"]
         assert main(["bench", "serve", *servers, "--trace", str(trace), "--out", str(out)]) == code
     assert [row["target"] for row in json.loads(out.read_text())["rows"]] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("picture", "code", "sentence"),
+    [("a.png", FAILED, "matplotlib is not installed"), ("a.svg", BAD_INPUT, "pictures are PNG, so name a file that")],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_load(
+    picture: str,
+    code: int,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "trace.jsonl").write_text(TRACE.text())
+    monkeypatch.setitem(sys.modules, "matplotlib", None if code == FAILED else types.ModuleType("matplotlib"))
+    files = ["--trace", str(tmp_path / "trace.jsonl"), "--picture", str(tmp_path / picture)]
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:1", *files]) == code
+    assert sentence in capsys.readouterr().err
 
 
 def test_several_servers_get_the_same_load_one_after_the_other_and_are_drawn(

@@ -283,6 +283,18 @@ def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (folder / "tuning.json").exists()
 
 
+def test_rows_that_a_search_wrote_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the user's cache, with --folder ~/.cache/rocm_attn."""
+    path, kept = tmp_path / "report.json", tmp_path / "tuning.json"
+    path.write_text(json.dumps(Report(noise=NOISE).content))
+    TuningFile(()).write(kept)
+    before = kept.read_bytes()
+    command = ["read-report", str(path), "--arch", "mi300x", "--triton-release", TRITON]
+    assert main([*command, "--folder", str(tmp_path)]) == BAD_INPUT
+    assert f"{kept} is of no earlier report, and would be replaced; name another folder" in capsys.readouterr().err
+    assert kept.read_bytes() == before
+
+
 def test_the_command_refuses_another_file_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
     path.write_text("[]")

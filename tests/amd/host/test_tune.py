@@ -1,7 +1,11 @@
 """`rocm-attn tune` without a GPU: candidates, the search with made-up times, its file, its journal."""
 
 import argparse
+import fcntl
 import json
+import os
+import resource
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +26,7 @@ from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.tune import command
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import TuneJob, jobs_of, shapes_named
+from rocm_lab.tune.journal import Journal
 from rocm_lab.tune.search import Judged, SearchEnded, Task, Times
 
 # A release with which paged decode serves on CDNA.
@@ -193,6 +198,23 @@ def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(
     assert fourth.judged == whole.judged, "another commit is another search"
 
 
+def test_a_candidate_is_not_to_blame_for_a_search_that_sigterm_ends(tmp_path: Path) -> None:
+    """As of `timeout 1800 rocm-attn tune`."""
+
+    class Ended(FakeBench):
+        def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
+            if plain(tiles).key_block == 64:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().judge(job, tiles)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path / "t.json", Ended(cost))
+    assert signal.signal(signal.SIGTERM, before) not in (before, signal.default_int_handler), "it is as it was"
+    (row,) = search(tmp_path / "t.json", FakeBench(cost)).rows
+    assert plain(row.tiles).key_block == 64
+
+
 def test_a_candidate_that_takes_the_process_with_it_is_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +241,64 @@ def test_a_damaged_journal_costs_its_lines_alone(tmp_path: Path) -> None:
     journal.write_text("\n".join([*lines[: len(lines) // 2], '{"key": 3', "[]", '{"key": "x", "outcome"']))
     search(place, bench := FakeBench(cost))
     assert 1 < len(bench.judged) < len(lines)
+
+
+def test_searches_that_run_at_once_keep_each_others_rows(tmp_path: Path) -> None:
+    place = tmp_path / "t.json"
+
+    class Meanwhile(FakeBench):
+        """A bench during whose first judgement another GPU's search ends."""
+
+        def judge(self, job: TuneJob, tiles: Tiles) -> Judged:
+            if not self.judged:
+                search(place, FakeBench(cost), layer="16x4x128")
+            return super().judge(job, tiles)
+
+    rows = search(place, Meanwhile(cost)).rows
+    assert sorted(row.layer.num_q_heads for row in rows) == [8, 16]
+
+
+def test_a_search_waits_while_another_changes_the_file(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "t.json.trials", {})
+    with journal.alone(), pytest.raises(BlockingIOError), (tmp_path / "t.json.trials").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    journal.close()
+
+
+def test_rows_of_a_file_that_was_removed_are_found_again(tmp_path: Path) -> None:
+    """A refusal of a damaged file says to remove it."""
+    place = tmp_path / "t.json"
+    (found,) = search(place, FakeBench(cost)).rows
+    place.unlink()
+    (again,) = search(place, FakeBench(cost)).rows
+    assert again.tiles == found.tiles
+
+
+def test_a_candidate_whose_row_cannot_be_written_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: TuningFile, place: Path) -> None:
+        raise BadSetting("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(TuningFile, "write", refuse)
+        with pytest.raises(BadSetting, match="the disk is full"):
+            search(tmp_path / "t.json", FakeBench(cost))
+    (row,) = search(tmp_path / "t.json", FakeBench(cost)).rows
+    assert (plain(row.tiles).key_block, plain(row.tiles).num_warps) == (64, 4)
+
+
+def test_a_journal_that_cannot_be_written_ends_the_search_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(BadSetting, match=r"the list of trials .* cannot be written \(File too large\); make room"):
+            search(tmp_path / "t.json", FakeBench(cost))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "0 rows written" in capsys.readouterr().out
 
 
 def test_no_candidate_is_begun_when_time_is_up(

@@ -43,6 +43,19 @@ def test_a_device_or_a_pipe_is_no_older_file_and_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [pipe]
 
 
+def test_two_processes_of_one_number_write_two_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every container has a process 1, and containers share caches."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    place = tmp_path / "file"
+    with whole_file(place) as one:
+        one.write_text("the first one's")
+        with whole_file(place) as two:
+            two.write_text("the second's")
+        assert place.read_text() == "the second's"
+    assert place.read_text() == "the first one's"
+    assert [*tmp_path.iterdir()] == [place]
+
+
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Path]:
     """A place with an older file, where the system writes no byte of a new one."""

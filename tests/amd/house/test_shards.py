@@ -60,6 +60,19 @@ def test_two_stages_that_no_shard_can_part_are_not_in_the_same_one() -> None:
     assert shards == [["host-long", stage] for stage in alone] + [["host-long"]]
 
 
+@pytest.mark.parametrize("shard", ["6/5", "0/5", "1/0", "2", "a/b", "1/5/5"])
+def test_a_shard_that_there_is_not_is_no_pass(shard: str) -> None:
+    done = subprocess.run(
+        ["bash", "scripts/test.sh", "lint"],
+        cwd=ROOT,
+        env={**os.environ, "SHARD": shard, "NO_VENV": "1"},
+        capture_output=True,
+        text=True,
+    )
+    said = f"SHARD is '{shard}'; give the number of a part and the number of parts, such as 2/5\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 def test_a_shard_that_passed_is_not_run_again_at_its_commit(tmp_path: Path) -> None:
     for name, text in {
         ".ci/nightly": (ROOT / ".ci" / "nightly").read_text(),
@@ -72,13 +85,14 @@ def test_a_shard_that_passed_is_not_run_again_at_its_commit(tmp_path: Path) -> N
     (tmp_path / ".venv-test").mkdir()
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
         subprocess.run([*GIT, *command], cwd=tmp_path, check=True)
-    environment = {**os.environ, "NIGHT_SHARDS": "3", "NIGHT_RESULTS": str(tmp_path / ".venv-test" / "results")}
+    results = str(tmp_path / ".venv-test" / "results")
+    environment = {**os.environ, "AITER_SOURCE": "", "NIGHT_SHARDS": "3", "NIGHT_RESULTS": results}
 
-    def night() -> tuple[int, list[str]]:
+    def night(**more: str) -> tuple[int, list[str]]:
         ran = tmp_path / ".venv-test" / "ran"
         ran.write_text("")
         done = subprocess.run(
-            ["bash", ".ci/nightly"], cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, check=False
+            ["bash", ".ci/nightly"], cwd=tmp_path, env=environment | more, stdout=subprocess.DEVNULL, check=False
         )
         return done.returncode, ran.read_text().split()
 
@@ -87,6 +101,9 @@ def test_a_shard_that_passed_is_not_run_again_at_its_commit(tmp_path: Path) -> N
     (tmp_path / ".venv-test" / "mended").touch()
     assert night() == (0, ["2/3"])
     assert night() == (0, [])
+    assert night(AITER_SOURCE="aiter") == (0, ["1/3", "2/3", "3/3"]), "it has another stage"
+    for none in ("0", "08", "all"):
+        assert night(NIGHT_SHARDS=none) == (2, [])
     (tmp_path / ".gitignore").write_text(".venv-test\n*.txt\n")
     shutil.rmtree(tmp_path / ".venv-test" / "results")
     assert night()[1] == night()[1] == ["1/3", "2/3", "3/3"], "the files are not the commit's"

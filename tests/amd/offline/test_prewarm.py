@@ -1,5 +1,6 @@
 """Prewarming compiles the kernels that serving will need, once, and reports it."""
 
+import errno
 import itertools
 import json
 import logging
@@ -14,7 +15,7 @@ import torch
 from rocm_attn.capture import prewarm as capture_prewarm
 from rocm_attn.capture.kernel_bundle import save_bundle
 from rocm_attn.capture.prewarm import PrewarmReport, prewarm
-from rocm_attn.cli import BAD_INPUT, DONE, main
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
 from rocm_attn.cli.prewarm import bundle_facts
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels import compile_only
@@ -232,13 +233,45 @@ def test_a_cache_that_cannot_be_written_is_refused_in_a_sentence(
 ) -> None:
     nothing_is_compiled(monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(config / "cache"))
-    assert main(["prewarm", str(config), *COMMAND]) == BAD_INPUT
     sentence = f"Triton's cache {config / 'cache'} cannot be written (Not a directory); set TRITON_CACHE_DIR to another"
-    assert sentence in capsys.readouterr().err
+    for bundle in ([], ["--check", str(config)]):
+        assert main(["prewarm", str(config), *COMMAND, *bundle]) == BAD_INPUT
+        assert sentence in capsys.readouterr().err
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     for bundle in ([], ["--check", str(config)]):  # its files went to the current folder
         assert main(["prewarm", str(config), *COMMAND, *bundle]) == BAD_INPUT
         assert "TRITON_CACHE_DIR is empty, and Triton compiles nothing then" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("full", "bundle", "code", "sentence"),
+    [
+        (
+            "load_bundle",
+            ["--check", "{config}"],
+            BAD_INPUT,
+            "{config} into Triton's cache {cache}: [Errno 28] No space",
+        ),
+        ("prewarm", [], FAILED, "a file cannot be written (No space left on device); make room where Triton's cache"),
+    ],
+)
+def test_a_full_disk_is_a_sentence_about_the_cache(
+    full: str,
+    bundle: list[str],
+    code: int,
+    sentence: str,
+    config: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(f"rocm_attn.cli.prewarm.{full}", refuse)
+    named = {"config": config, "cache": cache}
+    assert main(["prewarm", str(config), *COMMAND, *(word.format(**named) for word in bundle)]) == code
+    assert sentence.format(**named) in capsys.readouterr().err
 
 
 @pytest.mark.nightly

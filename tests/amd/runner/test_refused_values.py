@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,11 @@ def request(**fields: Any) -> Request:
         (EngineOptions, {"latency": math.inf}, "latency is inf; it must be a finite number"),
         (EngineOptions, {"num_pages": 1}, "num_pages is 1; it must be at least 2"),
         (EngineOptions, {"max_kv_len": 1}, "max_kv_len is 1; it must be at least 2"),
+        (
+            EngineOptions,
+            {"flight_record": Path("last"), "evidence": Path("last").absolute()},
+            "flight_record and evidence are both .*last, and each would replace the other; name two files",
+        ),
         (EngineOptions, {"hang_after": -0.5}, r"hang_after is -0\.5; it must be at least 0"),
         (
             EngineOptions,

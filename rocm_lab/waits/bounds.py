@@ -107,8 +107,9 @@ def _field_of_width(a: Bounds, offset: Bounds, width: Bounds) -> Bounds:
 OPS: dict[str, Callable[..., Bounds]] = {
     **dict.fromkeys(("s_mov_b32", "v_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32"), lambda a: a),
     "s_movk_i32": lambda a: a if a.high < 1 << 15 else ANYTHING,
-    # Its first source is what it writes.
+    # The first source of these two is what they write.
     "s_addk_i32": lambda a, b: _add(a, b) if b.high < 1 << 15 else ANYTHING,
+    "s_mulk_i32": lambda a, b: _multiply(a, b) if b.high < 1 << 15 else ANYTHING,
     **dict.fromkeys(("s_add_i32", "s_add_u32", "v_add_u32", "v_add3_u32"), _add),
     **dict.fromkeys(("s_mul_i32", "v_mul_lo_u32"), _multiply),
     "v_mul_u32_u24": lambda a, b: _multiply(a, b) if max(a.high, b.high) < 1 << 24 else ANYTHING,

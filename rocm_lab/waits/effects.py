@@ -58,6 +58,9 @@ class Effects:
     stores: bool = False
 
 
+# Scalar instructions that combine a constant with the number that they write over.
+WITH_A_CONSTANT = ("s_addk_i32", "s_mulk_i32")
+
 # Instructions that the simulator does not execute: vector instructions with one destination, or with two that are their
 # sources, and scalar ones that write a bit of theirs. No document says whether cache controls count in vmcnt. Not to
 # count them proves less.
@@ -134,7 +137,7 @@ def _scalar(instruction: Instruction) -> Effects:
     if re.match(r"s_(?:cmp|bitcmp)", name):
         return Effects(Unit.SCALAR, _union(tokens))
     exec_too = EXEC_BITS * ("_saveexec_" in name)
-    kept = tokens[0] * (name in ("s_addk_i32", "s_mulk_i32", *_SET_A_BIT))
+    kept = tokens[0] * (name in (*WITH_A_CONSTANT, *_SET_A_BIT))
     return Effects(Unit.SCALAR, _union(tokens[1:]) | exec_too | kept, tokens[0] | exec_too)
 
 

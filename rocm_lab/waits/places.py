@@ -22,7 +22,7 @@ from rocm_lab.simulator.isa.local_memory import reach_of
 from rocm_lab.simulator.operands import register
 from rocm_lab.waits.bounds import ANYTHING, LARGEST, Bounds, exactly, hull, result_of, within
 from rocm_lab.waits.counters import wait_of
-from rocm_lab.waits.effects import Effects, Unit
+from rocm_lab.waits.effects import WITH_A_CONSTANT, Effects, Unit
 from rocm_lab.waits.graph import Block, Graph
 
 # A register with more values at the start of a block is given up there, and so are the paths if they are more.
@@ -131,7 +131,7 @@ class Places:
                 self._meetings.add((index, name - _PLACE))
 
     def _result(self, instruction: Instruction, values: Values, compared: Instruction | None) -> Bounds:
-        first_source = 0 if instruction.name == "s_addk_i32" else 1
+        first_source = 0 if instruction.name in WITH_A_CONSTANT else 1
         sources = [_value(token, values) for token in instruction.operands[first_source:]]
         if instruction.name == "s_cselect_b32" and compared is not None:
             return _chosen(compared, instruction.operands[1], sources[0], sources[1], values)

@@ -11,10 +11,11 @@ from rocm_lab.simulator.assembly import parse_instruction
 from rocm_lab.simulator.core import LANES, VCC
 from rocm_lab.simulator.snippet import execute
 from rocm_lab.waits.bounds import ANYTHING, OPS, Bounds, exactly, hull, result_of
+from rocm_lab.waits.effects import WITH_A_CONSTANT
 
 _THREE = ("add3", "or3", "bfe", "and_or", "lshl_or", "lshl_add", "add_lshl", "bitop3")
 # Their operands are no registers of 32 bits.
-_OTHERS = ("v_cndmask_b32", "s_movk_i32", "s_addk_i32")
+_OTHERS = ("v_cndmask_b32", "s_movk_i32", *WITH_A_CONSTANT)
 
 
 def drawn(draw: random.Random) -> list[int]:
@@ -60,11 +61,13 @@ def test_a_choice_of_lanes_is_either() -> None:
     assert all(holds(found, result) for result in results.tolist())
 
 
-def test_a_constant_is_added_to_the_number_that_is_written_over() -> None:
-    line = "s_addk_i32 s9, 0x6440"
-    assert result_of(parse_instruction(line), [exactly(64), exactly(0x6440)]) == exactly(0x6480)
-    assert execute(line, scalar={9: 64}).scalar[9] == 0x6480
-    assert result_of(parse_instruction("s_addk_i32 s9, 0xffff"), [exactly(64), exactly(0xFFFF)]) == ANYTHING
+@pytest.mark.parametrize("name", WITH_A_CONSTANT)
+def test_a_constant_meets_the_number_that_is_written_over(name: str) -> None:
+    line = f"{name} s9, 0x6440"
+    assert result_of(parse_instruction(line), [exactly(64), exactly(0x6440)]) == exactly(
+        int(execute(line, scalar={9: 64}).scalar[9])
+    )
+    assert result_of(parse_instruction(f"{name} s9, 0xffff"), [exactly(64), exactly(0xFFFF)]) == ANYTHING
 
 
 def test_a_field_has_a_width_only_if_all_its_bits_are_known() -> None:

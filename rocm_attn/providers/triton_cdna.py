@@ -93,7 +93,7 @@ MIXED_LIMITS = replace(
 # programs per unit on, those with equally many keys keep the units busy for two thirds of the time or more: of n units,
 # 2 n + 1 programs take as long as 3 n. Two thirds of its share of the matrix units' ceiling, about 90 %, are the share
 # of the plain kernel, 60 %, which shares all keys out evenly (docs/cycles.md). With heads of 64 in 16 bits it takes
-# four fifths of that kernel's clocks, so there are to be four programs per unit.
+# three quarters of that kernel's clocks, so there are to be four programs per unit.
 _PROGRAMS_PER_CU = 2
 _PROGRAMS_PER_CU_OF_64 = 4
 

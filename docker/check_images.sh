@@ -10,7 +10,7 @@
 #   AITER_SOURCE   a clone of AITER that has the Dockerfile's commit (cloned from GitHub); its jit/ and setup.py are used
 #   KEEP           1: leave the images rocm-attn-check:* behind
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 docker=${DOCKER:-docker}
 source docker/needs_docker.sh

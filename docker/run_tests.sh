@@ -16,7 +16,7 @@
 #   CONTAINER      the container's name (rocm-attn-tests-PID); it is removed when this script ends, however that is
 #   REPORT_HOST    the name of the host in the report (its own)
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 
 stage=${1:-}
 case $stage in

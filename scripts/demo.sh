@@ -2,7 +2,7 @@
 # Sets up .venv and lets SmolLM2 (135M, real weights) answer a prompt through the runtime; on a CPU if need be.
 #   bash scripts/demo.sh [PROMPT...]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 source scripts/venv.sh
 
 make_venv .venv . ./rocm_serve

@@ -41,7 +41,7 @@
 #   rehearsal        the small steps of rocm with the simulator as the GPU, with their report (not part of the default)
 #   images           hadolint and shellcheck over the images and scripts
 set -euo pipefail
-cd "$(dirname "$0")/.."
+CDPATH='' cd "$(dirname "$0")/.."
 source scripts/venv.sh
 
 # In a shard that there is not, no test would run, and every stage would pass.

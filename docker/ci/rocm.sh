@@ -16,7 +16,7 @@
 #   EMULATED_TESTS  of emulator: what is run (tests/amd/rocm/test_errors.py)
 #   BUILD_OPTIONS, RUN_OPTIONS, REPORT_HOST: those of docker/run_tests.sh
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 
 export DOCKER=${DOCKER:-docker}
 RUNNER_NAME=${RUNNER_NAME:-$(uname -n)}

@@ -11,20 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
 
 from rocm_attn.machine import releases
 from rocm_attn.machine.measured_choices import user_cache
+from rocm_attn.machine.own_code import code_digest
 from rocm_attn.machine.whole_files import whole_file
 from rocm_attn.providers.select import Selection
 from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, outcome, random_run, selected_run
 
 Run = Callable[[Selection, torch.device], FailedProbe | None]
-
-_PACKAGE = Path(__file__).parents[1]
 
 
 def wrong_kernels(selections: Sequence[Selection], device: torch.device) -> Mapping[str, str]:
@@ -90,19 +88,10 @@ def _place(selection: Selection, device: torch.device) -> Path | None:
         "torch": torch.__version__,
         "kernels": sorted(kernel.bound.describe() for kernel in selection.kernels.values()),
         "probe": ALL_OF_IT,
-        "code": _code(),
+        "code": code_digest(),
     }
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return user_cache() / "probes" / f"{name}.json"
-
-
-@cache
-def _code() -> str:
-    """A digest of the kernels and their launches: the version is the same for many commits."""
-    digest = hashlib.sha256()
-    for place in sorted(place for folder in ("kernels", "providers") for place in (_PACKAGE / folder).rglob("*.py")):
-        digest.update(place.read_bytes())
-    return digest.hexdigest()
 
 
 def _read(place: Path) -> Mapping[str, str] | None:

@@ -15,6 +15,8 @@ from rocm_attn.machine.releases import triton_version
 
 # The Infinity Cache of MI300 and MI350, in front of HBM; torch does not know of it (AMD, "CDNA 3 architecture", 2023).
 INFINITY_CACHE_BYTES = 256 << 20
+# Of an installed package.
+UNKNOWN_COMMIT = "unknown"
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -48,7 +50,7 @@ def commit() -> str:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
         head, changes = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return UNKNOWN_COMMIT
     return head + ("+" if changes else "")
 
 

@@ -3,7 +3,7 @@
 #   bash rocm_lab/benchmarks/on_gpu.sh [NAME]
 # NAME is the machine's in the names of the result files (h200).
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+CDPATH='' cd "$(dirname "$0")/../.."
 
 readonly name=${1:-h200} results=rocm_lab/benchmarks/results
 

@@ -19,6 +19,7 @@ from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice
 from rocm_attn.machine.measured_choices import OFF, default_place, place_of
+from rocm_attn.machine.own_code import code_digest
 from rocm_attn.machine.releases import UNKNOWN, triton_version
 from rocm_attn.machine.settings import TUNING, settings
 from rocm_attn.machine.target import Target, detect_target, target_elsewhere
@@ -27,7 +28,7 @@ from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_lab.bench.batch_spec import BatchSpec
-from rocm_lab.bench.machine import commit, version_of
+from rocm_lab.bench.machine import UNKNOWN_COMMIT, commit, version_of
 from rocm_lab.cli.sigterm import sigterm_interrupts
 from rocm_lab.tune.candidates import candidates
 from rocm_lab.tune.jobs import SHAPES, TuneJob, jobs_of, shapes_named
@@ -190,6 +191,9 @@ def output_place(named: str | None) -> Path:
 
 def facts_of(target: Target, device: str) -> dict[str, str]:
     """The facts that a time depends on in addition to tiles and shapes, with the names of Provenance."""
+    of_code = commit()
+    if not of_code.isalnum() or of_code == UNKNOWN_COMMIT:  # it names no code: files differ, or are those of a wheel
+        of_code = f"{of_code} {code_digest()[:12]}"
     return {
         "device": device,
         "arch": target.arch,
@@ -198,7 +202,7 @@ def facts_of(target: Target, device: str) -> dict[str, str]:
         "torch": str(torch.__version__),
         "rocm": torch.version.hip or f"CUDA {torch.version.cuda}",
         "software": version_of("rocm-attn"),
-        "commit": commit(),
+        "commit": of_code,
     }
 
 

@@ -6,11 +6,15 @@ import argparse
 import codecs
 import json
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TextIO
+from types import FrameType
+from typing import Any, TextIO
 
 from rocm_attn.capture.step_times import MOST_SEQS
 from rocm_attn.cli.arguments import device_named
@@ -71,6 +75,43 @@ class OrderedText:
     def _write(self, piece: str) -> None:
         self._out.write(piece)
         self._out.flush()
+
+
+class EarlyEnd:
+    """A context in which Ctrl-C or SIGTERM aborts all requests, so that those that are done are printed as JSON.
+
+    A second signal raises KeyboardInterrupt. A signal that is ignored stays so, and in other threads than the main one
+    the context changes nothing. show: called with each event until the signal
+    """
+
+    def __init__(self, engine: Engine | RankedEngine, num_requests: int, show: Callable[[Event], None]) -> None:
+        self._engine, self._left, self._show = engine, range(num_requests), show
+        self._before: dict[signal.Signals, Any] = {}
+        self.is_asked = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def on_event(self, event: Event) -> None:
+        """Passes an event on, or aborts the requests: here, and not in the middle of a step."""
+        if not self.is_asked:
+            self._show(event)
+            return
+        left, self._left = self._left, range(0)
+        for number in left:
+            self._engine.abort(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
 
 
 _HEADER_COLUMNS = 76
@@ -171,8 +212,10 @@ def _serve(
         engine.capture_all(ProgressBar(sys.stderr))
         engine.compile_all(ProgressBar(sys.stderr, "compiling"))
     show = _progress(len(prompts)) if options.json else _texts(prompts)
+    ending = EarlyEnd(engine, len(requests), show)
     try:
-        completions: Sequence[Completion] = engine.generate(requests, show)
+        with ending if options.json else nullcontext():
+            completions: Sequence[Completion] = engine.generate(requests, ending.on_event)
         failure = None
     except RequestsFailed as failed:
         completions, failure = failed.completions, failed
@@ -180,6 +223,8 @@ def _serve(
         results = [_as_json(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         print(json.dumps({"results": results, "report": engine.report().as_dict()}))
     say(*_lines(engine.report()))
+    if ending.is_asked:
+        raise KeyboardInterrupt
     if failure is not None:
         raise PromptsFailed(_what_failed(completions) or str(failure)) from failure
 

@@ -196,6 +196,14 @@ def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(
     monkeypatch.setattr(command, "commit", lambda: "another")
     search(place, fourth := FakeBench(cost))
     assert fourth.judged == whole.judged, "another commit is another search"
+    for named in ("unknown", "0123456789ab+"):
+        monkeypatch.setattr(command, "commit", lambda named=named: named)
+        for code in ("one", "two"):
+            monkeypatch.setattr(command, "code_digest", lambda code=code: code)
+            search(place, other := FakeBench(cost))
+            assert other.judged == whole.judged, "other code of a wheel, or of changed files, is another search"
+            search(place, same := FakeBench(cost))
+            assert same.judged == [only_job().in_use]
 
 
 def test_a_candidate_is_not_to_blame_for_a_search_that_sigterm_ends(tmp_path: Path) -> None:

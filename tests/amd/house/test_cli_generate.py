@@ -2,23 +2,27 @@
 
 import io
 import json
+import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from rocm_attn.cli import BAD_INPUT, DONE, FAILED, main
+from rocm_attn.cli import BAD_INPUT, DONE, FAILED, INTERRUPTED, main
 from rocm_attn.cli.parser import build_parser
 from rocm_attn.models.config import ModelConfig
 from rocm_attn.watch.flight_recorder import read_dump
+from rocm_serve.cli import generate as generate_command
 from rocm_serve.cli.ready_engine import dtype_of
 from rocm_serve.models.loading import LoadedModel, ModelFiles
 from rocm_serve.ranks import Ranks
-from rocm_serve.request import Request
+from rocm_serve.request import Event, Request
 from rocm_serve.sampling.sampling_options import Sampling
 from tests.amd.runner.tiny_model import (
     CONFIG,
@@ -211,6 +215,42 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.
     printed = capsys.readouterr()
     assert printed.out == f">>> w5 w6\n{first['text']}\n\n>>> w3 w7\n\n\n>>> w1\n{last['text']}\n"
     assert f"prompt 2 failed: {failed['error']}\n" in printed.err
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_prompts_that_are_done_before_an_interrupt_are_printed_as_json(
+    by: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def progress(num_prompts: int) -> Callable[[Event], None]:
+        return lambda event: os.kill(os.getpid(), by) if event.request == 1 else None
+
+    monkeypatch.setattr(generate_command, "_progress", progress)
+    before = signal.getsignal(by)
+    command = ["generate", "--json", "--device", "cpu", "--provider", "torch", "--raw", "--max-batch-size", "1"]
+    assert main([*command, "--max-new-tokens", "4", "w5 w6", "w1", "w9"]) == INTERRUPTED
+    printed = capsys.readouterr()
+    results = json.loads(printed.out)["results"]
+    assert [result["finish_reason"] for result in results] == ["length", "abort", "abort"]
+    assert len(results[0]["token_ids"]) == 4
+    assert printed.err.splitlines()[-1] == "rocm-attn: interrupted"
+    assert signal.getsignal(by) == before
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    with generate_command.EarlyEnd(Mock(), 1, print):
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with (ending := generate_command.EarlyEnd(Mock(), 1, print)):
+            signal.raise_signal(signal.SIGINT)
+        assert not ending.is_asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_flags_of_a_request_shape_its_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,26 @@ STAGES = {
 }
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("scripts/test.sh", "scripts/demo.sh", ".ci/run", ".ci/nightly", "docker/run_tests.sh"),
+        *("docker/check_images.sh", "docker/ci/rocm.sh", "rocm_lab/benchmarks/on_gpu.sh"),
+    ],
+)
+def test_a_script_goes_to_its_own_checkout_and_to_no_folder_of_cdpath(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(parents=True)
+    lines = [line for line in (ROOT / name).read_text().splitlines() if 'cd "$(dirname "$0")' in line]
+    done = subprocess.run(
+        ["bash", "-c", f"{lines[0]}; pwd -P", name],
+        cwd=ROOT,
+        env={**os.environ, "CDPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{ROOT.resolve()}\n"
+
+
 def script(name: str) -> dict[str, Any]:
     """Returns the functions of a Python script of the images, by name."""
     return runpy.run_path(str(ROOT / "docker" / name))

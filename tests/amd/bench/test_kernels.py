@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -169,15 +169,23 @@ def test_what_was_measured_before_the_device_failed_is_written(
     assert {row["batch"] for row in read_result(tmp_path / "run.json").rows} == {"3d40"}
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def _press_ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("interrupt", [_press_ctrl_c, _terminate])
 def test_what_was_measured_of_the_host_before_an_interrupt_is_written(
-    by: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    interrupt: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     row = {"case": "a step", "batch": "1d1", "provider": "torch", "us": 1.0, "status": OK}
 
     def interrupted(*_: object) -> Iterator[dict[str, Any]]:
         yield row
-        os.kill(os.getpid(), by)
+        interrupt()
 
     monkeypatch.setattr(bench_kernels, "host_rows", interrupted)
     out = tmp_path / "run.json"

@@ -15,7 +15,7 @@ from rocm_attn.machine.releases import triton_version
 
 # The Infinity Cache of MI300 and MI350, in front of HBM; torch does not know of it (AMD, "CDNA 3 architecture", 2023).
 INFINITY_CACHE_BYTES = 256 << 20
-# Of an installed package.
+# The commit of an installed package, which has none.
 UNKNOWN_COMMIT = "unknown"
 
 

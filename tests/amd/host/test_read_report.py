@@ -284,7 +284,7 @@ def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_rows_that_a_search_wrote_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in the user's cache, with --folder ~/.cache/rocm_attn."""
+    """So it is with --folder ~/.cache/rocm_attn, the user's cache."""
     path, kept = tmp_path / "report.json", tmp_path / "tuning.json"
     path.write_text(json.dumps(Report(noise=NOISE).content))
     TuningFile(()).write(kept)

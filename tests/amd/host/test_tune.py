@@ -207,7 +207,7 @@ def test_an_interrupted_search_keeps_what_it_found_and_goes_on_from_there(
 
 
 def test_a_candidate_is_not_to_blame_for_a_search_that_sigterm_ends(tmp_path: Path) -> None:
-    """As of `timeout 1800 rocm-attn tune`."""
+    """`timeout 1800 rocm-attn tune` sends it."""
 
     class Ended(FakeBench):
         def judge(self, job: TuneJob, tiles: Tiles) -> Judged:

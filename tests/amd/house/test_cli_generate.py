@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -217,6 +217,15 @@ def test_a_prompt_that_fails_is_named_and_the_others_are_printed(capsys: pytest.
     assert f"prompt 2 failed: {failed['error']}\n" in printed.err
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """SIGINT is not ignored, as it is in a shell's job in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_prompts_that_are_done_before_an_interrupt_are_printed_as_json(
     by: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -236,6 +245,7 @@ def test_prompts_that_are_done_before_an_interrupt_are_printed_as_json(
     assert signal.getsignal(by) == before
 
 
+@pytest.mark.usefixtures("heard")
 def test_a_second_interrupt_does_not_wait() -> None:
     with generate_command.EarlyEnd(Mock(), 1, print):
         signal.raise_signal(signal.SIGTERM)

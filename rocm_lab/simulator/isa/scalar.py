@@ -123,6 +123,8 @@ _OPS: dict[str, _Op] = {
     "s_bfe_i32": _op32(_signed_field, scc=_not_zero),
     "s_bfm_b32": _op32(lambda a, b: ((1 << (a & 31)) - 1) << (b & 31)),
     "s_pack_ll_b32_b16": _op32(lambda a, b: (a & 0xFFFF) | b << 16),
+    "s_pack_lh_b32_b16": _op32(lambda a, b: (a & 0xFFFF) | b >> 16 << 16),
+    "s_pack_hh_b32_b16": _op32(lambda a, b: a >> 16 | b >> 16 << 16),
 }
 
 _COMPARISONS: dict[str, Callable[[int, int], bool]] = {

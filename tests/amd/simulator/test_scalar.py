@@ -45,6 +45,8 @@ MINUS_1 = (1 << 32) - 1
         ("s_bfe_u32", 0xABCD, 8, 0, 0),
         ("s_bfm_b32", 4, 8, 0xF00, None),
         ("s_pack_ll_b32_b16", 0x11112222, 0x33334444, 0x44442222, None),
+        ("s_pack_lh_b32_b16", 0x11112222, 0x33334444, 0x33332222, None),
+        ("s_pack_hh_b32_b16", 0x11112222, 0x33334444, 0x33331111, None),
     ],
 )
 def test_32_bit_arithmetic(name: str, a: int, b: int, result: int, scc: int | None) -> None:

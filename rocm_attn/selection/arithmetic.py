@@ -50,7 +50,7 @@ def arithmetic_id(selections: Sequence[Selection], guards: Guards) -> str:
         raise Unsupported("layers that select keys have no id of their arithmetic yet; compare their tokens")
     if guards != Guards():
         raise Unsupported("a safeguard is switched off or replaced, so the arithmetic has no id; use all of them")
-    words = ["1", _sources(), *_software(selections[0].target), *map(_words, selections)]
+    words = ["1", code_digest(), *_software(selections[0].target), *map(_words, selections)]
     return blake2b("\n".join(words).encode(), digest_size=_BYTES).hexdigest()
 
 
@@ -84,7 +84,8 @@ def sources() -> list[Path]:
 
 
 @cache
-def _sources() -> str:
+def code_digest() -> str:
+    """Returns a digest of sources(), 32 hexadecimal digits."""
     digest = blake2b(digest_size=_BYTES)
     for file in sources():
         text = file.read_bytes()

@@ -17,9 +17,9 @@ import torch
 
 from rocm_attn.machine import releases
 from rocm_attn.machine.measured_choices import user_cache
-from rocm_attn.machine.own_code import code_digest
 from rocm_attn.machine.whole_files import whole_file
 from rocm_attn.providers.select import Selection
+from rocm_attn.selection.arithmetic import code_digest
 from rocm_attn.selection.probe_runs import ALL_OF_IT, FailedProbe, edge_run, outcome, random_run, selected_run
 
 Run = Callable[[Selection, torch.device], FailedProbe | None]

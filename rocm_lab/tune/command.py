@@ -19,13 +19,13 @@ from rocm_attn.cli.streams import say
 from rocm_attn.errors import BadSetting
 from rocm_attn.kernels.tuning.measured import MeasuredTileChoice
 from rocm_attn.machine.measured_choices import OFF, default_place, place_of
-from rocm_attn.machine.own_code import code_digest
 from rocm_attn.machine.releases import UNKNOWN, triton_version
 from rocm_attn.machine.settings import TUNING, settings
 from rocm_attn.machine.target import Target, detect_target, target_elsewhere
 from rocm_attn.machine.tuning_file import TuningFile, as_json
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
+from rocm_attn.selection.arithmetic import code_digest
 from rocm_attn.selection.kv_formats import KVFormat
 from rocm_lab.bench.batch_spec import BatchSpec
 from rocm_lab.bench.machine import UNKNOWN_COMMIT, commit, version_of

@@ -10,8 +10,9 @@ import pytest
 
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import Unsupported
-from rocm_attn.machine import own_code, releases
+from rocm_attn.machine import releases
 from rocm_attn.providers.select import Selection
+from rocm_attn.selection import arithmetic
 from rocm_attn.selection.probe import wrong_kernels
 from tests.amd.aiter.serving import CPU, partly_torch, plain_problem, vectorised_problem, world
 from tests.amd.aiter.stand_in import Body, StandIn
@@ -158,17 +159,17 @@ def test_other_code_of_this_project_is_probed_again(
     aiter: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images of many commits have one version, and share a cache."""
-    monkeypatch.setattr(own_code, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(arithmetic, "sources", lambda: sorted(tmp_path.rglob("*.py")))
     for name, content in (("kernels/cdna/a.py", "one"), ("kernels/cdna/a.py", "two"), ("providers/b.py", "one")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-        own_code.code_digest.cache_clear()
+        arithmetic.code_digest.cache_clear()
         assert wrong_kernels([partly_torch(PROBLEM)], CPU) == {}
         assert aiter.calls, "the verdict is of other code"
         aiter.calls.clear()
         assert wrong_kernels([partly_torch(PROBLEM)], CPU) == {}
         assert aiter.calls == []
-    own_code.code_digest.cache_clear()
+    arithmetic.code_digest.cache_clear()
 
 
 def test_other_switches_of_aiters_are_probed_again(aiter: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_another_arch_compiler_source_and_order_of_layers_has_another_id(monkeyp
     ids.add(id_of(OTHER["window"], PROBLEM))
     releases = known_target("gfx942").releases
     ids.add(id_of(PROBLEM, releases=replace(releases, triton=Release.of("9.9.9"))))
-    monkeypatch.setattr(arithmetic, "_sources", lambda: "other sources")
+    monkeypatch.setattr(arithmetic, "code_digest", lambda: "other sources")
     ids.add(id_of(PROBLEM))
     assert len(ids) == 6
 

@@ -77,8 +77,14 @@ class IndexGeometry(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of products, [COLUMNS]: weight, or None; whether a column is a head of a token. Of lines (a token and
-    a set), [TOKENS * SET_COLUMNS]: keys that it sees, its candidates, and where its scores are written or -1."""
+    """The columns of products, and their lines: a line has the columns of a token and a set.
+
+    weight:    [COLUMNS], or None
+    is_head:   [COLUMNS], whether a column is a head of a token
+    num_keys:  [TOKENS * SET_COLUMNS], keys that a line's token sees
+    num_units: [TOKENS * SET_COLUMNS], candidates of a line
+    line:      [TOKENS * SET_COLUMNS], where a line's scores are written; -1: nowhere
+    """
 
     weight: Any
     is_head: Any

@@ -164,15 +164,14 @@ def deliver(result: Mapping[str, Any], out: str | None, *, in_json: bool) -> Non
 
     Raises BadSetting if the file cannot be written. The result is printed then in any case: samples are taken once.
     """
-    try:
-        if out:
+    if out:
+        try:
             write_json(Path(out), result)
-    except BadSetting:
-        in_json = True
-        raise
-    finally:
-        if in_json:
+        except BadSetting:
             print(as_text(result))
+            raise
+    if in_json:
+        print(as_text(result))
 
 
 def lines_of(rows: Sequence[ContestantResult]) -> list[str]:

@@ -203,9 +203,10 @@ class Search:
         self._expect(job, self._new(job, each))
         for candidate in each:
             trial = self.journal.of(job, candidate.tiles)
-            # Tiles that would be kept were kept: the file with their row was removed.
-            was_known = trial is not None and not (trial.outcome == TIMED and trial.ratio < best.enough)
-            if trial is None or not was_known:
+            if trial is not None and trial.outcome == TIMED and trial.ratio < best.enough:
+                trial = None  # its tiles were kept, and the file with their row was removed
+            was_known = trial is not None
+            if trial is None:
                 if not self._has_time():
                     return
                 trial = self._try(job, candidate, best)

@@ -5,6 +5,7 @@ This module does not import Triton, so that a provider can choose and describe a
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -425,6 +426,16 @@ class RowSharing(NamedTuple):
 
 
 WHOLE_ROWS = RowSharing()
+
+
+class Sequences(enum.IntEnum):
+    """The sequences that a schedule lists, in a step that some of them have cells of a mask in."""
+
+    ALL = 0
+    WITH_CELLS = 1
+    WITHOUT_CELLS = 2
+
+
 # The split_keys of kernels that never split: more than any step can gain.
 NEVER_SPLIT = 1 << 30
 
@@ -436,11 +447,13 @@ class ExtendCut:
     query_tokens: new tokens of a full query block
     min_q_len:    sequences with fewer new tokens are left out; 2 if decode serves those with one, else 1
     sharing:      how the longest rows are shared out
+    sequences:    those that are not left out
     """
 
     query_tokens: int
     min_q_len: int = 1
     sharing: RowSharing = WHOLE_ROWS
+    sequences: Sequences = Sequences.ALL
 
     def __post_init__(self) -> None:
         assert self.min_q_len >= 1

@@ -41,18 +41,21 @@ The schedule is int32, flat, BLOCK_WORDS per block, then SHARE_WORDS per program
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rocm_attn.kernels.attention import cuts
 from rocm_attn.kernels.attention.arguments import Queries
-from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.cuts import ExtendCut, Sequences
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
 from rocm_attn.kernels.launch import launch
 
+_ALL = tl.constexpr(Sequences.ALL.value)
+_WITH_CELLS = tl.constexpr(Sequences.WITH_CELLS.value)
 # The words of a query block.
 BLOCK_WORDS = tl.constexpr(cuts.BLOCK_WORDS)
 BLOCK_SEQ = tl.constexpr(0)  # -1: the tokens belong to no sequence (the padded tail); they receive 0 and LSE -inf
@@ -105,21 +108,41 @@ def row_after(query_block, row, ROWS: tl.constexpr):
 
 
 class ListGeometry(NamedTuple):
-    """Constants of the list's kernel: QUERY_TOKENS, CAUSAL, WINDOWED of the cut; SEQS: sequences per iteration."""
+    """Constants of the list's kernel: QUERY_TOKENS, CAUSAL, WINDOWED, SEQUENCES of the cut; SEQS: sequences per
+    iteration.
+    """
 
     QUERY_TOKENS: int
     CAUSAL: bool
     WINDOWED: bool
+    SEQUENCES: int
     SEQS: int
 
 
+class _Batch(NamedTuple):
+    """The sequences of a step: lengths, first tokens, first keys with cells; their number, and the fewest new tokens of
+    those that are listed.
+    """
+
+    kv_len: Any
+    q_indptr: Any
+    first_cell: Any
+    num_seqs: Any
+    min_q_len: Any
+
+
 @triton.jit
-def _blocks_of(q_indptr, seq, num_seqs, min_q_len, G: tl.constexpr):
-    """First token, new tokens and query blocks of each sequence; no blocks below min_q_len."""
-    inside = seq < num_seqs
-    token = tl.load(q_indptr + seq, mask=inside, other=0)
-    q_len = tl.load(q_indptr + seq + 1, mask=inside, other=0) - token
-    return token, q_len, tl.where(inside & (q_len >= min_q_len), tl.cdiv(q_len, G.QUERY_TOKENS), 0)
+def _blocks_of(batch, seq, G: tl.constexpr):
+    """First token, new tokens, keys and query blocks of each sequence; no blocks for those that are not listed."""
+    inside = seq < batch.num_seqs
+    token = tl.load(batch.q_indptr + seq, mask=inside, other=0)
+    q_len = tl.load(batch.q_indptr + seq + 1, mask=inside, other=0) - token
+    length = tl.load(batch.kv_len + seq, mask=inside, other=0)
+    is_listed = inside & (q_len >= batch.min_q_len)
+    if G.SEQUENCES != _ALL:
+        has_cells = tl.load(batch.first_cell + seq, mask=inside, other=0) < length
+        is_listed = is_listed & (has_cells == (G.SEQUENCES == _WITH_CELLS))
+    return token, q_len, length, tl.where(is_listed, tl.cdiv(q_len, G.QUERY_TOKENS), 0)
 
 
 @triton.jit
@@ -169,6 +192,7 @@ def _class_of(reach):
 def _list_kernel(
     kv_len,
     q_indptr,
+    first_cell,
     schedule,
     num_seqs,
     num_tokens,
@@ -181,6 +205,7 @@ def _list_kernel(
     SEQS: tl.constexpr = G.SEQS
     block = tl.program_id(0)
     lane = tl.arange(0, SEQS)
+    batch = _Batch(kv_len, q_indptr, first_cell, num_seqs, min_q_len)
 
     # The block's sequence, its place among that sequence's blocks, and the number of all blocks.
     total = 0
@@ -190,7 +215,7 @@ def _list_kernel(
     seq_q_len = 0
     for first in range(0, num_seqs, SEQS):
         # token, q_len, blocks: [SEQS]
-        token, q_len, blocks = _blocks_of(q_indptr, first + lane, num_seqs, min_q_len, G)
+        token, q_len, _, blocks = _blocks_of(batch, first + lane, G)
         end = total + tl.cumsum(blocks, 0)
         here = (end > block) & (end - blocks <= block)
         seq += tl.sum(tl.where(here, first + lane, 0), 0)
@@ -211,8 +236,7 @@ def _list_kernel(
     before = tl.zeros([], tl.int64)
     for first in range(0, num_seqs, SEQS):
         other = first + lane
-        _, q_len, blocks = _blocks_of(q_indptr, other, num_seqs, min_q_len, G)
-        other_len = tl.load(kv_len + other, mask=other < num_seqs, other=0)
+        _, q_len, other_len, blocks = _blocks_of(batch, other, G)
         # Blocks of the other sequence that go before this one: of a longer class, or if it is earlier, of the same.
         if G.CAUSAL:
             edge = tl.where(other == seq, extent, tl.where(other < seq, first_alike, end_alike) - 1)
@@ -392,12 +416,16 @@ def _share_kernel(
     tl.store((words + SHARE_PARTS).to(tl.pointer_type(tl.int64)), tl.cast(parts, tl.int64))
 
 
-def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -> None:
+def launch_extend_schedule(
+    queries: Queries, schedule: Tensor, cut: ExtendCut, first_cell: Tensor | None = None
+) -> None:
     """Fills the schedule of the queries' sequences, on the device.
 
-    schedule: int32 [cut.words(T, S)] or longer, written
+    schedule:   int32 [cut.words(T, S)] or longer, written
+    first_cell: int32 [S], the first key of each sequence that has cells, kv_len if none has; None: no sequence has any
     """
     queries.check()
+    assert first_cell is None or (first_cell.dtype == torch.int32 and first_cell.shape == (queries.num_seqs,))
     num_tokens, num_seqs, sharing = queries.num_tokens, queries.num_seqs, cut.sharing
     cut.check(schedule, num_tokens, num_seqs)
     max_blocks = cut.max_blocks(num_tokens, num_seqs)
@@ -406,13 +434,20 @@ def launch_extend_schedule(queries: Queries, schedule: Tensor, cut: ExtendCut) -
         (max_blocks,),
         queries.kv_len,
         queries.q_indptr,
+        queries.kv_len if first_cell is None else first_cell,
         schedule,
         num_seqs,
         num_tokens,
         cut.min_q_len,
         sharing.window_left,
         sharing.row_keys,
-        G=ListGeometry(cut.query_tokens, sharing.causal, sharing.window_left != UNLIMITED_WINDOW, _SEQS_AT_ONCE),
+        G=ListGeometry(
+            cut.query_tokens,
+            sharing.causal,
+            sharing.window_left != UNLIMITED_WINDOW,
+            cut.sequences.value,
+            _SEQS_AT_ONCE,
+        ),
         num_warps=4,
     )
     launch(

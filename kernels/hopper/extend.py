@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange
 from rocm_attn.kernels.attention.coded import LEAST_SCALE
-from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.cuts import ExtendCut, Sequences
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
@@ -43,6 +43,7 @@ from rocm_attn.kernels.attention.query_block import BlockGeometry
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.segment_parts import launch_merge_of_segments
 from rocm_attn.kernels.attention.segments import UNFUSED
+from rocm_attn.kernels.attention.visible_keys import PackedMask, VisibleKeys
 from rocm_attn.kernels.cache.codes import TOKEN_SCALES
 from rocm_attn.kernels.early import early_options, wait_for_launch
 from rocm_attn.kernels.hopper.codes import ProductScales, decode, new_codes, produce_codes, row_scale
@@ -73,7 +74,9 @@ from rocm_attn.kernels.hopper.rows import (
     HopperGeometry,
     HopperSchedule,
     RowColumns,
+    TokenRanges,
     block_of,
+    keys_of_rows,
     next_row,
     seen_by_block,
     steps_of,
@@ -114,8 +117,7 @@ def _attend_span(n, query, rings, span, edge_step, seen, G: gl.constexpr):
     first = span.first
     if G.OPEN_MIDDLE:
         # With a window every row sees the steps between the last row's first key and the first row's own key.
-        last_first_key = seen.end - 1 - seen.window_left
-        first = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(last_first_key, 0), G.KEY_BLOCK), span.first), span.end)
+        first = gl.minimum(gl.maximum(gl.cdiv(seen.inner_first, G.KEY_BLOCK), span.first), span.end)
         progress = _attend_steps(progress, query, rings, KeyRange(span.first, first), seen, G, True)
     if G.OPEN_MIDDLE or not G.WINDOWED:
         # Every row sees the steps before it whole.
@@ -179,7 +181,7 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, scale_values, todo, G: gl.c
     block = block_of(x, todo)
     queries = fetch_queries(GROUP, to.q, block, todo, G)
     while todo.keys > 0:
-        seen = seen_by_block(x, block, G)
+        seen = seen_by_block(x, block, 4, G)
         steps = steps_of(block, seen, todo, G)
         if G.DRAWN_BLOCKS == 0:
             # These loads depend on each other, and nothing here waits for them.
@@ -189,11 +191,11 @@ def _consume(GROUP: gl.constexpr, x, own, rings, to, scale_values, todo, G: gl.c
         # Not 0: see coded.coded_scales.
         product_scale = gl.maximum(put_queries(queries, own.tiles, product_scale, S_ROW, G), LEAST_SCALE)
         v_scale_value = row_scale(scale_values.v, todo.row // G.HEAD_BLOCKS, G)
-        kv_index = block.kv_index + lines_of_group(GROUP, S_ROW) // G.GQA_RATIO
-        query = ConsumerQuery(own.tiles, kv_index, product_scale, scale_values.cap, own.scales, own.left)
+        last_key, keys_before = keys_of_rows(x, lines_of_group(GROUP, S_ROW), block, G)
+        query = ConsumerQuery(own.tiles, last_key, keys_before, product_scale, scale_values.cap, own.scales, own.left)
         edge_step = steps.first
         if G.OPEN_MIDDLE or not G.WINDOWED:
-            edge_step = (block.kv_index + 1 if G.CAUSAL or G.WINDOWED else seen.end) // G.KEY_BLOCK
+            edge_step = seen.inner_end // G.KEY_BLOCK
         row = ProgramRow(block, todo.done, steps, edge_step, seen)
         if G.SEGMENT_STEPS > 0:
             softmax, n = _attend_segments(GROUP, n, query, rings, row, to, G)
@@ -233,6 +235,8 @@ def _hopper_extend_kernel(
     sinks,
     k_scale,
     v_scale,
+    first_key,
+    end_key,
     product_scale,
     cap_scale,
     window_left,
@@ -253,7 +257,8 @@ def _hopper_extend_kernel(
     wait_for_launch(G.EARLY)
     cut = gl.load(schedule + max_blocks * BLOCK_WORDS + SHARE_CUT)
     # If there is nothing to do, nothing is drawn.
-    begun = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, schedule)
+    ranges = TokenRanges(first_key, end_key)
+    begun = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, ranges, schedule)
     todo = work_of_program(begun, G)
     if todo.keys > 0:
         DTYPE: gl.constexpr = q.dtype.element_ty
@@ -282,7 +287,7 @@ def _hopper_extend_kernel(
         draws = rings.free
         if G.DRAWN_BLOCKS > 0:
             draws = new_draws(G)
-        x = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, draws)
+        x = HopperSchedule(schedule, max_blocks, num_programs, cut, kv_len, window_left, ranges, draws)
         if G.CODE_TILES > 0:
             codes = new_codes(G)
             token_scales = codes.scales
@@ -337,8 +342,12 @@ def _hopper_extend_kernel(
             )
 
 
-def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: HopperTiles) -> None:
-    """Does the same as `launch_paged_extend`, without masks and slopes, over pages of even slots.
+def launch_hopper_extend(
+    args: AttendArgs, *, scores: Scores, cut: ExtendCut, tiles: HopperTiles, mask: VisibleKeys | None = None
+) -> None:
+    """Does the same as `launch_paged_extend`, without slopes and cells of masks, over pages of even slots.
+
+    mask: ranges of keys; if it is a PackedMask, the schedule leaves out sequences with cells
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -347,7 +356,12 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
     assert args.pages.page_slots, "the limits refuse slots at other distances"
     _check_cut(args, scores, cut, tiles)
     queries, pages, table = args.queries, args.pages, args.table
-    geometry = _geometry(args, scores, cut, tiles)
+    geometry = _geometry(args, scores, cut, tiles)._replace(RANGED=mask is not None)
+    if mask is not None:
+        mask.check(queries.num_seqs, queries.num_tokens)
+        assert cut.sequences is Sequences.WITHOUT_CELLS or not isinstance(mask, PackedMask), "no cells are read"
+    # Without ranges any memory: Gluon passes no None to warp groups.
+    first_key, end_key = (queries.kv_len, queries.kv_len) if mask is None else (mask.first, mask.end)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)
     # From the first slot of a page to the last one, with those that lie between pages.
     num_slots = (len(pages.raw_k) - 1) * geometry.PAGE_SLOTS + geometry.PAGE_SIZE
@@ -373,6 +387,8 @@ def launch_hopper_extend(args: AttendArgs, *, scores: Scores, cut: ExtendCut, ti
             args.sinks,
             pages.k_scale,
             pages.v_scale,
+            first_key,
+            end_key,
             *scores.scales_at_once,
             scores.visibility.window_left,
             programs,
@@ -454,6 +470,7 @@ def _geometry(args: AttendArgs, scores: Scores, cut: ExtendCut, tiles: HopperTil
         STRIDE_UNIT=args.stride_unit,
         CAUSAL=scores.visibility.causal,
         WINDOWED=scores.visibility.windowed,
+        RANGED=False,
         OPEN_MIDDLE=scores.visibility.windowed and tiles.open_middle,
         CAPPED=scores.soft_cap > 0,
         BOUNDED=scores.is_bounded and not is_fp8 and args.q.dtype == torch.bfloat16,

@@ -26,13 +26,14 @@ from rocm_attn.kernels.hopper.scaling import times_if_any
 
 
 class ConsumerQuery(NamedTuple):
-    """A consumer's rows: tiles of q in shared memory, kv_index [64] of each row, the factor of products with K, for all
-    or [64], and with a cap the factor of their tanh. In shared memory: scales of keys, if tokens have them; room for
-    everything left of a segment, or in the workspace.
+    """A consumer's rows: tiles of q in shared memory; the last key [64] that each row sees, and with a window how many
+    before it, for all or [64]; the factor of products with K, for all or [64], and with a cap the factor of their tanh.
+    In shared memory: scales of keys, if tokens have them; room for everything left of a segment, or in the workspace.
     """
 
     tiles: Any
-    kv_index: Any
+    last_key: Any
+    keys_before: Any
     product_scale: Any
     cap_scale: Any
     scales: Any
@@ -49,13 +50,17 @@ class Progress(NamedTuple):
 
 
 @gluon.jit
-def is_visible(own, key, seen, G: gl.constexpr):
-    """A mask of the keys [1, KEY_BLOCK] that rows see. own: kv_index [64, 1] of the rows"""
+def is_visible(query, key, seen, G: gl.constexpr):
+    """A mask of the keys [1, KEY_BLOCK] that rows see."""
+    last_key = gl.expand_dims(query.last_key, 1)
     if G.WINDOWED:
-        # 0 <= own - key <= window_left by one comparison.
-        visible = (own - key).to(gl.uint32, bitcast=True) <= seen.window_left.to(gl.uint32, bitcast=True)
-    elif G.CAUSAL:
-        visible = key <= own
+        # 0 <= last_key - key <= keys_before by one comparison.
+        before = query.keys_before.to(gl.uint32, bitcast=True)
+        if G.RANGED:
+            before = gl.expand_dims(before, 1)
+        visible = (last_key - key).to(gl.uint32, bitcast=True) <= before
+    elif G.CAUSAL or G.RANGED:
+        visible = key <= last_key
     else:
         visible = key < seen.end
     return visible
@@ -240,7 +245,7 @@ def attend_steps(progress, query, rings, span, seen, G: gl.constexpr, MASKED: gl
             scores = capped_at_once(scores, by_row)
         if MASKED:
             key = gl.expand_dims(step * KEY_BLOCK + lane, 0)
-            visible = is_visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
+            visible = is_visible(query, key, seen, G)
             scores = gl.where(visible, scores, float("-inf"))
         decay = 1.0
         base = gl.zeros_like(maximum)

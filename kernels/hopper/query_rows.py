@@ -11,7 +11,7 @@ from triton.runtime.jit import constexpr_function
 
 from rocm_attn.kernels.attention.coded import exponent_to_move, moved_to_half, scale_of_moved
 from rocm_attn.kernels.attention.softmax import LN_2, LOG2_E
-from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, of_rows, parts_of
+from rocm_attn.kernels.hopper.rows import GROUP_ROWS, columns_of, has_token, of_rows, parts_of
 
 
 class QueryOutputs(NamedTuple):
@@ -29,12 +29,6 @@ class QueryOutputs(NamedTuple):
 def lines_of_group(GROUP: gl.constexpr, layout: gl.constexpr):
     """The group's rows, counted from the query block's first one."""
     return GROUP * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=layout)
-
-
-@gluon.jit
-def _is_row(line, block, G: gl.constexpr):
-    """True for rows of a query block that have a token."""
-    return line < gl.minimum(block.tokens, G.TOKENS) * G.GQA_RATIO
 
 
 @gluon.jit
@@ -66,7 +60,7 @@ def fetch_queries(GROUP: gl.constexpr, q, block, todo, G: gl.constexpr):
     layout: gl.constexpr = _in_memory(OF_K)
     line = lines_of_group(GROUP, gl.SliceLayout(1, layout))
     rows = gl.expand_dims(_place(q, line, block, todo.row, G), 1)
-    is_row = gl.expand_dims(_is_row(line, block, G) & (todo.keys > 0), 1)
+    is_row = gl.expand_dims(has_token(line, block, G) & (todo.keys > 0), 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
     fetched = ()
     for i in gl.static_range(PARTS):
@@ -108,7 +102,7 @@ def _with_sinks(softmax, sinks, line, block, kv_head, G: gl.constexpr):
     """A softmax with the sinks of its rows; softmax.add_sink has the formula."""
     _, maximum, total = softmax
     head = kv_head * G.GQA_RATIO + line % G.GQA_RATIO
-    sink = gl.load(sinks + head, mask=_is_row(line, block, G), other=float("-inf")) * LOG2_E
+    sink = gl.load(sinks + head, mask=has_token(line, block, G), other=float("-inf")) * LOG2_E
     new_maximum = gl.where(total > 0.0, gl.maximum(maximum, sink), maximum)
     base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     decay = gl.exp2(maximum - base)
@@ -123,7 +117,7 @@ def _places_of_part(GROUP: gl.constexpr, part: gl.constexpr, acc, block, G: gl.c
     WIDTH: gl.constexpr = acc.shape[1]
     line = lines_of_group(GROUP, gl.SliceLayout(1, acc.type.layout))
     column = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, acc.type.layout)), 0) + part * G.V.TILE
-    return (line, column), gl.expand_dims(_is_row(line, block, G), 1) & is_column(column, OF_V)
+    return (line, column), gl.expand_dims(has_token(line, block, G), 1) & is_column(column, OF_V)
 
 
 @gluon.jit
@@ -149,7 +143,7 @@ def store_results(GROUP: gl.constexpr, softmax, to, tiles, block, kv_head, G: gl
     total = gl.where(total == 0.0, 1.0, total)
     if to.lse.at is not None:
         rows = _place(to.lse, line, block, kv_head, G)
-        gl.store(rows, (maximum + gl.log2(total)) * LN_2, mask=_is_row(line, block, G))
+        gl.store(rows, (maximum + gl.log2(total)) * LN_2, mask=has_token(line, block, G))
     for i in gl.static_range(PARTS):
         if G.SEGMENT_STEPS > 0:
             # Rounded as in decode.
@@ -160,7 +154,7 @@ def store_results(GROUP: gl.constexpr, softmax, to, tiles, block, kv_head, G: gl
     gl.thread_barrier()
     line = lines_of_group(GROUP, gl.SliceLayout(1, layout))
     rows = gl.expand_dims(_place(to.out, line, block, kv_head, G), 1)
-    is_row = gl.expand_dims(_is_row(line, block, G), 1)
+    is_row = gl.expand_dims(has_token(line, block, G), 1)
     column = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout)), 0)
     for i in gl.static_range(PARTS):
         is_there = is_row & is_column(i * COLUMNS + column, OF_V)

@@ -239,7 +239,7 @@ def of_all_steps(BEGIN: gl.constexpr, LOAD: gl.constexpr, LOADER: gl.constexpr, 
     n = 0
     while todo.keys > 0:
         block = block_of(x, todo)
-        seen = seen_by_block(x, block, G)
+        seen = seen_by_block(x, block, LOADER.WARPS, G)
         steps = steps_of(block, seen, todo, G)
         row = Loaded(source_of(cache, block.seq), todo.row // G.HEAD_BLOCKS, seen)
         ahead = BEGIN(task, row, steps.first, G)

@@ -72,8 +72,9 @@ class HopperGeometry(NamedTuple):
     SEGMENT_SLOTS: in deterministic attention, parts of rows that a program has room for
     LEFT_IN_WORKSPACE: in it, whether everything left of a segment is in the workspace, and not in shared memory
     STRIDE_UNIT: elements that strides of q and out are counted in
-    CAUSAL:    whether a row sees no key after its own
+    CAUSAL:    whether a row sees no key after its own, but for those of a range
     WINDOWED:  whether there is a window
+    RANGED:    whether each token sees a range of keys of its own (visible_keys.py)
     OPEN_MIDDLE: whether steps that all rows of a window see have a loop of their own, without masks
     CAPPED:    whether scores have a cap
     BOUNDED:   whether the cap keeps exponentials within V's range: then there is no running maximum
@@ -112,6 +113,7 @@ class HopperGeometry(NamedTuple):
     STRIDE_UNIT: int
     CAUSAL: bool
     WINDOWED: bool
+    RANGED: bool
     OPEN_MIDDLE: bool
     CAPPED: bool
     BOUNDED: bool
@@ -174,6 +176,12 @@ class ProgramWork(NamedTuple):
     turn: Any
 
 
+@gluon.jit
+def has_token(line, block, G: gl.constexpr):
+    """True for rows of a query block that have a token. line: of the rows, counted from the block's first one"""
+    return line < gl.minimum(block.tokens, G.TOKENS) * G.GQA_RATIO
+
+
 class Block(NamedTuple):
     """A query block, as extend_schedule.py lists it."""
 
@@ -185,11 +193,23 @@ class Block(NamedTuple):
 
 
 class BlockKeys(NamedTuple):
-    """Keys of a sequence that some row of a query block sees, [first, end), and of each row's window."""
+    """Keys of a sequence that some row of a query block sees, [first, end); those that all rows see, [inner_first,
+    inner_end), if there are any; the end that the schedule counts the block's keys from; and of each row's window.
+    """
 
     first: Any
     end: Any
+    inner_first: Any
+    inner_end: Any
+    counted_end: Any
     window_left: Any
+
+
+class TokenRanges(NamedTuple):
+    """The ranges of keys that tokens see, first and end [T]. They are not read if no layer needs them."""
+
+    first: Any
+    end: Any
 
 
 class RowSteps(NamedTuple):
@@ -203,7 +223,8 @@ class RowSteps(NamedTuple):
 
 class HopperSchedule(NamedTuple):
     """The words of extend_schedule.py, with the number of blocks and of programs and the blocks that are shared out
-    (cut); kv_len of sequences and window_left, which also decide which keys rows see; draws.Draws if rows are drawn.
+    (cut); kv_len of sequences, window_left and ranges, which also decide which keys rows see; draws.Draws if rows are
+    drawn.
     """
 
     words: Any
@@ -212,6 +233,7 @@ class HopperSchedule(NamedTuple):
     cut: Any
     kv_len: Any
     window_left: Any
+    ranges: Any
     draws: Any
 
 
@@ -228,34 +250,106 @@ def block_of(x, todo):
     )
 
 
+@constexpr_function
+def _places_of_tokens(G):
+    """Places for the tokens of a query block: a power of two."""
+    return 1 << (G.TOKENS - 1).bit_length()
+
+
+@constexpr_function
+def _in_each_warp(places, warps):
+    """A layout of places that each warp holds all of, so that none waits for another."""
+    bits = places.bit_length() - 1
+    lanes = [[1 << bit] if bit < bits else [0] for bit in range(5)]
+    registers = [[1 << bit] for bit in range(5, bits)]
+    return gl.DistributedLinearLayout(registers, lanes, [[0]] * (warps.bit_length() - 1), [], [places])
+
+
 @gluon.jit
-def seen_by_block(x, block, G: gl.constexpr):
-    """The keys that a query block sees. The padded tail belongs to no sequence."""
+def _ranges_of_block(x, block, counted_end, WARPS: gl.constexpr, G: gl.constexpr):
+    """The keys of a query block whose tokens each see a range. WARPS: that ask for them"""
+    PLACES: gl.constexpr = _places_of_tokens(G)
+    layout: gl.constexpr = _in_each_warp(PLACES, WARPS)
+    token = gl.arange(0, PLACES, layout=layout)
+    is_token = token < gl.minimum(block.tokens, G.TOKENS)
+    token_end = gl.load(x.ranges.end + block.first_token + token, mask=is_token, other=0)
+    end_key = gl.max(token_end, 0)
+    # Places without a token are no reason for a mask.
+    inner_end = gl.min(gl.where(is_token, token_end, end_key), 0)
+    first_key = gl.to_tensor(0)
+    inner_first = first_key
+    if G.WINDOWED:
+        token_first = gl.load(x.ranges.first + block.first_token + token, mask=is_token, other=0x7FFFFFFF)
+        first_key = gl.minimum(gl.min(token_first, 0), end_key)
+        inner_first = gl.max(gl.where(is_token, token_first, 0), 0)
+    return BlockKeys(first_key, end_key, inner_first, inner_end, counted_end, x.window_left)
+
+
+@gluon.jit
+def seen_by_block(x, block, WARPS: gl.constexpr, G: gl.constexpr):
+    """The keys that a query block sees. The padded tail belongs to no sequence. WARPS: that ask for them"""
     seq = block.seq
     if G.CAUSAL:
         end_key = gl.where(seq >= 0, block.kv_index + block.tokens, 0)
     else:
         # If a step has no sequence, there is no length to read.
         end_key = gl.load(x.kv_len + seq, mask=seq >= 0, other=0)
-    first_key = gl.to_tensor(0)
-    if G.WINDOWED:
-        first_key = gl.maximum(block.kv_index - x.window_left, 0)
-    return BlockKeys(first_key, end_key, x.window_left)
+    if G.RANGED:
+        seen = _ranges_of_block(x, block, end_key, WARPS, G)
+    else:
+        first_key = gl.to_tensor(0)
+        inner_first = first_key
+        if G.WINDOWED:
+            first_key = gl.maximum(block.kv_index - x.window_left, 0)
+            inner_first = gl.maximum(end_key - 1 - x.window_left, 0)
+        inner_end = block.kv_index + 1 if G.CAUSAL or G.WINDOWED else end_key
+        seen = BlockKeys(first_key, end_key, inner_first, inner_end, end_key, x.window_left)
+    return seen
+
+
+@gluon.jit
+def keys_of_rows(x, line, block, G: gl.constexpr):
+    """The last key that each row of a query block sees, and the number of keys before it: of the window, or of each row
+    if its token has a range. line: of the rows, counted from the block's first one
+    """
+    last_key = block.kv_index + line // G.GQA_RATIO
+    keys_before = x.window_left
+    if G.RANGED:
+        token = block.first_token + line // G.GQA_RATIO
+        is_row = has_token(line, block, G)
+        end_key = gl.load(x.ranges.end + token, mask=is_row, other=0)
+        first_key = gl.zeros_like(end_key)
+        if G.WINDOWED:
+            first_key = gl.load(x.ranges.first + token, mask=is_row, other=0)
+            keys_before = gl.maximum(end_key - 1 - first_key, 0)
+        # A row that sees nothing: no key comes that early.
+        last_key = gl.where(end_key > first_key, end_key - 1, -(1 << 30))
+    return last_key, keys_before
+
+
+@gluon.jit
+def _step_at(cost, block, seen, G: gl.constexpr):
+    """The step, or the first one of the segment, that holds the key at a place of a row's cost; within those seen."""
+    UNIT: gl.constexpr = G.KEY_BLOCK * max(G.SEGMENT_STEPS, 1)
+    key = seen.counted_end - block.keys + gl.maximum(cost - G.ROW_KEYS, 0)
+    step = key // UNIT * (UNIT // G.KEY_BLOCK)
+    if G.RANGED:
+        # Ranges may begin and end elsewhere than the schedule counts.
+        step = gl.minimum(gl.maximum(step, seen.first // G.KEY_BLOCK), gl.cdiv(seen.end, G.KEY_BLOCK))
+    return step
 
 
 @gluon.jit
 def steps_of(block, seen, todo, G: gl.constexpr):
     """The program's part of the row that it has reached. A step, or a segment, belongs to the share that it ends in."""
-    UNIT: gl.constexpr = G.KEY_BLOCK * max(G.SEGMENT_STEPS, 1)
     cost = block.keys + G.ROW_KEYS
     take = gl.minimum(todo.keys, cost - todo.done)
-    first_cost_key = seen.end - block.keys
-    first_key = first_cost_key + gl.maximum(todo.done - G.ROW_KEYS, 0)
-    end_key = first_cost_key + gl.maximum(todo.done + take - G.ROW_KEYS, 0)
     ends = todo.done + take == cost
-    end_step = gl.where(ends, gl.cdiv(seen.end, G.KEY_BLOCK), end_key // UNIT * (UNIT // G.KEY_BLOCK))
-    first_key = gl.maximum(first_key // UNIT * UNIT, seen.first)
-    return RowSteps(take, first_key // G.KEY_BLOCK, end_step, ends)
+    first_step = gl.maximum(_step_at(todo.done, block, seen, G), seen.first // G.KEY_BLOCK)
+    if G.RANGED:
+        first_step = gl.where(todo.done == 0, seen.first // G.KEY_BLOCK, first_step)
+    end_step = gl.where(ends, gl.cdiv(seen.end, G.KEY_BLOCK), _step_at(todo.done + take, block, seen, G))
+    return RowSteps(take, first_step, end_step, ends)
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ def _scored(scores, query, key, seen, G: gl.constexpr, MASKED: gl.constexpr):
     if G.CAPPED:
         scores = capped_at_once(scores, query.product_scale)
     if MASKED:
-        visible = is_visible(gl.expand_dims(query.kv_index, 1), key, seen, G)
+        visible = is_visible(query, key, seen, G)
         scores = gl.where(visible, scores, float("-inf"))
     return scores
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.hip_graphs.size_ladder import round_up
 from rocm_attn.kernels.attention.arguments import Queries
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut, Sequences
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
@@ -42,7 +42,8 @@ class ExtendSchedule:
 
     @only_launches
     def build(self, queries: Queries, step: StepTensors, bounds: StepBounds, words: Tensor) -> None:
-        triton_launches.launch_extend_schedule(queries, words, self.cut)
+        first_cell = None if self.cut.sequences is Sequences.ALL else step.mask_start
+        triton_launches.launch_extend_schedule(queries, words, self.cut, first_cell)
 
 
 @dataclass(frozen=True, slots=True)

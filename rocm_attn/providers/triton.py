@@ -11,6 +11,7 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs, NewRows
+from rocm_attn.kernels.attention.cuts import Sequences
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.launch import only_launches
@@ -211,18 +212,44 @@ def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
 
 def _bind_ranged(problem: Problem, target: Target, pool: PoolSize, *, by_cells: bool) -> BoundKernel:
     """The kernel of steps with ranges of keys. by_cells: whether tokens may see more than causality says, by a mask"""
-    codes = codes_of(problem)
+    return _by_tokens(
+        problem,
+        extend_choices_of_table(problem, target),
+        lambda tiles, is_short: Ranged(
+            _ranged_extend(problem, target, tiles, is_short=is_short, by_cells=by_cells), problem.visibility
+        ),
+    )
 
-    def bind(tiles: ExtendTiles, is_short: bool) -> Ranged:
-        # 64 x 5 new tokens after 8k with scales of tokens, heads of 128: 514 us on an H200 with unchanged tiles, else
-        # 1238.
-        fits = is_short or (codes is CodeKind.BY_TOKEN and target.is_nvidia)
-        tiles = tiles if fits and tiles.query_rows <= 64 else tiles.of_masked_steps(problem.gqa_ratio, codes)
-        if problem.visibility.two_sided:
-            # Rows are short, and there are many: every token of a text is new.
-            tiles = _of_whole_rows(tiles)
-        cut = extend_cut(problem, target, tiles, causal=problem.causal and not by_cells)
-        return Ranged(TritonExtend(problem, scores_of(problem), tiles, cut), problem.visibility)
+
+def _ranged_extend(
+    problem: Problem, target: Target, tiles: ExtendTiles, *, is_short: bool, by_cells: bool
+) -> TritonExtend:
+    # 64 x 5 new tokens after 8k with scales of tokens, heads of 128: 514 us on an H200 with unchanged tiles, else 1238.
+    fits = is_short or (codes_of(problem) is CodeKind.BY_TOKEN and target.is_nvidia)
+    if not (fits and tiles.query_rows <= 64):
+        tiles = tiles.of_masked_steps(problem.gqa_ratio, codes_of(problem))
+    if problem.visibility.two_sided:
+        # Rows are short, and there are many: every token of a text is new.
+        tiles = _of_whole_rows(tiles)
+    cut = extend_cut(problem, target, tiles, causal=problem.causal and not by_cells)
+    return TritonExtend(problem, scores_of(problem), tiles, cut)
+
+
+def _bind_ranged_hopper(problem: Problem, target: Target, pool: PoolSize, *, by_cells: bool) -> BoundKernel:
+    """Like `_bind_ranged`. Hopper's kernel reads no cells: in steps of many tokens the plain one serves the sequences
+    that have some. A layer with chunks is given none.
+    """
+
+    def bind(tiles: ExtendTiles, is_short: bool) -> BoundKernel:
+        plain = _ranged_extend(problem, target, tiles, is_short=is_short, by_cells=by_cells)
+        if is_short:
+            return Ranged(plain, problem.visibility)
+        hopper = triton_hopper.bind_ranges(problem, target)
+        if not by_cells or problem.chunk:
+            return Ranged(hopper, problem.visibility)
+        with_cells = replace(plain, cut=replace(plain.cut, sequences=Sequences.WITH_CELLS))
+        without = replace(hopper, cut=replace(hopper.cut, sequences=Sequences.WITHOUT_CELLS))
+        return TritonMixed(Ranged(with_cells, problem.visibility), Ranged(without, problem.visibility))
 
     return _by_tokens(problem, extend_choices_of_table(problem, target), bind)
 
@@ -289,6 +316,13 @@ TRITON = Provider(
         _mixed_entry("cdna_extend+decode", triton_cdna.EXTEND_LIMITS, _bind_decode, _bind_extend_cdna, is_probed=True),
         _mixed_entry("extend+cdna_decode", triton_cdna.LIMITS, triton_cdna.bind_decode, _bind_extend, is_probed=True),
         _mixed_entry("extend+decode", _LIMITS, _bind_decode, _bind_extend),
+        triton_entry(
+            "hopper_masked",
+            StepKind.MASKED,
+            triton_hopper.RANGED_LIMITS,
+            partial(_bind_ranged_hopper, by_cells=True),
+            Need.MASK,
+        ),
         triton_entry("masked", StepKind.MASKED, _RANGED_LIMITS, partial(_bind_ranged, by_cells=True), Need.MASK),
         shared_entry("hopper_shared_prefix", triton_hopper.LIMITS, _bind_extend_hopper, _bind_decode),
         shared_entry("shared_prefix", _LIMITS, _bind_extend, _bind_decode),
@@ -314,6 +348,12 @@ TRITON = Provider(
         ),
         *triton_latent.ENTRIES,
         *triton_sparse.EVERY_ROW_ENTRIES,
+        *range_entries(
+            "hopper_ranges",
+            partial(_bind_ranged_hopper, by_cells=False),
+            triton_hopper.RANGED_LIMITS,
+            kinds=(StepKind.EXTEND, StepKind.MIXED),
+        ),
         *range_entries("ranges", partial(_bind_ranged, by_cells=False), _LIMITS),
         *range_entries("segment_ranges", triton_segments.bind_masked, _LIMITS, batch_invariant=True),
     ),

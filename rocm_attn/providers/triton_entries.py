@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -70,9 +70,14 @@ def triton_entry(name: str, kind: StepKind, limits: Limits, bind: Bind, *needs: 
 deterministic_entry = partial(triton_entry, batch_invariant=True)
 
 
-def range_entries(name: str, bind: Bind, limits: Limits, **more: Any) -> Iterator[KernelEntry]:
-    """Entries of the kinds of step that every layer needs, for layers with ranges of keys alone."""
-    for kind in (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED):
+_EVERY_LAYERS = (StepKind.DECODE, StepKind.EXTEND, StepKind.MIXED)
+
+
+def range_entries(
+    name: str, bind: Bind, limits: Limits, kinds: Iterable[StepKind] = _EVERY_LAYERS, **more: Any
+) -> Iterator[KernelEntry]:
+    """Entries for layers with ranges of keys alone. kinds: of step, without another those that every layer needs"""
+    for kind in kinds:
         yield triton_entry(name, kind, replace(limits, ranges=True, others=False), bind, **more)
 
 

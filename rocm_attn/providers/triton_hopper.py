@@ -10,16 +10,16 @@ from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention import limits
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.cuts import ExtendCut
+from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.hopper import releases
-from rocm_attn.kernels.launch import only_launches
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, HopperTiles, hopper_segment_tiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
 from rocm_attn.problem import KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
-from rocm_attn.providers.cut_kernels import CutExtend
+from rocm_attn.providers.cut_kernels import MaskableExtend
 from rocm_attn.providers.scores import scores_of
 from rocm_attn.providers.tiles import extend_cut, hopper_tiles_of
 from rocm_attn.providers.triton_later import hopper_launches
@@ -72,6 +72,9 @@ DECODE_LIMITS = replace(
     scales=(Scales.NONE,),
 )
 
+# Of steps whose tokens each see a range of keys.
+RANGED_LIMITS = replace(LIMITS, ranges=True)
+
 SEGMENT_LIMITS = replace(
     LIMITS,
     dims_alike=True,
@@ -81,7 +84,7 @@ SEGMENT_LIMITS = replace(
 
 
 @dataclass(frozen=True, slots=True)
-class HopperExtend(CutExtend[HopperTiles]):
+class HopperExtend(MaskableExtend[HopperTiles]):
     """Ragged extend over a cached prefix, for sequences with cut.min_q_len new tokens or more."""
 
     def describe(self) -> str:
@@ -94,9 +97,8 @@ class HopperExtend(CutExtend[HopperTiles]):
             return self.tiles.segment_words(programs=self.cut.sharing.programs, v_head_dim=self.problem.v_head_dim)
         return self.cut.partials_words(query_rows=self.tiles.extend.query_rows, v_head_dim=self.problem.v_head_dim)
 
-    @only_launches
-    def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
-        hopper_launches.launch_hopper_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles)
+    def attend_by(self, args: AttendArgs, mask: VisibleKeys | None) -> None:
+        hopper_launches.launch_hopper_extend(args, scores=self.scores, cut=self.cut, tiles=self.tiles, mask=mask)
 
 
 class DrawnHopperExtend(HopperExtend):
@@ -117,6 +119,13 @@ def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int
     tiles = _launched_early(hopper_tiles_of(problem, target), min_q_len)
     extend = DrawnHopperExtend if tiles.drawn_blocks else HopperExtend
     return extend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
+
+
+def bind_ranges(problem: Problem, target: Target) -> HopperExtend:
+    """Binds extend of tokens that each see a range of keys, for a problem within RANGED_LIMITS."""
+    # Calls of drawn rows are not prepared, and those by ranges are.
+    tiles = replace(_launched_early(hopper_tiles_of(problem, target), min_q_len=1), drawn_blocks=0)
+    return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len=1))
 
 
 def _launched_early(tiles: HopperTiles, min_q_len: int) -> HopperTiles:

@@ -1,7 +1,7 @@
 """Host twins of the schedule kernels in plain Python: the same words, from lists of lengths and without shortcuts."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -80,8 +80,12 @@ def visible_blocks(kv_len: int, cut: DecodeCut) -> range:
     return range(first_key // cut.key_block, -(-kv_len // cut.key_block))
 
 
-def extend_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut, num_tokens: int) -> list[int]:
+def extend_schedule(
+    kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut, num_tokens: int, left_out: Collection[int] = ()
+) -> list[int]:
     """The words that cut.build writes for num_tokens padded tokens, see attention/extend_schedule.py.
+
+    left_out: sequences that are not listed
 
     In a program without work only its work, the share and the cut have a meaning; the others are 0 here.
     """
@@ -90,7 +94,7 @@ def extend_schedule(kv_len: Sequence[int], q_len: Sequence[int], cut: ExtendCut,
     listed: list[tuple[int, int, int, int, int, int]] = []
     token = 0
     for seq, (length, new) in enumerate(zip(kv_len, q_len, strict=True)):
-        for offset in range(0, new if new >= cut.min_q_len else 0, block_len):
+        for offset in range(0, new if new >= cut.min_q_len and seq not in left_out else 0, block_len):
             tokens = min(block_len, new - offset)
             reach = length - new + offset + tokens if sharing.causal else length
             window = sharing.window_left + (block_len if sharing.causal else new)

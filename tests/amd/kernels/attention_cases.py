@@ -89,6 +89,8 @@ class Case:
     spread:          true if q, out and the pages are views with gaps, in an order of dimensions of their own
     window_left, window_right, soft_cap: see Scores
     sinks, slopes:   true if the heads have them
+    chunk, spans:    see Visibility; a span is a sequence, its first key and its end. Tokens see them by ranges
+    spans_pass:      see Visibility
     ranged:          true if each token sees a random range of keys: few, all, or none
     masked:          true if a random packed mask gives each token's position and visible keys: few, all, or none
     mask_keys:       keys before a sequence's new ones that the mask covers, at most; all tokens see those before them
@@ -111,6 +113,9 @@ class Case:
     soft_cap: float = 0.0
     sinks: bool = False
     slopes: bool = False
+    chunk: int = 0
+    spans: Sequence[tuple[int, int, int]] = ()
+    spans_pass: bool = False
     ranged: bool = False
     masked: bool = False
     mask_keys: int = ALL_KEYS
@@ -126,6 +131,11 @@ class Case:
         if self.kv is None:
             return CodeKind.NONE
         return CodeKind.BY_TOKEN if self.scales is Scales.TOKEN else CodeKind.BY_ROW
+
+    @property
+    def has_ranges(self) -> bool:
+        """True if tokens see ranges of keys that a kernel is given."""
+        return self.ranged or self.chunk > 0 or len(self.spans) > 0
 
     def decodes(self) -> Case:
         """The same sequences with one new token each."""
@@ -298,9 +308,12 @@ def build(case: Case, device: torch.device, seed: int = 0) -> Tensors:
                 [key for key in keys if case.window_left == UNLIMITED_WINDOW or key >= start]
                 for start, keys in zip(given, shown, strict=True)
             ]
-        elif case.ranged:
+        elif case.has_ranges:
             drawn_ranges = [
-                _random_range(case, length, kv_index, generator) for kv_index in range(length - new, length)
+                _random_range(case, length, kv_index, generator)
+                if case.ranged
+                else _range_of(case, seq, length, kv_index)
+                for kv_index in range(length - new, length)
             ]
             ranges += drawn_ranges
             seen = [range(*each) for each in drawn_ranges]
@@ -460,6 +473,19 @@ def _random_range(case: Case, length: int, kv_index: int, generator: torch.Gener
     return (min(first, end) if case.window_left != UNLIMITED_WINDOW else 0), end
 
 
+def _range_of(case: Case, seq: int, length: int, kv_index: int) -> tuple[int, int]:
+    """Returns the range of keys of a token, by its window, its chunk and the spans of its sequence."""
+    first = 0 if case.window_left == UNLIMITED_WINDOW else max(kv_index - case.window_left, 0)
+    if case.chunk:
+        first = max(first, kv_index // case.chunk * case.chunk)
+    end = kv_index + 1 if case.window_right == 0 else length
+    for of, begin, last in case.spans:
+        if of == seq and begin <= kv_index < last:
+            end = max(end, last)
+            first = min(first, begin) if case.spans_pass else first
+    return first, end
+
+
 def _random_keys(length: int, generator: torch.Generator) -> list[int]:
     """Returns the keys that a token of a masked step sees: none, some of the first half only, some of all, or all."""
     share, end = [(0.0, 0), (0.3, length // 2), (0.5, length), (1.0, length)][
@@ -473,7 +499,7 @@ def _visible_keys(
     case: Case, ranges: Sequence[tuple[int, int]], cells: Sequence[bool], device: torch.device
 ) -> VisibleKeys | None:
     """Returns what a case gives a launcher. Tokens of no sequence see nothing."""
-    if not case.masked and not case.ranged:
+    if not case.masked and not case.has_ranges:
         return None
     first, end = torch.tensor([*ranges, *[(NO_KEY, 0)] * case.tail], dtype=torch.int32).view(-1, 2).T.contiguous()
     return _packed(cells, first, end, case, device) if case.masked else VisibleKeys(first.to(device), end.to(device))

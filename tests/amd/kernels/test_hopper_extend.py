@@ -93,7 +93,7 @@ def run_hopper(
     for _ in range(launches):
         if launches > 1:
             tensors.out.fill_(UNTOUCHED)
-        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
+        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
     return cut
 
 
@@ -181,6 +181,41 @@ def test_extend_equals_the_reference(more: dict[str, Any], device: torch.device)
     for sharing in (ALL_SHARED, NONE_SHARED):
         tensors = build(replace(RAGGED, **more), device)
         run_hopper(tensors, sharing)
+        assert_served(tensors)
+
+
+# Spans at the borders of a step, within it, next to each other and across query blocks; pages of few keys, gathered.
+SPANS: dict[str, Any] = {
+    "kv_len": [260, 0, 40, 333, 1, 130, 12, 900],
+    "q_len": [41, 0, 40, 2, 1, 1, 0, 533],
+    "spans": ((0, 219, 250), (2, 0, 40), (3, 331, 333), (7, 370, 400), (7, 400, 401), (7, 401, 720)),
+}
+RANGES: list[dict[str, Any]] = [
+    {},
+    {"page_size": 2, "sinks": True},
+    {"window_left": 0, "page_size": 8},
+    {"window_left": 5, "spans_pass": True},
+    {"window_left": 100, "spans_pass": True, "page_size": 64, "sinks": True},
+    {"window_left": 300, "heads": (6, 2)},
+    {"window_right": UNLIMITED_WINDOW},
+    {"chunk": 16, "window_left": 15},
+    {"chunk": 128, "window_left": 127, "page_size": 1},
+    {"chunk": 200, "window_left": 199, "heads": (5, 1), "spans_pass": True},
+    {"chunk": 256, "window_left": 99, "soft_cap": 30.0, "dtype": torch.float16},
+    {"soft_cap": 50.0, "heads": (65, 1)},
+]
+CODED_RANGES: list[dict[str, Any]] = [
+    {"kv": Encoding.E4M3FN, "scales": Scales.HEAD},
+    {"kv": Encoding.E5M2, "scales": Scales.TOKEN, "chunk": 128, "window_left": 127},
+]
+
+
+@seventh_by_day("more", [({**SPANS, "dims": dims, **more},) for dims in DIMS for more in (*RANGES, *CODED_RANGES)])
+def test_tokens_that_each_see_a_range_equal_the_reference(more: dict[str, Any], device: torch.device) -> None:
+    for sharing in (ALL_SHARED, NONE_SHARED):
+        tensors = build(replace(RAGGED, **more), device)
+        tiles = hopper_tiles(*tensors.case.dims, tensors.case.page_size, coded=tensors.case.kv is not None)
+        run_hopper(tensors, sharing, tiles=replace(tiles, drawn_blocks=0))
         assert_served(tensors)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, RowSharing
+from rocm_attn.kernels.attention.cuts import BLOCK_WORDS, SHARE_WORDS, WHOLE_ROWS, ExtendCut, RowSharing, Sequences
 from rocm_attn.kernels.attention.extend_merge import merge_of_few_rows
 from rocm_attn.kernels.attention.extend_schedule import SHARE_CUT, SHARE_PARTS, SHARE_SIZE, launch_extend_schedule
 from rocm_attn.kernels.attention.scores import UNLIMITED_WINDOW
@@ -391,6 +391,25 @@ def test_the_device_lists_the_tiles_of_the_host_twin(
     schedule = torch.full((cut.words(num_tokens, num_seqs) + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
     launch_extend_schedule(queries_of(kv_len, q_len, num_tokens, kernel_device), schedule, cut)
     expected = extend_schedule(kv_len, q_len, cut, num_tokens)
+    assert without_idle_shares(schedule.tolist(), cut) == [*expected, *[GARBAGE] * 3]
+
+
+@pytest.mark.parametrize("sequences", Sequences)
+def test_a_schedule_leaves_out_sequences_with_cells_or_without(
+    sequences: Sequences, kernel_device: torch.device
+) -> None:
+    kv_len, q_len, first_cell = [90, 5, 70, 0, 33, 8], [40, 5, 1, 0, 33, 0], [50, 5, 70, 0, 0, 8]
+    with_cells = {0, 4}
+    left_out = {
+        Sequences.ALL: set[int](),
+        Sequences.WITH_CELLS: set(range(6)) - with_cells,
+        Sequences.WITHOUT_CELLS: with_cells,
+    }[sequences]
+    cut = replace(ExtendCut(10, sharing=ALL_SHARED), sequences=sequences)
+    schedule = torch.full((cut.words(90, 6) + 3,), GARBAGE, dtype=torch.int32, device=kernel_device)
+    cells = torch.tensor(first_cell, dtype=torch.int32, device=kernel_device)
+    launch_extend_schedule(queries_of(kv_len, q_len, 90, kernel_device), schedule, cut, cells)
+    expected = extend_schedule(kv_len, q_len, cut, 90, left_out)
     assert without_idle_shares(schedule.tolist(), cut) == [*expected, *[GARBAGE] * 3]
 
 

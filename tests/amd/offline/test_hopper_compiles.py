@@ -106,7 +106,7 @@ def compiled(case: Case, tiles: HopperTiles, *, early: bool = True) -> dict[str,
 
     def launch() -> None:
         args = tensors.args(schedule, workspace)
-        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles)
+        hopper_launches.launch_hopper_extend(args, scores=tensors.scores, cut=cut, tiles=tiles, mask=tensors.mask)
 
     return {kernel.name: kernel for kernel in compiled_by(launch, "sm_90")}
 

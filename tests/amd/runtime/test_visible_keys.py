@@ -18,16 +18,19 @@ from torch import Tensor
 from rocm_attn.batch.inputs import DeviceInputs
 from rocm_attn.batch.mask import TokenSpans, TreeMask, spans_of_blocks
 from rocm_attn.batch.step_batch import StepBatch
+from rocm_attn.batch.step_kinds import StepKind
 from rocm_attn.errors import BadBatch, BadProblem, Unsupported
 from rocm_attn.kernels.attention.scores import Visibility
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.refs import metadata as twins
-from rocm_attn.machine.target import known_target
+from rocm_attn.machine.target import detect_target, known_target
 from rocm_attn.oracle.reference import attend_sequence
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import UNLIMITED_WINDOW, PoolKind, Problem
 from rocm_attn.providers.contract import SMALLEST_POOL
 from rocm_attn.providers.select import select
+from rocm_attn.providers.triton_hopper import RANGED_LIMITS
+from tests.amd.kernels.gpus import OF_HOPPERS_KERNELS
 from tests.amd.tolerances import assert_attention_close, assert_lse_close
 from tests.amd.worlds.problems import deterministic_providers, providers, small_problem
 from tests.amd.worlds.world import Request, World, page_zero_is_zero
@@ -160,32 +163,82 @@ def test_trees_and_spans_take_turns(provider: str, device: torch.device) -> None
     world = World.build(layers, device, provider, graphs=True, capture_sizes=(2,), capture_tokens=(8,))
     requests = world.admit_all(2)
     run(world, requests, [5, 3], [(0, 0, 4), (1, 0, 3)])
-    parents = [[-1, 0, 0, 2], [-1, -1, 1, 2]]
     for _ in range(2):
         run(world, requests, [4, 4], [(0, 0, 4), (1, 0, 4)])
-        batch = replace(
-            world.batch(requests, [4, 4]), mask=TreeMask(torch.tensor(parents, dtype=torch.int32).to(device))
+        run_trees(world, requests, [[-1, 0, 0, 2], [-1, -1, 1, 2]], (0, len(layers) - 2))
+
+
+def run_trees(
+    world: World, requests: Sequence[Request], parents: Sequence[Sequence[int]], layers: Sequence[int]
+) -> None:
+    """Runs a step of trees, and checks some layers."""
+    nodes, device = len(parents[0]), world.runtime.device
+    q_len = [nodes] * len(requests)
+    mask = TreeMask(torch.tensor(parents, dtype=torch.int32).to(device))
+    world.run_batch(requests, q_len, replace(world.batch(requests, q_len), mask=mask))
+    for seq, request in enumerate(requests):
+        start, ancestors = request.kv_len - nodes, list[set[int]]()
+        for node, parent in enumerate(parents[seq]):
+            ancestors.append({node} | (ancestors[parent] if parent >= 0 else set()))
+        seen = torch.ones(nodes, request.kv_len, dtype=torch.bool)
+        for node, known in enumerate(ancestors):
+            seen[node, start:] = torch.tensor([other in known for other in range(nodes)])
+        places = torch.tensor([start + len(known) - 1 for known in ancestors])
+        used = torch.from_numpy(world.places[nodes * seq : nodes * (seq + 1)]).to(device)
+        for layer in layers:
+            problem = world.problems[layer]
+            want, _ = attend_sequence(
+                world.rows[layer].q[used],
+                request.k[layer],
+                request.v[layer],
+                replace(problem, window_left=UNLIMITED_WINDOW, spans_pass_window=False),
+                world.runtime.head_weights.of(layer),
+                _in_window(seen, start, places, problem, ancestors).to(device),
+            )
+            assert_attention_close(world.rows[layer].out[used], want, problem.dtype)
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=OF_HOPPERS_KERNELS) for graphs in (False, True)])
+def test_hoppers_kernel_sees_what_the_definitions_say(graphs: bool, device: torch.device) -> None:
+    """Sequences with cells are the plain kernel's; both kernels are launched in each masked step of many tokens."""
+    large = replace(MASKED, dtype=torch.bfloat16, page_size=16, head_dim=64, v_head_dim=64)
+    window = RANGED_LIMITS.least_window
+    layers = [
+        large,
+        replace(large, window_left=window, has_sinks=True),
+        replace(large, window_left=window, spans_pass_window=True),
+        replace(large, window_right=UNLIMITED_WINDOW),
+        replace(large, logits_soft_cap=30.0),
+    ]
+    for problem in layers:
+        assert (
+            select(problem, detect_target(device), "triton").kernel(StepKind.MASKED).entry.name
+            == "triton.hopper_masked"
         )
-        world.run_batch(requests, [4, 4], batch)
-        ancestors = [[{0}, {0, 1}, {0, 2}, {0, 2, 3}], [{0}, {1}, {1, 2}, {1, 2, 3}]]
-        for layer in (0, len(layers) - 2):
-            for seq, request in enumerate(requests):
-                start = request.kv_len - 4
-                seen = torch.ones(4, request.kv_len, dtype=torch.bool)
-                for node, known in enumerate(ancestors[seq]):
-                    seen[node, start:] = torch.tensor([other in known for other in range(4)])
-                places = torch.tensor([start + len(known) - 1 for known in ancestors[seq]])
-                at = slice(4 * seq, 4 * seq + 4)
-                used = torch.from_numpy(world.places[at]).to(device)
-                want, _ = attend_sequence(
-                    world.rows[layer].q[used],
-                    request.k[layer],
-                    request.v[layer],
-                    replace(layers[layer], window_left=UNLIMITED_WINDOW, spans_pass_window=False),
-                    world.runtime.head_weights.of(layer),
-                    _in_window(seen, start, places, layers[layer], ancestors[seq]).to(device),
-                )
-                assert_attention_close(world.rows[layer].out[used], want, layers[layer].dtype)
+    sizes: dict[str, Any] = {"num_pages": 400, "max_kv_len": 2 * window + 800, "capture_sizes": (2,), "capture_tokens": (300,)}
+    world = World.build(layers, device, "triton", graphs=graphs, max_num_seqs=2, max_tokens=2 * window, **sizes)
+    requests = world.admit_all(2)
+    run(world, requests, [window + 150, 200], [(0, 10, 300), (1, 0, 130), (1, 130, 199)])
+    for _ in range(2):
+        run(world, requests, [200, 100], [(0, 0, 200), (1, 40, 50)])
+        run_trees(world, requests, [[node - 1 for node in range(100)], [node // 2 - 1 for node in range(100)]], (0, 1))
+        run(world, requests, [120, 1], [])
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(graphs, marks=OF_HOPPERS_KERNELS) for graphs in (False, True)])
+def test_hoppers_kernel_sees_chunks(graphs: bool, device: torch.device) -> None:
+    chunk = RANGED_LIMITS.least_window
+    plain = small_problem(16, torch.bfloat16, head_dim=128, v_head_dim=128)
+    layers = [replace(plain, chunk=chunk), replace(plain, custom_mask=True, chunk=chunk, spans_pass_window=True)]
+    names = [select(problem, detect_target(device), "triton").kernel(StepKind.EXTEND).entry.name for problem in layers]
+    assert names == ["triton.hopper_ranges"] * 2
+    sizes: dict[str, Any] = {"num_pages": 700, "max_kv_len": 3 * chunk, "capture_sizes": (2,), "capture_tokens": (300,)}
+    world = World.build(layers, device, "triton", graphs=graphs, max_num_seqs=2, max_tokens=3 * chunk, **sizes)
+    requests = world.admit_all(2)
+    run(world, requests, [chunk - 70, 100], None)
+    run(world, requests, [150, 100], [(0, 60, 80)])
+    run(world, requests, [150, 1], None)
+    run(world, requests, [chunk, 130], None)
 
 
 def _in_window(seen: Tensor, start: int, places: Tensor, problem: Problem, ancestors: Sequence[set[int]]) -> Tensor:

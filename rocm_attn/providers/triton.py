@@ -245,11 +245,15 @@ def _bind_ranged_hopper(problem: Problem, target: Target, pool: PoolSize, *, by_
         if is_short:
             return Ranged(plain, problem.visibility)
         hopper = triton_hopper.bind_ranges(problem, target)
-        if not by_cells or problem.chunk:
+        if not by_cells:
             return Ranged(hopper, problem.visibility)
+        without = Ranged(
+            replace(hopper, cut=replace(hopper.cut, sequences=Sequences.WITHOUT_CELLS)), problem.visibility
+        )
+        if problem.chunk:
+            return without
         with_cells = replace(plain, cut=replace(plain.cut, sequences=Sequences.WITH_CELLS))
-        without = replace(hopper, cut=replace(hopper.cut, sequences=Sequences.WITHOUT_CELLS))
-        return TritonMixed(Ranged(with_cells, problem.visibility), Ranged(without, problem.visibility))
+        return TritonMixed(Ranged(with_cells, problem.visibility), without)
 
     return _by_tokens(problem, extend_choices_of_table(problem, target), bind)
 

@@ -215,7 +215,12 @@ def test_hoppers_kernel_sees_what_the_definitions_say(graphs: bool, device: torc
             select(problem, detect_target(device), "triton").kernel(StepKind.MASKED).entry.name
             == "triton.hopper_masked"
         )
-    sizes: dict[str, Any] = {"num_pages": 400, "max_kv_len": 2 * window + 800, "capture_sizes": (2,), "capture_tokens": (300,)}
+    sizes: dict[str, Any] = {
+        "num_pages": 400,
+        "max_kv_len": 2 * window + 800,
+        "capture_sizes": (2,),
+        "capture_tokens": (300,),
+    }
     world = World.build(layers, device, "triton", graphs=graphs, max_num_seqs=2, max_tokens=2 * window, **sizes)
     requests = world.admit_all(2)
     run(world, requests, [window + 150, 200], [(0, 10, 300), (1, 0, 130), (1, 130, 199)])

@@ -136,13 +136,13 @@ def _attend_row(x, to, query_block, row, done, take, row_cost, G: tl.constexpr):
         first_key = tl.maximum(first_kv_index - x.window_left, 0)
         edge_block = first_key // K.KEY_BLOCK
     rows = None
+    counted_end = end_key  # which the schedule counts shares from
     if x.mask.end is not None:
         rows = keys_of_block(x.mask, seq, first_token, is_row, end_key, G)
         edge_block = rows.edge // K.KEY_BLOCK
+        end_key = rows.end
         if K.WINDOWED:
             first_key = rows.first
-        if not G.SHARES:  # shares are counted from the end that the schedule knows
-            end_key = rows.end
     k_scale_value = row_scale(x.scale_values.k, kv_head, C)
     k_scaled, tanh_scaled = coded_scales(x.logits.qk_scale, x.logits.tanh_scale, k_scale_value, K.CAPPED, C)
     query = Query(queries, row_kv_index, Logits(k_scaled, tanh_scaled, slope))
@@ -153,7 +153,7 @@ def _attend_row(x, to, query_block, row, done, take, row_cost, G: tl.constexpr):
     if G.SEGMENT_LEN > 0:
         attend_segments(x, to, query_block, row, done, take, query, kv, seen, edge_block, G)
     else:
-        softmax = _attend_blocks(words, done, take, query, kv, seen, edge_block, G)
+        softmax = _attend_blocks(words, counted_end, done, take, query, kv, seen, edge_block, G)
         token, head, is_row = rows_again(x.schedule, query_block, row, G)
         if take == row_cost:
             store_results(softmax, token, head, is_row, to.sinks, to.out, to.lse, K)
@@ -162,7 +162,7 @@ def _attend_row(x, to, query_block, row, done, take, row_cost, G: tl.constexpr):
 
 
 @triton.jit
-def _attend_blocks(words, done, take, query, kv, seen, edge_block, G: tl.constexpr):
+def _attend_blocks(words, counted_end, done, take, query, kv, seen, edge_block, G: tl.constexpr):
     """Returns the softmax state of a row's keys: those at [done, done + take) of its cost in a share, else all."""
     K: tl.constexpr = G.keys
     C: tl.constexpr = K.coding
@@ -171,7 +171,7 @@ def _attend_blocks(words, done, take, query, kv, seen, edge_block, G: tl.constex
     if G.SHARES:
         # The blocks that begin in the share; the last one of a row takes the rest.
         row_keys = tl.load(words + BLOCK_KEYS)
-        row_key = end_key - row_keys
+        row_key = counted_end - row_keys
         first_block = (row_key + tl.maximum(done - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         if seen.rows is not None and K.WINDOWED:
             # A window that is counted from a draft's depth, or a span, begins before a row's counted keys: the first
@@ -181,7 +181,7 @@ def _attend_blocks(words, done, take, query, kv, seen, edge_block, G: tl.constex
         share_end = (row_key + tl.maximum(done + take - G.ROW_KEYS, 0)) // K.KEY_BLOCK
         end_block = tl.where(done + take == row_keys + G.ROW_KEYS, end_block, share_end)
         if seen.rows is not None:
-            end_block = tl.minimum(end_block, tl.cdiv(seen.rows.end, K.KEY_BLOCK))
+            end_block = tl.minimum(end_block, tl.cdiv(end_key, K.KEY_BLOCK))
         open_blocks = KeyRange(first_block, tl.minimum(edge_block, end_block))
         edge_block = tl.maximum(edge_block, first_block)
     elif K.WINDOWED:
@@ -410,7 +410,7 @@ def _geometry(
     if cut.sharing.programs:
         args.check_workspace(cut.partials_words(query_rows=tiles.query_rows, v_head_dim=args.out.shape[2]))
     geometry = block_geometry(args, scores, cut, tiles, mask, exact=False)
-    if mask is not None:
+    if isinstance(mask, PackedMask):
         edge_block = min(geometry.keys.EDGE_BLOCK, MAX_MASK_BLOCK)
         geometry = geometry._replace(keys=geometry.keys._replace(EDGE_BLOCK=edge_block), EDGE_STAGES=tiles.num_stages)
     return geometry._replace(EARLY=tiles.early, STRIDE_UNIT=args.stride_unit)

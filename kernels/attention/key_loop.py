@@ -201,16 +201,16 @@ def _column_offsets(COLUMNS: tl.constexpr, DIM: tl.constexpr, head_stride, K: tl
 def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr):
     """Adds key blocks [blocks.first, blocks.end) to a softmax state: of KEY_BLOCK keys, or of EDGE_BLOCK if MASKED.
 
-    If not MASKED, every row sees all their keys. If MASKED, a row sees the keys of its window, and only keys in
-    seen.keys are loaded. With seen.rows a row sees those of its range that no cell hides; only keys that some row sees
-    are loaded.
+    If not MASKED, every row sees all their keys. If MASKED, a row sees the keys of its window, or with seen.rows those
+    of its range that no cell hides. Only keys that some row sees are loaded; ranges of neighbours leave none out.
 
     STAGES: blocks whose loads are in flight
     """
     KEY_BLOCK: tl.constexpr = K.EDGE_BLOCK if MASKED else K.KEY_BLOCK
     C: tl.constexpr = K.coding
     DTYPE: tl.constexpr = query.blocks[0].dtype
-    PACKED: tl.constexpr = MASKED and seen.rows is not None
+    PACKED: tl.constexpr = MASKED and seen.words is not None
+    RANGED: tl.constexpr = MASKED and seen.rows is not None and seen.words is None
     K_DIM: tl.constexpr = K.HEAD_DIM * K.HEADS_PER_ROW
     V_DIM: tl.constexpr = K.V_HEAD_DIM * K.HEADS_PER_ROW
     PAGE_SIZE: tl.constexpr = K.PAGE_SIZE
@@ -261,6 +261,8 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         if PACKED:
             bits, more_bits = row_words(seen, block * KEY_BLOCK, K, KEY_BLOCK)
             live = is_seen(seen_by_some(bits), seen_by_some(more_bits), lane, KEY_BLOCK)
+        elif RANGED:
+            live = in_range(kv_index, seen.rows.first, seen.rows.end)
         else:
             live = in_range(kv_index, seen.keys.first, seen.keys.end) if K.WINDOWED else kv_index < seen.keys.end
         k_scale_value = token_scale(kv.scale_values.k, page, offset, kv.scale_values.head, live, MASKED, C)
@@ -288,6 +290,10 @@ def attend_key_blocks(softmax, query, kv, seen, blocks, K: tl.constexpr, MASKED:
         if MASKED:
             if PACKED:
                 visible = is_seen(bits[:, None], more_bits[:, None], lane[None, :], KEY_BLOCK)
+            elif RANGED and K.WINDOWED:
+                visible = in_range(kv_index[None, :], seen.rows.first_key[:, None], seen.rows.end_key[:, None])
+            elif RANGED:
+                visible = kv_index[None, :] < seen.rows.end_key[:, None]
             elif K.WINDOWED:
                 visible = in_range(query.kv_index[:, None] - kv_index[None, :], 0, seen.window_left + 1)
             elif K.CAUSAL:

@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from rocm_attn.kernels.attention.arguments import AttendArgs
 from rocm_attn.kernels.attention.bundles import HeadRows, KeyRange
 from rocm_attn.kernels.attention.coded import LEAST_SCALE
-from rocm_attn.kernels.attention.cuts import ExtendCut, Sequences
+from rocm_attn.kernels.attention.cuts import ExtendCut
 from rocm_attn.kernels.attention.extend_merge import launch_extend_merge
 from rocm_attn.kernels.attention.extend_schedule import (
     BLOCK_WORDS,
@@ -347,7 +347,7 @@ def launch_hopper_extend(
 ) -> None:
     """Does the same as `launch_paged_extend`, without slopes and cells of masks, over pages of even slots.
 
-    mask: ranges of keys; if it is a PackedMask, the schedule leaves out sequences with cells
+    mask: ranges of keys
 
     Raises ValueError for heads, dims, pages or dtypes that the kernels do not serve.
     """
@@ -359,7 +359,7 @@ def launch_hopper_extend(
     geometry = _geometry(args, scores, cut, tiles)._replace(RANGED=mask is not None)
     if mask is not None:
         mask.check(queries.num_seqs, queries.num_tokens)
-        assert cut.sequences is Sequences.WITHOUT_CELLS or not isinstance(mask, PackedMask), "no cells are read"
+        assert not isinstance(mask, PackedMask), "no cells are read"
     # Without ranges any memory: Gluon passes no None to warp groups.
     first_key, end_key = (queries.kv_len, queries.kv_len) if mask is None else (mask.first, mask.end)
     programs, max_blocks = cut.sharing.programs, cut.max_blocks(queries.num_tokens, queries.num_seqs)

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from rocm_attn.batch.padding import PaddedShape
 from rocm_attn.kernels.attention.arguments import AttendArgs
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut, Sequences
 from rocm_attn.kernels.attention.scores import Scores
 from rocm_attn.kernels.attention.visible_keys import VisibleKeys
 from rocm_attn.kernels.launch import only_launches
@@ -90,6 +90,11 @@ class Maskable(ABC):
         """See `BoundKernel.attend`."""
         self.attend_by(args, None)
 
+    @property
+    def reads_cells(self) -> bool:
+        """False if the sequences that it serves have no cells in a mask: it is given ranges of keys alone."""
+        return True
+
     @abstractmethod
     def attend_by(self, args: AttendArgs, mask: VisibleKeys | None) -> None:
         """Attends like `attend`, but over these keys if they are given."""
@@ -98,6 +103,10 @@ class Maskable(ABC):
 @dataclass(frozen=True, slots=True)
 class MaskableExtend(CutExtend[Tiles], Maskable):
     """Extend in which every row belongs to one program, unless a kernel says that it needs a workspace."""
+
+    @property
+    def reads_cells(self) -> bool:
+        return self.cut.sequences is not Sequences.WITHOUT_CELLS
 
     def workspace_words(self, shape: PaddedShape) -> int:
         return 0

@@ -105,7 +105,8 @@ class TorchKernel(ABC):
     def mask_of(self, step: StepTensors) -> VisibleKeys:
         """The keys that the tokens of a step with a mask see."""
         visibility = self.scores.visibility
-        return visible_keys(step, visibility, *metadata.visible_ranges(step, visibility))
+        first, end = metadata.visible_ranges(step, visibility)
+        return visible_keys(step, first, end, reads_cells=visibility.masked)
 
 
 class TorchDecode(TorchKernel):

@@ -211,51 +211,58 @@ def _of_whole_rows(tiles: ExtendTiles) -> ExtendTiles:
 
 
 def _bind_ranged(problem: Problem, target: Target, pool: PoolSize, *, by_cells: bool) -> BoundKernel:
-    """The kernel of steps with ranges of keys. by_cells: whether tokens may see more than causality says, by a mask"""
-    return _by_tokens(
-        problem,
-        extend_choices_of_table(problem, target),
-        lambda tiles, is_short: Ranged(
-            _ranged_extend(problem, target, tiles, is_short=is_short, by_cells=by_cells), problem.visibility
-        ),
-    )
+    """The kernel of steps with ranges of keys. by_cells: whether a mask may hide some of them"""
+    return _by_ranges(problem, target, lambda tiles: _ranged_extend(problem, target, tiles), by_cells=by_cells)
 
 
-def _ranged_extend(
-    problem: Problem, target: Target, tiles: ExtendTiles, *, is_short: bool, by_cells: bool
-) -> TritonExtend:
+def _bind_ranged_hopper(problem: Problem, target: Target, pool: PoolSize, *, by_cells: bool) -> BoundKernel:
+    hopper = triton_hopper.bind_ranges(problem, target)
+    return _by_ranges(problem, target, lambda tiles: hopper, by_cells=by_cells)
+
+
+def _by_ranges(
+    problem: Problem, target: Target, bind: Callable[[ExtendTiles], MaskableExtend[Any]], *, by_cells: bool
+) -> BoundKernel:
+    """The kernel of steps with ranges of keys, of which a mask's cells may hide some if by_cells.
+
+    Cells take registers, so in steps of many tokens the sequences with cells and those without have a kernel each. One
+    of them has nothing to do in most steps. A layer with chunks is given no cells. bind: of ranges alone
+    """
+    rows, visibility = extend_choices_of_table(problem, target), problem.visibility
+
+    def of_tiles(tiles: ExtendTiles, is_short: bool) -> BoundKernel:
+        if not by_cells:
+            return Ranged(_ranged_extend(problem, target, tiles) if is_short else bind(tiles), visibility)
+        masked = _masked_extend(problem, target, tiles, is_short=is_short)
+        if is_short or len(rows) == 1:
+            return Ranged(masked, visibility)
+        ranges = bind(tiles)
+        without = Ranged(replace(ranges, cut=replace(ranges.cut, sequences=Sequences.WITHOUT_CELLS)), visibility)
+        if problem.chunk:
+            return without
+        with_cells = replace(masked, cut=replace(masked.cut, sequences=Sequences.WITH_CELLS))
+        return TritonMixed(Ranged(with_cells, visibility), without)
+
+    return _by_tokens(problem, rows, of_tiles)
+
+
+def _ranged_extend(problem: Problem, target: Target, tiles: ExtendTiles) -> TritonExtend:
+    return _extend_in(problem, target, tiles, causal=problem.causal)
+
+
+def _masked_extend(problem: Problem, target: Target, tiles: ExtendTiles, *, is_short: bool) -> TritonExtend:
     # 64 x 5 new tokens after 8k with scales of tokens, heads of 128: 514 us on an H200 with unchanged tiles, else 1238.
     fits = is_short or (codes_of(problem) is CodeKind.BY_TOKEN and target.is_nvidia)
     if not (fits and tiles.query_rows <= 64):
         tiles = tiles.of_masked_steps(problem.gqa_ratio, codes_of(problem))
+    return _extend_in(problem, target, tiles, causal=False)
+
+
+def _extend_in(problem: Problem, target: Target, tiles: ExtendTiles, *, causal: bool) -> TritonExtend:
     if problem.visibility.two_sided:
         # Rows are short, and there are many: every token of a text is new.
         tiles = _of_whole_rows(tiles)
-    cut = extend_cut(problem, target, tiles, causal=problem.causal and not by_cells)
-    return TritonExtend(problem, scores_of(problem), tiles, cut)
-
-
-def _bind_ranged_hopper(problem: Problem, target: Target, pool: PoolSize, *, by_cells: bool) -> BoundKernel:
-    """Like `_bind_ranged`. Hopper's kernel reads no cells: in steps of many tokens the plain one serves the sequences
-    that have some. A layer with chunks is given none.
-    """
-
-    def bind(tiles: ExtendTiles, is_short: bool) -> BoundKernel:
-        plain = _ranged_extend(problem, target, tiles, is_short=is_short, by_cells=by_cells)
-        if is_short:
-            return Ranged(plain, problem.visibility)
-        hopper = triton_hopper.bind_ranges(problem, target)
-        if not by_cells:
-            return Ranged(hopper, problem.visibility)
-        without = Ranged(
-            replace(hopper, cut=replace(hopper.cut, sequences=Sequences.WITHOUT_CELLS)), problem.visibility
-        )
-        if problem.chunk:
-            return without
-        with_cells = replace(plain, cut=replace(plain.cut, sequences=Sequences.WITH_CELLS))
-        return TritonMixed(Ranged(with_cells, problem.visibility), without)
-
-    return _by_tokens(problem, extend_choices_of_table(problem, target), bind)
+    return TritonExtend(problem, scores_of(problem), tiles, extend_cut(problem, target, tiles, causal=causal))
 
 
 def _bind_extend_hopper(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> BoundKernel:

@@ -57,7 +57,8 @@ class Ranged:
     def attend(self, args: AttendArgs, step: StepTensors, bounds: StepBounds) -> None:
         own, words = self.schedule.split(bounds.shape, args.schedule)
         first, end = RangeSchedule(self.visibility).parts(words, bounds.shape)
-        self.kernel.attend_by(args._replace(schedule=own), visible_keys(step, self.visibility, first, end))
+        reads_cells = self.visibility.masked and self.kernel.reads_cells
+        self.kernel.attend_by(args._replace(schedule=own), visible_keys(step, first, end, reads_cells=reads_cells))
 
 
 def triton_entry(name: str, kind: StepKind, limits: Limits, bind: Bind, *needs: Need, **more: Any) -> KernelEntry:

@@ -607,7 +607,7 @@ def run_extend(
     case = tensors.case
     if tiles is None:
         tiles = tiles_of(tensors.arch, case)[1]
-        if tensors.mask is not None:
+        if isinstance(tensors.mask, PackedMask):
             tiles = tiles.of_masked_steps(tensors.gqa_ratio, case.codes)
     cut = extend_cut(tensors, tiles, sharing, min_q_len=min_q_len)
     args = tensors.extend_args(cut, cut.partials_words(query_rows=tiles.query_rows, v_head_dim=case.dims[1]), put)

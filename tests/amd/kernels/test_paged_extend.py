@@ -44,7 +44,9 @@ SHORT = Case(kv_len=[37, 0, 17], q_len=[5, 0, 17], tail=3)
 SCORED = replace(RAGGED, kv_len=[45, 0, 17, 1, 12], q_len=[13, 0, 17, 1, 0], dims=(32, 32), page_size=4)
 # Every K and V that no bit of its sequence shows is NaN; and, over ranges, every one outside of all ranges.
 MASKED = replace(SCORED, kv_len=[37, 0, 17, 1, 12, 40], q_len=[5, 0, 17, 1, 0, 3], masked=True)
-RANGED = replace(MASKED, kv_len=[137, 0, 67, 1, 12, 140], masked=False, ranged=True)
+RANGED = replace(
+    MASKED, kv_len=[137, 0, 67, 1, 12, 140], masked=False, spans=((0, 132, 137), (2, 52, 60), (5, 137, 139))
+)
 
 GEOMETRIES = {
     "mha": replace(RAGGED, heads=(2, 2)),
@@ -90,14 +92,18 @@ MASKS: dict[str, dict[str, Any]] = {
     "new_keys_in_a_window": {"mask_keys": 0, "window_left": 20},
     "few_before_in_a_short_window": {"mask_keys": 5, "window_left": 3, "heads": (6, 2)},
 }
-# Without cells a kernel reads ranges alone; with a window also where they begin.
+# Without cells a kernel reads ranges alone; with a window also where they begin. Ranges of neighbours leave no key out.
 RANGES: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "any_end": {"window_right": UNLIMITED_WINDOW},
+    "spans": {},
+    "random_ends": {"ranged": True},
+    "any_end": {"ranged": True, "window_right": UNLIMITED_WINDOW},
     "window": {"window_left": 20, "heads": (6, 2)},
+    "window_of_itself": {"window_left": 0},
+    "spans_pass_a_window": {"window_left": 2, "spans_pass": True},
     "codes": {"kv": Encoding.E4M3FN, "scales": Scales.TOKEN, "window_right": UNLIMITED_WINDOW},
     "window_and_later": {"window_left": 20, "window_right": UNLIMITED_WINDOW, "sinks": True},
-    "chunk": {"window_left": 127, "sinks": True, "soft_cap": 1.5, "slopes": True},
+    "chunk": {"chunk": 128, "window_left": 127, "sinks": True, "soft_cap": 1.5, "slopes": True},
+    "short_chunk": {"chunk": 9, "window_left": 8, "spans_pass": True, "heads": (6, 2)},
 }
 
 RUN_EITHER = (run_extend, run_shared_extend, run_extend_twin)

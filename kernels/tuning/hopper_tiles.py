@@ -36,6 +36,9 @@ class HopperTiles:
               always in deterministic attention, whose bits do not depend on tiles. llama8b 1 x 2048 new + 6144:
               350 us, 361 without; + 30720: 1448 and 1517. Heads of 80 (777 new of 5778) and of 256 (1 x 2048 + 6144)
               lose by it: 110 and 105, 367 and 354
+    least_window: keys of a window that are served, at least: for shorter ones the plain kernel is faster. 4096 new,
+              windows of 512 and 1024: 32 x 16 heads of 128 124 and 158 us, the plain kernel 114 and 199; 16 x 8 of 256
+              111 and 158, 122 and 196; 64 x 8 of 64 163 and 209, 163 and 275; 32 x 8 of 96 121 and 184, 97 and 160
     eights_by_products: or of eight, in one piece of assembly with their tanh; 0: the tanh of all come first
     """
 
@@ -55,6 +58,7 @@ class HopperTiles:
     scales_seldom: bool = False
     drawn_blocks: int = 0
     v_dim_block: int = 0
+    least_window: int = 2048
 
     def __post_init__(self) -> None:
         """Raises ValueError for fields that exclude each other: a file may hold any."""

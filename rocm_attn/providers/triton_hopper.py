@@ -15,9 +15,10 @@ from rocm_attn.kernels.cache.page_format import SCALES_BESIDE_ROWS
 from rocm_attn.kernels.hopper import releases
 from rocm_attn.kernels.metadata.step_tensors import StepTensors
 from rocm_attn.kernels.tuning.hopper_tiles import HEAD_DIMS, HopperTiles, hopper_segment_tiles
+from rocm_attn.kernels.tuning.tiles import NoTiles
 from rocm_attn.machine.releases import Release
 from rocm_attn.machine.target import Target
-from rocm_attn.problem import KVEncoding, Problem, Scales
+from rocm_attn.problem import UNLIMITED_WINDOW, KVEncoding, Problem, Scales
 from rocm_attn.providers.contract import Limits, PoolSize, StepBounds
 from rocm_attn.providers.cut_kernels import MaskableExtend
 from rocm_attn.providers.scores import scores_of
@@ -40,9 +41,8 @@ LIMITS = Limits(
     page_size=(1, limits.MAX_PAGE_SIZE),
     max_gqa_ratio=limits.MAX_GQA_RATIO,
     window=True,
-    # Its iterations are long. Heads of 64, 1 x 2048 new + 6144 cached, windows of 128 keys: 67 us, the plain kernel 44;
-    # of 1024: 164, 164. Heads of 128, of 4096: 338, 362 (H200).
-    least_window=2048,
+    # Its iterations are long; for some dims longer windows are needed (HopperTiles.least_window).
+    least_window=1024,
     soft_cap=True,
     sinks=True,
     non_causal=True,
@@ -72,12 +72,12 @@ DECODE_LIMITS = replace(
     scales=(Scales.NONE,),
 )
 
-# Of steps whose tokens each see a range of keys, with windows of any length. Spans in windows of 128, 4096 new tokens:
-# 32 x 16 heads of 128 118 us, the plain kernel 146; 16 x 8 of 256 82 and 130 (H200).
-RANGED_LIMITS = replace(LIMITS, ranges=True, least_window=0)
+# Of steps whose tokens each see a range of keys.
+RANGED_LIMITS = replace(LIMITS, ranges=True)
 
 SEGMENT_LIMITS = replace(
     LIMITS,
+    least_window=2048,
     dims_alike=True,
     encodings=(KVEncoding.LIKE_Q,),
     scales=(Scales.NONE,),
@@ -116,17 +116,27 @@ class DrawnHopperExtend(HopperExtend):
 
 
 def bind_extend(problem: Problem, target: Target, pool: PoolSize, min_q_len: int = 1) -> HopperExtend:
-    """Binds extend for a problem within LIMITS, and sequences with min_q_len new tokens or more."""
-    tiles = _launched_early(hopper_tiles_of(problem, target), min_q_len)
+    """Binds extend for a problem within LIMITS, and sequences with min_q_len new tokens or more. Raises NoTiles."""
+    tiles = _tiles(problem, target, min_q_len)
     extend = DrawnHopperExtend if tiles.drawn_blocks else HopperExtend
     return extend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len))
 
 
 def bind_ranges(problem: Problem, target: Target) -> HopperExtend:
-    """Binds extend of tokens that each see a range of keys, for a problem within RANGED_LIMITS."""
+    """Binds extend of tokens that each see a range of keys, for a problem within RANGED_LIMITS. Raises NoTiles."""
     # Calls of drawn rows are not prepared, and those by ranges are.
-    tiles = replace(_launched_early(hopper_tiles_of(problem, target), min_q_len=1), drawn_blocks=0)
+    tiles = replace(_tiles(problem, target, min_q_len=1), drawn_blocks=0)
     return HopperExtend(problem, scores_of(problem), tiles, _cut(problem, target, tiles, min_q_len=1))
+
+
+def _tiles(problem: Problem, target: Target, min_q_len: int) -> HopperTiles:
+    tiles = hopper_tiles_of(problem, target)
+    if UNLIMITED_WINDOW != problem.window_left < tiles.least_window - 1:
+        raise NoTiles(
+            f"with head_dim {problem.head_dim} a window of {problem.window_left + 1} keys is shorter than its least, "
+            f"{tiles.least_window}"
+        )
+    return _launched_early(tiles, min_q_len)
 
 
 def _launched_early(tiles: HopperTiles, min_q_len: int) -> HopperTiles:

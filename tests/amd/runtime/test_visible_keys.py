@@ -202,7 +202,7 @@ def run_trees(
 def test_hoppers_kernel_sees_what_the_definitions_say(graphs: bool, device: torch.device) -> None:
     """Sequences with cells are the plain kernel's; both kernels are launched in each masked step of many tokens."""
     large = replace(MASKED, dtype=torch.bfloat16, page_size=16, head_dim=64, v_head_dim=64)
-    window = RANGED_LIMITS.least_window
+    window = RANGED_LIMITS.least_window + 100
     layers = [
         large,
         replace(large, window_left=window, has_sinks=True),

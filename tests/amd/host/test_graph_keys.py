@@ -38,7 +38,7 @@ def problems() -> Iterator[Problem]:
                     yield replace(problem, page_size=page_size, pool=pool)
                 except ValueError:  # such a pool cannot have these pages
                     continue
-    yield Problem(16, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5, chunk=64)
+    yield Problem(16, 2, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5, chunk=4096)
     yield Problem(128, 1, 128, torch.bfloat16, 16, v_head_dim=128, scale=128**-0.5)
     for heads in (16, 128):
         latent = Problem(heads, 1, 576, torch.bfloat16, 1, v_head_dim=512, scale=0.05, pool=PoolKind.LATENT)

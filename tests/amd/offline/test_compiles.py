@@ -144,6 +144,8 @@ LEAST_WAVES = {
     "_accept_sampled_kernel": 3,
     "_likeliest_kernel": 3,
     "_pick_rows_kernel": 3,
+    # In float32 its blocks take twice as many registers.
+    "_inner_products_kernel": 3,
     # Blocks of both products are in LDS.
     "_few_rows_kernel": 4,
     "_merge_kernel": 4,

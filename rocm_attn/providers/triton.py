@@ -247,6 +247,10 @@ def _by_ranges(
 
 
 def _ranged_extend(problem: Problem, target: Target, tiles: ExtendTiles) -> TritonExtend:
+    codes = codes_of(problem)
+    if codes is CodeKind.BY_TOKEN and target.is_amd:
+        # Heads of 256 would spill 11 registers on gfx942.
+        tiles = tiles.of_masked_steps(problem.gqa_ratio, codes)
     return _extend_in(problem, target, tiles, causal=problem.causal)
 
 

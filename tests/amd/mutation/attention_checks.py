@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rocm_attn.kernels.attention.arguments import NewRows
-from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut
+from rocm_attn.kernels.attention.cuts import DecodeCut, ExtendCut, Sequences
 from rocm_attn.kernels.attention.decode import launch_storing_decode
 from rocm_attn.kernels.attention.decode_schedule import launch_decode_schedule
 from rocm_attn.kernels.attention.extend_schedule import launch_extend_schedule
@@ -198,6 +198,13 @@ def extend_schedule(memory: Memory) -> None:
         schedule = memory.put(garbage(cut.words(num_tokens, len(kv_len))))
         launch_extend_schedule(placed(memory, queries_of(kv_len, q_len, num_tokens, CPU)), schedule, cut)
         assert schedule.tolist() == schedule_twins.extend_schedule(kv_len, q_len, cut, num_tokens)
+        memory.assert_surroundings_untouched()
+    cut = replace(ExtendCut(5), sequences=Sequences.WITHOUT_CELLS)
+    for kv_len, q_len, first_cell in ((*some, [20, 30, 3]), (*none, list[int]())):
+        schedule = memory.put(garbage(cut.words(num_tokens, len(kv_len))))
+        queries = placed(memory, queries_of(kv_len, q_len, num_tokens, CPU))
+        launch_extend_schedule(queries, schedule, cut, memory.put(ints(first_cell)))
+        assert schedule.tolist() == schedule_twins.extend_schedule(kv_len, q_len, cut, num_tokens, {1})
         memory.assert_surroundings_untouched()
 
 

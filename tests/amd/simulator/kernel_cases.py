@@ -106,6 +106,13 @@ def run_masked(arch: str, case: Case) -> None:
     assert_served(tensors)
 
 
+def run_ranges(arch: str, case: Case) -> None:
+    """Runs a step whose tokens each see a range of keys."""
+    tensors = build(case, CPU)
+    run_extend(tensors, tiles=tiles_of(arch, case)[1])
+    assert_served(tensors)
+
+
 def run_shared_rows(arch: str, case: Case) -> None:
     """Runs an extend of which every row is shared out among several programs."""
     tensors = build(case, CPU)
@@ -401,6 +408,10 @@ ON_BOTH = frozenset(
 WHOLE = replace(STEP, dtype=BF16)
 PAGES_OF_64 = replace(STEP, heads=(16, 2), dims=(64, 64), page_size=64, dtype=BF16)
 ODD = replace(STEP, heads=(6, 2), dims=(80, 48), page_size=5, dtype=FP16, spread=True)
+RANGES = [
+    replace(WHOLE, kv_len=[60, 20], q_len=[5, 20], spans=((0, 55, 58), (1, 3, 18))),
+    replace(ODD, kv_len=[60, 20], q_len=[5, 20], chunk=16, window_left=15, spans=((1, 8, 18),), spans_pass=True),
+]
 CODED = replace(STEP, kv_len=[40, 20, 0, 35], q_len=[1, 9, 1, 2], dtype=BF16, scales=Scales.HEAD)
 
 
@@ -416,8 +427,12 @@ def cases_by_day(arch: str) -> list[KernelCase]:
         **_stores([("_vectorised", "bfloat16", (False, True))]),
         **_merges([(1, 20), (17, 20)]),
         **_on_cases(arch, "masked", run_masked, [WHOLE]),
+        **_on_cases(arch, "ranges", run_ranges, RANGES),
         **_on_cases(
-            arch, "shared_rows", run_shared_rows, [replace(WHOLE, kv_len=[100, 20], q_len=[5, 9], heads=(4, 2))]
+            arch,
+            "shared_rows",
+            run_shared_rows,
+            [replace(WHOLE, kv_len=[100, 20], q_len=[5, 9], heads=(4, 2)), replace(RANGES[0], heads=(6, 2))],
         ),
         **_on_cases(arch, "suffixes", run_suffixes, [replace(WHOLE, first_page=[3, 0, 9, 0, 1, 0, 4, 2])]),
         "plain_decode": run_plain_decode,

@@ -194,7 +194,7 @@ class Block(NamedTuple):
 
 class BlockKeys(NamedTuple):
     """Keys of a sequence that some row of a query block sees, [first, end); those that all rows see, [inner_first,
-    inner_end), if there are any; the end that the schedule counts the block's keys from; and of each row's window.
+    inner_end), if there are any; and the end that the schedule counts the block's keys from.
     """
 
     first: Any
@@ -202,7 +202,6 @@ class BlockKeys(NamedTuple):
     inner_first: Any
     inner_end: Any
     counted_end: Any
-    window_left: Any
 
 
 class TokenRanges(NamedTuple):
@@ -282,7 +281,7 @@ def _ranges_of_block(x, block, counted_end, WARPS: gl.constexpr, G: gl.constexpr
         token_first = gl.load(x.ranges.first + block.first_token + token, mask=is_token, other=0x7FFFFFFF)
         first_key = gl.minimum(gl.min(token_first, 0), end_key)
         inner_first = gl.max(gl.where(is_token, token_first, 0), 0)
-    return BlockKeys(first_key, end_key, inner_first, inner_end, counted_end, x.window_left)
+    return BlockKeys(first_key, end_key, inner_first, inner_end, counted_end)
 
 
 @gluon.jit
@@ -303,7 +302,7 @@ def seen_by_block(x, block, WARPS: gl.constexpr, G: gl.constexpr):
             first_key = gl.maximum(block.kv_index - x.window_left, 0)
             inner_first = gl.maximum(end_key - 1 - x.window_left, 0)
         inner_end = block.kv_index + 1 if G.CAUSAL or G.WINDOWED else end_key
-        seen = BlockKeys(first_key, end_key, inner_first, inner_end, end_key, x.window_left)
+        seen = BlockKeys(first_key, end_key, inner_first, inner_end, end_key)
     return seen
 
 

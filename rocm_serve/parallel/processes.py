@@ -59,6 +59,9 @@ class RankFailed(RocmAttnError, RuntimeError):
         self.rank = rank
         super().__init__(sentence)
 
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int]]:
+        return type(self), (str(self), self.rank)  # the engine's process sends it to the server
+
 
 Message = Progressed | RankWaits | Done | Raised
 

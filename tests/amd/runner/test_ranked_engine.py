@@ -253,8 +253,8 @@ def test_an_exception_that_cannot_be_sent_is_sent_in_words() -> None:
     sent = sendable(TwoWords("this", "that"))
     assert isinstance(sent, RankError)
     assert str(sent) == "TwoWords: this and that"
-    error = BadRequest("no")
-    assert sendable(error) is error
+    for error in (BadRequest("no"), RankFailed("rank 1 has died", 1)):
+        assert sendable(error) is error
 
 
 @pytest.mark.parametrize("has_answers", [False, True])

@@ -7,6 +7,7 @@ front process takes part in no collective, so it can watch all ranks: then it en
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import selectors
 import shutil
@@ -23,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rocm_attn.errors import RocmAttnError
+from rocm_attn.errors import BadRequest, RocmAttnError
 from rocm_serve.limits import RequestLimits
 from rocm_serve.parallel.messages import (
     Command,
@@ -194,12 +195,13 @@ class RankProcesses:
     def _collect(self, on_progress: OnProgress) -> list[Any]:
         """The answers of all ranks, in the order of ranks. Raises as call_all() does."""
         while len(self._answers) < len(self._ranks):
-            deadline = min((when for _, when in self._troubled.values()), default=None)
-            for key, _ in self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            deadline = min((when for _, when in self._troubled.values()), default=math.inf)
+            seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(seconds):
                 message = self._hear(key.data, key.fileobj)
                 if isinstance(message, Progressed):
                     on_progress(*message.arguments)
-            if deadline is not None and time.monotonic() >= deadline and len(self._answers) < len(self._ranks):
+            if time.monotonic() >= deadline and len(self._answers) < len(self._ranks):
                 self._fail_of_trouble()
         errors = [answer.error for answer in self._answers.values() if isinstance(answer, Raised)]
         if errors and (len(errors) < len(self._ranks) or len(set(map(type, errors))) > 1):
@@ -225,7 +227,9 @@ class RankProcesses:
         elif not isinstance(message, Progressed):
             self._answers[rank.number] = message
             if isinstance(message, Raised):
-                self._troubled[rank.number] = (in_words(message.error), time.monotonic() + GRACE_SECONDS)
+                # A request is refused before any collective: the others will answer, once they have compiled it.
+                seconds = math.inf if isinstance(message.error, BadRequest) else GRACE_SECONDS
+                self._troubled[rank.number] = (in_words(message.error), time.monotonic() + seconds)
         return message
 
     def _require_whole(self) -> None:

@@ -1,13 +1,17 @@
 """RankedEngine: the results of an Engine, from a process per rank; and no call is left waiting when a rank fails."""
 
 import asyncio
+import multiprocessing
+import selectors
 import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +22,7 @@ from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.parallel import processes
-from rocm_serve.parallel.messages import RankError, sendable
+from rocm_serve.parallel.messages import Raised, RankError, sendable
 from rocm_serve.parallel.processes import RankFailed
 from rocm_serve.parallel.rank_process import options_of_rank
 from rocm_serve.parallel.ranked_engine import RankedEngine
@@ -272,6 +276,28 @@ def test_an_interrupt_of_a_call_ends_the_ranks_and_an_error_of_all_of_them_does_
     with pytest.raises(type(error)):
         ours.call("step")
     assert killed == [True] * (not has_answers)
+
+
+def test_a_refusal_is_raised_however_long_another_rank_compiles_before_it_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No rank is in a collective then, and the ranks have other requests."""
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.0)
+    ours, pipes = processes.RankProcesses(), [multiprocessing.Pipe() for _ in range(2)]
+    for number, (pipe, _) in enumerate(pipes):
+        dead: Any = None
+        ours._ranks.append(processes._Rank(number, dead, pipe, deque(), dead))
+        ours._selector.register(pipe, selectors.EVENT_READ, ours._ranks[-1])
+    refusal = Raised(BadRequest("no text can begin with it"), has_work=True)
+    pipes[0][1].send(refusal)
+    late = threading.Timer(0.3, pipes[1][1].send, [refusal])
+    late.start()
+    with pytest.raises(BadRequest, match="no text can begin with it"):
+        ours._collect(lambda *_: None)
+    late.join()
+    assert ours.has_work
+    ours._ranks.clear()
+    ours.kill()
 
 
 def test_who_waits_for_the_ranks_has_the_next_turn() -> None:

@@ -8,6 +8,7 @@ from zlib import crc32
 import torch
 
 from rocm_attn.errors import BadSetting
+from rocm_attn.machine.settings import DISABLE_GUARDS, settings
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.options import EngineOptions
 
@@ -40,6 +41,7 @@ def _given(loaded: LoadedModel, options: EngineOptions) -> dict[str, str]:
     embedding = loaded.weights.embedding
     rows = embedding[:: max(1, len(embedding) // _NUM_ROWS)].contiguous().cpu().flatten()
     given |= {"dtype": embedding.dtype, "embedding": _checksum(rows.view(torch.uint8).numpy().tobytes())}
+    given[DISABLE_GUARDS] = ",".join(settings().disable_guards)
     given["tokenizer"] = None if loaded.tokenizer is None else loaded.tokenizer.backend.to_str()
     return {name: _in_words(str(value)) for name, value in given.items()}
 

@@ -20,8 +20,9 @@ from rocm_attn.errors import BadSetting, DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
+from rocm_attn.machine.settings import DISABLE_GUARDS, Settings
+from rocm_serve import alike_ranks, engine_runtime, pool_size
 from rocm_serve import engine as engine_module
-from rocm_serve import engine_runtime, pool_size
 from rocm_serve.engine import Engine
 from rocm_serve.ranks import RanksOfGroup
 from rocm_serve.request import Completion, FailureEvent, Request
@@ -247,7 +248,11 @@ def given_other_files_or_options(rank: int) -> list[str]:
         with pytest.raises(BadSetting) as refused:
             Engine(tiny_model(ranks=ranks(), **model), replace(BASE, **options))
         lines.append(re.sub(r"\b[0-9a-f]{8}\b", "X", str(refused.value)))
-    return [*lines, *served(rank)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alike_ranks, "settings", lambda: Settings(debug=True, disable_guards=("graph_key",) * rank))
+        with pytest.raises(BadSetting) as refused:
+            engine()
+    return [*lines, str(refused.value), *served(rank)]
 
 
 def picked_apart(rank: int) -> list[str]:
@@ -395,12 +400,13 @@ def test_ranks_draft_the_same_tokens_and_have_the_texts_of_plain_decoding_on_one
 
 
 def test_ranks_that_were_given_other_files_or_options_are_refused_at_once(found: Found, alone: list[str]) -> None:
-    options, weights, config, tokenizer, *tokens = same_on_all(found["not alike"])
+    options, weights, config, tokenizer, guards, *tokens = same_on_all(found["not alike"])
     begin = "ranks that share a model must have the same files and options; on rank 0: "
     assert options == f"{begin}chunk 8, graphs True; on rank 1: chunk 9, graphs False"
     assert weights == f"{begin}embedding with the checksum X; on rank 1: embedding with the checksum X"
     assert config == f"{begin}config.eos_token_ids (9,); on rank 1: config.eos_token_ids (10,)"
     assert tokenizer == f"{begin}tokenizer None; on rank 1: tokenizer with the checksum X"
+    assert guards == f"{begin}{DISABLE_GUARDS} ; on rank 1: {DISABLE_GUARDS} graph_key"
     assert tokens == [*alone, "replays False"]
 
 

@@ -165,7 +165,7 @@ def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None
         "from tests.amd.runner.test_ranked_engine import BASE, REQUESTS\n"
         "if __name__ == '__main__':\n"
         "    engine = RankedEngine(LoadSabotaged('hangs', 6), BASE, num_ranks=2)\n"
-        "    print(*pids(engine), flush=True)\n"
+        "    print(engine._processes.store, *pids(engine), flush=True)\n"
         "    engine.submit(REQUESTS[0])\n"
         "    signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
         "    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
@@ -176,7 +176,9 @@ def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None
         [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     assert finished.returncode == -signal.SIGKILL, finished.stderr
-    assert_all_end([int(pid) for pid in finished.stdout.split()])
+    store, *ranks = finished.stdout.split()
+    assert_all_end(list(map(int, ranks)))
+    assert not Path(store).parent.exists()
 
 
 @pytest.mark.parametrize("where", ["step", pytest.param("capture_all", marks=pytest.mark.nightly)])

@@ -44,7 +44,7 @@ from rocm_serve.parallel.rank_process import CLOSE, run_rank
 GRACE_SECONDS = 5.0
 # Likewise until they agree with a rank that could not make a graph. They may have kernels to compile before.
 AGREE_SECONDS = 20.0
-# Seconds for a rank to end after CLOSE, and for the last output of a dead rank to arrive.
+# Seconds for ranks to end after CLOSE or when they are killed, and for the last output of a dead rank to arrive.
 _END_SECONDS = 10.0
 _WORDS_SECONDS = 1.0
 _KEPT_LINES = 20
@@ -169,8 +169,10 @@ class RankProcesses:
         ranks, self._ranks, self.has_work, self._is_calling = self._ranks, [], False, False
         for rank in ranks:
             rank.process.kill()
+        until = time.monotonic() + _END_SECONDS
         for rank in ranks:
-            rank.process.join()
+            # After a fault of its GPU, the kernel may hold a process for minutes: requests do not wait for its end.
+            rank.process.join(max(0.0, until - time.monotonic()))
             rank.listener.join(_WORDS_SECONDS)
             rank.commands.close()
         self._selector.close()
@@ -203,6 +205,7 @@ class RankProcesses:
                     on_progress(*message.arguments)
             if time.monotonic() >= deadline and len(self._answers) < len(self._ranks):
                 self._fail_of_trouble()
+        self._require_whole()  # close() in another thread ends a call
         errors = [answer.error for answer in self._answers.values() if isinstance(answer, Raised)]
         if errors and (len(errors) < len(self._ranks) or len(set(map(type, errors))) > 1):
             self._fail_of_trouble()

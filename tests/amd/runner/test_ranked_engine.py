@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.parallel import processes
-from rocm_serve.parallel.messages import Raised, RankError, sendable
+from rocm_serve.parallel.messages import Progressed, Raised, RankError, sendable
 from rocm_serve.parallel.processes import RankFailed
 from rocm_serve.parallel.rank_process import options_of_rank
 from rocm_serve.parallel.ranked_engine import RankedEngine
@@ -280,26 +281,51 @@ def test_an_interrupt_of_a_call_ends_the_ranks_and_an_error_of_all_of_them_does_
     assert killed == [True] * (not has_answers)
 
 
+class Held:
+    """A process that the kernel holds: who waits for its end waits for ever."""
+
+    def kill(self) -> None:
+        """It stays."""
+
+    def join(self, seconds: float | None = None) -> None:
+        assert seconds is not None
+
+
+def held_ranks() -> tuple[processes.RankProcesses, list[Connection]]:
+    """Two ranks without processes, and the ends of their pipes."""
+    ours, theirs, held = processes.RankProcesses(), list[Connection](), Held()
+    for number in range(2):
+        pipe, other = multiprocessing.Pipe()
+        process: Any = held
+        ours._ranks.append(processes._Rank(number, process, pipe, deque(), process))
+        ours._selector.register(pipe, selectors.EVENT_READ, ours._ranks[-1])
+        theirs.append(other)
+    return ours, theirs
+
+
 def test_a_refusal_is_raised_however_long_another_rank_compiles_before_it_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No rank is in a collective then, and the ranks have other requests."""
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.0)
-    ours, pipes = processes.RankProcesses(), [multiprocessing.Pipe() for _ in range(2)]
-    for number, (pipe, _) in enumerate(pipes):
-        dead: Any = None
-        ours._ranks.append(processes._Rank(number, dead, pipe, deque(), dead))
-        ours._selector.register(pipe, selectors.EVENT_READ, ours._ranks[-1])
+    ours, (first, second) = held_ranks()
     refusal = Raised(BadRequest("no text can begin with it"), has_work=True)
-    pipes[0][1].send(refusal)
-    late = threading.Timer(0.3, pipes[1][1].send, [refusal])
+    first.send(refusal)
+    late = threading.Timer(0.3, second.send, [refusal])
     late.start()
     with pytest.raises(BadRequest, match="no text can begin with it"):
         ours._collect(lambda *_: None)
     late.join()
     assert ours.has_work
-    ours._ranks.clear()
     ours.kill()
+
+
+def test_ranks_that_are_ended_during_a_call_end_it_with_a_sentence_though_the_kernel_holds_their_processes() -> None:
+    """As close() does in another thread."""
+    ours, (first, _) = held_ranks()
+    first.send(Progressed(()))
+    with pytest.raises(RankFailed, match="the ranks of this engine were ended; make another engine"):
+        ours._collect(ours.kill)
 
 
 def test_who_waits_for_the_ranks_has_the_next_turn() -> None:

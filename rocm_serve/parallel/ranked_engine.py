@@ -19,6 +19,7 @@ from rocm_serve.parallel.processes import RankProcesses
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Event, FinishReason, Request
 from rocm_serve.serving import serve_all
+from rocm_serve.speculation.methods import require_ranks
 
 
 class RankedEngine:
@@ -43,6 +44,7 @@ class RankedEngine:
         num_ranks = whole_number("num_ranks", num_ranks, least=1)
         self.options = options if options is not None else EngineOptions()
         _check(num_ranks, device_type, self.options.host_kv_bytes)
+        require_ranks(self.options.speculative, num_ranks)  # before the ranks read weights, which takes minutes
         self._processes = processes = RankProcesses()
         num_threads = max(1, torch.get_num_threads() // num_ranks)
         self.limits = processes.start(

@@ -57,6 +57,10 @@ def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
     return tiny_model(device=device, ranks=ranks)
 
 
+def must_not_load(*, device: torch.device, ranks: Ranks) -> LoadedModel:
+    raise AssertionError("weights were read")
+
+
 @pytest.fixture(scope="module")
 def ranked(torch_is_imported: None) -> Iterator[RankedEngine]:
     with RankedEngine(load_poisoned, BASE, num_ranks=2) as engine:
@@ -237,6 +241,10 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(BadSetting, match="4 ranks need a GPU each, and torch sees 2"):
         RankedEngine(load_poisoned, BASE, num_ranks=4, device_type="cuda")
+    with pytest.raises(
+        BadSetting, match="eagle:seeded and 2 ranks share the model, but a draft model runs on one rank"
+    ):
+        RankedEngine(must_not_load, replace(BASE, speculative="eagle:seeded"), num_ranks=2)
     has = memory_of(torch.device("cpu"))
     with pytest.raises(NeverFits, match=f"taken by each of 2 ranks, {2 * has} together; .* at most {has // 2}$"):
         RankedEngine(load_poisoned, replace(BASE, host_kv_bytes=has), num_ranks=2)

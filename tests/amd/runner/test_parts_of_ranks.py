@@ -104,7 +104,7 @@ def test_ranks_that_do_not_divide_a_model_are_refused_before_its_weights_are_rea
     monkeypatch.delattr("rocm_serve.models.loading.load_weights")
     directory, ranks = save(family_model("nemotron_h", n_groups=2), tmp_path), Ranks()
     ranks.shard = Shard(0, 3)
-    with pytest.raises(Unsupported, match="Mamba2's 2 groups, .* not divided over 3 ranks"):
+    with pytest.raises(Unsupported, match=r"Mamba2's 2 groups, .* not divided over 3 ranks"):
         load_model(directory, dtype=torch.float32, device=CPU, ranks=ranks)
 
 

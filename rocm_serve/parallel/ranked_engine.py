@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 
 import torch
 
@@ -86,15 +87,18 @@ class RankedEngine:
 
     def can_prepare(self, request: Request) -> bool:
         """Like Engine.can_prepare, on every rank."""
-        if request.constraint is None:
-            return True  # the ranks need not be asked
-        return all(self._processes.call_all("can_prepare", request))
+        return self._do_all("can_prepare", request)
 
     def is_prepared(self, request: Request) -> bool:
         """Like Engine.is_prepared: True if no rank would wait and delay the others."""
+        self.check(request)
+        return self._do_all("is_prepared", request)
+
+    def _do_all(self, method: str, request: Request) -> bool:
+        """True if all ranks say so of a request's constraint. Its prompt is not sent: they are asked in every step."""
         if request.constraint is None:
             return True  # the ranks need not be asked
-        return all(self._processes.call_all("is_prepared", request))
+        return all(self._processes.call_all(method, replace(request, prompt_token_ids=request.prompt_token_ids[:1])))
 
     def prepare_constraints(self) -> None:
         """Like Engine.prepare_constraints."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from tests.amd.runner.test_prompt_logprobs import TOLERANCE
 from tests.amd.runner.test_ranks_in_step import REQUESTS
 from tests.amd.runner.thread_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.tiny_model import tiny_model, with_nan_token
+from tests.amd.runner.with_parameters import CONSTRAINED, character_model
 
 pytestmark = pytest.mark.usefixtures("torch_is_imported")
 
@@ -248,6 +250,24 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     has = memory_of(torch.device("cpu"))
     with pytest.raises(NeverFits, match=f"taken by each of 2 ranks, {2 * has} together; .* at most {has // 2}$"):
         RankedEngine(load_poisoned, replace(BASE, host_kv_bytes=has), num_ranks=2)
+
+
+def test_a_prompt_goes_to_the_ranks_once_and_not_each_time_they_are_asked_for_its_constraint() -> None:
+    """They are asked between any two steps, and other requests wait meanwhile."""
+    engine, sent = object.__new__(RankedEngine), list[Request]()
+    engine.limits = Engine(character_model(), BASE).limits
+
+    def call_all(method: str, request: Request) -> list[bool]:
+        sent.append(request)
+        return [True, method == "is_prepared"]
+
+    processes: Any = SimpleNamespace(call_all=call_all)
+    engine._processes = processes
+    assert engine.is_prepared(CONSTRAINED[0])
+    assert not engine.can_prepare(CONSTRAINED[0])
+    assert sent == [replace(CONSTRAINED[0], prompt_token_ids=CONSTRAINED[0].prompt_token_ids[:1])] * 2
+    with pytest.raises(BadRequest, match="the prompt has 99 tokens"):
+        engine.is_prepared(replace(CONSTRAINED[0], prompt_token_ids=(1,) * 99))
 
 
 def test_each_rank_has_a_flight_record_of_its_own() -> None:

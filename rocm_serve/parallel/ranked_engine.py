@@ -15,7 +15,7 @@ from rocm_attn.machine.devices import memory_of
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.options import EngineOptions
-from rocm_serve.parallel.messages import ModelLoader, RankSetup
+from rocm_serve.parallel.messages import ModelLoader, RankSetup, require_sendable
 from rocm_serve.parallel.processes import RankProcesses
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Event, FinishReason, Request
@@ -36,7 +36,7 @@ class RankedEngine:
     num_ranks:   processes on this host, one rank each
     device_type: "cuda" for one GPU each, the first ones available; "cpu"
 
-    Raises what Engine raises, BadSetting for more ranks than GPUs, and RankFailed.
+    Raises what Engine raises, BadSetting for more ranks than GPUs or a load that cannot be sent, and RankFailed.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class RankedEngine:
     ) -> None:
         num_ranks = whole_number("num_ranks", num_ranks, least=1)
         self.options = options if options is not None else EngineOptions()
+        require_sendable("load", load)
         _check(num_ranks, device_type, self.options.host_kv_bytes)
         require_ranks(self.options.speculative, num_ranks)  # before the ranks read weights, which takes minutes
         self._processes = processes = RankProcesses()

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, NeverFits
 from rocm_attn.machine.devices import memory_of
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
+from rocm_serve.engine_process import EngineProcess
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.parallel import processes
 from rocm_serve.parallel.messages import Progressed, Raised, RankError, sendable
@@ -231,6 +233,17 @@ def test_a_rank_that_cannot_load_its_part_ends_all_with_a_sentence(monkeypatch: 
     with pytest.raises(RankFailed, match=what) as why:
         RankedEngine(load_not_on_rank_1, BASE, num_ranks=2)
     assert isinstance(why.value.__cause__, CapacityExceeded)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [(lambda: None, "cannot be sent to another process .*<lambda>.*"), (None, "is None"), (5, "is 5")],
+    ids=["lambda", "None", "number"],
+)
+def test_a_function_that_no_other_process_finds_is_refused(given: Any, why: str) -> None:
+    for name, make in (("load", partial(RankedEngine, given, num_ranks=2)), ("make", partial(EngineProcess, given))):
+        with pytest.raises(BadSetting, match=f"^{name} {why}; give a function of a module, or a partial of one"):
+            make()
 
 
 def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,6 +320,8 @@ def test_an_interrupt_of_a_call_ends_the_ranks_and_an_error_of_all_of_them_does_
     with pytest.raises(type(error)):
         ours.call("step")
     assert killed == [True] * (not has_answers)
+    del ours.kill
+    ours.kill()
 
 
 class Held:

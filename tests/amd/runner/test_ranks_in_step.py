@@ -239,12 +239,13 @@ def given_other_requests(rank: int) -> list[str]:
 def given_other_files_or_options(rank: int) -> list[str]:
     """Refused at once on all ranks, which then serve what they have in common."""
     lines = list[str]()
-    for options, model in (
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"chunk": 8 + rank, "graphs": rank == 0, "hang_after": 60.0 + rank}, {}),
         ({}, {"seed": rank}),
         ({}, {"eos_token_ids": (9 + rank,)}),
         ({}, {"tokenizer": word_tokenizer() if rank else None}),
-    ):
+    ]
+    for options, model in cases:
         with pytest.raises(BadSetting) as refused:
             Engine(tiny_model(ranks=ranks(), **model), replace(BASE, **options))
         lines.append(re.sub(r"\b[0-9a-f]{8}\b", "X", str(refused.value)))

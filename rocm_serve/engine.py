@@ -28,6 +28,7 @@ from rocm_attn.truth.live import LiveTruth
 from rocm_attn.truth.verdict import TruthVerdict
 from rocm_attn.watch.evidence import EvidenceFile
 from rocm_attn.watch.flight_recorder import FlightRecorder
+from rocm_serve.alike_ranks import require_alike
 from rocm_serve.engine_runtime import model_over, runtime_for
 from rocm_serve.limits import RequestLimits
 from rocm_serve.models.loading import LoadedModel
@@ -86,11 +87,13 @@ class Engine:
     abort() ends a request early and keeps its completion; cancel() forgets it. Both may be called between two steps,
     and by the on_event of generate().
 
-    Raises Unsupported if no kernel serves the model's layers, NeverFits if a pool is impossible.
+    Raises Unsupported if no kernel serves the model's layers, NeverFits if a pool is impossible, and BadSetting if the
+    ranks of a model have different files or options.
     """
 
     def __init__(self, loaded: LoadedModel, options: EngineOptions | None = None) -> None:
         self._loaded = loaded
+        require_alike(loaded, options if options is not None else EngineOptions())
         self._sizes = StepSizes.of(loaded, options if options is not None else EngineOptions())
         self.options = options = self._sizes.options
         drafting = read_drafting(loaded, options)

@@ -39,7 +39,7 @@ from rocm_serve.engine_thread import (
 )
 from rocm_serve.limits import RequestLimits
 from rocm_serve.parallel.child_process import end_with_parent, ready_to_serve
-from rocm_serve.parallel.messages import how_it_ended, pickled, sendable, unsendable
+from rocm_serve.parallel.messages import how_it_ended, pickled, require_sendable, sendable, unsendable
 
 # Seconds for the process to end when it is stopped, and to be gone when its pipe has ended.
 _END_SECONDS, _GONE_SECONDS = 20.0, 5.0
@@ -62,9 +62,12 @@ class EngineProcess:
 
     make: builds the engine in its process, which starts at once: a module-level function, or a partial of one.
           Processes are spawned, so a script must keep its own work under `if __name__ == "__main__":`
+
+    Raises BadSetting for a make that the process cannot be given.
     """
 
     def __init__(self, make: EngineMaker) -> None:
+        require_sendable("make", make)
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_run, args=(make, theirs), name="rocm_attn engine")

@@ -19,7 +19,7 @@ from rocm_attn.errors import BadSetting, BadTensor, Unsupported
 from rocm_attn.integrations.owners import Owner, pool_of, problems_of, spaces_of, states_of
 from rocm_attn.kernels.cache.layer_pages import LayerPages
 from rocm_attn.kernels.cache.page_format import PageFormat, PoolKind, Scales
-from rocm_attn.machine.settings import whole_number
+from rocm_attn.machine.settings import require_kind, whole_number
 from rocm_attn.machine.values_json import as_json, from_json
 from rocm_attn.paging.index_spaces import Space
 from rocm_attn.paging.state_pool import NO_RECURRENT_LAYERS, RecurrentLayers
@@ -27,7 +27,7 @@ from rocm_attn.paging.storage import PagePool
 from rocm_attn.problem import UNLIMITED_WINDOW, Problem
 
 # The version of the passport and of the buffer's order. Any other version is refused.
-VERSION = 3
+VERSION = 4
 ALIGNMENT = 16
 
 
@@ -102,18 +102,21 @@ class KVPassport:
     It has the scales per layer and head from the time when it was made; they change only while a runtime is empty.
 
     recurrent: the recurrent layers, and `kept`, which decides a state slot's layout
+    model:     the caller's words for all else that K and V depend on: weights, rope, the rank; equal on both sides
     """
 
     layers: tuple[LayerPassport, ...]
     recurrent: RecurrentLayers = NO_RECURRENT_LAYERS
+    model: str = ""
     version: int = VERSION
 
     @classmethod
-    def of(cls, owner: Owner) -> KVPassport:
+    def of(cls, owner: Owner, *, model: str = "") -> KVPassport:
         """Makes the passport of a runtime, or of an engine's bound pages. Waits for the device to read scales there.
 
         Raises BadSetting for an owner of another type, and Unsupported.
         """
+        require_kind("model", model, str, BadSetting)
         problems, spaces = problems_of(owner), spaces_of(owner)
         if any(problem.row.tokens > 1 for problem in problems):
             raise Unsupported("rows of several tokens and their state cannot be sent; compute the prompt again", [])
@@ -122,7 +125,7 @@ class KVPassport:
         layers = zip(range(len(problems)), problems, spaces, strict=True)
         own = states_of(owner).recurrent
         recurrent = RecurrentLayers(own.layers, own.kept) if own.layers else NO_RECURRENT_LAYERS
-        return cls(tuple(_layer(pool_of(owner), *each) for each in layers), recurrent)
+        return cls(tuple(_layer(pool_of(owner), *each) for each in layers), recurrent, model)
 
     def to_json(self) -> str:
         """Returns the passport as JSON. Any release with the same `version` can read it."""
@@ -148,7 +151,7 @@ class KVPassport:
         )
 
     def refusals(self, source: KVPassport) -> list[str]:
-        """Returns why tokens of a source cannot be imported here, one sentence per layer; empty if they can.
+        """Returns why tokens of a source cannot be imported here, in sentences; empty if they can.
 
         Raises BadSetting if the source is no passport.
         """
@@ -156,6 +159,8 @@ class KVPassport:
             raise BadSetting(
                 f"the source is a {type(source).__name__}; give the KVPassport that from_json() makes of the sender's"
             )
+        if source.model != self.model:
+            return [f"the source holds K and V of model {source.model!r}, and this side of model {self.model!r}"]
         if len(source.layers) != len(self.layers):
             return [f"the source has {len(source.layers)} layers, and this side has {len(self.layers)}"]
         reasons = []

@@ -243,11 +243,13 @@ class KVExporter(_Mover):
     Everything is launched on the current stream, and nothing waits. If steps run on another stream, the caller must
     synchronise the two. An engine's pages must be bound before, and must not move afterwards.
 
+    model: see KVPassport
+
     passport: pass it to the receiver's KVImporter
     """
 
-    def __init__(self, owner: Owner) -> None:
-        passport = KVPassport.of(owner)
+    def __init__(self, owner: Owner, *, model: str = "") -> None:
+        passport = KVPassport.of(owner, model=model)
         super().__init__(owner, passport, passport)
 
     def extent(self, pages: Pages, kv_len: int) -> KVExtent:
@@ -347,6 +349,8 @@ class KVImporter(_Mover):
     """Copies K and V from a buffer of KVExporter into the pages of a runtime, or of an engine's layers.
 
     source: the passport of the sender
+    model:  see KVPassport
+
     Eight-bit values with another encoding or other scales are rounded to the nearest codes of this side
     (rocm_attn/paging/convert.py). Everything is launched on the current stream, as by KVExporter.
 
@@ -354,8 +358,8 @@ class KVImporter(_Mover):
     Raises BadTensor with every reason if tokens of the source cannot be stored here.
     """
 
-    def __init__(self, owner: Owner, source: KVPassport) -> None:
-        passport = KVPassport.of(owner)
+    def __init__(self, owner: Owner, source: KVPassport, *, model: str = "") -> None:
+        passport = KVPassport.of(owner, model=model)
         if reasons := passport.refusals(source):
             raise BadTensor("\n  - ".join(("tokens of this source cannot be stored here", *reasons)))
         super().__init__(owner, passport, source)

@@ -1,7 +1,8 @@
 """Shards: how a model is divided over tensor-parallel ranks: the elements of its matrices that each rank holds.
 
-Every model can be divided over any number of ranks. If heads or an MLP do not divide, the last ranks hold zeros in the
-place of the missing elements: a head of zeros gives zeros, and so does an element of an MLP. See cut.py for their cost.
+Heads, MLPs and vocabularies can be divided over any number of ranks. If heads or an MLP do not divide, the last ranks
+hold zeros in the place of the missing elements: a head of zeros gives zeros, and so does an element of an MLP. See
+cut.py for their cost.
 """
 
 from __future__ import annotations

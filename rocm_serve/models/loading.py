@@ -89,15 +89,16 @@ def load_model(path: str | Path, *, dtype: torch.dtype, device: torch.device, ra
 
     dtype: dtype of all weights: float32, float16 or bfloat16
     ranks: tensor-parallel ranks; each reads its own part
-    Raises BadModel for a missing, damaged or unknown model, BadSetting for an unsupported dtype or device.
+    Raises BadModel for a missing, damaged or unknown model, BadSetting for an unsupported dtype or device, and
+    Unsupported for a number of ranks that the model is not divided over.
     """
     started = time.perf_counter()
     if dtype not in DTYPES:
         raise BadSetting(f"dtype {dtype} is not one of {', '.join(map(str, DTYPES))}")
     require_there(device)
     files, num_ranks = open_model(path), ranks.shard.num_ranks
-    weights = load_weights(files.source, files.config, dtype=dtype, device=device, shard=ranks.shard)
     part, cost = files.config.on_one_of(num_ranks), cost_of_cut(files.config, num_ranks)
+    weights = load_weights(files.source, files.config, dtype=dtype, device=device, shard=ranks.shard)
     return LoadedModel(part, weights, files.tokenizer, ranks, cost, time.perf_counter() - started)
 
 

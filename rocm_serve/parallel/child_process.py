@@ -5,14 +5,18 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shutil
 import sys
+from pathlib import Path
 
 
-def end_with_parent() -> None:
-    """Waits for the end of the process that has started this one, and ends this one at once."""
+def end_with_parent(*folders: Path) -> None:
+    """Waits for the end of the process that has started this one, removes its folders, and ends this one at once."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rocm_attn.errors import BadRequest, RocmAttnError
+from rocm_attn.errors import BadRequest, BadSetting, RocmAttnError
 from rocm_serve.options import EngineOptions
 
 if TYPE_CHECKING:  # a server's front imports no torch
@@ -107,6 +107,18 @@ def pickled(command: object) -> bytes:
         return pickle.dumps(command)
     except Exception as error:  # a class's own methods may raise anything
         raise unsendable(error) from error
+
+
+def require_sendable(name: str, function: Callable[..., object]) -> None:
+    """Raises BadSetting for a function that another process cannot be given. name: of the argument that it is"""
+    try:
+        pickle.dumps(function)
+    except Exception as error:  # a class's own methods may raise anything
+        raise BadSetting(
+            f"{name} cannot be sent to another process ({error}); give a function of a module, or a partial of one"
+        ) from error
+    if not callable(function):
+        raise BadSetting(f"{name} is {function!r}; give a function of a module, or a partial of one")
 
 
 def unsendable(error: Exception) -> BadRequest:

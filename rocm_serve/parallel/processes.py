@@ -7,6 +7,7 @@ front process takes part in no collective, so it can watch all ranks: then it en
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import selectors
 import shutil
@@ -23,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rocm_attn.errors import RocmAttnError
+from rocm_attn.errors import BadRequest, RocmAttnError
 from rocm_serve.limits import RequestLimits
 from rocm_serve.parallel.messages import (
     Command,
@@ -43,7 +44,7 @@ from rocm_serve.parallel.rank_process import CLOSE, run_rank
 GRACE_SECONDS = 5.0
 # Likewise until they agree with a rank that could not make a graph. They may have kernels to compile before.
 AGREE_SECONDS = 20.0
-# Seconds for a rank to end after CLOSE, and for the last output of a dead rank to arrive.
+# Seconds for ranks to end after CLOSE or when they are killed, and for the last output of a dead rank to arrive.
 _END_SECONDS = 10.0
 _WORDS_SECONDS = 1.0
 _KEPT_LINES = 20
@@ -58,6 +59,9 @@ class RankFailed(RocmAttnError, RuntimeError):
     def __init__(self, sentence: str, rank: int) -> None:
         self.rank = rank
         super().__init__(sentence)
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int]]:
+        return type(self), (str(self), self.rank)  # the engine's process sends it to the server
 
 
 Message = Progressed | RankWaits | Done | Raised
@@ -165,8 +169,10 @@ class RankProcesses:
         ranks, self._ranks, self.has_work, self._is_calling = self._ranks, [], False, False
         for rank in ranks:
             rank.process.kill()
+        until = time.monotonic() + _END_SECONDS
         for rank in ranks:
-            rank.process.join()
+            # After a fault of its GPU, the kernel may hold a process for minutes: requests do not wait for its end.
+            rank.process.join(max(0.0, until - time.monotonic()))
             rank.listener.join(_WORDS_SECONDS)
             rank.commands.close()
         self._selector.close()
@@ -191,13 +197,15 @@ class RankProcesses:
     def _collect(self, on_progress: OnProgress) -> list[Any]:
         """The answers of all ranks, in the order of ranks. Raises as call_all() does."""
         while len(self._answers) < len(self._ranks):
-            deadline = min((when for _, when in self._troubled.values()), default=None)
-            for key, _ in self._selector.select(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            deadline = min((when for _, when in self._troubled.values()), default=math.inf)
+            seconds = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(seconds):
                 message = self._hear(key.data, key.fileobj)
                 if isinstance(message, Progressed):
                     on_progress(*message.arguments)
-            if deadline is not None and time.monotonic() >= deadline and len(self._answers) < len(self._ranks):
+            if time.monotonic() >= deadline and len(self._answers) < len(self._ranks):
                 self._fail_of_trouble()
+        self._require_whole()  # close() in another thread ends a call
         errors = [answer.error for answer in self._answers.values() if isinstance(answer, Raised)]
         if errors and (len(errors) < len(self._ranks) or len(set(map(type, errors))) > 1):
             self._fail_of_trouble()
@@ -222,7 +230,9 @@ class RankProcesses:
         elif not isinstance(message, Progressed):
             self._answers[rank.number] = message
             if isinstance(message, Raised):
-                self._troubled[rank.number] = (in_words(message.error), time.monotonic() + GRACE_SECONDS)
+                # A request is refused before any collective: the others will answer, once they have compiled it.
+                seconds = math.inf if isinstance(message.error, BadRequest) else GRACE_SECONDS
+                self._troubled[rank.number] = (in_words(message.error), time.monotonic() + seconds)
         return message
 
     def _require_whole(self) -> None:

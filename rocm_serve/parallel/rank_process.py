@@ -49,7 +49,7 @@ def run_rank(setup: RankSetup, commands: Connection, words: Connection) -> None:
 
     words: takes the process's stdout and stderr
     """
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(Path(setup.store).parent,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes; the front ends us
         signal.signal(number, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 
 import torch
 
@@ -14,11 +15,12 @@ from rocm_attn.machine.devices import memory_of
 from rocm_attn.machine.settings import whole_number
 from rocm_attn.truth.verdict import TruthVerdict
 from rocm_serve.options import EngineOptions
-from rocm_serve.parallel.messages import ModelLoader, RankSetup
+from rocm_serve.parallel.messages import ModelLoader, RankSetup, require_sendable
 from rocm_serve.parallel.processes import RankProcesses
 from rocm_serve.report import Report
 from rocm_serve.request import Completion, Event, FinishReason, Request
 from rocm_serve.serving import serve_all
+from rocm_serve.speculation.methods import require_ranks
 
 
 class RankedEngine:
@@ -34,7 +36,7 @@ class RankedEngine:
     num_ranks:   processes on this host, one rank each
     device_type: "cuda" for one GPU each, the first ones available; "cpu"
 
-    Raises what Engine raises, BadSetting for more ranks than GPUs, and RankFailed.
+    Raises what Engine raises, BadSetting for more ranks than GPUs or a load that cannot be sent, and RankFailed.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class RankedEngine:
     ) -> None:
         num_ranks = whole_number("num_ranks", num_ranks, least=1)
         self.options = options if options is not None else EngineOptions()
+        require_sendable("load", load)
         _check(num_ranks, device_type, self.options.host_kv_bytes)
+        require_ranks(self.options.speculative, num_ranks)  # before the ranks read weights, which takes minutes
         self._processes = processes = RankProcesses()
         num_threads = max(1, torch.get_num_threads() // num_ranks)
         self.limits = processes.start(
@@ -84,15 +88,18 @@ class RankedEngine:
 
     def can_prepare(self, request: Request) -> bool:
         """Like Engine.can_prepare, on every rank."""
-        if request.constraint is None:
-            return True  # the ranks need not be asked
-        return all(self._processes.call_all("can_prepare", request))
+        return self._do_all("can_prepare", request)
 
     def is_prepared(self, request: Request) -> bool:
         """Like Engine.is_prepared: True if no rank would wait and delay the others."""
+        self.check(request)
+        return self._do_all("is_prepared", request)
+
+    def _do_all(self, method: str, request: Request) -> bool:
+        """True if all ranks say so of a request's constraint. Its prompt is not sent: they are asked in every step."""
         if request.constraint is None:
             return True  # the ranks need not be asked
-        return all(self._processes.call_all("is_prepared", request))
+        return all(self._processes.call_all(method, replace(request, prompt_token_ids=request.prompt_token_ids[:1])))
 
     def prepare_constraints(self) -> None:
         """Like Engine.prepare_constraints."""

@@ -25,7 +25,7 @@ from rocm_serve.speculation.eagle import EagleDrafter
 from rocm_serve.speculation.eagle3 import is_eagle3, load_head3, seeded_head3
 from rocm_serve.speculation.eagle_head import EagleWeights, load_head
 from rocm_serve.speculation.last_rows import HandingOver
-from rocm_serve.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF, SEEDED, SEEDED3
+from rocm_serve.speculation.methods import DRAFT_MODEL, EAGLE, NGRAM, OFF, SEEDED, SEEDED3, require_ranks
 from rocm_serve.speculation.ngrams import NgramDrafter
 from rocm_serve.speculation.row_drafter import RowDrafter
 from rocm_serve.speculation.speculation import NOTHING_DRAWN, Drafter
@@ -50,13 +50,9 @@ Drafting = NoWeights | LoadedModel | EagleWeights
 
 def read_drafting(loaded: LoadedModel, options: EngineOptions) -> Drafting:
     """Reads the weights of the drafter, before the model's pool is sized. Raises BadModel, BadSetting."""
+    require_ranks(options.speculative, loaded.ranks.shard.num_ranks)
     if options.speculative in (OFF, NGRAM):
         return NoWeights()
-    if loaded.ranks.shard.num_ranks > 1:
-        raise BadSetting(
-            f"speculative is {options.speculative} and {loaded.ranks.shard.num_ranks} ranks share the model, but a "
-            "draft model runs on one rank; use speculative ngram or one rank"
-        )
     if options.speculative.startswith(EAGLE):
         return _read_head(options.speculative.removeprefix(EAGLE), loaded)
     path = options.speculative.removeprefix(DRAFT_MODEL)

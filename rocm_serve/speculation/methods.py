@@ -31,3 +31,12 @@ def require_drafter(speculative: str) -> None:
     kind, colon, path = speculative.partition(":")
     if colon and (kind + colon, path) not in ((EAGLE, SEEDED), (EAGLE, SEEDED3)):
         find_model(path)
+
+
+def require_ranks(speculative: str, num_ranks: int) -> None:
+    """Raises BadSetting if the option's draft tokens are not made on so many ranks."""
+    if num_ranks > 1 and speculative not in (OFF, NGRAM):
+        raise BadSetting(
+            f"speculative is {speculative} and {num_ranks} ranks share the model, but a draft model runs on one rank; "
+            "use speculative ngram or one rank"
+        )

@@ -34,6 +34,18 @@ def test_pools_that_differ_are_refused_layer_by_layer(other: list[Problem], reas
         KVImporter(runtime_of(other, cpu, "torch"), source)
 
 
+def test_kv_of_another_model_of_the_same_shape_is_refused() -> None:
+    """Weights, ropes and ranks do not show in pages: the caller names them."""
+    runtime = runtime_of([small_problem()], torch.device("cpu"), "torch")
+    source = KVPassport.from_json(KVExporter(runtime, model="llama, rank 0").passport.to_json())
+    assert KVImporter(runtime, source, model="llama, rank 0").is_exact
+    for other in ("llama, rank 1", ""):
+        with pytest.raises(BadTensor, match=f"of model 'llama, rank 0', and this side of model '{other}'"):
+            KVImporter(runtime, source, model=other)
+    with pytest.raises(BadSetting, match="model is a int; it must be of type str"):
+        KVExporter(runtime, model=7)  # type: ignore[arg-type]
+
+
 def test_records_of_another_encoding_are_refused() -> None:
     source, target = ([record_layer(encoding=encoding)] for encoding in (FN, FNUZ))
     passport = KVPassport.of(runtime_of(source, torch.device("cpu"), "torch"))
@@ -52,7 +64,7 @@ def test_a_passport_is_text_with_a_version() -> None:
     passport = KVPassport.of(runtime)
     assert KVPassport.from_json(passport.to_json()) == passport
     assert passport.layers[2].scale_values == ((1.0,), (1.0,), ())
-    for text in ("{}", "nonsense", "[]", '{"version": 3, "layers": [{}]}', "[" * 100_000):
+    for text in ("{}", "nonsense", "[]", '{"version": 4, "layers": [{}]}', "[" * 100_000):
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(text)
     for field, value in (
@@ -69,8 +81,8 @@ def test_a_passport_is_text_with_a_version() -> None:
         assert field in passport.to_json(), field
         with pytest.raises(BadSetting, match="not the passport of a KV pool"):
             KVPassport.from_json(passport.to_json().replace(field, value))
-    with pytest.raises(BadSetting, match="version 1, and this release reads 3"):
-        KVPassport.from_json(passport.to_json().replace('"version": 3', '"version": 1'))
+    with pytest.raises(BadSetting, match="version 1, and this release reads 4"):
+        KVPassport.from_json(passport.to_json().replace('"version": 4', '"version": 1'))
 
 
 def test_a_buffer_holds_layers_in_order_each_stretch_at_a_multiple_of_16_bytes() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rocm_attn.errors import Unsupported
 from rocm_attn.models.cut import cost_of_cut
 from rocm_attn.models.geometry import AttentionLayer
 from rocm_attn.models.mlp_config import ExpertMlp
@@ -20,7 +21,7 @@ from rocm_serve.models.mlp_weights import ExpertWeights
 from rocm_serve.models.weight_bytes import matrices_of
 from rocm_serve.models.weights import expected_shapes, load_weights
 from rocm_serve.peer_sums import NoSmallSums
-from rocm_serve.ranks import RanksOfGroup
+from rocm_serve.ranks import Ranks, RanksOfGroup
 from tests.amd.runner.families import FAMILIES, family_model
 from tests.amd.runner.hf_models import hf_logits, random_tokens, save, small_hf_model, write_gguf
 from tests.amd.runner.served_logits import served_logits
@@ -95,6 +96,16 @@ def test_each_rank_has_a_group_of_mambas_heads(family: str, settings: dict[str, 
     for at, row in first.items():
         assert_layers_close(row, expected[at])
         assert torch.equal(row, second[at])
+
+
+def test_ranks_that_do_not_divide_a_model_are_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("rocm_serve.models.loading.load_weights")
+    directory, ranks = save(family_model("nemotron_h", n_groups=2), tmp_path), Ranks()
+    ranks.shard = Shard(0, 3)
+    with pytest.raises(Unsupported, match=r"Mamba2's 2 groups, .* not divided over 3 ranks"):
+        load_model(directory, dtype=torch.float32, device=CPU, ranks=ranks)
 
 
 @pytest.mark.fast

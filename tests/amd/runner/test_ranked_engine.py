@@ -1,13 +1,20 @@
 """RankedEngine: the results of an Engine, from a process per rank; and no call is left waiting when a rank fails."""
 
 import asyncio
+import multiprocessing
+import selectors
 import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +23,10 @@ from rocm_attn.errors import BadRequest, BadSetting, CapacityExceeded, NeverFits
 from rocm_attn.machine.devices import memory_of
 from rocm_serve.async_engine import AsyncEngine
 from rocm_serve.engine import Engine
+from rocm_serve.engine_process import EngineProcess
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.parallel import processes
-from rocm_serve.parallel.messages import RankError, sendable
+from rocm_serve.parallel.messages import Progressed, Raised, RankError, sendable
 from rocm_serve.parallel.processes import RankFailed
 from rocm_serve.parallel.rank_process import options_of_rank
 from rocm_serve.parallel.ranked_engine import RankedEngine
@@ -31,6 +39,7 @@ from tests.amd.runner.test_prompt_logprobs import TOLERANCE
 from tests.amd.runner.test_ranks_in_step import REQUESTS
 from tests.amd.runner.thread_ranks import LoadSabotaged, assert_all_end, pids
 from tests.amd.runner.tiny_model import tiny_model, with_nan_token
+from tests.amd.runner.with_parameters import CONSTRAINED, character_model
 
 pytestmark = pytest.mark.usefixtures("torch_is_imported")
 
@@ -50,6 +59,10 @@ def load_not_on_rank_1(*, device: torch.device, ranks: Ranks) -> LoadedModel:
     if ranks.shard.rank == 1:
         raise CapacityExceeded("the weights do not fit beside what another process holds")
     return tiny_model(device=device, ranks=ranks)
+
+
+def must_not_load(*, device: torch.device, ranks: Ranks) -> LoadedModel:
+    raise AssertionError("weights were read")
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +174,7 @@ def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None
         "from tests.amd.runner.test_ranked_engine import BASE, REQUESTS\n"
         "if __name__ == '__main__':\n"
         "    engine = RankedEngine(LoadSabotaged('hangs', 6), BASE, num_ranks=2)\n"
-        "    print(*pids(engine), flush=True)\n"
+        "    print(engine._processes.store, *pids(engine), flush=True)\n"
         "    engine.submit(REQUESTS[0])\n"
         "    signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
         "    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
@@ -172,7 +185,9 @@ def test_ranks_in_a_collective_end_when_the_process_in_front_is_killed() -> None
         [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     assert finished.returncode == -signal.SIGKILL, finished.stderr
-    assert_all_end([int(pid) for pid in finished.stdout.split()])
+    store, *ranks = finished.stdout.split()
+    assert_all_end(list(map(int, ranks)))
+    assert not Path(store).parent.exists()
 
 
 @pytest.mark.parametrize("where", ["step", pytest.param("capture_all", marks=pytest.mark.nightly)])
@@ -220,6 +235,17 @@ def test_a_rank_that_cannot_load_its_part_ends_all_with_a_sentence(monkeypatch: 
     assert isinstance(why.value.__cause__, CapacityExceeded)
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [(lambda: None, "cannot be sent to another process .*<lambda>.*"), (None, "is None"), (5, "is 5")],
+    ids=["lambda", "None", "number"],
+)
+def test_a_function_that_no_other_process_finds_is_refused(given: Any, why: str) -> None:
+    for name, make in (("load", partial(RankedEngine, given, num_ranks=2)), ("make", partial(EngineProcess, given))):
+        with pytest.raises(BadSetting, match=f"^{name} {why}; give a function of a module, or a partial of one"):
+            make()
+
+
 def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadSetting, match="num_ranks is 0; it must be at least 1"):
         RankedEngine(load_poisoned, BASE, num_ranks=0)
@@ -230,9 +256,31 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(BadSetting, match="4 ranks need a GPU each, and torch sees 2"):
         RankedEngine(load_poisoned, BASE, num_ranks=4, device_type="cuda")
+    with pytest.raises(
+        BadSetting, match="eagle:seeded and 2 ranks share the model, but a draft model runs on one rank"
+    ):
+        RankedEngine(must_not_load, replace(BASE, speculative="eagle:seeded"), num_ranks=2)
     has = memory_of(torch.device("cpu"))
     with pytest.raises(NeverFits, match=f"taken by each of 2 ranks, {2 * has} together; .* at most {has // 2}$"):
         RankedEngine(load_poisoned, replace(BASE, host_kv_bytes=has), num_ranks=2)
+
+
+def test_a_prompt_goes_to_the_ranks_once_and_not_each_time_they_are_asked_for_its_constraint() -> None:
+    """They are asked between any two steps, and other requests wait meanwhile."""
+    engine, sent = object.__new__(RankedEngine), list[Request]()
+    engine.limits = Engine(character_model(), BASE).limits
+
+    def call_all(method: str, request: Request) -> list[bool]:
+        sent.append(request)
+        return [True, method == "is_prepared"]
+
+    processes: Any = SimpleNamespace(call_all=call_all)
+    engine._processes = processes
+    assert engine.is_prepared(CONSTRAINED[0])
+    assert not engine.can_prepare(CONSTRAINED[0])
+    assert sent == [replace(CONSTRAINED[0], prompt_token_ids=CONSTRAINED[0].prompt_token_ids[:1])] * 2
+    with pytest.raises(BadRequest, match="the prompt has 99 tokens"):
+        engine.is_prepared(replace(CONSTRAINED[0], prompt_token_ids=(1,) * 99))
 
 
 def test_each_rank_has_a_flight_record_of_its_own() -> None:
@@ -253,8 +301,8 @@ def test_an_exception_that_cannot_be_sent_is_sent_in_words() -> None:
     sent = sendable(TwoWords("this", "that"))
     assert isinstance(sent, RankError)
     assert str(sent) == "TwoWords: this and that"
-    error = BadRequest("no")
-    assert sendable(error) is error
+    for error in (BadRequest("no"), RankFailed("rank 1 has died", 1)):
+        assert sendable(error) is error
 
 
 @pytest.mark.parametrize("has_answers", [False, True])
@@ -272,6 +320,55 @@ def test_an_interrupt_of_a_call_ends_the_ranks_and_an_error_of_all_of_them_does_
     with pytest.raises(type(error)):
         ours.call("step")
     assert killed == [True] * (not has_answers)
+    del ours.kill
+    ours.kill()
+
+
+class Held:
+    """A process that the kernel holds: who waits for its end waits for ever."""
+
+    def kill(self) -> None:
+        """It stays."""
+
+    def join(self, seconds: float | None = None) -> None:
+        assert seconds is not None
+
+
+def held_ranks() -> tuple[processes.RankProcesses, list[Connection]]:
+    """Two ranks without processes, and the ends of their pipes."""
+    ours, theirs, held = processes.RankProcesses(), list[Connection](), Held()
+    for number in range(2):
+        pipe, other = multiprocessing.Pipe()
+        process: Any = held
+        ours._ranks.append(processes._Rank(number, process, pipe, deque(), process))
+        ours._selector.register(pipe, selectors.EVENT_READ, ours._ranks[-1])
+        theirs.append(other)
+    return ours, theirs
+
+
+def test_a_refusal_is_raised_however_long_another_rank_compiles_before_it_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No rank is in a collective then, and the ranks have other requests."""
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.0)
+    ours, (first, second) = held_ranks()
+    refusal = Raised(BadRequest("no text can begin with it"), has_work=True)
+    first.send(refusal)
+    late = threading.Timer(0.3, second.send, [refusal])
+    late.start()
+    with pytest.raises(BadRequest, match="no text can begin with it"):
+        ours._collect(lambda *_: None)
+    late.join()
+    assert ours.has_work
+    ours.kill()
+
+
+def test_ranks_that_are_ended_during_a_call_end_it_with_a_sentence_though_the_kernel_holds_their_processes() -> None:
+    """As close() does in another thread."""
+    ours, (first, _) = held_ranks()
+    first.send(Progressed(()))
+    with pytest.raises(RankFailed, match="the ranks of this engine were ended; make another engine"):
+        ours._collect(ours.kill)
 
 
 def test_who_waits_for_the_ranks_has_the_next_turn() -> None:

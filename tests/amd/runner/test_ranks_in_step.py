@@ -3,6 +3,7 @@
 All cases run in one pair of processes; each test reads the results of one of them.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,12 +16,13 @@ from torch import Tensor
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.step_batch import StepBatch
 from rocm_attn.capture.graphs import recorder_for
-from rocm_attn.errors import DeviceFault
+from rocm_attn.errors import BadSetting, DeviceFault
 from rocm_attn.hip_graphs.recorder import Recorder, Recording
 from rocm_attn.kernels.cache.row_work import QkvWork
 from rocm_attn.machine.agreement import RanksDiverged, SentFault, faults_of_any
+from rocm_attn.machine.settings import DISABLE_GUARDS, Settings
+from rocm_serve import alike_ranks, engine_runtime, pool_size
 from rocm_serve import engine as engine_module
-from rocm_serve import engine_runtime, pool_size
 from rocm_serve.engine import Engine
 from rocm_serve.ranks import RanksOfGroup
 from rocm_serve.request import Completion, FailureEvent, Request
@@ -31,7 +33,7 @@ from tests.amd.runner.round_texts import OPTIONS, repeating_requests, round_mode
 from tests.amd.runner.serving import BASE as OF_EIGHT
 from tests.amd.runner.test_host_tier import FEW, flip
 from tests.amd.runner.test_host_tier import requests as more_than_the_pool_holds
-from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model
+from tests.amd.runner.tiny_model import NAN_TOKEN, tiny_model, word_tokenizer
 
 BASE = replace(OF_EIGHT, max_batch_size=4)
 DRAFTING = replace(OPTIONS, max_kv_len=200)
@@ -234,6 +236,26 @@ def given_other_requests(rank: int) -> list[str]:
     return ["served"]
 
 
+def given_other_files_or_options(rank: int) -> list[str]:
+    """Refused at once on all ranks, which then serve what they have in common."""
+    lines = list[str]()
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"chunk": 8 + rank, "graphs": rank == 0, "hang_after": 60.0 + rank}, {}),
+        ({}, {"seed": rank}),
+        ({}, {"eos_token_ids": (9 + rank,)}),
+        ({}, {"tokenizer": word_tokenizer() if rank else None}),
+    ]
+    for options, model in cases:
+        with pytest.raises(BadSetting) as refused:
+            Engine(tiny_model(ranks=ranks(), **model), replace(BASE, **options))
+        lines.append(re.sub(r"\b[0-9a-f]{8}\b", "X", str(refused.value)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alike_ranks, "settings", lambda: Settings(debug=True, disable_guards=("graph_key",) * rank))
+        with pytest.raises(BadSetting) as refused:
+            engine()
+    return [*lines, str(refused.value), *served(rank)]
+
+
 def picked_apart(rank: int) -> list[str]:
     """Rank 1 picks another token, which neither rank's host knows when the next step is launched."""
     serving = engine(steps_ahead=1)
@@ -264,6 +286,7 @@ BODIES: Mapping[str, Callable[[int], list[str]]] = {
     "nan, ahead": lambda rank: nan_in_the_kv_of_one_rank(rank, steps_ahead=1),
     "drafts": lambda rank: drafted(Engine(round_model(ranks=ranks()), DRAFTING)),
     "wiped": the_table_of_one_rank_is_wiped,
+    "not alike": given_other_files_or_options,
     "diverged": given_other_requests,
     "picked apart": picked_apart,
 }
@@ -375,6 +398,17 @@ def test_a_fault_of_one_rank_is_raised_by_all_between_the_same_two_steps(found: 
 def test_ranks_draft_the_same_tokens_and_have_the_texts_of_plain_decoding_on_one(found: Found) -> None:
     plain = Engine(round_model(), replace(DRAFTING, speculative="off", draft_tokens=4, steps_ahead=0))
     assert same_on_all(found["drafts"]) == [*shown(plain.generate(repeating_requests())), "accepted True"]
+
+
+def test_ranks_that_were_given_other_files_or_options_are_refused_at_once(found: Found, alone: list[str]) -> None:
+    options, weights, config, tokenizer, guards, *tokens = same_on_all(found["not alike"])
+    begin = "ranks that share a model must have the same files and options; on rank 0: "
+    assert options == f"{begin}chunk 8, graphs True; on rank 1: chunk 9, graphs False"
+    assert weights == f"{begin}embedding with the checksum X; on rank 1: embedding with the checksum X"
+    assert config == f"{begin}config.eos_token_ids (9,); on rank 1: config.eos_token_ids (10,)"
+    assert tokenizer == f"{begin}tokenizer None; on rank 1: tokenizer with the checksum X"
+    assert guards == f"{begin}{DISABLE_GUARDS} ; on rank 1: {DISABLE_GUARDS} graph_key"
+    assert tokens == [*alone, "replays False"]
 
 
 @pytest.mark.parametrize("name", ["diverged", "picked apart"])

@@ -120,6 +120,14 @@ def test_gemma_4_without_rotary_parameters_has_those_of_its_class() -> None:
         assert config_from_json(fields) == config_from_json({**absent, "rope_parameters": said})
 
 
+def test_a_first_context_beside_the_scaling_replaces_that_in_it() -> None:
+    """As in transformers, which replaces it when it builds the model."""
+    config, yarn = published("qwen3-next-80b-a3b"), {"rope_type": "yarn", "factor": 4.0}
+    inside, other = ({**yarn, "original_max_position_embeddings": length} for length in (32768, 262144))
+    beside = {**config, "original_max_position_embeddings": 32768, "rope_scaling": other}
+    assert config_from_json(beside) == config_from_json({**config, "rope_scaling": inside})
+
+
 def config_of(model: str) -> dict[str, Any]:
     """Returns a published config.json, or that of a small model of a family, as transformers writes it."""
     if model not in FAMILIES:
@@ -177,8 +185,40 @@ def config_of(model: str) -> dict[str, Any]:
         ("gemma-4-e2b", {"num_key_value_heads": 3}, "not a multiple of the 3 KV heads of layer 0"),
         (
             "gemma-4-e2b",
-            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_theta": 1e4},
+                }
+            },
             "partial_rotary_factor is 1.5; it must be at most 1",
+        ),
+        # transformers takes rope_theta for one kind in Gemma 3, for both in Gemma 4, and has a default for each family.
+        (
+            "gemma3",
+            {
+                "rope_theta": 1e5,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default"},
+                    "sliding_attention": {"rope_theta": 1e4},
+                },
+            },
+            "rope_parameters: full_attention does not say rope_theta",
+        ),
+        (
+            "gemma-4-e2b",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {}}},
+            "rope_parameters: sliding_attention does not say rope_theta",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            r"rope_parameters holds \['full_attention'\], and all layers of this model have one rotary embedding",
+        ),
+        (
+            "llama-3.1-8b",
+            {"rope_scaling": {**LLAMA["rope_scaling"], "high_freq_factor": 1.0}},
+            r"high_freq_factor is 1\.0 and low_freq_factor 1\.0; it must be larger",
         ),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
         (

@@ -120,6 +120,22 @@ def test_gemma_4_without_rotary_parameters_has_those_of_its_class() -> None:
         assert config_from_json(fields) == config_from_json({**absent, "rope_parameters": said})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("Glm5NextForConditionalGeneration", ("index_kpool",)),
+        ("MiniMaxM2ForCausalLM", ("head_dim", "num_key_value_heads")),
+        ("Qwen4ExpForCausalLM", ("head_dim", "num_key_value_heads")),
+    ],
+)
+def test_fields_that_a_file_leaves_out_are_those_of_its_class(architecture: str, names: tuple[str, ...]) -> None:
+    whole = getattr(transformers, architecture).config_class().to_dict() | {"architectures": [architecture]}
+    geometry, of_text = attention_geometry(whole), whole.get("text_config", whole)
+    for name in names:
+        del of_text[name]
+        assert attention_geometry(whole) == geometry
+
+
 def test_a_first_context_beside_the_scaling_replaces_that_in_it() -> None:
     """As in transformers, which replaces it when it builds the model."""
     config, yarn = published("qwen3-next-80b-a3b"), {"rope_type": "yarn", "factor": 4.0}

@@ -181,6 +181,7 @@ def config_of(model: str) -> dict[str, Any]:
             "config.json has rope_scaling with factor 8.0, and config.json: rope_parameters has 4.0; keep one of them",
         ),
         ("gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "full_attention has 'linear'; keep one of"),
+        ("gemma-3-4b", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling has type and no rope_type"),
         ("deepseek-v3", {"routed_scaling_factor": None}, "does not say routed_scaling_factor; the file is not comp"),
         ("deepseek-v3", {"n_group": None}, "does not say n_group; the file is not complete"),
         ("deepseek-v3", {"topk_group": None}, "does not say topk_group; the file is not complete"),

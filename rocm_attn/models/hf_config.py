@@ -21,7 +21,8 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
             f"{', '.join(DECODERS)}"
         )
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
-    _refuse_quantised(whole)
+    for place in (whole, fields):
+        _refuse_quantised(place)
     attention = attention_geometry(config).over_text()
     is_capped = decoder.may_cap and fields.has("final_logit_softcapping")
     if not all(layer.window_right == 0 for layer in attention.layers):

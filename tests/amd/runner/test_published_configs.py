@@ -170,6 +170,7 @@ def config_of(model: str) -> dict[str, Any]:
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is null; it must be true or false"),
         ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null; it must be true or false"),
         ("gemma-3-1b", {"sliding_window": None}, "does not say sliding_window"),
+        ("gemma-3-4b", {"quantization_config": {"quant_method": "fp8"}}, "weights quantised with 'fp8' are not"),
         (
             "gemma-3-1b",
             {"rope_parameters": {"rope_theta": 1e4}},

@@ -183,7 +183,7 @@ def test_more_experts_than_a_model_has_are_refused_before_their_names_are_made(m
         expected_shapes(config)
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '{"a": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '{"a": ' + "9" * 5000 + "}", '{"a": "\\ud800"}'])
 def test_json_that_python_cannot_take_in_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)

@@ -111,7 +111,7 @@ def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rop
         thetas = (full.positive("rope_theta"), windowed.positive("rope_theta"))
     else:
         full, windowed = fields.inner("rope_scaling"), Fields({}, fields.source)
-        if full.has("type") and not full.has("rope_type"):  # transformers scaled by it before 5, and does not since
+        if full.has("type") and not full.has("rope_type"):  # transformers 5.24 then scales nothing
             raise BadModel(f"{full.source} has type and no rope_type, which readers of this model need; rename it")
         thetas = (
             full.positive("rope_theta", fields.positive("rope_theta", _THETA_OF_FULL)),

@@ -41,7 +41,7 @@ _NUM_ROWS = 3
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 # Tensors that say which tokens a head knows.
 _OF_TOKENS = frozenset({"d2t", "t2d"})
-# Fields of heads with other norms than those above. They are in eagle_config, or beside it.
+# Fields of heads with other norms than those above. They are in eagle_config, or next to it.
 _OTHER_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -178,7 +178,7 @@ def _layers(fields: Fields, num_layers: int) -> tuple[int, int, int]:
     """The layers that take the rows as input. A file names the layers before them, whose outputs the rows are."""
     if fields.has(_LAYERS):
         raise BadModel(
-            f"{fields.source} has {_LAYERS} beside eagle_config, where readers count in other ways; put it into "
+            f"{fields.source} has {_LAYERS} next to eagle_config, where readers count in other ways; put it into "
             "eagle_config, as the layers whose outputs the head takes"
         )
     given = fields.inner("eagle_config")

@@ -55,7 +55,7 @@ def test_yarn_without_a_scale_stretches_to_the_context() -> None:
 
 @pytest.mark.parametrize(("factor", "context_len"), [(4, 131_072), (1.0, 40_960), (0.5, 40_960)])
 def test_yarn_alone_makes_the_context_longer(factor: float, context_len: int) -> None:
-    """As the makers of Qwen3 say: its file has 40,960 positions, and these parameters are added for longer texts."""
+    """Qwen3's file has 40,960 positions, and its makers add these parameters, and no others, for longer texts."""
     scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 32768}
     given = {**LLAMA31, "max_position_embeddings": 40_960, "rope_scaling": scaling}
     assert config_from_json(given).context_len == context_len

@@ -279,7 +279,7 @@ def test_a_head_of_eagle_3_of_another_model_is_refused(loaded: LoadedModel, tmp_
                 rf"json(: eagle_config)?: {norm} is true; only heads where it is false are served", changes, tensors
             )
     refused(
-        "layer_ids beside eagle_config, where readers count", {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, tensors
+        "layer_ids next to eagle_config, where readers count", {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, tensors
     )
     refused("has fc.bias, which an EAGLE-3 head of this model does not use", {}, {**tensors, "fc.bias": torch.ones(24)})
     refused("lacks fc.weight", {}, {name: each for name, each in tensors.items() if name[:2] != "fc"})

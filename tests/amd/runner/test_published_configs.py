@@ -136,12 +136,12 @@ def test_fields_that_a_file_leaves_out_are_those_of_its_class(architecture: str,
         assert attention_geometry(whole) == geometry
 
 
-def test_a_first_context_beside_the_scaling_replaces_that_in_it() -> None:
-    """As in transformers, which replaces it when it builds the model."""
+def test_a_first_context_next_to_the_scaling_replaces_that_in_it() -> None:
+    """Transformers replaces it when it builds the model."""
     config, yarn = published("qwen3-next-80b-a3b"), {"rope_type": "yarn", "factor": 4.0}
     inside, other = ({**yarn, "original_max_position_embeddings": length} for length in (32768, 262144))
-    beside = {**config, "original_max_position_embeddings": 32768, "rope_scaling": other}
-    assert config_from_json(beside) == config_from_json({**config, "rope_scaling": inside})
+    outside = {**config, "original_max_position_embeddings": 32768, "rope_scaling": other}
+    assert config_from_json(outside) == config_from_json({**config, "rope_scaling": inside})
 
 
 def config_of(model: str) -> dict[str, Any]:

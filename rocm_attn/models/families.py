@@ -326,7 +326,7 @@ _NEMOTRON_H_FAMILY = Family(
     FIELD_NAMES["nemotron_h"],
     kinds_of_layers,
 )
-_QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta))
+_QWEN_SPARSE_HYBRID = Family(HybridAttention(indexed_layers, gated_delta), DEFAULTS["qwen4_exp"])
 _KIMI_LINEAR_FAMILY = Family(
     HybridAttention(latent_layers, kimi_delta),
     DEFAULTS["kimi_linear"],
@@ -342,7 +342,7 @@ _KIMI_LINEAR_FAMILY = Family(
     derived=lambda fields: {"rope_parameters": None, "rope_scaling": None},
 )
 _KIMI_HYBRID = Family(HybridAttention(latent_layers, kimi_delta))
-_GLM_HYBRID = Family(HybridAttention(indexed_latent_layers, kimi_delta))
+_GLM_HYBRID = Family(HybridAttention(indexed_latent_layers, kimi_delta), DEFAULTS["glm5_next"])
 
 FAMILIES: Mapping[str, Family] = {
     # Mistral's GGUF files say "llama" too.
@@ -413,7 +413,7 @@ FAMILIES: Mapping[str, Family] = {
     "KimiLinearForCausalLM": _KIMI_LINEAR_FAMILY,
     "KimiK3ForConditionalGeneration": _KIMI_HYBRID,
     "NemotronHForCausalLM": _NEMOTRON_H_FAMILY,
-    "MiniMaxM2ForCausalLM": Family(GroupedAttention(no_window)),
+    "MiniMaxM2ForCausalLM": Family(GroupedAttention(no_window), DEFAULTS["minimax_m2"]),
     "Qwen3NextForCausalLM": _QWEN3_NEXT_FAMILY,
     "Qwen3_5ForCausalLM": _QWEN3_5_FAMILY,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5_FAMILY,

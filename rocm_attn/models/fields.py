@@ -138,6 +138,7 @@ def read_json(path: Path) -> Mapping[str, object]:
     text = read_text(path)
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # an escaped half of a character is none
     except RecursionError as error:
         raise BadModel(f"{path} is not JSON of a model (it is nested too deeply); {_REMEDY}") from error
     except ValueError as error:

@@ -17,6 +17,7 @@ from rocm_attn.models.rope import (
     Rope,
     Scaling,
     YarnScaling,
+    stretched,
     yarn_attention_factor,
 )
 from rocm_attn.problem import UNLIMITED_WINDOW
@@ -64,7 +65,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         layers=(layer,) * fields.count("block_count", most=MAX_LAYERS),
         hidden_size=fields.count("embedding_length"),
         vocab_size=len(general.list("tokenizer.ggml.tokens")),
-        context_len=fields.count("context_length"),
+        context_len=stretched(fields.count("context_length"), [rope]),
         rms_norm_eps=fields.positive("attention.layer_norm_rms_epsilon"),
         tied_embeddings="lm_head.weight" not in shapes,
         eos_token_ids=_end_tokens(general),

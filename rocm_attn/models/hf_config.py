@@ -9,6 +9,7 @@ from rocm_attn.models.config import AttentionConfig, LayerConfig, MixerConfig, M
 from rocm_attn.models.families import DECODERS, Decoder, architecture_of, attention_geometry, text_fields
 from rocm_attn.models.fields import MAX_LAYERS, Fields, shown
 from rocm_attn.models.geometry import AttentionGeometry
+from rocm_attn.models.rope import Rope, stretched
 
 
 def config_from_json(config: Mapping[str, object]) -> ModelConfig:
@@ -20,17 +21,19 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
             f"{', '.join(DECODERS)}"
         )
     decoder, whole, fields = DECODERS[architecture], Fields(config, "config.json"), text_fields(config)
-    _refuse_quantised(whole)
+    for place in (whole, fields):
+        _refuse_quantised(place)
     attention = attention_geometry(config).over_text()
     is_capped = decoder.may_cap and fields.has("final_logit_softcapping")
     if not all(layer.window_right == 0 for layer in attention.layers):
         raise BadModel(f"config.json: {architecture} is not causal here; the runner generates text, token after token")
+    ropes = decoder.ropes(fields, attention)
     return ModelConfig(
         architecture=architecture,
-        layers=_layers(decoder, fields, attention),
+        layers=_layers(decoder, fields, attention, ropes),
         hidden_size=fields.count("hidden_size"),
         vocab_size=fields.count("vocab_size"),
-        context_len=fields.count("max_position_embeddings"),
+        context_len=stretched(fields.count("max_position_embeddings"), ropes),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         # a file with text_config has these two next to it
         tied_embeddings=whole.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", False))
@@ -49,10 +52,12 @@ def config_from_json(config: Mapping[str, object]) -> ModelConfig:
     )
 
 
-def _layers(decoder: Decoder, fields: Fields, attention: AttentionGeometry) -> tuple[LayerConfig, ...]:
+def _layers(
+    decoder: Decoder, fields: Fields, attention: AttentionGeometry, ropes: tuple[Rope, ...]
+) -> tuple[LayerConfig, ...]:
     num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     mlps, projections = decoder.mlps(fields, num_layers), decoder.projections(fields, num_layers)
-    attending = zip(attention.places, attention.layers, decoder.ropes(fields, attention), strict=True)
+    attending = zip(attention.places, attention.layers, ropes, strict=True)
     of_recurrent, mixers = decoder.recurrent_projections(fields), [list[MixerConfig]() for _ in range(num_layers)]
     for place, state in attention.recurrent:
         mixers[place].append(RecurrentConfig(state, of_recurrent))

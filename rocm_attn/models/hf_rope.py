@@ -7,6 +7,7 @@ the layers with a window and one for the others.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from rocm_attn.errors import BadModel
 from rocm_attn.models.fields import Fields, shown
@@ -31,8 +32,18 @@ _OF_FIRST_ELEMENTS = ("default", "linear", "llama3", "yarn")
 
 
 def rope_fields(fields: Fields) -> Fields:
-    """The parameters of a model with one rotary embedding. Raises BadModel for two sets that differ."""
-    return _only_one(fields, fields.inner("rope_parameters"))
+    """The parameters of a model with one rotary embedding. Raises BadModel if two differ, or each is of a kind."""
+    parameters = _only_one(fields, fields.inner("rope_parameters"))
+    if kinds := [name for name, value in parameters.values.items() if isinstance(value, Mapping)]:
+        raise BadModel(
+            f"{parameters.source} holds {shown(kinds)}, and all layers of this model have one rotary embedding; it "
+            "must hold rope_theta and rope_type themselves"
+        )
+    original = fields.values.get("original_max_position_embeddings")
+    if original is None:
+        return parameters
+    # Outside of the parameters it takes precedence.
+    return Fields({**parameters.values, "original_max_position_embeddings": original}, parameters.source)
 
 
 def rope_type(fields: Fields) -> str:
@@ -62,9 +73,6 @@ def one_rope(fields: Fields, attention: AttentionGeometry) -> tuple[Rope, ...]:
     """[layers] One rotary embedding for the whole model. Raises BadModel."""
     scaling = rope_fields(fields)
     theta = scaling.positive("rope_theta", fields.positive("rope_theta", 1e4))
-    original = fields.values.get("original_max_position_embeddings")
-    if original is not None:  # outside rope_scaling it takes precedence
-        scaling = Fields({**scaling.values, "original_max_position_embeddings": original}, scaling.source)
     for place in (fields, scaling):
         _refuse_partial(place)
     kind = _scaling(scaling, fields.count("max_position_embeddings"))
@@ -99,9 +107,12 @@ def rope_of_each_kind(fields: Fields, attention: AttentionGeometry) -> tuple[Rop
     if parameters.values:
         full, windowed = _both_kinds(parameters)
         full = _only_one(fields, full)
-        thetas = (full.positive("rope_theta", _THETA_OF_FULL), windowed.positive("rope_theta", _THETA_OF_WINDOWED))
+        # Defaults differ between Gemma 3 and 4, and a rope_theta next to rope_parameters stands for one kind or both.
+        thetas = (full.positive("rope_theta"), windowed.positive("rope_theta"))
     else:
         full, windowed = fields.inner("rope_scaling"), Fields({}, fields.source)
+        if full.has("type") and not full.has("rope_type"):  # transformers 5.24 then scales nothing
+            raise BadModel(f"{full.source} has type and no rope_type, which readers of this model need; rename it")
         thetas = (
             full.positive("rope_theta", fields.positive("rope_theta", _THETA_OF_FULL)),
             fields.positive("rope_local_base_freq", _THETA_OF_WINDOWED),
@@ -140,10 +151,13 @@ def _scaling(fields: Fields, context_len: int) -> Scaling:
         return ProportionalScaling(share, fields.positive("factor", 1.0))
     original_context_len = fields.count("original_max_position_embeddings", context_len)
     if kind == "llama3":
+        low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
+        if high <= low:
+            raise BadModel(f"{fields.source}: high_freq_factor is {high} and low_freq_factor {low}; it must be larger")
         return Llama3Scaling(
             factor=fields.positive("factor"),
-            low_freq_factor=fields.positive("low_freq_factor"),
-            high_freq_factor=fields.positive("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
             original_context_len=original_context_len,
         )
     if kind == "yarn":

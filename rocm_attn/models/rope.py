@@ -7,12 +7,17 @@ stores q and k): the pair (x[j], x[j + head_dim / 2]) turns by position * inv_fr
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rocm_attn.errors import BadModel
 from rocm_attn.kernels.cache.row_work import RopeTable
+
+# A position is an int32 on the device.
+_LONGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +174,18 @@ class Rope:
             return None
         table = RopeTable.of_frequencies(self.inv_freq(), num_positions, factor=self.scaling.attention_factor)
         return RopeTable(table.cos_sin.to(device))
+
+
+def stretched(context_len: int, ropes: Iterable[Rope]) -> int:
+    """A model's context: that of its file, or a longer one that YaRN stretches it to. Raises BadModel.
+
+    The makers of Qwen2.5 and Qwen3 say that a file needs YaRN's parameters, and no other change, for longer texts.
+    """
+    scalings = [rope.scaling for rope in ropes if isinstance(rope.scaling, YarnScaling)]
+    longest = max([context_len, *(each.factor * each.original_context_len for each in scalings)])
+    if longest > _LONGEST:
+        raise BadModel(f"YaRN's factor makes the context {longest:.3g} tokens long; it must be at most {_LONGEST}")
+    return int(longest)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:

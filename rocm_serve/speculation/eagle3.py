@@ -38,6 +38,11 @@ from rocm_serve.speculation.head_files import FC, LAYER, HeadFiles, SeededHead, 
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _NUM_ROWS = 3
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+# Tensors that say which tokens a head knows.
+_OF_TOKENS = frozenset({"d2t", "t2d"})
+# Fields of heads with other norms than those above. They are in eagle_config, or next to it.
+_OTHER_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +157,13 @@ def _config(fields: Fields, large: ModelConfig) -> ModelConfig:
     """The config of a file, which describes its layer in the form of Llama's files."""
     if fields.whole("num_hidden_layers", 1) != 1:
         raise BadModel(f"{fields.source}: an EAGLE-3 head must have one layer")
+    for place in (fields, fields.inner("eagle_config")):
+        for name in _OTHER_NORMS:
+            if place.flag(name, False):
+                raise BadModel(
+                    f"{place.source}: {name} is true; only heads where it is false are served: use one of those, or "
+                    "speculative ngram"
+                )
     config = config_from_json({**fields.values, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
     made_for = fields.whole("target_hidden_size", config.hidden_size), config.vocab_size
     if made_for != (large.hidden_size, large.vocab_size):
@@ -164,13 +176,18 @@ def _config(fields: Fields, large: ModelConfig) -> ModelConfig:
 
 def _layers(fields: Fields, num_layers: int) -> tuple[int, int, int]:
     """The layers that take the rows as input. A file names the layers before them, whose outputs the rows are."""
-    if not fields.has("eagle_config") or not fields.inner("eagle_config").has("eagle_aux_hidden_state_layer_ids"):
+    if fields.has(_LAYERS):
+        raise BadModel(
+            f"{fields.source} has {_LAYERS} next to eagle_config, where readers count in other ways; put it into "
+            "eagle_config, as the layers whose outputs the head takes"
+        )
+    given = fields.inner("eagle_config")
+    if not given.has(_LAYERS):
         return default_layers(num_layers)
-    named = fields.inner("eagle_config").ids("eagle_aux_hidden_state_layer_ids")
+    named = given.ids(_LAYERS)
     if len(named) != _NUM_ROWS or max(named) >= num_layers:
         raise BadModel(
-            f"{fields.source}: eagle_aux_hidden_state_layer_ids is {list(named)}; it must be {_NUM_ROWS} of the "
-            f"model's {num_layers} layers"
+            f"{fields.source}: {_LAYERS} is {list(named)}; it must be {_NUM_ROWS} of the model's {num_layers} layers"
         )
     first, second, third = (layer + 1 for layer in named)
     return first, second, third
@@ -201,7 +218,7 @@ def _weights(
     if not own_embedding and config.hidden_size != large.config.hidden_size:
         raise BadModel(f"{source.name} has no embed_tokens.weight, and its rows are not as long as the model's")
     shapes = _shapes(config, large.config.hidden_size, num_known, own_embedding=own_embedding)
-    require_shapes(source, shapes, "EAGLE-3")
+    require_shapes(source, shapes, "EAGLE-3", config, _OF_TOKENS)
     token_of = _tokens_known(differences, num_known, config.vocab_size, source.name)
     reader = TensorReader(source, of_large.dtype, of_large.device)
 

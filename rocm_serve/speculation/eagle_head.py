@@ -32,7 +32,7 @@ from rocm_serve.models.linears import linears_over
 from rocm_serve.models.loading import LoadedModel
 from rocm_serve.models.mlp import add_mlp
 from rocm_serve.models.model import Model
-from rocm_serve.models.weights import layer_shapes, may_be_ignored, read_layer
+from rocm_serve.models.weights import layer_shapes, read_layer
 from rocm_serve.ranks import ONE_RANK
 from rocm_serve.speculation.draft_runners import DraftingModel
 from rocm_serve.speculation.head_files import FC, LAYER, HeadFiles, SeededHead, require_shapes
@@ -70,10 +70,7 @@ def load_head(path: str, large: LoadedModel) -> EagleWeights:
     shapes[FC] = (config.hidden_size, 2 * config.hidden_size)
     norm = f"{LAYER}input_layernorm.weight"  # which the first layer of a head does not have
     source: TensorSource = SeededHead(shapes) if path == SEEDED else HeadFiles(Path(path), {norm: shapes[norm]})
-    require_shapes(source, shapes, "EAGLE-1")
-    unknown = [name for name in source.shapes() if name not in _OF_LARGE and name not in shapes]
-    if any(not may_be_ignored(config, name) for name in unknown):
-        raise BadModel(f"{source.name} has {min(unknown)}, which an EAGLE-1 head of this model does not use")
+    require_shapes(source, shapes, "EAGLE-1", config, _OF_LARGE)
     reader = TensorReader(source, weights.dtype, weights.device)
     layer = read_layer(reader, config, 0, WHOLE, config.hidden_size)
     model = LoadedModel(config, replace(weights, layers=(layer,), own_inputs=None), None, ONE_RANK)

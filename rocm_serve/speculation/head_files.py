@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rocm_attn.errors import BadModel
+from rocm_attn.models.config import ModelConfig
 from rocm_attn.models.tensors import Shape, TensorSource
 from rocm_serve.models.renamed_tensors import RenamedTensors
 from rocm_serve.models.safetensors_file import SafetensorsFiles
+from rocm_serve.models.weights import may_be_ignored
 
 FC = "fc.weight"
 # The head's one layer, as the layer of a model is named, and its names in files.
@@ -69,8 +71,15 @@ class SeededHead:
         return random[where]
 
 
-def require_shapes(source: TensorSource, shapes: Mapping[str, Shape], kind: str) -> None:
-    """Raises BadModel if a head lacks a tensor, or has one of another shape. kind: such as EAGLE-1"""
+def require_shapes(
+    source: TensorSource, shapes: Mapping[str, Shape], kind: str, config: ModelConfig, others: Collection[str]
+) -> None:
+    """Raises BadModel if a head lacks a tensor, has one of another shape, or one that it does not use.
+
+    kind:   such as EAGLE-1
+    config: of its one layer
+    others: names of tensors that it may have in addition
+    """
     found = source.shapes()
     for name, shape in shapes.items():
         shown = name.removeprefix("model.")
@@ -80,6 +89,9 @@ def require_shapes(source: TensorSource, shapes: Mapping[str, Shape], kind: str)
             raise BadModel(
                 f"{source.name}: {shown} has shape {list(found[name])}; a head of this model has {list(shape)}"
             )
+    unknown = [name for name in found if name not in {*others, *shapes} and not may_be_ignored(config, name)]
+    if unknown:
+        raise BadModel(f"{source.name} has {min(unknown)}, which an {kind} head of this model does not use")
 
 
 def _ours(name: str) -> str:

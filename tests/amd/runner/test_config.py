@@ -53,6 +53,18 @@ def test_yarn_without_a_scale_stretches_to_the_context() -> None:
     assert rope.scaling.factor == 4.0
 
 
+@pytest.mark.parametrize(("factor", "context_len"), [(4, 131_072), (1.0, 40_960), (0.5, 40_960)])
+def test_yarn_alone_makes_the_context_longer(factor: float, context_len: int) -> None:
+    """Qwen3's file has 40,960 positions, and its makers add these parameters, and no others, for longer texts."""
+    scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 32768}
+    given = {**LLAMA31, "max_position_embeddings": 40_960, "rope_scaling": scaling}
+    assert config_from_json(given).context_len == context_len
+    with pytest.raises(
+        BadModel, match=r"YaRN's factor makes the context .* tokens long; it must be at most 2147483647"
+    ):
+        config_from_json({**given, "rope_scaling": {**scaling, "factor": 1e307 * factor}})
+
+
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BadModel) as refusal:
         config_from_json({**LLAMA31, "architectures": ["MixtralForCausalLM"]})
@@ -171,7 +183,7 @@ def test_more_experts_than_a_model_has_are_refused_before_their_names_are_made(m
         expected_shapes(config)
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '{"a": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, '{"a": ' + "9" * 5000 + "}", '{"a": "\\ud800"}'])
 def test_json_that_python_cannot_take_in_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)

@@ -273,6 +273,15 @@ def test_a_head_of_eagle_3_of_another_model_is_refused(loaded: LoadedModel, tmp_
     refused("an EAGLE-3 head must have one layer", {"num_hidden_layers": 2}, tensors)
     named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 7, 1]}}
     refused(r"eagle_aux_hidden_state_layer_ids is \[0, 7, 1\]; it must be 3 of the model's 2 layers", named, tensors)
+    for norm in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        for changes in ({norm: True}, {"eagle_config": {norm: True}}):
+            refused(
+                rf"json(: eagle_config)?: {norm} is true; only heads where it is false are served", changes, tensors
+            )
+    refused(
+        "layer_ids next to eagle_config, where readers count", {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, tensors
+    )
+    refused("has fc.bias, which an EAGLE-3 head of this model does not use", {}, {**tensors, "fc.bias": torch.ones(24)})
     refused("lacks fc.weight", {}, {name: each for name, each in tensors.items() if name[:2] != "fc"})
     refused(r"fc.weight has shape \[3, 6\]", {}, {**tensors, "fc.weight": torch.zeros(3, 6)})
     wrong = "d2t must map 31 tokens"

@@ -106,6 +106,12 @@ def test_scaling_in_the_metadata_is_used(
     assert_same_logits(loaded, reference)
 
 
+def test_yarn_makes_the_context_longer(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    named = {f"llama.rope.scaling.{name}": value for name, value in yarn.items()}
+    assert load(write_gguf(small_hf_model("Llama"), tmp_path / "m.gguf", metadata=named)).config.context_len == 256
+
+
 @pytest.mark.parametrize("name", ["yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"])
 def test_yarn_with_factors_of_several_meanings_is_refused(name: str, tmp_path: Path) -> None:
     named = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, f"llama.rope.scaling.{name}": 0.5}

@@ -200,7 +200,6 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ('{"weight_map": {}}', "is not a safetensors index .weight_map is {}"),
         ("{}", "is not a safetensors index .weight_map is None"),
         (json.dumps({"weight_map": {"a": "x" * 5000}}), r"index.json names 'x+\.\.\.x+', which is not in "),
-        ('{"weight_map": {"a": "\\ud800"}}', "which is not in "),
         ('{"weight_map": {"a": "a\\u0000b"}}', "which is not in "),
         ('{"weight_map": {"a": ""}}', "which is not in "),
         ('{"weight_map": {"a": "../m/model.safetensors"}}', "names '../m/model.safetensors', which is outside of"),

@@ -120,6 +120,30 @@ def test_gemma_4_without_rotary_parameters_has_those_of_its_class() -> None:
         assert config_from_json(fields) == config_from_json({**absent, "rope_parameters": said})
 
 
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("Glm5NextForConditionalGeneration", ("index_kpool",)),
+        ("MiniMaxM2ForCausalLM", ("head_dim", "num_key_value_heads")),
+        ("Qwen4ExpForCausalLM", ("head_dim", "num_key_value_heads")),
+    ],
+)
+def test_fields_that_a_file_leaves_out_are_those_of_its_class(architecture: str, names: tuple[str, ...]) -> None:
+    whole = getattr(transformers, architecture).config_class().to_dict() | {"architectures": [architecture]}
+    geometry, of_text = attention_geometry(whole), whole.get("text_config", whole)
+    for name in names:
+        del of_text[name]
+        assert attention_geometry(whole) == geometry
+
+
+def test_a_first_context_next_to_the_scaling_replaces_that_in_it() -> None:
+    """Transformers replaces it when it builds the model."""
+    config, yarn = published("qwen3-next-80b-a3b"), {"rope_type": "yarn", "factor": 4.0}
+    inside, other = ({**yarn, "original_max_position_embeddings": length} for length in (32768, 262144))
+    outside = {**config, "original_max_position_embeddings": 32768, "rope_scaling": other}
+    assert config_from_json(outside) == config_from_json({**config, "rope_scaling": inside})
+
+
 def config_of(model: str) -> dict[str, Any]:
     """Returns a published config.json, or that of a small model of a family, as transformers writes it."""
     if model not in FAMILIES:
@@ -146,6 +170,7 @@ def config_of(model: str) -> dict[str, Any]:
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave is null; it must be true or false"),
         ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is null; it must be true or false"),
         ("gemma-3-1b", {"sliding_window": None}, "does not say sliding_window"),
+        ("gemma-3-4b", {"quantization_config": {"quant_method": "fp8"}}, "weights quantised with 'fp8' are not"),
         (
             "gemma-3-1b",
             {"rope_parameters": {"rope_theta": 1e4}},
@@ -157,6 +182,7 @@ def config_of(model: str) -> dict[str, Any]:
             "config.json has rope_scaling with factor 8.0, and config.json: rope_parameters has 4.0; keep one of them",
         ),
         ("gemma3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "full_attention has 'linear'; keep one of"),
+        ("gemma-3-4b", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling has type and no rope_type"),
         ("deepseek-v3", {"routed_scaling_factor": None}, "does not say routed_scaling_factor; the file is not comp"),
         ("deepseek-v3", {"n_group": None}, "does not say n_group; the file is not complete"),
         ("deepseek-v3", {"topk_group": None}, "does not say topk_group; the file is not complete"),
@@ -177,8 +203,40 @@ def config_of(model: str) -> dict[str, Any]:
         ("gemma-4-e2b", {"num_key_value_heads": 3}, "not a multiple of the 3 KV heads of layer 0"),
         (
             "gemma-4-e2b",
-            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5, "rope_theta": 1e6},
+                    "sliding_attention": {"rope_theta": 1e4},
+                }
+            },
             "partial_rotary_factor is 1.5; it must be at most 1",
+        ),
+        # transformers takes rope_theta for one kind in Gemma 3, for both in Gemma 4, and has a default for each family.
+        (
+            "gemma3",
+            {
+                "rope_theta": 1e5,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default"},
+                    "sliding_attention": {"rope_theta": 1e4},
+                },
+            },
+            "rope_parameters: full_attention does not say rope_theta",
+        ),
+        (
+            "gemma-4-e2b",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {}}},
+            "rope_parameters: sliding_attention does not say rope_theta",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            r"rope_parameters holds \['full_attention'\], and all layers of this model have one rotary embedding",
+        ),
+        (
+            "llama-3.1-8b",
+            {"rope_scaling": {**LLAMA["rope_scaling"], "high_freq_factor": 1.0}},
+            r"high_freq_factor is 1\.0 and low_freq_factor 1\.0; it must be larger",
         ),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
         (

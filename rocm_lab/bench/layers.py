@@ -64,7 +64,9 @@ def name_of(problem: Problem) -> str:
         words.append(problem.pool.value)
     if problem.page_size != _USUAL_PAGE:
         words.append(f"pages of {problem.page_size}")
-    if problem.window_left != UNLIMITED_WINDOW:
+    if problem.chunk:
+        words.append(f"chunks of {problem.chunk}")
+    if problem.window_left not in (UNLIMITED_WINDOW, problem.chunk - 1):
         words.append(f"window {problem.window_left + 1}")
     if problem.logits_soft_cap:
         words.append(f"cap {problem.logits_soft_cap:g}")
@@ -88,6 +90,7 @@ def as_json(problem: Problem) -> dict[str, Any]:
         "page_size": problem.page_size,
         "scale": problem.scale,
         "window_left": problem.window_left,
+        **({"chunk": problem.chunk} if problem.chunk else {}),
         "logits_soft_cap": problem.logits_soft_cap,
         "has_sinks": problem.has_sinks,
         "pool": problem.pool.name.lower(),

@@ -52,16 +52,18 @@ def _rows(problem: Problem, group: Group) -> int:
     """Returns the number of keys of a sequence that any of its new tokens sees."""
     if problem.window_left == UNLIMITED_WINDOW:
         return group.kv_len
-    return min(group.kv_len, group.new + problem.window_left)
+    first = max(0, group.stored - problem.window_left)
+    return group.kv_len - (max(first, group.stored // problem.chunk * problem.chunk) if problem.chunk else first)
 
 
 def _pairs(problem: Problem, group: Group) -> int:
     """Returns the number of pairs of a new token and a key that it sees, per sequence."""
-    if problem.causal:
+    if problem.causal and not problem.chunk:
         return sum(_spans(problem, group))
     left, right = (group.kv_len if keys < 0 else keys for keys in (problem.window_left, problem.window_right))
+    chunk = problem.chunk or group.kv_len
     places = range(group.stored, group.kv_len)
-    return sum(min(group.kv_len, place + right + 1) - max(0, place - left) for place in places)
+    return sum(min(group.kv_len, at + right + 1) - max(0, at - left, at // chunk * chunk) for at in places)
 
 
 def _spans(problem: Problem, group: Group) -> Iterator[int]:

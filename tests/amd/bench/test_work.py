@@ -16,19 +16,27 @@ WINDOWS = ((-1, 0), (0, 0), (5, 0), (100, 0), (5, 3), (0, 9), (3, -1), (-1, 2), 
 def seen(problem: Problem, batch: BatchSpec) -> list[list[set[int]]]:
     """Returns the keys that each new token of each sequence sees."""
     left, right = (1 << 30 if keys < 0 else keys for keys in (problem.window_left, problem.window_right))
+    chunk = problem.chunk or 1 << 30
     return [
         [
-            {key for key in range(kv_len) if place - left <= key <= place + right}
+            {key for key in range(kv_len) if place - left <= key <= place + right and key // chunk >= place // chunk}
             for place in range(kv_len - q_len, kv_len)
         ]
         for kv_len, q_len in zip(batch.kv_len, batch.q_len, strict=True)
     ]
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *(replace(LAYER, window_left=left, window_right=right) for left, right in WINDOWS),
+        replace(LAYER, chunk=8),
+        replace(LAYER, chunk=20, window_left=3),
+    ],
+)
 @pytest.mark.parametrize("text", ["1d1", "3d40", "2x7", "2x7+30", "1x40+3", "2d9+1x12+4"])
-def test_bytes_and_products_are_those_of_what_tokens_see(text: str, window: tuple[int, int]) -> None:
-    batch, problem = BatchSpec.parse(text), replace(LAYER, window_left=window[0], window_right=window[1])
+def test_bytes_and_products_are_those_of_what_tokens_see(text: str, problem: Problem) -> None:
+    batch = BatchSpec.parse(text)
     keys = seen(problem, batch)
     rows = sum(len(set().union(*of_seq)) for of_seq in keys)
     pairs = sum(len(of_token) for of_seq in keys for of_token in of_seq)

@@ -465,6 +465,7 @@ class StepGate:
         step = self._step
         if step is None:
             raise WrongState("there is no step to fill; call runtime.stage() or runtime.step() first")
+        self.stores.note_fill()
         with on_device(self.device):
             self._streams.join()
             self._core.fill(step.children, step.plan)

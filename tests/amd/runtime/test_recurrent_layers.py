@@ -116,6 +116,20 @@ def test_a_row_without_new_tokens_keeps_its_track_in_a_step_of_lengths_on_the_de
     world.runtime.check_device()
 
 
+def test_the_first_graph_of_new_tokens_known_on_the_device_forgets_no_stored_ones(device: torch.device) -> None:
+    """The step waits while its graph is made. It was moved back to the first token that its bound allowed."""
+    world = Hybrid(device, "torch", graphs=True)
+    (one,) = world.begun(6)
+    new = world.ids(2)
+    world.runtime.table.reserve(one.row, 8)
+    inputs = DeviceInputs(q_len=torch.tensor([2], dtype=torch.int32, device=device))
+    out = world.runner.run(StepBatch([one.row], [8], [3], [*new, 0], inputs=inputs)).tensor[:2]
+    assert world.runner.graph_of_last is not None
+    one.ids += new
+    world.check(out, [one], [new])
+    world.runtime.check_device()
+
+
 def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device) -> None:
     world = Hybrid(device, provider)
     kept, one = world.runtime.table.kept, world.admit()

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from rocm_attn.batch.drafts import Drafts
+from rocm_attn.batch.mask import TokenSpans, spans_of_blocks
 from rocm_attn.batch.padding import PadTo
 from rocm_attn.batch.prefixes import SharedPrefixes
 from rocm_attn.batch.step_batch import NO_TOKEN_IDS, StepBatch, draft_batch
 from rocm_attn.capture.step_runner import StepRunner
 from rocm_attn.errors import BadBatch, BadProblem, BadSetting, BadTensor, CapacityExceeded, Unsupported, WrongState
 from rocm_attn.machine.target import known_target
+from rocm_attn.paging.index_spaces import Space
 from rocm_attn.problem import Problem
 from rocm_attn.providers.select import select
 from rocm_attn.runtime import AttentionRuntime
@@ -73,8 +75,18 @@ def test_values_of_another_kind_are_named_and_the_next_step_runs(world: World, g
     for groups in (None, [given]):
         with pytest.raises(BadBatch, match=r"groups? is a \w+; it must be of type "):
             SharedPrefixes(groups)  # type: ignore[arg-type]
-    with pytest.raises(BadBatch, match="ids of kept pages are object of shape"):
-        kept.drop([[1], [2, 3]])  # type: ignore[list-item]
+    for unread in ([[1], [2, 3]], torch.ones(2, device="meta")):
+        readers: list[Callable[[Any], object]] = [
+            kept.drop,
+            lambda values: TokenSpans(values, runtime.device),
+            lambda values: spans_of_blocks(values, [], 1, runtime.device),
+        ]
+        for read in readers:
+            with pytest.raises(BadBatch, match="cannot be read as integers on the host: "):
+                read(unread)
+    for spaces in (given, Space.FULL):
+        with pytest.raises(BadSetting, match=r"spaces is .*; give a list of Spaces"):
+            kept.drop([], spaces)
     world.step(world.requests, [1, 1])
 
 
@@ -108,6 +120,7 @@ def broken(name: str, tensor: Tensor) -> Any:
         "heads": lambda: tensor[:, :1],
         "dtype": lambda: tensor.to(torch.float16),
         "strides": lambda: tensor.transpose(1, 2).contiguous().transpose(1, 2),
+        "signs": lambda: torch._neg_view(tensor),  # as the imaginary parts of conj()
         "device": lambda: tensor.to("meta"),
         "nothing": lambda: None,
         "list": lambda: tensor.tolist(),
@@ -126,6 +139,7 @@ def broken(name: str, tensor: Tensor) -> Any:
             ("heads", "has shape"),
             ("dtype", "float16"),
             ("strides", "contiguous"),
+            ("signs", "the opposite signs; give .*resolve_neg"),
             ("device", "meta"),
             ("nothing", "is a NoneType; give a tensor"),
             ("list", "is a list; give a tensor"),

@@ -108,6 +108,9 @@ def norm(dim: int) -> RowNorm:
         (LATENT, QkvWork(rope(8)), "rope rotates the first elements of a latent layer's rows.*at_end=True"),
         (LATENT, QkvWork(v_norm=norm(64)), "v_norm was given for a latent layer, whose V is part of K"),
         (LATENT, QkvWork(rope(8, at_end=True), norm(64)), "q_norm has 64 weights; rows of q have 72 elements"),
+        (small_problem(), None, "work is a NoneType; it must be of type QkvWork"),
+        (small_problem(), QkvWork(torch.zeros(16, 8)), "rope is a Tensor; it must be of type RopeTable"),
+        (small_problem(), QkvWork(k_norm=torch.zeros(16)), "k_norm is a Tensor; it must be of type RowNorm"),
     ],
 )
 def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: str) -> None:
@@ -134,6 +137,7 @@ def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: 
             "q is a NoneType; give a tensor",
         ),
         (lambda s, x: s.rope_queries(0, [1.0], x(6, 16), QkvWork()), "q is a list; give a tensor"),
+        (lambda s, x: s.rope_queries(0, torch.tensor(1.0), x(6, 16), QkvWork()), r"q has shape \[\]"),
         (lambda s, x: s.finish(0, x(6, 8)), "out has shape"),
         (lambda s, x: s.finish(0, x(6, 16), gate=[1.0]), "gate is a list; give a tensor"),
         (
@@ -143,6 +147,7 @@ def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: 
         (lambda s, x: s.finish(0, x(6, 16), gate=x(6, 16).int()), "gate is torch.int32; it must be floating point"),
         (lambda s, x: s.finish(0, x(6, 16), gate=x(16, 6).mT), "gate has stride"),
         (lambda s, x: s.finish(0, x(6, 16), undo=rope(32)), "undo rotates 32 elements; rows have 16"),
+        (lambda s, x: s.finish(0, x(6, 16), undo=x(6, 16)), "undo is a Tensor; it must be of type RopeTable"),
     ],
 )
 def test_tensors_of_other_shapes_are_refused(call: Callable[[Any, Any], None], words: str) -> None:
@@ -150,3 +155,8 @@ def test_tensors_of_other_shapes_are_refused(call: Callable[[Any, Any], None], w
     tokens = step.token_ids.shape[0]
     with pytest.raises(BadTensor, match=words):
         call(step.layers, lambda heads, dim: torch.zeros(tokens, heads, dim))
+
+
+def test_a_table_without_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match="with a position or more, and an even number of elements"):
+        RopeTable(torch.zeros(0, 8))

@@ -64,13 +64,16 @@ def test_values_of_another_kind_are_named_and_the_next_step_runs(world: World, g
         "head weights of layer 0": [lambda: runtime.head_weights.set(0, given)],
         "scales of layer 0": [lambda: runtime.set_kv_scales(0, given)],
         "accepted": [lambda: runtime.move_accepted(given)],
+        "a layer's problem": [lambda: build_runtime([given], runtime.options, device="cpu")],
+        "options": [lambda: build_runtime([small_problem()], given, device="cpu")],
+        "recurrent": [lambda: build_runtime([small_problem()], runtime.options, given, device="cpu")],
         "drafts of a round": [lambda: draft_batch([1], [3], given)],
         "spans": [lambda: DeviceSpans(given)],
         "cells of a mask": [lambda: BoolCells(given, torch.zeros(1, dtype=torch.int32))],
     }
     for name, its in calls.items():
         for call in its:
-            with pytest.raises((BadBatch, BadTensor), match=f"^{name} is a {type(given).__name__}; "):
+            with pytest.raises((BadBatch, BadSetting, BadTensor), match=f"^{name} is a {type(given).__name__}; "):
                 call()
     for groups in (None, [given]):
         with pytest.raises(BadBatch, match=r"groups? is a \w+; it must be of type "):
@@ -326,7 +329,7 @@ def test_options_that_cannot_be_are_refused(changes: dict[str, Any], message: st
 
 def test_integers_of_numpy_are_numbers(device: torch.device) -> None:
     numbers: dict[str, Any] = {"num_pages": np.int64(8), "max_num_seqs": np.int32(2), "max_kv_len": np.uint8(16)}
-    assert built_of([small_problem()], device, **numbers).max_kv_len == 16
+    assert built_of([small_problem()], device, **numbers, capture_sizes=(np.int64(2),)).max_kv_len == 16
 
 
 def test_numbers_of_numpy_name_layers(device: torch.device) -> None:

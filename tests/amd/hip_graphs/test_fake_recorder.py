@@ -125,6 +125,7 @@ def test_recording_works_under_inference_mode_too(fake: FakeRecorder) -> None:
         wanted = torch.nn.functional.rms_norm(x @ weight.t(), (5,)).softmax(-1)
     recording.replay()
     assert torch.equal(out, wanted)
+    fake.record(lambda: x + 1)  # in the same memory, outside of the mode
 
 
 def test_weights_that_want_gradients_are_recorded_without_any(fake: FakeRecorder) -> None:

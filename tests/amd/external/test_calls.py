@@ -388,6 +388,8 @@ def test_pages_that_kernels_cannot_read_are_refused(device: torch.device, provid
     ):
         with pytest.raises((BadTensor, CapacityExceeded), match=why):
             filled.attention.pages.bind(0, k, v)  # type: ignore[arg-type]
+    with pytest.raises(BadTensor, match="coded is a tuple; it must be of type EnginePages"):
+        filled.attention.pages.bind(0, filled.k, filled.v, (None, None))  # type: ignore[arg-type]
     for layer in (1, -1, None, "0"):
         with pytest.raises(BadTensor, match=f"layer {layer!r} does not exist"):
             filled.attention.pages.bind(layer, filled.k, filled.v)  # type: ignore[arg-type]

@@ -147,6 +147,20 @@ def test_a_checkpoint_is_taken_one_step_late(provider: str, device: torch.device
     assert not kept.have_states(kept.keep(one.row, 0, 1)).any()
 
 
+def test_a_fault_that_keeps_a_step_from_beginning_leaves_the_states_of_its_rows(device: torch.device) -> None:
+    """The host took the slot for that step's, which held the state before the last one."""
+    world = Hybrid(device, "torch")
+    one, other = world.begun(8, 3)
+    world.step([one], [world.ids(KEPT + 1)])
+    world._kv[7] = float("nan")
+    world.run([other], [[7]])
+    with pytest.raises(DeviceFault):
+        for _ in range(5):  # the fault comes with a later step
+            world.run([one], [world.ids(KEPT + 1)])
+    world.back(one, len(one.ids) - KEPT - 1)
+    world.step([one], [world.ids(2)])
+
+
 def test_a_step_that_may_not_store_leaves_the_state_of_its_row(device: torch.device) -> None:
     """It would begin anew in a page that another row holds, and take both slots of its row."""
     world = Hybrid(device, "torch")

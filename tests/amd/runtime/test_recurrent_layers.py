@@ -162,6 +162,26 @@ def test_a_fault_that_keeps_a_step_from_beginning_leaves_the_states_of_its_rows(
     world.step([one], [world.ids(2)])
 
 
+def test_no_checkpoint_is_kept_of_a_state_that_only_the_device_knows_of(device: torch.device) -> None:
+    """It was counted as kept where no state was, and each step of a row over it was a fault."""
+    world = Hybrid(device, "torch")
+    (one,) = world.begun(PAGE_SIZE - 1)
+    new = world.ids(KEPT + 3)  # these are folded, so the state after the first page is nowhere
+    batch = world.batch([one], [new])
+    world.runner.run(replace(batch, inputs=DeviceInputs(kv_len=torch.tensor(batch.kv_len, device=device))))
+    one.ids += new
+    kept = world.runtime.table.kept
+    child = type(one)(world.runtime.table.fork(one.row, PAGE_SIZE), one.ids[:PAGE_SIZE])
+    for row in (one.row, child.row):
+        assert kept.states_due([row], [0]).tolist() == [False]
+        assert kept.have_states(kept.keep(row, 0, 1)).tolist() == [False]
+    for _ in range(2):
+        world.step([one], [world.ids(1)])
+    world.step([one], [world.ids(2 * PAGE_SIZE - len(one.ids) % PAGE_SIZE)])
+    last = len(one.ids) // PAGE_SIZE - 1
+    assert kept.have_states(kept.keep(one.row, last, last + 1)).tolist() == [True]
+
+
 def test_a_step_that_may_not_store_leaves_the_state_of_its_row(device: torch.device) -> None:
     """It would begin anew in a page that another row holds, and take both slots of its row."""
     world = Hybrid(device, "torch")

@@ -89,7 +89,7 @@ def test_values_of_another_kind_are_named_and_the_next_step_runs(world: World, g
                 read(unread)
     for spaces in (given, Space.FULL):
         with pytest.raises(BadSetting, match=r"spaces is .*; give a list of Spaces"):
-            kept.drop([], spaces)
+            kept.drop([], spaces)  # type: ignore[arg-type]
     world.step(world.requests, [1, 1])
 
 

@@ -109,8 +109,8 @@ def norm(dim: int) -> RowNorm:
         (LATENT, QkvWork(v_norm=norm(64)), "v_norm was given for a latent layer, whose V is part of K"),
         (LATENT, QkvWork(rope(8, at_end=True), norm(64)), "q_norm has 64 weights; rows of q have 72 elements"),
         (small_problem(), None, "work is a NoneType; it must be of type QkvWork"),
-        (small_problem(), QkvWork(torch.zeros(16, 8)), "rope is a Tensor; it must be of type RopeTable"),
-        (small_problem(), QkvWork(k_norm=torch.zeros(16)), "k_norm is a Tensor; it must be of type RowNorm"),
+        (small_problem(), QkvWork(torch.zeros(16, 8)), "rope is a Tensor; it must be of type RopeTable"),  # type: ignore[arg-type]
+        (small_problem(), QkvWork(k_norm=torch.zeros(16)), "k_norm is a Tensor; it must be of type RowNorm"),  # type: ignore[arg-type]
     ],
 )
 def test_work_for_other_rows_is_refused(problem: Problem, work: QkvWork, words: str) -> None:

@@ -39,10 +39,12 @@ _MOST_NODES = 1 << 15
 
 
 def on_host(name: str, values: object) -> npt.NDArray[Any]:
-    """Values as an array. Raises BadBatch for lists of unequal lengths, and tensors of a GPU or of bfloat16."""
+    """Values as an array, one of objects for lists of unequal lengths. Raises BadBatch for tensors of a GPU."""
     try:
         return np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except ValueError:
+        return np.asarray(values, np.object_)
+    except (TypeError, RuntimeError) as error:  # other tensors that NumPy does not read, such as those of bfloat16
         raise BadBatch(f"{name} cannot be read as integers on the host: {error}") from None
 
 

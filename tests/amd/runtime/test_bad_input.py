@@ -78,15 +78,16 @@ def test_values_of_another_kind_are_named_and_the_next_step_runs(world: World, g
     for groups in (None, [given]):
         with pytest.raises(BadBatch, match=r"groups? is a \w+; it must be of type "):
             SharedPrefixes(groups)  # type: ignore[arg-type]
-    for unread in ([[1], [2, 3]], torch.ones(2, device="meta")):
-        readers: list[Callable[[Any], object]] = [
-            kept.drop,
-            lambda values: TokenSpans(values, runtime.device),
-            lambda values: spans_of_blocks(values, [], 1, runtime.device),
-        ]
-        for read in readers:
-            with pytest.raises(BadBatch, match="cannot be read as integers on the host: "):
-                read(unread)
+    readers: dict[str, Callable[[Any], object]] = {
+        "ids of kept pages are object of shape": kept.drop,
+        "spans are object of shape": lambda values: TokenSpans(values, runtime.device),
+        "give whole numbers": lambda values: spans_of_blocks(values, [], 1, runtime.device),
+    }
+    for message, read in readers.items():
+        with pytest.raises(BadBatch, match=message):
+            read([[1], [2, 3]])
+        with pytest.raises(BadBatch, match="cannot be read as integers on the host: "):
+            read(torch.ones(2, device="meta"))
     for spaces in (given, Space.FULL):
         with pytest.raises(BadSetting, match=r"spaces is .*; give a list of Spaces"):
             kept.drop([], spaces)  # type: ignore[arg-type]

@@ -40,10 +40,10 @@ class RopeTable:
 
     def __post_init__(self) -> None:
         table = self.cos_sin
-        if table.dim() != 2 or 0 in table.shape or table.shape[1] % 2 or not table.is_contiguous():
+        if table.dim() != 2 or table.shape[1] < 2 or table.shape[1] % 2 or not table.is_contiguous():
             raise ValueError(
                 f"cos_sin has shape {list(table.shape)} and strides {list(table.stride())}; it must be contiguous, "
-                "[positions, rotated elements], with a position or more, and an even number of elements"
+                "[positions, rotated elements], with an even number of elements"
             )
         if table.dtype not in _FLOATS:
             raise ValueError(f"cos_sin is {table.dtype}; it must be one of {', '.join(map(str, _FLOATS))}")

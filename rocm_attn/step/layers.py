@@ -479,8 +479,10 @@ def _check_work(problem: Problem, work: QkvWork, device: torch.device) -> None:
 
 
 def _check_rope(name: str, rope: RopeTable, dim: int, device: torch.device) -> None:
-    """Raises BadTensor for no table, one of more elements than a row has, and one on another device."""
+    """Raises BadTensor for no table, or no positions, for more elements than a row has, and for another device."""
     require_kind(name, rope, RopeTable, BadTensor)
+    if rope.num_positions == 0:
+        raise BadTensor(f"{name} has no positions; make its table for the tokens of the longest sequence")
     if rope.dim > dim:
         raise BadTensor(f"{name} rotates {rope.dim} elements; rows have {dim}")
     _check_device(name, rope.cos_sin, device)

@@ -108,6 +108,7 @@ def norm(dim: int) -> RowNorm:
         (LATENT, QkvWork(rope(8)), "rope rotates the first elements of a latent layer's rows.*at_end=True"),
         (LATENT, QkvWork(v_norm=norm(64)), "v_norm was given for a latent layer, whose V is part of K"),
         (LATENT, QkvWork(rope(8, at_end=True), norm(64)), "q_norm has 64 weights; rows of q have 72 elements"),
+        (small_problem(), QkvWork(RopeTable(torch.zeros(0, 8))), "rope has no positions; make its table"),
         (small_problem(), None, "work is a NoneType; it must be of type QkvWork"),
         (small_problem(), QkvWork(torch.zeros(16, 8)), "rope is a Tensor; it must be of type RopeTable"),  # type: ignore[arg-type]
         (small_problem(), QkvWork(k_norm=torch.zeros(16)), "k_norm is a Tensor; it must be of type RowNorm"),  # type: ignore[arg-type]
@@ -155,8 +156,3 @@ def test_tensors_of_other_shapes_are_refused(call: Callable[[Any, Any], None], w
     tokens = step.token_ids.shape[0]
     with pytest.raises(BadTensor, match=words):
         call(step.layers, lambda heads, dim: torch.zeros(tokens, heads, dim))
-
-
-def test_a_table_without_positions_is_refused() -> None:
-    with pytest.raises(ValueError, match="with a position or more, and an even number of elements"):
-        RopeTable(torch.zeros(0, 8))
